@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from mindspeed_rlxf.algorithms.ratios import bounded_log_ratio
-from mindspeed_rlxf.config.enums import DpoLoss
 
 
 class TokenLoss(NamedTuple):
@@ -113,7 +112,7 @@ def clipped_value_loss(
     return TokenLoss(0.5 * torch.maximum(free, held), clipped)
 
 
-def preference_loss(chosen: Tensor, rejected: Tensor, beta: float, kind: DpoLoss) -> Tensor:
+def preference_loss(chosen: Tensor, rejected: Tensor, beta: float, kind: str) -> Tensor:
     """Return [pairs]: the loss of direct preference optimisation of each pair, for `kind`.
 
     chosen, rejected: [pairs] log(pi / pi_ref), summed over the tokens of the whole response
@@ -122,9 +121,9 @@ def preference_loss(chosen: Tensor, rejected: Tensor, beta: float, kind: DpoLoss
     hinge:   max(0, 1 - beta h) (arXiv:2305.10425)
     """
     margin = chosen - rejected
-    if kind is DpoLoss.SIGMOID:
+    if kind == "sigmoid":
         return -logsigmoid(beta * margin)
-    if kind is DpoLoss.IPO:
+    if kind == "ipo":
         return (margin - 1 / (2 * beta)).square()
-    assert kind is DpoLoss.HINGE, f"unknown preference loss {kind}"
+    assert kind == "hinge", f"unknown preference loss {kind}"
     return torch.relu(1 - beta * margin)

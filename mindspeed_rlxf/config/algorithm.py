@@ -14,7 +14,6 @@ from pydantic_core import PydanticCustomError
 from mindspeed_rlxf.config.enums import (
     AdvantageWhiten,
     AdvEstimator,
-    KlIn,
     KlPenalty,
     LossNormalizer,
     OldLogProbs,
@@ -96,8 +95,8 @@ class AlgorithmConfig(Section):
         "per-token KL estimate; absent = kl, or low_var_kl in the loss",
         only_if="training.stage!=ray_online_dpo",
     )
-    kl_in: Annotated[KlIn, Word] = key(
-        KlIn.REWARD,
+    kl_in: Literal["reward", "loss"] = key(
+        "reward",
         "where the KL penalty acts; absent = reward, loss for grpo, dr_grpo and "
         "reinforce_plus_plus_baseline",
         only_if="training.stage!=ray_online_dpo",

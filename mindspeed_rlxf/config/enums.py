@@ -52,28 +52,6 @@ class KlPenalty(str, Enum):
     FULL = "full"  # sum over the vocabulary, not an estimate
 
 
-class KlIn(str, Enum):
-    """Where the KL penalty acts."""
-
-    REWARD = "reward"  # of each token
-    LOSS = "loss"  # of the policy
-
-
-class PolicyLoss(str, Enum):
-    """The clipped policy loss."""
-
-    PPO = "ppo"  # a ratio for each token
-    GSPO = "gspo"  # a ratio for each response
-
-
-class DpoLoss(str, Enum):
-    """The loss of a pair of responses."""
-
-    SIGMOID = "sigmoid"
-    HINGE = "hinge"
-    IPO = "ipo"
-
-
 class AdvantageWhiten(str, Enum):
     """Set of tokens over which advantages are whitened."""
 
@@ -133,20 +111,6 @@ class OverlongPrompts(str, Enum):
     KEEP_HEAD = "keep_head"
     KEEP_TAIL = "keep_tail"
     KEEP_ENDS = "keep_ends"
-
-
-class NanPolicy(str, Enum):
-    """Treatment of an optimizer step with NaN or inf in loss, gradients or rewards."""
-
-    RAISE = "raise"
-    SKIP = "skip"
-
-
-class RuntimeKind(str, Enum):
-    """Launcher of the workers."""
-
-    RAY = "ray"
-    LOCAL = "local"
 
 
 class DeviceKind(str, Enum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from mindspeed_rlxf.config.enums import AdvEstimator, KlIn, LossNormalizer
+from mindspeed_rlxf.config.enums import AdvEstimator, LossNormalizer
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class EstimatorTraits:
         return self.discounts and not self.reads_greedy
 
 
-KL_IN_LOSS = {"kl_in": KlIn.LOSS.value}
+KL_IN_LOSS = {"kl_in": "loss"}
 """Default of estimators whose papers put the KL penalty in the loss."""
 
 TRAITS: dict[str, EstimatorTraits] = {

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, model_validator
+from pydantic.fields import FieldInfo
 
 from mindspeed_rlxf.config.errors import ConfigError, Problem
 
@@ -55,6 +56,12 @@ class Section(BaseModel):
         if broken := list(self.broken_rules()):
             raise ConfigError(broken)
         return self
+
+
+def extra_of(field: FieldInfo | None) -> dict[str, Any]:
+    """Return what `key` keeps of a field beside its type: `resume`, `used_if` and `only_if`."""
+    extra = field.json_schema_extra if field is not None else None
+    return dict(extra) if isinstance(extra, dict) else {}
 
 
 def key(

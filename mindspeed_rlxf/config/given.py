@@ -25,10 +25,9 @@ def _has(values: Tree, keys: list[str]) -> bool:
     return keys[0] in values and (len(keys) == 1 or inner is None or keys[1] in inner)
 
 
-def set_default(section: Tree, key: str, value: Any) -> None:
-    """Set a key of `section` in place if it is absent or None."""
-    if section.get(key) is None:
-        section[key] = value
+def set_default(section: Tree, **defaults: Any) -> None:
+    """Set those keys of `section` in place that are absent or None."""
+    section |= {key: value for key, value in defaults.items() if section.get(key) is None}
 
 
 class Given:

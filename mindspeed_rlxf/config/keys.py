@@ -86,8 +86,11 @@ RULE_KEYS = (
     "processes", "timeout_s", "worker_memory_gib", "failed_score", "max_failed",
 )  # fmt: skip
 """Keys of the section reward that are read with `kind: rule`."""
-CLASSIFIER_KEYS = (*RULE_KEYS, "load", "model_weight", "micro_batch_size", "bf16")
-"""Keys of the section reward that are read with `kind: huggingface`."""
+WITHOUT_MODEL = {
+    RewardKind.RULE.value: RULE_KEYS,
+    RewardKind.HUGGING_FACE.value: (*RULE_KEYS, "load", "model_weight", "micro_batch_size", "bf16"),
+}
+"""Kind of reward without a Megatron model -> keys of the section reward that it reads."""
 
 SHARED: Fields = {
     name: field
@@ -201,8 +204,7 @@ def _role_tree(
     """
     architecture, optimizer = values.pop("architecture"), values.pop("optimizer", {})
     if isinstance(role, RewardConfig) and architecture is None:
-        of_rule = role.kind is RewardKind.RULE
-        return {key: values[key] for key in (RULE_KEYS if of_rule else CLASSIFIER_KEYS)}
+        return {key: values[key] for key in WITHOUT_MODEL[role.kind.value]}
     shared = models.setdefault(role.model, architecture)
     own = {key: value for key, value in architecture.items() if shared[key] != value}
     return {**values, **own, **optimizer}

@@ -19,11 +19,8 @@ from mindspeed_rlxf.config.enums import (
     CONFIGURED,
     AdvantageWhiten,
     AdvEstimator,
-    KlIn,
     KlPenalty,
     LossNormalizer,
-    PolicyLoss,
-    RewardKind,
     Role,
     Stage,
 )
@@ -44,12 +41,11 @@ from mindspeed_rlxf.config.hf_config import (
     read_hf_config,
 )
 from mindspeed_rlxf.config.keys import (
-    CLASSIFIER_KEYS,
     INLINED,
     PLAIN_SECTIONS,
     ROLE_SECTIONS,
-    RULE_KEYS,
     SHARED,
+    WITHOUT_MODEL,
     find_field,
     keys_of,
     unknown_key,
@@ -65,12 +61,6 @@ from mindspeed_rlxf.config.unused import find_unused
 
 AUTO = "auto"
 """Value of a role's `model` that takes the architecture from config.json of its `load` folder."""
-
-WITHOUT_ARCHITECTURE = {
-    RewardKind.RULE.value: RULE_KEYS,
-    RewardKind.HUGGING_FACE.value: CLASSIFIER_KEYS,
-}
-"""Kind of reward without a Megatron model -> keys that it reads."""
 
 WITHOUT_CRITIC = (Stage.RAY_GRPO.value, Stage.RAY_ONLINE_DPO.value)
 GSPO_CLIP = {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4}
@@ -142,8 +132,8 @@ def _build(given: Given, name: str) -> Tree:
     shared = SHARED.keys() - TrainingConfig.model_fields.keys()
     training = {key: v for key, v in sections["training"].items() if key not in shared}
     payload["training"] = training
-    set_default(training, "run_name", name)
-    set_default(training, "output_dir", os.path.join("outputs", str(training["run_name"])))
+    set_default(training, run_name=name)
+    set_default(training, output_dir=os.path.join("outputs", str(training["run_name"])))
     _load_plugins(given, training)
     if (stage := training.get("stage")) in WITHOUT_CRITIC:
         payload["critic"] = None
@@ -176,7 +166,7 @@ def _build_role(given: Given, role: Role) -> Tree:
     own, training = given.sections[role.value], given.sections["training"]
     if role is Role.REWARD:
         read_functions(given.problems, own)
-        if kept := WITHOUT_ARCHITECTURE.get(str(own.get("kind"))):
+        if kept := WITHOUT_MODEL.get(str(own.get("kind"))):
             return _build_reward(given, own, kept)
     models, chosen = given.sections["model"], given.model_of(role.value)
     if chosen == AUTO:
@@ -274,27 +264,25 @@ def _set_stage_defaults(training: Tree, algorithm: Tree, actor: Tree) -> None:
     total, prompt = training.get("seq_length"), actor.get("max_prompt_length", 512)
     # Where a length is no integer, which pydantic reports, 1 stands in.
     room = total - prompt if type(total) is type(prompt) is int else 1
-    set_default(actor, "max_new_tokens", max(room, 1))
+    set_default(actor, max_new_tokens=max(room, 1))
     stage = training.get("stage")
-    if stage in (Stage.RAY_GRPO.value, Stage.RAY_ONLINE_DPO.value):
-        set_default(actor, "do_sample", True)  # several greedy responses would be the same
+    if stage in WITHOUT_CRITIC:
+        set_default(actor, do_sample=True)  # several greedy responses would be the same
     if stage == Stage.RAY_ONLINE_DPO.value:
-        set_default(actor, "n_samples_per_prompt", 2)
+        set_default(actor, n_samples_per_prompt=2)
         return
     if stage == Stage.RAY_GRPO.value:
-        set_default(algorithm, "adv_estimator", AdvEstimator.GRPO.value)
-    if actor.get("policy_loss") == PolicyLoss.GSPO.value:
-        set_default(algorithm, "loss_normalizer", LossNormalizer.SEQUENCE_MEANS.value)
+        set_default(algorithm, adv_estimator=AdvEstimator.GRPO.value)
+    if actor.get("policy_loss") == "gspo":
+        set_default(algorithm, loss_normalizer=LossNormalizer.SEQUENCE_MEANS.value)
         if actor.get("clip_ratio") is None:
-            for key, value in GSPO_CLIP.items():
-                set_default(actor, key, value)
+            set_default(actor, **GSPO_CLIP)
     if traits := TRAITS.get(str(algorithm.get("adv_estimator"))):
         if not traits.whitens:
-            set_default(algorithm, "advantage_whiten", AdvantageWhiten.NONE.value)
-        for key, default in traits.defaults.items():
-            set_default(algorithm, key, default)
-    if algorithm.get("kl_in") == KlIn.LOSS.value:
-        set_default(algorithm, "kl_penalty", KlPenalty.LOW_VAR_KL.value)
+            set_default(algorithm, advantage_whiten=AdvantageWhiten.NONE.value)
+        set_default(algorithm, **traits.defaults)
+    if algorithm.get("kl_in") == "loss":
+        set_default(algorithm, kl_penalty=KlPenalty.LOW_VAR_KL.value)
 
 
 def _problems_of(errors: list[ErrorDetails], payload: Tree, given: Given) -> Iterator[Problem]:

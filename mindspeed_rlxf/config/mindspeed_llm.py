@@ -12,7 +12,6 @@ from typing import Any
 from mindspeed_rlxf.config.enums import (
     AdvantageWhiten,
     AdvEstimator,
-    KlIn,
     KlPenalty,
     OverlongPrompts,
     RewardKind,
@@ -21,6 +20,7 @@ from mindspeed_rlxf.config.enums import (
 from mindspeed_rlxf.config.errors import Problem, format_value, ref
 from mindspeed_rlxf.config.given import ROLES, Given, Tree, set_default
 from mindspeed_rlxf.config.hf_config import read_hf_config
+from mindspeed_rlxf.config.keys import WITHOUT_MODEL
 from mindspeed_rlxf.config.mindspeed_llm_keys import NO_OPS, REFUSED
 
 ACTOR = "actor_rollout"
@@ -123,7 +123,7 @@ def _translate_query_groups(given: Given, path: str, values: Tree) -> None:
     """Read Megatron's flag: true without a number means one group, false one group per head."""
     flag, groups = values.pop("group_query_attention", None), values.get("num_query_groups")
     if flag is True:
-        set_default(values, "num_query_groups", 1)
+        set_default(values, num_query_groups=1)
     elif flag is False and groups not in (None, values.get("num_attention_heads")):
         rule = f"contradicts num_query_groups={format_value(groups)}"
         given.problems.append(Problem(path, rule, False, "remove one of them"))
@@ -146,7 +146,7 @@ def _translate_data(given: Given) -> None:
     path, value = _take(given, "data_path")
     if path:
         _move(given, path, _parse_prefixes(given, path, value), "data.data_path")
-        set_default(data, "default_data_source", "prompts")
+        set_default(data, default_data_source="prompts")
         if data.get("overlong_prompts") is None:
             data["overlong_prompts"] = OverlongPrompts.DROP.value
             given.note(
@@ -156,7 +156,7 @@ def _translate_data(given: Given) -> None:
             )
     path, value = _take(given, "dataset_with_labels")
     if value is True:
-        set_default(data, "ground_truth_key", "labels")
+        set_default(data, ground_truth_key="labels")
         given.note("data.ground_truth_key=labels", f"{path}=true")
     elif path and value is not False:
         given.refuse(path, "must be true or false", value, "use true")
@@ -164,7 +164,7 @@ def _translate_data(given: Given) -> None:
     names = value.replace(",", " ").split() if isinstance(value, str) else value
     if isinstance(names, list) and all(isinstance(name, str) for name in names):
         if "labels" in names:
-            set_default(data, "ground_truth_key", "labels")
+            set_default(data, ground_truth_key="labels")
         meaning = "all columns of a data set can be used; rules compare with data.ground_truth_key"
         given.note(meaning, f"dataset_additional_keys={' '.join(names)}")
     elif path:
@@ -202,7 +202,7 @@ def _translate_category(given: Given) -> None:
         rule, shown = "one reward scores every prompt here", format_value(value)
         given.problems.append(Problem(path, rule, shown, remedy, colon=True))
     if reward.get("verifier") is True:
-        set_default(reward, "kind", RewardKind.RULE.value)
+        set_default(reward, kind=RewardKind.RULE.value)
 
 
 def _translate_algorithm(given: Given) -> None:
@@ -233,7 +233,7 @@ def _translate_group_norm(given: Given, algorithm: Tree) -> None:
     z-score on every token. It whitens them, and computes low_var_kl in the loss.
     """
     algorithm["adv_estimator"] = AdvEstimator.GRPO.value
-    set_default(algorithm, "advantage_whiten", AdvantageWhiten.BATCH.value)
+    set_default(algorithm, advantage_whiten=AdvantageWhiten.BATCH.value)
     gamma = algorithm.get("gamma", 1.0)
     if gamma != 1.0:
         estimator = f"{ref('algorithm.adv_estimator')}=group_norm"
@@ -241,7 +241,7 @@ def _translate_group_norm(given: Given, algorithm: Tree) -> None:
         remedy = "use 1.0, or reinforce_plus_plus"
         given.problems.append(Problem("algorithm.gamma", rule, format_value(gamma), remedy))
     penalty = algorithm.get("kl_penalty")
-    if algorithm.get("kl_in") in (None, KlIn.LOSS.value) and penalty == KlPenalty.KL.value:
+    if algorithm.get("kl_in") in (None, "loss") and penalty == KlPenalty.KL.value:
         algorithm["kl_penalty"] = KlPenalty.LOW_VAR_KL.value
         given.note(
             "low_var_kl in the loss, which is what MindSpeed-LLM computed in stage ray_grpo "
@@ -266,12 +266,11 @@ def _note_or_refuse(given: Given, path: str, key: str, value: Any) -> None:
 def _add_vocab_sizes(given: Given) -> None:
     """Take a missing `vocab_size` of a used model from config.json in the tokenizer's folder."""
     folder = given.sections["training"].get("tokenizer_name_or_path")
-    without = (RewardKind.RULE.value, RewardKind.HUGGING_FACE.value)
     used = {
         str(given.model_of(role))
         for role in ROLES
         if "vocab_size" not in given.sections[role]
-        and (role != "reward" or given.sections[role].get("kind") not in without)
+        and (role != "reward" or str(given.sections[role].get("kind")) not in WITHOUT_MODEL)
     }
     for name, architecture in given.sections["model"].items():
         if "vocab_size" in architecture or not isinstance(folder, str) or name not in used:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mindspeed_rlxf.config.cluster import choose_cluster
-from mindspeed_rlxf.config.enums import CONFIGURED, RewardKind, Role, RuntimeKind, Stage
+from mindspeed_rlxf.config.enums import CONFIGURED, RewardKind, Role, Stage
 from mindspeed_rlxf.config.errors import Problem, format_value, multiples_around, ref, use
 from mindspeed_rlxf.config.given import Given, Tree
 from mindspeed_rlxf.config.keys import unknown_key
@@ -128,7 +128,7 @@ def _read_environment(given: Given, settings: Tree) -> None:
 def _devices_per_node(payload: Tree) -> Any:
     """Return `device.devices_per_node`; None where the run starts its own processes."""
     runtime = payload["runtime"]
-    is_local = runtime.get("kind") == RuntimeKind.LOCAL.value
+    is_local = runtime.get("kind") == "local"
     if is_local or choose_cluster(runtime.get("address")).address is None:
         return None
     return payload["device"].get("devices_per_node", DeviceConfig().devices_per_node)

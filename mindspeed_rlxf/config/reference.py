@@ -20,7 +20,7 @@ from mindspeed_rlxf.config.algorithm import KlControlConfig
 from mindspeed_rlxf.config.architecture import ArchitectureConfig
 from mindspeed_rlxf.config.enums import CONFIGURED, Role
 from mindspeed_rlxf.config.errors import format_value
-from mindspeed_rlxf.config.fields import key
+from mindspeed_rlxf.config.fields import extra_of, key
 from mindspeed_rlxf.config.keys import PLAIN_SECTIONS, ROLE_SECTIONS
 from mindspeed_rlxf.config.mindspeed_llm import MOVED
 from mindspeed_rlxf.config.mindspeed_llm_keys import ANY, NO_OP_LIST, REFUSED_LIST, NoOp
@@ -206,8 +206,7 @@ def _meaning(field: FieldInfo) -> tuple[str | None, str]:
 
 
 def _resume(field: FieldInfo) -> str:
-    extra = field.json_schema_extra
-    return str(extra.get("resume", "fixed")) if isinstance(extra, dict) else "fixed"
+    return str(extra_of(field).get("resume", "fixed"))
 
 
 def tables() -> str:

@@ -6,11 +6,7 @@ from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from mindspeed_rlxf.config.architecture import ArchitectureConfig, find_uneven
-from mindspeed_rlxf.config.enums import (
-    DpoLoss,
-    PolicyLoss,
-    Recompute,
-)
+from mindspeed_rlxf.config.enums import Recompute
 from mindspeed_rlxf.config.errors import Problem, at_most, divides, ref
 from mindspeed_rlxf.config.fields import FilePath, Integers, Section, Strings, Word, key
 
@@ -304,8 +300,8 @@ class ActorConfig(LearningConfig):
     )
     ppo_mini_batch_size: int = key(1, "samples per optimizer step over all DP ranks", ge=1)
     ppo_epochs: int = key(1, "passes over the samples of an iteration", ge=1)
-    policy_loss: Annotated[PolicyLoss, Word] = key(
-        PolicyLoss.PPO,
+    policy_loss: Literal["ppo", "gspo"] = key(
+        "ppo",
         "ratio of each token (ppo) or of each response (gspo)",
         only_if="training.stage!=ray_online_dpo",
     )
@@ -342,10 +338,8 @@ class ActorConfig(LearningConfig):
         gt=0,
         only_if="training.stage=ray_online_dpo",
     )
-    dpo_loss_type: Annotated[DpoLoss, Word] = key(
-        DpoLoss.SIGMOID,
-        "stage ray_online_dpo: loss of a pair",
-        only_if="training.stage=ray_online_dpo",
+    dpo_loss_type: Literal["sigmoid", "hinge", "ipo"] = key(
+        "sigmoid", "stage ray_online_dpo: loss of a pair", only_if="training.stage=ray_online_dpo"
     )
 
     @property

@@ -14,12 +14,10 @@ from mindspeed_rlxf.config.cluster import choose_cluster
 from mindspeed_rlxf.config.data import DataConfig, ValidationConfig
 from mindspeed_rlxf.config.enums import (
     CONFIGURED,
-    KlIn,
     LossNormalizer,
     OldLogProbs,
     RewardKind,
     Role,
-    RuntimeKind,
     Stage,
     Verifier,
 )
@@ -114,7 +112,7 @@ class RunConfig(Section):
         """
         algorithm, actor = self.algorithm, self.actor_rollout
         steps = actor.ppo_epochs * self.samples_per_iteration // actor.ppo_mini_batch_size
-        penalised = algorithm.kl_in is KlIn.REWARD and algorithm.kl_ctrl.kl_coef > 0
+        penalised = algorithm.kl_in == "reward" and algorithm.kl_ctrl.kl_coef > 0
         pairs = self.training.stage is Stage.RAY_ONLINE_DPO
         compared = algorithm.rollout_is_threshold or algorithm.max_log_prob_gap
         if algorithm.old_log_probs is not OldLogProbs.AUTO:
@@ -137,7 +135,7 @@ class RunConfig(Section):
     @property
     def joins_cluster(self) -> bool:
         """Whether the run joins a Ray cluster, and does not start one."""
-        is_ray = self.runtime.kind is RuntimeKind.RAY
+        is_ray = self.runtime.kind == "ray"
         return is_ray and choose_cluster(self.runtime.address).address is not None
 
     @property

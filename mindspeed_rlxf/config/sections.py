@@ -7,13 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from mindspeed_rlxf.config.enums import (
-    DeviceKind,
-    HealthRule,
-    NanPolicy,
-    RuntimeKind,
-    Stage,
-)
+from mindspeed_rlxf.config.enums import DeviceKind, HealthRule, Stage
 from mindspeed_rlxf.config.fields import FilePath, Section, Strings, Word, key
 from mindspeed_rlxf.config.secrets import Secret
 
@@ -108,8 +102,8 @@ class TrainingConfig(Section):
         "free",
         used_if="!new_run",
     )
-    nan_policy: Annotated[NanPolicy, Word] = key(
-        NanPolicy.RAISE,
+    nan_policy: Literal["raise", "skip"] = key(
+        "raise",
         "on NaN or inf in loss, gradient norm or reward: raise before weights change, or skip "
         "the step",
         "free",
@@ -184,9 +178,7 @@ class LoggingConfig(Section):
         "free",
     )
     console: Literal["auto", "line"] = key(
-        "auto",
-        "auto = a live view on a terminal, else a line per iteration; line",
-        "free",
+        "auto", "auto = a live view on a terminal, else a line per iteration; line", "free"
     )
     console_metrics: Strings = key(CONSOLE_METRICS, "metrics on the console", "free")
     stop_on: Annotated[tuple[Annotated[HealthRule, Word], ...], Word] = key(
@@ -260,7 +252,7 @@ class PoolSettings(Section):
 class RuntimeConfig(Section):
     """Launcher of the workers; `runtime: local` is short for `runtime: {kind: local}`."""
 
-    kind: Annotated[RuntimeKind, Word] = key(RuntimeKind.RAY, "ray or local", "free")
+    kind: Literal["ray", "local"] = key("ray", "ray or local", "free")
     address: str | None = key(
         None,
         "Ray cluster to join, local = start one; null = RAY_ADDRESS, else this user's, else "

@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import Any
 
 from mindspeed_rlxf.config.errors import Problem, format_value
-from mindspeed_rlxf.config.fields import Section
+from mindspeed_rlxf.config.fields import Section, extra_of
 from mindspeed_rlxf.config.schema import RoleConfig, RunConfig
 
 CONDITION = re.compile(r"(!?)([\w.]+)(!?=|>|)(.*)")
@@ -96,8 +96,7 @@ def _fields(
             if not isinstance(value, RoleConfig) or name in runs:
                 yield from _fields(value, f"{path}{name}.", config)
         elif path:
-            extra = type(section).model_fields[name].json_schema_extra
-            assert isinstance(extra, dict)
+            extra = extra_of(type(section).model_fields[name])
             kinds = {
                 "used_if": f"{extra['used_if']}; {section.section_used_if}",
                 "only_if": str(extra["only_if"]),

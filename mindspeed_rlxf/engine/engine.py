@@ -20,7 +20,6 @@ from torch import Tensor
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.algorithms.slots import readable_slots
-from mindspeed_rlxf.config.enums import NanPolicy
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import LogProbs, LogProbsWithKl, Rollouts, Scores, Values
 from mindspeed_rlxf.device import megatron_versions
@@ -87,7 +86,7 @@ class MegatronEngine:
         device.seed_all(seed + dist.get_rank())  # else Python and numpy draw seeds from the system
         self.role, self.head = role, head
         self.source = find_description(role.load, tokenizer) if tokenizer else Path(role.load)
-        self.skipped = skipped or SkippedSteps(NanPolicy.RAISE, 0, role.model)
+        self.skipped = skipped or SkippedSteps("raise", 0, role.model)
         self._mini_batch = 0  # steps of this iteration
         self.groups = ParallelGroups(
             role.tensor_model_parallel_size,
@@ -302,7 +301,7 @@ class MegatronEngine:
             self.skipped.judge(done, self.state.scheduler.num_steps + 1, self._mini_batch)
             metrics = average_metrics(outputs, self.sum_over_replicas)
         metrics["grad_norm"] = done.grad_norm
-        if self.skipped.policy is NanPolicy.SKIP:
+        if self.skipped.policy == "skip":
             metrics["skipped_steps"] = float(bool(done.wrong))
         return metrics
 

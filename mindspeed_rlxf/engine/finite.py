@@ -17,7 +17,6 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from mindspeed_rlxf import device
-from mindspeed_rlxf.config.enums import NanPolicy
 
 REMEDY = "lower the learning rate or raise warm-up, look at the rewards and at bf16"
 
@@ -88,7 +87,7 @@ class GuardedOptimizer:
 class SkippedSteps:
     """Counts skipped steps in a row and decides whether the run goes on."""
 
-    def __init__(self, policy: NanPolicy, max_skipped: int, role: str) -> None:
+    def __init__(self, policy: str, max_skipped: int, role: str) -> None:
         self.policy, self.max_skipped, self.role = policy, max_skipped, role
         self.in_a_row = 0
 
@@ -105,7 +104,7 @@ class SkippedSteps:
         self.in_a_row += 1
         what = " and ".join(step.wrong)
         where = f"{self.role}: the {what} of mini-batch {mini_batch} of iteration {iteration}"
-        if self.policy is NanPolicy.RAISE:
+        if self.policy == "raise":
             raise FloatingPointError(
                 f"{where} must be finite (gradient norm {step.grad_norm}); its step was not taken, "
                 f"the weights are those before it; {REMEDY}, or set training.nan_policy=skip"

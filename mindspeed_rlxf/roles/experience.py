@@ -16,7 +16,7 @@ from mindspeed_rlxf.algorithms.estimators import Estimate, Rewarded
 from mindspeed_rlxf.algorithms.kl import kl_per_token
 from mindspeed_rlxf.algorithms.masked import AllReduce, masked_mean, masked_whiten
 from mindspeed_rlxf.algorithms.slots import value_mask
-from mindspeed_rlxf.config.enums import KlPenalty, NanPolicy, OldLogProbs, Stage
+from mindspeed_rlxf.config.enums import KlPenalty, OldLogProbs, Stage
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import (
     Experience,
@@ -48,7 +48,7 @@ class ExperienceMaker:
         self.shaping = ScoreShaping(config)
         self.group_size = config.actor_rollout.n_samples_per_prompt
         self.pairs = config.training.stage is Stage.RAY_ONLINE_DPO
-        self.skips = config.training.nan_policy is NanPolicy.SKIP
+        self.skips = config.training.nan_policy == "skip"
         self.sum_over_replicas = sum_over_replicas
         self.old_are_of_update = config.old_log_probs is OldLogProbs.AUTO
         full = self.algorithm.kl_penalty is KlPenalty.FULL  # measured with the reference's pass

@@ -24,7 +24,7 @@ from mindspeed_rlxf.algorithms.losses import (
     truncated_importance,
 )
 from mindspeed_rlxf.algorithms.masked import AllReduce, masked_whiten
-from mindspeed_rlxf.config.enums import AdvantageWhiten, KlIn, PolicyLoss, Role, Stage
+from mindspeed_rlxf.config.enums import AdvantageWhiten, Role, Stage
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Experience, Rollouts, fit_columns
 from mindspeed_rlxf.engine.losses import normalised_loss
@@ -67,8 +67,8 @@ class ClippedObjective:
         actor = config.actor_rollout
         self.actor, self.algorithm = actor, config.algorithm
         self.sum_over_replicas = sum_over_replicas
-        self.kl_in_reward = config.algorithm.kl_in is KlIn.REWARD
-        self.reads_reference = config.algorithm.kl_in is KlIn.LOSS and Role.REF in config.roles
+        self.kl_in_reward = config.algorithm.kl_in == "reward"
+        self.reads_reference = config.algorithm.kl_in == "loss" and Role.REF in config.roles
         low, high = actor.clip_ratio_low, actor.clip_ratio_high
         self.clip = ClipRange(
             actor.clip_ratio if low is None else low,
@@ -121,7 +121,7 @@ class ClippedObjective:
         if experience.old_log_probs.size(1):
             old = of_tokens(experience.old_log_probs)
         given = log_probs, old, of_tokens(advantages), self.clip
-        if self.actor.policy_loss is PolicyLoss.GSPO:
+        if self.actor.policy_loss == "gspo":
             token = sequence_policy_loss(*given, lengths)
         else:
             token = clipped_policy_loss(*given)
@@ -233,8 +233,8 @@ def _read_preferences(advantages: Tensor, mask: Tensor) -> Tensor:
 
 
 OBJECTIVES: dict[str, Callable[[RunConfig, AllReduce], Objective]] = {
-    PolicyLoss.PPO.value: ClippedObjective,
-    PolicyLoss.GSPO.value: ClippedObjective,
+    "ppo": ClippedObjective,
+    "gspo": ClippedObjective,
     "dpo": PairObjective,
 }
 
@@ -245,5 +245,5 @@ def make_objective(config: RunConfig, sum_over_replicas: AllReduce) -> Objective
     sum_over_replicas: returns a tensor's sum over the data-parallel ranks
     """
     pairs = config.training.stage is Stage.RAY_ONLINE_DPO
-    name = "dpo" if pairs else config.actor_rollout.policy_loss.value
+    name = "dpo" if pairs else config.actor_rollout.policy_loss
     return OBJECTIVES[name](config, sum_over_replicas)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any
 
-from pydantic.fields import FieldInfo
-
-from mindspeed_rlxf.config.fields import Resume
+from mindspeed_rlxf.config.fields import Resume, extra_of
 from mindspeed_rlxf.config.keys import REMOVED, find_field
 from mindspeed_rlxf.config.secrets import url_secret, variable_secret
 
@@ -55,7 +53,7 @@ def find_changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
         gone = key in REMOVED and will is ABSENT
         if was != will and key not in COMMAND_KEYS and not gone:
             allowed = now.get("reward", {}).get("allow_changed_function") is True
-            change = Change(key, was, will, _find_rule(field))
+            change = Change(key, was, will, extra_of(field).get("resume", "fixed"))
             free = (allowed and is_function_text(change)) or _is_address(change)
             found.append(replace(change, rule="free") if free else change)
     return found
@@ -115,14 +113,6 @@ def _iterate_leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tup
             yield from _iterate_leaves(item, (*path, str(name)))
     elif path:
         yield path, tree
-
-
-def _find_rule(field: FieldInfo | None) -> Resume:
-    """Return the resume rule of a key's field; "fixed" for None and for a field without a rule."""
-    extra = field.json_schema_extra if field is not None else None
-    rule = extra.get("resume") if isinstance(extra, dict) else None
-    assert rule in (*get_args(Resume), None), f"unknown resume rule {rule}"
-    return rule or "fixed"  # type: ignore[return-value]
 
 
 def _to_plain(value: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 from mindspeed_rlxf.algorithms.kl import KlController
 from mindspeed_rlxf.cluster.group import Pending
 from mindspeed_rlxf.cluster.refs import as_rows_field
-from mindspeed_rlxf.config.enums import OldLogProbs, RuntimeKind
+from mindspeed_rlxf.config.enums import OldLogProbs
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import ExperienceInputs
 from mindspeed_rlxf.roles.groups import RoleGroups
@@ -233,7 +233,7 @@ class PpoTrainer:
         There, pools are the same processes and count once.
         """
         sizes = [sum(processes) for processes in self.config.resource_pool.values()]
-        return max(sizes) if self.config.runtime.kind is RuntimeKind.LOCAL else sum(sizes)
+        return max(sizes) if self.config.runtime.kind == "local" else sum(sizes)
 
     def _slot_limit(self, collected: Collected) -> int:
         if self.config.algorithm.score_slot_limit == "batch_width":

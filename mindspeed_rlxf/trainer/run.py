@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from mindspeed_rlxf.cluster.errors import WorkerError
 from mindspeed_rlxf.cluster.node_check import sees_file, unshared
 from mindspeed_rlxf.cluster.protocol import Runtime
-from mindspeed_rlxf.config.enums import Role, RuntimeKind
+from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.reporting.phases import phase
@@ -75,7 +75,7 @@ def open_runtime(config: RunConfig, ending: Ending) -> Iterator[tuple[Runtime, R
     the files of the run.
     """
     with contextlib.ExitStack() as opened:
-        if config.runtime.kind is RuntimeKind.LOCAL:
+        if config.runtime.kind == "local":
             from mindspeed_rlxf.cluster.local import LocalRuntime
 
             local = LocalRuntime.from_config(config)

@@ -18,7 +18,6 @@ from mindspeed_rlxf.config.enums import (
     CONFIGURED,
     DeviceKind,
     RewardKind,
-    RuntimeKind,
 )
 from mindspeed_rlxf.config.schema import (
     ActorConfig,
@@ -159,7 +158,7 @@ def greedy_response(model: Any, prompt: Any, eos: list[int]) -> list[int]:
 
 def with_local_runtime(config: RunConfig) -> RunConfig:
     """Return a copy of the configuration with `runtime.kind=local`: each rank runs the driver."""
-    return config.model_copy(update={"runtime": RuntimeConfig(kind=RuntimeKind.LOCAL)})
+    return config.model_copy(update={"runtime": RuntimeConfig(kind="local")})
 
 
 def run_config(
@@ -209,6 +208,6 @@ def run_config(
         resource_pool={"main": [pool]},
         data=DataConfig(**{"train_files": "unused", **sections.get("data", {})}),
         device=DeviceConfig(kind=DeviceKind.CPU),
-        runtime=RuntimeConfig(kind=RuntimeKind.RAY),
+        runtime=RuntimeConfig(kind="ray"),
         **{k: v for k, v in sections.items() if k in ("validation", "logging")},
     )

@@ -10,9 +10,7 @@ import pytest
 from mindspeed_rlxf.config.enums import (
     AdvantageWhiten,
     AdvEstimator,
-    KlIn,
     KlPenalty,
-    PolicyLoss,
     Role,
     Stage,
 )
@@ -22,13 +20,13 @@ from tests.distributed.llamas import TIED, make_models
 from tests.distributed.test_layout_invariance import PP2, TP2, Outcome, compare, fixed_run
 from tests.training import train
 
-LOSS = {"kl_in": KlIn.LOSS, "kl_penalty": KlPenalty.LOW_VAR_KL}
+LOSS = {"kl_in": "loss", "kl_penalty": KlPenalty.LOW_VAR_KL}
 PLAIN = {"advantage_whiten": AdvantageWhiten.NONE}
 # name -> estimator, keys of the algorithm, keys of the actor, processes and keys of the layout
 CASES: dict[str, tuple[AdvEstimator, dict[str, Any], dict[str, Any], int, dict[str, Any]]] = {
     "grpo": (AdvEstimator.GRPO, {**LOSS, **PLAIN}, {}, 2, {}),
     "dr_grpo": (AdvEstimator.DR_GRPO, PLAIN, {"clip_ratio_high": 0.28}, 4, {**TP2, **PP2}),
-    "rloo": (AdvEstimator.RLOO, PLAIN, {"policy_loss": PolicyLoss.GSPO}, 2, TP2),
+    "rloo": (AdvEstimator.RLOO, PLAIN, {"policy_loss": "gspo"}, 2, TP2),
     "reinforce++": (
         AdvEstimator.REINFORCE_PLUS_PLUS,
         {"gamma": 0.99, "whiten_rewards": True},

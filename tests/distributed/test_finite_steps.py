@@ -21,7 +21,6 @@ from torch import Tensor
 
 from mindspeed_rlxf.cluster.errors import WorkerError
 from mindspeed_rlxf.cluster.group import RoleGroup
-from mindspeed_rlxf.config.enums import NanPolicy
 from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import RoleOutput, Rollouts
@@ -41,7 +40,7 @@ BAD_SLOPE = -1.0  # in place of a factor: the loss stays a number, its gradient 
 class Learner:
     """Takes steps on a made-up loss, which can be made wrong on one rank."""
 
-    def __init__(self, role: RoleConfig, optimizer: OptimizerConfig, policy: NanPolicy) -> None:
+    def __init__(self, role: RoleConfig, optimizer: OptimizerConfig, policy: str) -> None:
         skipped = SkippedSteps(policy, 1, "actor")
         self.engine = MegatronEngine(role, Head.LANGUAGE_MODEL, 1, optimizer, 9, skipped)
 
@@ -98,7 +97,7 @@ def _loss(factor: float, rows: list[int], tokens: TokenLogProbs) -> LossOutput:
     return LossOutput(loss, len(log_probs), {"loss": Mean.of(loss, len(log_probs))})
 
 
-def group_of(runtime: Any, folder: Path, policy: NanPolicy, bf16: bool) -> RoleGroup:
+def group_of(runtime: Any, folder: Path, policy: str, bf16: bool) -> RoleGroup:
     role = RoleConfig(model="t", architecture=TIED, load=str(folder), bf16=bf16)
     optimizer = OptimizerConfig(lr=0.01, use_distributed_optimizer=bf16)
     return build_group(runtime, ParallelLayout(2), Learner, role, optimizer, policy)
@@ -112,7 +111,7 @@ def test_a_skipped_step_leaves_no_trace_on_any_rank(
     rollouts = make_rollouts()
 
     def learn(factors: list[float]) -> tuple[RoleGroup, Any]:
-        group = group_of(warm_runtime, tmp_path / "start", NanPolicy.SKIP, bf16)
+        group = group_of(warm_runtime, tmp_path / "start", "skip", bf16)
         return group, group.call(Learner.learn, rollouts, factors, 1).result()
 
     _, straight = learn([1.0, 2.0])
@@ -133,7 +132,7 @@ def test_a_wrong_number_ends_the_run_before_weights_change(
     warm_runtime: Any, tmp_path: Path
 ) -> None:
     make_llama(tmp_path / "start", TIED)
-    group = group_of(warm_runtime, tmp_path / "start", NanPolicy.RAISE, bf16=True)
+    group = group_of(warm_runtime, tmp_path / "start", "raise", bf16=True)
     before = group.call(Learner.learn, make_rollouts(), [], 0).result()
     message = "actor: the loss and gradient norm of mini-batch 1 of iteration 1 must be finite"
     with pytest.raises(WorkerError, match=message):
@@ -143,7 +142,7 @@ def test_a_wrong_number_ends_the_run_before_weights_change(
 
 def test_what_megatron_saves_is_read(warm_runtime: Any, tmp_path: Path) -> None:
     make_llama(tmp_path / "start", TIED)
-    group = group_of(warm_runtime, tmp_path / "start", NanPolicy.RAISE, bf16=True)
+    group = group_of(warm_runtime, tmp_path / "start", "raise", bf16=True)
     folder = tmp_path / "saved"
     group.call(Learner.learn, make_rollouts(), [1.0], 0).result()  # fills the optimizer's slots
     group.call(Learner.save, folder).result()

@@ -12,11 +12,8 @@ import torch
 from torch import Tensor
 
 from mindspeed_rlxf.config.enums import (
-    DpoLoss,
-    KlIn,
     KlPenalty,
     LossNormalizer,
-    PolicyLoss,
     RewardKind,
     Role,
     Stage,
@@ -116,13 +113,13 @@ def weighed(responses: list[Response]) -> Tensor:
     )
 
 
-def preferring(kind: DpoLoss) -> Slow:
+def preferring(kind: str) -> Slow:
     def loss(responses: list[Response]) -> Tensor:
         pairs = []
         for first, second in zip(responses[::2], responses[1::2], strict=True):
             margin = (first.log_probs - first.ref).sum() - (second.log_probs - second.ref).sum()
             sign = first.advantages[0]
-            if kind is DpoLoss.SIGMOID:
+            if kind == "sigmoid":
                 pair = -torch.log(torch.sigmoid(0.1 * sign * margin))
             else:
                 pair = (sign * margin - 1 / 0.2) ** 2
@@ -136,19 +133,19 @@ CASES: dict[str, tuple[Slow, dict[str, dict[str, Any]]]] = {
     "kl and entropy": (
         with_kl_and_entropy,
         {
-            "algorithm": {"kl_in": KlIn.LOSS, "kl_penalty": KlPenalty.LOW_VAR_KL},
+            "algorithm": {"kl_in": "loss", "kl_penalty": KlPenalty.LOW_VAR_KL},
             "actor_rollout": {"entropy_coeff": 0.05},
         },
     ),
     "squared kl": (
         with_squared_kl,
-        {"algorithm": {"kl_in": KlIn.LOSS, "kl_penalty": KlPenalty.MSE}},
+        {"algorithm": {"kl_in": "loss", "kl_penalty": KlPenalty.MSE}},
     ),
     "gspo": (
         with_sequence_ratios,
         {
             "algorithm": {"loss_normalizer": LossNormalizer.SEQUENCE_MEANS},
-            "actor_rollout": {"policy_loss": PolicyLoss.GSPO},
+            "actor_rollout": {"policy_loss": "gspo"},
         },
     ),
     "dual clip": (
@@ -160,14 +157,14 @@ CASES: dict[str, tuple[Slow, dict[str, dict[str, Any]]]] = {
     ),
     "importance weights": (weighed, {"algorithm": {"rollout_is_threshold": 1.1}}),
     "online dpo": (
-        preferring(DpoLoss.SIGMOID),
+        preferring("sigmoid"),
         {"training": {"stage": Stage.RAY_ONLINE_DPO}},
     ),
     "online ipo": (
-        preferring(DpoLoss.IPO),
+        preferring("ipo"),
         {
             "training": {"stage": Stage.RAY_ONLINE_DPO},
-            "actor_rollout": {"dpo_loss_type": DpoLoss.IPO},
+            "actor_rollout": {"dpo_loss_type": "ipo"},
         },
     ),
 }

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mindspeed_rlxf.cli.convert import main as convert
-from mindspeed_rlxf.config.enums import KlIn, KlPenalty
+from mindspeed_rlxf.config.enums import KlPenalty
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.exports import export_weights
@@ -146,7 +146,7 @@ def test_a_run_resumes_whose_old_log_probs_are_those_of_the_update(
     run: Run, tmp_path: Path
 ) -> None:
     """Bit by bit; the coefficient of the KL in the loss follows what the update measures."""
-    in_loss = {"kl_in": KlIn.LOSS, "kl_penalty": KlPenalty.LOW_VAR_KL}
+    in_loss = {"kl_in": "loss", "kl_penalty": KlPenalty.LOW_VAR_KL}
     one_step = {"ppo_mini_batch_size": 16, "ppo_epochs": 1}
     how = {"train_iters": 3, "sections": {"algorithm": in_loss, "actor_rollout": one_step}}
     whole = run(tmp_path / "whole", **how)

@@ -18,7 +18,6 @@ from megatron.core import tensor_parallel
 
 from mindspeed_rlxf.cluster.errors import WorkerError
 from mindspeed_rlxf.cluster.group import RoleGroup
-from mindspeed_rlxf.config.enums import NanPolicy
 from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import RoleOutput
@@ -41,7 +40,7 @@ class Drawer:
 
     def __init__(self, folder: Path) -> None:
         role = RoleConfig(model="t", architecture=TIED, load=str(folder))
-        skipped = SkippedSteps(NanPolicy.SKIP, MAX_SKIPPED, "actor")
+        skipped = SkippedSteps("skip", MAX_SKIPPED, "actor")
         optimizer = OptimizerConfig(lr=0.01)
         self.engine = MegatronEngine(role, Head.LANGUAGE_MODEL, 1, optimizer, 9, skipped)
 

@@ -23,10 +23,7 @@ TITLES = {
     Role.CRITIC: "the critic",
     Role.REWARD: "the reward model",
 }
-MINI_BATCHES = {
-    Role.ACTOR_ROLLOUT: "ppo_mini_batch_size",
-    Role.CRITIC: "critic_mini_batch_size",
-}
+MINI_BATCHES = {Role.ACTOR_ROLLOUT: "ppo_mini_batch_size", Role.CRITIC: "critic_mini_batch_size"}
 BATCH, SAMPLES = "training.global_batch_size", "actor_rollout.n_samples_per_prompt"
 
 

@@ -14,7 +14,7 @@ from packaging.version import Version
 from mindspeed_rlxf.config import packages
 from mindspeed_rlxf.config.architecture import SHARED_GROUPS_SINCE
 from mindspeed_rlxf.config.cluster import choose_cluster
-from mindspeed_rlxf.config.enums import DeviceKind, RuntimeKind
+from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.errors import Problem, ref
 from mindspeed_rlxf.config.rules.sections import ROLLOUT_TP
 from mindspeed_rlxf.config.schema import RunConfig
@@ -26,12 +26,18 @@ PROCESS_BYTES = GIB // 2
 
 def check_host(config: RunConfig) -> list[Problem]:
     """Return problems of this host: an old megatron-core, and missing devices or memory."""
-    sizes = _pool_sizes(config).values()
+    sizes = {pool: config.pool_size(pool) for pool in config.resource_pool}
     problems = [*_check_shared_groups(config)]
-    if config.runtime.kind is RuntimeKind.LOCAL:
-        return [*problems, *_check_local_world(config), *_check_devices(config, max(sizes))]
+    if config.runtime.kind == "local":
+        problems += [
+            *_check_local_world(sizes),
+            *_check_devices(config, sizes, max(sizes.values())),
+        ]
+        return problems
     problems += _check_resource(config)
-    return problems if joined_address(config) else [*problems, *_check_devices(config, sum(sizes))]
+    if not joined_address(config):
+        problems += _check_devices(config, sizes, sum(sizes.values()))
+    return problems
 
 
 def joined_address(config: RunConfig) -> str | None:
@@ -39,11 +45,7 @@ def joined_address(config: RunConfig) -> str | None:
     return choose_cluster(config.runtime.address).address
 
 
-def _pool_sizes(config: RunConfig) -> dict[str, int]:
-    return {pool: config.pool_size(pool) for pool in config.resource_pool}
-
-
-def _check_local_world(config: RunConfig) -> Iterator[Problem]:
+def _check_local_world(sizes: dict[str, int]) -> Iterator[Problem]:
     """Yield a problem for each pool whose size is not torchrun's WORLD_SIZE (unset = 1)."""
     found = os.environ.get("WORLD_SIZE", "1")
     if not (found.isascii() and found.isdigit() and int(found)):
@@ -55,7 +57,7 @@ def _check_local_world(config: RunConfig) -> Iterator[Problem]:
         )
         return
     world = int(found)
-    for pool, size in _pool_sizes(config).items():
+    for pool, size in sizes.items():
         if size != world:
             yield Problem(
                 f"resource_pool.{pool}",
@@ -106,11 +108,11 @@ def _check_resource(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _check_devices(config: RunConfig, wanted: int) -> Iterator[Problem]:
+def _check_devices(config: RunConfig, sizes: dict[str, int], wanted: int) -> Iterator[Problem]:
     """Yield at most one problem, if this host has too little for `wanted` processes."""
     from mindspeed_rlxf import device
 
-    pools = ", ".join(f"{pool}={size}" for pool, size in _pool_sizes(config).items())
+    pools = ", ".join(f"{pool}={size}" for pool, size in sizes.items())
     try:
         kind = device.resolve_kind(config.device.kind)
         found = device.device_count(kind)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import gcd
 
 from mindspeed_rlxf.config.architecture import find_uneven
-from mindspeed_rlxf.config.enums import RewardKind, Role, RuntimeKind
+from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.errors import (
     Problem,
     at_least,
@@ -206,7 +206,7 @@ def check_split(config: RunConfig) -> Iterator[Problem]:
             f"add resource_pool.{role.value} and use it, or remove {ref(TRAIN)} and {ref(INFER)}",
         )
     yield from _check_generating(config, train, infer)
-    if config.runtime.kind is RuntimeKind.LOCAL:
+    if config.runtime.kind == "local":
         yield Problem(
             "runtime.kind",
             f"runs every role on the same processes and cannot give {infer} of them to the "

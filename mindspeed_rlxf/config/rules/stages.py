@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mindspeed_rlxf.config.enums import (
-    AdvantageWhiten,
-    KlIn,
-    KlPenalty,
-    RewardKind,
-    Role,
-    Stage,
-)
+from mindspeed_rlxf.config.enums import AdvantageWhiten, KlPenalty, RewardKind, Role, Stage
 from mindspeed_rlxf.config.errors import Problem, at_most, ref
 from mindspeed_rlxf.config.schema import RunConfig
 
@@ -67,7 +60,7 @@ def _check_estimator(config: RunConfig) -> Iterator[Problem]:
             estimator,
             f"use grpo, or {ref(STAGE)}=ray_ppo",
         )
-    if algorithm.kl_in is KlIn.LOSS and algorithm.kl_penalty is KlPenalty.KL:
+    if algorithm.kl_in == "loss" and algorithm.kl_penalty is KlPenalty.KL:
         yield Problem(
             PENALTY,
             f"must not be kl with {ref(KL_IN)}=loss, where its gradient is 0 on average",
@@ -80,7 +73,7 @@ def _check_full_kl(config: RunConfig) -> Iterator[Problem]:
     """Yield a problem for each broken rule of `kl_penalty: full`; none without reference."""
     if config.algorithm.kl_penalty is not KlPenalty.FULL or Role.REF not in config.roles:
         return
-    if config.algorithm.kl_in is KlIn.LOSS:
+    if config.algorithm.kl_in == "loss":
         yield Problem(PENALTY, f"needs {ref(KL_IN)}=reward", "full", "use that, or low_var_kl")
     pools = [config.pool_of(role) for role in (Role.ACTOR_ROLLOUT, Role.REF)]
     if pools[0] != pools[1]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from mindspeed_rlxf import device
-from mindspeed_rlxf.config.enums import DeviceKind, RuntimeKind
+from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.rules.host import GIB, joined_address
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.ops.sizes import existing_folder
@@ -43,7 +43,7 @@ def _ask(question: Hashable, find: Callable[[], T]) -> T:
 
 def is_joined(config: RunConfig) -> bool:
     """Return whether the run joins a Ray cluster, whose hosts cannot be looked at here."""
-    if config.runtime.kind is not RuntimeKind.RAY:
+    if config.runtime.kind != "ray":
         return False
     return _ask(("cluster", config.runtime.address), lambda: joined_address(config)) is not None
 

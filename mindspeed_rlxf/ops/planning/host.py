@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from mindspeed_rlxf.config.enums import Role, RuntimeKind
+from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.rules.host import PROCESS_BYTES
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.models.sizes import HEADS, model_numbers
@@ -70,7 +70,7 @@ def host_memory_needed(config: RunConfig, pools: list[PoolMemory]) -> HostMemory
     sizes = {
         pool.pool: _processes_on_one_host(config, config.resource_pool[pool.pool]) for pool in pools
     }
-    shared = config.runtime.kind is RuntimeKind.LOCAL or is_joined(config)
+    shared = config.runtime.kind == "local" or is_joined(config)
     count = max(sizes.values()) if shared else sum(sizes.values())
     per_pool = [_processes_on_one_host(config, pool.processes) for pool in pools]
     devices = sum(pool.total * each for pool, each in zip(pools, per_pool, strict=True))

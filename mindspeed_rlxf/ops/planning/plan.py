@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mindspeed_rlxf.cluster.environment import list_variables, offload_environment
 from mindspeed_rlxf.config.cluster import choose_cluster
-from mindspeed_rlxf.config.enums import OldLogProbs, Role, RuntimeKind
+from mindspeed_rlxf.config.enums import OldLogProbs, Role
 from mindspeed_rlxf.config.errors import Problem
 from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
 from mindspeed_rlxf.ops.planning import available
@@ -49,7 +49,7 @@ def plan(config: RunConfig, nested: bool = False, note: Note = ignore) -> Plan:
     training, runtime, data = config.training, config.runtime, config.data
     chosen = choose_cluster(runtime.address)
     cluster = f"cluster at {chosen.address}" if chosen.address else "own cluster on this host"
-    is_ray = runtime.kind is RuntimeKind.RAY
+    is_ray = runtime.kind == "ray"
     saved = {role: config.save_folder(role) for role in config.roles if role in SAVED_AS}
     saves = ["at the end", f"the last {training.keep_last} are kept"]
     if training.seconds_between_saves:

@@ -16,7 +16,6 @@ from torch.testing import assert_close
 from mindspeed_rlxf.algorithms.masked import alone
 from mindspeed_rlxf.config.enums import (
     AdvantageWhiten,
-    NanPolicy,
     OldLogProbs,
     Stage,
 )
@@ -52,7 +51,7 @@ def make_experience(
     config = SimpleNamespace(
         algorithm=algorithm,
         actor_rollout=ActorConfig.model_construct(max_new_tokens=slot_limit),
-        training=SimpleNamespace(stage=Stage.RAY_PPO, nan_policy=NanPolicy.RAISE),
+        training=SimpleNamespace(stage=Stage.RAY_PPO, nan_policy="raise"),
         old_log_probs=OldLogProbs.ROLLOUT,
     )
     objective = make_objective(config, alone)  # type: ignore[arg-type]

@@ -15,7 +15,6 @@ from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.enums import (
     AdvantageWhiten,
     AdvEstimator,
-    KlIn,
     KlPenalty,
     RewardKind,
     Role,
@@ -270,7 +269,7 @@ def test_group_norm_means_grpo_with_whitening_and_kl_in_the_loss(make_tree: Make
     algorithm = resolve(make_tree(GRPO, WITHOUT_CRITIC_KEYS), "test").algorithm
     assert algorithm.adv_estimator == AdvEstimator.GRPO
     assert algorithm.advantage_whiten is AdvantageWhiten.BATCH
-    assert (algorithm.kl_in, algorithm.kl_penalty) == (KlIn.LOSS, KlPenalty.LOW_VAR_KL)
+    assert (algorithm.kl_in, algorithm.kl_penalty) == ("loss", KlPenalty.LOW_VAR_KL)
     plain = {**GRPO, "algorithm.advantage_whiten": False}
     whiten = resolve(make_tree(plain, WITHOUT_CRITIC_KEYS), "test").algorithm.advantage_whiten
     assert whiten is AdvantageWhiten.NONE
@@ -428,7 +427,7 @@ def test_their_configurations_without_a_critic_plan(
     )  # fmt: skip
     if "grpo" in name:
         assert algorithm.adv_estimator == AdvEstimator.GRPO
-        assert (algorithm.kl_in, algorithm.kl_penalty) == (KlIn.LOSS, KlPenalty.LOW_VAR_KL)
+        assert (algorithm.kl_in, algorithm.kl_penalty) == ("loss", KlPenalty.LOW_VAR_KL)
         assert (algorithm.kl_ctrl.kl_coef, actor.entropy_coeff) == (0.05, 0.001)
     shown = [" ".join(line.split()) for line in plan(config).text.splitlines()]
     assert f"samples {samples}" in shown

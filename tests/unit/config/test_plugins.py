@@ -101,7 +101,7 @@ def test_rules_read_what_an_estimator_needs(make_tree: MakeTree, tmp_path: Path)
                 config = resolve(make_tree(grpo, ("critic", "placement.critic")), "test")
             except ConfigError as error:
                 return [str(problem) for problem in error.problems]
-            return [config.algorithm.advantage_whiten.value, config.algorithm.kl_in.value]
+            return [config.algorithm.advantage_whiten.value, config.algorithm.kl_in]
 
     assert found(False) == ["batch", "reward"]
     (problem,) = found(True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.config.enums import DeviceKind, KlPenalty, Role, RuntimeKind
+from mindspeed_rlxf.config.enums import DeviceKind, KlPenalty, Role
 from mindspeed_rlxf.config.keys import TOP_LEVEL, known_keys
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.schema import ArchitectureConfig
@@ -67,7 +67,7 @@ RESOLVED: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = {
          "data.val_data_path": (os.path.abspath("c"),)},
     ),
     "runtime may be one word": (
-        {"runtime": "local", "resource_pool.main": 1}, (), {"runtime.kind": RuntimeKind.LOCAL}
+        {"runtime": "local", "resource_pool.main": 1}, (), {"runtime.kind": "local"}
     ),
     "words become enums": (
         {"algorithm.kl_penalty": "low_var_kl"}, (),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mindspeed_rlxf.config.enums import LossNormalizer, NanPolicy, OldLogProbs, Stage
+from mindspeed_rlxf.config.enums import LossNormalizer, OldLogProbs, Stage
 from mindspeed_rlxf.config.schema import ActorConfig, AlgorithmConfig, CriticConfig
 from mindspeed_rlxf.data.batch import Experience
 from mindspeed_rlxf.roles.critic import CriticRole
@@ -18,7 +18,7 @@ def test_sums_of_a_response_are_divided_by_its_largest_length() -> None:
     config: Any = SimpleNamespace(
         algorithm=AlgorithmConfig(loss_normalizer=LossNormalizer.SEQUENCE_SUMS),
         actor_rollout=ActorConfig.model_construct(max_new_tokens=4),
-        training=SimpleNamespace(stage=Stage.RAY_PPO, nan_policy=NanPolicy.RAISE),
+        training=SimpleNamespace(stage=Stage.RAY_PPO, nan_policy="raise"),
         value_model=CriticConfig.model_construct(vf_coef=0.5, cliprange_value=None),
         old_log_probs=OldLogProbs.RECOMPUTE,
     )
