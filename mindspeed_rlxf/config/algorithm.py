@@ -198,11 +198,6 @@ class AlgorithmConfig(Section):
         return 0.0 if value is None else value
 
     def broken_rules(self) -> Iterator[Problem]:
-        """Yield problems of keys that need recomputed log-probs, and of verifiers named twice.
-
-        With `old_log_probs: rollout` one for each of `max_log_prob_gap` and `rollout_is_threshold`
-        that is set.
-        """
         if self.old_log_probs is OldLogProbs.ROLLOUT:
             for name in ("max_log_prob_gap", "rollout_is_threshold"):
                 if (limit := getattr(self, name)) is not None:

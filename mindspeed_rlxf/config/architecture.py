@@ -202,9 +202,6 @@ def find_uneven(
 ) -> Iterator[Problem]:
     """Yield a problem for each rule that a tensor-parallel size breaks for a model.
 
-    It must divide the attention heads, the rows of the query, key and value projections (checked if
-    heads and groups fit) and the width of the MLP or expert, and divide the key-value groups or be
-    a multiple of them.
     key:     configuration key that sets `tp`
     model:   name of the architecture `a`
     section: prefix of the keys `architecture.*` in the problems, as "actor_rollout."

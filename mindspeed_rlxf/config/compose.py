@@ -70,11 +70,7 @@ def compose(
 
 
 def _explain(error: Exception, config_name: str, directories: Sequence[Path]) -> Problem:
-    """Return the problem that describes an error of hydra, omegaconf or the YAML parser.
-
-    For a missing file of the defaults list, with the names there are; for bad YAML, with the line;
-    for an override that cannot be parsed; else the error's own text.
-    """
+    """Return the problem that describes an error of hydra, omegaconf or the YAML parser."""
     name, remedy = f"config {config_name}", ""
     if isinstance(error, MissingConfigException):
         missing = str(error.missing_cfg_file or "")

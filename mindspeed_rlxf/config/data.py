@@ -93,11 +93,6 @@ class DataConfig(Section):
         return bool(self.train_files or self.val_files)
 
     def broken_rules(self) -> Iterator[Problem]:
-        """Yield a problem for each broken rule of the prompts' sources.
-
-        Training needs `train_files` or `data_path`. `train_weights`, if given, has one number per
-        source. Files and indexed data sets must not both be given, for training or for validation.
-        """
         if not self.train_files and not self.data_path:
             yield Problem(
                 "train_files",

@@ -76,9 +76,7 @@ def parse_architecture(config: dict[str, Any]) -> dict[str, Any]:
 def _dense_fields(config: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of attention, MLP and embeddings, named as in ArchitectureConfig.
 
-    Absent fields are None, except these with a default: key-value heads, head width, rotary base
-    (10000 for every family), untied embeddings. Bias and norm of queries and keys come from
-    FAMILIES. Scaling keys are only there with scaling, three of them only for llama3. transformers
+    Absent fields without a default are None. Scaling keys are only there with scaling. transformers
     5 nests rotary settings in `rope_parameters`; older files have `rope_theta` and `rope_scaling`
     at the top.
     config: a config.json
@@ -116,9 +114,8 @@ def _dense_fields(config: dict[str, Any]) -> dict[str, Any]:
 def _expert_fields(config: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of experts of a config.json, named as in ArchitectureConfig.
 
-    {"num_experts": None} for a model_type other than qwen3_moe and mixtral; else number, top-k,
-    width and whether softmax comes before top-k (qwen3_moe without `norm_topk_prob`). Absent fields
-    are None. transformers 5 writes `num_local_experts` for both families with experts.
+    {"num_experts": None} for a dense model. Absent fields are None. transformers 5 writes
+    `num_local_experts` for both families with experts.
     """
     family = config.get("model_type")
     if family not in ("qwen3_moe", "mixtral"):
@@ -135,10 +132,7 @@ def _expert_fields(config: dict[str, Any]) -> dict[str, Any]:
 def find_unsupported(config: dict[str, Any]) -> list[str]:
     """List settings of a config.json that this package does not support; [] = all supported.
 
-    Each as `name: supported value, value in config.json`. Where one of these is wrong, the first of
-    them is the only item: model_type, biases, hidden_act (silu), use_sliding_window. Else all of:
-    a Mixtral `sliding_window` below the context, sparse steps, router noise, dense layers, shared
-    experts.
+    Each as `name: supported value, value in config.json`.
     """
     if str(config.get("model_type")) not in FAMILIES:
         return [f"model_type: one of {', '.join(FAMILIES)}, {config.get('model_type')}"]

@@ -124,8 +124,7 @@ def keys_of(section: str) -> Fields:
 def known_keys() -> dict[str, set[str]]:
     """Map each section of the YAML to the keys it may have; sections within others are dotted.
 
-    With `placement` (its keys are roles). Without `model` and `resource_pool`, whose keys are names
-    of the user's choice, and without `offload`.
+    Without `model` and `resource_pool`, whose keys are names of the user's choice, and `offload`.
     """
     roles = [role.value for role in CONFIGURED]
     names = (*PLAIN_SECTIONS, "algorithm.kl_ctrl", "reward.sandbox", *roles, "training")

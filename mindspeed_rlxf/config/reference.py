@@ -60,6 +60,7 @@ WORDS = {
     str: "text",
     dict: "mapping",
     Any: "any value",
+    NoneType: "`null`",
 }
 PLURALS = {"integer": "integers", "number": "numbers", "text": "texts", "mapping": "mappings"}
 LIMITS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
@@ -100,22 +101,13 @@ def sections() -> dict[str, dict[str, FieldInfo]]:
 
 
 def _own_keys(schema: type[RoleConfig]) -> dict[str, FieldInfo]:
-    """Map the keys of a role to their fields, for its own table.
-
-    Left out: optimizer keys, nested sections, and keys that have the description and the `resume`
-    (whether a resumed run may change them) of RoleConfig.
-    """
+    """Map a role's keys, but for those that other tables have, to their fields."""
     common = {
         name
         for name, field in RoleConfig.model_fields.items()
         if _meaning(field) == _meaning(schema.model_fields[name])
     }
-    elsewhere = {*OptimizerConfig.model_fields} | {
-        "architecture",
-        "offload",
-        "optimizer",
-        "sandbox",
-    }
+    elsewhere = {*OptimizerConfig.model_fields, "architecture", "offload", "optimizer", "sandbox"}
     return _fields_without(schema, common | elsewhere)
 
 
@@ -169,11 +161,7 @@ def _type(field: FieldInfo) -> str:
 
 
 def _kinds(annotation: Any) -> Iterator[str]:
-    """Yield the words for a type annotation: one, or one for each member of a union.
-
-    `null`, of None, comes last. Enum values and literals: all in one text, quoted; `list of ...`
-    for a tuple; `mapping` for a section; else by WORDS, `text` where it lacks the type.
-    """
+    """Yield the words for a type annotation: one, or one for each member of a union, null last."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         yield from _kinds(inner[0])
@@ -184,8 +172,6 @@ def _kinds(annotation: Any) -> Iterator[str]:
         yield quote_values(inner)
     elif origin is tuple:
         yield f"list of {' or '.join(PLURALS.get(word, word) for word in _kinds(inner[0]))}"
-    elif annotation is NoneType:
-        yield "`null`"
     elif isinstance(annotation, type) and issubclass(annotation, Enum):
         yield quote_values(word.value for word in annotation)
     elif isinstance(annotation, type) and issubclass(annotation, BaseModel):

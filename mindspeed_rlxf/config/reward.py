@@ -233,11 +233,6 @@ class RewardConfig(RoleConfig):
         return not RULES_OF_PROGRAMS.isdisjoint(named)
 
     def broken_rules(self) -> Iterator[Problem]:
-        """Yield broken rules of a role, of scoring in two ways, of functions and of time limits.
-
-        `verifier` needs kind rule, and no `rules`. The others: RoleConfig, `_check_functions`,
-        `_check_timeout`.
-        """
         yield from super().broken_rules()
         if self.verifier and self.kind is not RewardKind.RULE:
             yield Problem(
@@ -270,11 +265,7 @@ class RewardConfig(RoleConfig):
             yield Problem("functions", rule, remedy="add name: to one of them")
 
     def _check_timeout(self) -> Iterator[Problem]:
-        """Yield a problem if `timeout_s` can end scoring before the time limit of its programs.
-
-        It must be above `sandbox.response_s` x the most functions that run programs for one sample
-        (at least 1). Not checked if no rule or function runs programs.
-        """
+        """Yield a problem if `timeout_s` can end scoring before the time limit of its programs."""
         needed = self.sandbox.response_s * max(1, self._count_program_functions())
         if self.runs_programs and self.timeout_s <= needed:
             times = "" if needed == self.sandbox.response_s else ", for each part with programs"

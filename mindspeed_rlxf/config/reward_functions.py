@@ -57,9 +57,8 @@ def _read_entry(problems: list[Problem], key: str, given: Any) -> Any:
 def _complete_entry(key: str, entry: Tree, function: str) -> Tree:
     """Return a copy of `entry` with the absolute path of its file, and the file's SHA-256.
 
-    If the key `name` is absent, it becomes the name of the function. Other keys stay. A text
-    without `.py` or `/` counts as a built-in rule, of which nothing but `name` is added. Runs the
-    file, unless it has run in this process, and registers its text (`carry`).
+    A text without `.py` or `/` counts as a built-in rule. Runs the file, unless it has run in this
+    process, and registers its text (`carry`).
     function: value of the key `function`
     Errors: UserError for a bad name, file (unreadable, another hash, an exception) or signature.
     """

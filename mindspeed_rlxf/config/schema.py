@@ -44,30 +44,12 @@ from mindspeed_rlxf.config.sections import (
 )
 
 __all__ = [
-    "ActorConfig",
-    "AlgorithmConfig",
-    "ArchitectureConfig",
-    "CriticConfig",
-    "DataConfig",
-    "DeviceConfig",
-    "FunctionConfig",
-    "KlControlConfig",
-    "LearningConfig",
-    "LoggingConfig",
-    "OffloadConfig",
-    "OptimizerConfig",
-    "PlanConfig",
-    "PoolSettings",
-    "RefConfig",
-    "RewardConfig",
-    "RoleConfig",
-    "RolloutConfig",
-    "RunConfig",
-    "RuntimeConfig",
-    "SandboxConfig",
-    "TrainingConfig",
-    "ValidationConfig",
-]
+    "ActorConfig", "AlgorithmConfig", "ArchitectureConfig", "CriticConfig", "DataConfig",
+    "DeviceConfig", "FunctionConfig", "KlControlConfig", "LearningConfig", "LoggingConfig",
+    "OffloadConfig", "OptimizerConfig", "PlanConfig", "PoolSettings", "RefConfig", "RewardConfig",
+    "RoleConfig", "RolloutConfig", "RunConfig", "RuntimeConfig", "SandboxConfig",
+    "TrainingConfig", "ValidationConfig",
+]  # fmt: skip
 
 
 SAVED_AS = {Role.ACTOR_ROLLOUT: "actor", Role.CRITIC: "critic"}

@@ -165,9 +165,7 @@ def _check_validation(config: RunConfig) -> Iterator[Problem]:
 def check_split(config: RunConfig) -> Iterator[Problem]:
     """Yield problems of an actor's pool that is split into training and generating devices.
 
-    The pool must have as many devices as both numbers add up to, no other role, the groups that
-    `_check_replicas` needs, and not runtime `local`. Without a split, a rollout size (tensor or
-    expert parallel) other than the actor's is a problem. Nothing if only one number is set.
+    Without a split, a rollout size other than the actor's is a problem.
     """
     train, infer = config.actor_rollout.num_gpus_for_train, config.actor_rollout.num_gpus_for_infer
     if train is None and infer is None:
