@@ -35,7 +35,6 @@ SAY_MISSING_EVERY_S = 15.0
 PAUSE_S = (0.2, 2.0)  # between attempts; random, so that two runs do not collide again
 PLACE_S = 0.5  # shortest wait for groups: Ray needs a moment to place one that fits
 LOOK_EVERY_S = 0.1
-RETURN_S = 5.0  # longest wait, before the last report, until removed groups' devices are free
 NODE_ID = "ray.io/node-id"  # a label that Ray gives each node
 A_LITTLE = 0.001  # of a node's model resource: chooses the model, leaves room for all pools
 
@@ -161,8 +160,7 @@ class DeviceClaim:
 
         A group has a bundle for each entry of the pool's shape. Warns while it waits.
 
-        Raises DevicesMissing (joined cluster) or TooFewDevices (own) some seconds after the
-        deadline, when what this run had asked for is free again or is another's; UserError
+        Raises DevicesMissing (joined cluster) or TooFewDevices (own) at the deadline; UserError
         when a node differs from the driver's, or a pool would mix device models. The deadline does
         not cut short the comparison of new nodes (`NodeCheck.check`), which has its own.
         """
@@ -170,14 +168,13 @@ class DeviceClaim:
         deadline = time.monotonic() + limit
         while True:
             left = max(deadline - time.monotonic(), 0)
-            before = live_nodes(self._resource)
+            # Not afterwards: Ray lists the devices of removed groups as used for some time.
+            nodes = live_nodes(self._resource)
             groups, late = self._try_to_reserve(shapes, min(left, SAY_MISSING_EVERY_S))
             if not late:
                 return groups
             time.sleep(min(random.uniform(*PAUSE_S), left))
-            is_last = time.monotonic() >= deadline
-            nodes = self._await_return(before) if is_last else live_nodes(self._resource)
-            self._report_shortage(shapes, late, nodes, is_last)
+            self._report_shortage(shapes, late, nodes, is_last=time.monotonic() >= deadline)
 
     def _try_to_reserve(self, shapes: Shapes, wait_s: float) -> tuple[dict[str, Any], list[str]]:
         """Ask Ray for a placement group per pool; wait for all as `_find_late_pools` does.
@@ -232,21 +229,6 @@ class DeviceClaim:
             bundles, strategy=strategy, bundle_label_selector=[others] * len(bundles)
         )
 
-    def _await_return(self, before: Sequence[Node]) -> list[Node]:
-        """Wait until each node has as many free devices as before the attempt; return the nodes.
-
-        Ray lists the devices of a removed group as used for some time: a report would name a pool
-        that has enough devices. Another run may have taken them: gives up after RETURN_S.
-        """
-        had = {node.id: node.free for node in before}
-        deadline = time.monotonic() + RETURN_S
-        while True:
-            nodes = live_nodes(self._resource)
-            back = all(node.free >= had.get(node.id, 0) for node in nodes)
-            if back or time.monotonic() >= deadline:
-                return nodes
-            time.sleep(LOOK_EVERY_S)
-
     def _report_shortage(
         self, shapes: Shapes, late: list[str], nodes: Sequence[Node], is_last: bool
     ) -> None:
@@ -254,7 +236,7 @@ class DeviceClaim:
 
         Of the late pools it names those that `find_unplaced_pools` chooses.
         late:    pools that wait for devices
-        nodes:   all nodes of the cluster
+        nodes:   all nodes of the cluster, as they were before the attempt
         is_last: raise the text instead, as DevicesMissing (joined cluster) or TooFewDevices (own)
         """
         left_out = self._check.left_out
