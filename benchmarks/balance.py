@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from mindspeed_rlxf.config.architecture import ArchitectureConfig
-from mindspeed_rlxf.data.balance import equal_parts, sample_flops
+from mindspeed_rlxf.data.mini_batches import equal_parts, sample_flops
 from mindspeed_rlxf.engine.grouping import group_by_tokens, pack_by_tokens
 
 LENGTHS = Path(__file__).with_name("balance_lengths.json")

@@ -1,13 +1,17 @@
-"""Assign samples to optimizer steps, independently of the parallel layout."""
+"""Assign samples to optimizer steps and data-parallel ranks: equal counts, nearly equal cost.
+
+The assignment to steps does not depend on the parallel layout.
+"""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from mindspeed_rlxf.data.balance import equal_parts
+from mindspeed_rlxf.config.architecture import ArchitectureConfig
 
 
 @dataclass(frozen=True)
@@ -80,3 +84,71 @@ def _divide_samples(
     groups = np.reshape(samples, (-1, group_size))
     of_groups = np.asarray(costs)[groups].sum(1)
     return [groups[part].flatten().tolist() for part in equal_parts(of_groups, num_ranks)]
+
+
+def sample_flops(a: ArchitectureConfig, tokens: int, outputs: int) -> int:
+    """Return the floating-point operations of one forward pass over a sample: A n + B n^2 + C m.
+
+    tokens:  n, length of the prompt and the response together
+    outputs: m, positions for which logits are computed; 0 for a value model
+
+    Counts two operations per token and weight (A: weights of all layers that a token uses, C: of
+    the output layer). Attention costs four per channel of each head and attended token, on average
+    n / 2 tokens (B).
+    Source: appendix of arXiv:2104.04473, which attends to all n tokens and has an MLP without gate.
+    """
+    queries, keys = a.num_attention_heads * a.head_dim, a.kv_heads * a.head_dim
+    experts = a.moe_router_topk if a.num_experts else 1  # the router is left out
+    mlp = 3 * a.mlp_hidden_size * experts
+    weights = a.hidden_size * (2 * (queries + keys) + mlp)
+    layer = 2 * tokens * weights + 2 * a.num_attention_heads * a.head_dim * tokens**2
+    return a.num_layers * layer + 2 * outputs * a.hidden_size * a.vocab_size
+
+
+def equal_parts(costs: Sequence[float], num_parts: int) -> list[list[int]]:
+    """Divide items into parts of equal count with nearly equal sums of cost.
+
+    costs: [items]. Their number must be a multiple of num_parts, or an AssertionError is raised.
+    Returns the indices of each part in ascending order, the parts ordered by their first index.
+
+    Assigns the most expensive item first, each to the cheapest part that is not full. Then swaps
+    items of the most expensive part with items of other parts while that makes it cheaper.
+    """
+    size, rest = divmod(len(costs), num_parts)
+    assert rest == 0, f"{len(costs)} items do not make {num_parts} equal parts"
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    open_parts = [(0.0, number) for number in range(num_parts)]
+    for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
+        total, number = heapq.heappop(open_parts)
+        parts[number].append(item)
+        if len(parts[number]) < size:
+            heapq.heappush(open_parts, (total + costs[item], number))
+    items = np.array(parts, dtype=np.int64).reshape(num_parts, size)
+    _swap_items(items, np.asarray(costs, dtype=np.float64)[items])
+    return sorted(sorted(part) for part in items.tolist())
+
+
+def _swap_items(items: np.ndarray, costs: np.ndarray) -> None:
+    """Swap items of the most expensive part with items of cheaper parts, one pair at a time.
+
+    Each time, takes the cheapest other part for which a swap lowers the larger of the two sums by
+    more than 0.1% of the mean sum of a part, and the pair that lowers it most. Stops when there is
+    no such part. items, costs: [parts, size], changed in place
+    """
+    totals = costs.sum(1)
+    least = 1e-3 * totals.mean()
+    while True:
+        high = int(totals.argmax())
+        for low in np.argsort(totals, kind="stable"):
+            gap = totals[high] - totals[low]
+            # Moving d from one to the other lowers the larger of both by min(d, gap - d).
+            moved = costs[high][:, None] - costs[low][None, :]
+            gains = np.minimum(moved, gap - moved)
+            i, j = np.unravel_index(int(gains.argmax()), gains.shape)
+            if gains[i, j] > least:
+                break
+        else:
+            return
+        for table in (items, costs):
+            table[high, i], table[low, j] = table[low, j], table[high, i]
+        totals[high], totals[low] = costs[high].sum(), costs[low].sum()

@@ -10,8 +10,7 @@ from mindspeed_rlxf.cluster.refs import RowsRef
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.roles import LearningConfig
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.data.balance import equal_parts, sample_flops
-from mindspeed_rlxf.data.mini_batches import RankSteps, rank_steps
+from mindspeed_rlxf.data.mini_batches import RankSteps, equal_parts, rank_steps, sample_flops
 from mindspeed_rlxf.roles.reports import ResponseLengths
 
 Lengths = Callable[[], ResponseLengths]

@@ -15,6 +15,7 @@ from mindspeed_rlxf.algorithms.advantages import token_rewards
 from mindspeed_rlxf.algorithms.estimators import Estimate, Rewarded
 from mindspeed_rlxf.algorithms.kl import kl_per_token
 from mindspeed_rlxf.algorithms.masked import AllReduce, masked_mean, masked_whiten
+from mindspeed_rlxf.algorithms.scores import overlong_penalty, shape_scores
 from mindspeed_rlxf.algorithms.slots import value_mask
 from mindspeed_rlxf.config.enums import KlPenalty, OldLogProbs, Stage
 from mindspeed_rlxf.config.schema import RunConfig
@@ -28,7 +29,6 @@ from mindspeed_rlxf.data.batch import (
     TokenRows,
     fit_columns,
 )
-from mindspeed_rlxf.rewards.shaping import ScoreShaping
 from mindspeed_rlxf.roles.objectives import Objective
 from mindspeed_rlxf.roles.reports import ExperienceReport, Summary, ValueFit
 
@@ -45,7 +45,7 @@ class ExperienceMaker:
         sum_over_replicas: returns a tensor's sum over the data-parallel ranks
         """
         self.algorithm, self.objective = config.algorithm, objective
-        self.shaping = ScoreShaping(config)
+        self.max_new_tokens = config.actor_rollout.max_new_tokens
         self.group_size = config.actor_rollout.n_samples_per_prompt
         self.pairs = config.training.stage is Stage.RAY_ONLINE_DPO
         self.skips = config.training.nan_policy == "skip"
@@ -149,7 +149,15 @@ class ExperienceMaker:
         """
         if not self.skips:
             _check_finite(scores.scores, rollouts.sample_ids)
-        return self.shaping.penalize(scores.scores, rollouts.response_lengths, rollouts.has_eos)
+        algorithm = self.algorithm
+        score = shape_scores(scores.scores, algorithm.reward_scale, algorithm.reward_clip)
+        score = score - algorithm.missing_eos_penalty * (~rollouts.has_eos)
+        return score - overlong_penalty(
+            rollouts.response_lengths,
+            self.max_new_tokens,
+            algorithm.overlong_buffer_len,
+            algorithm.overlong_penalty_factor,
+        )
 
     def _make_experience(
         self, given: Rewarded, estimate: Estimate, old: Tensor | None, ref: Tensor | None

@@ -10,11 +10,11 @@ from typing import TypeVar
 import torch
 
 from mindspeed_rlxf.algorithms.groups import groups_that_differ
+from mindspeed_rlxf.algorithms.scores import shape_scores
 from mindspeed_rlxf.cluster.group import Pending
 from mindspeed_rlxf.cluster.refs import RowsRef
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts
-from mindspeed_rlxf.rewards.shaping import ScoreShaping
 from mindspeed_rlxf.roles.groups import RoleGroups
 from mindspeed_rlxf.roles.reports import GenerateReport, ResponseLengths, ScoreReport
 from mindspeed_rlxf.roles.rollout import Sampling
@@ -147,7 +147,6 @@ class Collector:
         self.rollout, self.reward, self.prompts = roles.rollout, roles.reward, prompts
         self.seed = config.training.seed
         self.group_size = config.actor_rollout.n_samples_per_prompt
-        self.shaping = ScoreShaping(config)
 
     def collect(self) -> Collected:
         """Draw prompts, start to generate and score responses; return references to the samples.
@@ -194,7 +193,8 @@ class Collector:
             prompts = self.prompts.next_prompts()
             batches.append(self._score(prompts, self.rollout.generate(prompts, self.seed)))
             offset = (len(batches) - 1) * wanted
-            seen = self.shaping.shape(torch.tensor(batches[-1].scores())).tolist()
+            scores, algorithm = torch.tensor(batches[-1].scores()), self.algorithm
+            seen = shape_scores(scores, algorithm.reward_scale, algorithm.reward_clip).tolist()
             scored = [each for report in batches[-1].scored.result() for each in report.is_scored]
             differing += [offset + g for g in groups_that_differ(seen, scored, size)]
         alike = sorted(set(range(len(batches) * wanted)) - set(differing))

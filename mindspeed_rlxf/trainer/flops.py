@@ -9,7 +9,7 @@ import numpy as np
 
 from mindspeed_rlxf.config.enums import OldLogProbs, RewardKind, Role
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.data.balance import sample_flops
+from mindspeed_rlxf.data.mini_batches import sample_flops
 from mindspeed_rlxf.roles.reports import GenerateReport, ResponseLengths
 
 FindPeak: TypeAlias = Callable[[str], float | None]

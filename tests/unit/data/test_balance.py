@@ -15,7 +15,7 @@ from benchmarks.balance import (
     stored_costs,
 )
 from mindspeed_rlxf.config.architecture import ArchitectureConfig
-from mindspeed_rlxf.data.balance import equal_parts, sample_flops
+from mindspeed_rlxf.data.mini_batches import equal_parts, sample_flops
 
 SMALL = ArchitectureConfig(
     num_layers=3,

@@ -12,6 +12,7 @@ from mindspeed_rlxf.config import plugins
 from mindspeed_rlxf.config.schema import RewardConfig, SandboxConfig
 from mindspeed_rlxf.rewards.outcome import Cause, Outcome, Sample
 from mindspeed_rlxf.rewards.plans import (
+    StreamingRewards,
     check_functions,
     find_idle_sources,
     make_plan,
@@ -19,7 +20,6 @@ from mindspeed_rlxf.rewards.plans import (
     rule_decides,
 )
 from mindspeed_rlxf.rewards.rules import BUILTIN_SOURCES
-from mindspeed_rlxf.rewards.streaming import StreamingRewards
 from mindspeed_rlxf.rewards.workers import WorkerPool
 from tests.registries import restored_registries
 
