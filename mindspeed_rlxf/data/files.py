@@ -54,8 +54,9 @@ class FileProblems:
             more = f" ({len(rows) - 1} more rows have the same problem)" if len(rows) > 1 else ""
             found.append(replace(problem, key=where, colon=True, remedy=problem.remedy + more))
         if num_rest := sum(len(rows) for _, rows in items[MAX_PROBLEMS_PER_FILE:]):
-            rule = f"{num_rest} more rows with problems like these"
-            found.append(Problem(self.file, rule, colon=True))
+            found.append(
+                Problem(self.file, f"{num_rest} more rows with problems like these", colon=True)
+            )
         return found
 
 
@@ -107,12 +108,14 @@ def read_rows(
         problems.add(0, fault("no such file", f"correct {keys}"))
         return
     except OSError as error:
-        rule = f"cannot be read: {error.strerror or error}"
-        problems.add(0, fault(rule, "check the path and its rights"))
+        problems.add(
+            0, fault(f"cannot be read: {error.strerror or error}", "check the path and its rights")
+        )
         return
     if count == 0 and not problems.list_problems():
-        rule = "a data file must hold at least one row, this one is empty"
-        problems.add(0, fault(rule, "fill or drop it"))
+        problems.add(
+            0, fault("a data file must hold at least one row, this one is empty", "fill or drop it")
+        )
 
 
 def look_up(row: Row, key: str) -> Any:

@@ -86,8 +86,9 @@ def load_fixed_responses(
         rule = f"the run's {num_samples} samples must have a response each"
         rule = f"{rule}, {len(lacking)} have none (the first: {lacking[0]})"
         remedy = "lower training.train_iters, or complete the file"
-        remedy = f"{remedy} (logging.samples=all writes every response of a run)"
-        problems.add(0, fault(rule, remedy))
+        problems.add(
+            0, fault(rule, f"{remedy} (logging.samples=all writes every response of a run)")
+        )
     if located := problems.list_problems():
         raise UserError(located)
     return FixedResponses(found, prompts)

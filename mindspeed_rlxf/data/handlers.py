@@ -273,5 +273,4 @@ def _column_problems(keys: Keys, handler: Handler) -> Iterator[Problem]:
     answered = handler.output in (Output.ANSWERED, Output.INSTRUCTION)
     if isinstance(keys, MapKeys) and answered and keys.response == keys.prompt:
         rule = f"response and prompt must be different columns for {handler.name}"
-        remedy = "name the column of the answers"
-        yield _flag_problem(f"{rule}, both are {keys.prompt!r}", remedy)
+        yield _flag_problem(f"{rule}, both are {keys.prompt!r}", "name the column of the answers")

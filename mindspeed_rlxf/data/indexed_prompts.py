@@ -176,8 +176,9 @@ class _DataSet:
             if len(ids) and not 0 <= ids.min() <= ids.max() <= self._largest_id:
                 rule = f"a token id must be from 0 to {self._largest_id}"
                 rule = f"{rule}, there are {ids.min()} to {ids.max()}"
-                remedy = f"give the tokenizer that made the data set ({KEY})"
-                problems.add(number, fault(rule, remedy))
+                problems.add(
+                    number, fault(rule, f"give the tokenizer that made the data set ({KEY})")
+                )
                 continue
             row = {name: self._read_value(name, row_index) for name in self._columns}
             labels = read_labels(number, row, self._data, problems)
@@ -195,8 +196,9 @@ class _DataSet:
             try:
                 return json.loads(stored.tobytes())
             except ValueError as error:
-                rule = f"column {name!r} must be JSON, {error}"
-                raise self._error(rule, row=f":{row_index + 1}") from error
+                raise self._error(
+                    f"column {name!r} must be JSON, {error}", row=f":{row_index + 1}"
+                ) from error
         ids = stored.astype(np.int64)
         ids = ids[(ids >= 0) & (ids <= self._largest_id)]  # without -100
         return self._tokenizer.decode(ids, skip_special_tokens=True)
@@ -208,8 +210,9 @@ class _DataSet:
             reader = IndexedReader(path)
         except FileNotFoundError as error:
             rule = "must be the --output-prefix of an indexed data set, there is no "
-            remedy = "correct data.data_path or data.val_data_path"
-            raise self._error(f"{rule}{Path(error.filename).name}", remedy) from error
+            raise self._error(
+                f"{rule}{Path(error.filename).name}", "correct data.data_path or data.val_data_path"
+            ) from error
         except (BrokenIndex, OSError) as error:
             raise self._error(f"must be whole, {error}") from error
         rows = len(reader) if column == self._ids_column else len(self._token_ids)

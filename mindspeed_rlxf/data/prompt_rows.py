@@ -61,9 +61,10 @@ def read_text_rows(file: str, data: DataConfig, problems: FileProblems) -> Itera
         prompt = look_up(row, data.prompt_key)
         problem = _prompt_problem(prompt, data)
         if prompt is None:
-            rule = f"a row must have a {data.prompt_key!r}, this one has {describe_keys(row)}"
-            remedy = "set data.prompt_key to the key of the prompt, or complete the row"
-            problem = fault(rule, remedy)
+            problem = fault(
+                f"a row must have a {data.prompt_key!r}, this one has {describe_keys(row)}",
+                "set data.prompt_key to the key of the prompt, or complete the row",
+            )
         if problem:
             problems.add(number, problem)
         labels = read_labels(number, row, data, problems)
@@ -115,8 +116,9 @@ def read_labels(number: int, row: Row, data: DataConfig, problems: FileProblems)
     if not isinstance(source, str) or not source:
         rule = f"a row must name its data source in {data.data_source_key!r}"
         found = "it has none" if source is None else f"this one is {source!r:.60}"
-        remedy = "add it to the rows or set data.default_data_source"
-        broken.append(fault(f"{rule}, {found}", remedy))
+        broken.append(
+            fault(f"{rule}, {found}", "add it to the rows or set data.default_data_source")
+        )
     extra: dict[str, Any] = {}
     named = {data.prompt_key, data.ground_truth_key, data.data_source_key}
     others = [name for name in row if name not in named]

@@ -119,5 +119,6 @@ def read_sidecar(prefix: Path) -> Sidecar | None:
     except ValidationError as error:
         first = error.errors()[0]
         rule = f"{'.'.join(map(str, first['loc'])) or 'it'} is not valid ({first['msg']})"
-        remedy = "run preprocess_data.py again"
-        raise UserError(Problem(f"{file}", rule, remedy=remedy, colon=True)) from error
+        raise UserError(
+            Problem(f"{file}", rule, remedy="run preprocess_data.py again", colon=True)
+        ) from error

@@ -80,8 +80,9 @@ class RewardManager:
                     f"must have ground truths to compare with; the first without is prompt {found}"
                 )
                 remedy = "correct the rows, data.ground_truth_key or reward.rules"
-            name = f"data source {source!r} ({counts[source]} rows)"
-            problems.append(Problem(name, rule, remedy=remedy))
+            problems.append(
+                Problem(f"data source {source!r} ({counts[source]} rows)", rule, remedy=remedy)
+            )
         return problems
 
     def _refuse(self, prompt: Prompt) -> str | None:

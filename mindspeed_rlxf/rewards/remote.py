@@ -74,8 +74,9 @@ def _post_tasks(
         try:
             outcomes = _ask_server(url, headers, [sample for sample, _ in tasks], timeout_s)
         except Exception as error:  # a bad address or sample
-            text = f"{url} cannot be asked: {type(error).__name__}"
-            outcomes = [Outcome(None, Cause.REMOTE, text)] * len(tasks)
+            outcomes = [
+                Outcome(None, Cause.REMOTE, f"{url} cannot be asked: {type(error).__name__}")
+            ] * len(tasks)
         for (_, future), outcome in zip(tasks, outcomes, strict=True):
             future.set_result(outcome)
     queue.put(None)
@@ -126,8 +127,9 @@ def _post_once(url: Secret, given: Mapping[str, str], body: bytes, deadline: flo
         if answer.status >= 500 or answer.status == 429:
             raise http.client.HTTPException(f"status {answer.status} {answer.reason}")
         if answer.status != 200:
-            text = f"{url} answered with status {answer.status} {answer.reason}"
-            raise ScoreFailure(Cause.REMOTE, text)
+            raise ScoreFailure(
+                Cause.REMOTE, f"{url} answered with status {answer.status} {answer.reason}"
+            )
         return bytes(content)
     finally:
         connection.close()

@@ -91,8 +91,7 @@ def _check_source(arguments: argparse.Namespace, source: Path) -> bool:
     roles = [name for name in SAVED_AS.values() if (place / name).is_dir()]
     if roles and (place / "manifest.json").is_file():
         remedy = f"give {' or '.join(str(place / role) for role in roles)}"
-        rule = f"is a checkpoint of a run, which holds {' and '.join(roles)}"
-        raise _error(place, rule, remedy)
+        raise _error(place, f"is a checkpoint of a run, which holds {' and '.join(roles)}", remedy)
     wanted = arguments.load_model_type
     if wanted is not None and (wanted == "hf") != is_hf:
         rule = f"must be that of {source}, a {'Hugging Face' if is_hf else 'Megatron'} folder"

@@ -284,8 +284,9 @@ def _check_space(c: Conversion, needed: int) -> None:
     free = shutil.disk_usage(place).free
     if needed + SPARE_BYTES > free:
         rule = f"needs {needed / 1e9:.2f} GB, its disk has {free / 1e9:.2f} GB free"
-        remedy = "free some space or give a folder on another disk"
-        raise UserError(Problem(f"{c.target}", rule, remedy=remedy))
+        raise UserError(
+            Problem(f"{c.target}", rule, remedy="free some space or give a folder on another disk")
+        )
 
 
 @contextmanager
@@ -305,8 +306,9 @@ def new_folder(target: Path, files: Iterable[str], replace: bool) -> Iterator[Pa
     partial = target.with_name(f"{target.name}.partial")
     if _is_occupied(target):
         if not replace:
-            remedy = "give another folder, or --force"
-            raise UserError(Problem(f"{target}", "must not exist yet", remedy=remedy))
+            raise UserError(
+                Problem(f"{target}", "must not exist yet", remedy="give another folder, or --force")
+            )
         _check_ours(target)
     if _is_occupied(partial):
         _check_ours(partial)
@@ -349,5 +351,6 @@ def _check_ours(folder: Path) -> None:
     found = {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
     if folder.is_symlink() or (others := sorted(found - ours)):
         shown = "it is a link" if folder.is_symlink() else ", ".join(others[:5])
-        rule = f"has files that convert did not write: {shown}"
-        raise UserError(Problem(f"{folder}", rule, remedy=remedy))
+        raise UserError(
+            Problem(f"{folder}", f"has files that convert did not write: {shown}", remedy=remedy)
+        )

@@ -152,8 +152,9 @@ def _find_layer_problems(
     if pp < 1:
         yield Problem(PP, "must be at least 1", pp, "use 1 or more")
     elif layers_per_chunk is not None and layer_list is not None:
-        rule = f"must not be given with {CHUNK}"
-        yield Problem("--num-layer-list", rule, remedy="remove one of them")
+        yield Problem(
+            "--num-layer-list", f"must not be given with {CHUNK}", remedy="remove one of them"
+        )
     elif layer_list is not None:
         if len(layer_list) != pp or sum(layer_list) != num_layers or min(layer_list) < 1:
             numbers = f"{pp} positive numbers (one for each pipeline rank)"

@@ -154,8 +154,9 @@ def _read_all(files: Sequence[str], counts: Counts, progress: Progress) -> Itera
             found = _input_problem(name, error.problem.rule, error.problem.remedy)
             raise UserError(found) from error
         except OSError as error:
-            rule, remedy = f"cannot be read ({error})", "check the path and its rights"
-            raise UserError(_input_problem(file, rule, remedy)) from error
+            raise UserError(
+                _input_problem(file, f"cannot be read ({error})", "check the path and its rights")
+            ) from error
 
 
 TOKENIZER = "--tokenizer-name-or-path"
@@ -208,8 +209,9 @@ def preprocess(options: PreprocessOptions, progress: Progress = lambda rows: Non
     """
     shown = options.output_prefix
     if not os.path.basename(shown):
-        rule = "must end in a name, not in a folder"
-        raise UserError(Problem("--output-prefix", rule, shown, "add a name"))
+        raise UserError(
+            Problem("--output-prefix", "must end in a name, not in a folder", shown, "add a name")
+        )
     prefix = Path(os.path.abspath(os.path.expanduser(shown)))
     existing = existing_files(prefix)
     if existing and not options.overwrite:

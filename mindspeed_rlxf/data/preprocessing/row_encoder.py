@@ -153,8 +153,9 @@ class RowEncoder:
             name = "conversation" if len(ids) > 1 else "prompt"
             remedy = "raise it" if len(ids) > 1 else "raise it or use --overlong keep-tail"
             limit = f"--seq-length={self.max_length}"
-            rule = f"a {name} must fit {limit}, this one has {longest} tokens"
-            raise UnusableRow(TOO_LONG, rule, remedy)
+            raise UnusableRow(
+                TOO_LONG, f"a {name} must fit {limit}, this one has {longest} tokens", remedy
+            )
         return (kept,)
 
     def _columns(self, rows: Sequence[tuple[Row, Example]]) -> dict[str, list[bytes | None]]:

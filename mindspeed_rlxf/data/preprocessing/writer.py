@@ -227,8 +227,9 @@ def _open_pairs(folder: Path, key: str, output: Path, problems: list[Problem]) -
             rule = f"must be a pair, there is no {Path(error.filename).name}"
             problems.append(_problem(stem, rule, "complete or remove it"))
         except (BrokenIndex, OSError) as error:
-            rule = f"must be whole, {error}"
-            problems.append(_problem(stem, rule, "write it again or remove it"))
+            problems.append(
+                _problem(stem, f"must be whole, {error}", "write it again or remove it")
+            )
     if not stems:
         found = ", ".join(sorted(s.name for s in there)[:12]) or "no .bin and .idx files"
         rule = f"{key!r} must be in the name of a file of {folder} (there are {found})"
