@@ -38,8 +38,8 @@ from mindspeed_rlxf.models.transformer import recompute_settings, transformer_co
 from mindspeed_rlxf.ops.doctor import checks as doctor_checks
 from mindspeed_rlxf.ops.planning import available
 from mindspeed_rlxf.ops.planning.plan import plan
+from mindspeed_rlxf.rewards import plans
 from mindspeed_rlxf.rewards import sandbox as sandboxes
-from mindspeed_rlxf.rewards import streaming
 from mindspeed_rlxf.rewards.manager import RewardManager
 from mindspeed_rlxf.rewards.sandbox import Sandbox
 from mindspeed_rlxf.roles import actor, critic, reward
@@ -385,8 +385,8 @@ def scored(config: RunConfig) -> Any:
 
 def scoring(config: RunConfig) -> Any:
     """Return the arguments of the pool that scores: processes, deadline, memory."""
-    with patch.object(streaming, "WorkerPool") as pool:
-        streaming.StreamingRewards(config.reward)
+    with patch.object(plans, "WorkerPool") as pool:
+        plans.StreamingRewards(config.reward)
     return pool.call_args.args[1:]
 
 
