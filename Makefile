@@ -143,6 +143,9 @@ demo: $(STAMP) $(if $(filter npu,$(DEVICE)),bring-up)
 bring-up: $(STAMP)
 	$(BIN)/python examples/tiny/bring_up.py --device $(DEVICE)
 
+# Compiled modules are kept, for the many processes that tests start.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Three processes on two cores: those that run the tests with Ray mostly wait for workers.
 test: $(STAMP)
 	$(BIN)/python -m pytest tests -m "not long" -n 3 --dist loadgroup --no-loadscope-reorder \

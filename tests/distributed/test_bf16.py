@@ -80,9 +80,10 @@ class OutputGradient:
         return RoleOutput(report=weight.main_grad.tolist())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("tied", "pp"),
-    [(True, 1), (False, 1), pytest.param(True, 2, marks=pytest.mark.long)],
+    [(True, 1), (False, 1), (True, 2)],
     ids=["tied", "untied", "tied-pp2"],
 )
 def test_output_gradient_of_chunks_reaches_the_optimizer_once(

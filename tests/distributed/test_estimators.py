@@ -74,6 +74,7 @@ def test_layouts_learn_the_same_without_a_critic(
     check_layouts(warm_runtime, tmp_path, models, sections, size, layout)
 
 
+@pytest.mark.long
 def test_layouts_prefer_the_same(warm_runtime: Any, tmp_path: Path, models: Path) -> None:
     sections = {
         "training": {"stage": Stage.RAY_ONLINE_DPO, "global_batch_size": 8},

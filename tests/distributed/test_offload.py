@@ -54,10 +54,8 @@ GOLDEN: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [n if n == "grpo" else pytest.param(n, marks=pytest.mark.long) for n in GOLDEN],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", GOLDEN)
 def test_an_offloaded_run_has_the_metrics_of_another(
     warm_runtime: Any, tmp_path: Path, name: str
 ) -> None:

@@ -13,13 +13,10 @@ import pytest
 from tests.distributed.conftest import REPOSITORY
 from tests.distributed.traced_peak import SHAPES
 
-SHORT = ("actor, recompute full",)
 BOUNDS = {"forward": (0.95, 1.1), "update": (0.95, 1.1)}
 
 
 def marks_of(name: str) -> list[pytest.MarkDecorator]:
-    if name in SHORT:
-        return []
     return [pytest.mark.long, *[pytest.mark.large] * name.startswith("real width")]
 
 

@@ -237,6 +237,7 @@ def test_gsm8k_runs_at_dp2_tp2_and_pp2(warm_runtime: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason=f"GSM8K is not at {GSM8K} (set RLXF_DATA)")
+@pytest.mark.long
 def test_the_run_from_the_indexed_form_is_that_from_parquet(
     warm_runtime: Any, tmp_path: Path
 ) -> None:

@@ -201,10 +201,8 @@ CHAINS = {
 }
 
 
-@pytest.mark.parametrize(
-    "chain", [name if i == 0 else pytest.param(name, marks=pytest.mark.long) for i, name in
-              enumerate(CHAINS)],
-)  # fmt: skip
+@pytest.mark.long
+@pytest.mark.parametrize("chain", CHAINS)
 def test_a_run_goes_on_in_other_layouts(run: Run, tmp_path: Path, chain: str) -> None:
     """Each layout does one iteration, the last one the rest; with fixed responses."""
     whole = lines_of(run(tmp_path / "whole", fixed=True, train_iters=4).metrics)

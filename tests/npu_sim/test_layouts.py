@@ -9,7 +9,7 @@ import pytest
 from tests.npu_sim import run
 from tests.npu_sim.cases import CASES
 
-SHORT = "tp2"  # two ranks over HCCL, which generate
+SHORT = "tp1 generates"  # `inside/test_hccl.py` has the collectives
 
 
 @pytest.mark.parametrize(
