@@ -193,8 +193,8 @@ class Collector:
             prompts = self.prompts.next_prompts()
             batches.append(self._score(prompts, self.rollout.generate(prompts, self.seed)))
             offset = (len(batches) - 1) * wanted
-            scores, algorithm = torch.tensor(batches[-1].scores()), self.algorithm
-            seen = shape_scores(scores, algorithm.reward_scale, algorithm.reward_clip).tolist()
+            given, algorithm = torch.tensor(batches[-1].scores()), self.algorithm
+            seen = shape_scores(given, algorithm.reward_scale, algorithm.reward_clip).tolist()
             scored = [each for report in batches[-1].scored.result() for each in report.is_scored]
             differing += [offset + g for g in groups_that_differ(seen, scored, size)]
         alike = sorted(set(range(len(batches) * wanted)) - set(differing))
