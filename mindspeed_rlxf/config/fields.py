@@ -59,7 +59,7 @@ class Section(BaseModel):
 
 
 def extra_of(field: FieldInfo | None) -> dict[str, Any]:
-    """Return what `key` keeps of a field beside its type: `resume`, `used_if` and `only_if`."""
+    """Return the `resume`, `used_if` and `only_if` that `key` stored in a field; {} if none."""
     extra = field.json_schema_extra if field is not None else None
     return dict(extra) if isinstance(extra, dict) else {}
 

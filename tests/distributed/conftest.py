@@ -55,9 +55,8 @@ class KeptPools:
 
     def __init__(self, runtime: Any) -> None:
         self._runtime = runtime
-        self._kept: list[
-            tuple[Any, Any]
-        ] = []  # name with shape, and pool; the last used at the end
+        # Name with shape, and pool; the last used at the end.
+        self._kept: list[tuple[Any, Any]] = []
 
     def create_pools(self, processes_per_node: Any, parts: Any = None) -> dict[str, Any]:
         """Return pools by name, as `Runtime.create_pools` does."""
@@ -69,13 +68,15 @@ class KeptPools:
             match = next((kept for kept in self._kept if kept[0] == shape), None)
             if match:
                 self._kept.remove(match)
+                self._kept.append(match)
                 found[name] = match[1]
         missing = {n: sizes for n, sizes in processes_per_node.items() if n not in found}
         if missing:
-            self.end_pools(WARM_DEVICES - sum(map(sum, processes_per_node.values())))
+            self.end_pools(WARM_DEVICES - sum(map(sum, missing.values())))
             split = {name: parts[name] for name in missing if name in parts}
-            found |= self._runtime.create_pools(missing, split)
-        self._kept += [(shape, found[name]) for name, shape in shapes.items()]
+            made = self._runtime.create_pools(missing, split)
+            self._kept += [(shapes[name], pool) for name, pool in made.items()]
+            found |= made
         return {name: found[name] for name in shapes}
 
     def end_pools(self, left: int = 0) -> None:

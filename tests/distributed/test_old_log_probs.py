@@ -35,9 +35,8 @@ def metrics_of(
     ("name", "keys"),
     [
         ("gae", ASKED),  # a critic, and a KL that only the log has
-        pytest.param(
-            "grpo", ADAPTIVE, marks=pytest.mark.long
-        ),  # the coefficient of the loss follows the measured KL
+        # the coefficient of the loss follows the measured KL
+        pytest.param("grpo", ADAPTIVE, marks=pytest.mark.long),
         # a ratio of responses, no reference
         pytest.param("rloo", {**ASKED, "logging.reference_kl": False}, marks=pytest.mark.long),
         pytest.param("online_dpo", {"algorithm.old_log_probs": "auto"}, marks=pytest.mark.long),

@@ -72,7 +72,7 @@ def programs() -> set[int]:
 def test_a_killed_scoring_process_takes_its_programs_with_it(keys: dict[str, Any]) -> None:
     """The deadline of the sample passes while a program with eight processes is running. Programs
     before and after it run within the memory limit that the scoring process has."""
-    pool = WorkerPool(make_plan(reward(**keys, cpu_s=60, wall_s=60)), 1, 3.0, MEMORY)
+    pool = WorkerPool(make_plan(reward(**keys, cpu_s=60, wall_s=60)), 1, 5.0, MEMORY)
     good = pool.submit(sample(ADD)).result(60)
     late = pool.submit(sample(SPAWN)).result(60)
     after = pool.submit(sample(ADD)).result(60)
