@@ -170,7 +170,7 @@ def test_a_plan_may_be_larger_than_the_buffer_of_a_socket() -> None:
     finally:
         pool.close()
     assert result is not None and result.score == 3.0
-    assert open_files() == before, "a closed pool keeps no descriptor"
+    assert open_files() <= before, "a closed pool keeps no descriptor"  # others may close theirs
 
 
 def test_a_file_that_prints_without_end_when_it_is_imported_breaks_the_pool() -> None:
