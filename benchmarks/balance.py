@@ -23,7 +23,7 @@ import numpy as np
 
 from mindspeed_rlxf.config.architecture import ArchitectureConfig
 from mindspeed_rlxf.data.mini_batches import equal_parts, sample_flops
-from mindspeed_rlxf.engine.grouping import group_by_tokens, pack_by_tokens
+from mindspeed_rlxf.engine.micro_batch import group_by_tokens, pack_by_tokens
 
 LENGTHS = Path(__file__).with_name("balance_lengths.json")
 RANKS, PER_RANK, LIMIT, TOKENS = (8, 16, 32), 32, 8192, 16384

@@ -27,7 +27,7 @@ START = Path(__file__).resolve().parents[1] / "tests" / "golden" / "start"
 ITERATIONS = 3
 ENGINE = """
 import time
-from mindspeed_rlxf.rollout.engines import register_rollout_engine
+from mindspeed_rlxf.rollout.protocol import register_rollout_engine
 from mindspeed_rlxf.rollout.protocol import FinishReason, GenerationResult, GenerationStats
 
 @register_rollout_engine("stub")

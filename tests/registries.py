@@ -11,7 +11,7 @@ from mindspeed_rlxf.config import plugins
 from mindspeed_rlxf.config.estimators import TRAITS
 from mindspeed_rlxf.reporting.trackers import TRACKERS
 from mindspeed_rlxf.rewards.rules import RULES
-from mindspeed_rlxf.rollout.engines import ENGINES
+from mindspeed_rlxf.rollout.protocol import ENGINES
 
 
 @contextlib.contextmanager

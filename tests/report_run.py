@@ -7,8 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rlxf.reporting.metrics import JsonlWriter, Sample, metrics_record
-from mindspeed_rlxf.reporting.sample_tokens import write_tokens
+from mindspeed_rlxf.reporting.metrics import JsonlWriter, Sample, metrics_record, write_tokens
 from mindspeed_rlxf.reporting.timeline import Span, Timeline
 
 CONFIG = """\

@@ -6,7 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from mindspeed_rlxf.algorithms import estimators
 from mindspeed_rlxf.config.estimators import EstimatorTraits
 from mindspeed_rlxf.rewards.rules import RewardResult, register_rule
-from mindspeed_rlxf.rollout import engines, protocol, sampling
+from mindspeed_rlxf.rollout import protocol, sampling
 
 
 @estimators.register_estimator("over_median", EstimatorTraits(compares_group=True))
@@ -24,7 +24,7 @@ def last_digit(response: str, ground_truth: str) -> RewardResult:
     return RewardResult(1.0 if right else 0.5 * close, {"last_digit": float(close)})
 
 
-@engines.register_rollout_engine("transformers")
+@protocol.register_rollout_engine("transformers")
 class TransformersRollout(protocol.RolloutEngine):
     """Generate by a transformers model on the CPU, one response after another, without a cache."""
 

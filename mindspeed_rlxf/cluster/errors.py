@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import faulthandler
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from mindspeed_rlxf.config.errors import Problem, UserError
 
@@ -130,3 +137,126 @@ class TooFewDevices(UserError):
     def __init__(self, problems: Sequence[Problem], free: Sequence[int] = ()) -> None:
         super().__init__(problems)
         self.free = list(free)
+
+
+STDERR = 2
+EARLY = 0.9  # fraction of the deadline after which the stacks are written
+LOOK_S = 2.0  # longest wait for stacks that are not there yet
+TAIL_BYTES = 256 * 1024
+DUMP, ENDED = "Timeout (", "the call that wrote its stacks has ended"
+WAITS_FOR_ROWS = "waits for rows"
+NO_STACK = "wrote no stack (stopped, gone, or its log is not on shared storage)"
+
+FRAME = re.compile(r'^  File "(?P<file>.+)", line \d+ in (?P<function>.+)$', re.MULTILINE)
+THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
+
+
+@contextmanager
+def stacks_when_late(timeout_s: float) -> Iterator[None]:
+    """Write this process's stacks to stderr if the block takes EARLY * `timeout_s` seconds."""
+    started = time.monotonic()
+    faulthandler.dump_traceback_later(EARLY * timeout_s, file=STDERR)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        if time.monotonic() - started >= EARLY * timeout_s:
+            print(ENDED, file=sys.stderr, flush=True)
+
+
+def explain_timeout(
+    error: RuntimeTimeout, late: Sequence[Origin], lacks_rows: Mapping[Origin, bool]
+) -> RuntimeTimeout:
+    """Return a new RuntimeTimeout that says what the late ranks do and names the ones to blame.
+
+    Those are the late ranks that do not wait for others; if all wait, the producers that do not;
+    else all late ranks.
+
+    late:       the missing ranks
+    lacks_rows: the missing ranks, then those that have not made rows yet which ranks before them
+                read; whether each waits for such rows itself, so that its call has not begun
+    """
+    ranks = list(lacks_rows)
+    deadline = time.monotonic() + LOOK_S
+    while True:
+        stacks = {each: read_stack(each.log) for each in ranks if not lacks_rows[each]}
+        if all(stacks.values()) or time.monotonic() >= deadline:
+            break
+        time.sleep(0.1)
+    states = dict.fromkeys(ranks, (WAITS_FOR_ROWS, True))
+    states |= {e: describe_stack(s) if s else (NO_STACK, False) for e, s in stacks.items()}
+    blamed = [each for each in late if not states[each][1]]
+    blamed = blamed or [each for each in ranks if not states[each][1]] or list(late)
+    blamed = list({each.rank: each for each in blamed if each.call == blamed[0].call}.values())
+    by_state: dict[tuple[str, str], list[str]] = {}
+    for each in ranks:
+        by_state.setdefault((each.call, states[each][0]), []).append(str(each.rank))
+    parts = [
+        f"{call} {'rank' if len(numbers) == 1 else 'ranks'} {', '.join(numbers)}: {state}"
+        for (call, state), numbers in by_state.items()
+    ]
+    numbers, hosts = [each.rank for each in blamed], [each.host for each in blamed]
+    return RuntimeTimeout(blamed[0].call, error.seconds, numbers, "; ".join(parts), hosts)
+
+
+def read_stack(log: str) -> str:
+    """Return the stacks that a worker's present call wrote to its log; "" if there are none."""
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            text = file.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
+    stack = text.rpartition(DUMP)[2] if DUMP in text else ""
+    return stack if THREAD.search(stack) and ENDED not in stack else ""
+
+
+def describe_stack(stack: str) -> tuple[str, bool]:
+    """Return what the thread that runs roles does, and whether it waits in torch.distributed.
+
+    stack: the stacks of all threads, as `faulthandler` writes them
+    """
+    threads = THREAD.split(stack)[1:]
+    ours = next((t for t in threads if "cluster/worker.py" in t), None)
+    if ours is None:
+        return "has no call to work on", False
+    frames = [(f["file"], f["function"]) for f in FRAME.finditer(ours)]
+    collective = [name for file, name in frames if "torch/distributed/" in file]
+    if collective:
+        named = [name for name in collective if not name.startswith(("wrapper", "_", "<"))]
+        return f"waits for others in {(named or collective)[-1]}", True
+    file, name = frames[0]
+    caller = next((f"{Path(f).stem}.{n}" for f, n in frames if "mindspeed_rlxf" in f), "")
+    inside = f" from {caller}" if caller and "mindspeed_rlxf" not in file else ""
+    return f"is in {Path(file).stem}.{name}{inside}", False
+
+
+def explain_death(error: WorkerError, oom_kills: int) -> WorkerError:
+    """Return a copy of a dead process's error with a note that its host ran out of memory.
+
+    oom_kills: processes that the host's kernel killed for lack of memory since the worker started;
+               0 = return `error` itself
+    """
+    if not oom_kills:
+        return error
+    cause = f"{error.cause}; its host ran out of memory: the kernel killed {oom_kills} of its "
+    cause += "processes meanwhile"
+    return WorkerError(
+        error.role, error.rank, error.host, error.phase, cause, error.remote_traceback
+    )
+
+
+def oom_kills() -> int:
+    """Return how many processes of this host or container the kernel killed for lack of memory.
+
+    It is the larger count of /proc/vmstat and the cgroup's memory.events; 0 if neither is readable.
+    """
+    found = 0
+    for name in ("/proc/vmstat", "/sys/fs/cgroup/memory.events"):
+        try:
+            lines = Path(name).read_text(encoding="ascii").splitlines()
+        except (OSError, ValueError):
+            continue
+        counts = dict(line.split(maxsplit=1) for line in lines if " " in line)
+        found = max(found, int(counts.get("oom_kill", "0")))
+    return found

@@ -19,9 +19,8 @@ from torch.distributed import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from mindspeed_rlxf import device
-from mindspeed_rlxf.cluster.diagnosis import stacks_when_late
 from mindspeed_rlxf.cluster.environment import offload_environment
-from mindspeed_rlxf.cluster.errors import RuntimeTimeout, WorkerError
+from mindspeed_rlxf.cluster.errors import RuntimeTimeout, WorkerError, stacks_when_late
 from mindspeed_rlxf.cluster.protocol import COLLECTIVE_MARGIN_S, Reply, Request
 from mindspeed_rlxf.cluster.worker import RoleHost
 from mindspeed_rlxf.config.enums import DeviceKind
@@ -29,7 +28,7 @@ from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Rows
 from mindspeed_rlxf.device import worlds
-from mindspeed_rlxf.engine import shared_groups
+from mindspeed_rlxf.engine import parallel
 
 Outcome = Any  # the result of one rank, which all ranks get
 T = TypeVar("T")
@@ -145,7 +144,7 @@ class LocalWorld:
 
     def close(self) -> None:
         """Drop all process groups and leave the torch world."""
-        shared_groups.forget()
+        parallel.forget()
         worlds.leave()
 
     @staticmethod

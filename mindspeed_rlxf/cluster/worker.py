@@ -20,7 +20,7 @@ from mindspeed_rlxf.cluster.protocol import Peer, Reply, Request
 from mindspeed_rlxf.cluster.refs import Fetch, check_report, resolve_refs
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.data.batch import RoleOutput, Rows
-from mindspeed_rlxf.reporting.sample_tokens import write_tokens
+from mindspeed_rlxf.reporting.metrics import write_tokens
 
 # Messages of collectives that have lost another rank.
 LOST_PEER = (

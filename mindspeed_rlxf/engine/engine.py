@@ -23,14 +23,19 @@ from mindspeed_rlxf.algorithms.slots import readable_slots
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import LogProbs, LogProbsWithKl, Rollouts, Scores, Values
 from mindspeed_rlxf.device import megatron_versions
-from mindspeed_rlxf.engine import residency
-from mindspeed_rlxf.engine.build import build_chunks, connect_schedule, set_gather_in_forward, wrap
+from mindspeed_rlxf.engine import offload
+from mindspeed_rlxf.engine.build import (
+    build_chunks,
+    build_optimizer,
+    build_scheduler,
+    connect_schedule,
+    set_gather_in_forward,
+    wrap,
+)
 from mindspeed_rlxf.engine.finite import GuardedOptimizer, SkippedSteps
-from mindspeed_rlxf.engine.grouping import group_rows
 from mindspeed_rlxf.engine.hf_stream import hf_tensors
-from mindspeed_rlxf.engine.micro_batch import MicroBatch, make_micro_batches
+from mindspeed_rlxf.engine.micro_batch import MicroBatch, group_rows, make_micro_batches
 from mindspeed_rlxf.engine.offload import Offload, tensors_of
-from mindspeed_rlxf.engine.optimizer import build_optimizer, build_scheduler
 from mindspeed_rlxf.engine.parallel import ParallelGroups
 from mindspeed_rlxf.engine.protocol import Part, PolicyStep, ValueStep
 from mindspeed_rlxf.engine.readouts import (
@@ -139,7 +144,7 @@ class MegatronEngine:
         movable = [Part.WEIGHTS] if keys.weights else []
         movable += [Part.GRADIENTS, Part.OPTIMIZER] if keys.optimizer else []
         made = Offload(tensors_of(self.module, self.models, adams), movable)
-        residency.register(made)
+        offload.register(made)
         made.offload(made.movable)
         return made
 
@@ -157,7 +162,7 @@ class MegatronEngine:
 
         later: a part whose copy may still run in the block, until `Offload.await_copies`
         """
-        return residency.holding((self._offload, parts), later=[later] if later else [])
+        return offload.holding((self._offload, parts), later=[later] if later else [])
 
     @property
     def module(self) -> torch.nn.Module:
@@ -214,7 +219,7 @@ class MegatronEngine:
         has the same vocabulary shard of both.
         """
         weights = [Part.WEIGHTS]
-        with residency.holding((self._offload, weights), (policy._offload, weights)):
+        with offload.holding((self._offload, weights), (policy._offload, weights)):
             return self._compare_with_policy(rollouts, temperature, policy)
 
     def _compare_with_policy(

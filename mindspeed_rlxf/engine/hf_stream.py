@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch import Tensor
 from mindspeed_rlxf import device
 from mindspeed_rlxf.engine.parallel import ParallelGroups
 from mindspeed_rlxf.models.parameters import hf_shape, rank_parameters, stage_parameters
+from mindspeed_rlxf.weights.boxes import HeldBox, ShardBox, flat_boxes, shard_boxes, view_box
 from mindspeed_rlxf.weights.stage import StageWeights
 
 
@@ -50,3 +52,60 @@ def hf_tensors(
             if ep.size() > 1 and is_expert:
                 dist.broadcast(tensor, dist.get_global_rank(ep, ep_rank), group=ep)
         yield from whole.items()
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A parameter of this rank.
+
+    boxes:      the boxes of Hugging Face tensors that it consists of
+    is_written: this rank or a replica writes the shard; False = another tensor-parallel rank with
+                the same elements does
+    written:    range of flattened elements that this rank writes; empty if not `is_written`
+    """
+
+    parameter: Tensor
+    boxes: tuple[ShardBox, ...]
+    is_written: bool
+    written: range
+
+    def held_boxes(self, slot: str, tensor: Tensor, flat: range) -> Iterator[HeldBox]:
+        """Yield views of `tensor`, one per box of a Hugging Face tensor that the range covers.
+
+        Elements that pad the vocabulary are in no box.
+        flat:   a range of flattened elements of the shard
+        tensor: the elements of that range, contiguous
+        """
+        shape = tuple(self.parameter.shape)
+        for rows in flat_boxes(flat, shape):
+            for part in self.boxes:
+                shared = rows.overlap(part.place)
+                if shared is not None:
+                    numbers = view_box(tensor, flat.start, shared, shape)
+                    yield HeldBox(slot, part.source, part.to_source(shared), numbers)
+
+
+def shards(weights: StageWeights, groups: ParallelGroups) -> Iterator[Shard]:
+    """Yield the shard of every parameter of this rank, with the range that this replica writes.
+
+    The elements of all parameters, end to end in the order of the parameter map, are cut into
+    equal ranges, one per replica. Experts have dp / ep replicas and are cut separately from the
+    other parameters, which have dp. The range is empty where another rank has the first copy of
+    the shard.
+    """
+    dp, rank, ep = groups.dp.size(), groups.dp.rank(), groups.ep.size()
+    counts = {False: 0, True: 0}  # is an expert -> elements so far
+    totals = dict(counts)
+    for parameter in weights.table:
+        totals[parameter.expert is not None] += weights.tensors[parameter.name].numel()
+    for parameter in weights.table:
+        tensor, expert = weights.tensors[parameter.name], parameter.expert is not None
+        replica, replicas = (rank // ep, dp // ep) if expert else (rank, dp)
+        first, total = counts[expert], totals[expert]
+        counts[expert] += tensor.numel()
+        start, stop = (total * n // replicas - first for n in (replica, replica + 1))
+        written = range(max(0, start), max(0, min(stop, tensor.numel())))
+        tp_rank = groups.tp.rank()
+        boxes = shard_boxes(parameter, weights.architecture, tp_rank, groups.tp.size())
+        is_written = parameter.is_first_copy(tp_rank)
+        yield Shard(tensor, tuple(boxes), is_written, written if is_written else range(0))

@@ -7,6 +7,8 @@ gradients, the weights that a rollout shares.
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -286,3 +288,48 @@ def tensors_of(
         Part.GRADIENTS: gradients,
         Part.OPTIMIZER: optimizer,
     }
+
+
+@dataclass(eq=False)
+class _Hold:
+    """Parts that an open `holding` block keeps on the device."""
+
+    offload: Offload
+    parts: frozenset[Part]
+
+
+_known: weakref.WeakSet[Offload] = weakref.WeakSet()
+_holds: list[_Hold] = []
+
+
+def register(offload: Offload) -> None:
+    """Add an engine whose parts may be moved, until the engine is collected."""
+    _known.add(offload)
+
+
+@contextlib.contextmanager
+def holding(
+    *needs: tuple[Offload, Collection[Part]], later: Collection[Part] = ()
+) -> Iterator[None]:
+    """Keep parts on the device inside the block, beside the parts of enclosing blocks.
+
+    All other movable parts of all engines are moved to the host first, also where `needs` is empty,
+    to make room for something else. Parts stay on the device after the block.
+
+    needs: (offload of an engine, its parts)
+    later: parts whose copies may still run in the block; call `Offload.await_copies` before use
+    """
+    holds = [_Hold(offload, frozenset(parts)) for offload, parts in needs]
+    _holds.extend(holds)
+    try:
+        for offload in list(_known):  # make room
+            held = frozenset[Part]().union(*(h.parts for h in _holds if h.offload is offload))
+            offload.offload(offload.movable - held)
+        for hold in holds:
+            hold.offload.onload(hold.parts)
+        for hold in holds:
+            hold.offload.await_copies(*(hold.parts - frozenset(later)))
+        yield
+    finally:
+        for hold in holds:
+            _holds.remove(hold)

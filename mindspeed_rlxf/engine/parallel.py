@@ -8,7 +8,7 @@ group costs two threads on a CPU and the buffers of a communicator on a device.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,25 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from mindspeed_rlxf.device import worlds
-from mindspeed_rlxf.engine.shared_groups import groups_of_layout
+
+Layout = tuple[int, int, int]  # tensor, pipeline and expert parallel size
+
+_made: dict[Layout, dict[str, Any]] = {}
+
+
+def groups_of_layout(layout: Layout, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return a copy of Megatron's globals with the groups of a layout.
+
+    Calls `make` only for a layout that was not asked for before.
+    """
+    if layout not in _made:
+        _made[layout] = make()
+    return dict(_made[layout])
+
+
+def forget() -> None:
+    """Drop the groups of all layouts; call it before the torch world ends."""
+    _made.clear()
 
 
 def _globals() -> dict[str, Any]:

@@ -26,9 +26,9 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
-from mindspeed_rlxf.device import random_states
+from mindspeed_rlxf.device import facade
 from mindspeed_rlxf.engine.finite import SkippedSteps
-from mindspeed_rlxf.engine.hf_shards import Shard, shards
+from mindspeed_rlxf.engine.hf_stream import Shard, shards
 from mindspeed_rlxf.engine.parallel import ParallelGroups
 from mindspeed_rlxf.engine.sharded_files import fail_together, gather_all
 from mindspeed_rlxf.engine.slots import count_steps, held_slots, make_slots
@@ -314,8 +314,8 @@ def _random_state(groups: ParallelGroups) -> dict[str, Any]:
     """Return the states of the process's random generators and of this role's Megatron streams."""
     streams = groups.random_states
     return {
-        "process": random_states.process_state(),
-        "megatron": {name: random_states.to_text(state) for name, state in streams.items()},
+        "process": facade.process_state(),
+        "megatron": {name: facade.to_text(state) for name, state in streams.items()},
     }
 
 
@@ -324,8 +324,8 @@ def _load_random_state(groups: ParallelGroups, state: dict[str, Any]) -> bool:
 
     state: what `_random_state` returned
     """
-    if not random_states.load_process_state(state["process"]):
+    if not facade.load_process_state(state["process"]):
         return False
     texts = state["megatron"]
-    groups.random_states = {name: random_states.from_text(text) for name, text in texts.items()}
+    groups.random_states = {name: facade.from_text(text) for name, text in texts.items()}
     return True

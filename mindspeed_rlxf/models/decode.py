@@ -19,9 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_rlxf import device
-from mindspeed_rlxf.models.attention import Attend
+from mindspeed_rlxf.models.attention import Attend, rotary_angles
 from mindspeed_rlxf.models.grouped_experts import GroupedExperts
-from mindspeed_rlxf.models.rope import rotary_angles
 from mindspeed_rlxf.models.shared_experts import SharedExperts
 from mindspeed_rlxf.models.transformer import TransformerModel
 

@@ -31,11 +31,16 @@ from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import Recompute
 from mindspeed_rlxf.config.schema import ArchitectureConfig, LearningConfig
 from mindspeed_rlxf.device import kernels, megatron_versions
-from mindspeed_rlxf.models.attention import Attend, CoreAttention, FusedAttention
+from mindspeed_rlxf.models.attention import (
+    Attend,
+    CoreAttention,
+    FusedAttention,
+    inverse_frequencies,
+    rotary_angles,
+)
 from mindspeed_rlxf.models.experts import moe_settings, use_own_router
 from mindspeed_rlxf.models.grouped_experts import GroupedMLP
 from mindspeed_rlxf.models.parameters import Head, Split, padded_vocab_size, stage_parameters
-from mindspeed_rlxf.models.rope import inverse_frequencies, rotary_angles
 
 
 class RMSNorm(MegatronModule):

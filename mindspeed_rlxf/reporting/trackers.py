@@ -1,33 +1,93 @@
 """Send metrics to trackers; the failure of a tracker is a warning.
 
-Trackers are registered by name (`register_tracker`); `tracker_packages` has the built-in ones.
+Trackers are registered by name (`register_tracker`).
 """
 
 from __future__ import annotations
 
 import importlib.util
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
 
 from mindspeed_rlxf.config.errors import Problem, closest
-from mindspeed_rlxf.reporting import tracker_packages
-from mindspeed_rlxf.reporting.tracker_registry import (
-    JSONL,
-    TRACKERS,
-    TrackedRun,
-    Tracker,
-    register_tracker,
-)
-
-__all__ = [
-    "JSONL", "TRACKERS", "TrackedRun", "Tracker", "Trackers", "find_problems", "register_tracker",
-    "tracker_packages",
-]  # fmt: skip
+from mindspeed_rlxf.config.registry import register_part
 
 KEY = "logging.trackers"
+JSONL = "jsonl"  # metrics.jsonl, which every run writes
 RECORDED = "recorded.txt"  # the last iteration that the tracker was given
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker is told about the run.
+
+    run_id:  the same for every start of the same run directory
+    folder:  this tracker's folder in the run directory
+    config:  the resolved configuration as a tree, without secrets
+    resumed: iteration from which the run resumes; 0 = a new run
+    offline: True = send nothing over the network; None = the tracker decides
+    """
+
+    name: str
+    project: str
+    run_id: str
+    folder: Path
+    config: Mapping[str, Any]
+    resumed: int = 0
+    offline: bool | None = None
+
+
+class Tracker(Protocol):
+    """A tracker; its exceptions become warnings."""
+
+    def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """Record the finite metrics of an iteration; each number is larger than all before."""
+
+    def finish(self) -> None:
+        """Write what is not yet written; called once, at the end."""
+
+
+TrackerFactory: TypeAlias = Callable[[TrackedRun], Tracker]
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A registered tracker, see `register_tracker` for its fields."""
+
+    factory: TrackerFactory
+    module: str = ""
+    package: str = ""
+    rewinds: bool = False
+
+
+TRACKERS: dict[str, Registered] = {}
+
+
+def register_tracker(
+    name: str, module: str = "", package: str = "", rewinds: bool = False
+) -> Callable[[TrackerFactory], TrackerFactory]:
+    """Return a decorator that registers a tracker class, or a function that makes a tracker.
+
+    module:  module that must be importable, checked before the run starts
+    package: its pip name, if that is another one
+    rewinds: True = it drops iterations after `TrackedRun.resumed` itself, and gets them again;
+             False = it gets no iteration a second time
+    The decorator raises ValueError for a name that is taken.
+    """
+
+    def register(factory: TrackerFactory) -> TrackerFactory:
+        if name == JSONL:
+            raise ValueError(f"tracker {name!r} is the package's own; choose another name")
+        registered = Registered(factory, module, package or module, rewinds)
+        register_part(TRACKERS, name, registered, "tracker")
+        return factory
+
+    return register
 
 
 def find_problems(names: Sequence[str]) -> list[Problem]:
@@ -106,3 +166,131 @@ class Trackers:
             self._warned.add(name)
             text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             self._warn(f"tracker {name} failed: {text}; training goes on, metrics.jsonl has all")
+
+
+@register_tracker("tensorboard", module="tensorboard", rewinds=True)
+class TensorBoardTracker(Tracker):
+    """Writes event files; on a resume, hides events after the checkpoint (`purge_step`)."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        first = run.resumed + 1 if run.resumed else 0
+        self._writer: Any = SummaryWriter(str(run.folder), purge_step=first, flush_secs=10)
+
+    def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, iteration)
+
+    def finish(self) -> None:
+        self._writer.close()
+
+
+class _RunTracker(Tracker):
+    """Logs to the run object that the package's `init` returned (wandb, swanlab, trackio)."""
+
+    _run: Any
+
+    def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=iteration)
+
+    def finish(self) -> None:
+        self._run.finish()
+
+
+@register_tracker("wandb", module="wandb")
+class WandbTracker(_RunTracker):
+    """Logs to Weights & Biases; offline, its files wait for `wandb sync`."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # of its own errors, and usage
+        import wandb
+
+        settings = wandb.Settings(
+            console="off",
+            silent=True,
+            disable_code=True,
+            disable_git=True,
+            x_disable_stats=True,
+            x_disable_machine_info=True,
+            x_save_requirements=False,
+            host="withheld",
+        )
+        self._run = wandb.init(
+            project=run.project,
+            name=run.name,
+            id=run.run_id,
+            resume="allow",
+            dir=str(run.folder),
+            config=dict(run.config),
+            mode=_choose_mode(run, "WANDB"),  # type: ignore[arg-type]
+            settings=settings,
+        )
+
+    def finish(self) -> None:
+        """Finish the run and wandb's service process, which the end of Ray would kill."""
+        import wandb
+
+        super().finish()
+        wandb.teardown()
+
+
+@register_tracker("swanlab", module="swanlab")
+class SwanLabTracker(_RunTracker):
+    """Logs to SwanLab; offline, its files wait for `swanlab sync`."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        import swanlab
+
+        probes = ("hardware", "runtime", "requirements", "conda", "git", "monitor")
+        quiet: dict[str, Any] = {
+            "probe": dict.fromkeys(probes, False),
+            "terminal": {"proxy_type": "none"},
+        }
+        self._run = swanlab.init(
+            project=run.project,
+            name=run.name,
+            id=run.run_id,
+            resume="allow",
+            log_dir=str(run.folder),
+            config=dict(run.config),
+            mode=_choose_mode(run, "SWANLAB"),
+            settings=swanlab.Settings(**quiet),
+        )
+
+
+@register_tracker("trackio", module="trackio")
+class TrackioTracker(_RunTracker):
+    """Logs to trackio, with its database in TRACKIO_DIR.
+
+    Sets TRACKIO_DIR to a folder in the run directory if it is unset.
+    """
+
+    def __init__(self, run: TrackedRun) -> None:
+        os.environ.setdefault("TRACKIO_DIR", str(run.folder))
+        import trackio
+
+        self._run = trackio.init(
+            project=run.project,
+            name=f"{run.name}-{run.run_id}",
+            resume="allow",
+            config=dict(run.config),
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+
+def _choose_mode(run: TrackedRun, prefix: str) -> str:
+    """Return the mode of a tracker's package, by `logging.tracker_mode` and <prefix>_MODE.
+
+    `offline` if the key is that, but `disabled` if the variable says so. Otherwise what the
+    variable says; without it `online` if the key is that, or if it is `auto` and <prefix>_API_KEY
+    is set, else `offline`.
+    """
+    asked = os.environ.get(f"{prefix}_MODE")
+    if run.offline:
+        return "disabled" if asked == "disabled" else "offline"
+    has_key = bool(os.environ.get(f"{prefix}_API_KEY"))
+    online = has_key if run.offline is None else True
+    return asked or ("online" if online else "offline")

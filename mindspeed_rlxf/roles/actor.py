@@ -22,7 +22,6 @@ from mindspeed_rlxf.data.batch import (
 )
 from mindspeed_rlxf.data.mini_batches import mini_batch_order
 from mindspeed_rlxf.roles.balance import Lengths, balanced_steps, call_balanced
-from mindspeed_rlxf.roles.differences import measure_differences
 from mindspeed_rlxf.roles.engines import EngineFactory, megatron_engine
 from mindspeed_rlxf.roles.experience import ExperienceMaker
 from mindspeed_rlxf.roles.generation import version_span
@@ -32,6 +31,7 @@ from mindspeed_rlxf.roles.reports import (
     SampleText,
     Summary,
     UpdateReport,
+    measure_differences,
 )
 from mindspeed_rlxf.roles.trained import TrainedGroup
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import LearningConfig, RunConfig
-from mindspeed_rlxf.engine import residency
+from mindspeed_rlxf.engine import offload
 from mindspeed_rlxf.engine.protocol import TrainEngine
 from mindspeed_rlxf.models.sizes import HEADS
 
@@ -25,7 +25,7 @@ def room_on_device() -> AbstractContextManager[None]:
     Of all engines of this process; the next engine that computes brings its own parts back. For
     models that are no engine and need the device's memory.
     """
-    return residency.holding()
+    return offload.holding()
 
 
 def megatron_engine(config: RunConfig, role: Role) -> MegatronEngine:

@@ -11,11 +11,10 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from mindspeed_rlxf.algorithms.advantages import token_rewards
+from mindspeed_rlxf.algorithms.advantages import overlong_penalty, shape_scores, token_rewards
 from mindspeed_rlxf.algorithms.estimators import Estimate, Rewarded
 from mindspeed_rlxf.algorithms.kl import kl_per_token
 from mindspeed_rlxf.algorithms.masked import AllReduce, masked_mean, masked_whiten
-from mindspeed_rlxf.algorithms.scores import overlong_penalty, shape_scores
 from mindspeed_rlxf.algorithms.slots import value_mask
 from mindspeed_rlxf.config.enums import KlPenalty, OldLogProbs, Stage
 from mindspeed_rlxf.config.schema import RunConfig

@@ -18,8 +18,7 @@ from mindspeed_rlxf.rollout.protocol import (
     GenerationResult,
     GenerationStats,
 )
-from mindspeed_rlxf.rollout.sampling import SamplingSettings
-from mindspeed_rlxf.rollout.stop_strings import StopStrings
+from mindspeed_rlxf.rollout.sampling import SamplingSettings, StopStrings
 
 
 def sampling_settings(

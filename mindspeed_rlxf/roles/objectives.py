@@ -19,6 +19,7 @@ from mindspeed_rlxf.algorithms.kl import kl_per_token
 from mindspeed_rlxf.algorithms.losses import (
     ClipRange,
     clipped_policy_loss,
+    normalised_loss,
     preference_loss,
     sequence_policy_loss,
     truncated_importance,
@@ -27,7 +28,6 @@ from mindspeed_rlxf.algorithms.masked import AllReduce, masked_whiten
 from mindspeed_rlxf.config.enums import AdvantageWhiten, Role, Stage
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Experience, Rollouts, fit_columns
-from mindspeed_rlxf.engine.losses import normalised_loss
 from mindspeed_rlxf.engine.protocol import LossOutput, Mean, PolicyStep, TokenLogProbs
 
 

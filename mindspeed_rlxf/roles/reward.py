@@ -19,7 +19,7 @@ from mindspeed_rlxf.data.prompt_store import reward_style
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
 from mindspeed_rlxf.rewards.classifier import Classifier
 from mindspeed_rlxf.rewards.manager import RewardManager
-from mindspeed_rlxf.rewards.votes import AnswerFinder
+from mindspeed_rlxf.rewards.verifiers import AnswerFinder
 from mindspeed_rlxf.roles.engines import EngineFactory, megatron_engine, room_on_device
 from mindspeed_rlxf.roles.reports import FailedSample, ScoreReport
 from mindspeed_rlxf.roles.scorer import ScorerRole

@@ -23,7 +23,7 @@ from mindspeed_rlxf.roles.generation import (
 from mindspeed_rlxf.roles.scorer import ScorerRole
 from mindspeed_rlxf.rollout.fixed import answer_from_table
 from mindspeed_rlxf.rollout.protocol import GenerationResult
-from mindspeed_rlxf.rollout.stop_strings import StopStrings
+from mindspeed_rlxf.rollout.sampling import StopStrings
 
 
 class Sampling(Enum):

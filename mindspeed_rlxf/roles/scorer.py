@@ -11,7 +11,7 @@ from mindspeed_rlxf.data.batch import Prompts, RoleOutput, Rollouts, RuleScores
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
 from mindspeed_rlxf.rewards.outcome import Outcome, Sample
 from mindspeed_rlxf.rewards.plans import Scoring, StreamingRewards, scores_row
-from mindspeed_rlxf.rewards.votes import AnswerFinder
+from mindspeed_rlxf.rewards.verifiers import AnswerFinder
 from mindspeed_rlxf.roles.reports import FailedSample, ScoreReport
 from mindspeed_rlxf.rollout.protocol import GenerationResult
 

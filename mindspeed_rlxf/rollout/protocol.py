@@ -6,14 +6,17 @@ the same arguments, and take the same number of results from `generate`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from torch import Tensor
 
+from mindspeed_rlxf.config.registry import register_part
+from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.engine.protocol import TrainEngine
 from mindspeed_rlxf.rollout.sampling import SamplingSettings
 
 
@@ -118,3 +121,34 @@ class RolloutEngine(Protocol):
     @property
     def weights_version(self) -> int:
         """The version of the loaded weights, as given to `update_weights`."""
+
+
+NATIVE = "native"
+"""Name of the package's own engine, which generates with the Megatron model itself."""
+
+EngineFactory: TypeAlias = Callable[[RunConfig, TrainEngine], RolloutEngine]
+"""(configuration, the actor's training engine in the same process) -> the engine of this rank.
+
+The new engine has no weights yet. Before the first generation its `update_weights` gets all of
+them: whole tensors, on the actor's device. All ranks of a tensor-parallel group make the same calls
+on their engines; only the results of the first rank are used.
+"""
+
+ENGINES: dict[str, EngineFactory] = {}
+"""Factories of the engines of plugins, by name."""
+
+
+def register_rollout_engine(name: str) -> Callable[[EngineFactory], EngineFactory]:
+    """Return a decorator that adds an engine class, or a function that makes one, to `ENGINES`.
+
+    The decorator returns the class or function unchanged. It raises ValueError for a name that is
+    taken, "native" among them.
+    """
+
+    def register(factory: EngineFactory) -> EngineFactory:
+        if name == NATIVE:
+            raise ValueError(f"rollout engine {name!r} is the package's own; choose another name")
+        register_part(ENGINES, name, factory, "rollout engine")
+        return factory
+
+    return register

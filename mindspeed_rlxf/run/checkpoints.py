@@ -19,8 +19,8 @@ from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.keys import to_yaml
 from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
+from mindspeed_rlxf.reporting.metrics import cut_token_files
 from mindspeed_rlxf.reporting.phases import phase
-from mindspeed_rlxf.reporting.sample_tokens import cut_token_files
 from mindspeed_rlxf.roles.actor import ActorGroup
 from mindspeed_rlxf.roles.critic import CriticGroup
 from mindspeed_rlxf.roles.groups import RoleGroups

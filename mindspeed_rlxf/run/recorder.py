@@ -17,8 +17,7 @@ from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import TokenLog
 from mindspeed_rlxf.data.sampler import ConsumedPrompts
 from mindspeed_rlxf.reporting.console import Console, current
-from mindspeed_rlxf.reporting.health import Finding, Health
-from mindspeed_rlxf.reporting.health_rules import runaway_limit
+from mindspeed_rlxf.reporting.health_rules import Finding, Health, runaway_limit
 from mindspeed_rlxf.reporting.metrics import JsonlWriter, Sample, metrics_record, read_metrics
 from mindspeed_rlxf.reporting.timeline import Span, Timeline
 from mindspeed_rlxf.reporting.trackers import JSONL, TrackedRun, Trackers

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import torch
 
+from mindspeed_rlxf.algorithms.advantages import shape_scores
 from mindspeed_rlxf.algorithms.groups import groups_that_differ
-from mindspeed_rlxf.algorithms.scores import shape_scores
 from mindspeed_rlxf.cluster.group import Pending
 from mindspeed_rlxf.cluster.refs import RowsRef
 from mindspeed_rlxf.config.schema import RunConfig

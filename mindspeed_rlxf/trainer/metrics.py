@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
+
+import numpy as np
 
 from mindspeed_rlxf.algorithms.groups import groups_that_differ
+from mindspeed_rlxf.cluster.group import Pending
+from mindspeed_rlxf.cluster.protocol import Reply
+from mindspeed_rlxf.config.enums import OldLogProbs, RewardKind, Role
+from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.data.mini_batches import sample_flops
 from mindspeed_rlxf.roles.reports import (
     ExperienceReport,
     GenerateReport,
@@ -198,3 +207,135 @@ def _summary(values: Sequence[int]) -> Summary:
 def _quantile(values: Sequence[int], share: float) -> float:
     """Return the smallest of the values that is >= at least this share of them (0 to 1)."""
     return float(sorted(values)[max(math.ceil(share * len(values)) - 1, 0)])
+
+
+FindPeak: TypeAlias = Callable[[str], float | None]
+"""Function: name of a device -> bf16 operations per second of its data sheet, None if unknown."""
+
+FORWARD, TRAIN = 1, 3  # passes: a backward pass counts as two
+
+
+def iteration_flops(
+    config: RunConfig,
+    generated: Sequence[GenerateReport],
+    learnt: ResponseLengths,
+    updates_actor: bool = True,
+) -> float:
+    """Return the floating-point operations of all passes over the samples of an iteration.
+
+    A pass is forward; an epoch of an update counts as three, since backward counts as two.
+    generated:     reports on all responses: a pass of the actor, and of a Megatron reward model
+    learnt:        lengths of the kept samples: a pass of reference, of critic, and of the actor if
+                   its log-probs are recomputed; then the epochs of actor and critic
+    updates_actor: whether the actor is updated
+    Model FLOPs (arXiv:2204.02311, appendix B): recomputed activations do not count. Neither do a
+    Hugging Face classifier and the actor's pass that `kl_penalty: full` needs.
+    """
+    prompts = [n for report in generated for n in report.prompt_lengths]
+    responses = [n for report in generated for n in report.response_lengths]
+    total = _forward_flops(config, Role.ACTOR_ROLLOUT, prompts, responses)
+    if config.reward.kind is RewardKind.MODEL:
+        total += _forward_flops(config, Role.REWARD, prompts, responses)
+    passes = {Role.ACTOR_ROLLOUT: updates_actor * TRAIN * config.actor_rollout.ppo_epochs}
+    if config.old_log_probs is OldLogProbs.RECOMPUTE:
+        passes[Role.ACTOR_ROLLOUT] += FORWARD
+    if Role.REF in config.roles:
+        passes[Role.REF] = FORWARD
+    if config.critic is not None:
+        passes[Role.CRITIC] = FORWARD + TRAIN * config.critic.critic_update_epochs
+    rows = learnt.prompts, learnt.responses
+    return total + sum(
+        number * _forward_flops(config, role, *rows) for role, number in passes.items()
+    )
+
+
+def _forward_flops(
+    config: RunConfig, role: Role, prompts: Sequence[int], responses: Sequence[int]
+) -> float:
+    """Return the operations of one forward pass of a role over all samples of these lengths.
+
+    prompts, responses: tokens of each sample. The output layer counts for responses only, and not
+    at all for critic and reward, whose heads are negligible.
+    """
+    architecture = config.role(role).architecture
+    assert architecture is not None, f"{role.value} has a model"
+    outputs = np.asarray(responses, dtype=np.float64)
+    tokens = outputs + np.asarray(prompts, dtype=np.float64)
+    if role in (Role.CRITIC, Role.REWARD):
+        outputs = 0.0 * outputs
+    return float(np.sum(sample_flops(architecture, tokens, outputs)))  # type: ignore[arg-type]
+
+
+# Pattern of the name in lower case -> dense bf16 TFLOPS. NVIDIA's PCIe cards are clocked lower.
+# Ascend 910B: JiusiServe/light-llm-simulator, conf/hardware_config.py at 5df25c7; 910_93 is a die
+# of the A3: arXiv:2506.12708, section 3. NVIDIA: data sheets of the SXM cards.
+PEAK_TFLOPS = {
+    r"ascend ?910b2": 353.8,
+    r"ascend ?910b3": 294.9,
+    r"ascend ?910b4": 245.7,
+    r"ascend ?910_93": 376,
+    r"\ba100\b.*80gb(?!.*pcie)|\ba100-sxm4-80gb": 312,
+    r"\bh100\b(?!.*(pcie|nvl))": 989,
+    r"\bh200\b(?!.*nvl)": 989,
+}
+
+
+def find_peak(name: str) -> float | None:
+    """Return the peak bf16 FLOP/s of a device; None if no pattern matches its name."""
+    found = (peak for pattern, peak in PEAK_TFLOPS.items() if re.search(pattern, name.lower()))
+    peak = next(found, None)
+    return None if peak is None else peak * 1e12
+
+
+GIB = 1024**3
+
+Phases = Mapping[str, Sequence[Pending]]
+"""Name of a phase, as in `timing/<phase>` -> the calls of that phase."""
+
+
+def phase_metrics(phases: Phases) -> dict[str, float]:
+    """Wait for the calls; return time, memory, skew and slowest rank of each phase.
+
+    `timing/<phase>`: seconds, sum over its calls of the slowest rank's; `memory/<phase>`: GiB,
+    maximum of all ranks.
+    `skew/<phase>`: the slowest rank's time / the mean of all ranks - 1. Ranks that wait for each
+    other in collectives take equally long, so it shows only work outside of collectives.
+    `slowest_rank/<phase>`: its number. Both are of the pool of the phase's last call. A phase with
+    a single rank, or no time, lacks them.
+    """
+    metrics = {}
+    for name, calls in phases.items():
+        replies = [reply for call in calls for reply in call.replies()]
+        metrics[f"timing/{name}"] = sum(call.seconds for call in calls)
+        metrics[f"memory/{name}"] = max(reply.memory for reply in replies) / GIB
+        pool = calls[-1].pool
+        busy = _seconds_by_rank([r for call in calls if call.pool == pool for r in call.replies()])
+        mean = sum(busy.values()) / len(busy)
+        if len(busy) > 1 and mean > 0:
+            slowest = max(busy, key=lambda rank: busy[rank])
+            metrics[f"skew/{name}"] = busy[slowest] / mean - 1.0
+            metrics[f"slowest_rank/{name}"] = float(slowest)
+    return metrics
+
+
+def idle_metrics(phases: Phases, sizes: Mapping[str, int], seconds: float) -> dict[str, float]:
+    """Wait for the calls; return `idle/<pool>`: share of the iteration in which ranks ran none.
+
+    The mean of the pool's ranks, limited to 0 to 1; 1 for a pool without calls. Other calls than
+    those of `phases`, such as the transfer of weights, count as idle.
+    sizes:   pool -> number of ranks
+    seconds: of the iteration
+    """
+    busy: dict[str, float] = dict.fromkeys(sizes, 0.0)
+    for call in (call for calls in phases.values() for call in calls):
+        busy[call.pool] += sum(reply.seconds for reply in call.replies())
+    shares = {pool: used / (sizes[pool] * seconds) for pool, used in busy.items()}
+    return {f"idle/{pool}": min(max(1.0 - share, 0.0), 1.0) for pool, share in shares.items()}
+
+
+def _seconds_by_rank(replies: Sequence[Reply]) -> dict[int, float]:
+    """Return rank -> sum of the seconds of its replies."""
+    found: dict[int, float] = defaultdict(float)
+    for reply in replies:
+        found[reply.rank] += reply.seconds
+    return found

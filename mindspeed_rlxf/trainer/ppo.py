@@ -18,9 +18,8 @@ from mindspeed_rlxf.run.recorder import Recorder
 from mindspeed_rlxf.run.stopping import StopRequest
 from mindspeed_rlxf.trainer import metrics as names
 from mindspeed_rlxf.trainer.collector import Collected, Collector
-from mindspeed_rlxf.trainer.flops import FindPeak, iteration_flops
+from mindspeed_rlxf.trainer.metrics import FindPeak, idle_metrics, iteration_flops, phase_metrics
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
-from mindspeed_rlxf.trainer.rank_metrics import idle_metrics, phase_metrics
 from mindspeed_rlxf.trainer.validation import Validator
 
 

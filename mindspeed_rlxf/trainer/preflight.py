@@ -36,7 +36,7 @@ from mindspeed_rlxf.rewards.plans import (
     scores_row,
     try_sandbox,
 )
-from mindspeed_rlxf.rollout.engines import ENGINES, NATIVE
+from mindspeed_rlxf.rollout.protocol import ENGINES, NATIVE
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.driver_state import (
     check_checkpoints,
@@ -44,8 +44,7 @@ from mindspeed_rlxf.run.driver_state import (
     find_newest_checkpoint,
 )
 from mindspeed_rlxf.run.exports import check_save_folders
-from mindspeed_rlxf.trainer.fixed_order import find_order_problems
-from mindspeed_rlxf.trainer.prompt_source import PromptSource
+from mindspeed_rlxf.trainer.prompt_source import PromptSource, find_order_problems
 from mindspeed_rlxf.weights.boxes import BoxedWeights
 from mindspeed_rlxf.weights.folders import check_side_files, find_description, open_weights
 from mindspeed_rlxf.weights.hf_folder import shape_problems

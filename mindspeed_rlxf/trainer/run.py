@@ -24,12 +24,11 @@ from mindspeed_rlxf.run.exports import export_weights
 from mindspeed_rlxf.run.recorder import Recorder
 from mindspeed_rlxf.run.stopping import StopRequest
 from mindspeed_rlxf.trainer.ending import Ending
-from mindspeed_rlxf.trainer.flops import FindPeak
+from mindspeed_rlxf.trainer.metrics import FindPeak
 from mindspeed_rlxf.trainer.ppo import PpoTrainer
 from mindspeed_rlxf.trainer.preflight import Prepared
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
-from mindspeed_rlxf.trainer.validation import Validator
-from mindspeed_rlxf.trainer.validation_only import validate_only
+from mindspeed_rlxf.trainer.validation import Validator, validate_only
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from mindspeed_rlxf.roles.reports import (
     UpdateReport,
 )
 from mindspeed_rlxf.trainer import metrics
-from mindspeed_rlxf.trainer.rank_metrics import phase_metrics
-from mindspeed_rlxf.trainer.validation_metrics import Scored, measure
+from mindspeed_rlxf.trainer.metrics import phase_metrics
+from mindspeed_rlxf.trainer.validation import Scored, measure
 from tests.golden.runs import SETTINGS, WRITTEN, fingerprint, read_trace, run
 from tests.unit.trainer.test_rank_metrics import pending
 

@@ -17,7 +17,7 @@ from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.roles import OffloadConfig
 from mindspeed_rlxf.config.schema import OptimizerConfig
 from mindspeed_rlxf.data.batch import Experience, RoleOutput, Rollouts
-from mindspeed_rlxf.engine import residency
+from mindspeed_rlxf.engine import offload
 from mindspeed_rlxf.engine.finite import GuardedOptimizer
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.weights.state_files import entry_of
@@ -121,7 +121,7 @@ class Weighed(ActorRole):
             with pytest.raises(RuntimeError, match="in the middle"):
                 self.update_policy(rollouts, experience, steps)
         saved.append(self._save(Path(folder) / "after"))
-        with residency.holding():
+        with offload.holding():
             saved.append(self._save(Path(folder) / "away"))
         norm = self.update_policy(rollouts, experience, steps).report.steps[0]["grad_norm"]
         return RoleOutput(report=[*saved, norm])

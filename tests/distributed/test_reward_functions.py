@@ -13,7 +13,7 @@ import pytest
 from mindspeed_rlxf.roles.reward import RewardsFailed
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.trainer.preflight import prepare
-from mindspeed_rlxf.trainer.validation_only import validate_only
+from mindspeed_rlxf.trainer.validation import validate_only
 from tests.chaos.same_run import MACHINE_METRICS
 from tests.golden.runs import START, golden_config
 from tests.registries import restored_registries

@@ -26,8 +26,8 @@ from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.models.sizes import shard_sizes
 from mindspeed_rlxf.roles.generation import make_requests
 from mindspeed_rlxf.roles.rollout import RolloutRole, Sampling
-from mindspeed_rlxf.rollout.hybrid import SharedWeights
 from mindspeed_rlxf.rollout.native import NativeRollout
+from mindspeed_rlxf.rollout.replica import SharedWeights
 from tests.distributed.groups import build_group, build_policy
 from tests.distributed.llamas import MIXTRAL, QWEN3_MOE, make_llama, run_config
 from tests.distributed.test_experts import EP2, PP2, TP2

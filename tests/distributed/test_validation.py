@@ -11,7 +11,7 @@ from mindspeed_rlxf.config.enums import RewardKind
 from mindspeed_rlxf.config.schema import RunConfig, ValidationConfig
 from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.trainer.preflight import prepare
-from mindspeed_rlxf.trainer.validation_only import validate_only
+from mindspeed_rlxf.trainer.validation import validate_only
 from tests.chaos.same_run import lines_of
 from tests.distributed.llamas import PLAIN, make_pair
 from tests.distributed.test_ppo_run import VOCAB, small_run, write_prompts, write_tokenizer

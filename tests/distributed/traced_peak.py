@@ -28,7 +28,7 @@ from mindspeed_rlxf.config.schema import (
     RunConfig,
 )
 from mindspeed_rlxf.data.batch import Experience, RoleOutput, Rollouts
-from mindspeed_rlxf.engine import residency
+from mindspeed_rlxf.engine import offload
 from mindspeed_rlxf.ops.planning.memory import role_memory
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticRole
@@ -122,7 +122,7 @@ class _Traced:
         }
         peaks = {}
         for name, phase in phases.items():
-            with residency.holding():  # offloads every part that may be offloaded
+            with offload.holding():  # offloads every part that may be offloaded
                 before = self.state_bytes()
             peaks[name] = before + traced_peak(phase)
         return RoleOutput(report=peaks)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mindspeed_rlxf.config.schema import DataConfig
-from mindspeed_rlxf.data.indexed import HEADER, MAGIC, BrokenIndex, IndexedReader
+from mindspeed_rlxf.data.indexed_prompts import HEADER, MAGIC, BrokenIndex, IndexedReader
 from mindspeed_rlxf.data.prompts import load_prompts
 from mindspeed_rlxf.data.sidecar import read_sidecar
 from mindspeed_rlxf.data.tokenizer import load_tokenizer

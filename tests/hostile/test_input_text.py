@@ -14,7 +14,7 @@ import pytest
 from mindspeed_rlxf.cli.train import main
 from mindspeed_rlxf.config.errors import Problem, UserError, printable
 from mindspeed_rlxf.config.schema import DataConfig
-from mindspeed_rlxf.data.indexed import IndexedReader
+from mindspeed_rlxf.data.indexed_prompts import IndexedReader
 from mindspeed_rlxf.data.preprocessing.pipeline import Counts, PreprocessOptions, preprocess
 from mindspeed_rlxf.data.prompts import Prompt, load_prompts
 from tests.unit.data.byte_tokenizer import SPECIAL, byte_tokenizer, write_tokenizer

@@ -139,7 +139,7 @@ def test_imports_are_seen_wherever_they_stand() -> None:
     found = set(modules(source, "mindspeed_rlxf.data.batch"))
     expected = {"a.b", "c", "c.d", "mindspeed_rlxf.data.e", "mindspeed_rlxf", "mindspeed_rlxf.g"}
     assert expected <= found
-    assert points_up("mindspeed_rlxf.data.batch", "mindspeed_rlxf.models.rope")
+    assert points_up("mindspeed_rlxf.data.batch", "mindspeed_rlxf.models.attention")
     assert points_up("mindspeed_rlxf.config.rules.sections", "mindspeed_rlxf.device")
     assert not points_up("mindspeed_rlxf.config.rules.host", "mindspeed_rlxf.device.facade")
-    assert not points_up("mindspeed_rlxf.models.rope", "mindspeed_rlxf.data.batch")
+    assert not points_up("mindspeed_rlxf.models.attention", "mindspeed_rlxf.data.batch")

@@ -32,8 +32,16 @@ from ray.exceptions import (
 )
 
 from mindspeed_rlxf import device
-from mindspeed_rlxf.cluster.diagnosis import STDERR, explain_timeout, oom_kills, stacks_when_late
-from mindspeed_rlxf.cluster.errors import DIED, Origin, RuntimeTimeout, WorkerError
+from mindspeed_rlxf.cluster.errors import (
+    DIED,
+    STDERR,
+    Origin,
+    RuntimeTimeout,
+    WorkerError,
+    explain_timeout,
+    oom_kills,
+    stacks_when_late,
+)
 from mindspeed_rlxf.cluster.nodes import Place
 from mindspeed_rlxf.cluster.protocol import Reply, Request
 from mindspeed_rlxf.cluster.refs import number_handles

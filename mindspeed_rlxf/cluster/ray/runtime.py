@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mindspeed_rlxf.cluster.diagnosis import explain_death, oom_kills
 from mindspeed_rlxf.cluster.environment import offload_environment, worker_environment
-from mindspeed_rlxf.cluster.errors import DIED, Origin, WorkerError
+from mindspeed_rlxf.cluster.errors import DIED, Origin, WorkerError, explain_death, oom_kills
 from mindspeed_rlxf.cluster.node_check import NodeCheck
 from mindspeed_rlxf.cluster.nodes import describe_places, order_ranks
 from mindspeed_rlxf.cluster.protocol import COLLECTIVE_MARGIN_S

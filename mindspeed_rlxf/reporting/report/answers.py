@@ -11,8 +11,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mindspeed_rlxf.reporting.health import Health
-from mindspeed_rlxf.reporting.health_rules import LAG_SHARE, LIMITS, runaway_limit
+from mindspeed_rlxf.reporting.health_rules import LAG_SHARE, LIMITS, Health, runaway_limit
 from mindspeed_rlxf.reporting.metric_table import find_metric, show_range
 from mindspeed_rlxf.reporting.report.records import Iteration, curve_of
 

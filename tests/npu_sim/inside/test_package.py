@@ -150,7 +150,7 @@ def test_the_adaptor_comes_before_megatron() -> None:
 
 def test_a_sleeping_rollout_module_lies_on_the_device(put_fault: Any) -> None:
     """Megatron makes it on the host, and generation asks it for its device."""
-    from mindspeed_rlxf.rollout.hybrid import SharedWeights
+    from mindspeed_rlxf.rollout.replica import SharedWeights
 
     source = SharedWeights.__new__(SharedWeights)
     source._kept_on_device = contextlib.ExitStack()

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from mindspeed_rlxf.algorithms import discounting
-from mindspeed_rlxf.algorithms.advantages import estimate_gae, rewards_to_go
-from mindspeed_rlxf.algorithms.discounting import BLOCK, discounted_sums
+from mindspeed_rlxf.algorithms import advantages
+from mindspeed_rlxf.algorithms.advantages import BLOCK, discounted_sums, estimate_gae, rewards_to_go
 
 WIDTH = BLOCK * BLOCK // 8 + 5
 
@@ -90,7 +89,7 @@ def test_sums_over_many_levels_stay_within_the_stated_error(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks of 4 places, so that 1000 places have five levels; fp32 is what an NPU has."""
-    monkeypatch.setattr(discounting, "BLOCK", 4)
+    monkeypatch.setattr(advantages, "BLOCK", 4)
     inputs, factors = noise(3, 1000).to(dtype), torch.tensor([1.0, 0.97, 0.3], dtype=dtype)
     expected, size = torch.zeros(2, 3, 1001, dtype=torch.float64)
     for place in reversed(range(1000)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mindspeed_rlxf.algorithms.scores import overlong_penalty, shape_scores
+from mindspeed_rlxf.algorithms.advantages import overlong_penalty, shape_scores
 
 
 def test_scores_are_scaled_then_clipped() -> None:

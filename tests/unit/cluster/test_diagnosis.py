@@ -9,13 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rlxf.cluster import diagnosis
-from mindspeed_rlxf.cluster.diagnosis import explain_death, explain_timeout, read_stack
-from mindspeed_rlxf.cluster.errors import DIED, Origin, RuntimeTimeout, WorkerError
+from mindspeed_rlxf.cluster import errors
+from mindspeed_rlxf.cluster.errors import (
+    DIED,
+    Origin,
+    RuntimeTimeout,
+    WorkerError,
+    explain_death,
+    explain_timeout,
+    read_stack,
+)
 
 WORKER = """
 import sys, time
-from mindspeed_rlxf.cluster.diagnosis import stacks_when_late
+from mindspeed_rlxf.cluster.errors import stacks_when_late
 def hang(seconds):
     time.sleep(seconds)
 with stacks_when_late(100):
@@ -56,7 +63,7 @@ HOST = ("mindspeed_rlxf/cluster/worker.py:run", "default_worker.py:<module>")
 def test_a_stack_shows_whether_its_rank_waits(
     stack: tuple[str, ...], state: str, waits: bool
 ) -> None:
-    assert diagnosis.describe_stack(frames(*stack)) == (state, waits)
+    assert errors.describe_stack(frames(*stack)) == (state, waits)
 
 
 WAITS = frames("torch/distributed/distributed_c10d.py:all_reduce", *HOST)
@@ -95,7 +102,7 @@ def late(*missing: int) -> RuntimeTimeout:
 def test_ranks_that_wait_for_others_are_not_the_ones_that_did_not_arrive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(diagnosis, "LOOK_S", 0.1)
+    monkeypatch.setattr(errors, "LOOK_S", 0.1)
     for stacks, missing in (
         ([WAITS, WAITS, ""], [2]),  # the last one is stopped, or gone
         ([WAITS, BUSY, WAITS], [1]),

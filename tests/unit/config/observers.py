@@ -29,11 +29,11 @@ from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import ExperienceInputs, LogProbs, Scores, Values
 from mindspeed_rlxf.data.indexed_prompts import IndexedPrompts
 from mindspeed_rlxf.data.prompts import Prompt, load_prompts
-from mindspeed_rlxf.engine import build, engine, optimizer
+from mindspeed_rlxf.engine import build, engine
 from mindspeed_rlxf.engine.finite import SkippedSteps
 from mindspeed_rlxf.engine.protocol import TokenLogProbs
+from mindspeed_rlxf.models.attention import inverse_frequencies
 from mindspeed_rlxf.models.parameters import Head, stage_parameters
-from mindspeed_rlxf.models.rope import inverse_frequencies
 from mindspeed_rlxf.models.transformer import recompute_settings, transformer_config
 from mindspeed_rlxf.ops.doctor import checks as doctor_checks
 from mindspeed_rlxf.ops.planning import available
@@ -52,7 +52,7 @@ from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.run.stopping import Stopped
 from mindspeed_rlxf.trainer import ending, ppo, preflight, run
 from mindspeed_rlxf.trainer.metrics import validation_score
-from mindspeed_rlxf.trainer.validation_metrics import Scored, measure
+from mindspeed_rlxf.trainer.validation import Scored, measure
 from tests.unit.data.byte_tokenizer import byte_tokenizer
 from tests.unit.roles.test_experience import HAS_EOS, LENGTHS, rollouts_of
 
@@ -108,7 +108,7 @@ def rates(config: RunConfig) -> list[Any]:
     """Return the learning rate and weight decay of the actor in each iteration."""
     keys = config.actor_rollout.optimizer
     stub: Any = SimpleNamespace(param_groups=[{"lr": -1.0, "weight_decay": -1.0}])
-    schedule = optimizer.build_scheduler(keys, stub, config.training.train_iters)
+    schedule = build.build_scheduler(keys, stub, config.training.train_iters)
     found = []
     for _ in range(config.training.train_iters):
         found.append(dict(stub.param_groups[0]))
@@ -118,8 +118,8 @@ def rates(config: RunConfig) -> list[Any]:
 
 def adam(config: RunConfig) -> Any:
     """Return the configuration of the actor's optimizer that Megatron gets."""
-    with patch.object(optimizer, "get_megatron_optimizer") as made:
-        optimizer.build_optimizer(config.actor_rollout.optimizer, [], torch.float32)
+    with patch.object(build, "get_megatron_optimizer") as made:
+        build.build_optimizer(config.actor_rollout.optimizer, [], torch.float32)
     fields = vars(made.call_args.args[0])
     return {key: value for key, value in fields.items() if not callable(value)}
 

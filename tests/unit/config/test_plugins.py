@@ -15,7 +15,7 @@ from mindspeed_rlxf.config.errors import ConfigError
 from mindspeed_rlxf.config.keys import to_tree
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.rewards.rules import RULES, RewardResult
-from mindspeed_rlxf.run.changed_keys import find_changes
+from mindspeed_rlxf.run.directory import find_changes
 from tests.registries import restored_registries
 
 MakeTree = Callable[..., dict[str, Any]]

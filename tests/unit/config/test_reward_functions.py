@@ -16,8 +16,7 @@ from mindspeed_rlxf.config.plugins import with_plugins
 from mindspeed_rlxf.rewards.outcome import Sample
 from mindspeed_rlxf.rewards.plans import make_plan
 from mindspeed_rlxf.rewards.scorer import SampleScorer
-from mindspeed_rlxf.run.changed_keys import find_changes
-from mindspeed_rlxf.run.directory import RunDirectory
+from mindspeed_rlxf.run.directory import RunDirectory, find_changes
 from tests.registries import restored_registries
 
 MakeTree = Callable[..., dict[str, Any]]

@@ -10,7 +10,7 @@ import pytest
 
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.data.handlers import MapKeys
-from mindspeed_rlxf.data.indexed import IndexedReader
+from mindspeed_rlxf.data.indexed_prompts import IndexedReader
 from mindspeed_rlxf.data.preprocessing.pipeline import Counts, PreprocessOptions, preprocess
 from mindspeed_rlxf.data.sidecar import Sidecar, data_path, read_sidecar
 from tests.unit.data.byte_tokenizer import byte_tokenizer

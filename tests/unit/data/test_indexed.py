@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from mindspeed_rlxf.data.indexed import BrokenIndex, IndexedReader, IndexedWriter
+from mindspeed_rlxf.data.indexed_prompts import BrokenIndex, IndexedReader, IndexedWriter
 
 ROWS = [[5, 6, 7], [1], [2, 3]]
 

@@ -14,7 +14,7 @@ import torch
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.device import facade, random_states
+from mindspeed_rlxf.device import facade
 from tests.unit.device import npu_recorder
 
 CPU, CUDA, NPU, AUTO = DeviceKind.CPU, DeviceKind.CUDA, DeviceKind.NPU, DeviceKind.AUTO
@@ -174,17 +174,17 @@ def test_synchronize_waits_for_the_device(accelerator: Accelerator) -> None:
 
 
 def test_the_devices_own_random_stream_is_saved_and_restored(accelerator: Accelerator) -> None:
-    state = json.loads(json.dumps(random_states.process_state()))
+    state = json.loads(json.dumps(facade.process_state()))
     assert state["device"] == "010203"
     accelerator.set_rng_state(torch.tensor([9, 9, 9], dtype=torch.uint8))
-    assert random_states.load_process_state(state)
+    assert facade.load_process_state(state)
     assert accelerator.state.tolist() == [1, 2, 3]
 
 
 def test_random_streams_of_another_kind_of_device_are_recognised(accelerator: Accelerator) -> None:
     for text, known in (("010203", True), ("0102", False), (None, False)):
-        state = json.loads(json.dumps(random_states.process_state())) | {"device": text}
-        assert random_states.load_process_state(state) is known
+        state = json.loads(json.dumps(facade.process_state())) | {"device": text}
+        assert facade.load_process_state(state) is known
 
 
 def test_a_cpu_has_no_memory_or_random_stream_of_a_device(
@@ -194,9 +194,9 @@ def test_a_cpu_has_no_memory_or_random_stream_of_a_device(
     for name in ("npu", "cuda"):
         monkeypatch.setattr(torch, name, None, raising=False)
     device.synchronize()
-    state = random_states.process_state()
+    state = facade.process_state()
     assert state["device"] is None
-    assert not random_states.load_process_state({**state, "device": "010203"})
+    assert not facade.load_process_state({**state, "device": "010203"})
     assert device.memory_total() == device.host_memory()
 
 

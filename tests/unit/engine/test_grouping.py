@@ -7,7 +7,12 @@ from itertools import chain
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindspeed_rlxf.engine.grouping import chunk_rows, group_by_tokens, pack_by_tokens, split_groups
+from mindspeed_rlxf.engine.micro_batch import (
+    chunk_rows,
+    group_by_tokens,
+    pack_by_tokens,
+    split_groups,
+)
 
 LIMIT = 12
 lengths_of_rows = st.lists(st.integers(1, LIMIT), min_size=1, max_size=30)

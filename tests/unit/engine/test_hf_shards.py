@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mindspeed_rlxf.engine.hf_shards import shards
+from mindspeed_rlxf.engine.hf_stream import shards
 from mindspeed_rlxf.models.parameters import (
     Head,
     hf_shapes,

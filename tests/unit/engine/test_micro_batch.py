@@ -11,8 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
 
 from mindspeed_rlxf.data.batch import Rollouts
-from mindspeed_rlxf.engine.grouping import chunk_rows
-from mindspeed_rlxf.engine.micro_batch import MicroBatch, make_micro_batches
+from mindspeed_rlxf.engine.micro_batch import MicroBatch, chunk_rows, make_micro_batches
 from mindspeed_rlxf.engine.readouts import scatter_rows
 from mindspeed_rlxf.models.attention import PackedSequences
 from tests.rows import length_mask, made_rollouts

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.device import facade
-from mindspeed_rlxf.engine import offload, residency
+from mindspeed_rlxf.engine import offload
 from mindspeed_rlxf.engine.offload import Offload
 from mindspeed_rlxf.engine.protocol import Part
 
@@ -23,7 +23,7 @@ W, G, O = Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER  # noqa: E741
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(facade, "_active", DeviceKind.CPU)  # its setup rewrites torch for good
     monkeypatch.setattr(offload, "CHUNK_BYTES", 1024)  # storages below lie across chunks
-    monkeypatch.setattr(residency, "_known", type(residency._known)())
+    monkeypatch.setattr(offload, "_known", type(offload._known)())
 
 
 class Model:
@@ -43,7 +43,7 @@ class Model:
         self.slots: list[Tensor] = []
         tensors = {W: lambda: self.weights, G: lambda: [self.gradients], O: lambda: self.slots}
         self.offload = Offload(tensors, movable)
-        residency.register(self.offload)
+        offload.register(self.offload)
 
     def held(self) -> list[int]:
         """Bytes of weights, gradients and slots on the device."""
@@ -156,7 +156,7 @@ def cycles(count: int) -> Iterator[int]:
     models = [Model(seed) for seed in range(2)]
     for number in range(count):
         model = models[number % 2]
-        with residency.holding((model.offload, Part)):
+        with offload.holding((model.offload, Part)):
             model.weights[0].data.add_(1.0)
             model.offload.mark_changed(W)
         if number in (4, count - 1):
@@ -179,39 +179,39 @@ def test_cycles_leak_no_tensor(count: int) -> None:
 
 def test_parts_leave_the_device_for_another_engine_unless_they_are_in_use() -> None:
     one, two = Model(1), Model(2)
-    with residency.holding((one.offload, [W])):
+    with offload.holding((one.offload, [W])):
         assert one.held() == [WHOLE[0], 0, 0] and two.held() == [0, 0, 0]
-        with residency.holding((two.offload, [W, G])):
+        with offload.holding((two.offload, [W, G])):
             assert one.held()[0] and two.held() == WHOLE
     assert one.held()[0] and two.held()[0]  # nobody else needed the device
-    with residency.holding((two.offload, Part)):
+    with offload.holding((two.offload, Part)):
         assert one.held() == [0, 0, 0]
     assert two.held() == WHOLE
-    with residency.holding():
+    with offload.holding():
         assert two.held() == [0, 0, 0]
 
 
 def test_an_engine_keeps_what_it_may_not_move() -> None:
     one, two = Model(1, (O, G)), Model(2, ())
-    with residency.holding((one.offload, [W])):
+    with offload.holding((one.offload, [W])):
         assert one.held() == [WHOLE[0], 0, 0] and two.held() == WHOLE
-    with residency.holding((two.offload, [W])):
+    with offload.holding((two.offload, [W])):
         assert one.held() == [WHOLE[0], 0, 0]
 
 
 def test_a_failing_phase_holds_nothing() -> None:
     one, two = Model(1), Model(2)
-    with pytest.raises(ValueError, match="middle"), residency.holding((one.offload, Part)):
+    with pytest.raises(ValueError, match="middle"), offload.holding((one.offload, Part)):
         raise ValueError("middle")
-    assert not residency._holds
-    with residency.holding((two.offload, Part)):
+    assert not offload._holds
+    with offload.holding((two.offload, Part)):
         assert one.held() == [0, 0, 0]
     assert one.weights[0].shape == (30, 10)
 
 
 def test_a_collected_engine_is_not_kept_by_residency() -> None:
     model = Model()
-    assert len(residency._known) == 1
+    assert len(offload._known) == 1
     del model
     gc.collect()
-    assert len(residency._known) == 0
+    assert len(offload._known) == 0

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.config.schema import OptimizerConfig
+from mindspeed_rlxf.engine.build import build_scheduler
 from mindspeed_rlxf.engine.engine import MegatronEngine
-from mindspeed_rlxf.engine.optimizer import build_scheduler
 
 ITERATIONS = 10
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mindspeed_rlxf.engine import shared_groups
+from mindspeed_rlxf.engine import parallel
 
 
 def test_a_layout_is_made_once_and_its_users_do_not_see_each_others_changes() -> None:
@@ -14,14 +14,14 @@ def test_a_layout_is_made_once_and_its_users_do_not_see_each_others_changes() ->
         made.append(1)
         return {"tp": object()}
 
-    shared_groups.forget()
-    one = shared_groups.groups_of_layout((2, 1, 1), make)
+    parallel.forget()
+    one = parallel.groups_of_layout((2, 1, 1), make)
     one["rank"] = 1
-    other = shared_groups.groups_of_layout((2, 1, 1), make)
+    other = parallel.groups_of_layout((2, 1, 1), make)
     assert other == {"tp": one["tp"]} and len(made) == 1
-    shared_groups.groups_of_layout((1, 2, 1), make)
+    parallel.groups_of_layout((1, 2, 1), make)
     assert len(made) == 2
-    shared_groups.forget()
-    shared_groups.groups_of_layout((2, 1, 1), make)
+    parallel.forget()
+    parallel.groups_of_layout((2, 1, 1), make)
     assert len(made) == 3
-    shared_groups.forget()
+    parallel.forget()

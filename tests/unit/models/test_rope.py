@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from mindspeed_rlxf.config.schema import ArchitectureConfig
-from mindspeed_rlxf.models.rope import inverse_frequencies, rotary_angles
+from mindspeed_rlxf.models.attention import inverse_frequencies, rotary_angles
 
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 LLAMA3 = {

@@ -15,9 +15,15 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.config.compose import compose
-from mindspeed_rlxf.ops import restarts
-from mindspeed_rlxf.ops.restarts import Failure, Restarts, smaller_pools
-from mindspeed_rlxf.ops.supervisor import Supervisor, describe_end, supervise
+from mindspeed_rlxf.ops import supervisor
+from mindspeed_rlxf.ops.supervisor import (
+    Failure,
+    Restarts,
+    Supervisor,
+    describe_end,
+    smaller_pools,
+    supervise,
+)
 from mindspeed_rlxf.run.supervised import CHILD_OF
 
 ROOT = Path(__file__).parents[3]
@@ -70,7 +76,7 @@ FACTS = {"max_restarts": 3, "stop_grace_s": 60.0}
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restarts, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.0)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
@@ -303,7 +309,7 @@ def test_restarts_are_counted_from_the_newest_checkpoint() -> None:
 
 
 def test_pauses_grow_until_there_is_a_newer_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restarts, "FIRST_PAUSE_S", 5.0)
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 5.0)
     counted, pauses = Restarts(), list[float]()
     for number in range(8):
         counted.decide(Failure(number, None, ""), 99)

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.reporting.tracker_packages import _choose_mode
-from mindspeed_rlxf.reporting.trackers import find_problems
+from mindspeed_rlxf.reporting.trackers import _choose_mode, find_problems
 from tests.tracker_records import check_resumed_run, wandb_records
 
 NAMES = ["tensorboard", "wandb"]

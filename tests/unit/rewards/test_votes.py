@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.config.enums import Verifier
-from mindspeed_rlxf.rewards.votes import LONGEST, AnswerFinder
+from mindspeed_rlxf.rewards.verifiers import LONGEST, AnswerFinder
 
 
 def one(response: str, source: str = "gsm8k", **more: Any) -> str | None:

@@ -11,7 +11,7 @@ import torch
 from mindspeed_rlxf.config import generation_memory
 from mindspeed_rlxf.rollout import generation, kv_cache
 from mindspeed_rlxf.rollout.native import NativeRollout
-from mindspeed_rlxf.rollout.stop_strings import StopStrings
+from mindspeed_rlxf.rollout.sampling import StopStrings
 from tests.unit.rollout.test_native import (
     DIM,
     GROUPS,

@@ -22,8 +22,7 @@ from mindspeed_rlxf.rollout.kv_cache import DecodeStep, KvCache
 from mindspeed_rlxf.rollout.native import NativeRollout
 from mindspeed_rlxf.rollout.protocol import GenerationRequest
 from mindspeed_rlxf.rollout.rounds import Rounds
-from mindspeed_rlxf.rollout.sampling import SamplingSettings
-from mindspeed_rlxf.rollout.stop_strings import StopStrings
+from mindspeed_rlxf.rollout.sampling import SamplingSettings, StopStrings
 
 VOCAB, HEADS, GROUPS, DIM, EOS = 11, 4, 2, 4, 0
 SEED = 5

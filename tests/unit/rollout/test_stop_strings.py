@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mindspeed_rlxf.rollout.protocol import FinishReason
-from mindspeed_rlxf.rollout.sampling import SamplingSettings
-from mindspeed_rlxf.rollout.stop_strings import StopStrings
+from mindspeed_rlxf.rollout.sampling import SamplingSettings, StopStrings
 from tests.unit.data.byte_tokenizer import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()

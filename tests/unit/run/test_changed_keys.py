@@ -12,7 +12,7 @@ import yaml
 
 from mindspeed_rlxf.config.keys import to_yaml
 from mindspeed_rlxf.config.load import resolve
-from mindspeed_rlxf.run.changed_keys import Change, find_changes, is_function_text
+from mindspeed_rlxf.run.directory import Change, find_changes, is_function_text
 from tests.unit.config.conftest import make_tree, no_cluster
 
 __all__ = ["make_tree", "no_cluster"]

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rlxf.cluster.errors import RuntimeTimeout, WorkerError
-from mindspeed_rlxf.run import failure
 from mindspeed_rlxf.run.directory import RunDirectory
-from mindspeed_rlxf.run.failure import archive_failure, report
 from mindspeed_rlxf.run.stopping import StopRequest
+from mindspeed_rlxf.trainer import ending
+from mindspeed_rlxf.trainer.ending import archive_failure, report
 
 RAISED = WorkerError("critic", 3, "b", "values", "ValueError: a\nbad number", "trace of the worker")
 LATE = RuntimeTimeout("critic.values", 30, [2, 3], "why", ["b", "c"])
@@ -83,7 +83,7 @@ def test_a_report_that_cannot_be_written_is_a_warning(
     def full(*_arguments: object, **_keywords: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(failure, "replace_file", full)
+    monkeypatch.setattr(ending, "replace_file", full)
     report(RunDirectory(tmp_path), RAISED, StopRequest(60.0))
     assert "failure.json cannot be written: [Errno 28] No space" in capsys.readouterr().err
 

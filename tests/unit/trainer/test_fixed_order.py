@@ -11,9 +11,8 @@ import numpy as np
 from mindspeed_rlxf.data.fixed_responses import FixedResponses
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.data.sampler import PromptSampler
-from mindspeed_rlxf.trainer.fixed_order import find_order_problems
 from mindspeed_rlxf.trainer.preflight import prepare
-from mindspeed_rlxf.trainer.prompt_source import PromptSource
+from mindspeed_rlxf.trainer.prompt_source import PromptSource, find_order_problems
 from tests.unit.trainer import test_bad_files
 
 good, problems = test_bad_files.good, test_bad_files.problems  # fixtures

@@ -12,9 +12,12 @@ from mindspeed_rlxf.cluster.group import Pending
 from mindspeed_rlxf.cluster.protocol import Reply
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.roles.reports import GenerateReport, ResponseLengths
-from mindspeed_rlxf.trainer.flops import iteration_flops
-from mindspeed_rlxf.trainer.metrics import flops_metrics
-from mindspeed_rlxf.trainer.rank_metrics import idle_metrics, phase_metrics
+from mindspeed_rlxf.trainer.metrics import (
+    flops_metrics,
+    idle_metrics,
+    iteration_flops,
+    phase_metrics,
+)
 from tests.unit.config.conftest import make_tree, no_cluster
 
 __all__ = ["make_tree", "no_cluster"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mindspeed_rlxf.config.schema import ValidationConfig
 from mindspeed_rlxf.trainer.metrics import validation_score
-from mindspeed_rlxf.trainer.validation_metrics import (
+from mindspeed_rlxf.trainer.validation import (
     Scored,
     best_at_k,
     majority_score,

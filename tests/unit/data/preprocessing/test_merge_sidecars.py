@@ -12,8 +12,7 @@ import pytest
 from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.schema import DataConfig
 from mindspeed_rlxf.data.handlers import MapKeys
-from mindspeed_rlxf.data.indexed import IndexedWriter
-from mindspeed_rlxf.data.indexed_prompts import load_indexed_prompts
+from mindspeed_rlxf.data.indexed_prompts import IndexedWriter, load_indexed_prompts
 from mindspeed_rlxf.data.preprocessing.writer import merge
 from mindspeed_rlxf.data.sidecar import read_sidecar
 from mindspeed_rlxf.data.tokenizer import load_tokenizer

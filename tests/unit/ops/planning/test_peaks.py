@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mindspeed_rlxf.ops.planning.peaks import find_peak
+from mindspeed_rlxf.trainer.metrics import find_peak
 
 
 @pytest.mark.parametrize(

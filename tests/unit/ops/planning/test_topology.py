@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mindspeed_rlxf.config.load import resolve
-from mindspeed_rlxf.ops.planning.topology import topology
+from mindspeed_rlxf.ops.planning.plan import topology
 
 LARGE = {
     "resource_pool.main": [8] * 64,
