@@ -3,8 +3,6 @@
 Axes: slots = positions of rewards and values, one more than tokens of a response (`slots`).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad

@@ -4,8 +4,6 @@ Axes: batch = samples, those of one prompt next to each other; response = tokens
 of rewards and values (`slots`), one more than tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple

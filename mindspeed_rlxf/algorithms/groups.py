@@ -6,8 +6,6 @@ A response that is not `scored` belongs to no group: its advantage is 0, and so 
 response that is alone in its group.
 """
 
-from __future__ import annotations
-
 from math import isfinite
 
 import torch

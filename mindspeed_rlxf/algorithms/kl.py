@@ -1,7 +1,5 @@
 """KL between policy and reference, estimated from sampled tokens, and the penalty's coefficient."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -4,8 +4,6 @@ Arguments per token are flat [tokens] fp32 tensors of the trained tokens only, r
 response; there is no mask.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

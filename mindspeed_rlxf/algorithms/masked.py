@@ -3,8 +3,6 @@
 all_reduce: returns a tensor's sum over the ranks that share the batch
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -7,8 +7,6 @@ The extra slot exists only below the slot limit. Slots of tokens that are not tr
 reward nor value.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad

@@ -1,7 +1,5 @@
 """Entry point of `mindspeed-rlxf <command> ...`; each command has a module here."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """What the commands share: option parsing, `error:` lines, UTF-8 output and progress."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -6,8 +6,6 @@ Exit codes: 0 = written; 2 = the user's mistake, one `error:` line per problem; 
 the disk is full: run the same command again.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -4,8 +4,6 @@ Exit codes: 0 = no error (there may be warnings); 1 = an error was found; 2 = a 
 command line, one `error:` line per problem.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

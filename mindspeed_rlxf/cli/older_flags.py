@@ -1,7 +1,5 @@
 """Flags of the older toolkit's commands that are accepted without effect, or refused."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Exit codes: 0 = written; 2 = the user's mistake, one `error:` line per problem; 
 1 = a worker process was killed. Unless it is 0, no new data set is left.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

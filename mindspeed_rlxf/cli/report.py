@@ -3,8 +3,6 @@
 Exit codes: 0 = written; 2 = a mistake on the command line, one `error:` line per problem.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

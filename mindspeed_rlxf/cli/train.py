@@ -3,8 +3,6 @@
 Exit codes: 0 = done; 2 = the user's mistake, one `error:` line per problem; else that of the run.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import warnings

@@ -6,8 +6,6 @@ other sites whose names resolve to this host (DNS rebinding) are refused.
 Exit codes: 0 = ended by Ctrl-C; 2 = a mistake on the command line, one `error:` line per problem.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 from collections.abc import Callable, Sequence

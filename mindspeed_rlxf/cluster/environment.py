@@ -1,7 +1,5 @@
 """Environment variables of workers, with the source of each."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass

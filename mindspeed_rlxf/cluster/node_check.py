@@ -3,8 +3,6 @@
 Light to import: `report_node` runs on every node. Free of Ray.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import logging

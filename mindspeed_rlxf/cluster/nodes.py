@@ -1,7 +1,5 @@
 """The nodes of a cluster: their devices, the order of ranks on them, and missing devices."""
 
-from __future__ import annotations
-
 import ipaddress
 from collections import Counter
 from collections.abc import Mapping, Sequence

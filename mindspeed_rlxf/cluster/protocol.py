@@ -9,8 +9,6 @@ A pool may be split into parts. The neighbouring ranks of a part form a world of
 `PoolPart` presents as a pool. Methods on different parts run at the same time too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """The roles of one rank, and how their methods are run."""
 
-from __future__ import annotations
-
 import dataclasses
 import socket
 import sys

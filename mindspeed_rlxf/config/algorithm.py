@@ -3,8 +3,6 @@
 Each field has a default, a description, and how it may change when a run is resumed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 

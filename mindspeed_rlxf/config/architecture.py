@@ -1,7 +1,5 @@
 """The architecture of a model: `model.<name>` in the YAML."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from math import gcd
 from typing import Literal

@@ -1,7 +1,5 @@
 """Choose the Ray cluster of a run: a named one, one of this user on this host, or a new one."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

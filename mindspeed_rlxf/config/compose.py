@@ -4,8 +4,6 @@ Hydra composes; its `compose` API is used rather than `@hydra.main`, which makes
 into them. A plain `key=value` also works for keys that the YAML does not mention.
 """
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The sections `data`, files of prompts, and `validation`, when and how to validate."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 

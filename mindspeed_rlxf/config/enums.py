@@ -1,7 +1,5 @@
 """Choices of the configuration; each value is the word in the YAML."""
 
-from __future__ import annotations
-
 from enum import Enum
 
 

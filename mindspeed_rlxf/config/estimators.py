@@ -1,7 +1,5 @@
 """Traits of advantage estimators that rules of the configuration depend on, by name."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Size of the KV cache, and how many rows generate at once; for the plan and the rollout."""
 
-from __future__ import annotations
-
 from mindspeed_rlxf.config.architecture import ArchitectureConfig, groups_per_rank
 
 CACHE_SHARE = 0.3  # of a device's memory, for the KV cache where the number of rows is left open

@@ -1,7 +1,5 @@
 """The sections of the YAML as the user wrote them, with problems and notes found on the way."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 

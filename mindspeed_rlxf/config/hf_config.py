@@ -1,7 +1,5 @@
 """Read the architecture of a Hugging Face config.json, in Megatron's names."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Loading the YAML of `to_yaml` gives the same configuration, so the file in a run
 the same run.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Collection, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The coordinates of a rank in the tensor, data and pipeline parallel groups of its role."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate

@@ -5,8 +5,6 @@ values that follow from other keys are filled in, and pydantic validates everyth
 between sections are checked once every section is valid.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path

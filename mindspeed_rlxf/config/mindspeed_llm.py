@@ -3,8 +3,6 @@
 `mindspeed_llm_keys` has the table of keys without effect and of refused keys.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ A key of that toolkit is in exactly one of: the schema, `mindspeed_llm.MOVED`, N
 other keys are unknown.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

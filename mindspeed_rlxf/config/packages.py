@@ -5,8 +5,6 @@ and a device's libraries are imported matters, so only their files are read here
 light: every node of a cluster uses it before it imports torch.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 from importlib import metadata

@@ -1,7 +1,5 @@
 """Read the sections `resource_pool` and `placement`: processes of each pool, pool of each role."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from mindspeed_rlxf.config.cluster import choose_cluster

@@ -5,8 +5,6 @@ it before it builds its first role, so no other host needs the file. What a file
 long as the process. Files of reward functions are sent too, and run where they score.
 """
 
-from __future__ import annotations
-
 import hashlib
 import linecache
 import os

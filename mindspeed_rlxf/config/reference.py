@@ -4,8 +4,6 @@
 `make docs` does. `docs/migrating.md` keeps its text above MARK.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum

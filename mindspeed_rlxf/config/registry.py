@@ -1,7 +1,5 @@
 """Register parts, such as estimators, under the name that the configuration uses."""
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 T = TypeVar("T")

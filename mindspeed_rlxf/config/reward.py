@@ -1,7 +1,5 @@
 """The section `reward`: what scores responses; names of reward functions, and their calls."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Read the reward functions of the YAML: find each file, run it, check the signature."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sections of the roles: model, optimizer, parallel layout, batches and generation."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, Literal
 

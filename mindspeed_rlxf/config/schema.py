@@ -3,8 +3,6 @@
 `resolve` builds it from a composed YAML tree; nothing changes it afterwards.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -5,8 +5,6 @@ config.yaml of a run starts the same run again. A literal secret is shown as `**
 as a value.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Sections of the configuration that belong to no role: training, rollout, logging, runtime."""
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, Any, Literal
 

@@ -5,8 +5,6 @@ condition is a path from the key's section or from RunConfig, as `do_sample`, `!
 `training.nan_policy=skip` or `tensor_model_parallel_size>1`. Conditions are joined by "; ".
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from operator import attrgetter

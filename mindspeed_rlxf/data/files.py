@@ -1,7 +1,5 @@
 """Read rows of data files (jsonl, json, parquet), and report problems by file and row."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace

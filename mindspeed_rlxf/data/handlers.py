@@ -1,7 +1,5 @@
 """Handlers of the preprocessing: each sets how rows are read and which columns are written."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields

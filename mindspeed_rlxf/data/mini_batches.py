@@ -3,8 +3,6 @@
 The assignment to steps does not depend on the parallel layout.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Check the fields of a row of a prompt data set."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Iterator

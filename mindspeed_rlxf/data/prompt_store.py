@@ -1,7 +1,5 @@
 """Keep the prompts of a run in a temporary file, so that memory does not grow with the data set."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct

@@ -1,7 +1,5 @@
 """Sample prompts for each iteration from an endless stream, which can be saved and continued."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

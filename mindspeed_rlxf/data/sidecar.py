@@ -1,7 +1,5 @@
 """File names of an indexed prompt data set, and its description in `PREFIX_packed_meta.json`."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

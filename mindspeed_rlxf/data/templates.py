@@ -6,8 +6,6 @@ tokenizer's end-of-sequence token. The patterns follow the families' own chat te
 the words of `qwen_r1`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Older host systems of Ascend clusters still use version 1. A container sees its own group at FOLDER.
 """
 
-from __future__ import annotations
-
 import math
 from enum import Enum
 from pathlib import Path

@@ -3,8 +3,6 @@
 On a CPU host and device memory are the same, and copies are made at once.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

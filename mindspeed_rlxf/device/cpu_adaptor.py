@@ -5,8 +5,6 @@ NPU; here they are redirected to the CPU. `apply` runs once per worker process, 
 imported, and never in the driver.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -1,7 +1,5 @@
 """List the devices of this host with the driver's own tool, without claiming one."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Select the device of a process; functions and facts that differ between npu, cuda and cpu."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import random

@@ -7,8 +7,6 @@ operator that fails is left out, with one line in the log. This module is not us
 MindSpeed's operators replace Megatron's own (`facade.fuses_layers`), nor on a CPU.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import logging

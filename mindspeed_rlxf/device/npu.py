@@ -11,8 +11,6 @@ of every `TransformerConfig` that is built afterwards. So `ARGUMENTS` has only v
 share; each role sets its layout and sizes in its own config.
 """
 
-from __future__ import annotations
-
 import ctypes.util
 import importlib
 import importlib.util

@@ -5,8 +5,6 @@ docs/npu.md has every path, package and version with its source. The start of a 
 the order of their imports matters (`device/npu.py`): versions are read from files.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -1,7 +1,5 @@
 """Translate the number of a device on its host to its number within this process."""
 
-from __future__ import annotations
-
 import os
 
 

@@ -6,8 +6,6 @@ the pool and all ranks of the other parts. torch makes groups only inside a worl
 made by the function that `init_process_group` calls.
 """
 
-from __future__ import annotations
-
 import math
 import socket
 from collections.abc import Iterable, Sequence

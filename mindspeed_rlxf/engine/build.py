@@ -1,7 +1,5 @@
 """Build the model of a role on this rank and connect it to Megatron's data parallelism."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

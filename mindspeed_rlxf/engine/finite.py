@@ -5,8 +5,6 @@ the result once per step, so that replicas, pipeline stages and shards of the op
 take the step or all skip it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The weights of a role as whole Hugging Face tensors, one parameter at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Axes: rows = samples, tokens = all positions of the micro-batch in the order of 
 states ([s, b] flattened; packed: b = 1).
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ its old size. So all tensors that view it stay valid: parameters, views of Megat
 gradients, the weights that a rollout shares.
 """
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping

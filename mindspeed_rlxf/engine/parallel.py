@@ -5,8 +5,6 @@ puts them back while the role runs (`active`). Roles of one layout share their p
 group costs two threads on a CPU and the buffers of a communicator on a device.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial

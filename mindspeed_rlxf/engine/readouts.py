@@ -3,8 +3,6 @@
 Axes: tokens = trained tokens of the micro-batch, row after row; slots = positions with a value.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 

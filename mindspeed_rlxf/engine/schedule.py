@@ -1,7 +1,5 @@
 """Run Megatron's schedule over micro-batches, and average the metrics of their losses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ In megatron-core 0.12 a synchronous save forks processes. So this module runs th
 asynchronous save one after the other, in this process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ With the distributed optimizer a data-parallel rank has a flat slice of the slot
 parameters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

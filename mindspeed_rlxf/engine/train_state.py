@@ -11,8 +11,6 @@ Tensors can be read in any layout, random streams only in the layout that wrote 
 and other settings of the optimizer are not stored: the configuration has them.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator

@@ -6,8 +6,6 @@ heads, head_dim], after the rotary embedding. Rows of equal length come without
 `attend` computes the attention.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

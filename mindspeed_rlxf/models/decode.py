@@ -9,8 +9,6 @@ are computed as in a prefill (`shared_experts.py`).
 Axes: rows = sequences, groups = key-value groups of this rank, d = width of a head.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,8 +7,6 @@ probabilities are fp32 whatever the dtype of the model. No token is dropped: exp
 capacity limit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

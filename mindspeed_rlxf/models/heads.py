@@ -6,8 +6,6 @@ exist for `CHUNK_TOKENS` tokens at a time and are recomputed in backward, so tha
 fp32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

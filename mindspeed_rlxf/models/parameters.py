@@ -5,8 +5,6 @@ split over tensor-parallel (tp) ranks. `shard_slices` returns the slices of Hugg
 that a rank's shard consists of; reading joins them, export writes them back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum

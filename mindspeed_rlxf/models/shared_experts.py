@@ -15,8 +15,6 @@ Axes: h = hidden size, ep = ranks of the group, size = tokens of the rank that h
 which all ranks pad
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Count the parameters of a model and of a rank by the parameter map."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from math import prod
 

@@ -5,8 +5,6 @@ states. From the last stage's, callers compute log-probs, values, scores or logi
 `ScoreHead`), only for the tokens that they need.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

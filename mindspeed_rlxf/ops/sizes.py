@@ -1,7 +1,5 @@
 """Format numbers of bytes, and find existing folders."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 GIB, MIB = 1024**3, 1024**2

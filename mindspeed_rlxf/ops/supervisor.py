@@ -6,8 +6,6 @@ failure.json, the pointer to the newest checkpoint. The training process is kill
 ends. A restart runs the same command again, which resumes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import fcntl

@@ -3,8 +3,6 @@
 The command opens one console (`open_console`); the run writes to it.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import sys

@@ -3,8 +3,6 @@
 Other output of this process appears as lines above the view.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import time

@@ -1,7 +1,5 @@
 """Append to and read the files of a run that have one JSON object per line."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

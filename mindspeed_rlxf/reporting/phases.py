@@ -4,8 +4,6 @@ The live view shows the outermost phase with its time. Without it, `phase` print
 begins, if `PHASES.write` is set.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

@@ -8,8 +8,6 @@ category is the role, or `wait`. Each rank uses the clock of its host: if clocks
 their events are shifted against each other.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable, Mapping

@@ -3,8 +3,6 @@
 Trackers are registered by name (`register_tracker`).
 """
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import os

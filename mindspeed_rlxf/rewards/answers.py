@@ -1,7 +1,5 @@
 """Scores of the built-in rules for choices, formats and lengths, and of mathematics."""
 
-from __future__ import annotations
-
 import logging
 import re
 from fractions import Fraction

@@ -3,8 +3,6 @@
 Its input is prompt and response as one text, tokenized by its own tokenizer.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

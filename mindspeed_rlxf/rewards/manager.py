@@ -1,7 +1,5 @@
 """Score responses by the rule of their data source, or by verifiers."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 

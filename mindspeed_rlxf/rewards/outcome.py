@@ -1,7 +1,5 @@
 """The outcome of scoring a sample: a result, or a failure with its cause."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from enum import Enum

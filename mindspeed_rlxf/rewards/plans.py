@@ -1,7 +1,5 @@
 """Plan how samples are scored, find mistakes of the plan, and score while others are generated."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Collection, Iterator, Mapping

@@ -5,8 +5,6 @@ The ground truth is JSON, as in data sets of programming tasks that other toolki
     {"assert_case": ["assert add(1, 2) == 3", ...]}       statements that run after the program
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 import time

@@ -1,7 +1,5 @@
 """Get scores from a server: batches of samples over HTTP, with retries until a deadline."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import threading

@@ -1,7 +1,5 @@
 """Rules that score a response by the expected answer: functions of two texts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction

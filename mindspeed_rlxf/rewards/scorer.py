@@ -3,8 +3,6 @@
 `main` runs in a process of `workers`, which sets deadlines and kills it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ctypes

@@ -4,8 +4,6 @@ It refuses sockets, new namespaces, tracing, rarely used parts of the kernel, an
 limit counts. Python programs need none of them.
 """
 
-from __future__ import annotations
-
 import errno
 import platform
 import struct

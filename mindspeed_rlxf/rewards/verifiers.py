@@ -5,8 +5,6 @@ Answers are compared as numbers or as normalised LaTeX, without an algebra syste
 are different answers.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence

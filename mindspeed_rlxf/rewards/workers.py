@@ -3,8 +3,6 @@
 A thread owns one process and its socket, so a killed one leaves nothing that others use.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """The actor role: it trains the policy, recomputes log-probs, and sends weights to the rollout."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Divide the samples of an iteration among the replicas of a role, so that all have equal work."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

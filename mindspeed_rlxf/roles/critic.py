@@ -1,7 +1,5 @@
 """The critic role: it computes values, makes experience from them, and trains the value model."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from torch import Tensor

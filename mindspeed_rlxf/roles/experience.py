@@ -4,8 +4,6 @@ On the critic's ranks, or without a critic on the actor's. Each replica computes
 whitening sums over all replicas.
 """
 
-from __future__ import annotations
-
 from math import isfinite
 
 import torch

@@ -1,7 +1,5 @@
 """Make an engine's requests from a batch of prompts, and padded rows from its results."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 

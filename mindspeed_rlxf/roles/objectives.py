@@ -4,8 +4,6 @@ Advantages are computed on the ranks that make experience (the critic's, or with
 actor's), the loss on the actor's ranks. Each of these ranks builds the objective by itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol

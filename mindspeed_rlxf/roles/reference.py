@@ -1,7 +1,5 @@
 """The reference role: the frozen policy that the KL penalty compares with."""
 
-from __future__ import annotations
-
 from mindspeed_rlxf.cluster.group import Pending, RoleGroup
 from mindspeed_rlxf.cluster.protocol import Peer, Pool
 from mindspeed_rlxf.cluster.refs import RowsRef

@@ -1,7 +1,5 @@
 """The reward role: it scores responses by a reward model, a classifier or rules."""
 
-from __future__ import annotations
-
 import torch
 
 from mindspeed_rlxf.cluster.group import Pending, RoleGroup, Sharded

@@ -1,7 +1,5 @@
 """The rollout role: it generates responses with the weights of the policy."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Sequence
 from enum import Enum

@@ -1,7 +1,5 @@
 """The scorer role: it scores responses as they finish, in the process that generates them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """What the driver asks of the ranks of every role that learns."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from mindspeed_rlxf.cluster.group import Pending, RoleGroup

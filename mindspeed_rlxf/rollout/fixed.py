@@ -1,7 +1,5 @@
 """Use given responses instead of generated ones, to compare or replay runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 
 from mindspeed_rlxf.rollout.protocol import (

@@ -6,8 +6,6 @@ drawn tokens the host launches several decode steps. The host decides which samp
 end, or go back to the queue, from numbers that are equal on all ranks of a replica.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence

@@ -10,8 +10,6 @@ rows have ended. So a row takes memory for the tokens of the longest row now, no
 tokens that it may have. The cache is copied once in PAGE steps, one layer after the other.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -3,8 +3,6 @@
 `generation.py` has the loop of one `generate`.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence

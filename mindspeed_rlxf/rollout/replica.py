@@ -1,7 +1,5 @@
 """Build this rank's part of a rollout replica, with the function that gives it new weights."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Callable, Iterable

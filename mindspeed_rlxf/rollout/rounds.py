@@ -11,8 +11,6 @@ pass. A rank that fails announces nothing more: the other ranks then wait until 
 process group, or until the run ends them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -5,8 +5,6 @@ exact sums of their bit patterns as integers, over blocks of BLOCK elements. Bot
 and shapes from the architecture, so nothing else is sent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from math import prod

@@ -1,7 +1,5 @@
 """The Megatron module that generates, and the sources of its weights."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Mapping
 from typing import Protocol

@@ -1,7 +1,5 @@
 """Save and restore the checkpoints of a run, from the driver."""
 
-from __future__ import annotations
-
 import json
 import math
 import platform

@@ -1,7 +1,5 @@
 """Find the checkpoints that a run can resume from, read the driver's state, cut its files."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -5,8 +5,6 @@ host its process decides. Elsewhere a lock is stale when an observer has seen it
 STALE_S by its own clock. A holder that was taken for dead finds that before its next write.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

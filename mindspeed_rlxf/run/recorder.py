@@ -1,7 +1,5 @@
 """Record iterations: metric and sample files, timeline, console."""
 
-from __future__ import annotations
-
 import io
 import os
 import secrets

@@ -1,7 +1,5 @@
 """Write the report of runs: report.html in the run directory, or a file that the user names."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from pathlib import Path

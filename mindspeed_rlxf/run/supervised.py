@@ -3,8 +3,6 @@
 Imports nothing heavy, so that the supervisor stays small.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Collect the samples of an iteration: generate and score; with `filter_groups` draw again."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Metrics of one iteration, under their names in metrics.jsonl."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter, defaultdict

@@ -1,7 +1,5 @@
 """The training loop of PPO and of the algorithms without a critic."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Check files, data and weights of a run before a worker starts; needs no device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain

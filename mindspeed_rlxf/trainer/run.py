@@ -1,7 +1,5 @@
 """One run, from a checked configuration to an exit code: devices, roles, trainer, final weights."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

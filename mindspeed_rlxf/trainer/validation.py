@@ -1,7 +1,5 @@
 """Generate responses to the validation prompts, score them by rule or model, and log them."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections import Counter, defaultdict

@@ -1,7 +1,5 @@
 """Replace files atomically and flush folders to disk."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

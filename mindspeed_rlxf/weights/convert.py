@@ -1,7 +1,5 @@
 """Conversion of weights between Hugging Face and Megatron folders, one tensor at a time."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

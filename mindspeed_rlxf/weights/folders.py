@@ -1,7 +1,5 @@
 """Open folders of weights of any format, and copy the side files of a model."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

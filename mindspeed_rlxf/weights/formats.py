@@ -3,8 +3,6 @@
 Imports little, as every node calls it.
 """
 
-from __future__ import annotations
-
 from enum import Enum
 from pathlib import Path
 

@@ -4,8 +4,6 @@ The library for safetensors wants all tensors of a file at once. It maps the fil
 which ends the process if a file is truncated meanwhile.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

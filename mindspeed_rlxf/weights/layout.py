@@ -1,7 +1,5 @@
 """How a Megatron checkpoint is split over ranks, and the names it then uses."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Megatron's checkpoints of one file per rank: `mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import re

@@ -10,8 +10,6 @@ needs. The padding of a vocabulary has no Hugging Face name and is not stored: i
 Older versions of this package had megatron-core write sharded checkpoints, which are read here too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path

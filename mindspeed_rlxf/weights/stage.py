@@ -3,8 +3,6 @@
 Both directions use the parameter map of `models.parameters`.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """Files of a run checkpoint: written, hashed by the rank that wrote them, checked before use."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

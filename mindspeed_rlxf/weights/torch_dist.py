@@ -4,8 +4,6 @@ Layers (and experts) of the same name are one tensor with an axis more. `.metada
 and where they lie in the `.distcp` files; every box is what `torch.save` writes for a tensor.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

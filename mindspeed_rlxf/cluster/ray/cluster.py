@@ -6,8 +6,6 @@ token made here, and keeps its files in one temporary folder that no other user 
 reads its environment on import.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import logging

@@ -1,7 +1,5 @@
 """The nodes of a Ray cluster: list them, run functions there, and reserve their devices."""
 
-from __future__ import annotations
-
 import logging
 import random
 import time

@@ -1,7 +1,5 @@
 """Rules about the division of samples among ranks, mini-batches and micro-batches."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from math import gcd, lcm, prod
 

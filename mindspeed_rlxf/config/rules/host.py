@@ -4,8 +4,6 @@ Only for processes that start on this host. For a Ray cluster that is joined, th
 devices later, and checks that every node has the same packages.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Rules between keys of several sections. `Section.broken_rules` has those within a section."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from math import gcd
 

@@ -1,7 +1,5 @@
 """Rules between the stage, the estimator, rewards and samples. Nothing here looks at the host."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from mindspeed_rlxf.config.enums import AdvantageWhiten, KlPenalty, RewardKind, Role, Stage

@@ -4,8 +4,6 @@ Alpaca rows have separate columns for instruction, input, output and so on. Shar
 column with a list of messages, whose keys and roles are named in `Tags`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Make an indexed data set of files: read rows, tokenize in processes, write in order."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os

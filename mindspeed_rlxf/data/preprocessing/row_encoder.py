@@ -1,7 +1,5 @@
 """Encode a chunk of rows: token ids, labels, other columns, and the rows that are rejected."""
 
-from __future__ import annotations
-
 import base64
 import datetime
 import json

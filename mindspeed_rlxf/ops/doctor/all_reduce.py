@@ -1,7 +1,5 @@
 """The part of one rank in a test all-reduce; each rank is a process of its own."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import torch

@@ -1,7 +1,5 @@
 """Checks of one host; each host of a cluster runs the same."""
 
-from __future__ import annotations
-
 import math
 import os
 import platform

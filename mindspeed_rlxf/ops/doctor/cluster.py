@@ -1,7 +1,5 @@
 """Check every host of a Ray cluster, compare the hosts, and try an all-reduce in each group."""
 
-from __future__ import annotations
-
 import os
 import platform
 from collections import defaultdict

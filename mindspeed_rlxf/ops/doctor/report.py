@@ -1,7 +1,5 @@
 """The doctor's report: findings as text and as JSON."""
 
-from __future__ import annotations
-
 import socket
 import textwrap
 from collections import Counter

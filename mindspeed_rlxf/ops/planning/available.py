@@ -1,7 +1,5 @@
 """Find the memory of devices and hosts, and the free disk; claims no device, writes no file."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from collections.abc import Callable, Hashable, Iterator

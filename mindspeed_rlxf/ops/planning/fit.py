@@ -1,7 +1,5 @@
 """Compare needed memory and disk with what is available: sections of the plan, and problems."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from mindspeed_rlxf.config.errors import Problem

@@ -1,7 +1,5 @@
 """Compute the host memory and the disk that a run needs."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence

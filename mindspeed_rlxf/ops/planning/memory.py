@@ -4,8 +4,6 @@ Roles of a pool share a process, so their lasting memory adds up. Their phases f
 so only the largest phase counts. Offloaded state counts only in the phases that use it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from math import prod
 

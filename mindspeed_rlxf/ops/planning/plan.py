@@ -1,7 +1,5 @@
 """The plan that `dry_run=true` prints: placement, sizes, batches, memory, disk."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby

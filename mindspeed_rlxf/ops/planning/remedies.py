@@ -1,7 +1,5 @@
 """Find the cheapest change of the configuration after which a pool fits its devices."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

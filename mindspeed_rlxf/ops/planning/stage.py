@@ -3,8 +3,6 @@
 `docs/memory.md` explains each formula. Bytes are of one rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm

@@ -4,8 +4,6 @@ The search tries a fixed list of layouts in a fixed order, so that the result de
 configuration and the limit alone. Every layout passes the rules of the configuration.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Change keys of a valid configuration, and check the result."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ Every answer has its numbers and their source, and every check its limit and its
 a reader can check it, and "fine" differs from "not checked".
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence

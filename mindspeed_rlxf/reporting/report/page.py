@@ -4,8 +4,6 @@ The data is base64, so that no text of a run can close its HTML element. The scr
 only as text, never as HTML. A Content-Security-Policy allows only our script and style, by hash.
 """
 
-from __future__ import annotations
-
 import base64
 import gzip
 import hashlib

@@ -1,7 +1,5 @@
 """Read the files of a run, which may be growing or cut by a kill; skip what is unreadable."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Choose samples of a run for the report, evenly over its iterations, and shorten them."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re
