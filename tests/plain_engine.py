@@ -16,17 +16,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from mindspeed_rlxf.algorithms.losses import LossOutput
 from mindspeed_rlxf.algorithms.slots import readable_slots
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import ActorConfig, CriticConfig, RunConfig
 from mindspeed_rlxf.data.batch import LogProbs, LogProbsWithKl, Rollouts, Scores, Values
-from mindspeed_rlxf.engine.protocol import (
-    LossOutput,
-    Part,
-    PolicyStep,
-    TokenLogProbs,
-    ValueStep,
-)
+from mindspeed_rlxf.engine.protocol import Part, PolicyStep, TokenLogProbs, ValueStep
 
 
 class PlainEngine:

@@ -4,6 +4,9 @@ Arguments per token are flat [tokens] fp32 tensors of the trained tokens only, r
 response; there is no mask.
 """
 
+from __future__ import annotations
+
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -12,7 +15,33 @@ from torch.nn.functional import logsigmoid
 
 from mindspeed_rlxf.algorithms.kl import bounded_log_ratio
 from mindspeed_rlxf.config.enums import LossNormalizer
-from mindspeed_rlxf.engine.protocol import LossOutput, Mean
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A metric of one micro-batch: a detached sum, and the weight to divide it by."""
+
+    total: Tensor  # scalar fp64; fp32 on an NPU, which has no fp64
+    weight: int
+
+    @classmethod
+    def of(cls, values: Tensor, weight: int, scale: float = 1.0) -> Mean:
+        """Return a Mean whose total is the sum of `values` (any shape) times `scale`, detached."""
+        return cls(values.detach().double().sum() * scale, weight)
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """Loss of one micro-batch, as a sum: the engine divides by the global weight.
+
+    loss:    scalar with gradient, the sum over tokens or responses
+    weight:  number of tokens or responses in the micro-batch, or 1 for a mean of means
+    metrics: by name; each is reported as its total over its weight, summed over all replicas
+    """
+
+    loss: Tensor
+    weight: int
+    metrics: dict[str, Mean]
 
 
 class TokenLoss(NamedTuple):

@@ -1,4 +1,4 @@
-"""Errors of workers, which name the role and rank, the host, the phase and the cause."""
+"""Errors of workers, which name role, rank, host and phase, and what explains them in the logs."""
 
 from __future__ import annotations
 

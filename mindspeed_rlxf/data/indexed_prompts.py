@@ -1,4 +1,4 @@
-"""Load prompts from indexed data sets of `preprocess_data.py` or of the older toolkit.
+"""Read and write indexed data sets, and load prompts from those of `preprocess_data.py` or of the older toolkit.
 
 Of a conversation the prompt is everything before the last response; of a pair it is everything
 before the response.

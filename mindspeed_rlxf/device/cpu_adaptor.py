@@ -120,7 +120,7 @@ CPU = torch.device("cpu")
 def apply() -> None:
     """Patch torch in this process: CUDA devices and calls become the CPU's; call it once.
 
-    Also patches gloo's collectives and devices (`gloo.wrap_collectives`, `gloo.share_device`).
+    Also patches gloo's collectives and devices.
     """
     _device_constructors()  # make torch cache the originals, on which `with torch.device(...)` acts
     for name in FACTORIES:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.device import control_group, driver, megatron_versions, npu, visible
+from mindspeed_rlxf.device import control_group, driver, megatron_imports, npu, visible
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def setup(
     if _active is not None:
         assert _active is kind, f"device already set up as {_active.value}, not {kind.value}"
         return current_device()
-    megatron_versions.hide_trackers()
+    megatron_imports.hide_trackers()
     if kind is DeviceKind.CPU:
         from mindspeed_rlxf.device import cpu_adaptor
 

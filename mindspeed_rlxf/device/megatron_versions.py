@@ -10,10 +10,7 @@ import contextlib
 import functools
 import inspect
 import queue
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from importlib.abc import MetaPathFinder
-from types import FrameType
 from typing import Any
 
 import megatron.core
@@ -150,27 +147,3 @@ def write_in_torch_format(write: Function) -> Function:
     from torch.distributed.checkpoint.filesystem import SerializationFormat
 
     return functools.partial(write, serialization_format=SerializationFormat.TORCH_SAVE)
-
-
-HIDDEN = frozenset({"wandb", "torch.utils.tensorboard"})
-MEGATRON = "megatron."
-IMPORTLIB = "<frozen importlib"
-
-
-class TrackersHiddenFromMegatron(MetaPathFinder):
-    """Import hook that raises ModuleNotFoundError where a module of Megatron imports a tracker."""
-
-    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
-        if fullname not in HIDDEN:
-            return
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename.startswith(IMPORTLIB):
-            frame = frame.f_back  # to the module whose import statement runs
-        if frame is not None and str(frame.f_globals.get("__name__", "")).startswith(MEGATRON):
-            raise ModuleNotFoundError(f"{fullname} is hidden from Megatron", name=fullname)
-
-
-def hide_trackers() -> None:
-    """Make imports of trackers by Megatron fail from now on. A second call changes nothing."""
-    if not any(isinstance(finder, TrackersHiddenFromMegatron) for finder in sys.meta_path):
-        sys.meta_path.insert(0, TrackersHiddenFromMegatron())

@@ -1,4 +1,4 @@
-"""Build the model of a role on this rank and connect it to Megatron's data parallelism."""
+"""Build the model, optimizer and schedule of a role on this rank."""
 
 from collections.abc import Sequence
 from typing import Any

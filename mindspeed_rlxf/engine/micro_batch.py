@@ -1,4 +1,4 @@
-"""Samples of one forward on one rank: packed end to end, or padded to the longest.
+"""Group rows into micro-batches: samples of one forward, packed end to end or padded.
 
 Axes: rows = samples, tokens = all positions of the micro-batch in the order of the flattened hidden
 states ([s, b] flattened; packed: b = 1).

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
+from mindspeed_rlxf.algorithms.losses import LossOutput
 from mindspeed_rlxf.data.batch import LogProbs, LogProbsWithKl, Rollouts, Scores, Values
 from mindspeed_rlxf.weights.state_files import Loaded
 
@@ -33,33 +34,6 @@ class TokenLogProbs(NamedTuple):
 
     log_probs: Tensor
     entropy: Tensor
-
-
-@dataclass(frozen=True)
-class Mean:
-    """A metric of one micro-batch: a detached sum, and the weight to divide it by."""
-
-    total: Tensor  # scalar fp64; fp32 on an NPU, which has no fp64
-    weight: int
-
-    @classmethod
-    def of(cls, values: Tensor, weight: int, scale: float = 1.0) -> Mean:
-        """Return a Mean whose total is the sum of `values` (any shape) times `scale`, detached."""
-        return cls(values.detach().double().sum() * scale, weight)
-
-
-@dataclass(frozen=True)
-class LossOutput:
-    """Loss of one micro-batch, as a sum: the engine divides by the global weight.
-
-    loss:    scalar with gradient, the sum over tokens or responses
-    weight:  number of tokens or responses in the micro-batch, or 1 for a mean of means
-    metrics: by name; each is reported as its total over its weight, summed over all replicas
-    """
-
-    loss: Tensor
-    weight: int
-    metrics: dict[str, Mean]
 
 
 TokenLoss: TypeAlias = Callable[[list[int], TokenLogProbs], LossOutput]

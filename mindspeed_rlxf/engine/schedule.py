@@ -7,9 +7,9 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from mindspeed_rlxf.algorithms.losses import LossOutput
 from mindspeed_rlxf.engine.build import await_gathers
 from mindspeed_rlxf.engine.micro_batch import MicroBatch
-from mindspeed_rlxf.engine.protocol import LossOutput
 from mindspeed_rlxf.models.experts import set_balance_loss_weight
 from mindspeed_rlxf.models.transformer import TransformerModel
 

@@ -1,4 +1,4 @@
-"""Core attention for packed sequences: our own on CPU and CUDA, Megatron's on NPU.
+"""Attention for packed sequences (our own on CPU and CUDA, Megatron's on NPU), rotary angles.
 
 Megatron passes query, key and value as [tokens, batch, heads, head_dim], or packed as [tokens,
 heads, head_dim], after the rotary embedding. Rows of equal length come without

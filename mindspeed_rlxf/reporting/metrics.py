@@ -1,4 +1,4 @@
-"""Append to and read the files of a run that have one JSON object per line."""
+"""Append to and read the files of a run with one JSON object per line: metrics, samples, tokens."""
 
 import json
 import math

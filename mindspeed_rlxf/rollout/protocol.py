@@ -1,4 +1,4 @@
-"""The interface of rollout engines: requests go in, results come out as they finish.
+"""The interface of rollout engines and their registry: requests in, results as they finish.
 
 An engine holds the policy's weights of one replica. All ranks of a replica make the same calls with
 the same arguments, and take the same number of results from `generate`.

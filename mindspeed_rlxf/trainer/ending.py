@@ -1,4 +1,4 @@
-"""How a run ends: the one place where its exceptions become exit codes and reports."""
+"""How a run ends: the one place where exceptions become exit codes, reports and failure.json."""
 
 from __future__ import annotations
 

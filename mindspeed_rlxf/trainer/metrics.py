@@ -1,4 +1,4 @@
-"""Metrics of one iteration, under their names in metrics.jsonl."""
+"""Metrics of one iteration under their names in metrics.jsonl, with those of ranks and of MFU."""
 
 import math
 import re

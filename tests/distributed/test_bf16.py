@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_rlxf.algorithms.losses import normalised_loss
+from mindspeed_rlxf.algorithms.losses import LossOutput, normalised_loss
 from mindspeed_rlxf.config.enums import LossNormalizer
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import RoleOutput, Rollouts
 from mindspeed_rlxf.engine.engine import MegatronEngine
-from mindspeed_rlxf.engine.protocol import LossOutput, PolicyStep, TokenLogProbs
+from mindspeed_rlxf.engine.protocol import PolicyStep, TokenLogProbs
 from mindspeed_rlxf.models import heads
 from mindspeed_rlxf.models.parameters import Head
 from tests.distributed.groups import build_group, layout_of

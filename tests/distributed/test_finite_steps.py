@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.enums import ModelType
 from torch import Tensor
 
+from mindspeed_rlxf.algorithms.losses import LossOutput, Mean
 from mindspeed_rlxf.cluster.errors import WorkerError
 from mindspeed_rlxf.cluster.group import RoleGroup
 from mindspeed_rlxf.config.layout import ParallelLayout
@@ -27,7 +28,7 @@ from mindspeed_rlxf.data.batch import RoleOutput, Rollouts
 from mindspeed_rlxf.device import megatron_versions
 from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.finite import SkippedSteps
-from mindspeed_rlxf.engine.protocol import LossOutput, Mean, PolicyStep, TokenLogProbs
+from mindspeed_rlxf.engine.protocol import PolicyStep, TokenLogProbs
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.weights.torch_dist import Metadata
 from tests.distributed.groups import build_group

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from mindspeed_rlxf.algorithms.losses import normalised_loss
+from mindspeed_rlxf.algorithms.losses import LossOutput, normalised_loss
 from mindspeed_rlxf.config.enums import LossNormalizer
 from mindspeed_rlxf.config.schema import ArchitectureConfig, LearningConfig, OptimizerConfig
 from mindspeed_rlxf.data.batch import RoleOutput, Rollouts
 from mindspeed_rlxf.engine.engine import MegatronEngine
-from mindspeed_rlxf.engine.protocol import LossOutput, PolicyStep, TokenLogProbs
+from mindspeed_rlxf.engine.protocol import PolicyStep, TokenLogProbs
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.ops.planning.stage import layer_bytes, recompute_bytes
 from tests.distributed.groups import build_group, layout_of

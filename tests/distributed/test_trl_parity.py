@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mindspeed_rlxf.algorithms.losses import TokenLoss, clipped_policy_loss
+from mindspeed_rlxf.algorithms.losses import LossOutput, TokenLoss, clipped_policy_loss
 from mindspeed_rlxf.algorithms.masked import masked_whiten
 from mindspeed_rlxf.config.enums import (
     AdvantageWhiten,
@@ -37,7 +37,6 @@ from mindspeed_rlxf.data.batch import (
     Scores,
     fit_columns,
 )
-from mindspeed_rlxf.engine.protocol import LossOutput
 from mindspeed_rlxf.roles import actor as actor_module
 from mindspeed_rlxf.roles import critic as critic_module
 from mindspeed_rlxf.roles import objectives as objectives_module

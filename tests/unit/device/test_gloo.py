@@ -13,12 +13,12 @@ COLLECTIVES = """
 import sys
 import torch
 import torch.distributed as dist
-from mindspeed_rlxf.device import gloo
+from mindspeed_rlxf.device import cpu_adaptor
 
 rank = int(sys.argv[1])
 store = dist.FileStore(sys.argv[2], 2)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-gloo.wrap_collectives()
+cpu_adaptor.wrap_collectives()
 
 def gathered(sizes):
     parts = [torch.full((size, 2), -1.0) for size in sizes]
@@ -71,10 +71,10 @@ import os, sys
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-from mindspeed_rlxf.device import gloo
+from mindspeed_rlxf.device import cpu_adaptor
 
 for _ in range(2):  # as in a process that is set up again
-    gloo.share_device()
+    cpu_adaptor.share_device()
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
 before = len(os.listdir("/proc/self/task"))
 groups = [dist.new_group([0], timeout=timedelta(seconds=77)) for _ in range(5)]

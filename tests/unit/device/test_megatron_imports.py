@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rlxf.device.megatron_versions import hide_trackers
+from mindspeed_rlxf.device.megatron_imports import hide_trackers
 
 IMPORT = "import wandb\nfound = wandb.HERE"
 

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from mindspeed_rlxf.algorithms.losses import normalised_loss
+from mindspeed_rlxf.algorithms.losses import LossOutput, normalised_loss
 from mindspeed_rlxf.config.enums import LossNormalizer
-from mindspeed_rlxf.engine.protocol import LossOutput
 
 MAX_NEW_TOKENS = 8
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from mindspeed_rlxf.algorithms.losses import LossOutput
 from mindspeed_rlxf.algorithms.masked import alone
 from mindspeed_rlxf.config.enums import AdvantageWhiten, LossNormalizer, OldLogProbs, Role, Stage
 from mindspeed_rlxf.config.schema import ActorConfig, AlgorithmConfig, CriticConfig, TrainingConfig
@@ -24,7 +25,7 @@ from mindspeed_rlxf.data.batch import (
     Scores,
     Values,
 )
-from mindspeed_rlxf.engine.protocol import LossOutput, PolicyStep, TokenLogProbs, ValueStep
+from mindspeed_rlxf.engine.protocol import PolicyStep, TokenLogProbs, ValueStep
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticRole
 from mindspeed_rlxf.roles.objectives import PairObjective
