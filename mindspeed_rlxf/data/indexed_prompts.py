@@ -1,7 +1,7 @@
-"""Read and write indexed data sets, and load prompts from those of `preprocess_data.py` or of the older toolkit.
+"""Read and write indexed data sets, and load their prompts.
 
-Of a conversation the prompt is everything before the last response; of a pair it is everything
-before the response.
+They are data sets of `preprocess_data.py` or of the older toolkit. Of a conversation the prompt is
+everything before the last response; of a pair it is everything before the response.
 """
 
 from __future__ import annotations
