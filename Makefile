@@ -181,7 +181,7 @@ format: $(STAMP)
 # The site loads nothing from other servers; a warning of the build is an error. The target is phony
 # because a folder is named `docs` too.
 docs: $(DOCS)
-	$(BIN)/python -m mindspeed_rlxf.config.reference docs/configuration.md docs/migrating.md
+	$(BIN)/python -m mindspeed_rlxf.config.key_reference docs/configuration.md docs/migrating.md
 	$(BIN)/python -m sphinx --builder html --fail-on-warning --nitpicky --fresh-env --quiet \
 	  --doctree-dir outputs/site-cache docs outputs/site
 	@echo 'wrote outputs/site/index.html'

@@ -36,7 +36,10 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).resolve().parents
 import numpy as np
 import torch
 
-from mindspeed_rlxf.cluster.protocol import Reply, Request
+from mindspeed_rlxf.checkpoint.directory import RunDirectory
+from mindspeed_rlxf.checkpoint.recorder import Recorder
+from mindspeed_rlxf.checkpoint.stopping import StopRequest
+from mindspeed_rlxf.cluster.interface import Reply, Request
 from mindspeed_rlxf.cluster.refs import number_handles, resolve_refs
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.enums import DeviceKind
@@ -44,7 +47,7 @@ from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.schema import DeviceConfig, RunConfig, RuntimeConfig
 from mindspeed_rlxf.data.batch import RoleOutput, Rows
 from mindspeed_rlxf.data.prompts import Prompt
-from mindspeed_rlxf.roles.groups import RoleGroups
+from mindspeed_rlxf.roles.all_roles import RoleGroups
 from mindspeed_rlxf.roles.reports import (
     ExperienceReport,
     GenerateReport,
@@ -53,9 +56,6 @@ from mindspeed_rlxf.roles.reports import (
     Summary,
     UpdateReport,
 )
-from mindspeed_rlxf.run.directory import RunDirectory
-from mindspeed_rlxf.run.recorder import Recorder
-from mindspeed_rlxf.run.stopping import StopRequest
 from mindspeed_rlxf.trainer.ppo import PpoTrainer
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
 

@@ -15,11 +15,11 @@ import json
 import tempfile
 from pathlib import Path
 
+from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from mindspeed_rlxf.cluster.local import LocalRuntime
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.load import resolve
-from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.trainer.preflight import prepare
 from mindspeed_rlxf.trainer.run import training
 
@@ -27,8 +27,8 @@ START = Path(__file__).resolve().parents[1] / "tests" / "golden" / "start"
 ITERATIONS = 3
 ENGINE = """
 import time
-from mindspeed_rlxf.rollout.protocol import register_rollout_engine
-from mindspeed_rlxf.rollout.protocol import FinishReason, GenerationResult, GenerationStats
+from mindspeed_rlxf.rollout.rollout_engine import register_rollout_engine
+from mindspeed_rlxf.rollout.rollout_engine import FinishReason, GenerationResult, GenerationStats
 
 @register_rollout_engine("stub")
 class Stub:

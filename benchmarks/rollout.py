@@ -170,7 +170,7 @@ class Pair:
 
     def ours(self, lengths: Sequence[int]) -> int:
         """Generate responses of these lengths with the native engine; return the sum of tokens."""
-        from mindspeed_rlxf.rollout.protocol import GenerationRequest
+        from mindspeed_rlxf.rollout.rollout_engine import GenerationRequest
         from mindspeed_rlxf.rollout.sampling import SamplingSettings
 
         prompts = self.prompts(len(lengths))

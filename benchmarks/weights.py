@@ -52,7 +52,7 @@ def run_rank(rank: int, port: int, arguments: argparse.Namespace) -> None:
     from mindspeed_rlxf.models.parameters import Head, hf_shapes
     from mindspeed_rlxf.rollout import transfer
     from mindspeed_rlxf.rollout.weights import OwnWeights
-    from mindspeed_rlxf.weights.stage import StageWeights
+    from mindspeed_rlxf.weights.stage_loader import StageWeights
 
     megatron_versions.apply_patches()
     store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, WAIT)

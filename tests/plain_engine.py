@@ -21,7 +21,7 @@ from mindspeed_rlxf.algorithms.slots import readable_slots
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import ActorConfig, CriticConfig, RunConfig
 from mindspeed_rlxf.data.batch import LogProbs, LogProbsWithKl, Rollouts, Scores, Values
-from mindspeed_rlxf.engine.protocol import Part, PolicyStep, TokenLogProbs, ValueStep
+from mindspeed_rlxf.engine.train_engine import Part, PolicyStep, TokenLogProbs, ValueStep
 
 
 class PlainEngine:

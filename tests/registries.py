@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 from mindspeed_rlxf.algorithms.estimators import ESTIMATORS
 from mindspeed_rlxf.config import plugins
-from mindspeed_rlxf.config.estimators import TRAITS
+from mindspeed_rlxf.config.estimator_traits import TRAITS
 from mindspeed_rlxf.reporting.trackers import TRACKERS
 from mindspeed_rlxf.rewards.rules import RULES
-from mindspeed_rlxf.rollout.protocol import ENGINES
+from mindspeed_rlxf.rollout.rollout_engine import ENGINES
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rlxf.reporting.metrics import JsonlWriter, Sample, metrics_record, write_tokens
+from mindspeed_rlxf.reporting.jsonl import JsonlWriter, Sample, metrics_record, write_tokens
 from mindspeed_rlxf.reporting.timeline import Span, Timeline
 
 CONFIG = """\

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.trainer.preflight import Prepared
 from mindspeed_rlxf.trainer.run import training
 

@@ -30,7 +30,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mindspeed_rlxf.config.errors import Problem
+from mindspeed_rlxf.config.problems import Problem
 from mindspeed_rlxf.data.files import READERS, BadRow, BrokenFile
 
 ROWS_PER_GROUP = 1024

@@ -4,9 +4,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mindspeed_rlxf.algorithms import estimators
-from mindspeed_rlxf.config.estimators import EstimatorTraits
+from mindspeed_rlxf.config.estimator_traits import EstimatorTraits
 from mindspeed_rlxf.rewards.rules import RewardResult, register_rule
-from mindspeed_rlxf.rollout import protocol, sampling
+from mindspeed_rlxf.rollout import rollout_engine, sampling
 
 
 @estimators.register_estimator("over_median", EstimatorTraits(compares_group=True))
@@ -24,8 +24,8 @@ def last_digit(response: str, ground_truth: str) -> RewardResult:
     return RewardResult(1.0 if right else 0.5 * close, {"last_digit": float(close)})
 
 
-@protocol.register_rollout_engine("transformers")
-class TransformersRollout(protocol.RolloutEngine):
+@rollout_engine.register_rollout_engine("transformers")
+class TransformersRollout(rollout_engine.RolloutEngine):
     """Generate by a transformers model on the CPU, one response after another, without a cache."""
 
     weights_version = -1
@@ -44,7 +44,7 @@ class TransformersRollout(protocol.RolloutEngine):
 
     @torch.no_grad()
     def generate(self, requests):
-        self.counts = protocol.GenerationStats()
+        self.counts = rollout_engine.GenerationStats()
         for request in requests:
             asked, tokens, logs = request.settings, list[int](), list[float]()
             numbers = request.seed, request.sample_id, asked.max_new_tokens
@@ -57,6 +57,6 @@ class TransformersRollout(protocol.RolloutEngine):
                 if tokens[-1] in asked.eos_token_ids:
                     break
             self.counts.sampled_tokens += len(tokens)
-            ended = protocol.FinishReason.of(tokens, asked)
+            ended = rollout_engine.FinishReason.of(tokens, asked)
             result = request.place, tokens, logs, ended, self.weights_version
-            yield protocol.GenerationResult(*result)
+            yield rollout_engine.GenerationResult(*result)

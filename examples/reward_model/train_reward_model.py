@@ -26,7 +26,7 @@ from pairs import Pair, Pairs
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
-from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.problems import Problem, UserError
 from mindspeed_rlxf.data.sampler import PromptSampler
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
 

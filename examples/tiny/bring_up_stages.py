@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mindspeed_rlxf.config.schema import RunConfig
-    from mindspeed_rlxf.roles.groups import RoleGroups
+    from mindspeed_rlxf.roles.all_roles import RoleGroups
     from mindspeed_rlxf.trainer.prompt_source import PromptSource
 
 START = Path(__file__).resolve().parents[2] / "tests" / "golden" / "start"
@@ -220,7 +220,7 @@ def start(
     claim(kind)
     from mindspeed_rlxf.cluster.local import LocalRuntime
     from mindspeed_rlxf.data.sampler import PromptSampler
-    from mindspeed_rlxf.roles.groups import RoleGroups
+    from mindspeed_rlxf.roles.all_roles import RoleGroups
     from mindspeed_rlxf.trainer.preflight import prepare
     from mindspeed_rlxf.trainer.prompt_source import PromptSource
 

@@ -15,13 +15,13 @@ from mindspeed_rlxf.algorithms.advantages import (
     length_adaptive_lambda,
     rewards_to_go,
 )
-from mindspeed_rlxf.algorithms.groups import (
+from mindspeed_rlxf.algorithms.group_advantages import (
     dr_grpo_advantages,
     grpo_advantages,
     rloo_advantages,
 )
 from mindspeed_rlxf.config.enums import AdvEstimator
-from mindspeed_rlxf.config.estimators import TRAITS, EstimatorTraits
+from mindspeed_rlxf.config.estimator_traits import TRAITS, EstimatorTraits
 from mindspeed_rlxf.config.registry import register_part
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeAlias
 
-from mindspeed_rlxf.config.errors import Problem, UserError, closest
+from mindspeed_rlxf.config.problems import Problem, UserError, closest
 from mindspeed_rlxf.reporting.console import use_utf8
 
 Option: TypeAlias = tuple[tuple[str, ...], dict[str, Any]]

@@ -22,7 +22,7 @@ from mindspeed_rlxf.cli.command_line import (
     use_utf8_output,
 )
 from mindspeed_rlxf.cli.older_flags import CONVERT_FLAGS, add_flags, ignored_flags, refused_flags
-from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.problems import Problem, UserError
 from mindspeed_rlxf.weights.conversion import FAMILIES, GB, plan_conversion
 
 LINES = 20  # lines of progress in all, where stderr is no terminal
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         conversion = plan_conversion(arguments)
         if ignored := [f"{name} ({why})" for name, why in ignored_flags(arguments, CONVERT_FLAGS)]:
             print(f"note: flags without effect: {', '.join(ignored)}", file=sys.stderr)
-        from mindspeed_rlxf.weights.convert import DiskFull, convert
+        from mindspeed_rlxf.weights.tensor_conversion import DiskFull, convert
 
         try:
             with _progress() as progress:

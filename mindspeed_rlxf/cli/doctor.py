@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from mindspeed_rlxf.cli.command_line import Parser, fail, option, use_utf8_output
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.config.errors import ConfigError, UserError
 from mindspeed_rlxf.config.load import resolve
+from mindspeed_rlxf.config.problems import ConfigError, UserError
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.device.findings import Finding, error, ok
 from mindspeed_rlxf.ops.doctor.checks import check_host, choose_subject
-from mindspeed_rlxf.ops.doctor.cluster import check_cluster
-from mindspeed_rlxf.ops.doctor.report import make_report
+from mindspeed_rlxf.ops.doctor.hosts import check_cluster
+from mindspeed_rlxf.ops.doctor.output import make_report
 
 KINDS = [kind.value for kind in DeviceKind]
 OPTIONS = (

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mindspeed_rlxf.config.errors import Problem
+from mindspeed_rlxf.config.problems import Problem
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from mindspeed_rlxf.cli.older_flags import (
     refused_flags,
 )
 from mindspeed_rlxf.config.enums import OverlongPrompts
-from mindspeed_rlxf.config.errors import Problem, UserError, closest
+from mindspeed_rlxf.config.problems import Problem, UserError, closest
 from mindspeed_rlxf.data.files import fault
 from mindspeed_rlxf.data.handlers import (
     DEFAULT_HANDLER,

@@ -7,10 +7,10 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from mindspeed_rlxf.checkpoint.report_file import write_report
 from mindspeed_rlxf.cli.command_line import Parser, fail, option, use_utf8_output
-from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.problems import Problem, UserError
 from mindspeed_rlxf.reporting.report.samples import MAX_SAMPLES
-from mindspeed_rlxf.run.report import write_report
 
 OPTIONS = (
     option("runs", nargs="+", metavar="RUN", help="run directory; several share charts"),

@@ -8,16 +8,16 @@ import sys
 import warnings
 from collections.abc import Sequence
 
+from mindspeed_rlxf.checkpoint.supervised import EXIT_STOPPED
 from mindspeed_rlxf.cli.command_line import Parser, fail, option, use_utf8_output
 from mindspeed_rlxf.cluster.errors import StorageUnreadable
 from mindspeed_rlxf.config.compose import builtin_config_dir, compose, config_names
-from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.keys import NESTED_ROLES, to_yaml
 from mindspeed_rlxf.config.load import resolve_with_notes
+from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.reporting.console import open_console
 from mindspeed_rlxf.reporting.phases import phase
-from mindspeed_rlxf.run.supervised import EXIT_STOPPED
 
 OPTIONS = (
     option("--config-name", "-cn", help="configuration, without .yaml"),
@@ -76,7 +76,7 @@ def _dry_run(config: RunConfig, nested: bool) -> int:
 
     nested: the YAML has actor and reference under one key
     """
-    from mindspeed_rlxf.config.rules.host import check_host
+    from mindspeed_rlxf.config.rules.this_host import check_host
     from mindspeed_rlxf.ops.planning.plan import plan
     from mindspeed_rlxf.trainer.preflight import prepare
 

@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+from mindspeed_rlxf.checkpoint.report_file import find_version, open_runs
 from mindspeed_rlxf.cli.command_line import Parser, fail, option, use_utf8_output
 from mindspeed_rlxf.cli.report import parse_with_samples
-from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.problems import Problem, UserError
 from mindspeed_rlxf.reporting.report.page import make_report
 from mindspeed_rlxf.reporting.report.samples import MAX_SAMPLES
-from mindspeed_rlxf.run.report import find_version, open_runs
 
 PORT = 8760
 HOST = "127.0.0.1"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.config.errors import Problem
+from mindspeed_rlxf.config.problems import Problem
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.config.secrets import Secret, reveal, variable_secret
 

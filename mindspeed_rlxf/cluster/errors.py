@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.problems import Problem, UserError
 
 DIED = "the process died"  # start of the cause where a worker raised nothing
 

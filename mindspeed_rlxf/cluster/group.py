@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mindspeed_rlxf.cluster.protocol import BUILD, Call, Pool, Reply, Request
+from mindspeed_rlxf.cluster.interface import BUILD, Call, Pool, Reply, Request
 from mindspeed_rlxf.cluster.refs import Piece, RowsRef, find_refs, list_items, split_refs
 from mindspeed_rlxf.config.enums import Role
-from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.plugins import with_plugins
+from mindspeed_rlxf.config.rank_layout import ParallelLayout
 from mindspeed_rlxf.data.batch import Rows
 from mindspeed_rlxf.reporting.phases import phase
 from mindspeed_rlxf.reporting.timeline import MOST_RANKS, Span

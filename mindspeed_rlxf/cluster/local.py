@@ -21,10 +21,10 @@ from torch.distributed.rendezvous import rendezvous
 from mindspeed_rlxf import device
 from mindspeed_rlxf.cluster.environment import offload_environment
 from mindspeed_rlxf.cluster.errors import RuntimeTimeout, WorkerError, stacks_when_late
-from mindspeed_rlxf.cluster.protocol import COLLECTIVE_MARGIN_S, Reply, Request
+from mindspeed_rlxf.cluster.interface import COLLECTIVE_MARGIN_S, Reply, Request
 from mindspeed_rlxf.cluster.worker import RoleHost
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.problems import Problem, UserError
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Rows
 from mindspeed_rlxf.device import worlds

@@ -19,9 +19,9 @@ import mindspeed_rlxf
 from mindspeed_rlxf.cluster.nodes import Node
 from mindspeed_rlxf.config import packages
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.problems import Problem, UserError
 from mindspeed_rlxf.weights.formats import find_weights
-from mindspeed_rlxf.weights.layout import RANK_FILE
+from mindspeed_rlxf.weights.megatron_layout import RANK_FILE
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TypeVar
 
-from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.problems import Problem, UserError
 
 MAX_SHOWN = 16  # nodes in one message
 MODEL_PREFIX = "accelerator_type:"  # Ray's own resource for the model of a node's devices

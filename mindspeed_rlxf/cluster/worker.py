@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.cluster.errors import WorkerError
-from mindspeed_rlxf.cluster.protocol import Peer, Reply, Request
+from mindspeed_rlxf.cluster.interface import Peer, Reply, Request
 from mindspeed_rlxf.cluster.refs import Fetch, check_report, resolve_refs
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.data.batch import RoleOutput, Rows
-from mindspeed_rlxf.reporting.metrics import write_tokens
+from mindspeed_rlxf.reporting.jsonl import write_tokens
 
 # Messages of collectives that have lost another rank.
 LOST_PEER = (

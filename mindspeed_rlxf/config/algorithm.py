@@ -17,9 +17,9 @@ from mindspeed_rlxf.config.enums import (
     OldLogProbs,
     Verifier,
 )
-from mindspeed_rlxf.config.errors import Problem, ref
-from mindspeed_rlxf.config.estimators import TRAITS, EstimatorTraits
+from mindspeed_rlxf.config.estimator_traits import TRAITS, EstimatorTraits
 from mindspeed_rlxf.config.fields import Section, Word, key
+from mindspeed_rlxf.config.problems import Problem, ref
 
 
 class KlControlConfig(Section):

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from math import gcd
 from typing import Literal
 
-from mindspeed_rlxf.config.errors import Problem, at_most, divides, divisors, neighbours, ref, use
 from mindspeed_rlxf.config.fields import Section, key
+from mindspeed_rlxf.config.problems import Problem, at_most, divides, divisors, neighbours, ref, use
 
 OF_EXPERTS = (
     "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax",

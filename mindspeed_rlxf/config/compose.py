@@ -17,7 +17,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mindspeed_rlxf.config.errors import ConfigError, Problem, closest, quote
+from mindspeed_rlxf.config.problems import ConfigError, Problem, closest, quote
 from mindspeed_rlxf.config.secrets import keep_interpolations
 
 PACKAGE = Path(__file__).resolve().parents[1]

@@ -7,8 +7,8 @@ from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from mindspeed_rlxf.config.enums import OverlongPrompts, RewardKind
-from mindspeed_rlxf.config.errors import Problem, ref
 from mindspeed_rlxf.config.fields import FilePaths, Section, Word, key
+from mindspeed_rlxf.config.problems import Problem, ref
 
 CUT_SIDES = {
     "left": OverlongPrompts.KEEP_TAIL,

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, model_validator
 from pydantic.fields import FieldInfo
 
-from mindspeed_rlxf.config.errors import ConfigError, Problem
+from mindspeed_rlxf.config.problems import ConfigError, Problem
 
 Resume: TypeAlias = Literal["fixed", "reshard", "free"]
 """Whether a resumed run may change the key: never, with the layout, or freely."""

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from mindspeed_rlxf.config.enums import CONFIGURED
-from mindspeed_rlxf.config.errors import Problem, format_value, ref
 from mindspeed_rlxf.config.keys import INLINED, NESTED_ROLES, TOP_LEVEL, unknown_key
+from mindspeed_rlxf.config.problems import Problem, format_value, ref
 
 Tree: TypeAlias = dict[str, Any]
 

@@ -12,8 +12,8 @@ import yaml
 from pydantic.fields import FieldInfo
 
 from mindspeed_rlxf.config.enums import CONFIGURED, RewardKind, Role
-from mindspeed_rlxf.config.errors import Problem, closest
 from mindspeed_rlxf.config.fields import Section
+from mindspeed_rlxf.config.problems import Problem, closest
 from mindspeed_rlxf.config.schema import (
     ActorConfig,
     ArchitectureConfig,

@@ -22,15 +22,7 @@ from mindspeed_rlxf.config.enums import (
     Role,
     Stage,
 )
-from mindspeed_rlxf.config.errors import (
-    ConfigError,
-    Problem,
-    UserError,
-    closest,
-    explain,
-    format_value,
-)
-from mindspeed_rlxf.config.estimators import TRAITS
+from mindspeed_rlxf.config.estimator_traits import TRAITS
 from mindspeed_rlxf.config.given import Given, Tree, set_default
 from mindspeed_rlxf.config.hf_config import (
     OF_WEIGHTS,
@@ -51,9 +43,17 @@ from mindspeed_rlxf.config.keys import (
 from mindspeed_rlxf.config.mindspeed_llm import translate
 from mindspeed_rlxf.config.placement import place_roles
 from mindspeed_rlxf.config.plugins import read_and_load
+from mindspeed_rlxf.config.problems import (
+    ConfigError,
+    Problem,
+    UserError,
+    closest,
+    explain,
+    format_value,
+)
 from mindspeed_rlxf.config.reward_functions import read_functions
-from mindspeed_rlxf.config.rules.host import check_host
-from mindspeed_rlxf.config.rules.sections import check_sections
+from mindspeed_rlxf.config.rules.between_sections import check_sections
+from mindspeed_rlxf.config.rules.this_host import check_host
 from mindspeed_rlxf.config.schema import RunConfig, TrainingConfig
 from mindspeed_rlxf.config.unused import find_unused
 

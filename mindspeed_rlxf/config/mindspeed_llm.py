@@ -15,11 +15,11 @@ from mindspeed_rlxf.config.enums import (
     RewardKind,
     Stage,
 )
-from mindspeed_rlxf.config.errors import Problem, format_value, ref
 from mindspeed_rlxf.config.given import ROLES, Given, Tree, set_default
 from mindspeed_rlxf.config.hf_config import read_hf_config
 from mindspeed_rlxf.config.keys import WITHOUT_MODEL
 from mindspeed_rlxf.config.mindspeed_llm_keys import NO_OPS, REFUSED
+from mindspeed_rlxf.config.problems import Problem, format_value, ref
 
 ACTOR = "actor_rollout"
 OLD_ENTROPY_COEFF = 0.001

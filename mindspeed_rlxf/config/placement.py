@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from mindspeed_rlxf.config.cluster import choose_cluster
 from mindspeed_rlxf.config.enums import CONFIGURED, RewardKind, Role, Stage
-from mindspeed_rlxf.config.errors import Problem, format_value, multiples_around, ref, use
 from mindspeed_rlxf.config.given import Given, Tree
 from mindspeed_rlxf.config.keys import unknown_key
+from mindspeed_rlxf.config.problems import Problem, format_value, multiples_around, ref, use
+from mindspeed_rlxf.config.ray_cluster import choose_cluster
 from mindspeed_rlxf.config.secrets import MASK, SECRET_NAME, Secret, variable_secret
 from mindspeed_rlxf.config.sections import DeviceConfig, PoolSettings
 

@@ -17,7 +17,7 @@ from traceback import extract_tb
 from types import ModuleType
 from typing import Any, TypeVar
 
-from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.problems import Problem, UserError
 
 MODULES = "rlxf_plugin_"
 """Prefix of the names of the files' modules."""

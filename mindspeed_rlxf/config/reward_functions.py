@@ -3,11 +3,11 @@
 import sys
 from typing import Any
 
-from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.given import Tree
 from mindspeed_rlxf.config.keys import unknown_key
 from mindspeed_rlxf.config.plugins import carry, load_error, read_source, run_as_module
-from mindspeed_rlxf.config.reward import find_broken_rule, find_function, split_name
+from mindspeed_rlxf.config.problems import Problem, UserError
+from mindspeed_rlxf.config.reward_section import find_broken_rule, find_function, split_name
 from mindspeed_rlxf.config.schema import FunctionConfig
 
 FORM = "path/to/file.py:name"

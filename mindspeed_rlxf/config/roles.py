@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 
 from mindspeed_rlxf.config.architecture import ArchitectureConfig, find_uneven
 from mindspeed_rlxf.config.enums import Recompute
-from mindspeed_rlxf.config.errors import Problem, at_most, divides, ref
 from mindspeed_rlxf.config.fields import FilePath, Integers, Section, Strings, Word, key
+from mindspeed_rlxf.config.problems import Problem, at_most, divides, ref
 
 PIPELINE, CHUNK = "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"
 

@@ -8,7 +8,6 @@ from typing import Annotated
 
 from mindspeed_rlxf.config.algorithm import AlgorithmConfig, KlControlConfig
 from mindspeed_rlxf.config.architecture import ArchitectureConfig
-from mindspeed_rlxf.config.cluster import choose_cluster
 from mindspeed_rlxf.config.data import DataConfig, ValidationConfig
 from mindspeed_rlxf.config.enums import (
     CONFIGURED,
@@ -20,8 +19,9 @@ from mindspeed_rlxf.config.enums import (
     Verifier,
 )
 from mindspeed_rlxf.config.fields import Section, Word, key
-from mindspeed_rlxf.config.layout import ParallelLayout, count_per_node
-from mindspeed_rlxf.config.reward import FunctionConfig, RewardConfig, SandboxConfig
+from mindspeed_rlxf.config.rank_layout import ParallelLayout, count_per_node
+from mindspeed_rlxf.config.ray_cluster import choose_cluster
+from mindspeed_rlxf.config.reward_section import FunctionConfig, RewardConfig, SandboxConfig
 from mindspeed_rlxf.config.roles import (
     ActorConfig,
     CriticConfig,

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any
 
-from mindspeed_rlxf.config.errors import Problem, format_value
 from mindspeed_rlxf.config.fields import Section, extra_of
+from mindspeed_rlxf.config.problems import Problem, format_value
 from mindspeed_rlxf.config.schema import RoleConfig, RunConfig
 
 CONDITION = re.compile(r"(!?)([\w.]+)(!?=|>|)(.*)")

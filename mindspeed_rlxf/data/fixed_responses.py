@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mindspeed_rlxf.config.errors import Problem, UserError, shorten_value
+from mindspeed_rlxf.config.problems import Problem, UserError, shorten_value
 from mindspeed_rlxf.data.files import FileProblems, fault, read_rows
 
 if TYPE_CHECKING:

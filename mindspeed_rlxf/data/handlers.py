@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from typing import Any
 
-from mindspeed_rlxf.config.errors import Problem, UserError, closest
+from mindspeed_rlxf.config.problems import Problem, UserError, closest
 from mindspeed_rlxf.data.files import describe_keys
 from mindspeed_rlxf.data.sidecar import TOKEN_IDS
 

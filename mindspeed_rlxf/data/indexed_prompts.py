@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mindspeed_rlxf.config.errors import Problem, UserError, format_value
+from mindspeed_rlxf.config.problems import Problem, UserError, format_value
 from mindspeed_rlxf.config.schema import DataConfig
 from mindspeed_rlxf.data.files import FileProblems, fault
 from mindspeed_rlxf.data.handlers import LABELS, SEQUENCES, Output

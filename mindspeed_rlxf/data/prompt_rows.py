@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_rlxf.config.enums import OverlongPrompts
-from mindspeed_rlxf.config.errors import Problem, shorten_value
+from mindspeed_rlxf.config.problems import Problem, shorten_value
 from mindspeed_rlxf.config.schema import DataConfig
 from mindspeed_rlxf.data.files import (
     FileProblems,

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.problems import Problem, UserError
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, ValidationError
 
-from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.fields import Integers, Section
+from mindspeed_rlxf.config.problems import Problem, UserError
 
 TOKEN_IDS, MASK = "input_ids", "attention_mask"
 MAX_NAME = 80  # characters of a column in a file name, which may have 255 bytes

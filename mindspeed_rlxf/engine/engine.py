@@ -24,6 +24,7 @@ from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import LogProbs, LogProbsWithKl, Rollouts, Scores, Values
 from mindspeed_rlxf.device import megatron_versions
 from mindspeed_rlxf.engine import offload
+from mindspeed_rlxf.engine.adam_state import single_optimizers
 from mindspeed_rlxf.engine.build import (
     build_chunks,
     build_optimizer,
@@ -37,7 +38,6 @@ from mindspeed_rlxf.engine.hf_stream import hf_tensors
 from mindspeed_rlxf.engine.micro_batch import MicroBatch, group_rows, make_micro_batches
 from mindspeed_rlxf.engine.offload import Offload, tensors_of
 from mindspeed_rlxf.engine.parallel import ParallelGroups
-from mindspeed_rlxf.engine.protocol import Part, PolicyStep, ValueStep
 from mindspeed_rlxf.engine.readouts import (
     Read,
     log_prob_reader,
@@ -50,12 +50,12 @@ from mindspeed_rlxf.engine.readouts import (
 )
 from mindspeed_rlxf.engine.schedule import average_metrics, run_schedule
 from mindspeed_rlxf.engine.sharded_files import fail_together, save_sharded
-from mindspeed_rlxf.engine.slots import single_optimizers
+from mindspeed_rlxf.engine.train_engine import Part, PolicyStep, ValueStep
 from mindspeed_rlxf.engine.train_state import StateSaver, TrainState, load_state
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.models.transformer import TransformerModel
 from mindspeed_rlxf.weights.folders import copy_side_files, find_description, open_weights
-from mindspeed_rlxf.weights.stage import StageWeights
+from mindspeed_rlxf.weights.stage_loader import StageWeights
 from mindspeed_rlxf.weights.state_files import Loaded
 
 

@@ -11,7 +11,7 @@ from mindspeed_rlxf import device
 from mindspeed_rlxf.engine.parallel import ParallelGroups
 from mindspeed_rlxf.models.parameters import hf_shape, rank_parameters, stage_parameters
 from mindspeed_rlxf.weights.boxes import HeldBox, ShardBox, flat_boxes, shard_boxes, view_box
-from mindspeed_rlxf.weights.stage import StageWeights
+from mindspeed_rlxf.weights.stage_loader import StageWeights
 
 
 def hf_tensors(

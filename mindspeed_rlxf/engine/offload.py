@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.device.copies import CopyStream, host_buffer
-from mindspeed_rlxf.engine.protocol import Part
+from mindspeed_rlxf.engine.train_engine import Part
 
 CHUNK_BYTES = 2**28  # largest allocation of host memory; torch rounds up to a power of two
 ALIGNMENT = 512  # bytes

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mindspeed_rlxf.algorithms.losses import LossOutput
 from mindspeed_rlxf.engine.micro_batch import MicroBatch
-from mindspeed_rlxf.engine.protocol import PolicyStep, TokenLogProbs, ValueStep
+from mindspeed_rlxf.engine.train_engine import PolicyStep, TokenLogProbs, ValueStep
 from mindspeed_rlxf.models.heads import full_kl, token_log_probs
 from mindspeed_rlxf.models.transformer import TransformerModel
 

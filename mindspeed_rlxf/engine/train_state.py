@@ -25,11 +25,11 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from mindspeed_rlxf.device import facade
+from mindspeed_rlxf.engine.adam_state import count_steps, held_slots, make_slots
 from mindspeed_rlxf.engine.finite import SkippedSteps
 from mindspeed_rlxf.engine.hf_stream import Shard, shards
 from mindspeed_rlxf.engine.parallel import ParallelGroups
 from mindspeed_rlxf.engine.sharded_files import fail_together, gather_all
-from mindspeed_rlxf.engine.slots import count_steps, held_slots, make_slots
 from mindspeed_rlxf.weights.atomic import sync_folder
 from mindspeed_rlxf.weights.boxes import HeldBox
 from mindspeed_rlxf.weights.role_state import (
@@ -40,7 +40,7 @@ from mindspeed_rlxf.weights.role_state import (
     open_state,
     write_boxes,
 )
-from mindspeed_rlxf.weights.stage import StageWeights
+from mindspeed_rlxf.weights.stage_loader import StageWeights
 from mindspeed_rlxf.weights.state_files import (
     Loaded,
     attempt,

@@ -22,8 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from mindspeed_rlxf.config.errors import quote
-from mindspeed_rlxf.run.supervised import (
+from mindspeed_rlxf.checkpoint.supervised import (
     CHILD_OF,
     EXIT_DONE,
     EXIT_FAILED,
@@ -33,6 +32,7 @@ from mindspeed_rlxf.run.supervised import (
     read_supervision,
     write_facts,
 )
+from mindspeed_rlxf.config.problems import quote
 
 FIRST_PAUSE_S = 5.0  # what the last attempt left is ended meanwhile
 LONGEST_PAUSE_S = 300.0

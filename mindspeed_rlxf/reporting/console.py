@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from datetime import datetime, timedelta
 from typing import TextIO
 
-from mindspeed_rlxf.config.errors import printable
+from mindspeed_rlxf.config.problems import printable
 from mindspeed_rlxf.reporting.phases import PHASES
 
 WARNING = "warning:"

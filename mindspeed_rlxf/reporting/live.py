@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from mindspeed_rlxf.config.errors import printable
+from mindspeed_rlxf.config.problems import printable
 from mindspeed_rlxf.reporting.console import WARNING, Console, format_short
 from mindspeed_rlxf.reporting.phases import PHASES
 

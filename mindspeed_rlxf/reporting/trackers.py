@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-from mindspeed_rlxf.config.errors import Problem, closest
+from mindspeed_rlxf.config.problems import Problem, closest
 from mindspeed_rlxf.config.registry import register_part
 
 KEY = "logging.trackers"

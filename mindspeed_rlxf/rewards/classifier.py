@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from mindspeed_rlxf import device
-from mindspeed_rlxf.config.errors import Problem
 from mindspeed_rlxf.config.hf_config import read_hf_config
+from mindspeed_rlxf.config.problems import Problem
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
 
 KEY = "reward.load"

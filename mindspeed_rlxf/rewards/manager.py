@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from mindspeed_rlxf.config.enums import Verifier
-from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.problems import Problem, UserError
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.rewards import programs  # noqa: F401  registers its rules
 from mindspeed_rlxf.rewards.rules import (

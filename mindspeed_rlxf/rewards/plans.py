@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_rlxf.config.enums import RewardKind
-from mindspeed_rlxf.config.errors import Problem, closest
 from mindspeed_rlxf.config.plugins import find_carried, loaded
-from mindspeed_rlxf.config.reward import BY_SOURCE, split_name
+from mindspeed_rlxf.config.problems import Problem, closest
+from mindspeed_rlxf.config.reward_section import BY_SOURCE, split_name
 from mindspeed_rlxf.config.schema import FunctionConfig, RewardConfig
 from mindspeed_rlxf.data.prompt_store import reward_style
 from mindspeed_rlxf.rewards.outcome import Outcome, Sample
 from mindspeed_rlxf.rewards.remote import RemoteRewards
 from mindspeed_rlxf.rewards.rules import BUILTIN_SOURCES, OWN_RULES, RULES, SLOW_RULES, RewardResult
 from mindspeed_rlxf.rewards.sandbox import Sandbox
-from mindspeed_rlxf.rewards.scorer import Part, Plan, weighted_sum
+from mindspeed_rlxf.rewards.scoring import Part, Plan, weighted_sum
 from mindspeed_rlxf.rewards.workers import WorkerPool
 
 

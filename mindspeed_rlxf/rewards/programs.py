@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from mindspeed_rlxf.config.reward import SandboxConfig
+from mindspeed_rlxf.config.reward_section import SandboxConfig
 from mindspeed_rlxf.rewards.rules import RewardResult, register_rule
 from mindspeed_rlxf.rewards.sandbox import Sandbox
 

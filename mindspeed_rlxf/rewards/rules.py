@@ -7,7 +7,7 @@ from functools import wraps
 from typing import Any, TypeAlias
 
 from mindspeed_rlxf.config.registry import register_part
-from mindspeed_rlxf.config.reward import RULES_OF_PROGRAMS
+from mindspeed_rlxf.config.reward_section import RULES_OF_PROGRAMS
 from mindspeed_rlxf.rewards.answers import (
     final_number,
     format_score,

@@ -27,8 +27,8 @@ from typing import Any
 
 import psutil
 
-from mindspeed_rlxf.config.errors import Problem, UserError
-from mindspeed_rlxf.config.reward import SandboxConfig
+from mindspeed_rlxf.config.problems import Problem, UserError
+from mindspeed_rlxf.config.reward_section import SandboxConfig
 from mindspeed_rlxf.rewards.outcome import ScoringBroken
 from mindspeed_rlxf.rewards.system_calls import make_filter
 

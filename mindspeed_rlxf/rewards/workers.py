@@ -23,7 +23,7 @@ import psutil
 
 from mindspeed_rlxf.rewards.outcome import Cause, Outcome, Sample, ScoreFailure, ScoringBroken
 from mindspeed_rlxf.rewards.rules import RewardResult
-from mindspeed_rlxf.rewards.scorer import MAX_OUTPUT, Plan, main
+from mindspeed_rlxf.rewards.scoring import MAX_OUTPUT, Plan, main
 
 START_S = 180.0  # for the imports of the user's files
 EXIT_S, END_S = 0.3, 30.0  # to end after the socket was closed, to end once killed

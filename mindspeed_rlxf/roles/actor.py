@@ -6,7 +6,7 @@ from torch import Tensor
 
 from mindspeed_rlxf.algorithms.losses import truncated_importance
 from mindspeed_rlxf.cluster.group import Pending, RoleGroup, Sharded
-from mindspeed_rlxf.cluster.protocol import Pool, PoolPart, Request
+from mindspeed_rlxf.cluster.interface import Pool, PoolPart, Request
 from mindspeed_rlxf.cluster.refs import RowsRef
 from mindspeed_rlxf.config.enums import OldLogProbs, Role, Stage
 from mindspeed_rlxf.config.schema import RunConfig
@@ -22,7 +22,6 @@ from mindspeed_rlxf.data.mini_batches import mini_batch_order
 from mindspeed_rlxf.roles.balance import Lengths, balanced_steps, call_balanced
 from mindspeed_rlxf.roles.engines import EngineFactory, megatron_engine
 from mindspeed_rlxf.roles.experience import ExperienceMaker
-from mindspeed_rlxf.roles.generation import version_span
 from mindspeed_rlxf.roles.objectives import make_objective
 from mindspeed_rlxf.roles.reports import (
     LogProbReport,
@@ -31,6 +30,7 @@ from mindspeed_rlxf.roles.reports import (
     UpdateReport,
     measure_differences,
 )
+from mindspeed_rlxf.roles.requests import version_span
 from mindspeed_rlxf.roles.trained import TrainedGroup
 
 

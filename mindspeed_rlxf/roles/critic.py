@@ -6,13 +6,13 @@ from torch import Tensor
 
 from mindspeed_rlxf.algorithms.losses import LossOutput, clipped_value_loss, normalised_loss
 from mindspeed_rlxf.cluster.group import Pending, RoleGroup, Sharded
-from mindspeed_rlxf.cluster.protocol import Pool
+from mindspeed_rlxf.cluster.interface import Pool
 from mindspeed_rlxf.cluster.refs import RowsRef
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Experience, ExperienceInputs, RoleOutput, Rollouts
 from mindspeed_rlxf.data.mini_batches import mini_batch_order
-from mindspeed_rlxf.engine.protocol import ValueStep
+from mindspeed_rlxf.engine.train_engine import ValueStep
 from mindspeed_rlxf.roles.balance import Lengths, balanced_steps, call_balanced
 from mindspeed_rlxf.roles.engines import EngineFactory, megatron_engine
 from mindspeed_rlxf.roles.experience import ExperienceMaker

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import LearningConfig, RunConfig
 from mindspeed_rlxf.engine import offload
-from mindspeed_rlxf.engine.protocol import TrainEngine
-from mindspeed_rlxf.models.sizes import HEADS
+from mindspeed_rlxf.engine.train_engine import TrainEngine
+from mindspeed_rlxf.models.parameter_counts import HEADS
 
 if TYPE_CHECKING:
     from mindspeed_rlxf.engine.engine import MegatronEngine

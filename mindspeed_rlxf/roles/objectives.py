@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rlxf.algorithms.estimators import ESTIMATORS, Estimate, Rewarded
-from mindspeed_rlxf.algorithms.groups import preference_of_pairs
+from mindspeed_rlxf.algorithms.group_advantages import preference_of_pairs
 from mindspeed_rlxf.algorithms.kl import kl_per_token
 from mindspeed_rlxf.algorithms.losses import (
     ClipRange,
@@ -28,7 +28,7 @@ from mindspeed_rlxf.algorithms.masked import AllReduce, masked_whiten
 from mindspeed_rlxf.config.enums import AdvantageWhiten, Role, Stage
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Experience, Rollouts, fit_columns
-from mindspeed_rlxf.engine.protocol import PolicyStep, TokenLogProbs
+from mindspeed_rlxf.engine.train_engine import PolicyStep, TokenLogProbs
 
 
 class Objective(Protocol):

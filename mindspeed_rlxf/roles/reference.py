@@ -1,7 +1,7 @@
 """The reference role: the frozen policy that the KL penalty compares with."""
 
 from mindspeed_rlxf.cluster.group import Pending, RoleGroup
-from mindspeed_rlxf.cluster.protocol import Peer, Pool
+from mindspeed_rlxf.cluster.interface import Peer, Pool
 from mindspeed_rlxf.cluster.refs import RowsRef
 from mindspeed_rlxf.config.enums import KlPenalty, Role
 from mindspeed_rlxf.config.schema import RunConfig

@@ -12,7 +12,7 @@ from mindspeed_rlxf.algorithms.kl import kl_per_token
 from mindspeed_rlxf.algorithms.losses import LossOutput, Mean
 from mindspeed_rlxf.config.enums import KlPenalty
 from mindspeed_rlxf.data.batch import Experience, Rollouts, fit_columns
-from mindspeed_rlxf.engine.protocol import PolicyStep, TokenLogProbs
+from mindspeed_rlxf.engine.train_engine import PolicyStep, TokenLogProbs
 
 
 @dataclass(frozen=True)

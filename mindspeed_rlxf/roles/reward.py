@@ -3,7 +3,7 @@
 import torch
 
 from mindspeed_rlxf.cluster.group import Pending, RoleGroup, Sharded
-from mindspeed_rlxf.cluster.protocol import Pool
+from mindspeed_rlxf.cluster.interface import Pool
 from mindspeed_rlxf.cluster.refs import RowsRef
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.schema import RunConfig

@@ -5,13 +5,13 @@ from collections.abc import Iterable, Sequence
 from enum import Enum
 
 from mindspeed_rlxf.cluster.group import Pending, RoleGroup, Sharded, submit_together
-from mindspeed_rlxf.cluster.protocol import Peer, Pool, PoolPart
+from mindspeed_rlxf.cluster.interface import Peer, Pool, PoolPart
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts, RoleOutput
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
 from mindspeed_rlxf.roles.actor import ActorGroup, ActorRole
-from mindspeed_rlxf.roles.generation import (
+from mindspeed_rlxf.roles.requests import (
     gather_rollouts,
     make_output,
     make_requests,
@@ -20,7 +20,7 @@ from mindspeed_rlxf.roles.generation import (
 )
 from mindspeed_rlxf.roles.scorer import ScorerRole
 from mindspeed_rlxf.rollout.fixed import answer_from_table
-from mindspeed_rlxf.rollout.protocol import GenerationResult
+from mindspeed_rlxf.rollout.rollout_engine import GenerationResult
 from mindspeed_rlxf.rollout.sampling import StopStrings
 
 

@@ -11,7 +11,7 @@ from mindspeed_rlxf.rewards.outcome import Outcome, Sample
 from mindspeed_rlxf.rewards.plans import Scoring, StreamingRewards, scores_row
 from mindspeed_rlxf.rewards.verifiers import AnswerFinder
 from mindspeed_rlxf.roles.reports import FailedSample, ScoreReport
-from mindspeed_rlxf.rollout.protocol import GenerationResult
+from mindspeed_rlxf.rollout.rollout_engine import GenerationResult
 
 KEPT_GENERATIONS = 2  # latest calls of `follow` whose scores can still be read
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from mindspeed_rlxf.cluster.group import Pending, RoleGroup
-from mindspeed_rlxf.engine.protocol import TrainEngine
+from mindspeed_rlxf.engine.train_engine import TrainEngine
 
 
 class TrainedGroup:

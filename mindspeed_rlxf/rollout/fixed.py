@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from mindspeed_rlxf.rollout.protocol import (
+from mindspeed_rlxf.rollout.rollout_engine import (
     FinishReason,
     GenerationRequest,
     GenerationResult,

@@ -22,7 +22,7 @@ from mindspeed_rlxf.models.decode import Decoder, linear
 from mindspeed_rlxf.models.heads import full_logits
 from mindspeed_rlxf.models.transformer import TransformerModel
 from mindspeed_rlxf.rollout.kv_cache import CacheShape, DecodeStep, KvCache, Prefill
-from mindspeed_rlxf.rollout.protocol import GenerationRequest, GenerationStats
+from mindspeed_rlxf.rollout.rollout_engine import GenerationRequest, GenerationStats
 from mindspeed_rlxf.rollout.rounds import Rounds
 from mindspeed_rlxf.rollout.rows import GrowingSample, RowGroup, RowStates
 from mindspeed_rlxf.rollout.sampling import check_log_probs

@@ -18,7 +18,11 @@ from mindspeed_rlxf.models.attention import PackedSequences
 from mindspeed_rlxf.models.heads import token_log_probs
 from mindspeed_rlxf.models.transformer import TransformerModel
 from mindspeed_rlxf.rollout.generation import Generation, Limits, broadcast_from_first, cache_shape
-from mindspeed_rlxf.rollout.protocol import GenerationRequest, GenerationResult, GenerationStats
+from mindspeed_rlxf.rollout.rollout_engine import (
+    GenerationRequest,
+    GenerationResult,
+    GenerationStats,
+)
 from mindspeed_rlxf.rollout.weights import WeightSource
 
 STEPS_OF_A_DEVICE = 8  # decode steps between two reads of the drawn tokens, which wait for them

@@ -16,11 +16,11 @@ from mindspeed_rlxf.device import megatron_versions, worlds
 from mindspeed_rlxf.engine import offload
 from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.parallel import ParallelGroups
-from mindspeed_rlxf.engine.protocol import Part, TrainEngine
+from mindspeed_rlxf.engine.train_engine import Part, TrainEngine
 from mindspeed_rlxf.models.parameters import Head, StageParameter, hf_shapes, stage_parameters
 from mindspeed_rlxf.rollout import transfer
 from mindspeed_rlxf.rollout.native import NativeRollout
-from mindspeed_rlxf.rollout.protocol import ENGINES, NATIVE, RolloutEngine
+from mindspeed_rlxf.rollout.rollout_engine import ENGINES, NATIVE, RolloutEngine
 from mindspeed_rlxf.rollout.weights import (
     OwnWeights,
     WeightSource,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindspeed_rlxf.rollout.protocol import FinishReason, GenerationRequest, GenerationResult
+from mindspeed_rlxf.rollout.rollout_engine import FinishReason, GenerationRequest, GenerationResult
 from mindspeed_rlxf.rollout.sampling import SamplingSettings, draw_tokens, uniform_numbers
 
 

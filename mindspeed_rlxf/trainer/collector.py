@@ -8,12 +8,12 @@ from typing import TypeVar
 import torch
 
 from mindspeed_rlxf.algorithms.advantages import shape_scores
-from mindspeed_rlxf.algorithms.groups import groups_that_differ
+from mindspeed_rlxf.algorithms.group_advantages import groups_that_differ
 from mindspeed_rlxf.cluster.group import Pending
 from mindspeed_rlxf.cluster.refs import RowsRef
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts
-from mindspeed_rlxf.roles.groups import RoleGroups
+from mindspeed_rlxf.roles.all_roles import RoleGroups
 from mindspeed_rlxf.roles.reports import GenerateReport, ResponseLengths, ScoreReport
 from mindspeed_rlxf.roles.rollout import Sampling
 from mindspeed_rlxf.trainer.prompt_source import PromptSource

@@ -12,6 +12,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from mindspeed_rlxf.checkpoint import supervised
+from mindspeed_rlxf.checkpoint.directory import RunDirectory
+from mindspeed_rlxf.checkpoint.lock import LockLost
+from mindspeed_rlxf.checkpoint.report_file import find_problem, write_report
+from mindspeed_rlxf.checkpoint.stopping import Stopped, StoppedByRule, StopRequest
+from mindspeed_rlxf.checkpoint.store import RunStore
+from mindspeed_rlxf.checkpoint.supervised import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
 from mindspeed_rlxf.cluster.errors import (
     DevicesMissing,
     RuntimeTimeout,
@@ -19,15 +26,8 @@ from mindspeed_rlxf.cluster.errors import (
     TooFewDevices,
     WorkerError,
 )
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.run import supervised
-from mindspeed_rlxf.run.directory import RunDirectory
-from mindspeed_rlxf.run.lock import LockLost
-from mindspeed_rlxf.run.report import find_problem, write_report
-from mindspeed_rlxf.run.stopping import Stopped, StoppedByRule, StopRequest
-from mindspeed_rlxf.run.store import RunStore
-from mindspeed_rlxf.run.supervised import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
 from mindspeed_rlxf.trainer.preflight import Prepared
 from mindspeed_rlxf.weights.atomic import replace_file
 

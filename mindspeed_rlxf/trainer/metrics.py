@@ -8,9 +8,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from mindspeed_rlxf.algorithms.groups import groups_that_differ
+from mindspeed_rlxf.algorithms.group_advantages import groups_that_differ
 from mindspeed_rlxf.cluster.group import Pending
-from mindspeed_rlxf.cluster.protocol import Reply
+from mindspeed_rlxf.cluster.interface import Reply
 from mindspeed_rlxf.config.enums import OldLogProbs, RewardKind, Role
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.mini_batches import sample_flops

@@ -4,16 +4,16 @@ import time
 from typing import Any
 
 from mindspeed_rlxf.algorithms.kl import KlController
+from mindspeed_rlxf.checkpoint import lock
+from mindspeed_rlxf.checkpoint.checkpoints import RunCheckpoints
+from mindspeed_rlxf.checkpoint.recorder import Recorder
+from mindspeed_rlxf.checkpoint.stopping import StopRequest
 from mindspeed_rlxf.cluster.group import Pending
 from mindspeed_rlxf.cluster.refs import as_rows_field
 from mindspeed_rlxf.config.enums import OldLogProbs
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import ExperienceInputs
-from mindspeed_rlxf.roles.groups import RoleGroups
-from mindspeed_rlxf.run import lock
-from mindspeed_rlxf.run.checkpoints import RunCheckpoints
-from mindspeed_rlxf.run.recorder import Recorder
-from mindspeed_rlxf.run.stopping import StopRequest
+from mindspeed_rlxf.roles.all_roles import RoleGroups
 from mindspeed_rlxf.trainer import metrics as names
 from mindspeed_rlxf.trainer.collector import Collected, Collector
 from mindspeed_rlxf.trainer.metrics import FindPeak, idle_metrics, iteration_flops, phase_metrics

@@ -6,10 +6,17 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mindspeed_rlxf.checkpoint.directory import RunDirectory
+from mindspeed_rlxf.checkpoint.driver_state import (
+    check_checkpoints,
+    check_train_iters,
+    find_newest_checkpoint,
+)
+from mindspeed_rlxf.checkpoint.exports import check_save_folders
 from mindspeed_rlxf.cluster import environment
 from mindspeed_rlxf.config.enums import RewardKind, Role
-from mindspeed_rlxf.config.errors import Problem, UserError, closest
 from mindspeed_rlxf.config.hf_config import OF_WEIGHTS, find_disagreements, read_hf_config
+from mindspeed_rlxf.config.problems import Problem, UserError, closest
 from mindspeed_rlxf.config.schema import RewardConfig, RoleConfig, RunConfig
 from mindspeed_rlxf.data.fixed_responses import FixedResponses, load_fixed_responses
 from mindspeed_rlxf.data.indexed_prompts import IndexedPrompts, load_indexed_prompts
@@ -21,8 +28,8 @@ from mindspeed_rlxf.data.tokenizer import (
     eos_token_ids,
     load_tokenizer,
 )
+from mindspeed_rlxf.models.parameter_counts import HEADS
 from mindspeed_rlxf.models.parameters import Head, hf_shapes
-from mindspeed_rlxf.models.sizes import HEADS
 from mindspeed_rlxf.reporting import trackers
 from mindspeed_rlxf.rewards.classifier import check_classifier
 from mindspeed_rlxf.rewards.manager import RewardManager
@@ -34,14 +41,7 @@ from mindspeed_rlxf.rewards.plans import (
     scores_row,
     try_sandbox,
 )
-from mindspeed_rlxf.rollout.protocol import ENGINES, NATIVE
-from mindspeed_rlxf.run.directory import RunDirectory
-from mindspeed_rlxf.run.driver_state import (
-    check_checkpoints,
-    check_train_iters,
-    find_newest_checkpoint,
-)
-from mindspeed_rlxf.run.exports import check_save_folders
+from mindspeed_rlxf.rollout.rollout_engine import ENGINES, NATIVE
 from mindspeed_rlxf.trainer.prompt_source import PromptSource, find_order_problems
 from mindspeed_rlxf.weights.boxes import BoxedWeights
 from mindspeed_rlxf.weights.folders import check_side_files, find_description, open_weights

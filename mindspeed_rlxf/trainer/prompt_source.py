@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mindspeed_rlxf.config.errors import Problem
+from mindspeed_rlxf.config.problems import Problem
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts
 from mindspeed_rlxf.data.fixed_responses import KEY, FixedResponses

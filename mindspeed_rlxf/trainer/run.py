@@ -6,21 +6,21 @@ import math
 import socket
 from collections.abc import Iterator
 
+from mindspeed_rlxf.checkpoint import supervised
+from mindspeed_rlxf.checkpoint.checkpoints import RunCheckpoints
+from mindspeed_rlxf.checkpoint.directory import RunDirectory
+from mindspeed_rlxf.checkpoint.driver_state import hash_prompts, is_finished
+from mindspeed_rlxf.checkpoint.exports import export_weights
+from mindspeed_rlxf.checkpoint.recorder import Recorder
+from mindspeed_rlxf.checkpoint.stopping import StopRequest
 from mindspeed_rlxf.cluster.errors import WorkerError
+from mindspeed_rlxf.cluster.interface import Runtime
 from mindspeed_rlxf.cluster.node_check import sees_file, unshared
-from mindspeed_rlxf.cluster.protocol import Runtime
 from mindspeed_rlxf.config.enums import Role
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.reporting.phases import phase
-from mindspeed_rlxf.roles.groups import RoleGroups
-from mindspeed_rlxf.run import supervised
-from mindspeed_rlxf.run.checkpoints import RunCheckpoints
-from mindspeed_rlxf.run.directory import RunDirectory
-from mindspeed_rlxf.run.driver_state import hash_prompts, is_finished
-from mindspeed_rlxf.run.exports import export_weights
-from mindspeed_rlxf.run.recorder import Recorder
-from mindspeed_rlxf.run.stopping import StopRequest
+from mindspeed_rlxf.roles.all_roles import RoleGroups
 from mindspeed_rlxf.trainer.ending import Ending
 from mindspeed_rlxf.trainer.metrics import FindPeak
 from mindspeed_rlxf.trainer.ppo import PpoTrainer

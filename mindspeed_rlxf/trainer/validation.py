@@ -8,19 +8,19 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from mindspeed_rlxf.cluster.protocol import Runtime
+from mindspeed_rlxf.checkpoint.checkpoints import RunCheckpoints
+from mindspeed_rlxf.checkpoint.directory import RunDirectory
+from mindspeed_rlxf.checkpoint.recorder import Recorder
+from mindspeed_rlxf.cluster.interface import Runtime
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.schema import RunConfig, ValidationConfig
 from mindspeed_rlxf.data.batch import Prompts
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.reporting.phases import phase
 from mindspeed_rlxf.reporting.table import pairs
-from mindspeed_rlxf.roles.groups import RoleGroups
+from mindspeed_rlxf.roles.all_roles import RoleGroups
 from mindspeed_rlxf.roles.reports import ScoreReport
 from mindspeed_rlxf.roles.rollout import Sampling
-from mindspeed_rlxf.run.checkpoints import RunCheckpoints
-from mindspeed_rlxf.run.directory import RunDirectory
-from mindspeed_rlxf.run.recorder import Recorder
 from mindspeed_rlxf.trainer.preflight import Prepared
 from mindspeed_rlxf.trainer.prompt_source import as_rows
 

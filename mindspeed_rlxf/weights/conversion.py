@@ -7,13 +7,13 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mindspeed_rlxf.config.errors import Problem, UserError, closest
+from mindspeed_rlxf.config.problems import Problem, UserError, closest
 from mindspeed_rlxf.config.schema import SAVED_AS, ArchitectureConfig
 from mindspeed_rlxf.weights.formats import INDEX, SINGLE, Format, find_weights
-from mindspeed_rlxf.weights.layout import MegatronLayout, make_layout
+from mindspeed_rlxf.weights.megatron_layout import MegatronLayout, make_layout
 
 if TYPE_CHECKING:
-    from mindspeed_rlxf.weights.convert import Conversion
+    from mindspeed_rlxf.weights.tensor_conversion import Conversion
 
 FAMILIES = {
     "llama2": ("llama", "qwen2"),
@@ -32,7 +32,7 @@ def plan_conversion(arguments: argparse.Namespace) -> Conversion:
 
     An existing target is not a problem here.
     """
-    from mindspeed_rlxf.weights.convert import (
+    from mindspeed_rlxf.weights.tensor_conversion import (
         DTYPE_NAMES,
         Conversion,
         choose_head,

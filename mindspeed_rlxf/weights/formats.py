@@ -6,7 +6,7 @@ Imports little, as every node calls it.
 from enum import Enum
 from pathlib import Path
 
-from mindspeed_rlxf.weights.layout import RANK_FOLDER, TRACKER
+from mindspeed_rlxf.weights.megatron_layout import RANK_FOLDER, TRACKER
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

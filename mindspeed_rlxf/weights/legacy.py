@@ -28,7 +28,7 @@ from mindspeed_rlxf.weights.boxes import (
     refuse,
     unknown_names,
 )
-from mindspeed_rlxf.weights.layout import (
+from mindspeed_rlxf.weights.megatron_layout import (
     ITERATION,
     RANK_FILE,
     RANK_FOLDER,

@@ -46,8 +46,8 @@ from mindspeed_rlxf.weights.boxes import (
     whole,
 )
 from mindspeed_rlxf.weights.formats import COMMON, METADATA
-from mindspeed_rlxf.weights.layout import ITERATION, MegatronLayout
 from mindspeed_rlxf.weights.legacy import checkpoint_arguments, zero_bias
+from mindspeed_rlxf.weights.megatron_layout import ITERATION, MegatronLayout
 from mindspeed_rlxf.weights.pickled import read_metadata, read_torch_bytes
 
 LAYER = re.compile(r"^decoder\.layers\.(\d{1,9})\.")

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import psutil
 
-from mindspeed_rlxf.run.directory import RunDirectory
+from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from tests.chaos.moments import POLL_S, Moment, Phase, Watch
 from tests.chaos.same_run import differences
 from tests.chaos.tiny_run import command

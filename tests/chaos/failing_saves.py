@@ -12,9 +12,9 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from mindspeed_rlxf.run.checkpoints import RunCheckpoints
-from mindspeed_rlxf.run.directory import RunDirectory
-from mindspeed_rlxf.run.store import RunStore
+from mindspeed_rlxf.checkpoint.checkpoints import RunCheckpoints
+from mindspeed_rlxf.checkpoint.directory import RunDirectory
+from mindspeed_rlxf.checkpoint.store import RunStore
 from mindspeed_rlxf.weights.state_files import find_damage, role_entries
 from tests.chaos.failing_files import FailingFiles, choose_steps
 from tests.chaos.forked import Forked

@@ -19,10 +19,10 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from mindspeed_rlxf.cluster.local import LocalRuntime
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.roles import actor, critic, reference, reward  # noqa: F401  # for the forks
-from mindspeed_rlxf.run.directory import RunDirectory
 from tests.chaos.moments import Moment, Watch
 from tests.distributed.resume_run import start
 

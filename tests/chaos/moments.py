@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 
-from mindspeed_rlxf.run.directory import RunDirectory
+from mindspeed_rlxf.checkpoint.directory import RunDirectory
 
 POLL_S = 0.002
 INTO_SAVE_S = 0.05

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rlxf.run.directory import RunDirectory
-from mindspeed_rlxf.run.store import Checkpoint
+from mindspeed_rlxf.checkpoint.directory import RunDirectory
+from mindspeed_rlxf.checkpoint.store import Checkpoint
 
 # Prefixes of metrics that depend on the machine and its load, not on the training.
 MACHINE_METRICS = ("timing/", "throughput/", "memory/", "idle/", "skew/", "slowest_rank/")

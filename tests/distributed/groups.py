@@ -7,7 +7,7 @@ from typing import Any
 
 from mindspeed_rlxf.cluster.group import RoleGroup, Sharded
 from mindspeed_rlxf.config.enums import Role
-from mindspeed_rlxf.config.layout import ParallelLayout
+from mindspeed_rlxf.config.rank_layout import ParallelLayout
 from mindspeed_rlxf.config.schema import RoleConfig, RunConfig
 from mindspeed_rlxf.data.batch import Experience, Rollouts
 from mindspeed_rlxf.data.mini_batches import rank_steps

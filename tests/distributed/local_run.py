@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from mindspeed_rlxf.cluster.local import LocalRuntime
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.run.directory import RunDirectory
 from tests.distributed.llamas import PLAIN, with_local_runtime
 from tests.distributed.test_layout_invariance import WHITENED, fixed_run
 from tests.training import train

@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from mindspeed_rlxf.cluster.local import LocalRuntime
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.trainer.ppo import PpoTrainer
 from tests.distributed.llamas import with_local_runtime
 from tests.distributed.test_layout_invariance import ARCHITECTURES, fixed_run

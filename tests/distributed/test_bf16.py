@@ -19,7 +19,7 @@ from mindspeed_rlxf.config.enums import LossNormalizer
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import RoleOutput, Rollouts
 from mindspeed_rlxf.engine.engine import MegatronEngine
-from mindspeed_rlxf.engine.protocol import PolicyStep, TokenLogProbs
+from mindspeed_rlxf.engine.train_engine import PolicyStep, TokenLogProbs
 from mindspeed_rlxf.models import heads
 from mindspeed_rlxf.models.parameters import Head
 from tests.distributed.groups import build_group, layout_of

@@ -13,7 +13,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
 from mindspeed_rlxf.cli.convert import main
-from mindspeed_rlxf.config.layout import ParallelLayout
+from mindspeed_rlxf.config.rank_layout import ParallelLayout
 from mindspeed_rlxf.config.schema import ArchitectureConfig, RoleConfig
 from mindspeed_rlxf.data.batch import RoleOutput
 from mindspeed_rlxf.device import megatron_versions

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from mindspeed_rlxf.config.enums import (
     AdvantageWhiten,
     AdvEstimator,
@@ -15,7 +16,6 @@ from mindspeed_rlxf.config.enums import (
     Stage,
 )
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.run.directory import RunDirectory
 from tests.distributed.llamas import TIED, make_models
 from tests.distributed.test_layout_invariance import PP2, TP2, Outcome, compare, fixed_run
 from tests.training import train

@@ -12,12 +12,12 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from mindspeed_rlxf.algorithms.losses import LossOutput, normalised_loss
 from mindspeed_rlxf.config.enums import LossNormalizer
-from mindspeed_rlxf.config.layout import ParallelLayout
+from mindspeed_rlxf.config.rank_layout import ParallelLayout
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import RoleOutput, Rollouts
 from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.micro_batch import chunk_rows
-from mindspeed_rlxf.engine.protocol import PolicyStep, TokenLogProbs
+from mindspeed_rlxf.engine.train_engine import PolicyStep, TokenLogProbs
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.roles.rollout import Sampling
 from tests.distributed.groups import build_group, build_policy, layout_of, split_evenly

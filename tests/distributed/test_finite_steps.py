@@ -22,13 +22,13 @@ from torch import Tensor
 from mindspeed_rlxf.algorithms.losses import LossOutput, Mean
 from mindspeed_rlxf.cluster.errors import WorkerError
 from mindspeed_rlxf.cluster.group import RoleGroup
-from mindspeed_rlxf.config.layout import ParallelLayout
+from mindspeed_rlxf.config.rank_layout import ParallelLayout
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import RoleOutput, Rollouts
 from mindspeed_rlxf.device import megatron_versions
 from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.finite import SkippedSteps
-from mindspeed_rlxf.engine.protocol import PolicyStep, TokenLogProbs
+from mindspeed_rlxf.engine.train_engine import PolicyStep, TokenLogProbs
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.weights.torch_dist import Metadata
 from tests.distributed.groups import build_group

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mindspeed_rlxf.cluster.group import Sharded
-from mindspeed_rlxf.cluster.protocol import Peer
+from mindspeed_rlxf.cluster.interface import Peer
 from mindspeed_rlxf.config.enums import KlPenalty, RewardKind, Role
 from mindspeed_rlxf.data.batch import RoleOutput, Rollouts
 from mindspeed_rlxf.roles.actor import ActorRole

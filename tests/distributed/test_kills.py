@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rlxf.run.directory import RunDirectory
+from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from tests.chaos.forked import ITERATIONS
 from tests.chaos.same_run import differences
 from tests.distributed.conftest import REPOSITORY

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from mindspeed_rlxf.config.enums import CONFIGURED, RewardKind, Role
 from mindspeed_rlxf.config.schema import (
     ArchitectureConfig,
@@ -21,7 +22,6 @@ from mindspeed_rlxf.config.schema import (
 )
 from mindspeed_rlxf.data.fixed_responses import FixedResponses
 from mindspeed_rlxf.data.prompts import Prompt
-from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.trainer.preflight import Prepared
 from tests.chaos.same_run import MACHINE_METRICS
 from tests.distributed.cluster.test_local_runtime import torchrun

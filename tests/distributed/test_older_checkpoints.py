@@ -12,14 +12,14 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 from mindspeed_rlxf.cluster.group import RoleGroup
-from mindspeed_rlxf.config.layout import ParallelLayout
+from mindspeed_rlxf.config.rank_layout import ParallelLayout
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import RoleOutput
 from mindspeed_rlxf.engine import train_state
+from mindspeed_rlxf.engine.adam_state import held_slots
 from mindspeed_rlxf.engine.engine import MegatronEngine
-from mindspeed_rlxf.engine.protocol import TrainEngine
 from mindspeed_rlxf.engine.sharded_files import save_sharded
-from mindspeed_rlxf.engine.slots import held_slots
+from mindspeed_rlxf.engine.train_engine import TrainEngine
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.weights.role_state import file_of
 from mindspeed_rlxf.weights.state_files import Loaded

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.run.directory import RunDirectory
+from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from mindspeed_rlxf.trainer.preflight import prepare
 from tests.golden.runs import golden_config
 from tests.registries import restored_registries

@@ -20,7 +20,7 @@ from mindspeed_rlxf.config.enums import (
 )
 from mindspeed_rlxf.config.schema import OptimizerConfig
 from mindspeed_rlxf.data.batch import Experience, Rollouts
-from mindspeed_rlxf.engine.protocol import TrainEngine
+from mindspeed_rlxf.engine.train_engine import TrainEngine
 from mindspeed_rlxf.roles.actor import ActorRole
 from tests.distributed.groups import build_group, update
 from tests.distributed.llamas import MAX_NEW_TOKENS, TIED, make_llama, run_config

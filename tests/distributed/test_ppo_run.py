@@ -14,6 +14,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from mindspeed_rlxf.cluster.group import RoleGroup, Sharded
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.schema import ArchitectureConfig, RunConfig
@@ -23,7 +24,6 @@ from mindspeed_rlxf.data.preprocessing.pipeline import PreprocessOptions, prepro
 from mindspeed_rlxf.roles import objectives
 from mindspeed_rlxf.roles.actor import ActorGroup, ActorRole
 from mindspeed_rlxf.roles.rollout import RolloutGroup
-from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.trainer.preflight import prepare
 from tests.chaos.same_run import MACHINE_METRICS
 from tests.distributed.llamas import PLAIN, TIED, make_llama, make_pair, run_config

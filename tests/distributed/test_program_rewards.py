@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.config.errors import UserError
-from mindspeed_rlxf.config.reward import SandboxConfig
+from mindspeed_rlxf.checkpoint.directory import RunDirectory
+from mindspeed_rlxf.config.problems import UserError
+from mindspeed_rlxf.config.reward_section import SandboxConfig
 from mindspeed_rlxf.rewards.sandbox import Sandbox
-from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.trainer.preflight import prepare
 from tests.distributed.llamas import make_llama
 from tests.golden.runs import golden_config

@@ -14,9 +14,9 @@ from mindspeed_rlxf.config.enums import LossNormalizer
 from mindspeed_rlxf.config.schema import ArchitectureConfig, LearningConfig, OptimizerConfig
 from mindspeed_rlxf.data.batch import RoleOutput, Rollouts
 from mindspeed_rlxf.engine.engine import MegatronEngine
-from mindspeed_rlxf.engine.protocol import PolicyStep, TokenLogProbs
+from mindspeed_rlxf.engine.train_engine import PolicyStep, TokenLogProbs
 from mindspeed_rlxf.models.parameters import Head
-from mindspeed_rlxf.ops.planning.stage import layer_bytes, recompute_bytes
+from mindspeed_rlxf.ops.planning.stage_memory import layer_bytes, recompute_bytes
 from tests.distributed.groups import build_group, layout_of
 from tests.distributed.llamas import PLAIN, QWEN3_MOE, SHARES_GROUPS, make_llama
 from tests.distributed.samples import make_rollouts

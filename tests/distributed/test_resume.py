@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from mindspeed_rlxf.checkpoint.directory import RunDirectory
+from mindspeed_rlxf.checkpoint.exports import export_weights
+from mindspeed_rlxf.checkpoint.store import RunStore
 from mindspeed_rlxf.cli.convert import main as convert
 from mindspeed_rlxf.config.enums import KlPenalty
-from mindspeed_rlxf.config.errors import UserError
-from mindspeed_rlxf.run.directory import RunDirectory
-from mindspeed_rlxf.run.exports import export_weights
-from mindspeed_rlxf.run.store import RunStore
+from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.trainer.ppo import PpoTrainer
 from mindspeed_rlxf.weights.state_files import role_entries
 from tests.chaos.same_run import lines_of, state_of

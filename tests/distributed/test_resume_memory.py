@@ -16,12 +16,12 @@ from unittest import mock
 import pytest
 import torch
 
-from mindspeed_rlxf.config.layout import ParallelLayout
+from mindspeed_rlxf.config.rank_layout import ParallelLayout
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import RoleOutput
+from mindspeed_rlxf.engine.adam_state import held_slots, single_optimizers
 from mindspeed_rlxf.engine.engine import MegatronEngine
-from mindspeed_rlxf.engine.protocol import TrainEngine
-from mindspeed_rlxf.engine.slots import held_slots, single_optimizers
+from mindspeed_rlxf.engine.train_engine import TrainEngine
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.weights.boxes import BoxedWeights
 from mindspeed_rlxf.weights.role_state import BUFFER_BYTES

@@ -18,15 +18,15 @@ from megatron.core import tensor_parallel
 
 from mindspeed_rlxf.cluster.errors import WorkerError
 from mindspeed_rlxf.cluster.group import RoleGroup
-from mindspeed_rlxf.config.layout import ParallelLayout
+from mindspeed_rlxf.config.rank_layout import ParallelLayout
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import RoleOutput
 from mindspeed_rlxf.engine import train_state
 from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.finite import SkippedSteps, Step
-from mindspeed_rlxf.engine.protocol import TrainEngine
+from mindspeed_rlxf.engine.train_engine import TrainEngine
 from mindspeed_rlxf.models.parameters import Head
-from mindspeed_rlxf.weights import stage, state_files
+from mindspeed_rlxf.weights import stage_loader, state_files
 from mindspeed_rlxf.weights.hf_folder import HfFolder
 from mindspeed_rlxf.weights.state_files import Loaded
 from tests.distributed.groups import build_group
@@ -83,7 +83,7 @@ class Drawer:
         """The disk of rank `full`; report: the error of this rank."""
         error = OSError(errno.ENOSPC, "No space left") if dist.get_rank() == full else None
         with (
-            mock.patch.object(stage, "write_safetensors", side_effect=error),
+            mock.patch.object(stage_loader, "write_safetensors", side_effect=error),
             pytest.raises(OSError) as found,
         ):
             self.engine.export(folder, None)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from mindspeed_rlxf.roles.reward import RewardsFailed
-from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.trainer.preflight import prepare
 from mindspeed_rlxf.trainer.validation import validate_only
 from tests.chaos.same_run import MACHINE_METRICS

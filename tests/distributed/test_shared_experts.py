@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mindspeed_rlxf.cluster.group import Sharded
-from mindspeed_rlxf.cluster.protocol import Peer
+from mindspeed_rlxf.cluster.interface import Peer
 from mindspeed_rlxf.config.enums import Role
-from mindspeed_rlxf.config.layout import ParallelLayout
+from mindspeed_rlxf.config.rank_layout import ParallelLayout
 from mindspeed_rlxf.data.batch import Prompts, RoleOutput
 from mindspeed_rlxf.engine.parallel import ParallelGroups
 from mindspeed_rlxf.models import shared_experts
 from mindspeed_rlxf.models.grouped_experts import stack_experts
+from mindspeed_rlxf.models.parameter_counts import shard_sizes
 from mindspeed_rlxf.models.parameters import Head
-from mindspeed_rlxf.models.sizes import shard_sizes
-from mindspeed_rlxf.roles.generation import make_requests
+from mindspeed_rlxf.roles.requests import make_requests
 from mindspeed_rlxf.roles.rollout import RolloutRole, Sampling
 from mindspeed_rlxf.rollout.native import NativeRollout
 from mindspeed_rlxf.rollout.replica import SharedWeights

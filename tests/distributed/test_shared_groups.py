@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_rlxf.config.layout import ParallelLayout
+from mindspeed_rlxf.config.rank_layout import ParallelLayout
 from mindspeed_rlxf.data.batch import RoleOutput
 from tests.distributed.groups import build_group
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from mindspeed_rlxf.cluster.errors import WorkerError
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import RunConfig
@@ -21,7 +22,6 @@ from mindspeed_rlxf.data.batch import Prompts, RoleOutput
 from mindspeed_rlxf.roles.actor import ActorGroup, ActorRole
 from mindspeed_rlxf.roles.rollout import RolloutGroup, RolloutRole, Sampling
 from mindspeed_rlxf.rollout import transfer
-from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.trainer.preflight import Prepared
 from tests.distributed.llamas import PLAIN, SHARES_GROUPS
 from tests.distributed.test_layout_invariance import (

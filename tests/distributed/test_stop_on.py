@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.run.directory import RunDirectory
-from mindspeed_rlxf.run.stopping import StoppedByRule, StopRequest
+from mindspeed_rlxf.checkpoint.directory import RunDirectory
+from mindspeed_rlxf.checkpoint.stopping import StoppedByRule, StopRequest
 from mindspeed_rlxf.trainer.preflight import prepare
 from tests.golden.runs import golden_config
 from tests.training import train

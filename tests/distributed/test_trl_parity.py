@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mindspeed_rlxf.algorithms.losses import LossOutput, TokenLoss, clipped_policy_loss
 from mindspeed_rlxf.algorithms.masked import masked_whiten
+from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from mindspeed_rlxf.config.enums import (
     AdvantageWhiten,
     LossNormalizer,
@@ -43,7 +44,6 @@ from mindspeed_rlxf.roles import objectives as objectives_module
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticGroup, CriticRole
 from mindspeed_rlxf.roles.objectives import ClippedObjective
-from mindspeed_rlxf.run.directory import RunDirectory
 from tests.processes import read_lines, read_metrics
 from tests.rows import length_mask
 from tests.training import train

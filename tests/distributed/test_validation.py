@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from mindspeed_rlxf.config.enums import RewardKind
 from mindspeed_rlxf.config.schema import RunConfig, ValidationConfig
-from mindspeed_rlxf.run.directory import RunDirectory
 from mindspeed_rlxf.trainer.preflight import prepare
 from mindspeed_rlxf.trainer.validation import validate_only
 from tests.chaos.same_run import lines_of

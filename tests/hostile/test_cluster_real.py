@@ -22,7 +22,7 @@ START_S = 60.0
 JOIN = """
 import logging, sys
 logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stdout)
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.cluster.ray.cluster import open_cluster
 try:
     open_cluster(None, {}).close()

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import yaml
 
+from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from mindspeed_rlxf.cli.train import main
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.secrets import reveal
 from mindspeed_rlxf.ops.planning.plan import plan
-from mindspeed_rlxf.run.directory import RunDirectory
 
 CANARY = "Canary0f5E9b"
 LITERAL = {

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mindspeed_rlxf.checkpoint.store import RunStore
 from mindspeed_rlxf.config.schema import DataConfig
 from mindspeed_rlxf.data.indexed_prompts import HEADER, MAGIC, BrokenIndex, IndexedReader
 from mindspeed_rlxf.data.prompts import load_prompts
 from mindspeed_rlxf.data.sidecar import read_sidecar
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
-from mindspeed_rlxf.run.store import RunStore
 from mindspeed_rlxf.weights.formats import find_weights
 from mindspeed_rlxf.weights.hf_folder import HfFolder
 from tests.unit.data.byte_tokenizer import byte_tokenizer, write_tokenizer

@@ -17,7 +17,7 @@ from mindspeed_rlxf.data.indexed_prompts import load_indexed_prompts
 from mindspeed_rlxf.data.preprocessing.pipeline import PreprocessOptions, preprocess
 from mindspeed_rlxf.data.prompts import load_prompts
 from mindspeed_rlxf.data.tokenizer import eos_token_ids, load_tokenizer
-from mindspeed_rlxf.weights.convert import choose_head, read_architecture
+from mindspeed_rlxf.weights.tensor_conversion import choose_head, read_architecture
 from tests.unit.data.byte_tokenizer import byte_tokenizer, write_tokenizer
 
 SECONDS = 10.0

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.cli.train import main
-from mindspeed_rlxf.config.errors import Problem, UserError, printable
+from mindspeed_rlxf.config.problems import Problem, UserError, printable
 from mindspeed_rlxf.config.schema import DataConfig
 from mindspeed_rlxf.data.indexed_prompts import IndexedReader
 from mindspeed_rlxf.data.preprocessing.pipeline import Counts, PreprocessOptions, preprocess

@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
+from mindspeed_rlxf.checkpoint.store import MANIFEST, Manifest
 from mindspeed_rlxf.cli.train import main
 from mindspeed_rlxf.roles import actor, critic, reference, reward  # noqa: F401  # for the forks
-from mindspeed_rlxf.run.store import MANIFEST, Manifest
 from mindspeed_rlxf.weights.state_files import INDEX, entry_of
 from tests.unit.trainer.test_bad_files import good
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.config.errors import UserError
-from mindspeed_rlxf.config.reward import SandboxConfig
+from mindspeed_rlxf.config.problems import UserError
+from mindspeed_rlxf.config.reward_section import SandboxConfig
 from mindspeed_rlxf.rewards.sandbox import Outcome, Sandbox
 from tests.hostile.sandbox_programs import HOSTILE, PRELUDE, Hostile
 from tests.hostile.sandbox_table import put_into
@@ -178,7 +178,7 @@ def test_a_running_program_is_found_by_its_process_name(host: Host) -> None:
 
 SCORES = """
 import sys
-from mindspeed_rlxf.config.reward import SandboxConfig
+from mindspeed_rlxf.config.reward_section import SandboxConfig
 from mindspeed_rlxf.rewards.sandbox import Sandbox
 Sandbox.choose(SandboxConfig()).run(sys.argv[1])
 """

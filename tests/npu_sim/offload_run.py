@@ -68,7 +68,7 @@ def main(out: Path, mode: str) -> None:
     import torch
 
     from mindspeed_rlxf import device
-    from mindspeed_rlxf.run.directory import RunDirectory
+    from mindspeed_rlxf.checkpoint.directory import RunDirectory
     from tests.training import train
 
     config, prepared = configured(out, mode)

@@ -26,8 +26,8 @@ def main(kind: DeviceKind, folder: Path, out: Path, name: str) -> None:
     claim_device(kind, 1, TIMEOUT_S)  # before the imports below, which bring in Megatron
     if kind is DeviceKind.NPU:
         count_operators()
+    from mindspeed_rlxf.checkpoint.directory import RunDirectory
     from mindspeed_rlxf.config.schema import DeviceConfig
-    from mindspeed_rlxf.run.directory import RunDirectory
     from tests.distributed import llamas
     from tests.distributed.test_layout_invariance import fixed_run
     from tests.training import train

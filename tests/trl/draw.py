@@ -20,10 +20,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from mindspeed_rlxf.cluster.local import LocalRuntime
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.roles import actor, critic
-from mindspeed_rlxf.run.directory import RunDirectory
 from tests.processes import read_metrics
 from tests.training import train
 from tests.trl.record import BATCH, SETTINGS, UPDATES, make_tokenizer

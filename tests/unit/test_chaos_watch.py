@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mindspeed_rlxf.run.directory import RunDirectory
+from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from tests.chaos.moments import Phase, Watch
 
 

@@ -11,10 +11,10 @@ from typing import get_args, get_origin
 import pytest
 from pydantic import BaseModel
 
-from mindspeed_rlxf.config import reference
+from mindspeed_rlxf.config import key_reference
 from mindspeed_rlxf.config.compose import builtin_config_dir, config_names
+from mindspeed_rlxf.config.key_reference import document, put_into
 from mindspeed_rlxf.config.keys import known_keys
-from mindspeed_rlxf.config.reference import document, put_into
 from mindspeed_rlxf.config.roles import OptimizerConfig
 from mindspeed_rlxf.config.schema import RunConfig
 
@@ -60,8 +60,12 @@ def test_configs_and_tests_that_a_document_names_exist(document: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "made", "command"),
     [
-        ("migrating.md", put_into, "mindspeed_rlxf.config.reference docs/migrating.md"),
-        ("configuration.md", lambda _: document(), f"{reference.__name__} docs/configuration.md"),
+        ("migrating.md", put_into, "mindspeed_rlxf.config.key_reference docs/migrating.md"),
+        (
+            "configuration.md",
+            lambda _: document(),
+            f"{key_reference.__name__} docs/configuration.md",
+        ),
     ],
 )
 def test_tables_of_keys_are_made_from_the_code(

@@ -15,7 +15,7 @@ LAYERS = [
     {"cli"},
     {"ops"},
     {"trainer"},
-    {"run"},
+    {"checkpoint"},
     {"roles"},
     {"cluster"},
     {"rollout"},
@@ -36,7 +36,7 @@ SIDEWAYS = {
     ("mindspeed_rlxf.device.facade", "mindspeed_rlxf.config.enums"),
     ("mindspeed_rlxf.device.driver", "mindspeed_rlxf.config.enums"),
     ("mindspeed_rlxf.device.npu", "mindspeed_rlxf.config.enums"),
-    ("mindspeed_rlxf.config.rules.host", "mindspeed_rlxf.device"),
+    ("mindspeed_rlxf.config.rules.this_host", "mindspeed_rlxf.device"),
     ("mindspeed_rlxf.device.npu_versions", "mindspeed_rlxf.config.packages"),
     ("mindspeed_rlxf.device.npu_versions", "mindspeed_rlxf.config"),
 }
@@ -112,7 +112,7 @@ def test_imports_point_down() -> None:
 
 
 def test_algorithms_import_torch_and_words_of_the_configuration_only() -> None:
-    words = ("enums", "estimators", "registry")
+    words = ("enums", "estimator_traits", "registry")
     own = (f"{PACKAGE}.algorithms", *(f"{PACKAGE}.config.{module}" for module in words))
     names = [name for name in FILES if layer(name) == "algorithms"]
     imported = {module for name in names for module in imports_of(name)}
@@ -140,6 +140,6 @@ def test_imports_are_seen_wherever_they_stand() -> None:
     expected = {"a.b", "c", "c.d", "mindspeed_rlxf.data.e", "mindspeed_rlxf", "mindspeed_rlxf.g"}
     assert expected <= found
     assert points_up("mindspeed_rlxf.data.batch", "mindspeed_rlxf.models.attention")
-    assert points_up("mindspeed_rlxf.config.rules.sections", "mindspeed_rlxf.device")
-    assert not points_up("mindspeed_rlxf.config.rules.host", "mindspeed_rlxf.device.facade")
+    assert points_up("mindspeed_rlxf.config.rules.between_sections", "mindspeed_rlxf.device")
+    assert not points_up("mindspeed_rlxf.config.rules.this_host", "mindspeed_rlxf.device.facade")
     assert not points_up("mindspeed_rlxf.models.attention", "mindspeed_rlxf.data.batch")

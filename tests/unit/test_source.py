@@ -36,7 +36,7 @@ ALLOWED = {
     ),
     ("mindspeed_rlxf.weights.torch_dist", "read_metadata"),
     *(("mindspeed_rlxf.config.plugins", name) for name in ("compile", "exec")),  # a user's file
-    ("mindspeed_rlxf.rewards.scorer", "pickle.loads"),  # what its parent process sends
+    ("mindspeed_rlxf.rewards.scoring", "pickle.loads"),  # what its parent process sends
     ("mindspeed_rlxf.cluster.ray.pool", "pickle.loads"),  # what the driver sends
 }
 

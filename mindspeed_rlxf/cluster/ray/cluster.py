@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_rlxf import device as device_facade
-from mindspeed_rlxf.config.cluster import AUTO, choose_cluster, connect_once
-from mindspeed_rlxf.config.errors import Problem, UserError, printable
+from mindspeed_rlxf.config.problems import Problem, UserError, printable
+from mindspeed_rlxf.config.ray_cluster import AUTO, choose_cluster, connect_once
 from mindspeed_rlxf.config.schema import DeviceConfig
 
 logger = logging.getLogger(__name__)

@@ -42,8 +42,8 @@ from mindspeed_rlxf.cluster.errors import (
     oom_kills,
     stacks_when_late,
 )
+from mindspeed_rlxf.cluster.interface import Reply, Request
 from mindspeed_rlxf.cluster.nodes import Place
-from mindspeed_rlxf.cluster.protocol import Reply, Request
 from mindspeed_rlxf.cluster.refs import number_handles
 from mindspeed_rlxf.cluster.worker import RoleHost, worker_error
 from mindspeed_rlxf.config.enums import DeviceKind

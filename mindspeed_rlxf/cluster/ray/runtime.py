@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed_rlxf.cluster.environment import offload_environment, worker_environment
 from mindspeed_rlxf.cluster.errors import DIED, Origin, WorkerError, explain_death, oom_kills
+from mindspeed_rlxf.cluster.interface import COLLECTIVE_MARGIN_S
 from mindspeed_rlxf.cluster.node_check import NodeCheck
 from mindspeed_rlxf.cluster.nodes import describe_places, order_ranks
-from mindspeed_rlxf.cluster.protocol import COLLECTIVE_MARGIN_S
 from mindspeed_rlxf.cluster.ray.cluster import LOOPBACK, RayCluster, open_cluster, resource_name
 from mindspeed_rlxf.config.enums import DeviceKind, RewardKind, Role
 from mindspeed_rlxf.config.schema import DeviceConfig, PoolSettings, RunConfig, RuntimeConfig
@@ -54,7 +54,7 @@ class RayRuntime:
         own = {} if self._resource in FOUND_BY_RAY else {self._resource: float(num_devices)}
         self.cluster: RayCluster = open_cluster(settings.address, own)
         # Only now: Ray reads its environment, which depends on the cluster, when it is imported.
-        from mindspeed_rlxf.cluster.ray.nodes import DeviceClaim, ask_nodes
+        from mindspeed_rlxf.cluster.ray.node_tools import DeviceClaim, ask_nodes
 
         pool_settings = pool_settings or PoolSettings(wait_s=settings.start_timeout_s)
         self.timeout_s, self.start_timeout_s = settings.timeout_s, settings.start_timeout_s
@@ -132,7 +132,7 @@ class RayRuntime:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        from mindspeed_rlxf.cluster.ray.nodes import device_options
+        from mindspeed_rlxf.cluster.ray.node_tools import device_options
         from mindspeed_rlxf.cluster.ray.pool import RankCall, RayPool, RayWorker, gather
 
         options = {"max_restarts": 0, **device_options(self._resource, self._environment)}
@@ -197,7 +197,7 @@ class RayRuntime:
 
     def explain_death(self, error: WorkerError) -> WorkerError:
         """Return `error`, or a new one if the process died and its host ran out of memory."""
-        from mindspeed_rlxf.cluster.ray.nodes import Failed, Task, run_tasks
+        from mindspeed_rlxf.cluster.ray.node_tools import Failed, Task, run_tasks
 
         there = [p for pool in self._pools for p in pool.places if p.host == error.host]
         if not error.cause.startswith(DIED) or not there:

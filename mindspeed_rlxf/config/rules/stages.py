@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from mindspeed_rlxf.config.enums import AdvantageWhiten, KlPenalty, RewardKind, Role, Stage
-from mindspeed_rlxf.config.errors import Problem, at_most, ref
+from mindspeed_rlxf.config.problems import Problem, at_most, ref
 from mindspeed_rlxf.config.schema import RunConfig
 
 ESTIMATOR, STAGE = "algorithm.adv_estimator", "training.stage"

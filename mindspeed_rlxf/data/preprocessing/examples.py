@@ -7,7 +7,7 @@ column with a list of messages, whose keys and roles are named in `Tags`.
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from mindspeed_rlxf.config.errors import Problem, shorten_value
+from mindspeed_rlxf.config.problems import Problem, shorten_value
 from mindspeed_rlxf.data.files import Row, describe_keys, look_up, unicode_problem
 from mindspeed_rlxf.data.handlers import Handler, Keys, MapKeys, Output, ShareGptKeys, Tags
 from mindspeed_rlxf.data.templates import Turn

@@ -15,7 +15,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from mindspeed_rlxf.config.enums import OverlongPrompts
-from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.problems import Problem, UserError
 from mindspeed_rlxf.data.files import READERS, BadRow, BrokenFile, FileProblems, fault
 from mindspeed_rlxf.data.handlers import (
     DEFAULT_HANDLER,

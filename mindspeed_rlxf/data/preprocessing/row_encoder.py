@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 from mindspeed_rlxf.config.enums import OverlongPrompts
-from mindspeed_rlxf.config.errors import Problem
+from mindspeed_rlxf.config.problems import Problem
 from mindspeed_rlxf.data.files import BadRow, Row
 from mindspeed_rlxf.data.handlers import LABELS, Handler, Keys, Output
 from mindspeed_rlxf.data.preprocessing.examples import Example, UnusableRow, make_example

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.problems import Problem, UserError
 from mindspeed_rlxf.data.handlers import Handler
 from mindspeed_rlxf.data.indexed_prompts import BrokenIndex, IndexedReader, IndexedWriter
 from mindspeed_rlxf.data.preprocessing.row_encoder import EncodedChunk

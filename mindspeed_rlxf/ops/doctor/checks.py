@@ -18,6 +18,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from mindspeed_rlxf import device
+from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from mindspeed_rlxf.cluster.ray.cluster import object_store_bytes
 from mindspeed_rlxf.config import packages
 from mindspeed_rlxf.config.enums import DeviceKind
@@ -32,7 +33,6 @@ from mindspeed_rlxf.device.driver import DriverView, list_device_files, query_dr
 from mindspeed_rlxf.device.findings import Finding, Status, error, judge, ok, warning
 from mindspeed_rlxf.device.npu_versions import Host
 from mindspeed_rlxf.ops.sizes import GIB, existing_folder, format_bytes
-from mindspeed_rlxf.run.directory import RunDirectory
 
 DISTRIBUTION = "mindspeed-rlxf"
 HEALTHY = ("OK", "")

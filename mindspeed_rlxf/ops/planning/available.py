@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.config.rules.host import GIB, joined_address
+from mindspeed_rlxf.config.rules.this_host import GIB, joined_address
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.ops.sizes import existing_folder
 

@@ -2,16 +2,16 @@
 
 from dataclasses import dataclass
 
-from mindspeed_rlxf.config.errors import Problem
+from mindspeed_rlxf.checkpoint.directory import RunDirectory
+from mindspeed_rlxf.config.problems import Problem
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.ops.planning import available
-from mindspeed_rlxf.ops.planning.host import ALWAYS, PHASES, disk_needed, host_memory_needed
+from mindspeed_rlxf.ops.planning.host_memory import ALWAYS, PHASES, disk_needed, host_memory_needed
 from mindspeed_rlxf.ops.planning.memory import PoolMemory, pool_memories
 from mindspeed_rlxf.ops.planning.remedies import find_remedy
-from mindspeed_rlxf.ops.planning.stage import Phase, State
+from mindspeed_rlxf.ops.planning.stage_memory import Phase, State
 from mindspeed_rlxf.ops.sizes import format_bytes
 from mindspeed_rlxf.reporting.table import pairs, table
-from mindspeed_rlxf.run.directory import RunDirectory
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from math import prod
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config import generation_memory
 from mindspeed_rlxf.config.enums import RewardKind, Role
-from mindspeed_rlxf.config.layout import count_per_node
+from mindspeed_rlxf.config.rank_layout import count_per_node
 from mindspeed_rlxf.config.schema import OffloadConfig, RunConfig
+from mindspeed_rlxf.models.parameter_counts import received_numbers, shard_sizes
 from mindspeed_rlxf.models.parameters import Head, hf_shapes
-from mindspeed_rlxf.models.sizes import received_numbers, shard_sizes
 from mindspeed_rlxf.ops.planning.available import rollout_memory
-from mindspeed_rlxf.ops.planning.stage import (
+from mindspeed_rlxf.ops.planning.stage_memory import (
     FP32,
     POOL_GROUP,
     Phase,

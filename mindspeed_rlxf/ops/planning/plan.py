@@ -6,15 +6,15 @@ from itertools import groupby
 from typing import TypeAlias
 
 from mindspeed_rlxf.cluster.environment import list_variables, offload_environment
-from mindspeed_rlxf.config.cluster import choose_cluster
 from mindspeed_rlxf.config.enums import OldLogProbs, Role
-from mindspeed_rlxf.config.errors import Problem
-from mindspeed_rlxf.config.layout import ParallelLayout
+from mindspeed_rlxf.config.problems import Problem
+from mindspeed_rlxf.config.rank_layout import ParallelLayout
+from mindspeed_rlxf.config.ray_cluster import choose_cluster
 from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
 from mindspeed_rlxf.ops.planning import available
 from mindspeed_rlxf.ops.planning.fit import check_fit
 from mindspeed_rlxf.ops.planning.memory import cache_rows, has_model
-from mindspeed_rlxf.ops.planning.stage import is_split, micro_batches
+from mindspeed_rlxf.ops.planning.stage_memory import is_split, micro_batches
 from mindspeed_rlxf.ops.planning.suggest import Note, show_suggestions, suggest, usable_bytes
 from mindspeed_rlxf.reporting.table import pairs, table
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_rlxf.config.enums import Recompute, Role
-from mindspeed_rlxf.config.errors import ConfigError
+from mindspeed_rlxf.config.problems import ConfigError
 from mindspeed_rlxf.config.schema import LearningConfig, RoleConfig, RunConfig
 from mindspeed_rlxf.ops.planning.memory import GENERATES, PoolMemory, cache_rows, pool_memories
 from mindspeed_rlxf.ops.planning.variants import as_overrides, vary

@@ -12,12 +12,12 @@ from typing import Any
 
 from mindspeed_rlxf.config import generation_memory
 from mindspeed_rlxf.config.enums import Recompute, Role
-from mindspeed_rlxf.config.errors import ConfigError
+from mindspeed_rlxf.config.problems import ConfigError
 from mindspeed_rlxf.config.schema import LearningConfig, RunConfig
 from mindspeed_rlxf.ops.planning import available
-from mindspeed_rlxf.ops.planning.host import host_memory_needed
+from mindspeed_rlxf.ops.planning.host_memory import host_memory_needed
 from mindspeed_rlxf.ops.planning.memory import PoolMemory, has_model, pool_memories
-from mindspeed_rlxf.ops.planning.stage import itemsize
+from mindspeed_rlxf.ops.planning.stage_memory import itemsize
 from mindspeed_rlxf.ops.planning.variants import as_overrides, vary
 from mindspeed_rlxf.ops.sizes import GIB, format_bytes
 

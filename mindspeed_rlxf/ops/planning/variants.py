@@ -5,8 +5,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mindspeed_rlxf.config.errors import ConfigError, Problem, format_value
-from mindspeed_rlxf.config.rules.sections import check_sections
+from mindspeed_rlxf.config.problems import ConfigError, Problem, format_value
+from mindspeed_rlxf.config.rules.between_sections import check_sections
 from mindspeed_rlxf.config.schema import RunConfig
 
 Changes = Mapping[str, Any]

@@ -18,10 +18,10 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from mindspeed_rlxf.config.errors import printable
+from mindspeed_rlxf.config.problems import printable
+from mindspeed_rlxf.reporting.jsonl import null_non_finite
 from mindspeed_rlxf.reporting.metric_table import find_metric, show_range
-from mindspeed_rlxf.reporting.metrics import null_non_finite
-from mindspeed_rlxf.reporting.report.answers import judge, wall_seconds
+from mindspeed_rlxf.reporting.report.judgement import judge, wall_seconds
 from mindspeed_rlxf.reporting.report.records import (
     make_curves,
     read_checkpoints,

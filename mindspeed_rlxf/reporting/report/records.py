@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from mindspeed_rlxf.reporting.metrics import read_jsonl
+from mindspeed_rlxf.reporting.jsonl import read_jsonl
 from mindspeed_rlxf.reporting.timeline import DRIVER
 
 LOG_TAIL = 4 * 2**20  # bytes at the end of driver.log that are searched

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mindspeed_rlxf.config.errors import printable
-from mindspeed_rlxf.reporting.metrics import NUMBERS, read_jsonl, token_files
+from mindspeed_rlxf.config.problems import printable
+from mindspeed_rlxf.reporting.jsonl import NUMBERS, read_jsonl, token_files
 
 MAX_SAMPLES = 2000  # of a report
 MAX_TEXT = 20_000  # characters of a prompt or a response that are shown

@@ -7,10 +7,10 @@ import torch
 
 from mindspeed_rlxf.cluster.errors import WorkerError
 from mindspeed_rlxf.cluster.group import RoleGroup, Sharded
-from mindspeed_rlxf.cluster.protocol import Pool
+from mindspeed_rlxf.cluster.interface import Pool
 from mindspeed_rlxf.cluster.refs import RowsRef
 from mindspeed_rlxf.config.enums import Role
-from mindspeed_rlxf.config.layout import ParallelLayout
+from mindspeed_rlxf.config.rank_layout import ParallelLayout
 from tests.distributed.cluster.stand_ins import Numbers, StandIn, Unbuildable
 
 

@@ -14,7 +14,7 @@ import pytest
 from mindspeed_rlxf.cluster.errors import RuntimeTimeout
 from mindspeed_rlxf.cluster.local import LocalRuntime
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.problems import UserError
 from tests.distributed.cluster.group_checks import (
     build,
     check_failures,

@@ -22,7 +22,7 @@ import pytest
 from mindspeed_rlxf.cluster.errors import DevicesMissing
 from mindspeed_rlxf.cluster.ray import runtime
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.config.schema import DeviceConfig, PoolSettings, RuntimeConfig
 from tests.distributed.cluster.group_checks import build
 from tests.distributed.cluster.stand_ins import StandIn
@@ -170,7 +170,7 @@ def test_a_group_that_is_placed_is_not_late(nodes: Nodes) -> None:
     """Also if the wait for another has taken the whole time."""
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    from mindspeed_rlxf.cluster.ray.nodes import _find_late_pools
+    from mindspeed_rlxf.cluster.ray.node_tools import _find_late_pools
 
     wait_until_free(3)
     groups = {name: placement_group([{"lab": count}]) for name, count in (("big", 3), ("fits", 2))}

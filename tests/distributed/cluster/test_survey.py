@@ -15,7 +15,7 @@ import pytest
 
 from mindspeed_rlxf.cluster.nodes import Node
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.ops.doctor.cluster import _all_reduce
+from mindspeed_rlxf.ops.doctor.hosts import _all_reduce
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -37,7 +37,7 @@ def fail() -> None:
 
 
 def test_tasks_that_die_fail_or_hang_do_not_hold_up_the_others(ray_runtime: Any) -> None:
-    from mindspeed_rlxf.cluster.ray.nodes import Failed, Task, live_nodes, run_tasks
+    from mindspeed_rlxf.cluster.ray.node_tools import Failed, Task, live_nodes, run_tasks
 
     (node,) = live_nodes("rlxf_cpu")
     tasks = [Task(node.id, function) for function in (own_pid, die, fail)]
@@ -49,7 +49,7 @@ def test_tasks_that_die_fail_or_hang_do_not_hold_up_the_others(ray_runtime: Any)
 
 @pytest.mark.long
 def test_groups_of_real_processes_pass_and_one_that_never_comes_is_named(ray_runtime: Any) -> None:
-    from mindspeed_rlxf.cluster.ray.nodes import live_nodes
+    from mindspeed_rlxf.cluster.ray.node_tools import live_nodes
 
     (node,) = live_nodes("rlxf_cpu")
     there = Node(node.id, "host-0", node.ip, 0, 0)

@@ -11,7 +11,7 @@ import torch
 from mindspeed_rlxf.device import copies
 from mindspeed_rlxf.engine import offload
 from mindspeed_rlxf.engine.offload import Offload
-from mindspeed_rlxf.engine.protocol import Part
+from mindspeed_rlxf.engine.train_engine import Part
 
 KIB = 1024
 LAST = 4 * KIB  # numbers of the last chunk

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from mindspeed_rlxf.algorithms.advantages import length_adaptive_lambda
 from mindspeed_rlxf.algorithms.estimators import ESTIMATORS, Rewarded, gae
 from mindspeed_rlxf.config.enums import AdvEstimator
-from mindspeed_rlxf.config.estimators import TRAITS
+from mindspeed_rlxf.config.estimator_traits import TRAITS
 
 ROOT = Path(__file__).parents[3]
 

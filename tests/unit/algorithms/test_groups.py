@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mindspeed_rlxf.algorithms.groups import (
+from mindspeed_rlxf.algorithms.group_advantages import (
     dr_grpo_advantages,
     groups_that_differ,
     grpo_advantages,

@@ -11,7 +11,7 @@ import pytest
 
 from mindspeed_rlxf.cli import convert
 from mindspeed_rlxf.cli.convert import main
-from mindspeed_rlxf.weights import convert as module
+from mindspeed_rlxf.weights import tensor_conversion as module
 from tests.unit.weights.folders_of import make_folder, read_folder
 
 WRONG: dict[str, tuple[list[str], str]] = {

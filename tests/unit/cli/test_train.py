@@ -13,7 +13,7 @@ import yaml
 
 from mindspeed_rlxf import cli
 from mindspeed_rlxf.cli.train import main
-from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.problems import Problem, UserError
 from mindspeed_rlxf.config.schema import RunConfig
 
 TINY = ["--config-name", "ppo_trainer_tiny", "device.kind=cpu"]

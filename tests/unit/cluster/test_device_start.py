@@ -11,7 +11,7 @@ from mindspeed_rlxf import device
 from mindspeed_rlxf.cluster import local
 from mindspeed_rlxf.cluster.errors import WorkerError
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.problems import UserError
 
 
 class Stop(Exception):

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from mindspeed_rlxf.cluster.group import RoleGroup, Sharded, submit_together
-from mindspeed_rlxf.cluster.protocol import PoolPart, Reply, Request
+from mindspeed_rlxf.cluster.interface import PoolPart, Reply, Request
 from mindspeed_rlxf.cluster.refs import Piece, RowsRef
 from mindspeed_rlxf.config.enums import Role
-from mindspeed_rlxf.config.layout import ParallelLayout
+from mindspeed_rlxf.config.rank_layout import ParallelLayout
 from mindspeed_rlxf.data.batch import RoleOutput
 from tests.distributed.cluster.stand_ins import Numbers
 

@@ -24,7 +24,7 @@ from mindspeed_rlxf.cluster.node_check import (
 )
 from mindspeed_rlxf.cluster.nodes import Node
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.device import driver
 
 

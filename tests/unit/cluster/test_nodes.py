@@ -19,7 +19,7 @@ from mindspeed_rlxf.cluster.nodes import (
     sort_by_address,
     take_devices,
 )
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.problems import UserError
 
 
 def node(number: int, count: int, free: int = 0, model: str = "") -> Node:

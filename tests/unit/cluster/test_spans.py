@@ -7,7 +7,7 @@ import time
 import pytest
 
 from mindspeed_rlxf.cluster.group import record_call, take_spans
-from mindspeed_rlxf.cluster.protocol import Reply
+from mindspeed_rlxf.cluster.interface import Reply
 from mindspeed_rlxf.reporting.timeline import Span
 
 

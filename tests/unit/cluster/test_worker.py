@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mindspeed_rlxf.cluster.errors import WorkerError
-from mindspeed_rlxf.cluster.protocol import BUILD, Peer, Request
+from mindspeed_rlxf.cluster.interface import BUILD, Peer, Request
 from mindspeed_rlxf.cluster.refs import Piece, RowsRef
 from mindspeed_rlxf.cluster.worker import RoleHost, to_host
 from mindspeed_rlxf.config.enums import Role

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.config import cluster, packages
-from mindspeed_rlxf.config.errors import ConfigError
+from mindspeed_rlxf.config import packages, ray_cluster
 from mindspeed_rlxf.config.load import resolve
+from mindspeed_rlxf.config.problems import ConfigError
 
 Tree = dict[str, Any]
 
@@ -51,7 +51,7 @@ WITHOUT_CRITIC = ("critic", "placement.critic")
 def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide Ray clusters, torchrun and the installed Megatron of this host from the rules."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(cluster, "find_local_cluster", lambda: None)
+    monkeypatch.setattr(ray_cluster, "find_local_cluster", lambda: None)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setitem(packages.SOURCES, packages.MEGATRON, lambda: "0.16.1")
 

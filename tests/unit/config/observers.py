@@ -22,16 +22,19 @@ import pytest
 import torch
 
 from mindspeed_rlxf.algorithms.masked import alone
+from mindspeed_rlxf.checkpoint import recorder
+from mindspeed_rlxf.checkpoint.directory import RunDirectory
+from mindspeed_rlxf.checkpoint.stopping import Stopped
 from mindspeed_rlxf.cluster import local
 from mindspeed_rlxf.config.enums import DeviceKind, Role
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import ExperienceInputs, LogProbs, Scores, Values
 from mindspeed_rlxf.data.indexed_prompts import IndexedPrompts
 from mindspeed_rlxf.data.prompts import Prompt, load_prompts
 from mindspeed_rlxf.engine import build, engine
 from mindspeed_rlxf.engine.finite import SkippedSteps
-from mindspeed_rlxf.engine.protocol import TokenLogProbs
+from mindspeed_rlxf.engine.train_engine import TokenLogProbs
 from mindspeed_rlxf.models.attention import inverse_frequencies
 from mindspeed_rlxf.models.parameters import Head, stage_parameters
 from mindspeed_rlxf.models.transformer import recompute_settings, transformer_config
@@ -47,9 +50,6 @@ from mindspeed_rlxf.roles.balance import balanced_steps
 from mindspeed_rlxf.roles.experience import ExperienceMaker
 from mindspeed_rlxf.roles.objectives import make_objective
 from mindspeed_rlxf.roles.reports import FailedSample, ResponseLengths
-from mindspeed_rlxf.run import recorder
-from mindspeed_rlxf.run.directory import RunDirectory
-from mindspeed_rlxf.run.stopping import Stopped
 from mindspeed_rlxf.trainer import ending, ppo, preflight, run
 from mindspeed_rlxf.trainer.metrics import validation_score
 from mindspeed_rlxf.trainer.validation import Scored, measure

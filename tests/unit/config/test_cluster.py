@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.config import cluster
-from mindspeed_rlxf.config.cluster import Cluster, choose_cluster
+from mindspeed_rlxf.config import ray_cluster
 from mindspeed_rlxf.config.load import resolve
+from mindspeed_rlxf.config.ray_cluster import Cluster, choose_cluster
 from mindspeed_rlxf.config.secrets import reveal
 
 
@@ -46,7 +46,7 @@ def test_a_cluster_of_another_user_is_not_joined(
     left_by_ray_start: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uid = os.getuid()
-    monkeypatch.setattr(cluster.os, "getuid", lambda: uid + 1)
+    monkeypatch.setattr(ray_cluster.os, "getuid", lambda: uid + 1)
     assert choose_cluster(None).address is None
 
 

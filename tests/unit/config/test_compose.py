@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rlxf.config.compose import builtin_config_dir, compose, config_names
-from mindspeed_rlxf.config.errors import ConfigError
+from mindspeed_rlxf.config.problems import ConfigError
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from mindspeed_rlxf.config.algorithm import AlgorithmConfig
 from mindspeed_rlxf.config.enums import OldLogProbs
-from mindspeed_rlxf.config.errors import Problem, UserError, problems_of, ref
+from mindspeed_rlxf.config.problems import Problem, UserError, problems_of, ref
 
 PACKAGE = Path(__file__).parents[3] / "mindspeed_rlxf"
 Problems = Callable[..., list[str]]

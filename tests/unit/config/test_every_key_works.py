@@ -15,9 +15,9 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
-from mindspeed_rlxf.config.errors import ConfigError
 from mindspeed_rlxf.config.keys import PLAIN_SECTIONS, ROLE_SECTIONS
 from mindspeed_rlxf.config.load import resolve
+from mindspeed_rlxf.config.problems import ConfigError
 from mindspeed_rlxf.config.schema import (
     AlgorithmConfig,
     ArchitectureConfig,
@@ -36,9 +36,9 @@ from tests.unit.config.conftest import TREE
 MakeTree = Callable[..., dict[str, Any]]
 Changes = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[3]
-CHECKPOINTS, STORE = "run/test_checkpoints.py", "run/test_store.py"
-RUN_DIR, COLLECTOR = "run/test_directory.py", "trainer/test_collector.py"
-CONSOLE, RECORDER = "reporting/test_console.py", "run/test_recorder.py"
+CHECKPOINTS, STORE = "checkpoint/test_checkpoints.py", "checkpoint/test_store.py"
+RUN_DIR, COLLECTOR = "checkpoint/test_directory.py", "trainer/test_collector.py"
+CONSOLE, RECORDER = "reporting/test_console.py", "checkpoint/test_recorder.py"
 PROMPT_KEYS = "data/test_prompt_keys.py"
 FUNCTIONS, MODEL_REWARD = "config/test_reward_functions.py", "roles/test_model_reward.py"
 ROLES = ("actor_rollout", "ref", "critic", "reward")

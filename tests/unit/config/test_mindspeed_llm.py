@@ -20,11 +20,11 @@ from mindspeed_rlxf.config.enums import (
     Role,
     Verifier,
 )
-from mindspeed_rlxf.config.errors import ConfigError
 from mindspeed_rlxf.config.keys import known_keys
 from mindspeed_rlxf.config.load import resolve, resolve_with_notes
 from mindspeed_rlxf.config.mindspeed_llm import MOVED
 from mindspeed_rlxf.config.mindspeed_llm_keys import NO_OP_LIST, NO_OPS, REFUSED, REFUSED_LIST
+from mindspeed_rlxf.config.problems import ConfigError
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.ops.planning.plan import plan
 from tests.older_yaml import PPO, WITHOUT_CRITIC, write

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from mindspeed_rlxf.checkpoint.directory import find_changes
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.keys import to_tree
 from mindspeed_rlxf.config.load import resolve, resolve_with_notes
-from mindspeed_rlxf.run.directory import find_changes
 
 MakeTree = Callable[..., dict[str, Any]]
 Problems = Callable[..., list[str]]

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from mindspeed_rlxf.checkpoint.directory import find_changes
 from mindspeed_rlxf.config import plugins
-from mindspeed_rlxf.config.errors import ConfigError
 from mindspeed_rlxf.config.keys import to_tree
 from mindspeed_rlxf.config.load import resolve
+from mindspeed_rlxf.config.problems import ConfigError
 from mindspeed_rlxf.rewards.rules import RULES, RewardResult
-from mindspeed_rlxf.run.directory import find_changes
 from tests.registries import restored_registries
 
 MakeTree = Callable[..., dict[str, Any]]
@@ -29,7 +29,7 @@ def short(response, ground_truth):
 """
 ESTIMATOR = """
 from mindspeed_rlxf.algorithms.estimators import Estimate, register_estimator
-from mindspeed_rlxf.config.estimators import EstimatorTraits
+from mindspeed_rlxf.config.estimator_traits import EstimatorTraits
 
 @register_estimator("sum", EstimatorTraits(compares_group={}, whitens=True))
 def total(given):

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
+from mindspeed_rlxf.checkpoint.directory import RunDirectory, find_changes
 from mindspeed_rlxf.config import plugins
-from mindspeed_rlxf.config.errors import ConfigError
 from mindspeed_rlxf.config.keys import to_tree
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.plugins import with_plugins
+from mindspeed_rlxf.config.problems import ConfigError
 from mindspeed_rlxf.rewards.outcome import Sample
 from mindspeed_rlxf.rewards.plans import make_plan
-from mindspeed_rlxf.rewards.scorer import SampleScorer
-from mindspeed_rlxf.run.directory import RunDirectory, find_changes
+from mindspeed_rlxf.rewards.scoring import SampleScorer
 from tests.registries import restored_registries
 
 MakeTree = Callable[..., dict[str, Any]]

@@ -11,10 +11,10 @@ from pydantic import BaseModel, ValidationError
 
 from mindspeed_rlxf.config import roles, sections
 from mindspeed_rlxf.config.enums import Role
-from mindspeed_rlxf.config.errors import ConfigError, Problem, UserError
 from mindspeed_rlxf.config.fields import Section
-from mindspeed_rlxf.config.layout import ParallelLayout
 from mindspeed_rlxf.config.load import resolve
+from mindspeed_rlxf.config.problems import ConfigError, Problem, UserError
+from mindspeed_rlxf.config.rank_layout import ParallelLayout
 from mindspeed_rlxf.config.schema import (
     AlgorithmConfig,
     ArchitectureConfig,

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import yaml
 
+from mindspeed_rlxf.checkpoint.directory import find_changes
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.keys import to_yaml
 from mindspeed_rlxf.config.load import resolve, resolve_with_notes
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.config.secrets import reveal
 from mindspeed_rlxf.ops.planning.plan import plan
-from mindspeed_rlxf.run.directory import find_changes
 
 CANARY = "canary5f0e"
 

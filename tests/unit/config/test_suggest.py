@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mindspeed_rlxf.config.errors import closest, divisors, multiples_around, neighbours, use
+from mindspeed_rlxf.config.problems import closest, divisors, multiples_around, neighbours, use
 
 
 def test_divisors_are_all_and_in_order() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.data.handlers import MapKeys
 from mindspeed_rlxf.data.indexed_prompts import IndexedReader
 from mindspeed_rlxf.data.preprocessing.pipeline import Counts, PreprocessOptions, preprocess

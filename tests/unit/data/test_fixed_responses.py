@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.data.fixed_responses import FixedResponses, load_fixed_responses
 
 EOS = 2

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.config.schema import DataConfig
 from mindspeed_rlxf.data.handlers import HANDLERS, parse_map_keys
 from mindspeed_rlxf.data.indexed_prompts import load_indexed_prompts

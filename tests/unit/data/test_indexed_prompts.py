@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.config.schema import DataConfig
 from mindspeed_rlxf.data.handlers import MapKeys
 from mindspeed_rlxf.data.indexed_prompts import IndexedPrompts, load_indexed_prompts

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.data.prompt_encoder import IGNORED, PromptEncoder
 from mindspeed_rlxf.data.templates import TEMPLATES, Turn, render
 from tests.unit.data.byte_tokenizer import SPECIAL, byte_tokenizer

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import normalizers
 
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.config.schema import DataConfig
 from mindspeed_rlxf.data.prompts import load_prompts
 

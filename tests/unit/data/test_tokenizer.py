@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.data.tokenizer import (
     check_vocabulary,
     describe_stop_tokens,

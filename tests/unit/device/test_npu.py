@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.config.errors import Problem
+from mindspeed_rlxf.config.problems import Problem
 from mindspeed_rlxf.device import facade, npu, visible
 from tests.unit.device import npu_recorder
 from tests.unit.device.npu_recorder import OutOfOrder, Recorder

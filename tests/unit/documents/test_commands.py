@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.problems import UserError
 from tests.processes import with_sources
 from tests.unit.documents.checks import (
     Unchecked,

@@ -14,7 +14,7 @@ from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.device import facade
 from mindspeed_rlxf.engine import offload
 from mindspeed_rlxf.engine.offload import Offload
-from mindspeed_rlxf.engine.protocol import Part
+from mindspeed_rlxf.engine.train_engine import Part
 
 W, G, O = Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER  # noqa: E741
 

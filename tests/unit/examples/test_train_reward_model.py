@@ -13,8 +13,8 @@ import train_reward_model
 from pairs import Pairs
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.hf_config import parse_architecture, read_hf_config
+from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
 from mindspeed_rlxf.models.parameters import Head, hf_shapes

@@ -5,8 +5,13 @@ from __future__ import annotations
 import pytest
 
 from mindspeed_rlxf.config.schema import ArchitectureConfig
+from mindspeed_rlxf.models.parameter_counts import (
+    model_numbers,
+    received_numbers,
+    shard_sizes,
+    split_sizes,
+)
 from mindspeed_rlxf.models.parameters import Head
-from mindspeed_rlxf.models.sizes import model_numbers, received_numbers, shard_sizes, split_sizes
 
 LM, SCORE = Head.LANGUAGE_MODEL, Head.SCORE
 MODEL = ArchitectureConfig(

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from mindspeed_rlxf.checkpoint.supervised import CHILD_OF
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.ops import supervisor
 from mindspeed_rlxf.ops.supervisor import (
@@ -24,14 +25,13 @@ from mindspeed_rlxf.ops.supervisor import (
     smaller_pools,
     supervise,
 )
-from mindspeed_rlxf.run.supervised import CHILD_OF
 
 ROOT = Path(__file__).parents[3]
 STAND_IN = """
 import json, os, signal, sys, time
 from pathlib import Path
 from mindspeed_rlxf.ops.supervisor import supervise
-from mindspeed_rlxf.run.supervised import find_command_start, report_facts
+from mindspeed_rlxf.checkpoint.supervised import find_command_start, report_facts
 assert supervise() is None
 folder = Path(sys.argv[1])
 with open(folder / "attempts.jsonl", "a") as file:

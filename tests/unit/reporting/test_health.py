@@ -11,7 +11,7 @@ import pytest
 from mindspeed_rlxf.config.enums import HealthRule
 from mindspeed_rlxf.config.keys import known_keys
 from mindspeed_rlxf.reporting.health_rules import CLEAR, LIMITS, RULES, Finding, Health
-from mindspeed_rlxf.reporting.metrics import read_metrics
+from mindspeed_rlxf.reporting.jsonl import read_metrics
 
 RECORDINGS = Path(__file__).parent / "recordings"
 HEALTHY = ("demo", "golden_gae", "golden_grpo")

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mindspeed_rlxf.reporting.metrics import JsonlWriter, Sample, metrics_record, read_metrics
+from mindspeed_rlxf.reporting.jsonl import JsonlWriter, Sample, metrics_record, read_metrics
 
 SAMPLE = Sample(
     sample_id=7,

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rlxf.reporting.metrics import cut_token_files, token_files, write_tokens
+from mindspeed_rlxf.reporting.jsonl import cut_token_files, token_files, write_tokens
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.rewards.manager import RewardManager
 from mindspeed_rlxf.rewards.rules import BUILTIN_SOURCES, RULES

@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from mindspeed_rlxf.config.errors import UserError
-from mindspeed_rlxf.config.reward import SandboxConfig
+from mindspeed_rlxf.config.problems import UserError
+from mindspeed_rlxf.config.reward_section import SandboxConfig
 from mindspeed_rlxf.config.schema import RewardConfig
 from mindspeed_rlxf.rewards.outcome import Cause, Sample, ScoringBroken
 from mindspeed_rlxf.rewards.plans import make_plan

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mindspeed_rlxf.config.errors import UserError
-from mindspeed_rlxf.config.reward import SandboxConfig
+from mindspeed_rlxf.config.problems import UserError
+from mindspeed_rlxf.config.reward_section import SandboxConfig
 from mindspeed_rlxf.config.schema import RewardConfig
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.rewards import programs

@@ -13,7 +13,7 @@ import pytest
 
 from mindspeed_rlxf.config.plugins import Source
 from mindspeed_rlxf.rewards.outcome import Cause, Outcome, Sample
-from mindspeed_rlxf.rewards.scorer import Part, Plan
+from mindspeed_rlxf.rewards.scoring import Part, Plan
 from mindspeed_rlxf.rewards.workers import ScoringBroken, WorkerPool
 
 FILE = Path(__file__).with_name("hostile_functions.py")

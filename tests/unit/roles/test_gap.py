@@ -25,7 +25,7 @@ from mindspeed_rlxf.data.batch import (
     Scores,
     Values,
 )
-from mindspeed_rlxf.engine.protocol import PolicyStep, TokenLogProbs, ValueStep
+from mindspeed_rlxf.engine.train_engine import PolicyStep, TokenLogProbs, ValueStep
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticRole
 from mindspeed_rlxf.roles.objectives import PairObjective

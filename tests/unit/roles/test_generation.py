@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from mindspeed_rlxf.data.batch import Prompts
-from mindspeed_rlxf.roles.generation import gather_rollouts, make_output, version_span
-from mindspeed_rlxf.rollout.protocol import FinishReason, GenerationResult, GenerationStats
+from mindspeed_rlxf.roles.requests import gather_rollouts, make_output, version_span
+from mindspeed_rlxf.rollout.rollout_engine import FinishReason, GenerationResult, GenerationStats
 
 PROMPTS = Prompts(
     [40, 41, 42], [np.array([1, 2]), np.array([3]), np.array([4, 5, 6])],

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.cluster.group import Pending
-from mindspeed_rlxf.cluster.protocol import Reply
+from mindspeed_rlxf.cluster.interface import Reply
 from mindspeed_rlxf.roles.reports import FailedSample
 from mindspeed_rlxf.roles.reward import RewardGroup, RewardsFailed, check_failures
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.cluster.protocol import Peer
-from mindspeed_rlxf.config.layout import ParallelLayout
+from mindspeed_rlxf.cluster.interface import Peer
+from mindspeed_rlxf.config.rank_layout import ParallelLayout
 from mindspeed_rlxf.roles.actor import ActorGroup
 from mindspeed_rlxf.roles.rollout import RolloutGroup
 from tests.unit.cluster.test_group import RecordingPool

@@ -13,7 +13,7 @@ from mindspeed_rlxf.config.schema import ActorConfig, ValidationConfig
 from mindspeed_rlxf.roles import rollout as module
 from mindspeed_rlxf.roles.rollout import RolloutRole
 from mindspeed_rlxf.rollout import replica as replicas
-from mindspeed_rlxf.rollout.protocol import (
+from mindspeed_rlxf.rollout.rollout_engine import (
     FinishReason,
     GenerationRequest,
     GenerationResult,

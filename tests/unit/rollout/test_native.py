@@ -20,7 +20,7 @@ from mindspeed_rlxf.models.attention import Attend, PackedSequences
 from mindspeed_rlxf.rollout import generation, native
 from mindspeed_rlxf.rollout.kv_cache import DecodeStep, KvCache
 from mindspeed_rlxf.rollout.native import NativeRollout
-from mindspeed_rlxf.rollout.protocol import GenerationRequest
+from mindspeed_rlxf.rollout.rollout_engine import GenerationRequest
 from mindspeed_rlxf.rollout.rounds import Rounds
 from mindspeed_rlxf.rollout.sampling import SamplingSettings, StopStrings
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mindspeed_rlxf.rollout.protocol import FinishReason
+from mindspeed_rlxf.rollout.rollout_engine import FinishReason
 from mindspeed_rlxf.rollout.sampling import SamplingSettings, StopStrings
 from tests.unit.data.byte_tokenizer import byte_tokenizer
 

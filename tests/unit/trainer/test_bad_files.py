@@ -20,17 +20,17 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from mindspeed_rlxf.cli.convert import main as convert_main
 from mindspeed_rlxf.cli.train import main
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.config.errors import UserError
 from mindspeed_rlxf.config.load import resolve
+from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.handlers import MapKeys
 from mindspeed_rlxf.data.preprocessing.pipeline import PreprocessOptions, preprocess
-from mindspeed_rlxf.rollout.protocol import ENGINES
-from mindspeed_rlxf.run.directory import RunDirectory
+from mindspeed_rlxf.rollout.rollout_engine import ENGINES
 from mindspeed_rlxf.trainer.preflight import prepare
 
 VOCAB = 12

@@ -31,7 +31,7 @@ print("driver", os.getpid())
 # All that the driver does, in one process, up to the first call of a Ray that runs.
 DRIVER = """
 from types import SimpleNamespace
-from mindspeed_rlxf.config.errors import Problem, UserError
+from mindspeed_rlxf.config.problems import Problem, UserError
 main([*line, "dry_run=true", f"training.output_dir={sys.argv[2]}/dry"])
 from mindspeed_rlxf.cluster.ray import runtime as ray_runtime
 def no_cluster(*args):

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from mindspeed_rlxf.checkpoint.stopping import StopRequest
 from mindspeed_rlxf.cluster.refs import Piece, RowsRef
 from mindspeed_rlxf.config.enums import OldLogProbs
 from mindspeed_rlxf.config.schema import AlgorithmConfig
-from mindspeed_rlxf.run.stopping import StopRequest
 from mindspeed_rlxf.trainer.ppo import PpoTrainer
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.cluster.group import Pending
-from mindspeed_rlxf.cluster.protocol import Reply
+from mindspeed_rlxf.cluster.interface import Reply
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.roles.reports import GenerateReport, ResponseLengths
 from mindspeed_rlxf.trainer.metrics import (

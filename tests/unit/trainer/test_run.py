@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
+from mindspeed_rlxf.checkpoint.checkpoints import RunCheckpoints
+from mindspeed_rlxf.checkpoint.directory import RunDirectory
+from mindspeed_rlxf.checkpoint.stopping import Stopped, StoppedByRule
+from mindspeed_rlxf.checkpoint.supervised import CHILD_OF
 from mindspeed_rlxf.cluster.errors import DevicesMissing, TooFewDevices
-from mindspeed_rlxf.config.errors import Problem, UserError
 from mindspeed_rlxf.config.load import resolve
-from mindspeed_rlxf.run.checkpoints import RunCheckpoints
-from mindspeed_rlxf.run.directory import RunDirectory
-from mindspeed_rlxf.run.stopping import Stopped, StoppedByRule
-from mindspeed_rlxf.run.supervised import CHILD_OF
+from mindspeed_rlxf.config.problems import Problem, UserError
 from mindspeed_rlxf.trainer import run as run_module
 from mindspeed_rlxf.trainer.preflight import Prepared
 from tests.unit.config.conftest import make_tree, no_cluster

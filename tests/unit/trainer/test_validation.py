@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mindspeed_rlxf.checkpoint.directory import RunDirectory
+from mindspeed_rlxf.checkpoint.recorder import Recorder
 from mindspeed_rlxf.cluster.refs import Piece, RowsRef
 from mindspeed_rlxf.config.schema import AlgorithmConfig, LoggingConfig, ValidationConfig
 from mindspeed_rlxf.data.batch import Prompts
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.roles.reports import SampleText, ScoreReport
 from mindspeed_rlxf.roles.rollout import Sampling
-from mindspeed_rlxf.run.directory import RunDirectory
-from mindspeed_rlxf.run.recorder import Recorder
 from mindspeed_rlxf.trainer.validation import Validator, validation_seed
 
 PROMPTS = [Prompt(9, "", np.array([i]), str(i), source) for i, source in enumerate("aab")]

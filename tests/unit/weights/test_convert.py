@@ -13,7 +13,7 @@ import torch
 
 from mindspeed_rlxf.cli.convert import main
 from mindspeed_rlxf.models.parameters import Head
-from mindspeed_rlxf.weights import convert as module
+from mindspeed_rlxf.weights import tensor_conversion as module
 from mindspeed_rlxf.weights.folders import open_weights
 from mindspeed_rlxf.weights.pickled import read_torch_file
 from tests.unit.weights.folders_of import (

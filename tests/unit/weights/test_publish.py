@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rlxf.config.errors import UserError
-from mindspeed_rlxf.weights.convert import MARKER, new_folder
+from mindspeed_rlxf.config.problems import UserError
+from mindspeed_rlxf.weights.tensor_conversion import MARKER, new_folder
 
 FILES = ("a", "below/b")
 
@@ -82,7 +82,7 @@ def test_the_folder_of_a_live_writer_stays(tmp_path: Path) -> None:
 def test_a_killed_writer_leaves_no_target_and_the_next_one_starts_anew(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys; from pathlib import Path\n"
-        "from mindspeed_rlxf.weights.convert import new_folder\n"
+        "from mindspeed_rlxf.weights.tensor_conversion import new_folder\n"
         "with new_folder(Path(sys.argv[1]), ['a', 'below/b'], False) as folder:\n"
         "    (folder / 'a').write_text('0')\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -22,9 +22,9 @@ from mindspeed_rlxf.models.parameters import (
     shard_shape,
     stage_parameters,
 )
-from mindspeed_rlxf.weights import stage as weights
+from mindspeed_rlxf.weights import stage_loader as weights
 from mindspeed_rlxf.weights.hf_folder import HfFolder
-from mindspeed_rlxf.weights.stage import StageWeights
+from mindspeed_rlxf.weights.stage_loader import StageWeights
 from tests.unit.weights.folders_of import CountingFolder
 
 LM, SCORE = Head.LANGUAGE_MODEL, Head.SCORE

@@ -12,7 +12,7 @@ import pytest
 
 from mindspeed_rlxf.cluster.ray import cluster
 from mindspeed_rlxf.cluster.ray.cluster import RayCluster, open_cluster
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.problems import UserError
 
 
 def test_an_address_where_nobody_listens_is_refused_at_once(

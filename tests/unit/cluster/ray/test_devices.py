@@ -14,9 +14,9 @@ from mindspeed_rlxf.cluster.nodes import Node
 @pytest.fixture
 def claim() -> Any:
     """The module. It imports Ray, which must not happen before an own cluster is started."""
-    from mindspeed_rlxf.cluster.ray import nodes
+    from mindspeed_rlxf.cluster.ray import node_tools
 
-    return nodes
+    return node_tools
 
 
 def make_nodes(free: int) -> list[Node]:

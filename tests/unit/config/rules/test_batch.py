@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.config.estimators import TRAITS, EstimatorTraits
+from mindspeed_rlxf.config.estimator_traits import TRAITS, EstimatorTraits
 from tests.unit.config.conftest import WITHOUT_CRITIC
 
 Problems = Callable[..., list[str]]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.config.enums import Role
-from mindspeed_rlxf.config.layout import ParallelLayout, count_per_node
 from mindspeed_rlxf.config.load import resolve
+from mindspeed_rlxf.config.rank_layout import ParallelLayout, count_per_node
 
 SPLIT: dict[str, Any] = {
     "resource_pool.actor": 8,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.data.preprocessing.writer import merge
 from tests.unit.data.plain_pairs import write_pair
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.config.schema import DataConfig
 from mindspeed_rlxf.data.handlers import MapKeys
 from mindspeed_rlxf.data.indexed_prompts import IndexedWriter, load_indexed_prompts

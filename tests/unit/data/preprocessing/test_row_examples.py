@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.data.handlers import HANDLERS, MapKeys, parse_map_keys
 from mindspeed_rlxf.data.preprocessing.examples import UnusableRow, make_example
 

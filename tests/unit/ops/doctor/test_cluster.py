@@ -10,12 +10,12 @@ import pytest
 
 from mindspeed_rlxf.cluster.nodes import Node
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.config.errors import UserError
+from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.device import worlds
 from mindspeed_rlxf.device.findings import Finding
-from mindspeed_rlxf.ops.doctor import cluster
+from mindspeed_rlxf.ops.doctor import hosts
 from mindspeed_rlxf.ops.doctor.checks import Subject
-from mindspeed_rlxf.ops.doctor.cluster import check_cluster, version_findings, versions
+from mindspeed_rlxf.ops.doctor.hosts import check_cluster, version_findings, versions
 
 
 def test_hosts_with_another_version_are_named() -> None:
@@ -33,9 +33,9 @@ def test_hosts_with_another_version_are_named() -> None:
 
 
 def test_devices_that_ray_does_not_offer_are_reported_with_the_command() -> None:
-    found = cluster.ray_finding("NPU", 0, 8)
+    found = hosts.ray_finding("NPU", 0, 8)
     assert found.status.value == "warning" and '"NPU": 8' in found.remedy
-    assert cluster.ray_finding("NPU", 8, 8).status.value == "ok"
+    assert hosts.ray_finding("NPU", 8, 8).status.value == "ok"
 
 
 NODES = [Node(f"h{i}", f"h{i}", f"10.0.0.{i}", 2, 2) for i in range(3)]
@@ -48,7 +48,7 @@ def collectives(
 
     With them the sizes of the groups that were tried. silent: the host whose ranks do not come
     """
-    from mindspeed_rlxf.cluster.ray import nodes as ray_nodes
+    from mindspeed_rlxf.cluster.ray import node_tools as ray_nodes
 
     left, sizes, stores = list(replies), [], []
 
@@ -65,7 +65,7 @@ def collectives(
     monkeypatch.setattr(worlds, "open_store", open_store)
     monkeypatch.setattr(ray_nodes, "run_tasks", run)
     monkeypatch.setattr(ray_nodes, "node_address", lambda: "10.0.0.0")
-    return cluster._check_collectives(DeviceKind.CPU, "rlxf_cpu", NODES, {}), sizes
+    return hosts._check_collectives(DeviceKind.CPU, "rlxf_cpu", NODES, {}), sizes
 
 
 def test_all_hosts_pass_alone_and_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +78,7 @@ def test_all_hosts_pass_alone_and_together(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_host_that_fails_alone_is_named_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mindspeed_rlxf.cluster.ray.nodes import Failed
+    from mindspeed_rlxf.cluster.ray.node_tools import Failed
 
     found, sizes = collectives(
         monkeypatch, "", "", Failed("no reply"), Failed("no reply"), silent="h1"

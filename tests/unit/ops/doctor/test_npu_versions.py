@@ -11,7 +11,7 @@ from mindspeed_rlxf.cluster.node_check import find_node_problems, report_node
 from mindspeed_rlxf.config import packages
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.device import npu_versions
-from mindspeed_rlxf.ops.doctor import checks, cluster
+from mindspeed_rlxf.ops.doctor import checks, hosts
 from tests.unit.device import npu_recorder
 
 
@@ -82,10 +82,10 @@ def test_of_a_package_that_is_missing_only_that_is_findings_of(
 
 
 def test_nodes_with_different_checkouts_are_named(host: Path) -> None:
-    before, ours = cluster.versions(), report_node([], None)
+    before, ours = hosts.versions(), report_node([], None)
     check_out(host, (0, 12, 2))
-    after, theirs = cluster.versions(), report_node([], None)
-    found = [f.value for f in cluster.version_findings({"a": before, "b": before, "c": after})]
+    after, theirs = hosts.versions(), report_node([], None)
+    found = [f.value for f in hosts.version_findings({"a": before, "b": before, "c": after})]
     assert found == ["megatron-core 0.12.2, on most hosts 0.12.1"]
     (problem,) = find_node_problems(ours, theirs, {})
     assert "must be that of the driver (0.12.1), not 0.12.2" in problem

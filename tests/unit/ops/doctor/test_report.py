@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from mindspeed_rlxf.device.findings import Finding, Status, error, ok, warning
-from mindspeed_rlxf.ops.doctor.report import Report, merge
+from mindspeed_rlxf.ops.doctor.output import Report, merge
 
 
 def test_equal_findings_of_hosts_become_one() -> None:

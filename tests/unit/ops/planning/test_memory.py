@@ -12,7 +12,7 @@ from mindspeed_rlxf import device
 from mindspeed_rlxf.config import generation_memory
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.load import resolve
-from mindspeed_rlxf.config.rules.host import GIB
+from mindspeed_rlxf.config.rules.this_host import GIB
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.ops.planning.memory import (
     cache_rows,
@@ -20,7 +20,7 @@ from mindspeed_rlxf.ops.planning.memory import (
     pool_memory,
     role_memory,
 )
-from mindspeed_rlxf.ops.planning.stage import layer_bytes
+from mindspeed_rlxf.ops.planning.stage_memory import layer_bytes
 from mindspeed_rlxf.rollout.kv_cache import CacheShape, KvCache
 
 EXPERTS = {"model.small.num_experts": 8, "model.small.moe_ffn_hidden_size": 32}

@@ -6,7 +6,7 @@ import pytest
 
 from mindspeed_rlxf.config.compose import builtin_config_dir, compose, config_names
 from mindspeed_rlxf.config.load import resolve
-from mindspeed_rlxf.ops.planning.host import host_memory_needed
+from mindspeed_rlxf.ops.planning.host_memory import host_memory_needed
 from mindspeed_rlxf.ops.planning.memory import pool_memories
 from mindspeed_rlxf.ops.planning.plan import plan
 from mindspeed_rlxf.ops.sizes import GIB

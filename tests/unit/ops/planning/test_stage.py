@@ -10,7 +10,7 @@ from mindspeed_rlxf.config.schema import (
     OptimizerConfig,
     RoleConfig,
 )
-from mindspeed_rlxf.ops.planning.stage import (
+from mindspeed_rlxf.ops.planning.stage_memory import (
     LayerBytes,
     buffer_numbers,
     in_flight,

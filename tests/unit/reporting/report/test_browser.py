@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.cli.watch import make_server
-from mindspeed_rlxf.reporting.metrics import JsonlWriter, metrics_record
+from mindspeed_rlxf.reporting.jsonl import JsonlWriter, metrics_record
 from mindspeed_rlxf.reporting.report.page import RunFolder, make_report
 from tests.report_run import HAN, damage, metrics_of, write_run
 

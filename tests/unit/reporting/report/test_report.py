@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
+from mindspeed_rlxf.checkpoint import lock
+from mindspeed_rlxf.checkpoint.report_file import find_state, write_report
 from mindspeed_rlxf.cli.report import main
 from mindspeed_rlxf.config.enums import HealthRule
-from mindspeed_rlxf.reporting.report.answers import compare_ends, judge, milestones
+from mindspeed_rlxf.reporting.report.judgement import compare_ends, judge, milestones
 from mindspeed_rlxf.reporting.report.records import (
     Iteration,
     make_curves,
@@ -23,8 +25,6 @@ from mindspeed_rlxf.reporting.report.records import (
     thin,
 )
 from mindspeed_rlxf.reporting.report.samples import choose_samples, cut_for_page
-from mindspeed_rlxf.run import lock
-from mindspeed_rlxf.run.report import find_state, write_report
 from tests.report_run import EVIL, HAN, damage, metrics_of, write_run
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rlxf.cli.watch import main, make_server
-from mindspeed_rlxf.reporting.metrics import JsonlWriter, metrics_record
+from mindspeed_rlxf.reporting.jsonl import JsonlWriter, metrics_record
 from tests.report_run import metrics_of, write_run
 
 

@@ -1,0 +1,124 @@
+"""Write the report of runs: report.html in the run directory, or a file that the user names."""
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rlxf.checkpoint import lock
+from mindspeed_rlxf.checkpoint.directory import RunDirectory
+from mindspeed_rlxf.checkpoint.store import EXPORTED
+from mindspeed_rlxf.config.problems import Problem, UserError, printable
+from mindspeed_rlxf.data.tokenizer import TokenPieces, load_tokenizer
+from mindspeed_rlxf.reporting.report.page import RunFolder, make_report
+from mindspeed_rlxf.reporting.report.records import read_configs, read_iterations
+from mindspeed_rlxf.reporting.report.samples import MAX_SAMPLES, TokenSplitter
+from mindspeed_rlxf.weights.atomic import replace_file
+
+TOKENIZER = "training.tokenizer_name_or_path"
+WATCHED = ("metrics.jsonl", "samples.jsonl", "val_samples.jsonl", "failure.json")
+
+
+def write_report(
+    runs: Sequence[Path],
+    file: Path,
+    max_samples: int = MAX_SAMPLES,
+    tokenizer: Any = None,
+) -> int:
+    """Write one HTML report of several runs to `file`, replacing it; return its size in bytes.
+
+    max_samples: of all runs together
+    tokenizer:   of all runs; None = each run's own, where it can be loaded
+    Raises UserError for folders that have no iteration, and OSError.
+    """
+    split = None if tokenizer is None else TokenPieces(tokenizer)
+    folders = open_runs(runs, split)
+    content = make_report(folders, max_samples).encode("utf-8", "backslashreplace")
+    replace_file(file, content)
+    return len(content)
+
+
+def open_runs(runs: Sequence[Path], split: TokenSplitter | None = None) -> list[RunFolder]:
+    """Return the runs to report on. Raises UserError that lists the folders without an iteration.
+
+    split: for all runs; None = by each run's own tokenizer, if it can be loaded
+    """
+    if problems := [found for run in runs if (found := find_problem(run))]:
+        raise UserError(problems)
+    return [
+        RunFolder(run, name, find_state(run), split or load_split(run))
+        for run, name in zip(runs, name_runs(runs), strict=True)
+    ]
+
+
+def name_runs(paths: Sequence[Path]) -> list[str]:
+    """Return a name for each path: as few of its last parts as make the names differ."""
+    full = [path.absolute() for path in paths]
+    for count in range(1, max(len(path.parts) for path in full)):
+        names = [printable("/".join(path.parts[-count:])) for path in full]
+        if len(set(names)) == len(names):
+            return names
+    return [printable(str(path)) for path in full]
+
+
+def find_problem(run: Path) -> Problem | None:
+    """Return why no report can be made of a folder; None if it has an iteration."""
+    if not run.is_dir():
+        found = "is a file" if run.exists() else "does not exist"
+        return Problem("RUN", f"must be a run directory, it {found}", repr(str(run)),
+                       "give the folder that holds metrics.jsonl")  # fmt: skip
+    if read_iterations(run):
+        return None
+    if (run / "config.yaml").exists():
+        return Problem("RUN", "must have an iteration in metrics.jsonl, it has none yet",
+                       repr(str(run)), "wait for the first iteration")  # fmt: skip
+    return Problem("RUN", "must be a run directory, it has no metrics.jsonl with an iteration",
+                   repr(str(run)), "give the folder that training.output_dir names")  # fmt: skip
+
+
+def find_state(run: Path) -> str:
+    """Return the state of a run: "running", "failed", "finished" or "stopped"."""
+    directory = RunDirectory(run.absolute())
+    if lock.is_locked(directory.path):
+        return "running"
+    if directory.failure.exists():
+        return "failed"
+    if (directory.checkpoints / EXPORTED).exists() and _is_exported(directory):
+        return "finished"
+    return "stopped"
+
+
+def find_version(run: Path) -> str:
+    """Return a text that changes with the run's state and the sizes of the files it shows."""
+    sizes = [str(file.stat().st_size) if (file := run / name).exists() else "-" for name in WATCHED]
+    return " ".join([find_state(run), *sizes])
+
+
+def load_split(run: Path) -> TokenSplitter | None:
+    """Return a function that splits responses into tokens of the run's tokenizer.
+
+    None if the run has no token log, or the tokenizer cannot be loaded.
+    """
+    configs = read_configs(run)
+    path = configs[-1][1].get(TOKENIZER) if configs else None
+    if not isinstance(path, str) or not (run / "samples_tokens").is_dir():
+        return None
+    try:
+        return TokenPieces(_load(path))
+    except UserError:
+        return None
+
+
+@functools.lru_cache(maxsize=4)
+def _load(path: str) -> Any:
+    return load_tokenizer(path)
+
+
+def _is_exported(directory: RunDirectory) -> bool:
+    """Return whether the exported weights are of the last iteration with metrics, or later."""
+    try:
+        exported = int((directory.checkpoints / EXPORTED).read_text())
+    except ValueError:
+        return False
+    iterations = read_iterations(directory.path)
+    return bool(iterations) and exported >= iterations[-1].number

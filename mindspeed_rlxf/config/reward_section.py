@@ -1,0 +1,284 @@
+"""The section `reward`: what scores responses; names of reward functions, and their calls."""
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
+from typing import Annotated, Any
+
+from pydantic import Field, field_validator
+
+from mindspeed_rlxf.config.architecture import ArchitectureConfig
+from mindspeed_rlxf.config.enums import RewardKind
+from mindspeed_rlxf.config.fields import FilePath, Section, Strings, Word, key
+from mindspeed_rlxf.config.problems import Problem, ref
+from mindspeed_rlxf.config.roles import RoleConfig
+from mindspeed_rlxf.config.secrets import MASK, Secret, url_secret
+
+GIVEN = ("prompt", "response", "ground_truth", "extra_info")
+"""Keyword arguments of every call."""
+DATA_SOURCE = "data_source"
+"""Further keyword argument, of functions that have a parameter of this name."""
+BY_SOURCE = "rule"
+"""Word in place of a function for the rule that belongs to the sample's data source."""
+RULES_OF_PROGRAMS = frozenset({"code", "code_all"})
+"""Names of the rules that run programs of responses in a sandbox."""
+
+
+def split_name(function: str) -> tuple[str, str] | None:
+    """Split `path/to/file.py:name` at the last colon; return (path, name). Name may be empty.
+
+    None for text without a colon, or where the path does not end with `.py`.
+    """
+    path, colon, name = function.rpartition(":")
+    return (path, name) if colon and path.endswith(".py") else None
+
+
+def find_function(module: ModuleType, name: str) -> Callable[..., Any]:
+    """Return the function `name`, or the static method `Class.method`, of the module.
+
+    Anything callable but a class will do.
+    Errors: ValueError for a class, and for a name that is missing or not callable (the message
+    lists the module's functions without leading `_`).
+    """
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if inspect.isclass(found):
+        raise ValueError(f"must be a function, {name} is a class: name one of its static methods")
+    if callable(found):
+        return found  # type: ignore[no-any-return]
+    own = [n for n, v in vars(module).items() if inspect.isfunction(v) and not n.startswith("_")]
+    raise ValueError(f"the file must have a function {name}; it has {', '.join(own) or 'none'}")
+
+
+def keywords_of(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of the keyword arguments that the run passes to this function.
+
+    GIVEN, then `data_source` if the function has a parameter of that very name (`**kwargs` does not
+    count). The YAML's `arguments` are not included.
+    """
+    takes = DATA_SOURCE in inspect.signature(function).parameters
+    return (*GIVEN, DATA_SOURCE) if takes else GIVEN
+
+
+def find_broken_rule(function: Callable[..., Any], arguments: Mapping[str, Any]) -> str | None:
+    """Return the rule that a reward function breaks, as text for a problem; None if it is legal.
+
+    It must accept GIVEN and `arguments` as keywords, by its signature. It is not called.
+    arguments: of the YAML; they must not have a name in GIVEN, nor `data_source`
+    """
+    if taken := sorted({*arguments} & {*GIVEN, DATA_SOURCE}):
+        return f"arguments must not have {', '.join(taken)}, which the run gives"
+    try:
+        signature = inspect.signature(function)
+        signature.bind(**dict.fromkeys((*keywords_of(function), *arguments)))
+    except (TypeError, ValueError) as error:
+        wanted = ", ".join((*GIVEN, *map(str, arguments)))
+        return f"must be a function of ({wanted}), called by keyword: {error}"
+    return None
+
+
+class SandboxConfig(Section):
+    """Limits of programs that rules run in bubblewrap (docs/sandbox.md)."""
+
+    section_used_if = "reward.runs_programs"
+
+    unsafe: bool = key(
+        False, "where bubblewrap does not work, run programs without isolation", "free"
+    )
+    python: str | None = key(
+        None, "interpreter of programs, with its packages; null = Python's standard library alone"
+    )
+    cpu_s: float = key(6.0, "CPU time of one program, seconds", gt=0)
+    wall_s: float = key(12.0, "wall-clock time of one program, seconds", gt=0)
+    response_s: float = key(
+        20.0, "time of all test cases of a response, seconds; the rest count as failed", gt=0
+    )
+    memory_mb: int = key(512, "memory of one program with its children, MiB", ge=32)
+    file_mb: int = key(16, "size of a file, and of all files of a program, MiB", ge=1)
+    files: int = key(64, "open files of a process; a program may make 100 x as many", ge=16)
+    processes: int = key(16, "processes and threads of one program", ge=1)
+    output_kb: int = key(256, "standard output of one program, KiB", ge=1)
+
+
+PART_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+OWN_METRICS = ("failed", "model")
+
+
+class FunctionConfig(Section):
+    """A function or server whose weighted score is a part of the reward.
+
+    In the YAML the text of `function` may stand for the section.
+    """
+
+    name: str = key(..., "name of its part in metrics and samples; absent = the function's name")
+    function: str | None = key(
+        None, "path/to/file.py:name, a built-in rule, or `rule`: the rule of the data source"
+    )
+    sha256: str | None = key(
+        None, "SHA-256 of the file's text; a run is not resumed with another text"
+    )
+    url: Secret | None = key(None, "in place of function: a server that scores batches", "free")
+    headers: dict[str, Secret] = key(
+        {}, "url: headers of each request, such as `Authorization: Bearer ${oc.env:KEY}`", "free"
+    )
+    batch_size: int = key(16, "url: samples per request at most", ge=1)
+    weight: float = key(1.0, "factor of its score in the sum")
+    arguments: dict[str, Any] = key({}, "further keyword arguments of the function")
+    data_sources: Strings = key((), "data sources that it scores; none = all")
+
+    @field_validator("url", mode="before")
+    @classmethod
+    def _hide_parts(cls, value: Any) -> Any:
+        return url_secret(value) if isinstance(value, str) else value
+
+    def applies_to(self, data_source: str) -> bool:
+        return not self.data_sources or data_source in self.data_sources
+
+    def broken_rules(self) -> Iterator[Problem]:
+        if not PART_NAME.fullmatch(self.name) or self.name.split("_")[0] in OWN_METRICS:
+            rule = "must be letters, digits and any of `_.-`, and not begin with failed or model"
+            yield Problem("name", rule, self.name, "give the function another name")
+        if (self.function is None) == (self.url is None):
+            yield Problem(
+                "function", f"or {ref('url')} must be given, one of them", remedy="name one"
+            )
+        if self.url is not None:
+            url, shown = self.url.get_secret_value(), str(self.url)
+            if not re.match(r"https?://[^/]", url):
+                yield Problem("url", "must begin with http:// or https://", shown, "correct it")
+            if re.search(r"\s", url):
+                yield Problem("url", "must have no white space", shown, "correct it")
+            if MASK in url:
+                yield Problem("url", "hides a secret", shown, "give it again, by ${oc.env:NAME}")
+        elif self.headers:
+            yield Problem("headers", f"need {ref('url')}", remedy="remove them")
+        for name, value in self.headers.items():
+            if MASK in value.get_secret_value():
+                remedy = "give it again, by ${oc.env:NAME}"
+                yield Problem(f"headers.{name}", "hides a secret", MASK, remedy)
+        if self.url is not None and self.arguments:
+            yield Problem(
+                "arguments", f"are those of a function, {ref('url')} is a server", remedy="remove"
+            )
+
+
+class RewardConfig(RoleConfig):
+    """The reward: a rule (no model, on the CPU), functions, or a reward model."""
+
+    load: FilePath | None = key(None, "folder of the reward model, Hugging Face's or Megatron's")
+    kind: Annotated[RewardKind, Word] = key(
+        RewardKind.MODEL,
+        "model: a reward model in Megatron; huggingface: any sequence classifier; rule: no model",
+    )
+    model: str | None = key(None, "name of the architecture; none for a rule")  # type: ignore[assignment]
+    architecture: ArchitectureConfig | None = key(None, "none for a rule")  # type: ignore[assignment]
+    rules: dict[str, str] = key(
+        {}, "data source -> rule, added to the built-in table", used_if="reads_reward_rules"
+    )
+    verifier: bool = key(
+        False, "score every prompt by algorithm.verifier_function; needs kind=rule"
+    )
+    sandbox: SandboxConfig = key(SandboxConfig(), "isolation of programs that rules run")
+    function: FunctionConfig | None = key(
+        None, "a function of yours that scores, path/to/file.py:name; see docs/rewards.md"
+    )
+    functions: Annotated[tuple[FunctionConfig, ...], Word] = key(
+        (), "several functions; their weighted scores are added, also to the score of a model"
+    )
+    model_weight: float = key(1.0, "factor of the model's score beside functions", used_if="parts")
+    allow_changed_function: bool = key(
+        False, "resume although the text of a function's file has changed", "free", used_if="parts"
+    )
+    processes: int = key(8, "processes that score beside each replica that generates", "free", ge=1)
+    timeout_s: float = key(30.0, "longest time to score one sample, seconds", "free", gt=0)
+    worker_memory_gib: float = key(8.0, "address space of a scoring process, GiB", "free", gt=0)
+    failed_score: float = key(
+        0.0,
+        "score of a sample whose scoring failed for a cause that may be the response",
+        used_if="runs_code",
+    )
+    max_failed: Annotated[int, Field(ge=0)] | None = key(
+        None,
+        "failed samples of a batch beyond which the run stops; null = a tenth of it",
+        "free",
+        used_if="runs_code",
+    )
+
+    @property
+    def parts(self) -> tuple[FunctionConfig, ...]:
+        """The functions of the reward: that of `function`, else those of `functions`."""
+        return (self.function,) if self.function is not None else self.functions
+
+    @property
+    def runs_code(self) -> bool:
+        """Whether a rule or a function scores, alone or beside a model."""
+        return self.kind is RewardKind.RULE or bool(self.parts)
+
+    @property
+    def chooses_by_label(self) -> bool:
+        """Whether a row's `reward_model.style` chooses between the model and rules."""
+        return self.kind is not RewardKind.RULE and bool(self.parts or self.rules)
+
+    @property
+    def runs_programs(self) -> bool:
+        """Whether some rule or function in the section is one of RULES_OF_PROGRAMS.
+
+        These run programs that responses contain.
+        """
+        named = {*self.rules.values(), *(part.function for part in self.parts)}
+        return not RULES_OF_PROGRAMS.isdisjoint(named)
+
+    def broken_rules(self) -> Iterator[Problem]:
+        yield from super().broken_rules()
+        if self.verifier and self.kind is not RewardKind.RULE:
+            yield Problem(
+                "verifier",
+                f"must be false with {ref('kind')}={self.kind.value}, which scores by a model",
+                True,
+                "remove one of them",
+            )
+        if self.verifier and self.rules:
+            yield Problem(
+                "rules",
+                f"must be empty with {ref('verifier')}=true, which scores all prompts alike",
+                remedy="remove one of them",
+            )
+        yield from self._check_functions()
+        yield from self._check_timeout()
+
+    def _check_functions(self) -> Iterator[Problem]:
+        if self.function is not None and self.functions:
+            remedy = f"move it into {ref('functions')}"
+            yield Problem(
+                "function", f"and {ref('functions')} must not both be given", None, remedy
+            )
+        if self.verifier and self.parts:
+            rule = f"scores all samples alone, {ref('functions')} are given too"
+            yield Problem("verifier", rule, True, "remove one of them")
+        names = [part.name for part in self.functions]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            rule = f"must each have a name of its own, {', '.join(twice)} is there twice"
+            yield Problem("functions", rule, remedy="add name: to one of them")
+
+    def _check_timeout(self) -> Iterator[Problem]:
+        """Yield a problem if `timeout_s` can end scoring before the time limit of its programs."""
+        needed = self.sandbox.response_s * max(1, self._count_program_functions())
+        if self.runs_programs and self.timeout_s <= needed:
+            times = "" if needed == self.sandbox.response_s else ", for each part with programs"
+            shown = f"{ref('sandbox.response_s')}={self.sandbox.response_s:g}{times}"
+            rule = f"must be above {shown}, after which test cases count as failed"
+            remedy = f"raise it above {needed:g}, or lower {ref('sandbox.response_s')}"
+            yield Problem("timeout_s", rule, self.timeout_s, remedy)
+
+    def _count_program_functions(self) -> int:
+        """Return how many functions run programs for one sample, the maximum over data sources."""
+        sources = {"", *self.rules}.union(*(part.data_sources for part in self.parts))
+        return max(
+            sum(self._runs_programs(part, source) for part in self.parts) for source in sources
+        )
+
+    def _runs_programs(self, part: FunctionConfig, source: str) -> bool:
+        rule = self.rules.get(source) if part.function == BY_SOURCE else part.function
+        return part.applies_to(source) and rule in RULES_OF_PROGRAMS

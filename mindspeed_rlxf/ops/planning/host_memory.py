@@ -1,0 +1,182 @@
+"""Compute the host memory and the disk that a run needs."""
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.rules.this_host import PROCESS_BYTES
+from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.models.parameter_counts import HEADS, model_numbers
+from mindspeed_rlxf.ops.planning.available import is_joined, on_cpu
+from mindspeed_rlxf.ops.planning.memory import PoolMemory, has_model
+from mindspeed_rlxf.ops.planning.stage_memory import itemsize, optimizer_itemsize
+from mindspeed_rlxf.weights.hf_folder import HfFolder
+
+LOAD, ITERATION, CHECKPOINT, FINAL = range(4)
+PHASES = ("load", "iteration", "checkpoint", "final weights")
+ALWAYS = (LOAD, ITERATION, CHECKPOINT, FINAL)
+
+
+@dataclass(frozen=True)
+class HostPart:
+    """Bytes of one consumer of host memory, and the phases of the run (of PHASES) that it is in."""
+
+    name: str
+    bytes: int
+    phases: tuple[int, ...] = ALWAYS
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Memory of the host with most processes, if it also has the driver and all rows.
+
+    offloads:   whether roles keep offloaded state there
+    page_cache: loaded weight files, which the system can drop; in no sum
+    """
+
+    parts: tuple[HostPart, ...]
+    offloads: bool
+    page_cache: int
+
+    @property
+    def phases(self) -> list[int]:
+        """Return the bytes of each of PHASES."""
+        return [sum(part.bytes for part in self.parts if phase in part.phases) for phase in ALWAYS]
+
+    @property
+    def total(self) -> int:
+        """Return the bytes of the phase that needs most."""
+        return max(self.phases)
+
+
+def trained_roles(config: RunConfig) -> list[Role]:
+    """Return the roles that learn: their weights and checkpoints are written."""
+    return [role for role in (Role.ACTOR_ROLLOUT, Role.CRITIC) if role in config.roles]
+
+
+def host_memory_needed(config: RunConfig, pools: list[PoolMemory]) -> HostMemory:
+    """Return the bytes that each consumer takes of the memory of the host with most processes.
+
+    On our own cluster the processes of all pools are on one host and are added up; otherwise those
+    of the largest pool count. Memory of devices and copies is added up for all pools.
+    pools: memory of the pools' devices; it counts as host memory on CPU
+    """
+    actor, algorithm = config.actor_rollout, config.algorithm
+    sizes = {
+        pool.pool: _processes_on_one_host(config, config.resource_pool[pool.pool]) for pool in pools
+    }
+    shared = config.runtime.kind == "local" or is_joined(config)
+    count = max(sizes.values()) if shared else sum(sizes.values())
+    per_pool = [_processes_on_one_host(config, pool.processes) for pool in pools]
+    devices = sum(pool.total * each for pool, each in zip(pools, per_pool, strict=True))
+    copies: dict[Role, int] = {}
+    for pool, each in zip(pools, per_pool, strict=True):
+        for role in pool.roles:
+            copies[role.role] = copies.get(role.role, 0) + role.copies * each
+    # Rows of two iterations: the last ones are kept until the next ones replace them. Per prompt
+    # token 8 bytes for the id. Per response token 50: id 8; fp32 log-probs of rollout, actor and
+    # reference, KL, value; advantage, old and reference log-prob, return, value; two masks of 1.
+    # Three arrays and a mask have one slot more. Lengths, id, flag, score: 29.
+    row = 8 * actor.max_prompt_length + 50 * actor.max_new_tokens + 3 * 4 + 1 + 29
+    responses = config.samples_per_iteration
+    if algorithm.filter_groups:
+        responses *= algorithm.max_num_gen_batches
+    if algorithm.estimator.reads_greedy:
+        responses += config.training.global_batch_size
+    prompts = 8 * config.samples_per_iteration * actor.max_prompt_length
+    trained = trained_roles(config)
+    parts = [
+        HostPart(f"processes ({count})", count * PROCESS_BYTES),
+        HostPart("driver", PROCESS_BYTES + prompts),
+        HostPart("what the roles hold", devices if on_cpu(config) else 0),
+        HostPart(
+            "rows, and those of the iteration before", 2 * responses * row, (ITERATION, CHECKPOINT)
+        ),
+        *(HostPart(f"{role.value}: copies of what it offloads", n) for role, n in copies.items()),
+        *(
+            HostPart(
+                f"{role.value}: a checkpoint while it is written",
+                _checkpoint_on_one_host(config, role),
+                (CHECKPOINT,),
+            )
+            for role in trained
+        ),
+        *(
+            HostPart(
+                f"{role.value}: final weights while they are written",
+                _export_on_one_host(config, role),
+                (FINAL,),
+            )
+            for role in trained
+        ),
+    ]
+    # A folder that several roles load counts once.
+    folders = {
+        config.role(r).load: _stored(config, r) for r in config.roles if has_model(config, r)
+    }
+    offloads = any(copies.values())
+    return HostMemory(tuple(p for p in parts if p.bytes), offloads, sum(folders.values()))
+
+
+def disk_needed(config: RunConfig) -> dict[str, int]:
+    """Return name -> bytes in the run directory: final weights in both formats, and checkpoints.
+
+    One checkpoint more than `training.keep_last` is counted; each has all trained roles.
+    """
+    trained, count = trained_roles(config), config.training.keep_last + 1
+    found = {
+        f"final weights of {role.value}": _stored(config, role)
+        + _numbers(config, role) * itemsize(config.role(role))
+        for role in trained
+    }
+    one = sum(_checkpoint_bytes(config, role) for role in trained)
+    return {**found, f"checkpoints ({count}, one being written)": count * one}
+
+
+def _processes_on_one_host(config: RunConfig, processes: Sequence[int]) -> int:
+    return max(processes) if is_joined(config) else sum(processes)
+
+
+def _numbers(config: RunConfig, role: Role) -> int:
+    return model_numbers(config.role(role).architecture, HEADS[role])
+
+
+def _stored(config: RunConfig, role: Role) -> int:
+    section = config.role(role)
+    return _numbers(config, role) * stored_itemsize(section.load, itemsize(section))
+
+
+def _checkpoint_bytes(config: RunConfig, role: Role) -> int:
+    section = config.role(role)
+    return _numbers(config, role) * (itemsize(section) + optimizer_itemsize(section))
+
+
+def _checkpoint_on_one_host(config: RunConfig, role: Role) -> int:
+    ranks = config.processes_of(role)
+    return _checkpoint_bytes(config, role) * _processes_on_one_host(config, ranks) // sum(ranks)
+
+
+def _export_on_one_host(config: RunConfig, role: Role) -> int:
+    """Return the bytes of final weights that are written on the host with most writers."""
+    section, layout = config.role(role), config.layout(role)
+    ep = section.expert_model_parallel_size
+    share = _numbers(config, role) // (layout.pp * ep) * itemsize(section)
+    sizes = config.resource_pool[config.pool_of(role)]
+    ends = list(accumulate(sizes if is_joined(config) else [sum(sizes)]))
+    writers = [
+        layout.tp * (layout.dp * pp_rank + ep_rank)
+        for pp_rank in range(layout.pp)
+        for ep_rank in range(ep)
+    ]
+    return share * max(Counter(bisect_right(ends, rank) for rank in writers).values())
+
+
+def stored_itemsize(folder: str | None, otherwise: int) -> int:
+    """Return the bytes of one weight in a Hugging Face folder, read from the final norm."""
+    try:
+        return HfFolder(str(folder)).dtype("model.norm.weight").itemsize
+    except (KeyError, ValueError):
+        return otherwise

@@ -1,0 +1,316 @@
+"""Compute the device memory of a role on one pipeline stage: what lasts, and what phases add.
+
+`docs/memory.md` explains each formula. Bytes are of one rank.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import lcm
+from typing import NamedTuple
+
+from mindspeed_rlxf import device
+from mindspeed_rlxf.config.architecture import groups_per_rank, qkv_rows
+from mindspeed_rlxf.config.enums import DeviceKind, KlPenalty, Recompute, Role
+from mindspeed_rlxf.config.schema import (
+    ArchitectureConfig,
+    LearningConfig,
+    OptimizerConfig,
+    RoleConfig,
+    RunConfig,
+)
+from mindspeed_rlxf.models.heads import CHUNK_TOKENS
+from mindspeed_rlxf.models.parameter_counts import HEADS, split_sizes
+from mindspeed_rlxf.models.parameters import Head, padded_vocab_size
+
+FP32 = 4
+POOL_GROUP = 1  # a split pool has one more communicator, for weights
+
+
+class State(NamedTuple):
+    """Bytes of weights, gradients and optimizer."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Bytes that a phase of a role needs in addition to the role's lasting memory.
+
+    learns: the phase also uses gradients and optimizer
+    beside: another role whose weights must be on the device too
+    """
+
+    name: str
+    activations: int = 0
+    kv_cache: int = 0
+    other: int = 0
+    learns: bool = False
+    beside: Role | None = None
+
+    @property
+    def total(self) -> int:
+        return self.activations + self.kv_cache + self.other
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """Activations of one layer for a micro-batch.
+
+    norm, attention, mlp: kept for the backward pass; a layer has two norms
+    sent:  copies of hidden states on the way to experts and back, 0 if dense
+    entry: hidden states that enter the layer
+    """
+
+    norm: int
+    attention: int
+    mlp: int
+    sent: int
+    entry: int
+
+    @property
+    def kept(self) -> int:
+        return 2 * self.norm + self.attention + self.mlp
+
+    @property
+    def forward(self) -> int:
+        """Return the peak without gradients: attention is freed before the MLP begins."""
+        return self.entry + self.norm + max(self.attention, self.mlp)
+
+
+def layer_bytes(
+    a: ArchitectureConfig, tokens: int, tp: int, sequence_parallel: bool, itemsize: int
+) -> LayerBytes:
+    """Return the activations of a layer for `tokens`, on one of `tp` ranks."""
+    own = tokens // tp if sequence_parallel else tokens
+    # A norm keeps its input in fp32, the normed value, the output, and a root per token.
+    norm = own * ((FP32 + 2 * itemsize) * a.hidden_size + FP32)
+    # Projections, rotated queries and keys, cosines and sines, the output twice, the log of the
+    # softmax's divisor. Ranks that share a key-value group gather the projections of all ranks.
+    queries = a.num_attention_heads * a.head_dim // tp
+    keys = groups_per_rank(a.kv_heads, tp) * a.head_dim
+    projected = qkv_rows(a) if tp > a.kv_heads else queries + 2 * keys
+    attention = itemsize * (projected + 3 * queries + keys + 4 * a.head_dim)
+    attention += FP32 * a.num_attention_heads // tp
+    if a.qk_layernorm:
+        attention += (FP32 + itemsize) * (queries + keys)
+    # Both halves of the first matrix's output, the activated gate, the other half, their product.
+    mlp = tokens * 5 * itemsize * a.mlp_hidden_size // tp
+    sent = 0
+    if a.num_experts:
+        # With balanced routing, and every rank of a TP group sends all tokens without sequence
+        # parallel. Also the hidden state, the product times the router's weight, and the routing.
+        pairs = tokens * a.moe_router_topk * (1 if sequence_parallel else tp)
+        mlp = pairs * itemsize * (a.hidden_size + 6 * a.mlp_hidden_size // tp)
+        mlp += tokens * (5 * a.num_experts + 12 * a.moe_router_topk)
+        sent = 3 * pairs * a.hidden_size * itemsize
+    return LayerBytes(norm, tokens * attention, mlp, sent, own * a.hidden_size * itemsize)
+
+
+def recompute_bytes(role: LearningConfig, layer: LayerBytes) -> tuple[int, int]:
+    """Return (bytes kept for each micro-batch in flight, bytes recomputed at one time) of a chunk.
+
+    none:      all layers; 0
+    selective: the layers without their MLPs; one MLP
+    uniform:   one entry per group of `recompute_num_layers` layers; the layers of one group
+    block:     entries of the first `recompute_num_layers` layers, and the other layers; one layer
+               if there are no others, else 0
+    """
+    layers, size = role.layers_per_chunk, role.recompute_num_layers
+    if role.recompute is Recompute.NONE:
+        return layers * layer.kept, 0
+    if role.recompute is Recompute.SELECTIVE:
+        return layers * (layer.kept - layer.mlp), layer.mlp
+    if role.recompute_method == "uniform":
+        return layers // size * layer.entry, size * layer.kept
+    # Activations that are kept are of later layers, so they are freed before one is recomputed.
+    kept = size * layer.entry + (layers - size) * layer.kept
+    return kept, layer.kept if size == layers else 0
+
+
+def itemsize(role: RoleConfig) -> int:
+    """Return the bytes of one weight or activation of a role: 2 with bf16, else 4."""
+    return 2 if role.bf16 else FP32
+
+
+def optimizer_itemsize(role: RoleConfig) -> int:
+    """Return Adam's bytes per parameter: two fp32 moments, and for bf16 weights an fp32 copy."""
+    return 3 * FP32 if role.bf16 else 2 * FP32
+
+
+def micro_batch_tokens(role: RoleConfig, samples: int, length: int) -> int:
+    """Return the tokens of a rank's largest micro-batch, of `samples` of up to `length` tokens."""
+    limit = role.max_tokens_per_micro_batch
+    if limit is None:
+        return min(role.micro_batch_size, samples) * length
+    return min(limit, samples * length)
+
+
+def micro_batches(role: RoleConfig, samples: int, length: int) -> int:
+    """Return the number of micro-batches into which a rank divides `samples`, rounded up."""
+    limit = role.max_tokens_per_micro_batch
+    size = role.micro_batch_size if limit is None else max(limit // length, 1)
+    return _round_up(-(-samples // size), role.micro_batch_multiple)
+
+
+def buffer_numbers(sizes: Sequence[int], dp: int, distributed: bool) -> int:
+    """Return the number of elements of Megatron's gradient buffer for parameters of these sizes.
+
+    The distributed optimizer pads each parameter to a multiple of 64, and the whole to a multiple
+    of 128 and of `dp`; the weights are in a buffer of this length too.
+    """
+    if not distributed:
+        return sum(sizes)
+    return _round_up(sum(_round_up(size, 64) for size in sizes), lcm(dp, 128))
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def in_flight(pp_rank: int, pp: int, micro_batches: int, chunks: int = 1) -> int:
+    """Return how many forward passes through a chunk a stage holds before the first backward pass.
+
+    In the 1F1B schedule, interleaved for several chunks.
+    """
+    if chunks == 1:
+        return min(pp - pp_rank, micro_batches)
+    return min(2 * (pp - pp_rank - 1) + (chunks - 1) * pp + 1, micro_batches * chunks)
+
+
+def is_split(config: RunConfig, pool: str) -> bool:
+    """Whether some ranks of the pool train the actor and the others only generate."""
+    return config.parts is not None and pool == config.pool_of(Role.ACTOR_ROLLOUT)
+
+
+class PipelineStage:
+    """One role on one pipeline stage, with the sizes that its memory depends on."""
+
+    def __init__(self, config: RunConfig, role: Role, pp_rank: int) -> None:
+        self.config, self.role, self.pp_rank = config, role, pp_rank
+        self.section, self.head = config.role(role), HEADS[role]
+        self.layout, self.itemsize = config.layout(role), itemsize(self.section)
+        self.architecture = self.section.architecture
+        self.optimizer: OptimizerConfig | None = None
+        if isinstance(self.section, LearningConfig):
+            self.optimizer = self.section.optimizer
+        self.sequence_parallel = self.section.sequence_parallel and self.layout.tp > 1
+        self.ep, dp = self.section.expert_model_parallel_size, self.layout.dp
+        place = (pp_rank, self.layout.pp, self.section.model_chunks, self.ep)
+        self.shard = (self.architecture, self.head, self.layout.tp, *place)
+        self.shared, self.experts = split_sizes(*self.shard)
+        self.numbers = sum(self.shared) + sum(self.experts)
+        # Elements of one of Megatron's buffers, and the replicas that sum its gradients.
+        self.buffers = [(self.shared + self.experts, dp)]
+        if self.ep > 1:
+            self.buffers = [(self.shared, dp), (self.experts, dp // self.ep)]
+        actor = config.actor_rollout
+        self.response = actor.max_new_tokens
+        self.length = actor.max_prompt_length + self.response
+        self.samples = config.samples_per_iteration // dp  # on this rank
+        self.last = pp_rank == self.layout.pp - 1
+        self.vocab = padded_vocab_size(self.architecture, self.layout.tp) // self.layout.tp
+
+    def state(self) -> State:
+        if self.optimizer is None:
+            return State(self.numbers * self.itemsize, 0, 0)
+        held = optimizer = 0
+        distributed = self.optimizer.use_distributed_optimizer
+        for sizes, replicas in self.buffers:
+            numbers = buffer_numbers(sizes, replicas, distributed)
+            shards = replicas if distributed else 1
+            optimizer += numbers // shards * optimizer_itemsize(self.section)
+            held += numbers
+        return State(held * self.itemsize, held * FP32, optimizer)
+
+    def communication_bytes(self) -> int:
+        """Return the bytes of buffers of all process groups, and of sequence parallelism."""
+        tp, pp, dp, ep = self.layout.tp, self.layout.pp, self.layout.dp, self.ep
+        trains, config = self.optimizer is not None, self.config
+        generates = self.role is Role.ACTOR_ROLLOUT and not config.parts
+        norms = trains and tp * pp > 1  # sums the gradient norm
+        groups = [tp > 1, pp > 1, dp > 1, norms, generates and tp > 1]
+        if self.architecture.num_experts is not None:
+            sums = trains and ep > 1  # of gradients, and among ranks with the same experts
+            groups += [tp > 1, ep > 1, tp * ep > 1, sums, sums and dp > ep]
+            groups += [generates and tp > 1, generates and ep > 1]
+        count = sum(groups) + POOL_GROUP * is_split(config, config.pool_of(self.role))
+        held = count * device.communicator_bytes(config.device.kind)
+        if self.sequence_parallel:  # Megatron's permanent buffer for gathers
+            tokens = micro_batch_tokens(self.section, self.samples, self.length)
+            held += tokens * self.architecture.hidden_size * self.itemsize
+        return held
+
+    def phases(self) -> Iterator[Phase]:
+        """Yield forward and, for a role that learns, update and optimizer step.
+
+        A reference that computes the full KL also needs the actor's weights on the device.
+        """
+        layer, config = self._layer(self.samples), self.config
+        compares = config.algorithm.kl_penalty is KlPenalty.FULL
+        beside = Role.ACTOR_ROLLOUT if self.role is Role.REF and compares else None
+        held = max(layer.forward, self._head_bytes(self.samples))
+        yield Phase("forward", held, other=layer.sent, beside=beside)
+        if self.optimizer is None:
+            return
+        mini_batch = config.actor_rollout.ppo_mini_batch_size
+        if self.role is Role.CRITIC:
+            mini_batch = config.value_model.critic_mini_batch_size
+        yield self._update(mini_batch // self.layout.dp)
+        # torch's Adam takes the roots of all second moments at once.
+        distributed = self.optimizer.use_distributed_optimizer
+        roots = [sum(sizes) // (n if distributed else 1) * FP32 for sizes, n in self.buffers]
+        yield Phase("optimizer step", other=max(roots), learns=True)
+
+    def _update(self, samples: int) -> Phase:
+        """Return the memory of forward and backward passes with `samples` per step on this rank."""
+        assert isinstance(self.section, LearningConfig), "frozen roles have no update"
+        layer, layout = self._layer(samples), self.layout
+        held, again = recompute_bytes(self.section, layer)
+        if layout.pp > 1:  # received and sent hidden states
+            held += 2 * layer.entry
+        count = micro_batches(self.section, samples, self.length)
+        count = in_flight(self.pp_rank, layout.pp, count, self.section.model_chunks)
+        # The gradient of one parameter before it is added to the buffer; a grouped product has
+        # those of all experts of a layer at once.
+        grouped = device.resolve_kind(self.config.device.kind) is not DeviceKind.NPU
+        together = (self.architecture.num_experts or 0) // self.ep if grouped else 1
+        widest = max(max(self.shared, default=0), together * max(self.experts, default=0))
+        other = widest * self.itemsize + layer.sent + self._head_gradient_bytes(samples)
+        # The head's activations are freed before the backward pass reaches a layer.
+        activations = count * held + max(self._head_bytes(samples), again)
+        return Phase("update", activations, other=other, learns=True)
+
+    def _layer(self, samples: int) -> LayerBytes:
+        tokens = micro_batch_tokens(self.section, samples, self.length)
+        sizes = tokens, self.layout.tp, self.sequence_parallel, self.itemsize
+        return layer_bytes(self.architecture, *sizes)
+
+    def _head_bytes(self, samples: int) -> int:
+        """Return the bytes of a micro-batch's last hidden states and head; 0 before the last stage.
+
+        The final norm's input in fp32, its normed value and output, and a copy of the tokens read.
+        A score head copies those in fp32; log-probs need logits, shifted logits, exponentials and a
+        product in fp32, for one chunk of tokens at a time.
+        """
+        if not self.last:
+            return 0
+        hidden, read = self.architecture.hidden_size, self._head_tokens(samples)
+        tokens = micro_batch_tokens(self.section, samples, self.length)
+        held = hidden * (tokens * (FP32 + 2 * self.itemsize) + read * self.itemsize)
+        if self.head is Head.SCORE:
+            return held + FP32 * read * hidden
+        return held + 4 * FP32 * min(read, CHUNK_TOKENS) * self.vocab
+
+    def _head_gradient_bytes(self, samples: int) -> int:
+        early = self.optimizer is not None and self.optimizer.overlap_grad_reduce
+        chunks = self._head_tokens(samples) > CHUNK_TOKENS
+        if early and self.section.bf16 and self.last and chunks:
+            is_lm = self.head is Head.LANGUAGE_MODEL
+            return FP32 * self.vocab * self.architecture.hidden_size * is_lm
+        return 0
+
+    def _head_tokens(self, samples: int) -> int:
+        slots = self.response if self.head is Head.LANGUAGE_MODEL else self.response + 1
+        return micro_batch_tokens(self.section, samples, slots)

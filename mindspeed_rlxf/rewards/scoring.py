@@ -1,0 +1,171 @@
+"""Score samples by the functions of the configuration, or by the rules of their data sources.
+
+`main` runs in a process of `workers`, which sets deadlines and kills it.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import inspect
+import json
+import os
+import pickle
+import resource
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+from mindspeed_rlxf.config import plugins
+from mindspeed_rlxf.config.plugins import Source, run_as_module
+from mindspeed_rlxf.config.reward_section import (
+    BY_SOURCE,
+    SandboxConfig,
+    find_function,
+    keywords_of,
+)
+from mindspeed_rlxf.rewards.outcome import Cause, Sample, ScoreFailure, ScoringBroken, to_result
+from mindspeed_rlxf.rewards.rules import RULES, RewardResult
+
+MAX_OUTPUT = 2**20  # bytes that the scoring of a sample may print, or return
+
+
+@dataclass(frozen=True)
+class Part:
+    """One reward function.
+
+    source:       file of the function; None = `function` is the name of a rule
+    data_sources: those that it scores, empty = all
+    """
+
+    name: str
+    function: str
+    source: Source | None = None
+    weight: float = 1.0
+    arguments: dict[str, Any] = field(default_factory=dict)
+    data_sources: tuple[str, ...] = ()
+
+    def applies_to(self, data_source: str) -> bool:
+        return not self.data_sources or data_source in self.data_sources
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that a scoring process needs, in plain values.
+
+    parts:    reward functions, whose weighted scores are added
+    rules:    data source -> name of its rule
+    plugins:  files that register rules of plugins
+    defaults: whether the rule of its data source scores a sample that no part applies to
+    sandbox:  keys of reward.sandbox; None where no rule runs programs
+    """
+
+    parts: tuple[Part, ...]
+    rules: dict[str, str]
+    plugins: tuple[Source, ...] = ()
+    defaults: bool = True
+    sandbox: dict[str, Any] | None = None
+
+
+class SampleScorer:
+    """Scores samples by a plan; runs the plan's files, whose exceptions are not caught."""
+
+    def __init__(self, plan: Plan) -> None:
+        for source in plan.plugins:
+            plugins.load(source)
+        self._plan = plan
+        self._parts = [
+            (p, find_function(run_as_module(p.source), p.function) if p.source else None)
+            for p in plan.parts
+        ]
+
+    def score(self, sample: Sample) -> RewardResult:
+        """Score by the functions that apply to the data source, else by its rule."""
+        wanted = [part for part in self._parts if part[0].applies_to(sample.data_source)]
+        if not wanted:
+            return self._score_part(Part("", BY_SOURCE), None, sample)
+        results = [(p.name, p.weight, self._score_part(p, call, sample)) for p, call in wanted]
+        return weighted_sum(results)
+
+    def _score_part(
+        self, part: Part, function: Callable[..., Any] | None, sample: Sample
+    ) -> RewardResult:
+        if function is not None:
+            given = {name: getattr(sample, name) for name in keywords_of(function)}
+            value = function(**given, **part.arguments)
+            return to_result(asyncio.run(value) if inspect.iscoroutine(value) else value)
+        rule, arguments = part.function, part.arguments
+        if rule == BY_SOURCE:
+            rule, arguments = self._plan.rules[sample.data_source], {}
+        result = RULES[rule](sample.response, sample.ground_truth, **arguments)
+        return to_result({**result.parts, "score": result.score})
+
+
+def weighted_sum(results: Sequence[tuple[str, float, RewardResult]]) -> RewardResult:
+    """Add up weighted scores. results: (name, weight, result) of each function
+
+    The parts are each score, unweighted, under its name, and its own parts under `name/key`. No
+    results give 0.
+    """
+    parts: dict[str, float] = {}
+    for name, _, result in results:
+        parts[name] = result.score
+        parts.update({f"{name}/{key}": value for key, value in result.parts.items()})
+    return RewardResult(sum(weight * result.score for _, weight, result in results), parts)
+
+
+def score_safely(scorer: SampleScorer, sample: Sample) -> dict[str, Any]:
+    """Return {score, parts}, {cause, message} or, if no sample can be scored, {error}."""
+    try:
+        result = scorer.score(sample)
+        return {"score": result.score, "parts": result.parts}
+    except ScoreFailure as failure:
+        return {"cause": failure.cause.value, "message": failure.message}
+    except ScoringBroken as error:
+        return {"error": str(error)[:1000]}
+    except MemoryError:
+        return {"cause": Cause.MEMORY.value, "message": "MemoryError"}
+    except SystemExit as error:
+        return {"cause": Cause.EXIT.value, "message": f"sys.exit({error.code!r:.60})"}
+    except BaseException as error:
+        return {"cause": Cause.EXCEPTION.value, "message": f"{type(error).__name__}: {error}"[:300]}
+
+
+def main() -> None:
+    """Read a plan, then score samples until the parent closes the socket.
+
+    Messages are bytes: the pickled plan, then JSON. The arguments of the program are descriptor of
+    the socket, id of the parent, bytes of address space.
+    """
+    descriptor, parent, memory = map(int, sys.argv[1:])
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        sys.exit("the process that scores was ended before this one began")
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    os.set_inheritable(descriptor, False)
+    channel = Connection(descriptor)
+    try:
+        plan, line = pickle.loads(channel.recv_bytes()), ""
+        if plan.sandbox is not None:
+            from mindspeed_rlxf.rewards import programs  # half of the time to start
+
+            line = programs.SHARED.use(SandboxConfig.model_validate(plan.sandbox))
+        scorer, reply = SampleScorer(plan), json.dumps({"sandbox": line})
+    except BaseException as error:
+        channel.send_bytes(
+            json.dumps({"error": f"{type(error).__name__}: {error}"[:1000]}).encode()
+        )
+        raise
+    with contextlib.suppress(EOFError):
+        while True:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            channel.send_bytes(reply.encode())
+            reply = json.dumps(score_safely(scorer, Sample(**json.loads(channel.recv_bytes()))))
+            if len(reply) > MAX_OUTPUT:
+                text = f"its result has more than {MAX_OUTPUT} bytes"
+                reply = json.dumps({"cause": Cause.OUTPUT.value, "message": text})

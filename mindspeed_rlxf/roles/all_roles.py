@@ -1,0 +1,66 @@
+"""All roles of a run, as the driver calls them.
+
+A role's file has its group, the handle of the driver, above the class of its workers. A method that
+returns `Pending` submits its call and does not wait; its docstring gives the type of the rows of
+`Pending.rows()` ("Rows") and of the reports of `Pending.result()` ("Reports").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mindspeed_rlxf.cluster.interface import Pool
+from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.reporting.phases import phase
+from mindspeed_rlxf.roles.actor import ActorGroup
+from mindspeed_rlxf.roles.critic import CriticGroup
+from mindspeed_rlxf.roles.reference import ReferenceGroup
+from mindspeed_rlxf.roles.reward import RewardGroup
+from mindspeed_rlxf.roles.rollout import RolloutGroup
+from mindspeed_rlxf.roles.scorer import ScorerRole
+
+
+@dataclass(frozen=True)
+class RoleGroups:
+    """The groups of all roles of a run; `ref` and `critic` are None where the run has none."""
+
+    actor: ActorGroup
+    rollout: RolloutGroup
+    ref: ReferenceGroup | None
+    critic: CriticGroup | None
+    reward: RewardGroup
+
+    @classmethod
+    def build(
+        cls,
+        config: RunConfig,
+        pools: Mapping[str, Pool],
+        eos_token_ids: Sequence[int],
+        scores_in_processes: bool = False,
+    ) -> RoleGroups:
+        """Build every role in its pool's processes, all pools at the same time, and wait.
+
+        scores_in_processes: functions or rules score in processes of their own, during generation
+        """
+        policy = pools[config.pool_of(Role.ACTOR_ROLLOUT)]
+        actor, rollout = ActorGroup(config, policy), RolloutGroup(config, policy)
+        ref = critic = None
+        if Role.REF in config.roles:
+            ref = ReferenceGroup(config, pools[config.pool_of(Role.REF)])
+        if config.critic is not None:
+            critic = CriticGroup(config, pools[config.pool_of(Role.CRITIC)])
+        beside = rollout.group if scores_in_processes else None
+        reward = RewardGroup(config, pools[config.pool_of(Role.REWARD)], beside)
+        count = 3 + bool(ref) + bool(critic)
+        with phase("loading the weights of the roles", count) as loaded:
+            builds = [actor.build()]
+            builds += [reward.scorers.build(ScorerRole, config)] if reward.scorers else []
+            builds += [rollout.build(eos_token_ids, reward.scorers is not None), *reward.build()]
+            builds += [group.build() for group in (ref, critic) if group]
+            loaded.total = len(builds)
+            for build in builds:
+                build.result()
+                loaded.advance()
+        return cls(actor, rollout, ref, critic, reward)

@@ -1,0 +1,154 @@
+"""The interface of rollout engines and their registry: requests in, results as they finish.
+
+An engine holds the policy's weights of one replica. All ranks of a replica make the same calls with
+the same arguments, and take the same number of results from `generate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol, TypeAlias
+
+import numpy as np
+from torch import Tensor
+
+from mindspeed_rlxf.config.registry import register_part
+from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.engine.train_engine import TrainEngine
+from mindspeed_rlxf.rollout.sampling import SamplingSettings
+
+
+class FinishReason(str, Enum):
+    """Reason why a response ended."""
+
+    STOP = "stop"  # its last token is an EOS, or completes a stop string
+    LENGTH = "length"  # it has `max_new_tokens` tokens
+
+    @classmethod
+    def of(cls, tokens: Sequence[int], settings: SamplingSettings) -> FinishReason:
+        """Return STOP where an EOS or a stop string ends the tokens, else LENGTH."""
+        return cls.STOP if settings.ends_with(tokens) else cls.LENGTH
+
+
+@dataclass(frozen=True, eq=False)
+class GenerationRequest:
+    """The request of one response.
+
+    place:     index of the sample in the caller's batch, which the result repeats
+    sample_id: with `seed` it determines every random number, whatever else is in the batch
+    prompt:    [prompt] int64, without padding
+    """
+
+    place: int
+    sample_id: int
+    prompt: np.ndarray
+    settings: SamplingSettings
+    seed: int
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """One finished response.
+
+    place:           of the request
+    tokens:          token ids of the response, EOS included
+    log_probs:       one per token, at the request's temperature, before top-k and top-p
+    weights_version: number of updates of the actor that the weights contain
+    """
+
+    place: int
+    tokens: list[int]
+    log_probs: list[float]
+    finish_reason: FinishReason
+    weights_version: int
+
+
+@dataclass
+class GenerationStats:
+    """Counts since the last `generate` or `score` began."""
+
+    prompt_tokens: int = 0  # tokens computed in prefills, and in `score`
+    decoded_tokens: int = 0  # response tokens drawn in decode steps
+    sampled_tokens: int = 0  # response tokens drawn
+    idle_passes: int = 0  # passes for other ranks' tokens after this rank had finished
+
+
+class RolloutEngine(Protocol):
+    """This rank's part of one replica of the policy that generates."""
+
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replace all weights.
+
+        tensors: each Hugging Face tensor of the model once, with its name, in any order
+        version: number of updates of the actor that they contain
+        Raises ValueError for a tensor that is missing, unknown or sent twice, or has another shape.
+        """
+
+    def wake(self) -> None:
+        """Prepare to generate: move the weights to the device."""
+
+    def sleep(self) -> None:
+        """Free the device memory that only generation needs: copies of weights, the KV cache."""
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
+        """Yield one result for each request as soon as its response ends, in no fixed order.
+
+        The engine must be awake until the last result has been taken. Ranks that share experts
+        (expert parallelism) wait for one another: all must call it, even without requests, and take
+        all results, or close the iterator after the first or a later one.
+        """
+
+    def score(
+        self,
+        prompts: Sequence[np.ndarray],
+        responses: Sequence[Sequence[int]],
+        temperature: float = 1.0,
+    ) -> list[list[float]]:
+        """Return for each response the log-probs that generation would report for its tokens.
+
+        The engine must be awake. Ranks that share experts must all call it, even without responses.
+
+        prompts:     one for each response, [prompt] int64 each
+        responses:   token ids, at least one each
+        temperature: divides the logits
+        """
+
+    def stats(self) -> GenerationStats:
+        """Return the counts of the current or last `generate` or `score`."""
+
+    @property
+    def weights_version(self) -> int:
+        """The version of the loaded weights, as given to `update_weights`."""
+
+
+NATIVE = "native"
+"""Name of the package's own engine, which generates with the Megatron model itself."""
+
+EngineFactory: TypeAlias = Callable[[RunConfig, TrainEngine], RolloutEngine]
+"""(configuration, the actor's training engine in the same process) -> the engine of this rank.
+
+The new engine has no weights yet. Before the first generation its `update_weights` gets all of
+them: whole tensors, on the actor's device. All ranks of a tensor-parallel group make the same calls
+on their engines; only the results of the first rank are used.
+"""
+
+ENGINES: dict[str, EngineFactory] = {}
+"""Factories of the engines of plugins, by name."""
+
+
+def register_rollout_engine(name: str) -> Callable[[EngineFactory], EngineFactory]:
+    """Return a decorator that adds an engine class, or a function that makes one, to `ENGINES`.
+
+    The decorator returns the class or function unchanged. It raises ValueError for a name that is
+    taken, "native" among them.
+    """
+
+    def register(factory: EngineFactory) -> EngineFactory:
+        if name == NATIVE:
+            raise ValueError(f"rollout engine {name!r} is the package's own; choose another name")
+        register_part(ENGINES, name, factory, "rollout engine")
+        return factory
+
+    return register

@@ -1,0 +1,170 @@
+"""How a Megatron checkpoint is split over ranks, and the names it then uses."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from mindspeed_rlxf.config.architecture import possible_sizes, qkv_rows, whole_groups
+from mindspeed_rlxf.config.problems import Problem, UserError, divisors, use
+from mindspeed_rlxf.config.schema import ArchitectureConfig
+from mindspeed_rlxf.models.parameters import (
+    RM_HEAD,
+    SCORE_HEAD,
+    Head,
+    StageParameter,
+    padded_vocab_size,
+    stage_parameters,
+)
+
+RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+RANK_FILE = "model_optim_rng.pt"
+TRACKER = "latest_checkpointed_iteration.txt"
+TP, PP = "--target-tensor-parallel-size", "--target-pipeline-parallel-size"
+EP, CHUNK = "--target-expert-parallel-size", "--num-layers-per-virtual-pipeline-stage"
+ITERATION = 1  # of weights that come from Hugging Face
+
+
+@dataclass(frozen=True)
+class MegatronLayout:
+    """Parallel layout of a checkpoint.
+
+    tp, ep:         tensor- and expert-parallel sizes
+    stages:         [pp][chunks], the layers of each chunk of each pipeline rank
+    vocab_multiple: rows of the embedding of each rank are a multiple of this
+    """
+
+    tp: int
+    ep: int
+    stages: tuple[tuple[range, ...], ...]
+    vocab_multiple: int = 1
+
+    @property
+    def pp(self) -> int:
+        return len(self.stages)
+
+    @property
+    def chunks(self) -> int:
+        return len(self.stages[0])
+
+    def vocab_rows(self, architecture: ArchitectureConfig) -> int:
+        """Return the number of embedding rows on each tensor-parallel rank, padding included."""
+        return padded_vocab_size(architecture, self.tp * self.vocab_multiple) // self.tp
+
+    def ranks(self) -> Iterator[tuple[int, int, int]]:
+        """Yield every (tp rank, pp rank, ep rank), by pp rank, then ep rank, then tp rank."""
+        for pp_rank, ep_rank, tp_rank in product(range(self.pp), range(self.ep), range(self.tp)):
+            yield tp_rank, pp_rank, ep_rank
+
+    def rank_folder(self, tp_rank: int, pp_rank: int, ep_rank: int) -> str:
+        """Return the name of a rank's folder, mp_rank_TT[_PPP][_EEE], as Megatron has it."""
+        pipeline = f"_{pp_rank:03d}" if self.pp > 1 else ""
+        expert = f"_{ep_rank:03d}" if self.ep > 1 else ""
+        return f"mp_rank_{tp_rank:02d}{pipeline}{expert}"
+
+    def parameters(
+        self, architecture: ArchitectureConfig, head: Head, pp_rank: int, chunk: int, ep_rank: int
+    ) -> Iterator[StageParameter]:
+        """Yield the parameters of one chunk of one rank, by the names of Megatron's GPTModel."""
+        layers = self.stages[pp_rank][chunk]
+        place = (chunk * self.pp + pp_rank, self.chunks * self.pp, ep_rank, self.ep)
+        for parameter in stage_parameters(architecture, head, *place, layers):
+            yield RM_HEAD if parameter == SCORE_HEAD else parameter
+
+    def parameters_of_any_head(
+        self, architecture: ArchitectureConfig, pp_rank: int, chunk: int, ep_rank: int
+    ) -> list[StageParameter]:
+        """Return the parameters of one chunk of one rank, those of all kinds of head included."""
+        place = pp_rank, chunk, ep_rank
+        found = [p for head in Head for p in self.parameters(architecture, head, *place)]
+        return list({parameter.name: parameter for parameter in found}.values())
+
+
+def make_layout(
+    architecture: ArchitectureConfig,
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    layers_per_chunk: int | None = None,
+    layer_list: list[int] | None = None,
+    vocab_multiple: int = 1,
+) -> MegatronLayout:
+    """Make a layout of these parallel sizes; UserError if they do not fit the model.
+
+    layers_per_chunk: layers of each virtual stage, None = one stage per pipeline rank
+    layer_list:       layers of each pipeline rank, None = equal numbers
+    """
+    problems = [
+        *_find_size_problems(architecture, tp, ep, vocab_multiple),
+        *_find_layer_problems(architecture.num_layers, pp, layers_per_chunk, layer_list),
+    ]
+    if problems:
+        raise UserError(problems)
+    chunks = architecture.num_layers // (pp * layers_per_chunk) if layers_per_chunk else 1
+    counts = layer_list or [architecture.num_layers // (pp * chunks)] * (pp * chunks)
+    return layout_of(counts, tp, pp, ep, vocab_multiple)
+
+
+def layout_of(counts: list[int], tp: int, pp: int, ep: int, vocab_multiple: int) -> MegatronLayout:
+    """Make a layout from the number of layers of each pipeline stage; nothing is checked.
+
+    counts: in the order of the model; with several chunks per rank, chunk 0 of every rank first
+    """
+    starts = [sum(counts[:stage]) for stage in range(len(counts))]
+    layers = [range(start, start + n) for start, n in zip(starts, counts, strict=True)]
+    return MegatronLayout(
+        tp, ep, tuple(tuple(layers[rank::pp]) for rank in range(pp)), vocab_multiple
+    )
+
+
+def _find_size_problems(
+    a: ArchitectureConfig, tp: int, ep: int, vocab_multiple: int
+) -> Iterator[Problem]:
+    """Yield the problems of the tensor and expert parallel sizes and of `vocab_multiple`."""
+    sizes = {
+        "attention heads": a.num_attention_heads,
+        "rows of query, key and value": qkv_rows(a),
+        "rows of the MLP": a.mlp_hidden_size,
+        "hidden size": a.hidden_size,
+    }
+    named = {TP: tp, EP: ep, "--make-vocab-size-divisible-by": vocab_multiple}
+    for flag, value in named.items():
+        if value < 1:
+            yield Problem(flag, "must be at least 1", value, "use 1 or more")
+            return
+    wrong = [f"{name} {size}" for name, size in sizes.items() if size % tp]
+    if not whole_groups(a, tp):
+        wrong.insert(0, f"query groups {a.kv_heads} (or be a multiple of them)")
+    if wrong:
+        good = [n for n in possible_sizes(a) if a.hidden_size % n == 0]
+        yield Problem(TP, f"must divide the model's {', '.join(wrong)}", tp, use(good))
+    if ep > 1 and (a.num_experts or 1) % ep:
+        rule = f"must divide the model's {a.num_experts or 'one (dense)'} experts"
+        yield Problem(EP, rule, ep, use(divisors(a.num_experts or 1)))
+
+
+def _find_layer_problems(
+    num_layers: int, pp: int, layers_per_chunk: int | None, layer_list: list[int] | None
+) -> Iterator[Problem]:
+    """Yield at most one problem of the flags that distribute layers over the pipeline."""
+    if pp < 1:
+        yield Problem(PP, "must be at least 1", pp, "use 1 or more")
+    elif layers_per_chunk is not None and layer_list is not None:
+        yield Problem(
+            "--num-layer-list", f"must not be given with {CHUNK}", remedy="remove one of them"
+        )
+    elif layer_list is not None:
+        if len(layer_list) != pp or sum(layer_list) != num_layers or min(layer_list) < 1:
+            numbers = f"{pp} positive numbers (one for each pipeline rank)"
+            rule = f"must be {numbers} with the sum {num_layers}"
+            yield Problem("--num-layer-list", rule, ",".join(map(str, layer_list)), "correct it")
+    elif layers_per_chunk is not None:
+        if pp < 2:
+            yield Problem(CHUNK, f"needs {PP} of at least 2, not {pp}", remedy="remove it")
+        elif layers_per_chunk < 1 or num_layers % (pp * layers_per_chunk):
+            rule = f"times {pp} pipeline ranks must divide the model's {num_layers} layers"
+            good = divisors(num_layers // pp) if num_layers % pp == 0 else []
+            yield Problem(CHUNK, rule, layers_per_chunk, use(good))
+    elif num_layers % pp:
+        remedy = f"{use(divisors(num_layers))}, or give --num-layer-list"
+        yield Problem(PP, f"must divide the model's {num_layers} layers", pp, remedy)

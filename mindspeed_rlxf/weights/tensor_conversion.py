@@ -1,0 +1,354 @@
+"""Conversion of weights between Hugging Face and Megatron folders, one tensor at a time."""
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from mindspeed_rlxf.config.hf_config import find_unsupported, parse_architecture, read_hf_config
+from mindspeed_rlxf.config.problems import Problem, UserError, problems_of
+from mindspeed_rlxf.config.schema import ArchitectureConfig
+from mindspeed_rlxf.models.parameters import Head, Split, StageParameter, hf_shapes, shard_shape
+from mindspeed_rlxf.weights.atomic import sync_folder as sync  # of a file too
+from mindspeed_rlxf.weights.boxes import (
+    BoxedWeights,
+    PlannedFile,
+    PlannedTensor,
+    refuse,
+    shard_boxes,
+    unknown_names,
+    whole,
+)
+from mindspeed_rlxf.weights.folders import (
+    CONFIG,
+    SIDE_FILES,
+    check_side_files,
+    copy_side_files,
+    open_weights,
+)
+from mindspeed_rlxf.weights.formats import COMMON, INDEX, METADATA, Format
+from mindspeed_rlxf.weights.hf_folder import (
+    hf_file_name,
+    shape_problems,
+    write_index,
+    write_safetensors,
+)
+from mindspeed_rlxf.weights.legacy import legacy_files
+from mindspeed_rlxf.weights.megatron_layout import ITERATION, TRACKER, MegatronLayout
+from mindspeed_rlxf.weights.torch_dist import BACKEND, EXTRA_STATES, dist_files, write_metadata
+
+ITERATION_FOLDER = f"iter_{ITERATION:07d}"
+MARKER = ".converted.json"  # names of the files that were written to the folder beside it
+SPARE_BYTES = 1 << 20  # for everything beside the tensors
+
+DTYPE_NAMES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes written so far, bytes in all)."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A conversion whose arguments are checked; `conversion.plan_conversion` makes it.
+
+    config:     folder of config.json and the tokenizer
+    target:     folder to write
+    layout:     of a Megatron target, None for Hugging Face
+    dtype:      of the target, None = each tensor keeps its own
+    shard_size: largest number of tensor bytes in one file of a Hugging Face target, unless a single
+                tensor is larger
+    replace:    replace an existing target
+    """
+
+    source: Path
+    config: Path
+    target: Path
+    to: Format
+    architecture: ArchitectureConfig
+    head: Head
+    weights: BoxedWeights
+    layout: MegatronLayout | None
+    dtype: torch.dtype | None
+    shard_size: int
+    replace: bool
+
+    @property
+    def shares_groups(self) -> bool:
+        """Whether a legacy target has more tensor-parallel ranks than query groups (KV heads)."""
+        ranks = self.layout.tp if self.layout and self.to is Format.LEGACY else 1
+        return ranks > self.architecture.kv_heads
+
+
+def read_architecture(folder: Path) -> tuple[ArchitectureConfig, dict[str, Any]]:
+    """Read a folder's config.json; return (architecture, content of the file).
+
+    Raises UserError if it is invalid, describes an unsupported model, or it or one of SIDE_FILES
+    cannot be read.
+    """
+    file = f"{folder}/config.json"
+    try:
+        check_side_files(folder)
+        config = read_hf_config(folder)
+        if found := find_unsupported(config):
+            rule = f"must ask for a known model (field: possible, config.json): {'; '.join(found)}"
+            raise UserError(Problem(file, rule, remedy="use another model"))
+        fields = {k: v for k, v in parse_architecture(config).items() if v is not None}
+        return ArchitectureConfig(**fields), config
+    except ValidationError as error:
+        rule = f"must describe a model: {'; '.join(map(str, problems_of(error)))}"
+        raise UserError(Problem(file, rule, remedy="correct it")) from None
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(Problem("", str(error))) from None
+
+
+def choose_head(config: dict[str, Any], orm: bool) -> Head:
+    """Return a score head if `orm` (--orm) or config.json says so, else a language-model head."""
+    name = str((config.get("architectures") or [""])[0])
+    is_scorer = orm or name.endswith("ForSequenceClassification")
+    return Head.SCORE if is_scorer else Head.LANGUAGE_MODEL
+
+
+def open_source(
+    source: Path, architecture: ArchitectureConfig, head: Head, trust_files: bool = False
+) -> BoxedWeights:
+    """Open the weights to convert. Raises UserError unless they are exactly those of the model."""
+    try:
+        weights = open_weights(source, architecture, trust_files)
+        expected = hf_shapes(architecture, head)
+        scored = "score.weight" in weights
+        if scored and head is Head.LANGUAGE_MODEL:
+            raise ValueError(f"{source} holds a reward model; add --orm")
+        if not scored and head is Head.SCORE:
+            raise ValueError(f"{source} holds no score head; leave --orm out")
+        refuse(source, shape_problems(weights, expected))
+        # An output layer that is tied, or that a scorer does not use, is not lost.
+        lost = unknown_names(weights.names(), {*expected, "lm_head.weight"})
+        refuse(source, [f"{name} is not in the model" for name in lost])
+    except ValueError as error:
+        raise UserError(Problem("", str(error))) from None
+    return weights
+
+
+def convert(conversion: Conversion, progress: Progress) -> None:
+    """Write the target folder, which appears under its name once complete.
+
+    Args:
+        conversion: what to convert.
+        progress: called with (bytes done, bytes in all) first and after each tensor.
+
+    Raises:
+        UserError: if the target exists (unless it may be replaced), another process writes it, the
+            disk is too small, tensors to be joined differ in dtype, the source is damaged, or a
+            file cannot be read or written.
+        DiskFull: if the disk or the quota is full.
+    """
+    c = conversion
+    files = _plan_files(c)
+    done, total = 0, sum(file.num_bytes for file in files)
+
+    def wrote(count: int) -> None:
+        nonlocal done
+        done += count
+        progress(done, total)
+
+    inside = (f"{ITERATION_FOLDER}/{name}" for name in (METADATA, COMMON, BACKEND, EXTRA_STATES))
+    names = [*(file.path for file in files), CONFIG, *SIDE_FILES, INDEX, TRACKER, *inside]
+    try:
+        with new_folder(c.target, names, c.replace) as folder:
+            _check_space(c, total)
+            progress(0, total)
+            notes: dict[str, Any] = {}
+            for file in files:
+                (folder / file.path).parent.mkdir(parents=True, exist_ok=True)
+                notes[Path(file.path).name] = file.write(folder / file.path, wrote=wrote)
+            _write_beside(c, notes, folder)
+    except UserError:
+        raise
+    except ValueError as error:  # damage of the source that shows when its bytes are read
+        raise UserError(Problem("", str(error))) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            remedy = "correct that and run the same command again"
+            rule = f"cannot be read or written ({error.strerror})"
+            raise UserError(Problem(f"{error.filename or c.target}", rule, remedy=remedy)) from None
+        raise DiskFull(
+            f"the disk of {c.target} is full; free some space and run the same command again"
+        ) from None
+
+
+class DiskFull(Exception):
+    """The disk filled up while files were written."""
+
+
+def _plan_shard(c: Conversion, parameter: StageParameter, tp_rank: int) -> PlannedTensor:
+    """Plan a tensor-parallel rank's shard of a parameter, whose padding is 0.
+
+    Its dtype is the conversion's, or else that of its sources; UserError if these differ.
+    """
+    a, layout = c.architecture, c.layout
+    assert layout is not None, "only Megatron parameters have shards"
+    rows = layout.vocab_rows(a) if parameter.split is Split.VOCAB else None
+    shape = shard_shape(parameter, a, layout.tp, rows)
+    dtypes = {source: c.weights.dtype(source) for source in parameter.sources}
+    if c.dtype is None and len(set(dtypes.values())) > 1:
+        named = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+        rule, remedy = f"joins tensors of one dtype, not {named}", "choose one with --params-dtype"
+        raise UserError(Problem(parameter.name, rule, remedy=remedy))
+    dtype = c.dtype or dtypes[parameter.sources[0]]
+    boxes = list(shard_boxes(parameter, a, tp_rank, layout.tp, rows))
+
+    def make() -> Tensor:
+        shard = torch.zeros(shape, dtype=dtype)
+        for part in boxes:
+            shard[part.place.slices] = c.weights.read(part.source, part.box)
+        return shard
+
+    return PlannedTensor(shape, dtype, make)
+
+
+def _plan_files(c: Conversion) -> list[PlannedFile]:
+    """Plan the files of the target that hold tensors."""
+    if c.to is Format.HF:
+        return [
+            PlannedFile(
+                path,
+                sum(planned.num_bytes for planned in tensors.values()),
+                partial(write_safetensors, tensors=tensors),
+            )
+            for path, tensors in _hf_groups(c).items()
+        ]
+    assert c.layout is not None, "a Megatron target has a layout"
+    model, shard = (c.layout, c.architecture, c.head), partial(_plan_shard, c)
+    if c.to is Format.LEGACY:
+        return list(legacy_files(*model, _model_dtype(c), shard, ITERATION_FOLDER))
+    return list(dist_files(*model, shard, ITERATION_FOLDER))
+
+
+def _model_dtype(c: Conversion) -> torch.dtype:
+    return c.dtype or c.weights.dtype("model.norm.weight")
+
+
+def _hf_groups(c: Conversion) -> dict[str, dict[str, PlannedTensor]]:
+    """Plan the tensors of a Hugging Face checkpoint: file name -> tensor name -> planned tensor."""
+    groups: list[dict[str, PlannedTensor]] = [{}]
+    held = 0
+    for name, shape in hf_shapes(c.architecture, c.head).items():
+        dtype = c.dtype or c.weights.dtype(name)
+        planned = PlannedTensor(shape, dtype, partial(_read_whole, c.weights, name, dtype))
+        if groups[-1] and held + planned.num_bytes > c.shard_size:
+            groups.append({})
+            held = 0
+        groups[-1][name] = planned
+        held += planned.num_bytes
+    return {hf_file_name(i, len(groups)): tensors for i, tensors in enumerate(groups)}
+
+
+def _read_whole(weights: BoxedWeights, name: str, dtype: torch.dtype) -> Tensor:
+    return weights.read(name, whole(weights.shape(name))).to(dtype)
+
+
+def _write_beside(c: Conversion, notes: dict[str, Any], folder: Path) -> None:
+    """Write the small files of the target to `folder`: config, tokenizer and those of its format.
+
+    notes: name of each file of tensors -> what `PlannedFile.write` returned
+    """
+    if c.to is Format.HF:
+        groups = _hf_groups(c)
+        write_index(folder, {f: {n: t.num_bytes for n, t in groups[f].items()} for f in groups})
+    else:
+        (folder / TRACKER).write_text(str(ITERATION), encoding="utf-8")
+    if c.to is Format.TORCH_DIST:
+        assert c.layout is not None
+        model = (c.layout, c.architecture, c.head)
+        write_metadata(folder / ITERATION_FOLDER, notes, *model, _model_dtype(c))
+    copy_side_files(c.config, folder, c.head, c.dtype)
+
+
+def _check_space(c: Conversion, needed: int) -> None:
+    place = next(path for path in (c.target, *c.target.absolute().parents) if path.exists())
+    free = shutil.disk_usage(place).free
+    if needed + SPARE_BYTES > free:
+        rule = f"needs {needed / 1e9:.2f} GB, its disk has {free / 1e9:.2f} GB free"
+        raise UserError(
+            Problem(f"{c.target}", rule, remedy="free some space or give a folder on another disk")
+        )
+
+
+@contextmanager
+def new_folder(target: Path, files: Iterable[str], replace: bool) -> Iterator[Path]:
+    """Yield the empty folder `TARGET.partial`; rename it to `target` after the block.
+
+    Removes it if the block raises, and one that an interrupted call left.
+
+    Args:
+        files: names of all files that may be written to it, relative to it.
+        replace: remove an older `target` that this function made at the end.
+
+    Raises:
+        UserError: if `target` exists without `replace`, it or the partial folder has other files,
+            or another process writes it.
+    """
+    partial = target.with_name(f"{target.name}.partial")
+    if _is_occupied(target):
+        if not replace:
+            raise UserError(
+                Problem(f"{target}", "must not exist yet", remedy="give another folder, or --force")
+            )
+        _check_ours(target)
+    if _is_occupied(partial):
+        _check_ours(partial)
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True, exist_ok=True)
+    with (partial / MARKER).open("w", encoding="utf-8") as marker:
+        fcntl.flock(marker, fcntl.LOCK_EX)  # until it is closed
+        json.dump(sorted(files), marker)
+        marker.flush()
+        try:
+            yield partial
+            for path in (*partial.rglob("*"), partial):
+                sync(path)
+            if replace and _is_occupied(target):
+                _check_ours(target)
+                shutil.rmtree(target)
+            os.rename(partial, target)  # fails where a folder of that name has appeared
+            sync(target.parent)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+
+def _is_occupied(folder: Path) -> bool:
+    return os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir()))
+
+
+def _check_ours(folder: Path) -> None:
+    """Raise UserError unless all files below the folder are ours and nobody writes it."""
+    remedy = "give another folder, or remove it yourself"
+    try:
+        with (folder / MARKER).open("r+", encoding="utf-8") as marker:
+            fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ours = {MARKER, *json.load(marker)}
+    except BlockingIOError:
+        rule, remedy = "is written by another process", "wait for it, or give another folder"
+        raise UserError(Problem(f"{folder}", rule, remedy=remedy)) from None
+    except (OSError, ValueError, TypeError):
+        raise UserError(Problem(f"{folder}", "was not written by convert", remedy=remedy)) from None
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
+    if folder.is_symlink() or (others := sorted(found - ours)):
+        shown = "it is a link" if folder.is_symlink() else ", ".join(others[:5])
+        raise UserError(
+            Problem(f"{folder}", f"has files that convert did not write: {shown}", remedy=remedy)
+        )

@@ -1,0 +1,108 @@
+"""Which keys a resumed run may change."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import yaml
+
+from mindspeed_rlxf.checkpoint.directory import Change, find_changes, is_function_text
+from mindspeed_rlxf.config.keys import to_yaml
+from mindspeed_rlxf.config.load import resolve
+from tests.unit.config.conftest import make_tree, no_cluster
+
+__all__ = ["make_tree", "no_cluster"]
+MakeTree = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def tree(make_tree: MakeTree) -> dict[str, Any]:
+    """The configuration as a run directory has it."""
+    return yaml.safe_load(to_yaml(resolve(make_tree({}), "test")))
+
+
+def changed(tree: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
+    result = copy.deepcopy(tree)
+    *path, last = key.split(".")
+    functools.reduce(dict.__getitem__, path, result)[last] = value
+    return result
+
+
+def test_the_same_configuration_has_no_changes(tree: dict[str, Any]) -> None:
+    assert find_changes(tree, copy.deepcopy(tree)) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "rule"),
+    [
+        ("training.train_iters", 100, "free"),
+        ("training.seed", 77, "fixed"),
+        ("training.global_batch_size", 1024, "fixed"),
+        ("training.tokenizer_name_or_path", "/other", "fixed"),
+        ("actor_rollout.lr", 0.5, "free"),
+        ("actor_rollout.load", "/other", "free"),
+        ("ref.load", "/other", "fixed"),
+        ("reward.load", "/other", "fixed"),
+        ("actor_rollout.tensor_model_parallel_size", 4, "reshard"),
+        ("actor_rollout.use_distributed_optimizer", True, "reshard"),
+        ("actor_rollout.clip_ratio", 0.9, "fixed"),
+        ("critic.micro_batch_size", 7, "free"),
+        ("algorithm.kl_ctrl.kl_coef", 0.9, "fixed"),
+        ("resource_pool.wait_s", 5.0, "free"),
+        ("resource_pool.another", [4], "reshard"),
+        ("data.train_files", ["other.jsonl"], "fixed"),
+        ("logging.samples", "all", "free"),
+    ],
+)
+def test_each_key_has_the_rule_of_the_schema(
+    tree: dict[str, Any], key: str, value: Any, rule: str
+) -> None:
+    (found,) = find_changes(tree, changed(tree, key, value))
+    assert (found.key, found.now, found.rule) == (key, value, rule)
+
+
+def test_the_architecture_is_fixed(tree: dict[str, Any]) -> None:
+    name = next(iter(tree["model"]))
+    (found,) = find_changes(tree, changed(tree, f"model.{name}.num_layers", 96))
+    assert found.rule == "fixed"
+    assert str(found).startswith(f"model.{name}.num_layers: ")
+
+
+@pytest.mark.parametrize(("key", "value"), [("new_run", True), ("resume", "never")])
+def test_keys_of_the_command_do_not_count(tree: dict[str, Any], key: str, value: Any) -> None:
+    assert find_changes(tree, changed(tree, f"training.{key}", value)) == []
+
+
+def test_a_key_that_an_older_version_lacks_counts_as_its_default(
+    tree: dict[str, Any],
+) -> None:
+    older = copy.deepcopy(tree)
+    del older["training"]["keep_last"], older["algorithm"]["gamma"]
+    assert find_changes(older, tree) == []
+    (found,) = find_changes(older, changed(tree, "training.keep_last", 5))
+    assert str(found) == "training.keep_last: 2 -> 5"
+
+
+def test_a_key_that_this_version_does_not_have_is_refused(tree: dict[str, Any]) -> None:
+    newer = changed(tree, "algorithm.of_a_later_version", 1)
+    (found,) = find_changes(newer, tree)
+    assert (found.rule, str(found)) == ("fixed", "algorithm.of_a_later_version: 1 -> absent")
+
+
+@pytest.mark.parametrize("value", [None, {}, "text"])
+def test_a_pool_section_that_was_emptied_by_hand_is_a_change(
+    tree: dict[str, Any], value: Any
+) -> None:
+    changes = find_changes({**tree, "resource_pool": value}, tree)
+    assert ("resource_pool", value) in [(change.key, change.before) for change in changes]
+
+
+def test_reward_functions_that_are_no_tables_are_no_change_of_text() -> None:
+    entry = {"path": "a.py", "sha256": "1"}
+    other = {**entry, "sha256": "2"}
+    assert is_function_text(Change("reward.functions", [entry], [other], "fixed"))
+    assert not is_function_text(Change("reward.functions", ["a.py"], [entry], "fixed"))

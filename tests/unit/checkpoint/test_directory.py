@@ -1,0 +1,194 @@
+"""A run directory belongs to one run. Creating it writes config.yaml, checking writes nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rlxf.checkpoint.directory import RunDirectory
+from mindspeed_rlxf.config.keys import to_yaml
+from mindspeed_rlxf.config.problems import UserError
+from mindspeed_rlxf.config.schema import ValidationConfig
+
+
+@pytest.fixture
+def folder(make_config) -> Path:
+    """The run directory of `make_config`, empty."""
+    path = Path(make_config().training.output_dir)
+    path.mkdir(parents=True)
+    return path
+
+
+def test_create_makes_the_folder_and_its_config(make_config):
+    config = make_config()
+    directory = RunDirectory.create(config)
+    assert directory.path == Path(config.training.output_dir) and directory.logs.is_dir()
+    assert sorted(os.listdir(directory.path)) == ["config.yaml", "logs", "run.lock"]
+    directory.unlock()
+    assert sorted(os.listdir(directory.path)) == ["config.yaml", "logs"]
+    text = directory.config.read_text(encoding="utf-8")
+    assert "größe" in text and text == to_yaml(config)  # which loads to the same configuration
+
+
+def test_files_have_the_names_of_the_contract():
+    run = RunDirectory(Path("/x"))
+    found = [run.config, run.metrics, run.samples, run.val_samples, run.failure, run.logs]
+    names = ["config.yaml", "metrics.jsonl", "samples.jsonl", "val_samples.jsonl", "failure.json"]
+    assert found == [Path("/x", name) for name in [*names, "logs"]]
+
+
+def test_validation_alone_writes_to_a_folder_of_its_own_in_that_of_the_run(make_config):
+    run = RunDirectory.create(make_config())  # alive, and locked
+    config = make_config().model_copy(update={"validation": ValidationConfig(only=True)})
+    first, second = RunDirectory.create(config), RunDirectory.create(config)
+    assert [first.path, second.path] == [run.path / "validation", run.path / "validation-2"]
+    assert RunDirectory.of_run(config).path == run.path
+    assert first.config.exists() and not first.changes
+    for directory in (run, first, second):
+        directory.unlock()
+
+
+def test_validation_alone_leaves_the_folder_of_the_run_free(make_config):
+    config = make_config().model_copy(update={"validation": ValidationConfig(only=True)})
+    directory = RunDirectory.create(config)
+    assert os.listdir(directory.path.parent) == ["validation"]
+    assert not RunDirectory.choose(make_config()).is_used
+    directory.unlock()
+
+
+def test_check_writes_nothing(make_config, tmp_path):
+    assert RunDirectory.check(make_config()) == []
+    assert os.listdir(tmp_path) == []
+
+
+def test_release_frees_the_folder_of_a_run_that_has_not_trained(make_config):
+    config = make_config()
+    directory = RunDirectory.create(config)
+    (directory.logs / "driver.log").write_text("waited for devices")
+    directory.release()
+    assert RunDirectory.check(config) == [] and (directory.logs / "driver.log").exists()
+    RunDirectory.create(config).metrics.write_text("{}\n")
+    directory.release()
+    assert directory.is_used and directory.metrics.read_text() == "{}\n"
+
+
+def test_the_same_run_may_use_its_folder_again(make_config):
+    config = make_config()
+    first = RunDirectory.create(config)
+    text = first.config.read_text()
+    assert RunDirectory.check(config) == []
+    again = RunDirectory.create(config)
+    assert again.path == first.path and again.changes == []
+    assert again.config.read_text() == text
+
+
+def test_free_keys_that_changed_are_kept_beside_the_first_configuration(make_config):
+    first = RunDirectory.create(make_config())
+    before = first.config.read_text()
+    for n, iters in ((1, 20), (2, 30)):
+        again = RunDirectory.create(make_config(train_iters=iters))
+        assert [str(change) for change in again.changes] == [
+            f"training.train_iters: {iters - 10 if n > 1 else 2} -> {iters}"
+        ]
+        kept = again.path / f"config.{n}.yaml"
+        assert kept.read_text() == to_yaml(make_config(train_iters=iters))
+    assert first.config.read_text() == before
+    RunDirectory.create(make_config(train_iters=30))  # as the last time
+    assert not (first.path / "config.3.yaml").exists()
+
+
+def test_fixed_keys_that_changed_are_refused_by_name(make_config):
+    folder = RunDirectory.create(make_config()).path
+    other = make_config(seed=7, global_batch_size=8, train_iters=50)
+    problem = str(*RunDirectory.check(other))
+    assert (
+        "(there -> here): training.global_batch_size: 4 -> 8; training.seed: 1234 -> 7;" in problem
+    )
+    assert f"training.new_run=true to take {folder}-2" in problem
+    assert "train_iters" not in problem
+    with pytest.raises(UserError, match="must hold the same run"):
+        RunDirectory.create(other)
+    assert not (folder / "config.1.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"), [("config.yaml", {"resume": "never"}), ("metrics.jsonl", {})]
+)
+def test_a_folder_of_another_run_is_refused(make_config, folder, name, keys):
+    """config.yaml under training.resume=never, metrics without a configuration in any case."""
+    (folder / name).write_text("")
+    problem = str(*RunDirectory.check(make_config(**keys)))
+    assert problem.startswith(f"training.output_dir='{folder}' must not hold another run, it has")
+    assert f"it has {name}; " in problem
+
+
+def test_a_configuration_that_cannot_be_read_is_reported(make_config):
+    directory = RunDirectory.create(make_config())
+    directory.config.write_text("a: [")
+    with pytest.raises(UserError, match="must be what the run wrote"):
+        RunDirectory.create(make_config())
+
+
+def test_a_folder_with_other_files_is_used(make_config, folder):
+    (folder / "notes.txt").write_text("mine")
+    assert RunDirectory.create(make_config()).path == folder
+
+
+def test_new_run_takes_the_next_free_name(make_config):
+    config = make_config(new_run=True)
+    first = Path(config.training.output_dir)
+    paths = [RunDirectory.create(config).path for _ in range(3)]
+    assert paths == [first, first.with_name("run-2"), first.with_name("run-3")]
+
+
+def test_a_relative_output_dir_becomes_absolute(make_config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert RunDirectory.create(make_config(output_dir="here")).path == tmp_path / "here"
+
+
+def test_a_file_in_place_of_a_parent_folder_is_a_user_error(make_config, tmp_path):
+    (tmp_path / "outputs").write_text("")
+    problem = str(*RunDirectory.check(make_config()))
+    assert problem.endswith(
+        f"must be a folder that can be written: {tmp_path / 'outputs'} is a file; "
+        "set training.output_dir to another one"
+    )
+
+
+def test_a_folder_without_the_right_to_write_is_a_user_error(make_config, tmp_path, monkeypatch):
+    """Simulated: tests may run as root, who may write anywhere."""
+    asked = []
+    monkeypatch.setattr(os, "access", lambda path, mode: asked.append((path, mode)))
+    problem = str(*RunDirectory.check(make_config()))
+    assert f"no right to write in {tmp_path};" in problem
+    assert asked == [(tmp_path, os.W_OK | os.X_OK)]
+
+
+def test_a_failing_write_is_a_user_error_and_leaves_no_config(make_config, monkeypatch):
+    def full(_descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    config = make_config()
+    with pytest.raises(UserError, match="can be written: No space left on device; set"):
+        RunDirectory.create(config)
+    assert os.listdir(config.training.output_dir) == ["logs"]
+
+
+def test_config_is_utf8_under_an_ascii_locale(tmp_path):
+    file = tmp_path / "config.yaml"
+    program = (
+        "import pathlib, sys\n"
+        "from mindspeed_rlxf.weights.atomic import replace_file\n"
+        "assert sys.flags.utf8_mode == 0\n"
+        f"replace_file(pathlib.Path({str(file)!r}), 'gr\\xf6\\xdfe')\n"
+    )
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    repo = Path(__file__).parents[3]
+    subprocess.run([sys.executable, "-c", program], cwd=repo, env=os.environ | locale, check=True)
+    assert file.read_bytes() == "größe".encode()
+    assert os.listdir(tmp_path) == ["config.yaml"]  # no temporary file is left

@@ -1,0 +1,94 @@
+"""The folders of the trained weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.unit.run.runs import MakeTree
+
+from mindspeed_rlxf.checkpoint.directory import RunDirectory
+from mindspeed_rlxf.checkpoint.exports import check_save_folders, export_folders, export_weights
+from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.load import resolve, resolve_with_notes
+from tests.unit.config.conftest import make_tree, no_cluster
+
+__all__ = ["make_tree", "no_cluster"]
+
+
+class Group:
+    """A role that exports one file to each folder."""
+
+    def export(self, *folders: Path) -> Group:
+        for folder in folders:
+            folder.mkdir(parents=True)
+            (folder / "weights").write_text("w")
+        return self
+
+    def result(self) -> None: ...
+
+
+def test_an_export_replaces_an_earlier_one(make_tree: MakeTree, tmp_path: Path) -> None:
+    config = resolve(make_tree({}), "test")
+    trained: Any = {Role.ACTOR_ROLLOUT: Group(), Role.CRITIC: Group()}
+    old = tmp_path / "final" / "actor_megatron"
+    old.mkdir(parents=True)
+    (old / "__7_0.distcp").write_text("of more ranks")
+    export_weights(config, trained, RunDirectory(tmp_path))
+    found = sorted(str(p.relative_to(tmp_path / "final")) for p in tmp_path.rglob("weights"))
+    assert found == [
+        f"{name}_{kind}/weights" for name in ("actor", "critic") for kind in ("hf", "megatron")
+    ]
+    assert not (old / "__7_0.distcp").exists()
+
+
+@pytest.mark.parametrize(
+    ("saves", "actor", "critic"),
+    [
+        ({}, "run/final/actor_hf", "run/final/critic_hf"),
+        ({"actor_rollout.save": "a"}, "a/hf", "run/final/critic_hf"),
+        ({"actor_rollout.save": "a", "critic.save": "b"}, "a/hf", "b/hf"),
+        ({"actor_rollout.save": "a", "critic.save": "./a"}, "a/actor/hf", "a/critic/hf"),
+    ],
+)
+def test_the_save_keys_name_the_folders_of_the_final_weights(
+    make_tree: MakeTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves: dict[str, str],
+    actor: str, critic: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    config, notes = resolve_with_notes(make_tree(saves), "test")
+    found = [
+        export_folders(config, role, tmp_path / "run" / "final")
+        for role in (Role.ACTOR_ROLLOUT, Role.CRITIC)
+    ]
+    assert [hf for hf, _ in found] == [tmp_path / actor, tmp_path / critic]
+    assert all(megatron == Path(str(hf).replace("hf", "megatron")) for hf, megatron in found)
+    shared = [note for note in notes if "are one folder" in note]
+    assert len(shared) == ("a/actor" in actor)
+
+
+def test_a_save_folder_that_holds_weights_is_refused(make_tree: MakeTree, tmp_path: Path) -> None:
+    config = resolve(make_tree({"critic.save": str(tmp_path / "c")}), "test")
+    assert check_save_folders(config, RunDirectory(tmp_path / "run")) == []
+    (tmp_path / "c" / "megatron").mkdir(parents=True)
+    (tmp_path / "c" / "iter_0000001").mkdir()  # what was loaded may stand beside it
+    assert check_save_folders(config, RunDirectory(tmp_path / "run")) == []
+    (tmp_path / "c" / "megatron" / "x").write_text("")
+    (problem,) = check_save_folders(config, RunDirectory(tmp_path / "run"))
+    assert str(problem).startswith(f"critic.save={str(tmp_path / 'c')!r} must not hold weights")
+
+
+def test_a_save_interval_beyond_the_run_is_a_note(make_tree: MakeTree) -> None:
+    notes = {
+        interval: resolve_with_notes(make_tree({"training.save_interval": interval}), "test")[1]
+        for interval in (0, 3, 4)  # of 3 iterations
+    }
+    assert notes == {
+        0: [],
+        3: [],
+        4: [
+            "training.save_interval=4 is over training.train_iters=3: checkpoints are saved by "
+            "training.save_interval_s only, and at the end"
+        ],
+    }

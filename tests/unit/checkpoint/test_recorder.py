@@ -1,0 +1,142 @@
+"""What the recorder writes beside metrics: warnings, illnesses, trackers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_rlxf.checkpoint.directory import RunDirectory
+from mindspeed_rlxf.checkpoint.recorder import Recorder
+from mindspeed_rlxf.config.load import resolve
+from mindspeed_rlxf.reporting.trackers import TrackedRun, Tracker, register_tracker
+from tests.registries import restored_registries
+from tests.unit.config.conftest import make_tree, no_cluster
+
+__all__ = ["make_tree", "no_cluster"]
+Make = Callable[..., Recorder]
+
+
+@pytest.fixture
+def make(make_tree: Callable[..., Any], tmp_path: Path) -> Iterator[Make]:
+    """Make a recorder of a run in a folder; keys of `logging` differ."""
+    made: list[Recorder] = []
+
+    def recorder(**logging: Any) -> Recorder:
+        for each in made:
+            each.close()
+        made.clear()
+        changes = {f"logging.{name}": value for name, value in logging.items()}
+        config = resolve(make_tree({"training.train_iters": 9, **changes}), "test")
+        made.append(Recorder(config, RunDirectory(tmp_path), None))
+        return made[0]
+
+    yield recorder
+    for each in made:
+        each.close()
+
+
+def test_skipped_steps_and_non_finite_scores_are_warned_of(make: Make, capsys: Any) -> None:
+    recorder = make()
+    recorder.warn_of_non_finite(3, {"actor/skipped_steps": 2.0, "critic/skipped_steps": 0.0}, {})
+    recorder.warn_of_non_finite(4, {}, {17: float("nan")})
+    printed = capsys.readouterr().out
+    assert "skipped 2 optimizer steps of the actor in iteration 3" in printed
+    assert "critic" not in printed
+    assert "the reward returned nan for sample 17 in iteration 4" in printed
+
+
+def test_groups_without_signal_are_warned_of_once(make: Make, capsys: Any) -> None:
+    recorder = make()
+    for i in (1, 2, 3):
+        recorder.write_iteration(i, {"rollout/alike_groups": float(i)}, 1.0)
+    printed = capsys.readouterr().out
+    assert printed.count("prompt groups") == 1 and "1 prompt groups of iteration 1" in printed
+
+
+def test_illnesses_are_written_down_and_printed_once(
+    make: Make, tmp_path: Path, capsys: Any
+) -> None:
+    recorder = make()
+    values = [2.0] * 4 + [0.1] * 5 + [3.0] * 3  # ill from 3 to 4, well again, ill from 12
+    for i, kl in enumerate(values, 1):
+        assert recorder.check_health(i, {"critic/kl": kl}) is None
+    lines = [json.loads(line) for line in (tmp_path / "health.jsonl").read_text().splitlines()]
+    assert [(line["iteration"], line["event"]) for line in lines] == [
+        (3, "began"),
+        (9, "ended"),
+        (12, "began"),
+    ]
+    assert lines[0] == {
+        "iteration": 3, "rule": "kl_runaway", "event": "began", "metric": "critic/kl",
+        "value": 2.0, "text": "the KL to the reference is 2 nats per token (limit 1)",
+        "remedy": "raise algorithm.kl_ctrl.kl_coef, lower actor_rollout.lr", "stops": False,
+    }  # fmt: skip
+    assert capsys.readouterr().out.count("warning: kl_runaway: the KL") == 1
+
+
+def test_the_first_illness_of_stop_on_is_returned(make: Make, capsys: Any) -> None:
+    recorder = make(stop_on=["kl_runaway"])
+    for i in (1, 2, 3):
+        recorder.write_iteration(i, {"critic/kl": 5.0}, 1.0)
+        found = recorder.check_health(i, {"critic/kl": 5.0})
+    assert found is not None and (found.rule, found.iteration) == ("kl_runaway", 3)
+    capsys.readouterr()
+    resumed = make(stop_on=["kl_runaway"])
+    note = capsys.readouterr().out
+    assert "was stopped after iteration 3 by logging.stop_on (kl_runaway: the KL" in note
+    assert resumed.check_health(4, {"critic/kl": 5.0}) is None, "it would never get further"
+
+
+def test_an_adaptive_coefficient_holds_its_target(
+    make_tree: Callable[..., Any], tmp_path: Path
+) -> None:
+    changes = {"algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_ctrl.target_kl": 3.0}
+    recorder = Recorder(resolve(make_tree(changes), "test"), RunDirectory(tmp_path), None)
+    for i in range(1, 9):
+        recorder.check_health(i, {"critic/kl": 5.0 if i < 5 else 7.0})
+    recorder.close()
+    (line,) = (tmp_path / "health.jsonl").read_text().splitlines()
+    assert json.loads(line)["iteration"] == 7 and "(limit 6)" in line
+
+
+class Mine(Tracker):
+    runs: list[TrackedRun]
+    got: list[tuple[int, dict[str, float]]]
+
+    def __init__(self, run: TrackedRun) -> None:
+        self.runs.append(run)
+
+    def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        self.got.append((iteration, dict(metrics)))
+
+    def finish(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(0, None), (2, [4, 9]), ("all", [4, 9, 1])])
+def test_the_first_samples_are_logged(make: Make, limit: Any, kept: list[int] | None) -> None:
+    log = make(samples=limit).token_log(1, [4, 9, 1])
+    assert (log and sorted(log.sample_ids)) == (kept and sorted(kept))
+
+
+def test_a_tracker_gets_project_mode_and_metrics(make: Make, tmp_path: Path) -> None:
+    with restored_registries():
+        mine = type("Made", (Mine,), {"runs": [], "got": []})
+        register_tracker("mine")(mine)
+        recorder = make(trackers=["mine"], tracker_project="sums", tracker_mode="offline")
+        validated = {"val/a/score": 0.5, "timing/val": 1.0}
+        recorder.write_validation(0, validated, own_line=True)
+        recorder.write_iteration(1, {"critic/kl": 0.5}, 1.0)
+        make(trackers=["mine"], tracker_mode="auto")  # closes the first one
+        make(trackers=["jsonl"])
+    first, second = mine.runs
+    assert (first.project, first.offline, first.resumed) == ("sums", True, 0)
+    assert (second.project, second.offline, second.resumed) == ("mindspeed-rlxf", None, 1)
+    assert first.run_id == second.run_id and len(first.run_id) == 16
+    assert first.config["training"]["train_iters"] == 9
+    assert mine.got == [(0, validated), (1, {"critic/kl": 0.5})]
+    assert not (tmp_path / "trackers" / "jsonl").exists()
