@@ -28,7 +28,6 @@ from mindspeed_rlxf.config.problems import Problem, UserError
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Rows
 from mindspeed_rlxf.device import worlds
-from mindspeed_rlxf.engine import parallel
 
 Outcome = Any  # the result of one rank, which all ranks get
 T = TypeVar("T")
@@ -144,7 +143,6 @@ class LocalWorld:
 
     def close(self) -> None:
         """Drop all process groups and leave the torch world."""
-        parallel.forget()
         worlds.leave()
 
     @staticmethod

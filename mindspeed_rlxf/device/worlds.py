@@ -8,7 +8,7 @@ made by the function that `init_process_group` calls.
 
 import math
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from itertools import accumulate
 from typing import Any
@@ -17,7 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+Layout = tuple[int, int, int]  # tensor, pipeline and expert parallel size
+
 _weights_group: dist.ProcessGroup | None = None
+_groups: dict[Layout, dict[str, Any]] = {}  # globals of Megatron, which hold its groups
 _timeout = timedelta(minutes=30)  # torch's default, until a world is joined
 
 
@@ -139,9 +142,22 @@ def weights_group() -> dist.ProcessGroup | None:
     return _weights_group
 
 
+def groups_of_layout(layout: Layout, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return a copy of Megatron's globals with the groups of a layout, which its roles share.
+
+    Calls `make` for the first role of a layout. The groups live until `leave`: if they ended with a
+    role, ranks that drop a role at different times would disagree on the groups that exist, and the
+    next collective that makes groups would hang.
+    """
+    if layout not in _groups:
+        _groups[layout] = make()
+    return dict(_groups[layout])
+
+
 def leave() -> None:
     """Destroy all process groups of this process; does nothing without any."""
     global _weights_group
     _weights_group = None
+    _groups.clear()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -6,7 +6,7 @@ group costs two threads on a CPU and the buffers of a communicator on a device.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -14,25 +14,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from mindspeed_rlxf.device import worlds
-
-Layout = tuple[int, int, int]  # tensor, pipeline and expert parallel size
-
-_made: dict[Layout, dict[str, Any]] = {}
-
-
-def groups_of_layout(layout: Layout, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return a copy of Megatron's globals with the groups of a layout.
-
-    Calls `make` only for a layout that was not asked for before.
-    """
-    if layout not in _made:
-        _made[layout] = make()
-    return dict(_made[layout])
-
-
-def forget() -> None:
-    """Drop the groups of all layouts; call it before the torch world ends."""
-    _made.clear()
 
 
 def _globals() -> dict[str, Any]:
@@ -89,7 +70,7 @@ class ParallelGroups:
         assert dist.get_world_size() % (tp * pp * ep) == 0, "the world holds no whole replicas"
         with _restored():
             make = partial(_make_groups, tp, pp, ep)
-            state = groups_of_layout((tp, pp, ep), make)
+            state = worlds.groups_of_layout((tp, pp, ep), make)
             # For words between the expert-parallel ranks without a wait for the device.
             self.ep_host: dist.ProcessGroup = state.pop(EP_HOST)
             vars(parallel_state).update(state)

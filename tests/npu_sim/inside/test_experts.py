@@ -18,7 +18,6 @@ from mindspeed_rlxf.device import worlds
 def engine(tmp_path: Path) -> Iterator[Any]:
     """A frozen mixture of experts on one device."""
     from mindspeed_rlxf.config.schema import RoleConfig
-    from mindspeed_rlxf.engine import parallel
     from mindspeed_rlxf.engine.engine import MegatronEngine
     from mindspeed_rlxf.models.parameters import Head
     from tests.distributed.llamas import QWEN3_MOE, make_llama
@@ -27,7 +26,6 @@ def engine(tmp_path: Path) -> Iterator[Any]:
     worlds.join("hccl", dist.HashStore(), 0, (1,), timedelta(seconds=60))
     role = RoleConfig(model="test", architecture=QWEN3_MOE, load=str(tmp_path), micro_batch_size=3)
     yield MegatronEngine(role, Head.LANGUAGE_MODEL, seed=1)
-    parallel.forget()
     worlds.leave()
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.unit.run.runs import Case, MakeTree
 
 from mindspeed_rlxf.checkpoint import checkpoints
 from mindspeed_rlxf.checkpoint.checkpoints import RunCheckpoints
@@ -31,6 +30,7 @@ from mindspeed_rlxf.cluster.errors import StorageUnreadable
 from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.weights import state_files
+from tests.unit.checkpoint.runs import Case, MakeTree
 from tests.unit.config.conftest import make_tree, no_cluster
 
 __all__ = ["make_tree", "no_cluster"]

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.run.runs import MakeTree
 
 from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from mindspeed_rlxf.checkpoint.exports import check_save_folders, export_folders, export_weights
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.load import resolve, resolve_with_notes
+from tests.unit.checkpoint.runs import MakeTree
 from tests.unit.config.conftest import make_tree, no_cluster
 
 __all__ = ["make_tree", "no_cluster"]

@@ -23,8 +23,8 @@ from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.problems import Problem, UserError
 from mindspeed_rlxf.trainer import run as run_module
 from mindspeed_rlxf.trainer.preflight import Prepared
+from tests.unit.checkpoint.runs import stand_ins, trainer_state
 from tests.unit.config.conftest import make_tree, no_cluster
-from tests.unit.run.runs import stand_ins, trainer_state
 
 __all__ = ["make_tree", "no_cluster"]
 FREE = [4, 3]
