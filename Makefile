@@ -8,7 +8,7 @@
 #   TORCH_INDEX_URL=...   package index for torch only (for example one that holds CPU builds)
 #   WHEELHOUSE=dir        install from this folder alone, without network (see `make wheelhouse`)
 #   HASHES=yes|no         no: install also files that constraints/SHA256SUMS does not list, as from an
-#                         index that builds its own or on a system other than Linux (docs/security.md)
+#                         index that builds its own or on a system other than Linux (docs/nodes_and_failures.md)
 #   SEED=1                seed of `make demo` and `make chaos`
 #   KILLS=100             kills of `make chaos`
 #   PYTEST_ARGS=...       further arguments of pytest
@@ -161,7 +161,7 @@ test-long: $(STAMP)
 	  $(PYTEST_ARGS)
 	$(BIN)/python -m pytest tests -m large $(PYTEST_ARGS)
 
-# About 40 s for each kill: see docs/reliability.md.
+# About 40 s for each kill: see docs/results.md.
 chaos: $(STAMP)
 	$(BIN)/python -m tests.chaos --kills $(KILLS) --seed $(SEED)
 

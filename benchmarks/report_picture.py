@@ -1,4 +1,4 @@
-"""Take the picture of docs/report.md: the first screen of a run's report.
+"""Take the picture of docs/running.md: the first screen of a run's report.
 
 python benchmarks/report_picture.py RUN/report.html docs/report.png
 

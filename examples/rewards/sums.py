@@ -1,4 +1,4 @@
-"""Reward functions for the tiny task, whose prompts are `12+34=` (docs/rewards.md)."""
+"""Reward functions for the tiny task, whose prompts are `12+34=` (docs/data_and_rewards.md)."""
 
 from __future__ import annotations
 

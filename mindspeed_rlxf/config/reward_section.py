@@ -80,7 +80,7 @@ def find_broken_rule(function: Callable[..., Any], arguments: Mapping[str, Any])
 
 
 class SandboxConfig(Section):
-    """Limits of programs that rules run in bubblewrap (docs/sandbox.md)."""
+    """Limits of programs that rules run in bubblewrap (docs/data_and_rewards.md)."""
 
     section_used_if = "reward.runs_programs"
 
@@ -182,7 +182,7 @@ class RewardConfig(RoleConfig):
     )
     sandbox: SandboxConfig = key(SandboxConfig(), "isolation of programs that rules run")
     function: FunctionConfig | None = key(
-        None, "a function of yours that scores, path/to/file.py:name; see docs/rewards.md"
+        None, "a function of yours that scores, path/to/file.py:name; see docs/data_and_rewards.md"
     )
     functions: Annotated[tuple[FunctionConfig, ...], Word] = key(
         (), "several functions; their weighted scores are added, also to the score of a model"

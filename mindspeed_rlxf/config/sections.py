@@ -41,7 +41,7 @@ class TrainingConfig(Section):
     tokenizer_type: Literal["PretrainedFromHF"] = key("PretrainedFromHF", "kind of tokenizer")
     tokenizer_name_or_path: FilePath = key(..., "Hugging Face folder of the tokenizer")
     plugins: Annotated[tuple[PluginConfig, ...], Word] = key(
-        (), "Python files that add estimators, reward rules, rollout engines; see docs/plugins.md"
+        (), "Python files that add estimators, reward rules, rollout engines; see docs/architecture.md"
     )
     seed: int = key(1234, "every random stream derives from it", ge=0)
     max_restarts: int = key(
@@ -180,7 +180,7 @@ class LoggingConfig(Section):
     )
     console_metrics: Strings = key(CONSOLE_METRICS, "metrics on the console", "free")
     stop_on: Annotated[tuple[Annotated[HealthRule, Word], ...], Word] = key(
-        (), "illnesses that save and end the run, by their names in docs/console.md", "free"
+        (), "illnesses that save and end the run, by their names in docs/running.md", "free"
     )
     trackers: Strings = key(
         ("jsonl",),

@@ -167,7 +167,7 @@ SPEED = (
            "see timing/, idle/ and skew/ for where the time goes"),
     Metric("memory/<phase>", "GiB", "largest peak of device memory among the ranks of a phase of "
            "timing/; on CPU resident memory of the process", None,
-           "memory.md says what each part takes"),
+           "models_and_weights.md says what each part takes"),
     Metric("idle/<pool>", "share", "part of the iteration in which ranks of the pool ran nothing",
            (0.0, 0.6), "give the pool fewer devices, or put more roles on it"),
     Metric("skew/<phase>", "share", "time of the slowest rank over the mean of ranks, minus 1; "

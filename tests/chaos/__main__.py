@@ -6,7 +6,7 @@ Each variant is run once undisturbed. In further runs of the variant a random pr
 driver, worker, or one of Ray's) gets SIGKILL at a random moment of the start, an iteration or a
 save. Where the supervisor does not restart the run, the same command is given again. Each finished
 run must equal the undisturbed one bit by bit, and no process may be left. Prints the tables of
-docs/reliability.md; exits with 1 at the first difference. The seed fixes kinds and delays of the
+docs/results.md; exits with 1 at the first difference. The seed fixes kinds and delays of the
 kills; which processes exist at that moment depends on the speed of the machine.
 """
 

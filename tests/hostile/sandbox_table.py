@@ -1,4 +1,4 @@
-"""Write the table of hostile programs into docs/security.md."""
+"""Write the table of hostile programs into docs/data_and_rewards.md."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.hostile.sandbox_programs import HOSTILE
 
-BEGIN = "<!-- made by: python -m tests.hostile.sandbox_table docs/security.md -->"
+BEGIN = "<!-- made by: python -m tests.hostile.sandbox_table docs/data_and_rewards.md -->"
 END = "<!-- end of the table -->"
 
 

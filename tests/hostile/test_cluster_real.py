@@ -82,14 +82,14 @@ def join(environment: dict[str, str]) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("document", ["multi_node.md", "npu.md"])
+@pytest.mark.parametrize("document", ["nodes_and_failures.md", "npu.md"])
 def test_the_commands_of_the_documents_start_a_cluster_with_tokens(
     environment: dict[str, str], tmp_path: Path, document: str
 ) -> None:
     port = str(free_port())
     line = documented(document, "ray start --head").replace("6344", port)
     line = line.replace("8260", str(free_port()))
-    make = documented("multi_node.md", "(umask 077; ray get-auth-token").replace(
+    make = documented("nodes_and_failures.md", "(umask 077; ray get-auth-token").replace(
         "ray ", f"{shlex.join(RAY)} "
     )
     subprocess.run(["bash", "-c", make], env=environment, check=True, timeout=60)

@@ -1,7 +1,7 @@
 """Draw our loss curves over those of TRL, and their difference below.
 
     python tests/trl/draw.py docs/trl_parity.png minibatch epoch
-    python tests/trl/draw.py docs/trl_greedy.png greedy
+    python tests/trl/draw.py outputs/trl_greedy.png greedy
 
 Our curves come from the twenty updates of each setting, run here in one process; TRL's from the
 recorded run of its trainer. `greedy` also has the length of the responses. Prints one line of JSON

@@ -144,7 +144,7 @@ def value_of(cell: str) -> object:
 
 
 def test_the_comparison_with_trl_names_every_key_that_it_sets_with_its_default() -> None:
-    text = (ROOT / "docs" / "correctness.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     table = text.partition("| key | in the comparison |")[2].partition("\n\n")[0]
     lines = [line.replace("`", "").split("|")[1:-1] for line in table.splitlines()[2:]]
     stated = {cells[0].strip(): value_of(cells[3].strip()) for cells in lines}

@@ -1,6 +1,6 @@
 """Compute the device memory of a role on one pipeline stage: what lasts, and what phases add.
 
-`docs/memory.md` explains each formula. Bytes are of one rank.
+`docs/models_and_weights.md` explains each formula. Bytes are of one rank.
 """
 
 from collections.abc import Iterator, Sequence

@@ -169,7 +169,7 @@ def test_a_sandbox_that_stopped_working_is_no_score(rules: programs.CodeRules) -
 
 @pytest.mark.usefixtures("rules")
 def test_the_program_of_the_documents_prints_what_they_say() -> None:
-    text = (Path(__file__).parents[3] / "docs" / "sandbox.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "docs" / "data_and_rewards.md").read_text(encoding="utf-8")
     blocks = [text.split(f"~~~{kind}\n")[1].split("~~~")[0] for kind in ("python", "text")]
     program, printed = blocks
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Formulas of `docs/memory.md` against numbers worked out by hand."""
+"""Formulas of `docs/models_and_weights.md` against numbers worked out by hand."""
 
 from __future__ import annotations
 
