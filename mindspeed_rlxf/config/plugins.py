@@ -1,4 +1,4 @@
-"""Python files of the user that add estimators, reward rules and rollout engines (docs/architecture.md).
+"""Read plugins: Python files that add estimators, rules, rollout engines and trackers.
 
 The driver runs a file when the configuration is made. It sends the text to each worker, which runs
 it before it builds its first role, so no other host needs the file. What a file registers lasts as

@@ -41,7 +41,7 @@ class TrainingConfig(Section):
     tokenizer_type: Literal["PretrainedFromHF"] = key("PretrainedFromHF", "kind of tokenizer")
     tokenizer_name_or_path: FilePath = key(..., "Hugging Face folder of the tokenizer")
     plugins: Annotated[tuple[PluginConfig, ...], Word] = key(
-        (), "Python files that add estimators, reward rules, rollout engines; see docs/architecture.md"
+        (), "Python files that add estimators, reward rules, rollout engines, trackers"
     )
     seed: int = key(1234, "every random stream derives from it", ge=0)
     max_restarts: int = key(
