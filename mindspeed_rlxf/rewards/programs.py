@@ -130,7 +130,7 @@ def code_all(response: str, ground_truth: str) -> RewardResult:
 def _make_assertion_case(statement: str) -> Case:
     """Make a case that passes if a random word is printed last, after the statement.
 
-    A program cannot guess the word, but it can read it from standard input (docs/nodes_and_failures.md).
+    A program cannot guess the word, but it can read it from standard input.
     """
     word = secrets.token_hex(16)
     return Case(_ASSERTIONS, f"{statement}\nprint('\\n' + {word!r})\n", word, ends=True)

@@ -214,7 +214,7 @@ class Sandbox:
     def describe(self) -> str:
         """Return a line for the log."""
         if self.bwrap is not None:
-            return "sandbox: programs run in bubblewrap; docs/nodes_and_failures.md has what it stops"
+            return "sandbox: programs run in bubblewrap; see docs/data_and_rewards.md"
         return "sandbox: programs run WITHOUT isolation, with your files and your network"
 
     def run(self, program: str, stdin: str = "", wall_s: float | None = None) -> Outcome:

@@ -229,4 +229,4 @@ def test_without_bubblewrap_programs_are_refused_with_the_reason_unless_it_is_un
 def test_the_table_in_the_document_is_made_of_these_programs() -> None:
     assert len(HOSTILE) >= 40 and len({hostile.name for hostile in HOSTILE}) == len(HOSTILE)
     text = (ROOT / "docs" / "data_and_rewards.md").read_text(encoding="utf-8")
-    assert put_into(text) == text, "run python -m tests.hostile.sandbox_table docs/data_and_rewards.md"
+    assert put_into(text) == text, "run python -m tests.hostile.sandbox_table"
