@@ -1,43 +1,19 @@
-# Every target first installs the environment that it needs into .venv* (`make install`). The machine
-# must have make and Python >= 3.10 with `venv`.
-#
-#   PYTHON=...            interpreter for the environment (default: the first on PATH >= 3.10)
-#   DEVICE=cpu|cuda|npu   cpu installs torch; cuda and npu use the torch installed for PYTHON
-#   STACK=...             tested set of versions, the name of a file of constraints/; each set has an
-#                         environment of its own (default: cpu, with DEVICE=npu npu-core0.12.1)
-#   TORCH_INDEX_URL=...   package index for torch only (for example one that holds CPU builds)
-#   WHEELHOUSE=dir        install from this folder alone, without network (see `make wheelhouse`)
-#   HASHES=yes|no         no: install also files that constraints/SHA256SUMS does not list, as from an
-#                         index that builds its own or on a system other than Linux (docs/nodes_and_failures.md)
-#   SEED=1                seed of `make demo` and `make chaos`
-#   KILLS=100             kills of `make chaos`
-#   PYTEST_ARGS=...       further arguments of pytest
-
+# Every target installs what it needs into .venv* first. Needs make and Python >= 3.10 with venv.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
+PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.10 python3.13 python3,$(shell command -v $(name))))
 DEVICE ?= cpu
 STACK ?= $(if $(filter npu,$(DEVICE)),npu-core0.12.1,cpu)
+HASHES ?= yes
 SEED ?= 1
 KILLS ?= 100
-PYTEST_ARGS ?=
-TORCH_INDEX_URL ?=
-WHEELHOUSE ?=
-HASHES ?= yes
-PYTHON ?=
-
-ifeq ($(filter $(DEVICE),cpu cuda npu),)
-$(error DEVICE=$(DEVICE) must be one of cpu, cuda, npu)
-endif
-ifeq ($(filter $(HASHES),yes no),)
-$(error HASHES=$(HASHES) must be yes or no)
-endif
-STACKS := $(filter-out docs,$(patsubst constraints/%.txt,%,$(wildcard constraints/*.txt)))
-ifeq ($(filter $(STACK),$(STACKS)),)
-$(error STACK=$(STACK) must be one of: $(STACKS))
-endif
+one_of = $(if $(filter $(2),$($(1))),,$(error $(1)=$($(1)) must be one of: $(2)))
+$(call one_of,DEVICE,cpu cuda npu)
+$(call one_of,HASHES,yes no)
+$(call one_of,STACK,$(filter-out docs,$(patsubst constraints/%.txt,%,$(wildcard constraints/*.txt))))
 
 SET := constraints/$(STACK).txt
 TORCH := $(shell grep '^torch==' $(SET))
@@ -45,71 +21,49 @@ VENV := .venv$(if $(filter-out cpu,$(DEVICE)),-$(DEVICE))$(if $(filter-out cpu,$
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LOCKED := $(VENV)/requirements.txt
-LOCK = $(BIN)/python constraints/locked.py $(SET) $(if $(filter no,$(HASHES)),--no-hashes)
-CHECK := --no-deps $(if $(filter yes,$(HASHES)),--require-hashes)
-OFFLINE := $(if $(WHEELHOUSE),--no-index --find-links "$(abspath $(WHEELHOUSE))")
+NO_HASHES := $(if $(filter no,$(HASHES)),--no-hashes)
+LOCK = $(BIN)/python constraints/locked.py $(SET) $(NO_HASHES)
 # The build tools are in a folder of their own, because they would replace the setuptools that the
 # installed torch needs. pip itself ignores PYTHONPATH (-E); the builds that it starts follow it.
 TOOLS := $(VENV)/build-tools
 BUILD_TOOLS := packaging pybind11 setuptools wheel
 PIP = PYTHONPATH="$(abspath $(TOOLS))" $(BIN)/python -E -m pip
 BUILD := --no-build-isolation --use-pep517
-# -qq: errors only. The warnings concern the machine, such as a package folder that does not exist.
+CHECK := --no-deps $(if $(NO_HASHES),,--require-hashes)
 QUIET := --no-input --disable-pip-version-check -qq
-PIP_INSTALL = $(PIP) install $(QUIET) $(OFFLINE)
+PIP_INSTALL = $(PIP) install $(QUIET) $(if $(WHEELHOUSE),--no-index --find-links "$(abspath $(WHEELHOUSE))")
 PIP_DOWNLOAD = $(PIP) download $(QUIET) --find-links wheelhouse --dest wheelhouse
 TORCH_INDEX = $(if $(TORCH_INDEX_URL),--index-url "$(TORCH_INDEX_URL)")
 DOCS := $(VENV)/.docs
 CODE := mindspeed_rlxf docs examples tests benchmarks constraints setup.py ray_gpt.py preprocess_data.py convert_ckpt.py
+PYTEST := $(BIN)/python -m pytest --dist loadgroup --no-loadscope-reorder
 
 .PHONY: help install demo bring-up test test-long test-hosts chaos mutations lint format docs wheelhouse
+unexport PYTHONDONTWRITEBYTECODE  # compiled modules are kept, for the many processes that tests start
 
 help:
-	@printf '%s\n' \
-	  'make demo        train a tiny model by PPO, then print a report' \
-	  'make bring-up    compare DEVICE with numbers recorded on a CPU, stage by stage' \
-	  'make test        unit and distributed tests (PYTEST_ARGS adds arguments)' \
-	  'make test-long   the tests that take longer' \
-	  'make chaos       kill processes of runs at random moments: KILLS=100 SEED=1' \
-	  'make mutations   put faults into a copy of the core, list the tests that fail' \
-	  'make test-hosts  test a run on two hosts made of Linux namespaces; needs root' \
-	  'make lint        ruff and mypy;  make format  applies ruff' \
-	  'make docs        build the documentation in outputs/site; Python 3.11 or newer' \
-	  'make wheelhouse  download every package into ./wheelhouse' \
-	  'make install     the environment alone; WHEELHOUSE=dir installs without network' \
-	  'options          PYTHON=... DEVICE=cpu|cuda|npu STACK=... SEED=1 TORCH_INDEX_URL=... WHEELHOUSE=dir HASHES=yes|no'
+	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile | expand -t 18
+	@echo 'options           PYTHON=... DEVICE=cpu|cuda|npu STACK=... TORCH_INDEX_URL=... WHEELHOUSE=dir HASHES=yes|no'
 
-install: $(STAMP)
+install: $(STAMP)  ## the environment alone; WHEELHOUSE=dir installs without network
 
 $(BIN)/python:
-	@good='import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 10))'; \
-	found=''; \
-	for candidate in $(or $(PYTHON),python3.11 python3.12 python3.10 python3.13 python3); do \
-	  if "$$candidate" -c "$$good" 2>/dev/null; then found="$$candidate"; break; fi; \
-	done; \
-	if [ -z "$$found" ]; then \
-	  echo 'error: $(if $(PYTHON),PYTHON=$(PYTHON) must be,no interpreter on PATH is) a Python >= 3.10 with venv;' \
-	    'install one (for example python3.11 and python3.11-venv) or set PYTHON=path' >&2; \
-	  exit 1; \
-	fi; \
-	echo "environment $(VENV) with $$("$$found" --version)"; \
-	rm -rf $(VENV); \
-	"$$found" -m venv $(if $(filter-out cpu,$(DEVICE)),--system-site-packages) $(VENV); \
-	if [ $(DEVICE) != cpu ]; then \
-	  "$$found" -c 'import sysconfig as s; [print("import site; site.addsitedir(" + repr(s.get_path(n)) + ")") for n in ("purelib", "platlib")]' \
-	    > "$$(echo $(VENV)/lib/python3.*/site-packages)/installed_torch.pth"; \
-	fi
+	@$(or $(PYTHON),false) -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo 'error: PYTHON=$(PYTHON) must be a Python >= 3.10 with venv (python3.11 and python3.11-venv)' >&2; exit 1; }
+	rm -rf $(VENV)
+	$(PYTHON) -m venv $(if $(filter-out cpu,$(DEVICE)),--system-site-packages) $(VENV)
+ifneq ($(DEVICE),cpu)
+	@$(PYTHON) -c 'import sysconfig as s; [print("import site; site.addsitedir(" + repr(s.get_path(n)) + ")") for n in ("purelib", "platlib")]' \
+	  > "$$(echo $(VENV)/lib/python3.*/site-packages)/installed_torch.pth"
+endif
 
-# pip resolves no dependencies (--no-deps), because the set is complete, and installs no file that
-# SHA256SUMS does not list. On cpu torch comes last: only its CUDA libraries are still missing then.
-# On cuda and npu the .pth file above makes the packages of PYTHON visible, also where PYTHON is a
-# virtual environment. Its packages are kept, torch among them; a package is replaced only where one
-# of ours refuses its version. A replacement may refuse others in turn, hence up to five rounds.
+# pip resolves no dependencies, because the set is complete. On cpu torch comes last: only its CUDA
+# libraries are still missing then. On cuda and npu the .pth file above shows the packages of PYTHON,
+# torch among them; one is replaced only if a package of ours refuses its version, and a replacement
+# may refuse others in turn, hence up to five rounds.
 $(STAMP): setup.py pyproject.toml $(SET) constraints/locked.py constraints/SHA256SUMS | $(BIN)/python
 	@echo 'installing (a minute or two the first time)'
-ifeq ($(HASHES),no)
-	@echo 'HASHES=no: no file is compared with constraints/SHA256SUMS'
-endif
+	@$(if $(NO_HASHES),echo 'HASHES=no: no file is compared with constraints/SHA256SUMS')
 	@rm -rf $(TOOLS)
 	@$(LOCK) --only $(BUILD_TOOLS) > $(LOCKED)
 	@$(PIP_INSTALL) $(CHECK) --target $(TOOLS) -r $(LOCKED)
@@ -129,8 +83,7 @@ else
 endif
 	@touch $@
 
-# On NPU the bring-up runs before the demo: it names the stage that fails.
-demo: $(STAMP) $(if $(filter npu,$(DEVICE)),bring-up)
+demo: $(STAMP) $(if $(filter npu,$(DEVICE)),bring-up)  ## train a tiny model by PPO, then print a report
 	@run="outputs/demo-$$(date +%Y%m%d-%H%M%S)-$$$$"; \
 	echo 'demo, 1 of 3: make the data, and a tiny model that often forgets the carry of a sum'; \
 	$(BIN)/python examples/tiny/make.py --output outputs/tiny --seed 1; \
@@ -140,62 +93,46 @@ demo: $(STAMP) $(if $(filter npu,$(DEVICE)),bring-up)
 	echo 'demo, 3 of 3: report what the policy has learnt'; \
 	$(BIN)/python examples/tiny/report.py "$$run"
 
-bring-up: $(STAMP)
+bring-up: $(STAMP)  ## compare DEVICE with numbers recorded on a CPU, stage by stage
 	$(BIN)/python examples/tiny/bring_up.py --device $(DEVICE)
 
-# Compiled modules are kept, for the many processes that tests start.
-unexport PYTHONDONTWRITEBYTECODE
-
 # Three processes on two cores: those that run the tests with Ray mostly wait for workers.
-test: $(STAMP)
-	$(BIN)/python -m pytest tests -m "not long" -n 3 --dist loadgroup --no-loadscope-reorder \
-	  $(PYTEST_ARGS)
+test: $(STAMP)  ## unit and distributed tests (PYTEST_ARGS adds arguments)
+	$(PYTEST) tests -m "not long" -n 3 $(PYTEST_ARGS)
 
-# Hosts made of Linux namespaces; needs root. The tests fail with the reason where a tool or a right
-# is missing.
-test-hosts: $(STAMP)
-	RLXF_TEST_HOSTS=1 $(BIN)/python -m pytest tests/hosts $(PYTEST_ARGS)
-
-test-long: $(STAMP)
-	$(BIN)/python -m pytest tests -m "long and not large" -n 2 --dist loadgroup --no-loadscope-reorder \
-	  $(PYTEST_ARGS)
+test-long: $(STAMP)  ## the tests that take longer
+	$(PYTEST) tests -m "long and not large" -n 2 $(PYTEST_ARGS)
 	$(BIN)/python -m pytest tests -m large $(PYTEST_ARGS)
 
-# About 40 s for each kill: see docs/results.md.
-chaos: $(STAMP)
+test-hosts: $(STAMP)  ## test a run on two hosts made of Linux namespaces; needs root
+	RLXF_TEST_HOSTS=1 $(BIN)/python -m pytest tests/hosts $(PYTEST_ARGS)
+
+chaos: $(STAMP)  ## kill processes of runs at random moments: KILLS=100 SEED=1, 40 s each
 	$(BIN)/python -m tests.chaos --kills $(KILLS) --seed $(SEED)
 
-# About half an hour: see tests/mutations/__main__.py.
-mutations: $(STAMP)
+mutations: $(STAMP)  ## put faults into a copy of the core, list the tests that fail
 	$(BIN)/python -m tests.mutations
 
-lint: $(STAMP)
+lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/mypy
 
-format: $(STAMP)
+format: $(STAMP)  ## apply ruff
 	$(BIN)/ruff check --fix $(CODE)
 	$(BIN)/ruff format $(CODE)
 
-# The site loads nothing from other servers; a warning of the build is an error. The target is phony
-# because a folder is named `docs` too.
-docs: $(DOCS)
+docs: $(DOCS)  ## build the documentation in outputs/site; Python 3.11 or newer
 	$(BIN)/python -m mindspeed_rlxf.config.key_reference docs/configuration.md docs/migrating.md
 	$(BIN)/python -m sphinx --builder html --fail-on-warning --nitpicky --fresh-env --quiet \
 	  --doctree-dir outputs/site-cache docs outputs/site
-	@echo 'wrote outputs/site/index.html'
 
 $(DOCS): constraints/docs.txt | $(STAMP)
-	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	  echo 'error: make docs needs Python 3.11 or newer; use PYTHON=python3.11 in a new clone' >&2; exit 1; }
-	@$(BIN)/python constraints/locked.py constraints/docs.txt $(if $(filter no,$(HASHES)),--no-hashes) > $(LOCKED)
+	@$(BIN)/python constraints/locked.py constraints/docs.txt $(NO_HASHES) > $(LOCKED)
 	@$(PIP_INSTALL) $(CHECK) $(BUILD) -r $(LOCKED)
 	@touch $@
 
-# Download every package of the set that this environment has, on cpu also torch with the CUDA
-# libraries that its build may require, and build the wheel of this project.
-wheelhouse: $(STAMP)
+wheelhouse: $(STAMP)  ## download every package into ./wheelhouse
 	@mkdir -p wheelhouse
 	@$(PIP) list --local --format=freeze --disable-pip-version-check \
 	  --exclude torch --exclude pip --exclude mindspeed-rlxf > $(VENV)/wheelhouse.txt
