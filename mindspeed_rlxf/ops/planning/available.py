@@ -1,49 +1,35 @@
 """Find the memory of devices and hosts, and the free disk; claims no device, writes no file."""
 
-import contextlib
 import shutil
-from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
-from typing import TypeVar
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.config.ray_cluster import LOCAL
 from mindspeed_rlxf.config.rules.this_host import GIB, joined_address
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.ops.sizes import existing_folder
 
-T = TypeVar("T")
 
-_answers: dict[Hashable, object] | None = None
+def look_once(config: RunConfig) -> RunConfig:
+    """Return the configuration with the cluster and the memory of a device that are found now.
 
-
-@contextlib.contextmanager
-def asked_once() -> Iterator[None]:
-    """In the block, run the driver's tool and look for a cluster once each, not in every call.
-
-    The search for remedies asks hundreds of times, and the tool takes seconds.
+    A plan reads both hundreds of times, but the driver's tool takes seconds and a cluster answers
+    over TCP.
     """
-    global _answers
-    before, _answers = _answers, {}
-    try:
-        yield
-    finally:
-        _answers = before
-
-
-def _ask(question: Hashable, find: Callable[[], T]) -> T:
-    if _answers is None:
-        return find()
-    if question not in _answers:
-        _answers[question] = find()
-    return _answers[question]  # type: ignore[return-value]
+    found = config
+    if config.runtime.kind == "ray":
+        address = {"address": joined_address(config) or LOCAL}
+        found = found.model_copy(update={"runtime": config.runtime.model_copy(update=address)})
+    if (memory := device_memory(found)) is not None:
+        size = {"memory_gib": memory / GIB}
+        found = found.model_copy(update={"device": config.device.model_copy(update=size)})
+    return found
 
 
 def is_joined(config: RunConfig) -> bool:
     """Return whether the run joins a Ray cluster, whose hosts cannot be looked at here."""
-    if config.runtime.kind != "ray":
-        return False
-    return _ask(("cluster", config.runtime.address), lambda: joined_address(config)) is not None
+    return config.runtime.kind == "ray" and joined_address(config) is not None
 
 
 def on_cpu(config: RunConfig) -> bool:
@@ -52,17 +38,14 @@ def on_cpu(config: RunConfig) -> bool:
 
 
 def device_memory(config: RunConfig) -> int | None:
-    """Return `device.memory_gib` in bytes if set, else the memory of this host's smallest device.
+    """Return the bytes of a device: `device.memory_gib`, else those of this host's smallest.
 
     None = unknown, as without `device.memory_gib` on a joined cluster or on CPU. Without the key it
-    runs the driver's tool, which may take seconds; see `asked_once`.
+    runs the driver's tool, which may take seconds.
     """
     if config.device.memory_gib is not None:
         return int(config.device.memory_gib * GIB)
-    if is_joined(config):
-        return None
-    kind = config.device.kind
-    return _ask(("memory", kind), lambda: device.smallest_device_memory(kind))
+    return None if is_joined(config) else device.smallest_device_memory(config.device.kind)
 
 
 def rollout_memory(config: RunConfig) -> int | None:

@@ -33,12 +33,11 @@ class HostPart:
 class HostMemory:
     """Memory of the host with most processes, if it also has the driver and all rows.
 
-    offloads:   whether roles keep offloaded state there
-    page_cache: loaded weight files, which the system can drop; in no sum
+    Attributes:
+        page_cache: loaded weight files, which the system can drop; in no sum.
     """
 
     parts: tuple[HostPart, ...]
-    offloads: bool
     page_cache: int
 
     @property
@@ -52,8 +51,7 @@ class HostMemory:
         return max(self.phases)
 
 
-def trained_roles(config: RunConfig) -> list[Role]:
-    """Return the roles that learn: their weights and checkpoints are written."""
+def _trained_roles(config: RunConfig) -> list[Role]:
     return [role for role in (Role.ACTOR_ROLLOUT, Role.CRITIC) if role in config.roles]
 
 
@@ -87,7 +85,7 @@ def host_memory_needed(config: RunConfig, pools: list[PoolMemory]) -> HostMemory
     if algorithm.estimator.reads_greedy:
         responses += config.training.global_batch_size
     prompts = 8 * config.samples_per_iteration * actor.max_prompt_length
-    trained = trained_roles(config)
+    trained = _trained_roles(config)
     parts = [
         HostPart(f"processes ({count})", count * PROCESS_BYTES),
         HostPart("driver", PROCESS_BYTES + prompts),
@@ -117,8 +115,7 @@ def host_memory_needed(config: RunConfig, pools: list[PoolMemory]) -> HostMemory
     folders = {
         config.role(r).load: _stored(config, r) for r in config.roles if has_model(config, r)
     }
-    offloads = any(copies.values())
-    return HostMemory(tuple(p for p in parts if p.bytes), offloads, sum(folders.values()))
+    return HostMemory(tuple(p for p in parts if p.bytes), sum(folders.values()))
 
 
 def disk_needed(config: RunConfig) -> dict[str, int]:
@@ -126,7 +123,7 @@ def disk_needed(config: RunConfig) -> dict[str, int]:
 
     One checkpoint more than `training.keep_last` is counted; each has all trained roles.
     """
-    trained, count = trained_roles(config), config.training.keep_last + 1
+    trained, count = _trained_roles(config), config.training.keep_last + 1
     found = {
         f"final weights of {role.value}": _stored(config, role)
         + _numbers(config, role) * itemsize(config.role(role))

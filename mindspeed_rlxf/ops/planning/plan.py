@@ -19,9 +19,9 @@ from mindspeed_rlxf.ops.planning.suggest import Note, show_suggestions, suggest,
 from mindspeed_rlxf.reporting.table import pairs, table
 
 Place: TypeAlias = tuple[int, int, int]
-"""Host, device of the host, rank of the pool."""
+"""Host, device on the host, rank in the pool."""
 Placed: TypeAlias = tuple[ParallelLayout, int]
-"""A layout, and the rank of the pool that its first rank is."""
+"""A layout, and the pool's rank of its first rank."""
 
 MAX_LINES = 32  # with more devices, hosts with the same layout share a line
 
@@ -54,28 +54,28 @@ def _pool_parts(config: RunConfig, pool: str) -> Iterator[tuple[list[Place], dic
 
 
 def _table(pool: str, places: list[Place], layouts: dict[str, Placed], whole: bool) -> str:
-    """Return the table of a pool; whole: with a line per device, else per range of like hosts."""
+    """Return a pool's table; `whole`: with a line per device, else per range of like hosts."""
     rows: list[list[object]] = [
         ["pool", "hosts", "devices", "ranks", *(f"{role} TP,PP,DP" for role in layouts)]
     ]
     placed = list(layouts.values())
-    for group in [[place] for place in places] if whole else _like_hosts(places, placed):
+    groups = [[place] for place in places]
+    if not whole:
+        hosts = [list(host) for _, host in groupby(places, lambda place: place[0])]
+
+        def likeness(host: list[Place]) -> tuple[object, ...]:
+            ranks = [rank for _, _, rank in host]
+            devices = [device for _, device, _ in host]
+            return devices, *(_coordinates(each, ranks)[:2] for each in placed)
+
+        alike = groupby(hosts, likeness)
+        groups = [[place for host in group for place in host] for _, group in alike]
+    for group in groups:
         spans = [_span(numbers) for numbers in zip(*group, strict=True)]
         ranks = [rank for _, _, rank in group]
         coordinates = (",".join(map(_span, _coordinates(each, ranks))) for each in placed)
         rows.append([pool, *spans, *coordinates])
     return table(rows)
-
-
-def _like_hosts(places: list[Place], placed: Sequence[Placed]) -> Iterator[list[Place]]:
-    def likeness(host: list[Place]) -> tuple[object, ...]:
-        ranks = [rank for _, _, rank in host]
-        devices = [device for _, device, _ in host]
-        return devices, *(_coordinates(each, ranks)[:2] for each in placed)
-
-    hosts = [list(host) for _, host in groupby(places, lambda place: place[0])]
-    for _, group in groupby(hosts, likeness):
-        yield [place for host in group for place in host]
 
 
 def _coordinates(placed: Placed, ranks: list[int]) -> list[list[int]]:
@@ -97,10 +97,6 @@ OLD_LOG_PROBS = {
 }
 
 
-def ignore(text: str) -> None:
-    """Do nothing with a line of progress."""
-
-
 @dataclass(frozen=True)
 class Plan:
     """The plan as text, and the problems found."""
@@ -109,19 +105,19 @@ class Plan:
     problems: list[Problem]
 
 
-@available.asked_once()
-def plan(config: RunConfig, nested: bool = False, note: Note = ignore) -> Plan:
+def plan(config: RunConfig, nested: bool = False, note: Note = lambda _: None) -> Plan:
     """Make the plan of a run as text, and list its problems; claims no device, writes no file.
 
-    nested: the YAML has `actor_rollout` and `ref` under `actor_rollout_ref`
-    note:   called with lines of progress while layouts are suggested (key `plan.suggest`)
+    Args:
+        nested: the YAML has `actor_rollout` and `ref` under `actor_rollout_ref`.
+        note: called with lines of progress while layouts are suggested (key `plan.suggest`).
     """
+    chosen = choose_cluster(config.runtime.address)
+    cluster = f"cluster at {chosen.address}" if chosen.address else "own cluster on this host"
+    config = available.look_once(config)
     fitting = check_fit(config)
     problems = fitting.problems
-    training, runtime, data = config.training, config.runtime, config.data
-    chosen = choose_cluster(runtime.address)
-    cluster = f"cluster at {chosen.address}" if chosen.address else "own cluster on this host"
-    is_ray = runtime.kind == "ray"
+    training, data = config.training, config.data
     saved = {role: config.save_folder(role) for role in config.roles if role in SAVED_AS}
     saves = ["at the end", f"the last {training.keep_last} are kept"]
     if training.seconds_between_saves:
@@ -133,6 +129,12 @@ def plan(config: RunConfig, nested: bool = False, note: Note = ignore) -> Plan:
     per_rank = config.samples_per_iteration // config.layout(Role.ACTOR_ROLLOUT).dp
     per_replica = -(-config.samples_per_iteration // config.rollout_layout.dp)
     rows = cache_rows(config)
+    forwards: list[list[object]] = [["role", "samples per rank", "micro-batch", "micro-batches"]]
+    for role in config.roles:
+        if has_model(config, role):
+            samples = config.samples_per_iteration // config.layout(role).dp
+            forwards.append([role.value, samples, *_describe_micro_batches(config, role, samples)])
+    variables = list_variables(config.pool_settings.env, offload_environment(config))
     sections = {
         f"Run {config.training.run_name}": pairs(
             [
@@ -148,7 +150,12 @@ def plan(config: RunConfig, nested: bool = False, note: Note = ignore) -> Plan:
                     if config.has_validation_prompts
                     else []
                 ),
-                ("runtime", f"ray, {cluster} ({chosen.source})" if is_ray else "local"),
+                (
+                    "runtime",
+                    f"ray, {cluster} ({chosen.source})"
+                    if config.runtime.kind == "ray"
+                    else "local",
+                ),
                 ("device", config.device.kind.value),
                 ("reward", f"verifier: {rules}" if rules else config.reward.kind.value),
                 ("old log-probs", OLD_LOG_PROBS[config.old_log_probs]),
@@ -156,7 +163,11 @@ def plan(config: RunConfig, nested: bool = False, note: Note = ignore) -> Plan:
         ),
         "Roles": table(_roles_table(config)),
         "Places of the ranks": topology(config),
-        "Environment of the workers": _environment_table(config),
+        "Environment of the workers": table(
+            [["variable", "value", "source"], *([v.name, v.value, v.source] for v in variables)]
+        )
+        if variables
+        else pairs([("no variables", "add some with resource_pool.env")]),
         "Batch of an iteration": pairs(
             [
                 ("prompts (global_batch_size)", config.training.global_batch_size),
@@ -174,7 +185,7 @@ def plan(config: RunConfig, nested: bool = False, note: Note = ignore) -> Plan:
                 ("decoding", _describe_decoding(actor.do_sample, actor.temperature)),
             ]
         ),
-        "Forward passes": table(_forwards_table(config)),
+        "Forward passes": table(forwards),
         "Optimizer": table(_updates_table(config)),
         **fitting.sections,
     }
@@ -213,13 +224,6 @@ def _describe_decoding(do_sample: bool, temperature: float) -> str:
     return f"sample, temperature {temperature:g}" if do_sample else "greedy"
 
 
-def _environment_table(config: RunConfig) -> str:
-    found = list_variables(config.pool_settings.env, offload_environment(config))
-    if not found:
-        return pairs([("no variables", "add some with resource_pool.env")])
-    return table([["variable", "value", "source"], *([v.name, v.value, v.source] for v in found)])
-
-
 def _roles_table(config: RunConfig) -> list[list[object]]:
     """Return the table of roles, a heading row first: model, pool, sizes, precision, weights."""
     rows: list[list[object]] = [
@@ -241,15 +245,6 @@ def _roles_table(config: RunConfig) -> list[list[object]]:
             sizes = [generating.world_size, generating.tp, generating.pp, generating.dp]
             ends = [config.rollout_ep, precision, "the actor's, after each update"]
             rows.append(["rollout", section.model, config.pool_of(role), *sizes, *ends])
-    return rows
-
-
-def _forwards_table(config: RunConfig) -> list[list[object]]:
-    rows: list[list[object]] = [["role", "samples per rank", "micro-batch", "micro-batches"]]
-    for role in config.roles:
-        if has_model(config, role):
-            samples = config.samples_per_iteration // config.layout(role).dp
-            rows.append([role.value, samples, *_describe_micro_batches(config, role, samples)])
     return rows
 
 

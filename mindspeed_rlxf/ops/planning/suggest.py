@@ -10,26 +10,28 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from pydantic import ValidationError
+
 from mindspeed_rlxf.config import generation_memory
 from mindspeed_rlxf.config.enums import Recompute, Role
-from mindspeed_rlxf.config.problems import ConfigError
+from mindspeed_rlxf.config.problems import format_value
+from mindspeed_rlxf.config.rules.between_sections import check_sections
 from mindspeed_rlxf.config.schema import LearningConfig, RunConfig
 from mindspeed_rlxf.ops.planning import available
 from mindspeed_rlxf.ops.planning.host_memory import host_memory_needed
 from mindspeed_rlxf.ops.planning.memory import PoolMemory, has_model, pool_memories
 from mindspeed_rlxf.ops.planning.stage_memory import itemsize
-from mindspeed_rlxf.ops.planning.variants import as_overrides, vary
 from mindspeed_rlxf.ops.sizes import GIB, format_bytes
 
 SIZES = (1, 2, 4, 8)
 """Of tensor and pipeline parallelism."""
-FULL_TOKENS = 16384
-"""Of a micro-batch that fills a device, where sequences are short."""
+FULL_TOKENS = 16384  # of a micro-batch that fills a device, if sequences are short
 SHOWN, REPORT_EVERY_S = 3, 2.0
 RUNTIME_BYTES, KEPT_FREE = 4 * GIB, 0.1
-"""What a suggestion leaves of a device: to the runtime, and a share for fragmentation."""
+"""What a suggestion leaves of a device: to the runtime, and a fraction for fragmentation."""
 
 Changes = dict[str, Any]
+"""YAML key -> value, as `critic.offload.optimizer` -> True."""
 Note = Callable[[str], None]
 
 
@@ -37,9 +39,10 @@ Note = Callable[[str], None]
 class Suggestion:
     """A layout as changes of keys.
 
-    total:  bytes that its fullest device needs
-    rounds: in which a replica generates its samples of an iteration
-    cost:   sort key, see `suggest`
+    Attributes:
+        total: bytes that its fullest device needs.
+        rounds: in which a replica generates its samples of an iteration.
+        cost: sort key, see `suggest`.
     """
 
     changes: Changes
@@ -50,7 +53,7 @@ class Suggestion:
 
 @dataclass(frozen=True)
 class _Layout:
-    """One point of the search. sequences: of full length, for which a micro-batch has tokens"""
+    """One point of the search; a micro-batch has the tokens of `sequences` of full length."""
 
     tp: int
     pp: int
@@ -70,9 +73,19 @@ def suggest(config: RunConfig, limit: int, note: Note) -> list[Suggestion]:
     then by TP x PP, PP, recomputation, offloading, and the size of micro-batches, large first: so
     what costs communication or work comes later. Returns the first of each pair of TP and PP,
     SHOWN at most; [] if none fits.
-    note: called with a line of progress, at least REPORT_EVERY_S apart
+
+    Args:
+        note: called with a line of progress, at least REPORT_EVERY_S apart.
     """
-    layouts = list(_layouts(config))
+    actor, largest = config.actor_rollout, max(map(config.pool_size, config.resource_pool))
+    full = FULL_TOKENS // (actor.max_prompt_length + actor.max_new_tokens)
+    layouts = [
+        _Layout(tp, pp, recompute, sequences)
+        for tp, pp, recompute, sequences in product(
+            SIZES, SIZES, Recompute, sorted({1, 2, 4, max(full, 1)})
+        )
+        if tp * pp <= largest
+    ]
     found: list[Suggestion] = []
     reported = time.monotonic()
     for number, layout in enumerate(layouts):
@@ -88,16 +101,6 @@ def suggest(config: RunConfig, limit: int, note: Note) -> list[Suggestion]:
     for suggestion in sorted(found, key=lambda each: each.cost):
         firsts.setdefault(suggestion.cost[1:3], suggestion)  # type: ignore[arg-type]
     return list(firsts.values())[:SHOWN]
-
-
-def _layouts(config: RunConfig) -> Iterator[_Layout]:
-    largest = max(map(config.pool_size, config.resource_pool))
-    actor = config.actor_rollout
-    full = FULL_TOKENS // (actor.max_prompt_length + actor.max_new_tokens)
-    batches = sorted({1, 2, 4, max(full, 1)})
-    for tp, pp, recompute, sequences in product(SIZES, SIZES, Recompute, batches):
-        if tp * pp <= largest:
-            yield _Layout(tp, pp, recompute, sequences)
 
 
 def _offloads(config: RunConfig) -> Iterator[Changes]:
@@ -160,23 +163,21 @@ def _evaluate(
     """
     rows_key = "actor_rollout.num_samples_per_step"
     changes = {**_layout_changes(config, layout), **offloaded}
-    try:
-        varied = vary(config, changes)
-        rows = waiting = -(-config.samples_per_iteration // varied.rollout_layout.dp)
-        varied = vary(config, {**changes, rows_key: rows})
-        if (excess := _largest_need(varied) - limit) > 0:
-            actor, tp = varied.actor_rollout, varied.rollout_tp
-            length = actor.max_prompt_length + actor.max_new_tokens
-            rows -= -(
-                -excess
-                // generation_memory.kv_cache_bytes(length, actor.architecture, tp, itemsize(actor))
-            )
-            if rows < 1:
-                return None
-            rows = rows if rows < 8 else rows // 8 * 8
-            varied = vary(config, {**changes, rows_key: rows})
-    except ConfigError:
+    if (varied := _vary(config, changes)) is None:
         return None
+    rows = waiting = -(-config.samples_per_iteration // varied.rollout_layout.dp)
+    if (varied := _vary(config, {**changes, rows_key: rows})) is None:
+        return None
+    if (excess := _largest_need(varied) - limit) > 0:
+        actor, tp = varied.actor_rollout, varied.rollout_tp
+        length = actor.max_prompt_length + actor.max_new_tokens
+        row = generation_memory.kv_cache_bytes(length, actor.architecture, tp, itemsize(actor))
+        rows -= -(-excess // row)
+        if rows < 1:
+            return None
+        rows = rows if rows < 8 else rows // 8 * 8
+        if (varied := _vary(config, {**changes, rows_key: rows})) is None:
+            return None
     total, rounds = _largest_need(varied), -(-waiting // rows)
     if total > limit or (
         (there := available.host_memory(varied)) is not None
@@ -197,37 +198,51 @@ def _largest_need(config: RunConfig) -> int:
     return max(pool.total for pool in _pools(config))
 
 
+def _vary(config: RunConfig, changes: Changes) -> RunConfig | None:
+    """Return a copy with these keys changed; None if it breaks a rule of the configuration."""
+    payload = config.model_dump()
+    for key, value in changes.items():
+        holder, name = _find(payload, key)
+        holder[name] = value
+    try:
+        varied = RunConfig.model_validate(payload)
+    except ValidationError:
+        return None
+    return None if check_sections(varied) else varied
+
+
+def _find(payload: Changes, key: str) -> tuple[Changes, str]:
+    """Return the mapping that has the last name of a key; the optimizer's lie flat in a role."""
+    *parents, name = key.split(".")
+    for part in parents:
+        payload = payload[part]
+    return (payload if name in payload else payload["optimizer"]), name
+
+
 def show_suggestions(config: RunConfig, found: list[Suggestion], nested: bool, limit: int) -> str:
     """Return the plan's section on suggestions: memory, rounds and overrides of each.
 
-    nested: the YAML has actor and reference under `actor_rollout_ref`
-    limit:  bytes of a device that a layout may use
+    Args:
+        nested: the YAML has actor and reference under `actor_rollout_ref`.
+        limit: bytes of a device that a layout may use.
     """
     if not found:
         return (
             f"  no layout that was tried fits {format_bytes(limit)} of a device: use more devices"
         )
-    lines = []
+    before, lines = config.model_dump(), []
     for number, each in enumerate(found, 1):
+        overrides = []
+        for key, value in each.changes.items():
+            holder, name = _find(before, key)
+            if getattr(holder[name], "value", holder[name]) == value:
+                continue
+            prefix = "actor_rollout_ref." * (nested and key.startswith(("actor_rollout.", "ref.")))
+            shown = value if isinstance(value, str) and value.isalpha() else format_value(value)
+            overrides.append(f"{prefix}{key}={shown}")
         lines += [
             f"  {number}. {format_bytes(each.total)} of a device, rounds of generation: "
             f"{each.rounds}",
-            f"     {' '.join(as_overrides(_without_unchanged(config, each.changes), nested))}",
+            f"     {' '.join(overrides)}",
         ]
     return "\n".join(lines)
-
-
-def _without_unchanged(config: RunConfig, changes: Changes) -> Changes:
-    varied, before = vary(config, changes).model_dump(), config.model_dump()
-    return {
-        key: value
-        for key, value in changes.items()
-        if _value_at(varied, key) != _value_at(before, key)
-    }
-
-
-def _value_at(payload: Changes, path: str) -> Any:
-    *parents, last = path.split(".")
-    for part in parents:
-        payload = payload[part]
-    return payload[last] if last in payload else payload["optimizer"][last]
