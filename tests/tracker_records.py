@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -90,17 +88,10 @@ def read_swanlab(folder: Path) -> Steps:
     return found
 
 
-def read_trackio(folder: Path) -> Steps:
-    (database,) = folder.glob("*.db")
-    rows = sqlite3.connect(database).execute("select step, metrics from metrics order by step")
-    return {int(step): json.loads(metrics)[SCORE] for step, metrics in rows}
-
-
 READ: dict[str, Callable[[Path], Steps]] = {
     "tensorboard": read_tensorboard,
     "wandb": read_wandb,
     "swanlab": read_swanlab,
-    "trackio": read_trackio,
 }
 
 MAIN = """

@@ -184,8 +184,7 @@ class LoggingConfig(Section):
     )
     trackers: Strings = key(
         ("jsonl",),
-        "trackers that get the metrics: jsonl (always), tensorboard, wandb, swanlab, trackio, or "
-        "a plugin's",
+        "trackers that get the metrics: jsonl (always), tensorboard, wandb, swanlab, or a plugin's",
         "free",
     )
     tracker_project: str = key("mindspeed-rlxf", "project of the run at trackers", "free")

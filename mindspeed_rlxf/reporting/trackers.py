@@ -95,18 +95,16 @@ def find_problems(names: Sequence[str]) -> list[Problem]:
         if name not in known:
             remedy = f"use {closest(name, known) or JSONL}, or add its file to training.plugins"
             problems.append(Problem(KEY, f"must be of {', '.join(known)}", name, remedy))
-        elif name != JSONL and (module := TRACKERS[name].module) and not _is_installed(module):
-            package = TRACKERS[name].package
-            remedy = f"run `pip install {package}`, or remove it from {KEY}"
-            problems.append(Problem(KEY, f"needs the package {package}", name, remedy))
+        elif name != JSONL and (module := TRACKERS[name].module):
+            try:
+                spec = importlib.util.find_spec(module)
+            except ModuleNotFoundError:  # of a parent package
+                spec = None
+            if spec is None:
+                package = TRACKERS[name].package
+                remedy = f"run `pip install {package}`, or remove it from {KEY}"
+                problems.append(Problem(KEY, f"needs the package {package}", name, remedy))
     return problems
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of a parent package
-        return False
 
 
 class Trackers:
@@ -185,7 +183,7 @@ class TensorBoardTracker(Tracker):
 
 
 class _RunTracker(Tracker):
-    """Logs to the run object that the package's `init` returned (wandb, swanlab, trackio)."""
+    """Logs to the run object that the package's `init` returned (wandb, swanlab)."""
 
     _run: Any
 
@@ -254,28 +252,6 @@ class SwanLabTracker(_RunTracker):
             config=dict(run.config),
             mode=_choose_mode(run, "SWANLAB"),
             settings=swanlab.Settings(**quiet),
-        )
-
-
-@register_tracker("trackio", module="trackio")
-class TrackioTracker(_RunTracker):
-    """Logs to trackio, with its database in TRACKIO_DIR.
-
-    Sets TRACKIO_DIR to a folder in the run directory if it is unset.
-    """
-
-    def __init__(self, run: TrackedRun) -> None:
-        os.environ.setdefault("TRACKIO_DIR", str(run.folder))
-        import trackio
-
-        self._run = trackio.init(
-            project=run.project,
-            name=f"{run.name}-{run.run_id}",
-            resume="allow",
-            config=dict(run.config),
-            embed=False,
-            auto_log_gpu=False,
-            auto_log_cpu=False,
         )
 
 
