@@ -30,8 +30,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mindspeed_rlxf.config.problems import Problem
-from mindspeed_rlxf.data.files import READERS, BadRow, BrokenFile
+from mindspeed_rlxf.config.problems import Problem, UserError
+from mindspeed_rlxf.data.files import UnusableRow, read_rows
 
 ROWS_PER_GROUP = 1024
 MAX_ROW = 64 * 2**20  # largest line of a compressed file, and largest file with one row; bytes
@@ -267,12 +267,12 @@ def _rows_of_file(file: Path) -> Iterator[Raw]:
         if file.suffix == ".json" and isinstance(whole := _one_row(file), dict):
             yield whole
             return
-        for number, row in READERS[file.suffix](str(file)):
-            if isinstance(row, BadRow):
+        for number, row in read_rows(str(file)):
+            if isinstance(row, UnusableRow):
                 raise _broken(file, number, str(row.problem))
             yield row
-    except BrokenFile as error:
-        raise _broken(file, error.row, str(error.problem)) from error
+    except UserError as error:
+        raise _broken(file, 0, error.problems[0].rule) from error
     except (OSError, EOFError, ValueError, zlib.error) as error:
         raise _broken(file, 0, f"cannot be read ({error})") from error
 

@@ -9,7 +9,7 @@ from mindspeed_rlxf.checkpoint import lock
 from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from mindspeed_rlxf.checkpoint.store import EXPORTED
 from mindspeed_rlxf.config.problems import Problem, UserError, printable
-from mindspeed_rlxf.data.tokenizer import TokenPieces, load_tokenizer
+from mindspeed_rlxf.data.tokenizer import load_tokenizer, token_pieces
 from mindspeed_rlxf.reporting.report.page import RunFolder, make_report
 from mindspeed_rlxf.reporting.report.records import read_configs, read_iterations
 from mindspeed_rlxf.reporting.report.samples import MAX_SAMPLES, TokenSplitter
@@ -31,7 +31,7 @@ def write_report(
     tokenizer:   of all runs; None = each run's own, where it can be loaded
     Raises UserError for folders that have no iteration, and OSError.
     """
-    split = None if tokenizer is None else TokenPieces(tokenizer)
+    split = None if tokenizer is None else functools.partial(token_pieces, tokenizer)
     folders = open_runs(runs, split)
     content = make_report(folders, max_samples).encode("utf-8", "backslashreplace")
     replace_file(file, content)
@@ -104,7 +104,7 @@ def load_split(run: Path) -> TokenSplitter | None:
     if not isinstance(path, str) or not (run / "samples_tokens").is_dir():
         return None
     try:
-        return TokenPieces(_load(path))
+        return functools.partial(token_pieces, _load(path))
     except UserError:
         return None
 

@@ -82,6 +82,7 @@ PREPROCESS_FLAGS: Mapping[str, OlderFlag] = {
     "--overwrite-cache": _ignored(f"{_NO_CACHE}; --overwrite replaces a data set", 0),
     "--n-subs": _ignored("the rows are not split first: --workers tokenize them"),
     "--seed": _ignored("nothing is drawn at random: rows keep their order"),
+    "--tokenizer-not-use-fast": _ignored("training reads the rows with the fast tokenizer too", 0),
     "--pad-to-multiple-of": _ignored("sequences are stored without padding"),
     "--make-vocab-size-divisible-by": _MODEL_PADS,
     "--pad-vocab-size-to": _MODEL_PADS,

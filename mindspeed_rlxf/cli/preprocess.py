@@ -37,6 +37,7 @@ from mindspeed_rlxf.data.handlers import (
     REFUSED_HANDLERS,
     Keys,
     MapKeys,
+    Output,
     parse_map_keys,
 )
 from mindspeed_rlxf.data.preprocessing.pipeline import Counts, PreprocessOptions, preprocess
@@ -70,7 +71,6 @@ OPTIONS = (
     option("--seq-length", type=int, help="longest prompt or conversation, tokens (any)"),
     option("--overlong", help=f"what to do with longer ones: {', '.join(OVERLONG)} (drop)"),
     option("--max-samples", type=int, help="rows that are read (all)"),
-    option("--tokenizer-not-use-fast", action="store_true", help="the tokenizer in Python, if any"),
     option(
         "--allow-special-tokens",
         action="store_true",
@@ -164,7 +164,7 @@ def _check_options(arguments: argparse.Namespace) -> PreprocessOptions:
         problems.append(Problem("--overlong", rule, arguments.overlong, "use drop or error"))
     if problems:
         raise UserError(problems)
-    if arguments.append_eod and not handler.is_conversation:
+    if arguments.append_eod and handler.output is not Output.INSTRUCTION:
         _note(f"--append-eod has no effect: {handler.name} writes no conversations")
     for name, why in ignored_flags(arguments, PREPROCESS_FLAGS):
         _note(f"{name} has no effect: {why}")
@@ -183,9 +183,8 @@ def _check_options(arguments: argparse.Namespace) -> PreprocessOptions:
         strict=arguments.strict,
         overwrite=arguments.overwrite,
         additional_columns=None if additional is None else tuple(additional),
-        append_eod=arguments.append_eod and handler.is_conversation,
+        append_eod=arguments.append_eod and handler.output is Output.INSTRUCTION,
         allow_special_tokens=arguments.allow_special_tokens,
-        slow_tokenizer=arguments.tokenizer_not_use_fast,
     )
 
 
@@ -240,13 +239,10 @@ def _progress(log_interval: int) -> AbstractContextManager[Callable[..., None]]:
 def _print_counts(counts: Counts, prefix: str) -> None:
     """Print the counts of rows and the paths of the data set and, if any, of the dropped rows.
 
-    Notes go to stderr: skipped files, and a fast tokenizer in spite of the flag.
+    Notes on skipped files go to stderr.
     """
     for file in counts.skipped:
         _note(f"{file} is skipped: files of its type are not read")
-    if counts.not_slow:
-        why = f"the fast tokenizer is used ({counts.not_slow})"
-        _note(f"--tokenizer-not-use-fast has no effect: {why}")
     lines = {"rows read": counts.rows_read, "rows written": counts.rows_written}
     lines |= {f"dropped, {reason}": number for reason, number in counts.dropped.most_common()}
     lines |= {"cut to --seq-length": counts.cut} if counts.cut else {}

@@ -1,12 +1,15 @@
 """Read rows of data files (jsonl, json, parquet), and report problems by file and row."""
 
+import base64
+import datetime
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rlxf.config.problems import Problem
+from mindspeed_rlxf.config.problems import Problem, UserError
 
 MAX_PROBLEMS_PER_FILE = 10  # different ones; equal problems of many rows count as one
 MAX_KEYS_SHOWN = 12
@@ -25,19 +28,13 @@ class FileProblems:
     def __init__(self, file: str) -> None:
         self.file = file
         self._rows: dict[Problem, list[int]] = {}
-        self.is_whole = True  # every row was read; False after a problem of the file as a whole
 
-    def add(self, row: int, problem: Problem, ends: bool = False) -> None:
-        """Add the problem of one row, or of the whole file.
-
-        row:  from 1, line of a jsonl file, row of a parquet file; 0 = the whole file
-        ends: True = no row after this one can be read; clears `is_whole`, as row 0 does
-        """
+    def add(self, row: int, problem: Problem) -> None:
+        """Add the problem of a row (from 1: line of a jsonl file), or with 0 of the whole file."""
         self._rows.setdefault(problem, []).append(row)
-        self.is_whole = self.is_whole and not ends and row > 0
 
     def count_rows(self) -> int:
-        """Count the different rows with a problem; problems of the whole file count as one row."""
+        """Count the different rows with a problem."""
         return len({row for rows in self._rows.values() for row in rows})
 
     def list_problems(self) -> list[Problem]:
@@ -52,68 +49,54 @@ class FileProblems:
             more = f" ({len(rows) - 1} more rows have the same problem)" if len(rows) > 1 else ""
             found.append(replace(problem, key=where, colon=True, remedy=problem.remedy + more))
         if num_rest := sum(len(rows) for _, rows in items[MAX_PROBLEMS_PER_FILE:]):
-            found.append(
-                Problem(self.file, f"{num_rest} more rows with problems like these", colon=True)
-            )
+            rule = f"{num_rest} more rows with problems like these"
+            found.append(Problem(self.file, rule, colon=True))
         return found
 
 
-@dataclass(frozen=True)
-class BadRow:
-    """A row that could not be read.
+class UnusableRow(ValueError):
+    """A row cannot be read, or no example can be made of it.
 
-    reason: short name under which dropped rows are counted
-    raw:    text of the row in the file
+    Attributes:
+        reason: short name under which dropped rows are counted.
+        raw: text of an unreadable row in the file.
     """
 
-    reason: str
-    problem: Problem
-    raw: str
+    def __init__(self, reason: str, rule: str, remedy: str, raw: str = "") -> None:
+        super().__init__(reason, rule, remedy, raw)  # all of them, so that it can be pickled
+        self.reason, self.problem, self.raw = reason, fault(rule, remedy), raw
+
+    def __str__(self) -> str:
+        return str(self.problem)
 
 
-class BrokenFile(ValueError):
-    """A file cannot be read to its end. row: where reading stopped, 0 = before the first row"""
+def read_rows(file: str, name: str = "") -> Iterator[tuple[int, Row | UnusableRow]]:
+    """Yield (row number from 1, row) of a data file; an UnusableRow stands for an unreadable row.
 
-    def __init__(self, row: int, problem: Problem) -> None:
-        super().__init__(str(problem))
-        self.row, self.problem = row, problem
+    Blank lines are skipped, but count in the row numbers.
 
-
-def read_rows(
-    file: str, problems: FileProblems, keys: str = "data.train_files or data.val_files"
-) -> Iterator[tuple[int, Row]]:
-    """Yield (row number from 1, row) of a data file; nothing is raised for the file's content.
-
-    Unreadable rows and files are added to `problems`. Of a broken file, the rows before the fault
-    are yielded. keys: config keys that name the file, for the error's remedy
+    Raises:
+        UserError: keyed by `name` (default: the file), if the file cannot be read to its end.
     """
-    suffix = Path(file).suffix.lower()
-    if suffix not in READERS:
-        rule = f"a data file must be .jsonl, .json or .parquet, not {suffix!r}"
-        problems.add(0, fault(rule, "convert or rename it"))
-        return
-    count = 0
+    suffix, number = Path(file).suffix.lower(), 0
     try:
-        for number, row in READERS[suffix](file):
-            if isinstance(row, BadRow):
-                problems.add(number, row.problem)
-            else:
-                count += 1
+        if suffix not in READERS:
+            rule = f"a data file must be .jsonl, .json or .parquet, not {suffix!r}"
+            problem = fault(rule, "convert or rename it")
+        else:
+            for number, row in READERS[suffix](file) if os.path.getsize(file) else ():
                 yield number, row
-    except BrokenFile as error:
-        problems.add(error.row, error.problem, ends=True)
+            return
     except FileNotFoundError:
-        problems.add(0, fault("no such file", f"correct {keys}"))
-        return
+        problem = fault("no such file", "correct the path")
     except OSError as error:
-        problems.add(
-            0, fault(f"cannot be read: {error.strerror or error}", "check the path and its rights")
-        )
-        return
-    if count == 0 and not problems.list_problems():
-        problems.add(
-            0, fault("a data file must hold at least one row, this one is empty", "fill or drop it")
-        )
+        rule = f"cannot be read: {error.strerror or error}"
+        problem = fault(rule, "check the path and its rights")
+    except Exception as error:  # pyarrow raises many types
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        problem = fault(f"must be a {suffix} file ({reason})", "write it again, as .jsonl perhaps")
+    where = f"{name or file}:{number}" if number else name or file
+    raise UserError(replace(problem, key=where, colon=True))
 
 
 def look_up(row: Row, key: str) -> Any:
@@ -126,14 +109,12 @@ def look_up(row: Row, key: str) -> Any:
         return row[key]
     value: Any = row
     for part in key.split("."):
-        if not isinstance(value, dict):
-            return None
-        value = value.get(part)
+        value = value.get(part) if isinstance(value, dict) else None
     return value
 
 
 def unicode_problem(text: str) -> Problem | None:
-    """Return the problem of a text that UTF-8 cannot encode; None where it can."""
+    """Return the problem of a text that UTF-8 cannot encode; None for others."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -143,81 +124,67 @@ def unicode_problem(text: str) -> Problem | None:
 
 
 def describe_keys(names: Iterable[str]) -> str:
-    """Join keys with commas for an error message; "..." stands for those after MAX_KEYS_SHOWN.
-
-    "none" for no keys.
-    """
+    """Join the first MAX_KEYS_SHOWN keys with commas for an error message; "none" for no keys."""
     keys = list(names)
     return ", ".join(keys[:MAX_KEYS_SHOWN] + ["..."] * (len(keys) > MAX_KEYS_SHOWN)) or "none"
 
 
-def _jsonl_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
+def as_text(value: Any) -> str:
+    """Return a value that JSON lacks as text: dates and times in ISO format, bytes in base64."""
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode("ascii")
+    return value.isoformat() if isinstance(value, (datetime.date, datetime.time)) else str(value)
+
+
+def _jsonl_rows(file: str) -> Iterator[tuple[int, Row | UnusableRow]]:
     with open(file, "rb") as stream:  # as bytes, to name a line that is not UTF-8
         for number, line in enumerate(stream, start=1):
-            if number == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")  # byte order mark
             if line.strip():
                 yield number, _parse_line(line)
 
 
-def _parse_line(line: bytes) -> Row | BadRow:
-    raw = line.decode("utf-8", "backslashreplace").strip()
+def _parse_line(line: bytes) -> Row | UnusableRow:
+    raw = line.decode("utf-8-sig", "backslashreplace").strip()
     rule, remedy = "a line must be one JSON object, this one is", "repair or remove the line"
     try:
-        row = json.loads(line.decode("utf-8").rstrip("\r\n"))
+        row = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        problem = fault(f"{rule} not JSON in UTF-8 ({error}): {raw[:40]!r}", remedy)
-        return BadRow("not JSON", problem, raw)
+        rule = f"{rule} not JSON in UTF-8 ({error}): {raw[:40]!r}"
+        return UnusableRow("not JSON", rule, remedy, raw)
     if isinstance(row, dict):
         return row
-    return BadRow("not an object", fault(f"{rule} {type(row).__name__}", remedy), raw)
+    return UnusableRow("not an object", f"{rule} {type(row).__name__}", remedy, raw)
 
 
-def _json_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
+def _json_rows(file: str) -> Iterator[tuple[int, Row | UnusableRow]]:
     with open(file, "rb") as stream:
         start = stream.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()
     if not start.startswith(b"["):  # one object per line
         yield from _jsonl_rows(file)
         return
-    try:
-        rows = json.loads(Path(file).read_text(encoding="utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        rule = f"must be a JSON array of objects ({error})"
-        raise BrokenFile(0, fault(rule, "repair it or write one {...} a line")) from error
-    for number, row in enumerate(rows, start=1):
+    for number, row in enumerate(json.loads(Path(file).read_text(encoding="utf-8-sig")), start=1):
         if not isinstance(row, dict):
             rule = f"an element must be an object, this one is {type(row).__name__}"
-            row = BadRow("not an object", fault(rule, "write {...}"), json.dumps(row))
+            row = UnusableRow("not an object", rule, "write {...}", json.dumps(row))
         yield number, row
 
 
-def _parquet_rows(file: str) -> Iterator[tuple[int, Row | BadRow]]:
-    import pyarrow as pa
+def _parquet_rows(file: str) -> Iterator[tuple[int, Row | UnusableRow]]:
     import pyarrow.parquet as pq
 
     number = 0
     with open(file, "rb") as stream:
-        try:
-            # With a buffer, because a column of a row group is read as a whole otherwise.
-            table = pq.ParquetFile(stream, buffer_size=2**20, pre_buffer=False)
-            for batch in table.iter_batches(batch_size=1024):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield number, row
-        # LookupError: a time zone that this host does not know
-        except (pa.ArrowException, ValueError, LookupError) as error:
-            message = (str(error).splitlines() or [type(error).__name__])[0]
-            problem = fault(f"must be a parquet file ({message})", "write it again or use jsonl")
-            raise BrokenFile(number, problem) from error
+        # With a buffer, because a column of a row group is read as a whole otherwise.
+        table = pq.ParquetFile(stream, buffer_size=2**20, pre_buffer=False)
+        for batch in table.iter_batches(batch_size=1024):
+            for row in batch.to_pylist():
+                number += 1
+                yield number, row
 
 
-READERS: dict[str, Callable[[str], Iterator[tuple[int, Row | BadRow]]]] = {
+READERS: dict[str, Callable[[str], Iterator[tuple[int, Row | UnusableRow]]]] = {
     ".jsonl": _jsonl_rows,
     ".json": _json_rows,
     ".parquet": _parquet_rows,
 }
-"""File name ending -> function that yields (row number from 1, row) of such a file.
-
-Rows that are not a valid JSON object are yielded as BadRow. Blank lines are skipped, but count in
-the row numbers. Raises BrokenFile, or OSError when the file cannot be opened or read.
-"""
+"""File name ending -> function that yields the rows of such a file, as `read_rows` does."""

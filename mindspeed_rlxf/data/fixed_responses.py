@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mindspeed_rlxf.config.problems import Problem, UserError, shorten_value
-from mindspeed_rlxf.data.files import FileProblems, fault, read_rows
+from mindspeed_rlxf.data.files import FileProblems, UnusableRow, fault, read_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,7 +65,10 @@ def load_fixed_responses(
     found: dict[int, list[int]] = {}
     prompts: dict[int, list[int]] = {}
     has_ids: set[bool] = set()
-    for number, row in read_rows(file, problems, KEY):
+    for number, row in read_rows(file, problems.file):
+        if isinstance(row, UnusableRow):
+            problems.add(number, row.problem)
+            continue
         sample_id = row.get("sample_id", len(found))
         has_ids.add("sample_id" in row)
         key, ids = sample_id if type(sample_id) is int else -number, list[int]()

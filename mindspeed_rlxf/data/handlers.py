@@ -127,10 +127,6 @@ class Handler:
         return self.output is not Output.PAIR
 
     @property
-    def is_conversation(self) -> bool:
-        return self.output is Output.INSTRUCTION
-
-    @property
     def has_responses(self) -> bool:
         return self.output in (Output.INSTRUCTION, Output.PAIR)
 

@@ -12,6 +12,7 @@ from mindspeed_rlxf.config.schema import DataConfig
 from mindspeed_rlxf.data.files import (
     FileProblems,
     Row,
+    UnusableRow,
     describe_keys,
     fault,
     look_up,
@@ -32,9 +33,10 @@ EXTRA = "extra_info"
 class TextRow:
     """A row before tokenization.
 
-    row:  number in its file, from 1
-    text: what to tokenize; "" until it is set. Of a chat, the filled-in template; special tokens
-          that the messages spell are replaced by random words there (see `SpecialTokens`)
+    Attributes:
+        row: number in its file, from 1.
+        text: what to tokenize; "" until it is set. Of a chat, the filled-in template; special
+            tokens that the messages spell are random words there (see `SpecialTokens`).
     """
 
     row: int
@@ -42,19 +44,18 @@ class TextRow:
     labels: Labels
     text: str = ""
 
-    @property
-    def is_chat(self) -> bool:
-        return not isinstance(self.prompt, str)
-
 
 def read_text_rows(file: str, data: DataConfig, problems: FileProblems) -> Iterator[TextRow]:
-    """Yield the rows of a file whose fields are all valid; other rows are added to `problems`.
+    """Yield the rows of a file whose fields are all valid; add those of the others to `problems`.
 
     Chats without a system message at their start get `data.system_prompt`. Logs a warning for
-    columns that `data.extra_columns` names and no row has.
+    columns that `data.extra_columns` names and no row has. Raises UserError for a broken file.
     """
     absent = set(data.extra_columns or ())
-    for number, row in read_rows(file, problems):
+    for number, row in read_rows(file):
+        if isinstance(row, UnusableRow):
+            problems.add(number, row.problem)
+            continue
         absent = {key for key in absent if look_up(row, key) is None}
         prompt = look_up(row, data.prompt_key)
         problem = _prompt_problem(prompt, data)
@@ -99,11 +100,9 @@ def text_problem(text: str) -> Problem | None:
 def read_labels(number: int, row: Row, data: DataConfig, problems: FileProblems) -> Labels | None:
     """Return ground truth ("" if absent), data source and extra columns of a row.
 
-    Truth and source are turned into text. An absent data source is `data.default_data_source`. An
-    object `extra_info` is replaced by its fields. A column of a type that JSON lacks is left out,
-    unless `data.extra_columns` names it. If any field is invalid, returns None and adds a problem
-    for each such field.
-    number: of the row, for the problems
+    The truth becomes text. An absent data source is `data.default_data_source`. An object
+    `extra_info` is replaced by its fields. If any field is invalid, returns None and adds a problem
+    for each to `problems` under the row's `number`.
     """
     truth, broken = look_up(row, data.ground_truth_key), list[Problem]()
     if not isinstance(truth, (str, int, float, type(None))) or isinstance(truth, bool):
@@ -114,24 +113,18 @@ def read_labels(number: int, row: Row, data: DataConfig, problems: FileProblems)
     if not isinstance(source, str) or not source:
         rule = f"a row must name its data source in {data.data_source_key!r}"
         found = "it has none" if source is None else f"this one is {source!r:.60}"
-        broken.append(
-            fault(f"{rule}, {found}", "add it to the rows or set data.default_data_source")
-        )
-    extra: dict[str, Any] = {}
+        remedy = "add it to the rows or set data.default_data_source"
+        broken.append(fault(f"{rule}, {found}", remedy))
     named = {data.prompt_key, data.ground_truth_key, data.data_source_key}
-    others = [name for name in row if name not in named]
-    for key in others if data.extra_columns is None else data.extra_columns:
-        value = look_up(row, key)
-        kind = _foreign_type(value)
-        if kind is not None and data.extra_columns is not None:
-            rule = f"column {key!r} must hold text, numbers, lists and objects, not {kind}"
-            broken.append(fault(rule, "convert it, or take it out of data.extra_columns"))
-        elif kind is None and value is not None:
-            extra[key] = value
+    columns = (
+        [n for n in row if n not in named] if data.extra_columns is None else data.extra_columns
+    )
+    values = {key: look_up(row, key) for key in columns}
+    extra = {key: value for key, value in values.items() if value is not None}
     if isinstance(extra.get(EXTRA), dict):
         extra |= extra.pop(EXTRA)
     style = look_up(row, f"{STYLE}.style")
-    if style is not None:
+    if style is not None:  # kept in any case: it chooses what scores the row
         extra[STYLE] = {**dict(extra.get(STYLE) or {}), "style": style}
     if style not in (*STYLES, None):
         rule = f"{STYLE}.style must be rule or model, this one is {style!r:.60}"
@@ -141,34 +134,20 @@ def read_labels(number: int, row: Row, data: DataConfig, problems: FileProblems)
     return None if broken else Labels("" if truth is None else str(truth), str(source), extra)
 
 
-def _foreign_type(value: Any) -> str | None:
-    if isinstance(value, (dict, list)):
-        inner = value.values() if isinstance(value, dict) else value
-        return next((kind for v in inner if (kind := _foreign_type(v)) is not None), None)
-    plain = value is None or isinstance(value, (str, bool, int, float))
-    return None if plain else type(value).__name__
-
-
-logger = logging.getLogger(__name__)
-
 KEPT = {
     OverlongPrompts.KEEP_HEAD: "first",
     OverlongPrompts.KEEP_TAIL: "last",
     OverlongPrompts.KEEP_ENDS: "first and last",
 }
 """Policy that cuts prompts -> which tokens it keeps."""
-NO_TOKEN = fault(
-    "a prompt must have a token, the tokenizer makes none of this one", "remove the row"
-)
+NO_TOKEN = "a prompt must have a token, the tokenizer makes none of this one"
 
 
 def cut(token_ids: list[int], max_length: int, policy: OverlongPrompts) -> list[int] | None:
-    """Return `max_length` of the token ids, or None if the policy is not one that cuts.
+    """Return `max_length` ids of a longer list; None if the policy does not truncate prompts.
 
-    `token_ids` must be longer than `max_length`. KEEP_HEAD keeps the first ids, so that a chat
-    loses the header of the response; KEEP_TAIL the last ones, so that a prompt may lose its
-    beginning-of-text token. KEEP_ENDS keeps the first max_length // 2 ids and the rest from the
-    end.
+    KEEP_HEAD loses the header of a chat's response; KEEP_TAIL may lose the beginning-of-text token.
+    KEEP_ENDS keeps the first max_length // 2 ids and the rest from the end.
     """
     if policy not in KEPT:
         return None
@@ -185,15 +164,14 @@ class LengthLimit:
         self._num_over = 0
 
     def fit(self, row: int, token_ids: list[int], problems: FileProblems) -> list[int] | None:
-        """Return a prompt's ids: unchanged up to the limit, cut over it; None if not kept.
+        """Return a prompt's ids: unchanged up to the limit, truncated over it; None if not kept.
 
-        Prompts without ids, and those over the limit with the policy ERROR, are added to `problems`
-        and not kept. With the other policies, those over the limit are counted, then dropped or
-        cut.
+        Prompts without ids, and with the policy ERROR those over the limit, are added to
+        `problems`.
         """
         length = len(token_ids)
         if length == 0:
-            problems.add(row, NO_TOKEN)
+            problems.add(row, fault(NO_TOKEN, "remove the row"))
             return None
         if length <= self._max_length:
             return token_ids
@@ -206,20 +184,16 @@ class LengthLimit:
         return cut(token_ids, self._max_length, self._policy)
 
     def report(self, num_rows: int, problems: FileProblems) -> None:
-        """Log how many of `num_rows` prompts were over the limit, and whether dropped or cut.
+        """Log how many of `num_rows` prompts were dropped or truncated, if any.
 
-        Logs nothing if there are none. If all `num_rows` were dropped, adds a problem of the whole
-        file to `problems` instead.
+        Adds a problem of the whole file if all were dropped.
         """
-        if not self._num_over:
-            return
         count = f"{self._num_over} of {num_rows} prompts are over {self._max_length} tokens"
         dropped = self._policy is OverlongPrompts.DROP
-        if dropped and self._num_over == num_rows:
-            problems.add(
-                0, fault(f"{count} and none is left", "raise actor_rollout.max_prompt_length")
-            )
-            return
-        done = "dropped" if dropped else f"cut to their {KEPT[self._policy]} {self._max_length}"
-        key = f"data.overlong_prompts={self._policy.value}"
-        logger.warning("%s: %s and %s (%s)", self._name, count, done, key)
+        if dropped and self._num_over == num_rows > 0:
+            rule = f"{count} and none is left"
+            problems.add(0, fault(rule, "raise actor_rollout.max_prompt_length"))
+        elif self._num_over:
+            done = "dropped" if dropped else f"cut to their {KEPT[self._policy]} {self._max_length}"
+            key = f"data.overlong_prompts={self._policy.value}"
+            logger.warning("%s: %s and %s (%s)", self._name, count, done, key)

@@ -12,6 +12,8 @@ from typing import Any, overload
 
 import numpy as np
 
+from mindspeed_rlxf.data.files import as_text
+
 Int64Array = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 HEAD = struct.Struct("<I")  # number of token ids; they follow, then JSON
@@ -71,7 +73,7 @@ class PromptStore(Sequence[Prompt]):
         """Append a prompt, readable after the next `end_part`."""
         ids = np.asarray(token_ids, dtype="<i4").tobytes()
         rest = [text, labels.ground_truth, labels.data_source, labels.extra_info]
-        record = HEAD.pack(len(token_ids)) + ids + json.dumps(rest).encode("ascii")
+        record = HEAD.pack(len(token_ids)) + ids + json.dumps(rest, default=as_text).encode("ascii")
         self._file.write(record)
         self._ends.append(self._ends[-1] + len(record))
 

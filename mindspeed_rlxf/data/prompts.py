@@ -35,35 +35,37 @@ def load_prompts(
     some tokenizers append, or a list of chat messages, put through the tokenizer's chat template
     with the generation prompt. Special tokens that the texts of rows spell are read as text unless
     `data.allow_special_tokens`; those that the template writes are tokens. Prompts over
-    `max_prompt_length` tokens are problems, or are dropped or cut (`data.overlong_prompts`). With
-    `data.invalid_rows=drop`, rows with a problem are dropped (see `_may_drop`), those over the
-    limit too. The log counts both. Raises UserError with the problems, keyed by `file:row`.
+    `max_prompt_length` tokens are problems, or are dropped or truncated (`data.overlong_prompts`).
+    With `data.invalid_rows=drop`, rows with a problem are dropped if their file can be read to its
+    end and keeps a row. The log counts both. Raises UserError with the problems of all files.
     """
     names = [files] if isinstance(files, str) else list(files)
     reader = _Reader(tokenizer, data, max_prompt_length)
     problems: list[Problem] = []
     prompts = PromptStore()
     for name in names:
-        of_file = FileProblems(name)
-        for labels, text, token_ids in reader.read(name, of_file):
-            prompts.add(text, token_ids, labels)
-        size_before = sum(prompts.sizes)
+        of_rows, size_before = FileProblems(name), len(prompts)
+        of_file: list[Problem] = []
+        try:
+            for labels, text, token_ids in reader.read(name, of_rows):
+                prompts.add(text, token_ids, labels)
+        except UserError as error:
+            of_file = list(error.problems)
         prompts.end_part()
-        if not _may_drop(data, of_file, len(prompts) - size_before):
-            problems += of_file.list_problems()
+        found, num_kept = of_rows.list_problems(), len(prompts) - size_before
+        if not (found or of_file or num_kept):
+            rule = "a data file must hold at least one row, this one is empty"
+            of_file = [Problem(name, rule, remedy="fill or drop it", colon=True)]
+        if found and num_kept and not of_file and data.invalid_rows == "drop":
+            for problem in found:
+                logger.warning("dropped: %s", problem)
+            rows = of_rows.count_rows()
+            logger.warning("%s: %d rows dropped (data.invalid_rows=drop)", name, rows)
+            continue
+        problems += found + of_file
     if problems:
         raise UserError(problems)
     return prompts
-
-
-def _may_drop(data: DataConfig, problems: FileProblems, num_kept: int) -> bool:
-    rows = problems.count_rows()
-    if data.invalid_rows != "drop" or not (rows and problems.is_whole and num_kept):
-        return False
-    for problem in problems.list_problems():
-        logger.warning("dropped: %s", problem)
-    logger.warning("%s: %d rows dropped (data.invalid_rows=drop)", problems.file, rows)
-    return True
 
 
 class _Reader:
@@ -79,8 +81,8 @@ class _Reader:
     def read(self, file: str, problems: FileProblems) -> Iterator[tuple[Labels, str, list[int]]]:
         """Yield (labels, text, token ids) of each prompt that is kept.
 
-        The text of a cut prompt is decoded from the ids that remain. Invalid rows are added to
-        `problems`.
+        The text of a truncated prompt is decoded from the ids that remain. Invalid rows are added
+        to `problems`.
         """
         limit = LengthLimit(file, self._max_length, self._data.overlong_prompts)
         rows, num_rows, num_spelled = read_text_rows(file, self._data, problems), 0, 0
@@ -88,8 +90,7 @@ class _Reader:
             num_rows += len(chunk)
             if not self._data.allow_special_tokens:
                 num_spelled += sum(self._special.are_in(row.prompt) for row in chunk)
-            texts = self._fill_templates(chunk, problems)
-            for row, token_ids in self._tokenize(texts):
+            for row, token_ids in self._tokenize(self._fill_templates(chunk, problems)):
                 kept = limit.fit(row.row, token_ids, problems)
                 if kept is token_ids:
                     yield row.labels, self._special.restore(row.text), kept
@@ -111,7 +112,7 @@ class _Reader:
         for row in rows:
             row.text, problem = str(row.prompt), None
             try:
-                if row.is_chat:
+                if isinstance(row.prompt, list):
                     hides = not self._data.allow_special_tokens
                     given: Any = self._special.hide(row.prompt) if hides else row.prompt
                     row.text = str(
@@ -141,10 +142,14 @@ class _Reader:
         encoded: dict[int, list[int]] = {}
         split = not self._data.allow_special_tokens
         for row in rows:
-            if row.is_chat and self._special.restore(row.text) != row.text:
+            if isinstance(row.prompt, list) and self._special.restore(row.text) != row.text:
                 encoded[row.row] = self._special.token_ids(row.text)
         for is_chat in (False, True):
-            alike = [row for row in rows if row.is_chat is is_chat and row.row not in encoded]
+            alike = [
+                row
+                for row in rows
+                if isinstance(row.prompt, list) is is_chat and row.row not in encoded
+            ]
             texts, num_eos = [row.text for row in alike], 0 if is_chat else self._num_eos
             all_ids = _token_ids(self._tokenizer, texts, not is_chat, split and not is_chat)
             for row, ids in zip(alike, all_ids, strict=True):

@@ -8,8 +8,6 @@ import logging
 import re
 import secrets
 from collections.abc import Sequence
-from functools import cache
-from importlib import metadata
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,20 +20,32 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KEY = "training.tokenizer_name_or_path"
-CONFIG = "tokenizer_config.json"
+MAX_TOKENS = 4  # that make one character together; UTF-8 has at most four bytes
 
 
 def load_tokenizer(path: str, key: str = KEY) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a local folder (or of a name in the local Hugging Face cache).
 
-    key: config key or flag that gave the path, for errors
-    Uses no network and executes no code of the folder. Raises UserError when the tokenizer cannot
-    be loaded, or it has special tokens only: transformers makes such
-    a tokenizer, without an error, for a model folder without tokenizer files.
+    Uses no network and executes no code of the folder.
+
+    Args:
+        path: the folder or name.
+        key: config key or flag that gave it, for errors.
+
+    Raises:
+        UserError: if it cannot be loaded, or has special tokens only: transformers makes such a
+            tokenizer, without an error, for a model folder without tokenizer files.
     """
+    from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
     try:
-        tokenizer = _load(path)
-        if _is_empty(tokenizer):
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
+        if not isinstance(tokenizer, PreTrainedTokenizerBase):  # version 4 may return False
+            raise ValueError("transformers cannot make one of its files")
+        tokenizer.decode(tokenizer("a")["input_ids"])  # settings of a wrong type fail only in use
+        if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
             raise ValueError("its tokenizer files are missing")
     except BaseException as error:  # transformers raises many types, tokenizers bare ones
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
@@ -47,48 +57,14 @@ def load_tokenizer(path: str, key: str = KEY) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_slow_tokenizer(path: str, key: str = KEY) -> tuple[PreTrainedTokenizerBase, str]:
-    """Return (slow tokenizer, ""), or (fast tokenizer, why there is no slow one).
-
-    A slow tokenizer is written in Python. transformers up to version 4 has both; from 5 on it has
-    one for each model, mostly the fast one.
-    The fast one is loaded in any case; raises UserError if it cannot be.
-    """
-    fast = load_tokenizer(path, key)
-    try:
-        slow = _load(path, use_fast=False)
-    except Exception as error:  # many types: a missing file, a missing library
-        return fast, _first_line(error)
-    if slow.is_fast or _is_empty(slow):
-        return fast, f"transformers {metadata.version('transformers')} has no other for it"
-    return slow, ""
-
-
-def _load(path: str, use_fast: bool = True) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer, PreTrainedTokenizerBase
-
-    tokenizer = AutoTokenizer.from_pretrained(
-        path, local_files_only=True, trust_remote_code=False, use_fast=use_fast
-    )
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):  # version 4 may return False
-        raise ValueError("transformers cannot make one of its files")
-    tokenizer.decode(tokenizer("a")["input_ids"])  # settings of a wrong type fail only in use
-    return tokenizer
-
-
-def _is_empty(tokenizer: PreTrainedTokenizerBase) -> bool:
-    return set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens)
-
-
 def eos_token_ids(
     tokenizer: PreTrainedTokenizerBase, model_folder: str | None, stop_token_ids: Sequence[int]
 ) -> tuple[int, ...]:
-    """Return the token ids that end a response, ascending, each once.
+    """Return the token ids that end a response, ascending; warns if there is none.
 
-    They are the EOS of the tokenizer and of generation_config.json, and `stop_token_ids`. If there
-    is none, logs a warning that every response runs to max_new_tokens.
-    model_folder: Hugging Face folder of the actor, None when it starts from random weights
-    Raises UserError when generation_config.json is not valid.
+    They are the EOS of the tokenizer and of generation_config.json in `model_folder` (the actor's,
+    None if it starts from random weights), and `stop_token_ids`. Raises UserError if
+    generation_config.json is not valid.
     """
     ids = {*stop_token_ids, *chain(*_own_stop_ids(tokenizer, model_folder).values())}
     if not ids:
@@ -105,11 +81,9 @@ def describe_stop_tokens(
     data_set_ids: Sequence[int],
     configured_ids: Sequence[int],
 ) -> str:
-    """Return a line for the log: every id that ends a response, ascending, its token and sources.
+    """Return a line for the log: every id that ends a response, its token and sources.
 
-    An id without a token is "not in the vocabulary". Without any id, the line says that nothing but
-    max_new_tokens ends a response. Sources are the tokenizer, generation_config.json, the template
-    of the data set and configured ids. Raises UserError when generation_config.json is not valid.
+    Raises UserError if generation_config.json is not valid.
     """
     sources: dict[str, Sequence[int]] = {
         **_own_stop_ids(tokenizer, model_folder),
@@ -146,10 +120,7 @@ def _own_stop_ids(
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[Problem]:
-    """Return a problem if the tokenizer has an id >= vocab_size, which the model cannot embed.
-
-    Returns [] if it has none.
-    """
+    """Return a problem if the tokenizer has an id >= vocab_size, which the model cannot embed."""
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if largest < vocab_size:
         return []
@@ -231,55 +202,23 @@ class SpecialTokens:
         return ids
 
 
-BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-MAX_TOKENS = 4  # that make one character together; UTF-8 has at most four bytes
+def token_pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
+    """Return the text of each token of a response.
 
-
-class TokenPieces:
-    """Splits responses into the texts of their tokens.
-
-    A token that ends inside a character has "" as its text, and the token that completes the
-    character has all of it. Handles byte-level tokens (GPT-2), and byte tokens and U+2581 for a
-    space (SentencePiece); other tokens are decoded one by one.
+    A character that spans several tokens is the text of the last of them; the others get "". Bytes
+    that are not UTF-8 after MAX_TOKENS tokens, or at the end of `ids`, become U+FFFD.
     """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer, self._bytes_of = tokenizer, cache(self._find_bytes)
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._bytes: dict[str, int] = {}
-        if "ByteLevel" in repr(getattr(backend, "decoder", "")):
-            from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-            self._bytes = {letter: byte for byte, letter in bytes_to_unicode().items()}
-
-    def __call__(self, ids: Sequence[int]) -> list[str]:
-        """Return the text of each token id; bytes that are not UTF-8 become U+FFFD.
-
-        A character that spans several tokens is the text of the last of them; the others get "".
-        Bytes that are not UTF-8 after MAX_TOKENS tokens, or at the end of `ids`, are decoded as
-        they are.
-        """
-        pieces, left, waiting = [], b"", 0
-        for count, token_id in enumerate(ids, 1):
-            left, waiting = left + self._bytes_of(token_id), waiting + 1
-            try:
-                pieces.append(left.decode("utf-8"))
-            except UnicodeDecodeError:
-                if waiting < MAX_TOKENS and count < len(ids):
-                    pieces.append("")
-                    continue
-                pieces.append(left.decode("utf-8", "replace"))
-            left, waiting = b"", 0
-        return pieces
-
-    def _find_bytes(self, token_id: int) -> bytes:
-        token = self._tokenizer.convert_ids_to_tokens(token_id)
-        if not isinstance(token, str):  # not in the vocabulary
-            return f"<{token_id}>".encode()
-        if byte := BYTE_TOKEN.fullmatch(token):
-            return bytes.fromhex(byte[1])
-        if self._bytes and all(letter in self._bytes for letter in token):
-            return bytes(self._bytes[letter] for letter in token)
-        if "\u2581" in token:
-            return token.replace("\u2581", " ").encode("utf-8", "replace")
-        return str(self._tokenizer.decode([token_id])).encode("utf-8", "replace")
+    pieces: list[str] = []
+    before, waiting = list[int](), list[int]()
+    for count, token_id in enumerate(ids, 1):
+        waiting.append(token_id)
+        # With the tokens before, as some decoders drop the blank at the start of a text.
+        start, text = (
+            str(tokenizer.decode(part, clean_up_tokenization_spaces=False))
+            for part in (before, [*before, *waiting])
+        )
+        is_part = text.endswith("\ufffd") and len(waiting) < MAX_TOKENS and count < len(ids)
+        pieces.append("" if is_part else text[len(start) :])
+        if not is_part:
+            before, waiting = waiting, []
+    return pieces

@@ -7,21 +7,13 @@ column with a list of messages, whose keys and roles are named in `Tags`.
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from mindspeed_rlxf.config.problems import Problem, shorten_value
-from mindspeed_rlxf.data.files import Row, describe_keys, look_up, unicode_problem
+from mindspeed_rlxf.config.problems import shorten_value
+from mindspeed_rlxf.data.files import Row, UnusableRow, describe_keys, look_up, unicode_problem
 from mindspeed_rlxf.data.handlers import Handler, Keys, MapKeys, Output, ShareGptKeys, Tags
 from mindspeed_rlxf.data.templates import Turn
 
 CHAT_TAGS = Tags("role", "content", "user", "assistant", observation_tag="", function_tag="")
 """Names in chat messages of alpaca rows, which have no roles for tools."""
-
-
-class UnusableRow(ValueError):
-    """No example can be made of a row. reason: short name under which such rows are counted"""
-
-    def __init__(self, reason: str, rule: str, remedy: str) -> None:
-        self.reason, self.problem = reason, Problem("", rule, remedy=remedy)
-        super().__init__(str(self.problem))
 
 
 class Example(NamedTuple):

@@ -1,7 +1,6 @@
 """Make an indexed data set of files: read rows, tokenize in processes, write in order."""
 
 import ctypes
-import gc
 import os
 import signal
 import sys
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from mindspeed_rlxf.config.enums import OverlongPrompts
 from mindspeed_rlxf.config.problems import Problem, UserError
-from mindspeed_rlxf.data.files import READERS, BadRow, BrokenFile, FileProblems, fault
+from mindspeed_rlxf.data.files import READERS, FileProblems, fault, read_rows
 from mindspeed_rlxf.data.handlers import (
     DEFAULT_HANDLER,
     HANDLERS,
@@ -40,7 +39,7 @@ from mindspeed_rlxf.data.preprocessing.writer import (
 )
 from mindspeed_rlxf.data.prompt_encoder import PromptEncoder
 from mindspeed_rlxf.data.sidecar import Sidecar, TokenizerId
-from mindspeed_rlxf.data.tokenizer import load_slow_tokenizer, load_tokenizer, vocabulary_hash
+from mindspeed_rlxf.data.tokenizer import load_tokenizer, vocabulary_hash
 
 CHUNK_ROWS = 512
 
@@ -49,14 +48,13 @@ Progress = Callable[[int], None]
 
 @dataclass
 class Counts:
-    """How many rows were read, written, dropped and cut.
+    """How many rows were read, written, dropped and truncated.
 
-    dropped:      reason -> number of rows
-    skipped:      entries of the input folders that are no data files
-    refusals:     (reason, file) -> the problems of these rows
-    columns:      names of the columns of all rows, in the order of their first row
-    not_slow:     why the fast tokenizer was used although the slow one was asked for, "" = it was
-                  not
+    Attributes:
+        dropped: reason -> number of rows.
+        skipped: entries of the input folders that are no data files.
+        refusals: (reason, file) -> the problems of these rows.
+        columns: names of the columns of all rows, in the order of their first row.
     """
 
     rows_read: int = 0
@@ -65,7 +63,6 @@ class Counts:
     cut: int = 0
     num_tokens: int = 0
     skipped: list[str] = field(default_factory=list)
-    not_slow: str = ""
     refusals: dict[tuple[str, str], FileProblems] = field(default_factory=dict)
     columns: dict[str, None] = field(default_factory=dict)
 
@@ -80,22 +77,9 @@ class Counts:
             found.add(row.row, row.problem)
 
     def list_problems(self, only: str | None = None) -> list[Problem]:
-        """Return the problems of dropped rows, keyed by `file:row`; equal ones of a file are one.
-
-        only: return those of rows dropped for this reason, None = for all reasons
-        """
+        """Return the problems of rows dropped for the reason `only`, or for any, by `file:row`."""
         chosen = [f for (reason, _), f in self.refusals.items() if only in (None, reason)]
         return [problem for found in chosen for problem in found.list_problems()]
-
-    def as_dict(self) -> dict[str, int | dict[str, int]]:
-        """Return the counts for the sidecar."""
-        return {
-            "rows_read": self.rows_read,
-            "rows_written": self.rows_written,
-            "dropped": dict(sorted(self.dropped.items())),
-            "cut": self.cut,
-            "tokens": self.num_tokens,
-        }
 
 
 def find_files(inputs: Sequence[str], skipped: list[str]) -> list[str]:
@@ -116,14 +100,10 @@ def find_files(inputs: Sequence[str], skipped: list[str]) -> list[str]:
             rule = "no such file or folder"
             if path.exists():
                 rule = f"it must be a {', '.join(READERS)} file, or a folder that has some"
-            problems.append(_input_problem(name, rule, "correct the path"))
+            problems.append(Problem(f"--input {name}", rule, remedy="correct the path", colon=True))
     if problems:
         raise UserError(problems)
     return files
-
-
-def _input_problem(name: str, rule: str, remedy: str) -> Problem:
-    return Problem(f"--input {name}", rule, remedy=remedy, colon=True)
 
 
 def read_chunks(
@@ -133,28 +113,18 @@ def read_chunks(
 
     Adds to `counts`, and calls `progress` after each row.
     """
-    rows = islice(_read_all(files, counts, progress), max_rows)
-    yield from iter(lambda: list(islice(rows, CHUNK_ROWS)), [])
 
-
-def _read_all(files: Sequence[str], counts: Counts, progress: Progress) -> Iterator[NumberedRow]:
-    for file in files:
-        read = READERS[Path(file).suffix.lower()]
-        try:
-            for number, row in read(file) if os.path.getsize(file) else ():
+    def read_all() -> Iterator[NumberedRow]:
+        for file in files:
+            for number, row in read_rows(file, f"--input {file}"):
                 counts.rows_read += 1
-                if not isinstance(row, BadRow):
+                if isinstance(row, dict):
                     counts.columns |= dict.fromkeys(row)
                 yield NumberedRow(file, number, row)
                 progress(counts.rows_read)
-        except BrokenFile as error:
-            name = f"{file}:{error.row}" if error.row else file
-            found = _input_problem(name, error.problem.rule, error.problem.remedy)
-            raise UserError(found) from error
-        except OSError as error:
-            raise UserError(
-                _input_problem(file, f"cannot be read ({error})", "check the path and its rights")
-            ) from error
+
+    rows = islice(read_all(), max_rows)
+    yield from iter(lambda: list(islice(rows, CHUNK_ROWS)), [])
 
 
 TOKENIZER = "--tokenizer-name-or-path"
@@ -167,15 +137,15 @@ _encoder: RowEncoder | None = None  # of a worker process
 class PreprocessOptions:
     """The flags of the command.
 
-    max_prompt_length:  in tokens, None = any; for conversations and pairs the longest sequence
-    overlong:           whether longer prompts are dropped, cut or an error
-    max_samples:        number of rows to read, None = all
-    strict:             no row may be dropped
-    overwrite:          replace an older data set of the prefix
-    additional_columns: columns of the rows to keep beside the handler's own, None = all
-    append_eod:         append the tokenizer's EOS to conversations that do not end with it
-    allow_special_tokens: read special tokens that the text of a row spells as tokens
-    slow_tokenizer:     use the tokenizer written in Python, if transformers has it
+    Attributes:
+        max_prompt_length: in tokens, None = any; for conversations and pairs the longest sequence.
+        overlong: whether longer prompts are dropped, truncated or an error.
+        max_samples: number of rows to read, None = all.
+        strict: no row may be dropped.
+        overwrite: replace an older data set of the prefix.
+        additional_columns: columns of the rows to keep beside the handler's own, None = all.
+        append_eod: append the tokenizer's EOS to conversations that do not end with it.
+        allow_special_tokens: read special tokens that the text of a row spells as tokens.
     """
 
     inputs: tuple[str, ...]
@@ -192,7 +162,6 @@ class PreprocessOptions:
     overwrite: bool = False
     additional_columns: tuple[str, ...] | None = None
     append_eod: bool = False
-    slow_tokenizer: bool = False
     allow_special_tokens: bool = False
 
 
@@ -216,10 +185,7 @@ def preprocess(options: PreprocessOptions, progress: Progress = lambda rows: Non
         raise UserError(exists_problem(shown, existing[0].name))
     counts = Counts()
     files = find_files(options.inputs, counts.skipped)
-    if options.slow_tokenizer:
-        tokenizer, counts.not_slow = load_slow_tokenizer(options.tokenizer_path, TOKENIZER)
-    else:
-        tokenizer = load_tokenizer(options.tokenizer_path, TOKENIZER)
+    tokenizer = load_tokenizer(options.tokenizer_path, TOKENIZER)
     handler = HANDLERS[options.handler]
     eos = tokenizer.eos_token_id
     if options.append_eod and eos is None:
@@ -251,7 +217,13 @@ def preprocess(options: PreprocessOptions, progress: Progress = lambda rows: Non
             stop_token_ids=tuple(encoder.prompts.stop_token_ids),
             tokenizer=TokenizerId(path=options.tokenizer_path, sha256=vocabulary_hash(tokenizer)),
             columns=writer.columns(),
-            counts=counts.as_dict(),
+            counts={
+                "rows_read": counts.rows_read,
+                "rows_written": counts.rows_written,
+                "dropped": dict(sorted(counts.dropped.items())),
+                "cut": counts.cut,
+                "tokens": counts.num_tokens,
+            },
         )
         writer.commit(sidecar, has_rejected=bool(counts.dropped))
     return counts
@@ -267,28 +239,24 @@ def _encode_chunks(
     if workers == 1:
         yield from map(encoder.encode, chunks)
         return
-    fork, pending = get_context("fork"), deque[Future[EncodedChunk]]()
-    with ProcessPoolExecutor(workers, fork, _start_worker, (encoder, os.getpid())) as pool:
+    pending = deque[Future[EncodedChunk]]()
+    with ProcessPoolExecutor(workers, get_context("fork"), _start_worker, (encoder,)) as pool:
         try:
             for chunk in chunks:
                 pending.append(pool.submit(_encode_in_worker, chunk))
                 if len(pending) > workers * CHUNKS_AHEAD:
                     yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
+            yield from (future.result() for future in pending)
         finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            pool.shutdown(cancel_futures=True)
 
 
-def _start_worker(encoder: RowEncoder, parent: int) -> None:
+def _start_worker(encoder: RowEncoder) -> None:
     global _encoder
     _encoder = encoder
-    gc.disable()  # a chunk's many small objects have no cycles, and looking for them costs 5%
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
+    if sys.platform == "linux":  # else workers outlive a killed parent: they wait on its pipe
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _encode_in_worker(rows: Sequence[NumberedRow]) -> EncodedChunk:
@@ -311,11 +279,11 @@ def _check_result(options: PreprocessOptions, counts: Counts) -> None:
         summary = Problem("--strict", rule, remedy="mend them", colon=True)
         raise UserError([summary, *counts.list_problems()])
     handler, extra = HANDLERS[options.handler], options.additional_columns or ()
-    own = {LABELS} if handler.output is Output.ANSWERED else set()
-    others = [column for column in extra if column not in own]
+    answers = handler.output is Output.ANSWERED
+    others = [column for column in extra if not (answers and column == LABELS)]
     problems = list(missing_columns(options.map_keys, handler, counts.columns, others))
     response = getattr(options.map_keys, "response", "")
-    if own & counts.columns.keys() and response not in (None, LABELS):
+    if answers and LABELS in counts.columns and response not in (None, LABELS):
         rule = f"writes the answers as column {LABELS!r}, which the rows have already"
         problems.append(Problem(handler.name, rule, remedy='map "response" to it or rename it'))
     if problems:

@@ -1,19 +1,17 @@
 """Encode a chunk of rows: token ids, labels, other columns, and the rows that are rejected."""
 
-import base64
-import datetime
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from mindspeed_rlxf.config.enums import OverlongPrompts
 from mindspeed_rlxf.config.problems import Problem
-from mindspeed_rlxf.data.files import BadRow, Row
+from mindspeed_rlxf.data.files import Row, UnusableRow, as_text
 from mindspeed_rlxf.data.handlers import LABELS, Handler, Keys, Output
-from mindspeed_rlxf.data.preprocessing.examples import Example, UnusableRow, make_example
+from mindspeed_rlxf.data.preprocessing.examples import Example, make_example
 from mindspeed_rlxf.data.prompt_encoder import IGNORED, PromptEncoder
 from mindspeed_rlxf.data.prompt_rows import NO_TOKEN, cut
 from mindspeed_rlxf.data.sidecar import TOKEN_IDS
@@ -23,21 +21,21 @@ TOO_LONG = "too long"
 MAX_RAW = 2000  # characters of a rejected row that are kept
 
 
-@dataclass(frozen=True)
-class NumberedRow:
+class NumberedRow(NamedTuple):
     """A row and where it is. number: of the row in its file, from 1"""
 
     file: str
     number: int
-    row: Row | BadRow
+    row: Row | UnusableRow
 
 
 @dataclass(frozen=True)
 class Rejected:
-    """A row that is not written, and the reason.
+    """A row that is not written.
 
-    reason: short name under which dropped rows are counted
-    raw:    text of the row in the file, cut to MAX_RAW characters
+    Attributes:
+        reason: short name under which dropped rows are counted.
+        raw: text of the row in the file, at most MAX_RAW characters.
     """
 
     file: str
@@ -51,11 +49,12 @@ class Rejected:
 class EncodedChunk:
     """The rows of a chunk, encoded, and those that were rejected.
 
-    num_rows:    rows that were encoded
-    sequences:   column -> (int32 token ids or labels of these rows as bytes, lengths [rows])
-    columns:     other column -> JSON bytes [rows]; None where the row lacks the column
-    num_cut:     rows whose prompt was cut
-    num_tokens:  token ids of these rows, without labels
+    Attributes:
+        num_rows: rows that were encoded.
+        sequences: column -> (int32 token ids or labels of these rows as bytes, lengths [rows]).
+        columns: other column -> JSON bytes [rows]; None if the row lacks the column.
+        num_cut: rows whose prompt was truncated.
+        num_tokens: token ids of these rows, without labels.
     """
 
     num_rows: int = 0
@@ -74,10 +73,11 @@ IdRows = tuple[list[int], ...]
 class RowEncoder:
     """Encodes rows with one template, handler and tokenizer.
 
-    max_length:   longest sequence in tokens, None = any
-    overlong:     whether longer prompts are cut; if not, their rows are rejected
-    kept_columns: other columns of the rows to write, None = all
-    end_id:       token appended to a conversation that does not end with it, None = none
+    Attributes:
+        max_length: longest sequence in tokens, None = any.
+        overlong: whether longer prompts are truncated; if not, their rows are rejected.
+        kept_columns: other columns of the rows to write, None = all.
+        end_id: token appended to a conversation that does not end with it, None = none.
     """
 
     prompts: PromptEncoder
@@ -89,34 +89,35 @@ class RowEncoder:
     end_id: int | None = None
 
     def encode(self, rows: Sequence[NumberedRow]) -> EncodedChunk:
-        """Encode rows; unusable ones are only listed in `rejected`, in the order of the rows.
-
-        Counts rows whose first sequence was shortened in `num_cut`.
-        """
-        chunk, rejected = EncodedChunk(), dict[int, Rejected]()
-        usable: list[tuple[int, Example]] = []
-        for i, row in enumerate(rows):
+        """Encode rows; unusable ones are only listed in `rejected`, in the order of the rows."""
+        chunk, errors = EncodedChunk(), dict[int, UnusableRow]()
+        usable: dict[int, Example] = {}
+        for i, (_, _, row) in enumerate(rows):
             try:
-                if isinstance(row.row, BadRow):
-                    raise UnusableRow(row.row.reason, row.row.problem.rule, row.row.problem.remedy)
-                usable.append((i, make_example(row.row, self.keys, self.handler)))
+                if isinstance(row, UnusableRow):
+                    raise row
+                usable[i] = make_example(row, self.keys, self.handler)
             except UnusableRow as error:
-                rejected[i] = _reject(row, error)
-        written: list[tuple[Row, Example]] = []
-        kept: list[IdRows] = []
-        for (i, example), ids in zip(usable, self._id_rows([e for _, e in usable]), strict=True):
+                errors[i] = error
+        kept: dict[int, IdRows] = {}
+        for i, ids in zip(usable, self._id_rows(list(usable.values())), strict=True):
             try:
-                kept.append(self._fit(ids))
+                kept[i] = self._fit(ids)
+                chunk.num_cut += len(kept[i][0]) < len(ids[0])
             except UnusableRow as error:
-                rejected[i] = _reject(rows[i], error)
-            else:
-                chunk.num_cut += len(kept[-1][0]) < len(ids[0])
-                written.append((cast("Row", rows[i].row), example))
-        chunk.rejected = [rejected[i] for i in sorted(rejected)]
+                errors[i] = error
+        for i in sorted(errors):
+            file, number, row = rows[i]
+            raw = row.raw if isinstance(row, UnusableRow) else to_json(row).decode("utf-8")
+            found = errors[i]
+            chunk.rejected.append(
+                Rejected(file, number, found.reason, found.problem, raw[:MAX_RAW])
+            )
+        written = [(cast("Row", rows[i].row), usable[i]) for i in kept]
         chunk.num_rows, chunk.columns = len(kept), self._columns(written)
         for i, name in enumerate(self.handler.sequences):
-            items = np.asarray([item for ids in kept for item in ids[i]], dtype=np.int32)
-            chunk.sequences[name] = items.tobytes(), [len(ids[i]) for ids in kept]
+            items = np.asarray([item for ids in kept.values() for item in ids[i]], dtype=np.int32)
+            chunk.sequences[name] = items.tobytes(), [len(ids[i]) for ids in kept.values()]
             chunk.num_tokens += len(items) if name.endswith(TOKEN_IDS) else 0
         return chunk
 
@@ -142,7 +143,7 @@ class RowEncoder:
     def _fit(self, ids: IdRows) -> IdRows:
         """Return a row's sequences; a prompt that is too long is cut if the policy cuts prompts."""
         if not all(ids):
-            raise UnusableRow("no token", NO_TOKEN.rule, NO_TOKEN.remedy)
+            raise UnusableRow("no token", NO_TOKEN, "remove the row")
         longest = max(map(len, ids))
         if self.max_length is None or longest <= self.max_length:
             return ids
@@ -159,9 +160,8 @@ class RowEncoder:
     def _columns(self, rows: Sequence[tuple[Row, Example]]) -> dict[str, list[bytes | None]]:
         """Return name -> JSON bytes of each row for the columns to write beside the tokens.
 
-        None where a row lacks the column. Columns that became the prompt are left out. Where the
-        handler writes answers (ANSWERED), column `labels` has the row's response, in place of a
-        column `labels` of the row. Only columns of `kept_columns`, `labels` too; None = all.
+        Columns that became the prompt are not written. If the handler writes answers (ANSWERED),
+        column `labels` has the row's response, in place of a column `labels` of the row.
         """
         columns: dict[str, list[bytes | None]] = {}
         consumed, kept = self.keys.consumed, self.kept_columns
@@ -174,11 +174,6 @@ class RowEncoder:
         return columns
 
 
-def _reject(row: NumberedRow, error: UnusableRow) -> Rejected:
-    raw = row.row.raw if isinstance(row.row, BadRow) else to_json(row.row).decode("utf-8")
-    return Rejected(row.file, row.number, error.reason, error.problem, raw[:MAX_RAW])
-
-
 def label_last_response(labels: list[int]) -> list[int]:
     """Return a copy of the labels in which all but those of the last response are IGNORED."""
     start = len(labels)
@@ -188,21 +183,6 @@ def label_last_response(labels: list[int]) -> list[int]:
 
 
 def to_json(value: Any) -> bytes:
-    """Encode a value as UTF-8 JSON.
-
-    Dates and times become ISO text, bytes become base64, other types that JSON lacks `str(value)`.
-    Text with half a surrogate pair is escaped in ASCII.
-    """
-    try:
-        return _UTF8_JSON.encode(value).encode("utf-8")
-    except UnicodeEncodeError:  # half a surrogate pair, which only JSON can escape
-        return json.dumps(value, default=_to_text).encode("ascii")
-
-
-def _to_text(value: Any) -> str:
-    if isinstance(value, bytes):
-        return base64.b64encode(value).decode("ascii")
-    return value.isoformat() if isinstance(value, (datetime.date, datetime.time)) else str(value)
-
-
-_UTF8_JSON = json.JSONEncoder(ensure_ascii=False, default=_to_text)
+    """Encode a value as UTF-8 JSON; values that JSON lacks become text (`as_text`)."""
+    text = json.dumps(value, ensure_ascii=False, default=as_text)
+    return text.encode("utf-8", "backslashreplace")  # half a surrogate pair becomes its escape

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
 from mindspeed_rlxf.cli.older_flags import PREPROCESS_FLAGS
 from mindspeed_rlxf.cli.preprocess import main
@@ -32,7 +31,7 @@ SAME_DATA = [
 NO_EFFECT = [
     "--streaming", "--cache-dir ~/tmp", "--overwrite-cache", "--seed 7", "--mix-strategy concat",
     "--pad-to-multiple-of 8", "--make-vocab-size-divisible-by 1", "--pad-vocab-size-to 512",
-    "--dataset-impl mmap", "--n-subs 4", "--append-eod",
+    "--dataset-impl mmap", "--n-subs 4", "--append-eod", "--tokenizer-not-use-fast",
 ]  # fmt: skip
 REFUSED = [
     "--hf-datasets-params set.json", "--datasets a,b", "--json-keys text", "--json-keys text b",
@@ -43,7 +42,7 @@ REFUSED = [
     "--tokenizer-model tokenizer.model", "--placeholder-token x", "--reward-tokens + -",
     "--dataset-impl lazy",
 ]  # fmt: skip
-OF_THEIR_OWN = ["--output-prefix", "--merge-group-keys", "--tokenizer-not-use-fast"]  # tests
+OF_THEIR_OWN = ["--output-prefix", "--merge-group-keys"]  # tests
 NAMES = {words.split()[0] for words in OTHER_DATA + SAME_DATA + NO_EFFECT + REFUSED + OF_THEIR_OWN}
 PREFIX = "new/set"
 
@@ -121,34 +120,3 @@ def test_other_kinds_of_tokenizers_are_refused(
 ) -> None:
     assert run("--tokenizer-type", kind) == 2
     assert notes(capsys)[0].startswith(f"error: --tokenizer-type={kind} must be one of Pretrained")
-
-
-def test_a_slow_tokenizer_is_taken_where_there_is_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """GPT-2's has both forms up to version 4 of transformers; ByT5's is of Python in all."""
-    (tmp_path / "byt5").mkdir()
-    config = '{"tokenizer_class": "ByT5Tokenizer", "extra_ids": 0}'
-    (tmp_path / "byt5" / "tokenizer_config.json").write_text(config)
-    before = data("--tokenizer-name-or-path", "byt5")
-    assert data("--tokenizer-name-or-path", "byt5", "--tokenizer-not-use-fast") == before
-    assert notes(capsys) == []
-    vocabulary = {"<|endoftext|>": 0} | {letter: i + 1 for i, letter in enumerate("bersitwxĊ")}
-    (tmp_path / "gpt2").mkdir()
-    (tmp_path / "gpt2" / "vocab.json").write_text(json.dumps(vocabulary))
-    (tmp_path / "gpt2" / "merges.txt").write_text("#version: 0.2\n")
-    config = '{"tokenizer_class": "GPT2Tokenizer"}'
-    (tmp_path / "gpt2" / "tokenizer_config.json").write_text(config)
-    before = data("--tokenizer-name-or-path", "gpt2")
-    assert data("--tokenizer-name-or-path", "gpt2", "--tokenizer-not-use-fast") == before
-    has_slow = not AutoTokenizer.from_pretrained("gpt2", use_fast=False).is_fast
-    assert len(notes(capsys)) == (0 if has_slow else 1)
-
-
-def test_where_no_slow_tokenizer_is_the_fast_one_is_taken_with_a_line(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert data("--tokenizer-not-use-fast") == data()
-    (line,) = notes(capsys)
-    said = "note: --tokenizer-not-use-fast has no effect: the fast tokenizer is used (transformers "
-    assert line.startswith(said)

@@ -44,7 +44,7 @@ def test_text_is_ended_by_one_eos_where_there_is_room(tmp_path: Path) -> None:
 
 
 def test_files_that_are_absent_or_no_jsonl_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no such file; correct actor_rollout\.fixed_"):
+    with pytest.raises(UserError, match=r"fixed_responses: .*: no such file; correct"):
         load_fixed_responses(str(tmp_path / "none.jsonl"), Letters(), (EOS,), 12, 4, 1)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"must be a \.jsonl file"):
         load(tmp_path, {"response_ids": [3]}, name="r.txt")

@@ -171,7 +171,7 @@ def test_all_problems_of_all_files_come_at_once(make_tokenizer, write_jsonl, tmp
     ("make", "problem"),
     [
         (Path.mkdir, "cannot be read: "),
-        (lambda file: file.write_bytes(b"not parquet"), "must be a parquet file ("),
+        (lambda file: file.write_bytes(b"not parquet"), "must be a .parquet file ("),
         (
             lambda file: pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), file),
             "a data file must hold at least one row, this one is empty",
@@ -254,9 +254,9 @@ def test_text_is_utf8_under_an_ascii_locale(tmp_path):
     file.write_text('{"prompt": "größe 数学"}\n', encoding="utf-8")
     program = (
         "import sys\n"
-        "from mindspeed_rlxf.data.files import FileProblems, read_rows\n"
+        "from mindspeed_rlxf.data.files import read_rows\n"
         "assert sys.flags.utf8_mode == 0\n"
-        f"rows = list(read_rows({str(file)!r}, FileProblems('f')))\n"
+        f"rows = list(read_rows({str(file)!r}))\n"
         "assert rows == [(1, {'prompt': 'gr\\xf6\\xdfe \\u6570\\u5b66'})], ascii(rows)\n"
     )
     environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from mindspeed_rlxf.data.tokenizer import TokenPieces
+from mindspeed_rlxf.data.tokenizer import token_pieces
 
 TEXT = "Beijing 北京 is \U0001f600 \n the 首都, naïve \x85!"
 
@@ -41,16 +41,15 @@ def sentence_piece() -> PreTrainedTokenizerFast:
 @pytest.mark.parametrize("tokenizer", [byte_level(), sentence_piece()], ids=["bytes", "pieces"])
 def test_pieces_are_the_response_with_a_text_for_each_token(tokenizer: Any) -> None:
     ids = [*tokenizer(TEXT)["input_ids"], tokenizer.eos_token_id]
-    pieces = TokenPieces(tokenizer)(ids)
+    pieces = token_pieces(tokenizer, ids)
     assert len(pieces) == len(ids)
     assert "".join(pieces).removeprefix(" ") == f"{TEXT}<eos>"
     assert "北" in pieces and "" in pieces, "a character of three tokens is with the last of them"
 
 
-def test_a_response_that_ends_inside_a_character_and_an_unknown_id() -> None:
+def test_a_response_that_ends_inside_a_character() -> None:
     tokenizer = byte_level()
     ids = tokenizer("北")["input_ids"]
-    assert TokenPieces(tokenizer)(ids[:2]) == ["", "\ufffd"]
-    assert TokenPieces(tokenizer)([10**6]) == ["<1000000>"]
-    broken = TokenPieces(tokenizer)([ids[1]] * 9)
+    assert token_pieces(tokenizer, ids[:2]) == ["", "\ufffd"]
+    broken = token_pieces(tokenizer, [ids[1]] * 9)
     assert len(broken) == 9 and "".join(broken).strip("\ufffd") == ""

@@ -217,7 +217,7 @@ def test_rows_left_out_are_counted_by_reason_and_keep_their_numbers(
             gzip.compress(b"[1]\n", mtime=0),
             "train.jsonl.gz:1 must be whole: a line must",
         ),
-        ("train.parquet", b"PAR1", "train.parquet must be whole: must be a parquet file"),
+        ("train.parquet", b"PAR1", "train.parquet must be whole: must be a .parquet file"),
         ("other.txt", b"", "must hold one of: train.jsonl, train.jsonl.gz"),
     ],
 )

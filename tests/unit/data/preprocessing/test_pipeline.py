@@ -151,8 +151,8 @@ def test_a_column_that_no_row_has_is_named_but_not_that_of_the_response(bench: B
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        ("a.parquet", b"not parquet", "must be a parquet file"),
-        ("a.json", b"[{broken", "must be a JSON array of objects"),
+        ("a.parquet", b"not parquet", "must be a .parquet file"),
+        ("a.json", b"[{broken", "must be a .json file"),
         ("a.csv", b"prompt", "it must be a .jsonl, .json, .parquet file, or"),
         (None, b"", "no such file or folder"),
         ("", b"", "it must be a .jsonl, .json, .parquet file, or"),
