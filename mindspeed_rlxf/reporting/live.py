@@ -10,8 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TextIO
 
-from rich.console import Console as Terminal
-from rich.console import ConsoleOptions, Group, RenderResult
+from rich.console import Console as Terminal, ConsoleOptions, Group, RenderResult
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table

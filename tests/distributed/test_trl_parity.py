@@ -38,9 +38,11 @@ from mindspeed_rlxf.data.batch import (
     Scores,
     fit_columns,
 )
-from mindspeed_rlxf.roles import actor as actor_module
-from mindspeed_rlxf.roles import critic as critic_module
-from mindspeed_rlxf.roles import objectives as objectives_module
+from mindspeed_rlxf.roles import (
+    actor as actor_module,
+    critic as critic_module,
+    objectives as objectives_module,
+)
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticGroup, CriticRole
 from mindspeed_rlxf.roles.objectives import ClippedObjective

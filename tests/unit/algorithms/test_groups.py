@@ -8,8 +8,7 @@ from math import nan
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from mindspeed_rlxf.algorithms.group_advantages import (

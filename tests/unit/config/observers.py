@@ -41,8 +41,7 @@ from mindspeed_rlxf.models.transformer import recompute_settings, transformer_co
 from mindspeed_rlxf.ops.doctor import checks as doctor_checks
 from mindspeed_rlxf.ops.planning import available
 from mindspeed_rlxf.ops.planning.plan import plan
-from mindspeed_rlxf.rewards import plans
-from mindspeed_rlxf.rewards import sandbox as sandboxes
+from mindspeed_rlxf.rewards import plans, sandbox as sandboxes
 from mindspeed_rlxf.rewards.manager import RewardManager
 from mindspeed_rlxf.rewards.sandbox import Sandbox
 from mindspeed_rlxf.roles import actor, critic, reward

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from itertools import chain
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from mindspeed_rlxf.engine.micro_batch import (
     chunk_rows,
