@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mindspeed_rlxf.engine import parallel
+from mindspeed_rlxf.device import worlds
 
 
 def test_a_layout_is_made_once_and_its_users_do_not_see_each_others_changes() -> None:
@@ -14,14 +14,14 @@ def test_a_layout_is_made_once_and_its_users_do_not_see_each_others_changes() ->
         made.append(1)
         return {"tp": object()}
 
-    parallel.forget()
-    one = parallel.groups_of_layout((2, 1, 1), make)
+    worlds.leave()
+    one = worlds.groups_of_layout((2, 1, 1), make)
     one["rank"] = 1
-    other = parallel.groups_of_layout((2, 1, 1), make)
+    other = worlds.groups_of_layout((2, 1, 1), make)
     assert other == {"tp": one["tp"]} and len(made) == 1
-    parallel.groups_of_layout((1, 2, 1), make)
+    worlds.groups_of_layout((1, 2, 1), make)
     assert len(made) == 2
-    parallel.forget()
-    parallel.groups_of_layout((2, 1, 1), make)
+    worlds.leave()
+    worlds.groups_of_layout((2, 1, 1), make)
     assert len(made) == 3
-    parallel.forget()
+    worlds.leave()
