@@ -199,12 +199,8 @@ class AlgorithmConfig(Section):
         if self.old_log_probs is OldLogProbs.ROLLOUT:
             for name in ("max_log_prob_gap", "rollout_is_threshold"):
                 if (limit := getattr(self, name)) is not None:
-                    yield Problem(
-                        name,
-                        f"needs {ref('old_log_probs')}=recompute, which is what it compares",
-                        f"{limit:g}",
-                        "remove one of them",
-                    )
+                    rule = f"needs {ref('old_log_probs')}=recompute"
+                    yield Problem(name, rule, f"{limit:g}", "remove one of them")
         names = self.verifier_function
         if len(set(names)) < len(names):
             yield Problem(

@@ -100,74 +100,43 @@ class ArchitectureConfig(Section):
         return self.num_experts is not None and wanted and self.moe_aux_loss_coeff > 0
 
     def broken_rules(self) -> Iterator[Problem]:
-        yield from self._check_heads()
-        unstretched = self.original_max_position_embeddings
-        if self.rope_scaling_type == "llama3" and unstretched is None:
+        heads, width = self.num_attention_heads, self.hidden_size
+        if self.kv_channels is None and width % heads:
+            rule = f"must divide hidden_size={width} where kv_channels is not given"
             yield Problem(
-                "original_max_position_embeddings",
-                "is required with rope_scaling_type=llama3",
-                remedy="take it from the checkpoint's config.json",
+                "num_attention_heads", rule, heads, use(neighbours(heads, divisors(width)))
             )
+        elif self.head_dim % 2:
+            rule = f"the head width {self.head_dim} must be even for rotary positions"
+            yield Problem("kv_channels", rule, remedy="change it", colon=True)
+        yield from divides("num_query_groups", self.kv_heads, f"num_attention_heads={heads}", heads)
+        if self.rope_scaling_type == "llama3" and self.original_max_position_embeddings is None:
+            key = "original_max_position_embeddings"
+            yield Problem(key, "is required with rope_scaling_type=llama3")
         if self.num_experts is not None:
             yield from self._check_experts(self.num_experts)
         for name in OF_EXPERTS if self.num_experts is None else ():
             value = getattr(self, name)
             if value != type(self).model_fields[name].default:
-                rule = "needs num_experts, the model is dense"
-                yield Problem(name, rule, value, "remove it")
-
-    def _check_heads(self) -> Iterator[Problem]:
-        heads, width = self.num_attention_heads, self.hidden_size
-        if self.kv_channels is None and width % heads:
-            yield Problem(
-                "num_attention_heads",
-                f"must divide hidden_size={width} where kv_channels is not given",
-                heads,
-                use(neighbours(heads, divisors(width))),
-            )
-        elif self.head_dim % 2:
-            yield Problem(
-                "kv_channels",
-                f"the head width {self.head_dim} must be even for rotary positions",
-                remedy="change it",
-                colon=True,
-            )
-        yield from divides("num_query_groups", self.kv_heads, f"num_attention_heads={heads}", heads)
+                yield Problem(name, "needs num_experts", value, "remove it")
 
     def _check_experts(self, experts: int) -> Iterator[Problem]:
+        topk = self.moe_router_topk
         if experts * self.num_layers > MOST_EXPERTS_IN_ALL:
+            rule = f"and num_layers={self.num_layers} must make at most {MOST_EXPERTS_IN_ALL}"
+            yield Problem("num_experts", rule, experts, "correct them")
+        yield from at_most("moe_router_topk", topk, f"num_experts={experts}", experts)
+        if topk == 1 and not self.moe_router_pre_softmax:
+            # Else every expert's weight is 1, and the router is not trained.
             yield Problem(
-                "num_experts",
-                f"and num_layers={self.num_layers} must make at most {MOST_EXPERTS_IN_ALL} experts",
-                experts,
-                "correct them",
+                "moe_router_topk", "needs moe_router_pre_softmax=true", 1, "use that, or 2 experts"
             )
-        yield from at_most(
-            "moe_router_topk", self.moe_router_topk, f"num_experts={experts}", experts
-        )
-        if self.moe_router_topk == 1 and not self.moe_router_pre_softmax:
-            yield Problem(
-                "moe_router_topk",
-                "needs moe_router_pre_softmax=true, or every expert's weight is 1 and the router "
-                "learns nothing",
-                1,
-                "use moe_router_pre_softmax=true, or 2 experts",
-            )
-        if self.add_qkv_bias:
-            yield Problem(
-                "add_qkv_bias",
-                "must be false with num_experts (Qwen3-MoE and Mixtral have no biases)",
-                True,
-                "use false",
-            )
+        if self.add_qkv_bias:  # Qwen3-MoE and Mixtral have none
+            yield Problem("add_qkv_bias", "must be false with num_experts", True, "use false")
         if self.moe_aux_loss_coeff and not self.balances_experts:
-            kind = self.moe_router_load_balancing_type
-            yield Problem(
-                "moe_aux_loss_coeff",
-                f"has no effect with moe_router_load_balancing_type={kind}",
-                f"{self.moe_aux_loss_coeff:g}",
-                "use 0, or aux_loss",
-            )
+            rule = "has no effect with moe_router_load_balancing_type=none"
+            value = f"{self.moe_aux_loss_coeff:g}"
+            yield Problem("moe_aux_loss_coeff", rule, value, "use 0, or aux_loss")
 
 
 SHARED_GROUPS_SINCE = (0, 16)
@@ -200,9 +169,10 @@ def find_uneven(
 ) -> Iterator[Problem]:
     """Yield a problem for each rule that a tensor-parallel size breaks for a model.
 
-    key:     configuration key that sets `tp`
-    model:   name of the architecture `a`
-    section: prefix of the keys `architecture.*` in the problems, as "actor_rollout."
+    Args:
+        key: configuration key that sets `tp`.
+        model: name of the architecture `a`.
+        section: prefix of the keys `architecture.*` in the problems, as "actor_rollout.".
     """
     good = use(neighbours(tp, possible_sizes(a)))
     width = "moe_ffn_hidden_size" if a.num_experts and a.moe_ffn_hidden_size else "ffn_hidden_size"

@@ -92,27 +92,16 @@ class DataConfig(Section):
 
     def broken_rules(self) -> Iterator[Problem]:
         if not self.train_files and not self.data_path:
-            yield Problem(
-                "train_files",
-                "is required",
-                remedy="name files of prompts, or an indexed data set by "
-                f"{ref('data_path')}=PREFIX",
-            )
+            remedy = f"name files of prompts, or an indexed data set by {ref('data_path')}"
+            yield Problem("train_files", "is required", remedy=remedy)
         sources = self.train_files or self.data_path
         if self.train_weights and len(self.train_weights) != len(sources):
-            yield Problem(
-                "train_weights",
-                f"must have one for each of the {len(sources)} files or data sets",
-                list(self.train_weights),
-                "add or remove weights",
-            )
+            rule = f"must have one for each of the {len(sources)} files or data sets"
+            yield Problem("train_weights", rule, list(self.train_weights), "add or remove weights")
         for files, prefixes in (("train_files", "data_path"), ("val_files", "val_data_path")):
             if getattr(self, files) and getattr(self, prefixes):
-                yield Problem(
-                    files,
-                    f"and {ref(prefixes)} must not both be given, each names all prompts",
-                    remedy="remove one of them",
-                )
+                rule = f"and {ref(prefixes)} must not both be given"
+                yield Problem(files, rule, remedy="remove one of them")
 
 
 class ValidationConfig(Section):
@@ -212,19 +201,12 @@ class ValidationConfig(Section):
 
     def broken_rules(self) -> Iterator[Problem]:
         if self.n_samples > 1 and not self.do_sample:
-            yield Problem(
-                "n_samples",
-                f"must be 1 with {ref('do_sample')}=false, where every sample would be the same",
-                self.n_samples,
+            rule, remedy = (
+                f"must be 1 with {ref('do_sample')}=false",
                 f"use {ref('do_sample')}=true",
             )
+            yield Problem("n_samples", rule, self.n_samples, remedy)
         source, _, name = self.best_metric.rpartition("/")
         if name not in self.metrics or (source and not source.startswith("val/")):
-            known = ", ".join(self.metrics)
-            yield Problem(
-                "best_metric",
-                f"must be one of {known}, which {ref('n_samples')}={self.n_samples} gives, or that "
-                "of one data source, as val/SOURCE/score",
-                self.best_metric,
-                "use score",
-            )
+            rule = f"must be one of {', '.join(self.metrics)}, or val/SOURCE/ and one of these"
+            yield Problem("best_metric", rule, self.best_metric, "use score")

@@ -101,9 +101,8 @@ def resolve_with_notes(tree: Mapping[str, Any], name: str) -> tuple[RunConfig, l
 
 def _check(config: RunConfig, given: Given) -> None:
     """Add problems between sections, of the host and of unused keys, and notes, to `given`."""
-    between = check_sections(config)
     # A dry run checks the host after it has printed its plan: see `cli.train`.
-    between += [] if config.dry_run else check_host(config)
+    between = [*check_sections(config), *([] if config.dry_run else check_host(config))]
     given.problems += [problem.rename_keys(given.written) for problem in between]
     unused, refused = find_unused(config, given.written)
     given.problems += refused

@@ -236,8 +236,9 @@ def _translate_group_norm(given: Given, algorithm: Tree) -> None:
     if gamma != 1.0:
         estimator = f"{ref('algorithm.adv_estimator')}=group_norm"
         rule = f"must be 1 with {estimator}, where a score counts for every token alike"
-        remedy = "use 1.0, or reinforce_plus_plus"
-        given.problems.append(Problem("algorithm.gamma", rule, format_value(gamma), remedy))
+        given.problems.append(
+            Problem("algorithm.gamma", rule, format_value(gamma), "use 1.0, or reinforce_plus_plus")
+        )
     penalty = algorithm.get("kl_penalty")
     if algorithm.get("kl_in") in (None, "loss") and penalty == KlPenalty.KL.value:
         algorithm["kl_penalty"] = KlPenalty.LOW_VAR_KL.value
@@ -282,8 +283,9 @@ def _add_vocab_sizes(given: Given) -> None:
             given.note(f"taken from {tokenizer / 'config.json'}", f"{key}={found}")
         except ValueError as error:
             source = f"{ref('training.tokenizer_name_or_path')}={folder}"
-            rule = f"is required, and {source} does not give it: {error}, or add the key"
-            given.problems.append(Problem(key, rule))
+            given.problems.append(
+                Problem(key, f"is required, and {source} does not give it: {error}, or add the key")
+            )
             found = 1  # a legal value, as the problem is reported
         architecture["vocab_size"] = found
 

@@ -43,7 +43,7 @@ class Source:
 def run_as_module(source: Source) -> ModuleType:
     """Run the file as a new module of this process, put it in `sys.modules` and return it.
 
-    Its exceptions are not caught; the module is removed from `sys.modules` then.
+    The module is not in `sys.modules` after an exception.
     """
     code = compile(source.text, source.file, "exec", dont_inherit=True)
     lines = source.text.splitlines(keepends=True)
@@ -62,9 +62,12 @@ def run_as_module(source: Source) -> ModuleType:
 def read_source(key: str, path: str, expected: str | None = None) -> Source:
     """Return the text of the Python file `path`, with its absolute path; `~` is expanded.
 
-    key:      of the configuration that names the file, for problems
-    expected: SHA-256 that the text must have; None = any
-    Errors: UserError where the file cannot be read or has another hash.
+    Args:
+        key: of the configuration that names the file, for problems.
+        expected: SHA-256 that the text must have; None = any.
+
+    Raises:
+        UserError: the file cannot be read or has another hash.
     """
     file = os.path.abspath(os.path.expanduser(path))
     try:
@@ -80,10 +83,10 @@ def read_source(key: str, path: str, expected: str | None = None) -> Source:
 
 
 def load_error(key: str, file: str, error: BaseException) -> UserError:
-    """Return a UserError that reports an exception that running `file` raised.
+    """Return a UserError with the exception that running `file` raised, and its line there.
 
-    The text has the exception's type and message, and its line in `file`, or `while loading`.
-    key: of the configuration that names the file
+    Args:
+        key: of the configuration that names the file.
     """
     lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == file]
     if isinstance(error, SyntaxError) and error.filename == file:
@@ -102,12 +105,11 @@ def carry(source: Source) -> None:
 
 
 def find_carried(file: str, sha256: str) -> Source:
-    """Return the source registered by `carry`. Errors: KeyError where there is none."""
+    """Return the source registered by `carry`. KeyError if there is none."""
     return _carried[file, sha256]
 
 
 KEY = "training.plugins"
-KEYS = ("file", "sha256")  # of an entry
 T = TypeVar("T")
 
 _loaded: dict[str, Source] = {}  # module name -> plugin, in the order of loading
@@ -125,21 +127,21 @@ def loaded() -> tuple[Source, ...]:
     return tuple(_loaded.values())
 
 
-def read_and_load(entry: Any) -> dict[str, str]:
+def read_and_load(entry: Any) -> Any:
     """Run the plugin of an entry of `training.plugins`; return its absolute path and hash.
 
-    Not run again if it has run in this process. Returns {file: path, sha256: hash of the text}.
-    entry: a path, or {file: path, sha256: expected hash of the text}
-    Errors: UserError where the entry has no path or another key, the file cannot be read, has
-    another hash or raises an exception (SystemExit included).
+    Not run again if it has run in this process. An entry with wrong keys is returned as it is.
+
+    Args:
+        entry: a path, or {file: path, sha256: expected hash of the text}.
+
+    Raises:
+        UserError: the file cannot be read, has another hash or raises an exception.
     """
-    given = entry if isinstance(entry, dict) else {"file": entry}
-    if not isinstance(given.get("file"), str) or not given["file"]:
-        raise UserError(Problem(KEY, "must name Python files", entry, "use [path/to/file.py]"))
-    if unknown := [str(key) for key in given if key not in KEYS]:
-        rule = f"must have the keys {' and '.join(KEYS)} only, {', '.join(unknown)} is none of them"
-        raise UserError(Problem(KEY, rule, entry, "correct or remove it"))
-    source = read_source(KEY, given["file"], given.get("sha256"))
+    given = {"file": entry} if isinstance(entry, str) else entry
+    if not isinstance(given, dict) or not {"file"} <= given.keys() <= {"file", "sha256"}:
+        return given
+    source = read_source(KEY, str(given["file"]), given.get("sha256"))
     try:
         load(source)
     except (Exception, SystemExit) as error:
@@ -151,11 +153,9 @@ def with_plugins(factory: Callable[..., T]) -> Callable[..., T]:
     """Return a callable for another process, which calls `factory` with the arguments it gets.
 
     Before that it runs there the plugins that this process has run by now (`load`), and registers
-    the texts of reward functions (`carry`). It can be pickled if `factory` can. Without plugins and
-    texts `factory` itself is returned.
+    the texts of reward functions (`carry`). It can be pickled if `factory` can.
     """
-    plugins, others = loaded(), tuple(_carried.values())
-    return partial(_load_and_make, plugins, others, factory) if plugins or others else factory
+    return partial(_load_and_make, loaded(), tuple(_carried.values()), factory)
 
 
 def _load_and_make(

@@ -147,10 +147,10 @@ class Problem:
         return printable(line if len(line) <= MAX_LINE else f"{line[: MAX_LINE - 3]}...")
 
 
-def at_most(key: str, value: int, what: str, limit: int) -> Iterator[Problem]:
+def at_most(key: str, value: float, what: str, limit: float) -> Iterator[Problem]:
     """Yield a problem if a key's value is above `limit`, which `what` names."""
     if value > limit:
-        yield Problem(key, f"must be at most {what}", value, f"use {limit} or less")
+        yield Problem(key, f"must be at most {what}", f"{value:g}", f"use {limit:g} or less")
 
 
 def at_least(key: str, value: int, what: str, limit: int) -> Iterator[Problem]:
@@ -162,8 +162,7 @@ def at_least(key: str, value: int, what: str, limit: int) -> Iterator[Problem]:
 def divides(key: str, value: int, what: str, total: int) -> Iterator[Problem]:
     """Yield a problem if a key's value does not divide `total`, which `what` names."""
     if total % value:
-        good = neighbours(value, divisors(total))
-        yield Problem(key, f"must divide {what}", value, use(good))
+        yield Problem(key, f"must divide {what}", value, use(neighbours(value, divisors(total))))
 
 
 class UserError(ValueError):
@@ -194,8 +193,9 @@ def explain(path: str, errors: Sequence[ErrorDetails], meaning: str = "") -> Pro
     """
     first = errors[0]
     if first["type"] == "missing":
-        remedy = f"add it to the YAML or give {path}=... on the command line"
-        return Problem(path, "is required", remedy=remedy)
+        return Problem(
+            path, "is required", remedy=f"add it to the YAML or give {path}=... on the command line"
+        )
     rules = dict.fromkeys(error["msg"].replace("Input should", "must") for error in errors)
     expected = first.get("ctx", {}).get("expected", "").replace("'", "")
     words = expected.replace(" or ", ", ").split(", ")

@@ -4,13 +4,9 @@ import sys
 from typing import Any
 
 from mindspeed_rlxf.config.given import Tree
-from mindspeed_rlxf.config.keys import unknown_key
 from mindspeed_rlxf.config.plugins import carry, load_error, read_source, run_as_module
 from mindspeed_rlxf.config.problems import Problem, UserError
-from mindspeed_rlxf.config.reward_section import find_broken_rule, find_function, split_name
-from mindspeed_rlxf.config.schema import FunctionConfig
-
-FORM = "path/to/file.py:name"
+from mindspeed_rlxf.config.reward_section import check_call, find_function, split_name
 
 
 def read_functions(problems: list[Problem], reward: Tree) -> None:
@@ -19,66 +15,52 @@ def read_functions(problems: list[Problem], reward: Tree) -> None:
     Runs their files in this process, and registers the texts for the processes that score
     (`carry`). A wrong entry becomes a problem and is left out.
     """
-    if reward.get("function") is not None:
-        reward["function"] = _read_entry(problems, "reward.function", reward["function"])
-    entries = reward.pop("functions", None)
-    if entries is not None:
-        entries = entries if isinstance(entries, list) else [entries]
-        found = [_read_entry(problems, "reward.functions", entry) for entry in entries]
-        reward["functions"] = [entry for entry in found if entry is not None]
+    for key in ("function", "functions"):
+        given = reward.pop(key, None)
+        found: list[Any] = []
+        for entry in given if isinstance(given, list) else [] if given is None else [given]:
+            try:
+                found.append(_complete_entry(f"reward.{key}", entry))
+            except UserError as error:
+                problems += error.problems
+        if found:
+            reward[key] = found[0] if key == "function" else found
 
 
-def _read_entry(problems: list[Problem], key: str, given: Any) -> Any:
-    """Return an entry as a dict with name, absolute path and SHA-256; None if it is wrong.
-
-    given: a text such as FORM, the name of a built-in rule, or a dict of keys of FunctionConfig
-    """
-    entry = {"function": given} if isinstance(given, str) else given
-    if not isinstance(entry, dict):
-        problems.append(Problem(key, f"must name a function, {FORM}", given, "correct it"))
-        return None
-    entry = {str(name): value for name, value in entry.items()}  # keys in lists may be numbers
-    known = FunctionConfig.model_fields
-    for name in sorted(entry.keys() - known.keys()):
-        problems.append(unknown_key(key, name, known))
-        del entry[name]
-    function = entry.get("function")
-    if not isinstance(function, str):
-        return {"name": "remote", **entry} if entry.get("url") else {"name": "function", **entry}
-    try:
-        return _complete_entry(key, entry, function)
-    except UserError as error:
-        problems += error.problems
-        return None
-
-
-def _complete_entry(key: str, entry: Tree, function: str) -> Tree:
-    """Return a copy of `entry` with the absolute path of its file, and the file's SHA-256.
+def _complete_entry(key: str, given: Any) -> Any:
+    """Return an entry as a dict with name, absolute path and SHA-256; pydantic checks the rest.
 
     A text without `.py` or `/` counts as a built-in rule. Runs the file, unless it has run in this
     process, and registers its text (`carry`).
-    function: value of the key `function`
-    Errors: UserError for a bad name, file (unreadable, another hash, an exception) or signature.
+
+    Args:
+        given: `path/to/file.py:name`, the name of a built-in rule, or keys of FunctionConfig.
+
+    Raises:
+        UserError: bad name, file (unreadable, another hash, an exception) or signature.
     """
+    entry = {"function": given} if isinstance(given, str) else given
+    if not isinstance(entry, dict):
+        return entry
+    entry = {str(name): value for name, value in entry.items()}  # keys in lists may be numbers
+    function, arguments = entry.get("function"), entry.get("arguments") or {}
+    if not isinstance(function, str) or not isinstance(arguments, dict):
+        return {"name": "remote" if entry.get("url") else "function", **entry}
     file, name = split_name(function) or ("", "")
     if not name:
         if ".py" in function or "/" in function:
-            rule = f"must name file and function, {FORM}"
+            rule = "must name file and function, path/to/file.py:name"
             raise UserError(Problem(key, rule, function, "add it"))
         return {"name": function, **entry}  # a built-in rule
     source = read_source(key, file, entry.get("sha256"))
-    arguments = entry.get("arguments") or {}
     try:
         module = sys.modules.get(source.module) or run_as_module(source)
     except (Exception, SystemExit) as error:
         raise load_error(key, source.file, error) from error
     try:
-        found = find_function(module, name)
+        check_call(find_function(module, name), arguments)
     except ValueError as error:
-        raise UserError(Problem(key, str(error), function, "correct the name")) from None
-    broken = find_broken_rule(found, arguments) if isinstance(arguments, dict) else None
-    if broken:
-        raise UserError(Problem(key, broken, function, "correct the function or its arguments"))
+        raise UserError(Problem(key, str(error), function, "correct it")) from None
     carry(source)
     own = {"function": f"{source.file}:{name}", "sha256": source.sha256}
     return {"name": name, **entry, **own}

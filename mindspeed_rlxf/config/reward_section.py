@@ -13,7 +13,7 @@ from mindspeed_rlxf.config.enums import RewardKind
 from mindspeed_rlxf.config.fields import FilePath, Section, Strings, Word, key
 from mindspeed_rlxf.config.problems import Problem, ref
 from mindspeed_rlxf.config.roles import RoleConfig
-from mindspeed_rlxf.config.secrets import MASK, Secret, url_secret
+from mindspeed_rlxf.config.secrets import Secret, find_masks, url_secret
 
 GIVEN = ("prompt", "response", "ground_truth", "extra_info")
 """Keyword arguments of every call."""
@@ -28,7 +28,7 @@ RULES_OF_PROGRAMS = frozenset({"code", "code_all"})
 def split_name(function: str) -> tuple[str, str] | None:
     """Split `path/to/file.py:name` at the last colon; return (path, name). Name may be empty.
 
-    None for text without a colon, or where the path does not end with `.py`.
+    None for text without a colon, or if the path does not end with `.py`.
     """
     path, colon, name = function.rpartition(":")
     return (path, name) if colon and path.endswith(".py") else None
@@ -38,8 +38,9 @@ def find_function(module: ModuleType, name: str) -> Callable[..., Any]:
     """Return the function `name`, or the static method `Class.method`, of the module.
 
     Anything callable but a class will do.
-    Errors: ValueError for a class, and for a name that is missing or not callable (the message
-    lists the module's functions without leading `_`).
+
+    Raises:
+        ValueError: it is a class, missing or not callable.
     """
     found: Any = module
     for part in name.split("."):
@@ -62,21 +63,22 @@ def keywords_of(function: Callable[..., Any]) -> tuple[str, ...]:
     return (*GIVEN, DATA_SOURCE) if takes else GIVEN
 
 
-def find_broken_rule(function: Callable[..., Any], arguments: Mapping[str, Any]) -> str | None:
-    """Return the rule that a reward function breaks, as text for a problem; None if it is legal.
+def check_call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    """Check a reward function's signature: it must accept GIVEN and `arguments` as keywords.
 
-    It must accept GIVEN and `arguments` as keywords, by its signature. It is not called.
-    arguments: of the YAML; they must not have a name in GIVEN, nor `data_source`
+    Args:
+        arguments: of the YAML; they must not have a name in GIVEN, nor `data_source`.
+
+    Raises:
+        ValueError: the rule that it breaks.
     """
     if taken := sorted({*arguments} & {*GIVEN, DATA_SOURCE}):
-        return f"arguments must not have {', '.join(taken)}, which the run gives"
+        raise ValueError(f"arguments must not have {', '.join(taken)}, which the run gives")
     try:
-        signature = inspect.signature(function)
-        signature.bind(**dict.fromkeys((*keywords_of(function), *arguments)))
+        inspect.signature(function).bind(**dict.fromkeys((*keywords_of(function), *arguments)))
     except (TypeError, ValueError) as error:
         wanted = ", ".join((*GIVEN, *map(str, arguments)))
-        return f"must be a function of ({wanted}), called by keyword: {error}"
-    return None
+        raise ValueError(f"must be a function of ({wanted}), called by keyword: {error}") from None
 
 
 class SandboxConfig(Section):
@@ -102,8 +104,8 @@ class SandboxConfig(Section):
     output_kb: int = key(256, "standard output of one program, KiB", ge=1)
 
 
-PART_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-OWN_METRICS = ("failed", "model")
+PART_NAME = re.compile(r"(?!(failed|model)(_|$))[A-Za-z0-9_.-]{1,64}")
+"""Names of reward parts in metrics, in which `failed` and `model` mean something else."""
 
 
 class FunctionConfig(Section):
@@ -137,31 +139,21 @@ class FunctionConfig(Section):
         return not self.data_sources or data_source in self.data_sources
 
     def broken_rules(self) -> Iterator[Problem]:
-        if not PART_NAME.fullmatch(self.name) or self.name.split("_")[0] in OWN_METRICS:
+        if not PART_NAME.fullmatch(self.name):
             rule = "must be letters, digits and any of `_.-`, and not begin with failed or model"
             yield Problem("name", rule, self.name, "give the function another name")
         if (self.function is None) == (self.url is None):
-            yield Problem(
-                "function", f"or {ref('url')} must be given, one of them", remedy="name one"
-            )
+            yield Problem("function", f"or {ref('url')} must be given", remedy="name one of them")
+        yield from find_masks("headers", self.headers)
         if self.url is not None:
-            url, shown = self.url.get_secret_value(), str(self.url)
-            if not re.match(r"https?://[^/]", url):
-                yield Problem("url", "must begin with http:// or https://", shown, "correct it")
-            if re.search(r"\s", url):
-                yield Problem("url", "must have no white space", shown, "correct it")
-            if MASK in url:
-                yield Problem("url", "hides a secret", shown, "give it again, by ${oc.env:NAME}")
-        elif self.headers:
+            yield from find_masks("", {"url": self.url})
+            if not re.fullmatch(r"https?://[^/\s]\S*", self.url.get_secret_value()):
+                rule = "must begin with http:// or https://, without white space"
+                yield Problem("url", rule, str(self.url), "correct it")
+        if self.headers and self.url is None:
             yield Problem("headers", f"need {ref('url')}", remedy="remove them")
-        for name, value in self.headers.items():
-            if MASK in value.get_secret_value():
-                remedy = "give it again, by ${oc.env:NAME}"
-                yield Problem(f"headers.{name}", "hides a secret", MASK, remedy)
-        if self.url is not None and self.arguments:
-            yield Problem(
-                "arguments", f"are those of a function, {ref('url')} is a server", remedy="remove"
-            )
+        if self.arguments and self.function is None:
+            yield Problem("arguments", f"need {ref('function')}", remedy="remove them")
 
 
 class RewardConfig(RoleConfig):
@@ -233,27 +225,14 @@ class RewardConfig(RoleConfig):
     def broken_rules(self) -> Iterator[Problem]:
         yield from super().broken_rules()
         if self.verifier and self.kind is not RewardKind.RULE:
-            yield Problem(
-                "verifier",
-                f"must be false with {ref('kind')}={self.kind.value}, which scores by a model",
-                True,
-                "remove one of them",
-            )
+            rule = f"must be false with {ref('kind')}={self.kind.value}, which scores by a model"
+            yield Problem("verifier", rule, True, "remove one of them")
         if self.verifier and self.rules:
-            yield Problem(
-                "rules",
-                f"must be empty with {ref('verifier')}=true, which scores all prompts alike",
-                remedy="remove one of them",
-            )
-        yield from self._check_functions()
-        yield from self._check_timeout()
-
-    def _check_functions(self) -> Iterator[Problem]:
+            rule = f"must be empty with {ref('verifier')}=true, which scores all prompts alike"
+            yield Problem("rules", rule, remedy="remove one of them")
         if self.function is not None and self.functions:
-            remedy = f"move it into {ref('functions')}"
-            yield Problem(
-                "function", f"and {ref('functions')} must not both be given", None, remedy
-            )
+            rule, remedy = f"and {ref('functions')} must not both be given", "use functions"
+            yield Problem("function", rule, remedy=remedy)
         if self.verifier and self.parts:
             rule = f"scores all samples alone, {ref('functions')} are given too"
             yield Problem("verifier", rule, True, "remove one of them")
@@ -261,24 +240,9 @@ class RewardConfig(RoleConfig):
         if twice := sorted({name for name in names if names.count(name) > 1}):
             rule = f"must each have a name of its own, {', '.join(twice)} is there twice"
             yield Problem("functions", rule, remedy="add name: to one of them")
-
-    def _check_timeout(self) -> Iterator[Problem]:
-        """Yield a problem if `timeout_s` can end scoring before the time limit of its programs."""
-        needed = self.sandbox.response_s * max(1, self._count_program_functions())
+        # Scoring may not end before the test cases of each part that runs programs.
+        runs = [part.function in (*RULES_OF_PROGRAMS, BY_SOURCE) for part in self.parts]
+        needed = self.sandbox.response_s * max(1, sum(runs))
         if self.runs_programs and self.timeout_s <= needed:
-            times = "" if needed == self.sandbox.response_s else ", for each part with programs"
-            shown = f"{ref('sandbox.response_s')}={self.sandbox.response_s:g}{times}"
-            rule = f"must be above {shown}, after which test cases count as failed"
-            remedy = f"raise it above {needed:g}, or lower {ref('sandbox.response_s')}"
-            yield Problem("timeout_s", rule, self.timeout_s, remedy)
-
-    def _count_program_functions(self) -> int:
-        """Return how many functions run programs for one sample, the maximum over data sources."""
-        sources = {"", *self.rules}.union(*(part.data_sources for part in self.parts))
-        return max(
-            sum(self._runs_programs(part, source) for part in self.parts) for source in sources
-        )
-
-    def _runs_programs(self, part: FunctionConfig, source: str) -> bool:
-        rule = self.rules.get(source) if part.function == BY_SOURCE else part.function
-        return part.applies_to(source) and rule in RULES_OF_PROGRAMS
+            rule = f"must be above {needed:g}, the {ref('sandbox.response_s')} of all functions"
+            yield Problem("timeout_s", rule, self.timeout_s, "raise it, or lower that")

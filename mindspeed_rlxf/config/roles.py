@@ -8,7 +8,8 @@ from mindspeed_rlxf.config.enums import Recompute
 from mindspeed_rlxf.config.fields import FilePath, Integers, Section, Strings, Word, key
 from mindspeed_rlxf.config.problems import Problem, at_most, divides, ref
 
-PIPELINE, CHUNK = "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"
+TP, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+CHUNK = "num_layers_per_virtual_pipeline_stage"
 
 
 class OptimizerConfig(Section):
@@ -48,13 +49,8 @@ class OptimizerConfig(Section):
         return self.overlap_param_gather and sharded
 
     def broken_rules(self) -> Iterator[Problem]:
-        if self.min_lr > self.lr:  # Megatron asserts it for a constant rate too
-            yield Problem(
-                "min_lr",
-                f"must be at most {ref('lr')}={self.lr:g}",
-                f"{self.min_lr:g}",
-                f"use {self.lr:g} or less",
-            )
+        # Megatron asserts it for a constant rate too.
+        yield from at_most("min_lr", self.min_lr, f"{ref('lr')}={self.lr:g}", self.lr)
 
 
 class OffloadConfig(Section):
@@ -137,29 +133,19 @@ class RoleConfig(Section):
         if self.architecture is None:  # a reward computed by a rule has no model
             return
         if self.max_tokens_per_micro_batch is not None and not self.packed_sequences:
-            yield Problem(
-                "max_tokens_per_micro_batch",
-                f"needs {ref('packed_sequences')}=true, as padding would exceed it",
-                self.max_tokens_per_micro_batch,
-                "remove one of them",
-            )
+            rule = f"needs {ref('packed_sequences')}=true, as padding would exceed it"
+            limit = self.max_tokens_per_micro_batch
+            yield Problem("max_tokens_per_micro_batch", rule, limit, "remove one of them")
         if self.offload.optimizer and not isinstance(self, LearningConfig):
-            yield Problem(
-                "offload.optimizer",
-                "must be false in a role that learns nothing",
-                True,
-                "remove it",
-            )
+            rule = "must be false in a role that is not trained"
+            yield Problem("offload.optimizer", rule, True, "remove it")
         yield from self._check_pipeline()
-        tp = self.tensor_model_parallel_size
+        tp, ep = self.tensor_model_parallel_size, self.expert_model_parallel_size
         yield from find_uneven("tensor_model_parallel_size", tp, self.architecture, self.model)
-        if self.architecture.num_experts is None and self.expert_model_parallel_size > 1:
-            yield Problem(
-                "expert_model_parallel_size",
-                f"needs experts, model.{self.model} is dense",
-                self.expert_model_parallel_size,
-                f"use 1, or set {ref('architecture.num_experts')}",
-            )
+        if self.architecture.num_experts is None and ep > 1:
+            remedy = f"use 1, or set {ref('architecture.num_experts')}"
+            rule = f"needs experts, model.{self.model} is dense"
+            yield Problem("expert_model_parallel_size", rule, ep, remedy)
 
     def _check_pipeline(self) -> Iterator[Problem]:
         """Yield the first problem of pipeline stages and chunks, if there is one."""
@@ -168,12 +154,7 @@ class RoleConfig(Section):
         if layers % pp:
             yield from divides(PIPELINE, pp, f"the {layers} layers of {self.model}", layers)
         elif per_chunk is not None and pp == 1:
-            yield Problem(
-                CHUNK,
-                f"needs {ref(PIPELINE)} above 1",
-                per_chunk,
-                f"raise it, or use {ref(CHUNK)}=null",
-            )
+            yield Problem(CHUNK, f"needs {ref(PIPELINE)} above 1", per_chunk, "use null")
         elif per_chunk is not None:
             part = f"the {layers // pp} layers of a pipeline stage of {self.model}"
             yield from divides(CHUNK, per_chunk, part, layers // pp)
@@ -209,40 +190,23 @@ class LearningConfig(RoleConfig):
 
     def broken_rules(self) -> Iterator[Problem]:
         yield from super().broken_rules()
-        yield from self._check_experts()
-        if not any(self._check_pipeline()):
-            yield from self._check_recompute()
-
-    def _check_experts(self) -> Iterator[Problem]:
-        a, tp = self.architecture, self.tensor_model_parallel_size
+        a, tp, pp = (
+            self.architecture,
+            self.tensor_model_parallel_size,
+            self.pipeline_model_parallel_size,
+        )
         if a.num_experts is not None and tp > 1 and not self.sequence_parallel:
-            yield Problem(
-                "sequence_parallel",
-                "must be true where a model with experts learns with "
-                f"tensor_model_parallel_size={tp}",
-                False,
-                f"use {ref('sequence_parallel')}=true",
-            )
-        if a.balances_experts and self.pipeline_model_parallel_size > 1:
-            yield Problem(
-                "architecture.moe_aux_loss_coeff",
-                f"needs {ref(PIPELINE)}=1, not {self.pipeline_model_parallel_size}, whose last "
-                "stage alone knows the weight of a micro-batch",
-                f"{a.moe_aux_loss_coeff:g}",
-                "use 0, or one stage",
-            )
-
-    def _check_recompute(self) -> Iterator[Problem]:
-        """Yield a problem of `recompute_num_layers`.
-
-        With a wrong one Megatron fails at the first step or recomputes fewer layers.
-        """
-        key, size, layers = "recompute_num_layers", self.recompute_num_layers, self.layers_per_chunk
-        part = f"the {layers} layers of a stage or chunk of {self.model}"
-        if self.recompute is Recompute.FULL and self.recompute_method == "uniform":
-            yield from divides(key, size, f"{part} with {ref('recompute_method')}=uniform", layers)
-        elif self.recompute is Recompute.FULL:
-            yield from at_most(key, size, part, layers)
+            rule = f"must be true where experts are trained with {ref(TP)}={tp}"
+            yield Problem("sequence_parallel", rule, False, "use true")
+        if a.balances_experts and pp > 1:  # the last stage alone knows a micro-batch's weight
+            rule, coefficient = f"needs {ref(PIPELINE)}=1", f"{a.moe_aux_loss_coeff:g}"
+            yield Problem("architecture.moe_aux_loss_coeff", rule, coefficient, "use 0")
+        # With wrong recompute_num_layers Megatron fails at the first step or recomputes fewer.
+        if self.recompute is Recompute.FULL and not any(self._check_pipeline()):
+            size, layers = self.recompute_num_layers, self.layers_per_chunk
+            check = divides if self.recompute_method == "uniform" else at_most
+            part = f"the {layers} layers of a stage or chunk of {self.model}"
+            yield from check("recompute_num_layers", size, part, layers)
 
 
 class ActorConfig(LearningConfig):
@@ -356,30 +320,21 @@ class ActorConfig(LearningConfig):
         if "" in self.stop_strings:
             yield Problem("stop_strings", "must not be empty", remedy="remove the empty one")
         if self.n_samples_per_prompt > 1 and not self.do_sample:
-            yield Problem(
-                "n_samples_per_prompt",
-                f"must be 1 with {ref('do_sample')}=false, where every sample would be the same",
-                self.n_samples_per_prompt,
+            rule, remedy = (
+                f"must be 1 with {ref('do_sample')}=false",
                 f"use {ref('do_sample')}=true",
             )
+            yield Problem("n_samples_per_prompt", rule, self.n_samples_per_prompt, remedy)
         vocab_size = self.architecture.vocab_size
         if outside := [i for i in self.stop_token_ids if not 0 <= i < vocab_size]:
-            yield Problem(
-                "stop_token_ids",
-                f"must be token ids below vocab_size={vocab_size}",
-                outside,
-                "remove them",
-            )
+            rule = f"must be token ids below vocab_size={vocab_size}"
+            yield Problem("stop_token_ids", rule, outside, "remove them")
         train, infer = self.num_gpus_for_train, self.num_gpus_for_infer
         if (train is None) != (infer is None):
             names = ("num_gpus_for_train", "num_gpus_for_infer")
             missing, given = names if train is None else reversed(names)
-            yield Problem(
-                missing,
-                f"is required with {ref(given)}={infer or train}",
-                remedy="give both, which add up to the pool's devices, or remove both: then all "
-                "of them train and generate",
-            )
+            rule = f"is required with {ref(given)}={infer or train}"
+            yield Problem(missing, rule, remedy="give both or none; they add up to the pool")
 
 
 class RefConfig(RoleConfig):

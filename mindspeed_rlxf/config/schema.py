@@ -77,6 +77,11 @@ class RunConfig(Section):
     dry_run: bool = key(False, "print the plan and every problem, then stop", "free")
 
     @property
+    def compares_pairs(self) -> bool:
+        """Whether the stage is online DPO."""
+        return self.training.stage is Stage.RAY_ONLINE_DPO
+
+    @property
     def samples_per_iteration(self) -> int:
         """Number of responses per iteration over all ranks."""
         return self.training.global_batch_size * self.actor_rollout.n_samples_per_prompt
@@ -93,11 +98,10 @@ class RunConfig(Section):
         algorithm, actor = self.algorithm, self.actor_rollout
         steps = actor.ppo_epochs * self.samples_per_iteration // actor.ppo_mini_batch_size
         penalised = algorithm.kl_in == "reward" and algorithm.kl_ctrl.kl_coef > 0
-        pairs = self.training.stage is Stage.RAY_ONLINE_DPO
         compared = algorithm.rollout_is_threshold or algorithm.max_log_prob_gap
         if algorithm.old_log_probs is not OldLogProbs.AUTO:
             return algorithm.old_log_probs
-        if compared is not None or (not pairs and (steps > 1 or penalised)):
+        if compared is not None or (not self.compares_pairs and (steps > 1 or penalised)):
             return OldLogProbs.RECOMPUTE
         return OldLogProbs.AUTO
 
@@ -125,8 +129,7 @@ class RunConfig(Section):
     @property
     def reads_reference(self) -> bool:
         """Whether a reward or a loss reads the reference's log-probs."""
-        pairs = self.training.stage is Stage.RAY_ONLINE_DPO
-        return pairs or self.algorithm.kl_ctrl.kl_coef > 0
+        return self.compares_pairs or self.algorithm.kl_ctrl.kl_coef > 0
 
     @property
     def generates(self) -> bool:
@@ -164,9 +167,8 @@ class RunConfig(Section):
 
         `n_samples_per_prompt` if the estimator compares a group, and in online DPO; else 1.
         """
-        compares = self.algorithm.estimator.compares_group
-        pairs = self.training.stage is Stage.RAY_ONLINE_DPO
-        return self.actor_rollout.n_samples_per_prompt if compares or pairs else 1
+        compares = self.algorithm.estimator.compares_group or self.compares_pairs
+        return self.actor_rollout.n_samples_per_prompt if compares else 1
 
     def kept_together(self, role: Role) -> int:
         """Return how many consecutive samples of a mini-batch must be in one micro-batch.
@@ -180,8 +182,7 @@ class RunConfig(Section):
         experts = section.architecture is not None and section.architecture.balances_experts
         if (means or experts) and section.max_tokens_per_micro_batch is None:
             return section.micro_batch_size
-        pairs = role is Role.ACTOR_ROLLOUT and self.training.stage is Stage.RAY_ONLINE_DPO
-        return 2 if pairs else 1
+        return 2 if role is Role.ACTOR_ROLLOUT and self.compares_pairs else 1
 
     @property
     def verifiers(self) -> list[tuple[Verifier, float]]:

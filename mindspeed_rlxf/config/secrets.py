@@ -6,11 +6,13 @@ as a value.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import GetCoreSchemaHandler, SecretStr
 from pydantic_core import core_schema
+
+from mindspeed_rlxf.config.problems import Problem
 
 MASK = "***"
 SECRET_NAME = re.compile(
@@ -57,11 +59,26 @@ def url_secret(url: str) -> Secret:
     return Secret(url, re.sub(r"\?.*", f"?{MASK}", re.sub(r"(?<=://)[^/?#]*@", f"{MASK}@", url)))
 
 
-def variable_secret(name: str, value: str) -> Secret:
-    """Wrap an environment variable; it is hidden if its name says so, or as a URL with secrets."""
-    if SECRET_NAME.fullmatch(name):
-        return Secret(value)
-    return url_secret(value) if "://" in value else Secret(value, value)
+def variable_secret(name: str, value: Any) -> Any:
+    """Wrap an environment variable; it is hidden if its name says so, or as a URL with secrets.
+
+    Numbers become strings. Other values are returned, as None if hidden; pydantic refuses them.
+    """
+    hidden = SECRET_NAME.fullmatch(name)
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        return None if hidden and not isinstance(value, Secret) else value
+    text = str(value)
+    if hidden:
+        return Secret(text)
+    return url_secret(text) if "://" in text else Secret(text, text)
+
+
+def find_masks(key: str, values: Mapping[str, Secret]) -> Iterator[Problem]:
+    """Yield a problem for each value that was copied from where it was hidden."""
+    for name, value in values.items():
+        if MASK in value.get_secret_value():
+            remedy = "give it again, by ${oc.env:NAME}"
+            yield Problem(f"{key}.{name}".strip("."), "hides a secret", MASK, remedy)
 
 
 def reveal(variables: Mapping[str, Secret]) -> dict[str, str]:
@@ -72,7 +89,9 @@ def reveal(variables: Mapping[str, Secret]) -> dict[str, str]:
 def keep_interpolations(tree: dict[str, Any], written: dict[str, Any]) -> dict[str, Any]:
     """Return the tree with the values of INTERPOLATED that came from interpolations as `Secret`.
 
-    tree, written: the configuration with interpolations resolved, and as the user wrote it
+    Args:
+        tree: the configuration, its interpolations resolved.
+        written: the same as the user wrote it.
     """
     found = dict(tree)
     for section in tree:
@@ -90,11 +109,7 @@ def _wrap(value: Any, written: Any, keys: tuple[str, ...], hides: bool) -> Any:
             for name, item in value.items()
         }
     if isinstance(value, list):
-        return [
-            _wrap(item, inner or written[place], keys, hides) for place, item in enumerate(value)
-        ]
-    if not (hides and isinstance(written, str) and "${" in written):
+        return [_wrap(item, inner or written[i], keys, hides) for i, item in enumerate(value)]
+    if not (hides and isinstance(written, str) and "${" in written and isinstance(value, str)):
         return value
-    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        return value
-    return Secret(str(value), MASK if "," in written else written)  # a default may be the secret
+    return Secret(value, MASK if "," in written else written)  # a default may be the secret

@@ -1,13 +1,15 @@
 """Sections of the configuration that belong to no role: training, rollout, logging, runtime."""
 
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
 from mindspeed_rlxf.config.enums import DeviceKind, HealthRule, Stage
 from mindspeed_rlxf.config.fields import FilePath, Section, Strings, Word, key
-from mindspeed_rlxf.config.secrets import Secret
+from mindspeed_rlxf.config.problems import Problem
+from mindspeed_rlxf.config.secrets import Secret, find_masks, variable_secret
 
 CONSOLE_METRICS = (
     "actor/pg_loss_abs",
@@ -28,7 +30,7 @@ class PluginConfig(Section):
     """A Python file of the user. In the YAML its path may stand for the section."""
 
     file: str = key(..., "path, absolute")
-    sha256: str = key(..., "of its text; a run is not resumed with another")
+    sha256: str = key("", "of its text; a run is not resumed with another")
 
 
 class TrainingConfig(Section):
@@ -244,6 +246,19 @@ class PoolSettings(Section):
         "reshard",
         used_if="has_pools_of_several_nodes",
     )
+
+    @field_validator("env", mode="before")
+    @classmethod
+    def _hide_secrets(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {str(name): variable_secret(str(name), item) for name, item in value.items()}
+
+    def broken_rules(self) -> Iterator[Problem]:
+        yield from find_masks("env", self.env)
+        for name in (name for name in self.env if "VISIBLE_DEVICES" in name):
+            rule = "must not be set, because Ray hands out the devices"
+            yield Problem(f"env.{name}", rule, remedy="remove it")
 
 
 class RuntimeConfig(Section):

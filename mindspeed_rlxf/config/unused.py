@@ -65,8 +65,7 @@ def find_unused(
             own = path if key.startswith(path) else ""  # else it is shared by several roles
             text = f"no effect {_describe(condition, section, own)}"
             if kind == "only_if":
-                remedy = "remove it, or set that"
-                problems[key] = Problem(key, f"has {text}", plain, remedy)
+                problems[key] = Problem(key, f"has {text}", plain, "remove it, or set that")
             else:
                 notes[key] = text, f"{key}={format_value(plain)}"
     return [note for key, note in notes.items() if key not in used], list(problems.values())

@@ -27,12 +27,20 @@ def check_host(config: RunConfig) -> list[Problem]:
     sizes = {pool: config.pool_size(pool) for pool in config.resource_pool}
     problems = [*_check_shared_groups(config)]
     if config.runtime.kind == "local":
-        problems += [
-            *_check_local_world(sizes),
-            *_check_devices(config, sizes, max(sizes.values())),
-        ]
-        return problems
-    problems += _check_resource(config)
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        rule = f"must equal the {world} processes of this run with {ref('runtime.kind')}=local"
+        for pool, size in sizes.items():
+            if size != world:
+                remedy = f"use {world}, or torchrun --nproc-per-node {size}"
+                problems.append(Problem(f"resource_pool.{pool}", rule, size, remedy))
+        return [*problems, *_check_devices(config, sizes, max(sizes.values()))]
+    from mindspeed_rlxf import device
+
+    kind, name = device.resolve_kind(config.device.kind), config.device.resource_name
+    own = device.ray_resource(kind)
+    if kind is not DeviceKind.CPU and name not in (None, own):
+        rule = f"must be {own} with {ref('device.kind')}={kind.value}"
+        problems.append(Problem("device.resource_name", rule, name, "remove it"))
     if not joined_address(config):
         problems += _check_devices(config, sizes, sum(sizes.values()))
     return problems
@@ -41,28 +49,6 @@ def check_host(config: RunConfig) -> list[Problem]:
 def joined_address(config: RunConfig) -> str | None:
     """Return the address of the Ray cluster to join; None = the run starts one."""
     return choose_cluster(config.runtime.address).address
-
-
-def _check_local_world(sizes: dict[str, int]) -> Iterator[Problem]:
-    """Yield a problem for each pool whose size is not torchrun's WORLD_SIZE (unset = 1)."""
-    found = os.environ.get("WORLD_SIZE", "1")
-    if not (found.isascii() and found.isdigit() and int(found)):
-        yield Problem(
-            "WORLD_SIZE",
-            "must be the number of processes that torchrun started, 1 or more",
-            repr(found),
-            "unset it, or start the processes with torchrun",
-        )
-        return
-    world = int(found)
-    for pool, size in sizes.items():
-        if size != world:
-            yield Problem(
-                f"resource_pool.{pool}",
-                f"must equal the {world} processes of this run with {ref('runtime.kind')}=local",
-                size,
-                f"use {world}, or start {size} with torchrun --nproc-per-node {size}",
-            )
 
 
 def _check_shared_groups(config: RunConfig) -> Iterator[Problem]:
@@ -82,28 +68,8 @@ def _check_shared_groups(config: RunConfig) -> Iterator[Problem]:
     for key, tp, section in shared:
         groups = section.architecture.kv_heads
         limit = f"{ref(f'model.{section.model}.num_query_groups')}={groups}"
-        yield Problem(
-            key,
-            f"must be at most {limit} with megatron-core {found}, which gives every rank whole "
-            "key-value groups",
-            tp,
-            f"use {groups} or less, or megatron-core {since}",
-        )
-
-
-def _check_resource(config: RunConfig) -> Iterator[Problem]:
-    from mindspeed_rlxf import device
-
-    kind, name = device.resolve_kind(config.device.kind), config.device.resource_name
-    own = device.ray_resource(kind)
-    if kind is not DeviceKind.CPU and name not in (None, own):
-        yield Problem(
-            "device.resource_name",
-            f"must be {own} with {ref('device.kind')}={kind.value}, because Ray hands out devices "
-            f"one by one for {own} only",
-            name,
-            "remove it",
-        )
+        rule = f"must be at most {limit} with megatron-core {found}"
+        yield Problem(key, rule, tp, f"use {groups} or less, or megatron-core {since}")
 
 
 def _check_devices(config: RunConfig, sizes: dict[str, int], wanted: int) -> Iterator[Problem]:
@@ -117,19 +83,10 @@ def _check_devices(config: RunConfig, sizes: dict[str, int], wanted: int) -> Ite
     except ValueError as error:
         yield Problem("", str(error))
         return
-    memory = device.host_memory() if kind is DeviceKind.CPU else 0
-    room = memory // PROCESS_BYTES
-    if kind is DeviceKind.CPU and wanted > room:
-        yield Problem(
-            "resource_pool",
-            f"({pools}) needs {wanted} processes of 0.5 GiB each and the memory of this host, "
-            f"{memory / GIB:.1f} GiB, holds {room}",
-            remedy=f"use {room} or fewer",
-        )
-    elif kind is not DeviceKind.CPU and found is not None and wanted > found:
-        yield Problem(
-            "resource_pool",
-            f"({pools}) needs {wanted} {kind.value} devices and this host has {found}",
-            remedy="use fewer, put roles on one pool with placement, or join a cluster with "
-            "runtime.address",
-        )
+    things = f"{kind.value} devices"
+    if kind is DeviceKind.CPU:
+        things, found = "processes of 0.5 GiB", device.host_memory() // PROCESS_BYTES
+    if found is not None and wanted > found:
+        rule = f"({pools}) needs {wanted} {things} and this host has {found}"
+        remedy = "use fewer, put roles on one pool, or join a cluster with runtime.address"
+        yield Problem("resource_pool", rule, remedy=remedy)

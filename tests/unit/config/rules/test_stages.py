@@ -265,7 +265,4 @@ def test_an_unknown_stage_is_the_only_error(
 def test_a_stage_without_a_critic_names_the_keys_to_remove(problems: Problems) -> None:
     section, place = problems(GRPO)
     assert "('~critic' on the command line)" in section
-    assert place == (
-        "placement.critic: training.stage=ray_grpo has no critic; "
-        "remove it ('~placement.critic' on the command line)"
-    )
+    assert place.startswith("placement.critic") and "'~placement.critic'" in place
