@@ -155,7 +155,8 @@ def with_plugins(factory: Callable[..., T]) -> Callable[..., T]:
     Before that it runs there the plugins that this process has run by now (`load`), and registers
     the texts of reward functions (`carry`). It can be pickled if `factory` can.
     """
-    return partial(_load_and_make, loaded(), tuple(_carried.values()), factory)
+    plugins, others = loaded(), tuple(_carried.values())
+    return partial(_load_and_make, plugins, others, factory) if plugins or others else factory
 
 
 def _load_and_make(

@@ -241,8 +241,13 @@ class RewardConfig(RoleConfig):
             rule = f"must each have a name of its own, {', '.join(twice)} is there twice"
             yield Problem("functions", rule, remedy="add name: to one of them")
         # Scoring may not end before the test cases of each part that runs programs.
-        runs = [part.function in (*RULES_OF_PROGRAMS, BY_SOURCE) for part in self.parts]
-        needed = self.sandbox.response_s * max(1, sum(runs))
+        sources = {"", *self.rules}.union(*(part.data_sources for part in self.parts))
+        programs = [sum(self._runs_programs(p, one) for p in self.parts) for one in sources]
+        needed = self.sandbox.response_s * max(1, *programs)
         if self.runs_programs and self.timeout_s <= needed:
-            rule = f"must be above {needed:g}, the {ref('sandbox.response_s')} of all functions"
+            rule = f"must be above {needed:g}, {ref('sandbox.response_s')} for each function"
             yield Problem("timeout_s", rule, self.timeout_s, "raise it, or lower that")
+
+    def _runs_programs(self, part: FunctionConfig, source: str) -> bool:
+        rule = self.rules.get(source) if part.function == BY_SOURCE else part.function
+        return part.applies_to(source) and rule in RULES_OF_PROGRAMS

@@ -208,7 +208,7 @@ def _vary(config: RunConfig, changes: Changes) -> RunConfig | None:
         varied = RunConfig.model_validate(payload)
     except ValidationError:
         return None
-    return None if check_sections(varied) else varied
+    return None if any(check_sections(varied)) else varied
 
 
 def _find(payload: Changes, key: str) -> tuple[Changes, str]:

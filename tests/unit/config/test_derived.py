@@ -30,7 +30,7 @@ def test_a_count_beyond_one_host_fills_whole_hosts(
 
 def test_a_count_that_leaves_a_host_half_empty_is_refused(problems: Any) -> None:
     (problem,) = problems({"resource_pool.main": 12, "runtime.address": "head:6379"})
-    assert problem.startswith("resource_pool.main=12 must fill whole hosts") and "8 or 16" in problem
+    assert problem.startswith("resource_pool.main=12 must") and "8 or 16" in problem
 
 
 def test_on_this_host_a_count_is_a_count(make_tree: Any) -> None:

@@ -156,15 +156,15 @@ def test_a_process_is_not_killed_before_the_programs_of_a_response_have_ended() 
     """20 s for each part that runs programs for one sample, and 30 s for all of them."""
     code = {"function": "code"}
     by_rule = {"rules": {"a": "code"}, "timeout_s": 20}
-    rule = r"timeout_s=20\.0 must be above .*sandbox\.response_s.*=20, after which"
+    rule = r"timeout_s=20\.0 must be above 20.*sandbox\.response_s"
     with pytest.raises(ValidationError, match=rule):
         reward(**by_rule)
-    with pytest.raises(ValidationError, match=r"for each part with programs.*raise it above 40"):
+    with pytest.raises(ValidationError, match="must be above 40"):
         reward(code, {"function": "code_all"})
     reward(timeout_s=20)
     reward(**by_rule, sandbox={"response_s": 19})
     reward({**code, "data_sources": ["a"]}, {"function": "code_all", "data_sources": ["b"]})
     both = {"rules": {"a": "code"}}
     reward({"function": "rule", "data_sources": ["b"]}, code, **both)
-    with pytest.raises(ValidationError, match="raise it above 40"):
+    with pytest.raises(ValidationError, match="must be above 40"):
         reward({"function": "rule"}, code, **both)
