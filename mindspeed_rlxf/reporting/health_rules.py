@@ -1,7 +1,6 @@
-"""The rules that look for training problems in the metrics of a run, and their limits in words.
+"""The rules that look for training problems in the metrics of a run.
 
-A rule gets the `History` and returns a `Reading`, or None while it has too few values. `LIMITS` has
-each rule's condition in words.
+A rule gets the `History` and returns a `Reading`, or None while it has too few values.
 """
 
 from __future__ import annotations
@@ -232,26 +231,6 @@ RULES: dict[HealthRule, tuple[Rule, str]] = {
 }
 
 
-LIMITS = {
-    HealthRule.ENTROPY_COLLAPSE: f"mean entropy of 5 iterations under {LOW_ENTROPY:g} nats and "
-    f"under {ENTROPY_SHARE:.0%} of the first {BASELINE}",
-    HealthRule.KL_RUNAWAY: "KL to the reference over {kl_limit:g} nats per token in 3 iterations "
-    "in a row",
-    HealthRule.VALIDATION_FALLS: f"3 validations in a row get worse, by {FALL:.0%} of their range "
-    "or more, while training scores rise",
-    HealthRule.ALL_CUT: f"{CUT_SHARE:.0%} of the responses of 5 iterations cut at the limit",
-    HealthRule.CRITIC_EXPLAINS_NOTHING: "median explained variance of "
-    f"{CRITIC_ITERATIONS} iterations below 0",
-    HealthRule.EQUAL_SCORES: f"{EQUAL_SHARE:.0%} of the prompts of 5 iterations with responses "
-    "that all score the same",
-    HealthRule.LOG_PROB_GAP: f"median gap of 3 iterations over {GAP_LIMIT:g} nats, or over "
-    f"{GAP_FLOOR:g} and {GAP_GROWTH:g} times the first",
-    HealthRule.LAGGING_RANK: f"the same rank is slowest of a phase in {LAG_ITERATIONS} iterations "
-    f"in a row, each time by {SKEW_LIMIT:.0%}, where the phase takes {LAG_SHARE:.0%} of the time",
-}
-"""Each rule's condition in words; the caller replaces `{kl_limit}`."""
-
-
 def runaway_limit(adapts: bool, target: float) -> float:
     """Return the KL limit, in nats per token: twice `target`, if larger, when the KL adapts."""
     return max(KL_LIMIT, 2.0 * target) if adapts else KL_LIMIT
@@ -287,7 +266,6 @@ class Health:
     def __init__(self, stop_on: Sequence[HealthRule] = (), kl_limit: float = KL_LIMIT) -> None:
         """stop_on: rules whose findings have `stops` set; kl_limit: nats per token"""
         self.active: dict[str, Finding] = {}
-        self.readings: dict[HealthRule, Reading] = {}  # the last of each rule that has measured
         self._stop_on, self._history = tuple(stop_on), History()
         self._clear: dict[str, int] = {}
         measure_kl = functools.partial(measure_kl_runaway, limit=kl_limit)
@@ -302,25 +280,13 @@ class Health:
             reading = measure(self._history)
             if reading is None:
                 continue
-            self.readings[rule] = reading
-            if finding := self._update(iteration, rule, reading, remedy):
-                found.append(finding)
+            name, measured = rule.value, (reading.metric, reading.value, reading.text)
+            self._clear[name] = 0 if reading.ill else self._clear.get(name, 0) + 1
+            if reading.ill and name not in self.active:
+                stops = rule in self._stop_on
+                self.active[name] = Finding(iteration, name, "began", *measured, remedy, stops)
+                found.append(self.active[name])
+            elif name in self.active and self._clear[name] >= CLEAR:
+                del self.active[name]
+                found.append(Finding(iteration, name, "ended", *measured, ""))
         return found
-
-    def _update(
-        self, iteration: int, rule: HealthRule, reading: Reading, remedy: str
-    ) -> Finding | None:
-        name = rule.value
-        if reading.ill:
-            self._clear[name] = 0
-            if name in self.active:
-                return None
-            stops = rule in self._stop_on
-            measured = reading.metric, reading.value, reading.text
-            self.active[name] = Finding(iteration, name, "began", *measured, remedy, stops)
-            return self.active[name]
-        self._clear[name] = self._clear.get(name, 0) + 1
-        if name not in self.active or self._clear[name] < CLEAR:
-            return None
-        self.active.pop(name)
-        return Finding(iteration, name, "ended", reading.metric, reading.value, reading.text, "")

@@ -7,7 +7,7 @@ document.
 import functools
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,16 +35,6 @@ class Metric:
     def pattern(self) -> re.Pattern[str]:
         parts = re.split(r"(<[^>]+>)", self.name)
         return re.compile("".join(".+" if p.startswith("<") else re.escape(p) for p in parts))
-
-    def is_healthy(self, value: float) -> bool:
-        """Whether a value is in the healthy range, ends included; a limit that is None is no limit.
-
-        True for any value if the metric has no range, else False for NaN.
-        """
-        if self.healthy is None:
-            return True
-        low, high = self.healthy
-        return (low is None or value >= low) and (high is None or value <= high) and value == value
 
 
 def _spread(name: str, unit: str, meaning: str) -> tuple[Metric, ...]:
@@ -196,6 +186,19 @@ def find_metric(name: str) -> Metric | None:
     return max(found, key=lambda metric: len(re.sub("<[^>]+>", "", metric.name)), default=None)
 
 
+def validation_score(measured: Mapping[str, float | None], metric: str) -> float | None:
+    """Return the value of a validation metric in an iteration's metrics; None if it is not there.
+
+    Args:
+        metric: `val/<data source>/<name>`, or a name, whose mean over the data sources is returned.
+    """
+    if metric.startswith("val/"):
+        return measured.get(metric)
+    named = (v for k, v in measured.items() if k.startswith("val/") and k.endswith(f"/{metric}"))
+    found = [value for value in named if value is not None]
+    return sum(found) / len(found) if found else None
+
+
 def tables() -> str:
     """Return Markdown tables of all metrics, one per section."""
     parts = []
@@ -209,30 +212,17 @@ def tables() -> str:
 
 
 def replace_tables(text: str) -> str:
-    """Return the document up to and with its line `MARK`, followed by the tables of all metrics.
-
-    The old text after that line is dropped. AssertionError without the line.
-    """
+    """Return the document up to and with its line `MARK`, followed by the tables of all metrics."""
     head, mark, _ = text.partition(MARK)
     assert mark, f"the document has no line {MARK}"
     return f"{head}{MARK}\n\n{tables()}"
 
 
 def _row(*cells: str) -> str:
-    return f"| {' | '.join(_quote_keys(cells))} |"
-
-
-def _quote_keys(cells: tuple[str, ...]) -> Iterator[str]:
-    """Yield the cells with dotted keys, `a.b` or `a.b=c`, put in backticks.
-
-    A cell with a backtick stays as it is.
-    """
-    for cell in cells:
-        yield (
-            cell
-            if "`" in cell
-            else re.sub(r"(?<![\w/`])([a-z_]+(?:\.[a-z_]+)+(?:=\w+)?)", r"`\1`", cell)
-        )
+    """Return a row of a table; dotted keys, `a.b` or `a.b=c`, are put in backticks."""
+    keys = r"(?<![\w/`])([a-z_]+(?:\.[a-z_]+)+(?:=\w+)?)"
+    quoted = (cell if "`" in cell else re.sub(keys, r"`\1`", cell) for cell in cells)
+    return f"| {' | '.join(quoted)} |"
 
 
 def show_range(healthy: Range | None) -> str:

@@ -187,17 +187,6 @@ def flops_metrics(
     return metrics | ({"throughput/mfu": rate / peak_flops} if peak_flops else {})
 
 
-def validation_score(measured: Mapping[str, float], metric: str) -> float | None:
-    """Return the value of a validation metric in an iteration's metrics; None if it is not there.
-
-    metric: `val/<data source>/<name>`, or a name, whose mean over the data sources is returned
-    """
-    if metric.startswith("val/"):
-        return measured.get(metric)
-    found = [v for k, v in measured.items() if k.startswith("val/") and k.endswith(f"/{metric}")]
-    return sum(found) / len(found) if found else None
-
-
 def _summary(values: Sequence[int]) -> Summary:
     return Summary(len(values), float(sum(values)), float(max(values)), float(min(values)))
 

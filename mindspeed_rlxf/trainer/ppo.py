@@ -13,6 +13,7 @@ from mindspeed_rlxf.cluster.refs import as_rows_field
 from mindspeed_rlxf.config.enums import OldLogProbs
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import ExperienceInputs
+from mindspeed_rlxf.reporting.metric_table import validation_score
 from mindspeed_rlxf.roles.all_roles import RoleGroups
 from mindspeed_rlxf.trainer import metrics as names
 from mindspeed_rlxf.trainer.collector import Collected, Collector
@@ -193,7 +194,7 @@ class PpoTrainer:
         self.recorder.write_iteration(self.iteration, measured, all_s)
         self.recorder.write_timeline(self.iteration, driver)
         if saves:
-            score = names.validation_score(measured, validation.best_metric)
+            score = validation_score(measured, validation.best_metric)
             self.checkpoints.commit(self.iteration, self.state_dict(), score, note)
             if stops:
                 self.checkpoints.settle(note)

@@ -1,27 +1,21 @@
-"""Judge a run in words: the first questions, what was checked, and what was found.
-
-Every answer has its numbers and their source, and every check its limit and its outcome, so that
-a reader can check it, and "fine" differs from "not checked".
-"""
+"""Answer the first questions about a run, and list what the health rules found."""
 
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mindspeed_rlxf.reporting.health_rules import LAG_SHARE, LIMITS, Health, runaway_limit
-from mindspeed_rlxf.reporting.metric_table import find_metric, show_range
+from mindspeed_rlxf.reporting.health_rules import Finding, Health, runaway_limit
+from mindspeed_rlxf.reporting.metric_table import validation_score
 from mindspeed_rlxf.reporting.report.records import Iteration, curve_of
 
 Curve = Sequence[tuple[int, float]]
 Rows = list[dict[str, Any]]
 
-WINDOW = 10  # iterations of a mean or median; at both ends at most a third of the run
+WINDOW = 10  # iterations of a mean; at both ends at most a third of the run
 CLEARLY = 3.0  # least change that counts, in standard errors
 SMALL = 0.01  # least change of a score that counts if its standard error is unknown
-SLOW = 1.5  # times the median of all iterations before
-SCORE, KL, TIME = "critic/score/mean", "critic/kl", "timing/all"
-TOO_FEW = "not checked: no values, or too few"
+SCORE, KL = "critic/score/mean", "critic/kl"
 PHASES = {
     "rollout": ("gen", "sync"), "actor": ("old_log_prob", "update_actor"),
     "critic": ("values", "update_critic"), "reference": ("ref",), "reward": ("reward",),
@@ -33,24 +27,38 @@ PHASES = {
 def judge(
     iterations: Sequence[Iteration], config: Mapping[str, Any], failures: Rows | None = None
 ) -> dict[str, Any]:
-    """Return answers {q, short, text, level}, checks {name, limit, outcome, level}, illnesses
-    {level, iteration, text, remedy} with bad ones first, and the outcomes of ranges by metric.
+    """Return "answers" {q, short, text, level} and "illnesses" {level, iteration, text, remedy}.
+
+    Illnesses are failures, findings of the health rules and metrics that are not finite; bad ones
+    come first.
     """
     metric = str(config.get("validation.best_metric", "score"))
     target = config.get("algorithm.kl_ctrl.target_kl")
     adapts = config.get("algorithm.kl_ctrl.type") == "adaptive"
     kl_limit = runaway_limit(adapts, float(target) if isinstance(target, (int, float)) else 0.0)
-    trained = [each for each in iterations if each.number > 0]
     illnesses = []
     for each in failures or ():
         level, text = ("bad", "") if each.get("last") else ("watch", ", then started again")
         text = f"failed{text}: {each.get('message', '')}"
-        illnesses.append(_finding(level, each.get("iteration"), text, "see failures below"))
-    checks, ranges = [], _check_ranges(trained)
-    rules = _check_rules(trained, kl_limit)
-    for rows, found in (rules, _check_time(trained), _check_numbers(iterations), ranges):
-        checks += rows
-        illnesses += found
+        illnesses.append(_illness(level, each.get("iteration"), text, "see failures below"))
+    health, active, missing = Health(kl_limit=kl_limit), dict[str, Finding](), dict[str, int]()
+    for iteration in iterations:
+        found = health.check(iteration.number, iteration.metrics) if iteration.number > 0 else []
+        for event in found:
+            if event.event == "began":
+                active[event.rule] = event
+            else:
+                began = active.pop(event.rule)
+                text = f"{began.rule}: {began.text} (ended in iteration {event.iteration})"
+                illnesses.append(_illness("watch", began.iteration, text, began.remedy))
+        for name, value in iteration.metrics.items():
+            if value is None:
+                missing.setdefault(name, iteration.number)
+    for event in active.values():
+        text = f"{event.rule}: {event.text}"
+        illnesses.append(_illness("bad", event.iteration, text, event.remedy))
+    for name, number in missing.items():
+        illnesses.append(_illness("bad", number, f"{name} is not finite", "training.nan_policy"))
     return {
         "answers": [
             did_it_learn(iterations, metric),
@@ -58,15 +66,14 @@ def judge(
             what_takes_the_time(iterations),
             how_far_from_the_reference(iterations, kl_limit),
         ],
-        "checks": checks,
         "illnesses": sorted(illnesses, key=lambda row: row["level"]),
-        "judged": {row["name"]: row["outcome"] for row in ranges[0]},
     }
 
 
 def did_it_learn(iterations: Sequence[Iteration], metric: str) -> dict[str, str]:
     """Answer whether the score rose: that of two or more validations, else that of training."""
-    validated, change = _validations(iterations, metric), compare_ends(curve_of(iterations, SCORE))
+    question, validated = "Did it learn?", _validations(iterations, metric)
+    change = compare_ends(curve_of(iterations, SCORE))
     sentences, clear, rise = [], False, 0.0
     if change:
         start, end, error, count = change
@@ -86,13 +93,14 @@ def did_it_learn(iterations: Sequence[Iteration], metric: str) -> dict[str, str]
             f"Training score: {start:.3g} at first, {end:.3g} at last (means of {count} "
             f"iterations, standard error of the difference {error:.3g})."
         )
-    if not sentences:
-        text, short, level = "Under six iterations and one validation.", "too early to say", "plain"
-    else:
-        text = " ".join(sentences)
-        short, level = ("yes", "good") if rise > 0 else ("no, it got worse", "bad")
-        short, level = (short, level) if clear else ("no clear change", "plain")
-    return _answer("Did it learn?", short, text, level)
+    text = " ".join(sentences)
+    if not text:
+        return _answer(question, "too early to say", "Under six iterations and one validation.")
+    if not clear:
+        return _answer(question, "no clear change", text)
+    if rise > 0:
+        return _answer(question, "yes", text, "good")
+    return _answer(question, "no, it got worse", text, "bad")
 
 
 def when_did_it_learn(iterations: Sequence[Iteration], metric: str) -> dict[str, str]:
@@ -114,26 +122,18 @@ def when_did_it_learn(iterations: Sequence[Iteration], metric: str) -> dict[str,
 
 
 def what_takes_the_time(iterations: Sequence[Iteration]) -> dict[str, str]:
-    """Answer which role takes most of the run's time, with its phases and the other roles."""
+    """Answer which role takes most of the run's time, with the other roles."""
     question, wall = "Which role takes the time?", wall_seconds(iterations)
-    sums = {name: sum(v for _, v in curve_of(iterations, f"timing/{name}"))
-            for names in PHASES.values() for name in names}  # fmt: skip
-    roles = {role: sum(sums[n] for n in names) for role, names in PHASES.items()}
-    order = sorted((r for r in roles if roles[r] > 0), key=lambda r: -roles[r])
+    seconds = {
+        role: sum(v for name in names for _, v in curve_of(iterations, f"timing/{name}"))
+        for role, names in PHASES.items()
+    }
+    order = sorted((role for role in seconds if seconds[role] > 0), key=lambda r: -seconds[r])
     if not order or not wall:
         return _answer(question, "not measured", "No phase has its time.")
-    top, large = order[0], [role for role in order[1:] if roles[role] >= wall / 200]
-    phases = sorted((n for n in PHASES[top] if sums[n] > 0), key=lambda n: -sums[n])
-    named = ", ".join(f"{n} {sums[n] / wall:.0%}" for n in phases)
-    text = f"{top.capitalize()}: {roles[top] / wall:.0%} of {wall / 60:.3g} min ({named})."
-    if large:
-        text += f" Then {', '.join(f'{role} {roles[role] / wall:.0%}' for role in large)}."
-    if sum(roles.values()) > wall:
-        text += " Phases overlap, so that the shares add up to more than 100%."
-    rest = 1.0 - sum(roles[role] for role in (top, *large)) / wall
-    if rest >= 0.005:
-        text += f" The other {rest:.0%}: inputs, transfers, the driver and shorter phases."
-    return _answer(question, f"{top}, {roles[top] / wall:.0%}", text)
+    parts = ", ".join(f"{role} {seconds[role] / wall:.0%}" for role in order)
+    text = f"Of {wall / 60:.3g} min: {parts}. Phases of different devices may overlap."
+    return _answer(question, f"{order[0]}, {seconds[order[0]] / wall:.0%}", text)
 
 
 def how_far_from_the_reference(iterations: Sequence[Iteration], limit: float) -> dict[str, str]:
@@ -174,8 +174,8 @@ def milestones(curve: Curve) -> tuple[int, int] | None:
     if best - first <= SMALL * max(abs(best), abs(first)):
         return None
     half, most = (
-        next(number for number, value in curve if value >= first + share * (best - first))
-        for share in (0.5, 0.9)
+        next(number for number, value in curve if value >= first + fraction * (best - first))
+        for fraction in (0.5, 0.9)
     )
     return half, most
 
@@ -184,129 +184,21 @@ def wall_seconds(iterations: Sequence[Iteration]) -> float:
     """Return the seconds of all iterations, with validation and saves."""
     return sum(
         sum(each.metrics.get(name) or 0.0 for name in ("timing/val", "timing/save"))
-        + (each.metrics.get(TIME) or (each.time_s if each.number else 0.0))
+        + (each.metrics.get("timing/all") or (each.time_s if each.number else 0.0))
         for each in iterations
     )
 
 
-def _check_rules(trained: Sequence[Iteration], kl_limit: float) -> tuple[Rows, Rows]:
-    health, found = Health(kl_limit=kl_limit), []
-    began: dict[str, Rows] = {}
-    for each in trained:
-        for event in health.check(each.number, each.metrics):
-            if event.event == "began":
-                text = f"{event.rule}: {event.text}"
-                found.append(_finding("bad", event.iteration, text, event.remedy))
-                began.setdefault(event.rule, []).append(found[-1])
-            else:
-                began[event.rule][-1]["level"] = "watch"
-                began[event.rule][-1]["text"] += f" (ended in iteration {event.iteration})"
-    checks = []
-    for rule, limit in LIMITS.items():
-        outcome, level = TOO_FEW, "plain"
-        if rule.value in began:
-            numbers = ", ".join(str(row["iteration"]) for row in began[rule.value])
-            outcome, level = f"found in iteration {numbers}", "watch"
-        elif rule in health.readings:
-            outcome, level = f"not found; at the end: {health.readings[rule].text}", "good"
-        checks.append(_check(rule.value, limit.format(kl_limit=kl_limit), outcome, level))
-    return checks, found
-
-
-def _check_time(trained: Sequence[Iteration]) -> tuple[Rows, Rows]:
-    """Compare the median time of each ten iterations with that of the tens before."""
-    curve = curve_of(trained, TIME)
-    tens = [curve[i : i + WINDOW] for i in range(0, len(curve) - WINDOW + 1, WINDOW)]
-    normal: list[float] = []
-    slow: list[tuple[int, int, float]] = []  # first and last iteration, median
-    for ten in tens:
-        median = statistics.median(seconds for _, seconds in ten)
-        if normal and median > SLOW * statistics.median(normal):
-            slow.append((ten[0][0], ten[-1][0], median))
-        else:
-            normal.append(median)
-    limit = f"median of {WINDOW} iterations over {SLOW:g} times that of the tens before"
-    if not slow:
-        result = ("not found", "good") if len(tens) > 1 else (TOO_FEW, "plain")
-        return [_check("iteration time", limit, *result)], []
-    now, before = statistics.median(ten[2] for ten in slow), statistics.median(normal)
-    text = (
-        f"iterations take {now:.3g} s in {len(slow)} of {len(tens)} tens, iterations {slow[0][0]} "
-        f"to {slow[-1][1]}, {now / before:.1f} times the {before:.3g} s of the others (medians)"
-    )
-    remedy = "compare timing/, response_length/, memory/ and skew/ with this time"
-    return [_check("iteration time", limit, text, "watch")], [
-        _finding("watch", slow[0][0], text, remedy)
-    ]
-
-
-def _check_numbers(iterations: Sequence[Iteration]) -> tuple[Rows, Rows]:
-    odd: dict[str, list[int]] = {}
-    for each in iterations:
-        for name in (name for name, value in each.metrics.items() if value is None):
-            odd.setdefault(name, []).append(each.number)
-    found = [
-        _finding("bad", numbers[0],
-                 f"{name} is no finite number in {len(numbers)} of {len(iterations)} iterations",
-                 "look at the first of them; training.nan_policy")
-        for name, numbers in odd.items()
-    ]  # fmt: skip
-    result = (f"found in {', '.join(sorted(odd))}", "watch") if odd else ("not found", "good")
-    return [_check("finite numbers", "a metric is NaN or infinite", *result)], found
-
-
-def _check_ranges(trained: Sequence[Iteration]) -> tuple[Rows, Rows]:
-    """Compare each metric with its healthy range by its mean over the last iterations.
-
-    The skew of a phase that takes little time is no finding.
-    """
-    checks, found = [], []
-    lately = trained[-WINDOW:]
-    names = {name for each in lately for name in each.metrics}
-    curves = {name: [v for _, v in curve_of(lately, name)] for name in names}
-    means = {name: statistics.fmean(values) for name, values in curves.items() if values}
-    for name, mean in sorted(means.items()):
-        metric, phase = find_metric(name), name.removeprefix("skew/")
-        if metric is None or metric.healthy is None:
-            continue
-        limit = show_range(metric.healthy)
-        is_long = phase == name or (
-            means.get(f"timing/{phase}", 0.0) >= LAG_SHARE * means.get(TIME, 0.0)
-        )
-        outcome = text = f"{mean:.3g} in the last {len(lately)} iterations"
-        if not is_long:
-            outcome += f"; does not count: the phase takes under {LAG_SHARE:.0%} of the iteration"
-        level = "good" if is_long else "plain"
-        if is_long and not metric.is_healthy(mean):
-            level, text = "watch", f"{name} is {text}, healthy: {limit}"
-            found.append(_finding("watch", lately[0].number, text, metric.remedy))
-        by = f"healthy: {limit}, by the mean of the last {WINDOW} iterations"
-        checks.append(_check(name, by, outcome, level))
-    return checks, found
-
-
 def _validations(iterations: Sequence[Iteration], metric: str) -> Curve:
-    """Return (iteration, value) of a metric `val/...`, or of its mean over the data sources."""
-    if metric.startswith("val/"):
-        return curve_of(iterations, metric)
-    found = []
-    for each in iterations:
-        values = [value for name, value in each.metrics.items() if value is not None
-                  and name.startswith("val/") and name.endswith(f"/{metric}")]  # fmt: skip
-        if values:
-            found.append((each.number, statistics.fmean(values)))
-    return found
+    found = [(each.number, validation_score(each.metrics, metric)) for each in iterations]
+    return [(number, value) for number, value in found if value is not None]
 
 
 def _answer(question: str, short: str, text: str, level: str = "plain") -> dict[str, str]:
     return {"q": question, "short": short, "text": text, "level": level}
 
 
-def _check(name: str, limit: str, outcome: str, level: str) -> dict[str, Any]:
-    return {"name": name, "limit": limit, "outcome": outcome, "level": level}
-
-
-def _finding(level: str, iteration: Any, text: str, remedy: str) -> dict[str, Any]:
+def _illness(level: str, iteration: Any, text: str, remedy: str) -> dict[str, Any]:
     return {"level": level, "iteration": iteration, "text": text, "remedy": remedy}
 
 

@@ -161,7 +161,7 @@ function sayLine({ label, x, y }) {
 
 /** Draw a metric of all runs, with its meaning and its healthy range as dashed lines. Ranks are dots: they have no mean. */
 function chartOf({ name, title, low, high, same }, runs) {
-  const about = runs.map((run) => run.about[name]).find(Boolean) || {}, dots = name.startsWith('slowest_rank/'), judged = runs.length === 1 && runs[0].judged[name];
+  const about = runs.map((run) => run.about[name]).find(Boolean) || {}, dots = name.startsWith('slowest_rank/');
   const lines = runs.flatMap((run, color) => {
     const curve = run.curves[name], side = (other) => { const found = run.curves[other], at = new Map(found?.x.map((x, i) => [x, found.y[i]])); return found && curve.x.map((x) => at.get(x) ?? null); };
     return curve ? [{ label: run.name, color: `--c${color % COLORS}`, ...curve, low: side(low), high: side(high) }] : [];
@@ -169,7 +169,7 @@ function chartOf({ name, title, low, high, same }, runs) {
   const linear = h('p', { class: 'soft note linear', hidden: true }, 'linear: some values are 0 or negative');
   const made = h('div', { class: 'card chart' }, h('h3', {}, breakable(title), about.unit ? h('span', { class: 'soft' }, ` (${about.unit})`) : null),
     about.meaning ? h('p', { class: 'soft note' }, about.meaning) : null, same.length ? h('p', { class: 'soft note' }, `Same values: ${same.join(', ')}`) : null,
-    about.range ? h('p', { class: 'soft note', title: about.remedy && `Otherwise: ${about.remedy}` }, h('span', { class: 'dash' }), `healthy ${about.range}${judged ? `; ${judged}` : ''}`) : null, linear);
+    about.range ? h('p', { class: 'soft note', title: about.remedy && `Otherwise: ${about.remedy}` }, h('span', { class: 'dash' }), `healthy ${about.range}`) : null, linear);
   const xs = [...new Set(lines.flatMap((line) => line.x))].sort((a, b) => a - b), index = new Map(lines.map((line) => [line, new Map(line.x.map((x, i) => [x, i]))]));
   const visible = () => lines.filter((line) => !state.hidden.has(line.label));
 
@@ -495,18 +495,16 @@ function samplesSection(runs, loaded) {
 }
 
 // Summary, record, configuration
-const STATES = { finished: 'good', running: 'plain', failed: 'bad', stopped: 'watch' }, OUTCOMES = { good: 'fine', watch: 'watch', plain: 'not judged' };
+const STATES = { finished: 'good', running: 'plain', failed: 'bad', stopped: 'watch' };
 
-/** The answers of a run in words, what is ill, and all checks, so that "fine" is not mistaken for "not checked". */
+/** The answers of a run in words, and what is unhealthy. */
 function runSummary(run, color, several) {
-  const { illnesses, checks } = run, of = (rows, level) => rows.filter((each) => each.level === level).length, bad = of(illnesses, 'bad'), watch = of(illnesses, 'watch');
+  const { illnesses } = run, of = (rows, level) => rows.filter((each) => each.level === level).length, bad = of(illnesses, 'bad'), watch = of(illnesses, 'watch');
   const health = { q: 'Is anything unhealthy?', short: [bad && `${bad} unhealthy`, watch && `${watch} to watch`].filter(Boolean).join(', ') || 'nothing found', level: bad ? 'bad' : watch ? 'watch' : 'good',
-    text: illnesses.length ? illnesses[0].text : `None of the ${of(checks, 'good')} checks below has a finding.` };
+    text: illnesses.length ? illnesses[0].text : 'No health rule has a finding.' };
   return h('div', {}, h('p', {}, several ? h('b', {}, runSwatch(color), run.name, ' ') : null, h('span', { class: `tag ${STATES[run.state]}` }, run.state), ` ${run.done}${run.planned ? ` of ${run.planned}` : ''} iterations, ${seconds(run.seconds)}`),
     h('div', { class: 'answers' }, [...run.answers, health].map(({ q, short, text, level }) => h('div', { class: 'card answer' }, h('h3', {}, q), h('p', { class: `short ${level}` }, short), h('p', { class: 'small' }, text)))),
-    illnesses.length ? card({}, 'Health', h('ul', { class: 'ills' }, illnesses.map(({ level, iteration, text, remedy }) => h('li', {}, h('span', { class: `tag ${level}` }, level === 'bad' ? 'unhealthy' : 'watch'), ' ', text, iteration ? h('span', { class: 'soft' }, ` (iteration ${iteration})`) : '', h('div', { class: 'small soft' }, remedy))))) : null,
-    h('details', { class: 'card checks' }, h('summary', {}, `What was checked: ${of(checks, 'good')} fine, ${of(checks, 'watch')} to watch, ${of(checks, 'plain')} not judged`),
-      table(['Check', 'Limit', 'Result', 'Measured'], checks.map(({ name, limit, outcome, level }) => [breakable(name), limit, h('span', { class: `tag ${level}` }, OUTCOMES[level]), outcome]), 'Checks')));
+    illnesses.length ? card({}, 'Health', h('ul', { class: 'ills' }, illnesses.map(({ level, iteration, text, remedy }) => h('li', {}, h('span', { class: `tag ${level}` }, level === 'bad' ? 'unhealthy' : 'watch'), ' ', text, iteration ? h('span', { class: 'soft' }, ` (iteration ${iteration})`) : '', h('div', { class: 'small soft' }, remedy))))) : null);
 }
 
 function recordSection(runs) {

@@ -41,6 +41,7 @@ from mindspeed_rlxf.models.transformer import recompute_settings, transformer_co
 from mindspeed_rlxf.ops.doctor import checks as doctor_checks
 from mindspeed_rlxf.ops.planning import available
 from mindspeed_rlxf.ops.planning.plan import plan
+from mindspeed_rlxf.reporting.metric_table import validation_score
 from mindspeed_rlxf.rewards import plans, sandbox as sandboxes
 from mindspeed_rlxf.rewards.manager import RewardManager
 from mindspeed_rlxf.rewards.sandbox import Sandbox
@@ -50,7 +51,6 @@ from mindspeed_rlxf.roles.experience import ExperienceMaker
 from mindspeed_rlxf.roles.objectives import make_objective
 from mindspeed_rlxf.roles.reports import FailedSample, ResponseLengths
 from mindspeed_rlxf.trainer import ending, ppo, preflight, run
-from mindspeed_rlxf.trainer.metrics import validation_score
 from mindspeed_rlxf.trainer.validation import Scored, measure
 from tests.unit.data.byte_tokenizer import byte_tokenizer
 from tests.unit.roles.test_experience import HAS_EOS, LENGTHS, rollouts_of

@@ -10,7 +10,7 @@ import pytest
 
 from mindspeed_rlxf.config.enums import HealthRule
 from mindspeed_rlxf.config.keys import known_keys
-from mindspeed_rlxf.reporting.health_rules import CLEAR, LIMITS, RULES, Finding, Health
+from mindspeed_rlxf.reporting.health_rules import CLEAR, RULES, Finding, Health
 from mindspeed_rlxf.reporting.jsonl import read_metrics
 
 RECORDINGS = Path(__file__).parent / "recordings"
@@ -153,7 +153,7 @@ def test_a_resumed_run_finds_what_an_uninterrupted_one_finds() -> None:
 
 
 def test_every_rule_has_a_remedy_whose_keys_exist() -> None:
-    assert RULES.keys() == LIMITS.keys() == set(HealthRule)
+    assert RULES.keys() == set(HealthRule)
     known = known_keys()
 
     def keys() -> Iterator[tuple[str, str]]:

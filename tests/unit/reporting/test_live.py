@@ -55,7 +55,7 @@ def shown(console: LiveConsole, width: int) -> list[str]:
     from rich.console import Console
 
     drawn = io.StringIO()
-    Console(file=drawn, width=width, height=40, force_terminal=False).print(console.view)
+    Console(file=drawn, width=width, height=40, force_terminal=False).print(console)
     return drawn.getvalue().splitlines()
 
 
@@ -67,16 +67,7 @@ def test_no_line_is_wider_than_the_terminal(terminal: Terminal, width: int) -> N
         console.update(i, METRICS)
     lines = shown(console, width)
     console.close()
-    assert len(lines) == 11 and max(map(len, lines)) <= width
-
-
-def test_a_narrow_terminal_shows_the_iteration_in_place_of_the_title(terminal: Terminal) -> None:
-    console = LiveConsole(terminal)
-    console.begin(1000, [], title="outputs/run")
-    console.update(299, METRICS)
-    lines = shown(console, 20)
-    console.close()
-    assert "iteration 299" in lines[0]
+    assert len(lines) == 10 and max(map(len, lines)) <= width
 
 
 def test_the_view_has_the_numbers_of_the_iteration(terminal: Terminal) -> None:
@@ -86,15 +77,12 @@ def test_the_view_has_the_numbers_of_the_iteration(terminal: Terminal) -> None:
     text = "\n".join(shown(console, 100))
     console.close()
     for part in (
-        "outputs/mine", "iteration 50 / 200", " 25% ", "score    0.75",
-        "validation 0.6 (iteration 50)",
-        "KL       0.021", "coefficient 0.1", "mean 312  max 1,024  cut 12%",
-        "policy 0.01  critic 0.2",
-        "tokens/s 4,210  MFU 31%", "update_actor 50%", "gen 40%", "peak 43.25 GiB (update_actor)",
-        "idle main 5%",
+        "outputs/mine", "50 / 200  25%", "score     0.75", "validation 0.6 (iteration 50)",
+        "KL        0.021", "mean 312  max 1,024  cut 12%", "policy 0.01  critic 0.2  entropy 0.4",
+        "tokens/s 4,210  MFU 31%", "all 10  update_actor 5  gen 4", "update_actor 43.2  gen 31.5",
+        "main 0.05",
     ):  # fmt: skip
         assert part in text, part
-    assert "save" not in text, "it comes after the iteration's time"
 
 
 def test_printed_lines_appear_above_the_view_with_control_characters_escaped(
@@ -143,7 +131,6 @@ def test_a_curve_goes_from_its_smallest_to_its_largest_value() -> None:
     assert draw_curve([0.0, 0.5, 1.0], 10) == "▁▅█"
     assert draw_curve([3.0, 3.0], 10) == "▁▁"
     assert draw_curve(list(range(100)), 4) == "▁▃▆█"  # means of 25
-    assert len(draw_curve(list(range(101)), 50)) <= 50
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])

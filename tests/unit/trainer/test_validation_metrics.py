@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from mindspeed_rlxf.config.schema import ValidationConfig
-from mindspeed_rlxf.trainer.metrics import validation_score
+from mindspeed_rlxf.reporting.metric_table import validation_score
 from mindspeed_rlxf.trainer.validation import (
     Scored,
     best_at_k,

@@ -106,9 +106,6 @@ def test_the_first_screen_answers_and_draws_curves_of_both_runs(page: Any) -> No
     assert page.locator(".answer h3").all_inner_texts()[4] == "Is anything unhealthy?"
     assert page.locator("#subject").inner_text() == "PPO, model tiny (sft)"
     assert "of 40 iterations, 1 min 21 s" in page.locator("#summary > div").nth(0).inner_text()
-    checks = page.locator(".checks").first
-    checks.locator("summary").click()
-    assert "KL to the reference over 1 nats per token" in checks.inner_text()
     kl = see(page, "#key-charts .chart:has-text('critic/kl')").inner_text()
     assert "healthy at most 1" in kl
     page.click("button:has(.swatch):has-text('second')")

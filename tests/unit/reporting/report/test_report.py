@@ -15,7 +15,6 @@ import pytest
 from mindspeed_rlxf.checkpoint import lock
 from mindspeed_rlxf.checkpoint.report_file import find_state, write_report
 from mindspeed_rlxf.cli.report import main
-from mindspeed_rlxf.config.enums import HealthRule
 from mindspeed_rlxf.reporting.report.judgement import compare_ends, judge, milestones
 from mindspeed_rlxf.reporting.report.records import (
     Iteration,
@@ -67,7 +66,7 @@ def test_a_report_of_a_whole_run_answers_and_holds_its_samples(tmp_path: Path) -
     assert f"{first:.3g} in the first, {last:.3g} in the last" in kl["text"]
     assert kl["short"].endswith(", healthy") and kl["text"].endswith("Healthy: at most 1.")
     assert re.fullmatch(r"half by \d+, nine tenths by \d+", when["short"])
-    assert "The other 12%: inputs" in time_["text"], "7 phases of 0.25 s in iterations of 2 s"
+    assert "rollout 13%" in time_["text"], "7 phases of 0.25 s in iterations of 2 s"
     assert main_part["subject"] == "PPO, model tiny (sft)"
     assert main_part["schedules"]["seen"] == 40
     assert samples["seen"] == len(samples["samples"]) == 40 * 4 + 5 * 3
@@ -86,7 +85,7 @@ def test_the_report_of_a_killed_run_has_all_whole_lines_and_names_missing_number
     assert main_part["done"] == 41 and len(found["samples"][0]["samples"]) == 175
     assert main_part["curves"]["critic/score/mean"]["y"][-1] is None
     texts = [each["text"] for each in main_part["illnesses"]]
-    assert "critic/score/mean is no finite number in 1 of 42 iterations" in texts
+    assert "critic/score/mean is not finite" in texts
     assert read_schedules(run)["iterations"].keys() == before["iterations"].keys()
 
 
@@ -178,50 +177,6 @@ def test_the_answer_follows_validation_where_it_disagrees_with_training() -> Non
         for i in range(40)
     ]
     assert judge(both, {})["answers"][0]["short"] == "no, it got worse"
-
-
-def test_a_range_is_left_for_long_phases_only() -> None:
-    numbers = {"timing/all": 10.0, "skew/gen": 0.9, "skew/reward": 0.9, "actor/pg_clipfrac": 0.7}
-    numbers |= {"timing/gen": 5.0, "timing/reward": 0.1, "critic/kl": 0.1}
-    found = judge([Iteration(i, dict(numbers), 1.0) for i in (1, 2)], {})["illnesses"]
-    assert [(each["level"], each["text"].split(",")[0]) for each in found] == [
-        ("watch", "actor/pg_clipfrac is 0.7 in the last 2 iterations"),
-        ("watch", "skew/gen is 0.9 in the last 2 iterations"),
-    ]
-
-
-def test_every_check_is_listed_with_its_limit_and_outcome() -> None:
-    numbers = {"timing/all": 10.0, "skew/reward": 0.4, "timing/reward": 0.1, "critic/kl": 0.1}
-    run = [Iteration(i, {**numbers, "skew/reward": 0.2 * i}, 1.0) for i in (1, 2, 3)]
-    checks = {each["name"]: each for each in judge(run, {})["checks"]}
-    assert checks.keys() >= {rule.value for rule in HealthRule} | {"iteration time"}
-    assert checks["kl_runaway"]["level"] == "good" and "0.1" in checks["kl_runaway"]["outcome"]
-    assert "over 1 nats" in checks["kl_runaway"]["limit"]
-    assert checks["all_cut"]["outcome"] == "not checked: no values, or too few"
-    assert checks["skew/reward"] == {
-        "name": "skew/reward", "level": "plain",
-        "limit": "healthy: 0 to 0.5, by the mean of the last 10 iterations",
-        "outcome": "0.4 in the last 3 iterations; does not count: the phase takes under 10% of the "
-                   "iteration",
-    }  # fmt: skip
-    adaptive = {"algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_ctrl.target_kl": 6.0}
-    assert judge(run, adaptive)["checks"][1]["limit"].startswith("KL to the reference over 12 nats")
-
-
-def test_iterations_that_become_slow_are_found() -> None:
-    def run(times: list[float]) -> list[Iteration]:
-        return [Iteration(i, {"timing/all": s}, s) for i, s in enumerate(times, 1)]
-
-    (found,) = judge(run([1.0] * 30 + [1.7] * 30), {})["illnesses"]
-    assert (found["level"], found["iteration"]) == ("watch", 31)
-    assert found["text"] == (
-        "iterations take 1.7 s in 3 of 6 tens, iterations 31 to 60, 1.7 times the 1 s of the "
-        "others (medians)"
-    )
-    (ended,) = judge(run([1.0] * 30 + [2.0] * 12 + [1.0] * 20), {})["illnesses"]
-    assert "iterations 31 to 40, 2.0 times the 1 s" in ended["text"]
-    for short in ([9.0] * 4 + [1.0] * 26, [1.4] * 30):
-        assert judge(run([1.0] * 30 + short), {})["illnesses"] == []
 
 
 def test_a_health_finding_names_the_iteration_in_which_it_ended() -> None:
