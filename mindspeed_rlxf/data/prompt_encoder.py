@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from mindspeed_rlxf.config.problems import Problem, UserError
@@ -52,10 +51,15 @@ class PromptEncoder:
     ) -> None:
         """Look up the template's tokens in the tokenizer.
 
-        with_responses: for conversations that end with the assistant's turn
-        allow_special_tokens: read special tokens that the text of a turn spells as tokens
-        Raises UserError when the tokenizer does not fit the template; with_responses also when it
-        lacks the EOS token with which the template ends a response.
+        Args:
+            tokenizer: of the model that is trained.
+            template_name: key of TEMPLATES.
+            with_responses: for conversations that end with the assistant's turn.
+            allow_special_tokens: read special tokens that the text of a turn spells as tokens.
+
+        Raises:
+            UserError: if the tokenizer does not fit the template, or with_responses lacks the EOS
+                token that ends a response.
         """
         self._tokenizer, self._template = tokenizer, TEMPLATES[template_name]
         self._allow_special_tokens = allow_special_tokens
@@ -86,76 +90,41 @@ class PromptEncoder:
         return self._encode([render_segments(self._template, turns) for turns in conversations])
 
     def _encode(self, rendered: Sequence[Sequence[Segment]]) -> list[Labelled]:
-        opening = [segments[0].pieces[0] for segments in rendered if segments[0].pieces]
-        first = self._tokenize_pieces(opening, opens_prompt=True)
-        rest = [
-            piece
-            for segments in rendered
-            for n, segment in enumerate(segments)
-            if not segment.is_response
-            for piece in segment.pieces[0 if n else 1 :]
-        ]
-        prompt_ids = self._tokenize_pieces(rest, opens_prompt=False)
-        response_ids = self._tokenize_responses(
-            {
-                (before, segment.pieces)
-                for segments in rendered
-                for segment, before in _with_borders(segments)
-                if segment.is_response
-            }
-        )
-        labelled = []
-        for segments in rendered:
+        conversations = [list(_list_pieces(segments)) for segments in rendered]
+        # Each text once: the text of the template between turns is in every prompt.
+        opening = {pieces[0][0].text for pieces in conversations if not pieces[0][0].is_token}
+        others = {
+            text
+            for pieces in conversations
+            for piece, before, _ in pieces[1:]
+            for text in (before, before + piece.text, piece.text)
+            if text and not piece.is_token
+        }
+        ids_of_opening = self._tokenize(sorted(opening), self._is_plain)
+        ids_of = self._tokenize(sorted(others), False)
+        found = []
+        for pieces in conversations:
             result = Labelled([], [])
-            for n, (segment, before) in enumerate(_with_borders(segments)):
-                ids = [prompt_ids.get(piece, []) for piece in segment.pieces]
-                if segment.is_response:
-                    ids = response_ids[before, segment.pieces]
-                elif n == 0 and segment.pieces:
-                    ids[0] = first[segment.pieces[0]]
-                flat = list(chain.from_iterable(ids))
-                result.token_ids.extend(flat)
-                result.labels.extend(flat if segment.is_response else [IGNORED] * len(flat))
-            labelled.append(result)
-        return labelled
-
-    def _tokenize_pieces(
-        self, pieces: Iterable[Piece], opens_prompt: bool
-    ) -> dict[Piece, list[int]]:
-        # Tokenize each text once: the text of the template between turns is in every prompt.
-        different = dict.fromkeys(pieces)
-        texts = [piece.text for piece in different if not piece.is_token]
-        encoded = zip(texts, self._tokenize(texts, opens_prompt and self._is_plain), strict=True)
-        ids_of = {Piece(text, False): ids for text, ids in encoded}
-        return ids_of | {p: self._ids[p.text] for p in different if p.is_token}
-
-    def _tokenize_responses(self, responses: set[Response]) -> dict[Response, list[list[int]]]:
-        """Tokenize responses; return response -> list of token ids for each of its pieces.
-
-        Some tokenizers prepend a blank to every text, and would put one before the response. So the
-        prompt's last character is tokenized with the response, and its ids are cut off. If that
-        character and the response share a token, the response is tokenized alone.
-        """
-        first = [(before, pieces[0].text) for before, pieces in responses if _is_text(pieces)]
-        texts = sorted({t for before, text in first for t in (before, before + text, text) if t})
-        ids_of = dict(zip(texts, self._tokenize(texts, False), strict=True))
-        others = self._tokenize_pieces(
-            (p for _, pieces in responses for p in pieces[_is_text(pieces) :]), False
-        )
-        found = {}
-        for before, pieces in responses:
-            ids = [others[piece] for piece in pieces[_is_text(pieces) :]]
-            if _is_text(pieces):
-                text = pieces[0].text
-                start, whole = ids_of.get(before, []), ids_of[before + text]
-                continues = bool(start) and whole[: len(start)] == start
-                ids = [whole[len(start) :] if continues else ids_of[text], *ids]
-            found[before, pieces] = ids
+            for place, (piece, before, is_response) in enumerate(pieces):
+                if piece.is_token:
+                    ids = self._ids[piece.text]
+                elif place == 0:
+                    ids = ids_of_opening[piece.text]
+                else:
+                    # Some tokenizers prepend a blank to every text, and would put one before a
+                    # response. So the prompt's last character is tokenized with it, and its ids
+                    # are cut off, unless that character and the response share a token.
+                    ids, start = ids_of[before + piece.text], ids_of.get(before, [])
+                    is_apart = bool(start) and ids[: len(start)] == start
+                    ids = ids[len(start) :] if is_apart else ids_of[piece.text]
+                result.token_ids.extend(ids)
+                result.labels.extend(ids if is_response else [IGNORED] * len(ids))
+            found.append(result)
         return found
 
-    def _tokenize(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+    def _tokenize(self, texts: list[str], add_special_tokens: bool) -> dict[str, list[int]]:
         if not texts:
-            return []
+            return {}
         encoded = self._tokenizer(
             texts,
             add_special_tokens=add_special_tokens,
@@ -165,22 +134,16 @@ class PromptEncoder:
             verbose=False,  # no warning about texts over the model's length; --seq-length limits it
         )["input_ids"]
         num_eos = self._num_eos if add_special_tokens else 0
-        return [ids[: len(ids) - num_eos] for ids in encoded]
+        return {text: ids[: len(ids) - num_eos] for text, ids in zip(texts, encoded, strict=True)}
 
 
-Response = tuple[str, tuple[Piece, ...]]
-"""(the character before the response, "" after a special token; its pieces)."""
-
-
-def _is_text(pieces: Sequence[Piece]) -> bool:
-    return bool(pieces) and not pieces[0].is_token
-
-
-def _with_borders(segments: Sequence[Segment]) -> Iterator[tuple[Segment, str]]:
-    last = Piece("", True)
+def _list_pieces(segments: Sequence[Segment]) -> Iterator[tuple[Piece, str, bool]]:
+    """Yield (piece, the character before it if it begins a response after text, is_response)."""
+    last = ""
     for segment in segments:
-        yield segment, "" if last.is_token else last.text[-1]
-        last = segment.pieces[-1] if segment.pieces else last
+        for place, piece in enumerate(segment.pieces):
+            yield piece, last if segment.is_response and place == 0 else "", segment.is_response
+            last = "" if piece.is_token else piece.text[-1]
 
 
 def _token_ids(

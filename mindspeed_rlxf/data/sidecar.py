@@ -68,11 +68,6 @@ def sidecar_path(prefix: Path) -> Path:
     return prefix.with_name(f"{prefix.name}_packed_meta.json")
 
 
-def partial_folder(prefix: Path) -> Path:
-    """Return the path of the folder where files are written before they are moved."""
-    return prefix.with_name(f".{prefix.name}_packed.partial")
-
-
 def rejected_path(prefix: Path) -> Path:
     return prefix.with_name(f"{prefix.name}_rejected.jsonl")
 

@@ -35,7 +35,7 @@ from mindspeed_rlxf.data.preprocessing.writer import (
     PromptSetWriter,
     existing_files,
     exists_problem,
-    report_write_errors,
+    partial_folder,
 )
 from mindspeed_rlxf.data.prompt_encoder import PromptEncoder
 from mindspeed_rlxf.data.sidecar import Sidecar, TokenizerId
@@ -204,7 +204,8 @@ def preprocess(options: PreprocessOptions, progress: Progress = lambda rows: Non
         end_id=eos if options.append_eod else None,
     )
     rows = read_chunks(files, options.max_samples, counts, progress)
-    with report_write_errors(str(prefix)), PromptSetWriter(prefix, handler) as writer:
+    with partial_folder(prefix, str(prefix)) as folder:
+        writer = PromptSetWriter(folder, handler)
         with closing(_encode_chunks(rows, encoder, options.workers)) as chunks:
             for chunk in chunks:
                 writer.add(chunk)
@@ -225,7 +226,7 @@ def preprocess(options: PreprocessOptions, progress: Progress = lambda rows: Non
                 "tokens": counts.num_tokens,
             },
         )
-        writer.commit(sidecar, has_rejected=bool(counts.dropped))
+        writer.commit(prefix, sidecar, has_rejected=bool(counts.dropped))
     return counts
 
 

@@ -1,8 +1,7 @@
-"""Write an indexed data set to a partial folder, and move it to its final names once complete."""
+"""Write indexed data sets, of rows or by merging others; they appear once complete."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections import Counter
@@ -17,7 +16,7 @@ import numpy as np
 from mindspeed_rlxf.config.problems import Problem, UserError
 from mindspeed_rlxf.data.handlers import Handler
 from mindspeed_rlxf.data.indexed_prompts import BrokenIndex, IndexedReader, IndexedWriter
-from mindspeed_rlxf.data.preprocessing.row_encoder import EncodedChunk
+from mindspeed_rlxf.data.preprocessing.row_encoder import EncodedChunk, to_json
 from mindspeed_rlxf.data.sidecar import (
     MASK,
     TOKEN_IDS,
@@ -27,13 +26,17 @@ from mindspeed_rlxf.data.sidecar import (
     column_files,
     data_path,
     file_name,
-    partial_folder,
     read_sidecar,
     rejected_path,
     sidecar_path,
 )
 
 PREFIX = "--output-prefix"
+KEYS = "--merge-group-keys"
+SIDECAR_ENDING = "_packed_meta.json"
+
+Readers = dict[Path, IndexedReader]
+"""Path without ending -> data set, in the order of their names."""
 
 
 def existing_files(prefix: Path) -> list[Path]:
@@ -49,6 +52,25 @@ def existing_files(prefix: Path) -> list[Path]:
     return [f for f in (sidecar_path(prefix), *parts, rejected_path(prefix)) if f.exists()]
 
 
+@contextmanager
+def partial_folder(prefix: Path, shown: str) -> Iterator[Path]:
+    """Yield an empty folder for the files of a data set, which is removed at the end.
+
+    Raises UserError for an OSError in the block. shown: the prefix as the user gave it
+    """
+    folder = prefix.with_name(f".{prefix.name}_packed.partial")
+    try:
+        shutil.rmtree(folder, ignore_errors=True)  # of a killed run
+        folder.mkdir(parents=True)
+        yield folder
+    except OSError as error:
+        rule = f"cannot be written: {error.strerror or error}"
+        remedy = "check the folder, its rights and the space on the disk"
+        raise UserError(Problem(PREFIX, rule, shown, remedy)) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def publish(moves: Mapping[Path, Path], older: Iterable[Path]) -> None:
     """Flush complete files, remove those of an older data set, and move the new ones in order."""
     for source in moves:
@@ -61,27 +83,14 @@ def publish(moves: Mapping[Path, Path], older: Iterable[Path]) -> None:
 
 
 class PromptSetWriter:
-    """Writes one data set to a partial folder, which is removed at exit; `commit` publishes it."""
+    """Writes one data set to a partial folder; `commit` publishes it."""
 
-    def __init__(self, prefix: Path, handler: Handler) -> None:
-        self._prefix, self._handler = prefix, handler
-        self._folder = partial_folder(prefix)
-        shutil.rmtree(self._folder, ignore_errors=True)  # of a killed run
-        self._folder.mkdir(parents=True)
+    def __init__(self, folder: Path, handler: Handler) -> None:
+        self._folder, self._handler = folder, handler
         self._own = [*handler.sequences, *([MASK] if handler.has_mask else [])]
-        self._writers = {name: IndexedWriter(self._folder / name, np.int32) for name in self._own}
+        self._writers = {name: IndexedWriter(folder / name, np.int32) for name in self._own}
         self._files: dict[str, str] = {}  # column -> name in file names
-        self._rejected = open(  # noqa: SIM115 - closed by commit and __exit__
-            self._folder / "rejected", "w", encoding="utf-8", errors="backslashreplace"
-        )
         self._num_rows = 0
-
-    def __enter__(self) -> PromptSetWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._rejected.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def add(self, chunk: EncodedChunk) -> None:
         """Write a chunk: token sequences, mask (all 1, if the handler has one), columns, rejects.
@@ -97,30 +106,29 @@ class PromptSetWriter:
         for name in [name for name in chunk.columns if name not in self._files]:
             file = self._files[name] = file_name(name, set(self._writers))
             self._writers[file] = IndexedWriter(self._folder / file, np.uint8)
-            _add_values(self._writers[file], [None] * self._num_rows)
+            self._writers[file].add(b"null" * self._num_rows, [len(b"null")] * self._num_rows)
         for name, file in self._files.items():
-            values = chunk.columns.get(name) or [None] * chunk.num_rows
-            _add_values(self._writers[file], values)
-        for reject in chunk.rejected:
-            line = {**asdict(reject), "problem": str(reject.problem)}
-            self._rejected.write(json.dumps(line, ensure_ascii=False) + "\n")
+            values = [v or b"null" for v in chunk.columns.get(name) or [None] * chunk.num_rows]
+            self._writers[file].add(b"".join(values), [len(value) for value in values])
+        with (self._folder / "rejected").open("ab") as stream:
+            for reject in chunk.rejected:
+                line = {**asdict(reject), "problem": str(reject.problem)}
+                stream.write(to_json(line) + b"\n")
         self._num_rows += chunk.num_rows
 
-    def commit(self, sidecar: Sidecar, has_rejected: bool) -> None:
-        """Publish the data set: close and flush its files, and move them over an older one's.
+    def commit(self, prefix: Path, sidecar: Sidecar, has_rejected: bool) -> None:
+        """Close and flush the files, and move them over those of an older set, the sidecar last.
 
-        The sidecar is moved last. has_rejected: publish the file of rejected rows too
+        The file of rejected rows is published too if `has_rejected`.
         """
-        self._rejected.close()
-        moves = {self._folder / "rejected": rejected_path(self._prefix)} if has_rejected else {}
+        moves = {self._folder / "rejected": rejected_path(prefix)} if has_rejected else {}
         for name in reversed(self._writers):  # the prompts' index last
             self._writers[name].close()
             for ending in (".bin", ".idx"):
-                final = Path(f"{data_path(self._prefix, name)}{ending}")
-                moves[self._folder / f"{name}{ending}"] = final
-        moves[self._folder / "meta"] = sidecar_path(self._prefix)
+                moves[self._folder / f"{name}{ending}"] = Path(f"{data_path(prefix, name)}{ending}")
+        moves[self._folder / "meta"] = sidecar_path(prefix)
         (self._folder / "meta").write_bytes(sidecar.as_bytes())
-        publish(moves, existing_files(self._prefix))
+        publish(moves, existing_files(prefix))
 
     def columns(self) -> list[Column]:
         """Describe every column that was written, for the sidecar."""
@@ -133,33 +141,10 @@ class PromptSetWriter:
         return found + [Column(name=n, file=f, dtype="uint8", encoding="json") for n, f in others]
 
 
-def _add_values(writer: IndexedWriter, values: Sequence[bytes | None]) -> None:
-    whole = [b"null" if value is None else value for value in values]
-    writer.add(b"".join(whole), [len(value) for value in whole])
-
-
 def exists_problem(output_prefix: str, name: str) -> Problem:
     """Make the problem that `output_prefix` must be new, but its file `name` exists."""
     remedy = "take another prefix or give --overwrite"
     return Problem(PREFIX, f"must be new, {name} exists", output_prefix, remedy)
-
-
-@contextmanager
-def report_write_errors(output_prefix: str) -> Iterator[None]:
-    """Turn an OSError inside the block into a UserError about the output prefix."""
-    try:
-        yield
-    except OSError as error:
-        rule = f"cannot be written: {error.strerror or error}"
-        remedy = "check the folder, its rights and the space on the disk"
-        raise UserError(Problem(PREFIX, rule, output_prefix, remedy)) from error
-
-
-KEYS = "--merge-group-keys"
-SIDECAR_ENDING = "_packed_meta.json"
-
-Readers = dict[Path, IndexedReader]
-"""Path without ending -> data set, in the order of their names."""
 
 
 def merge(
@@ -179,25 +164,23 @@ def merge(
     """
     if not Path(output_prefix).name:
         rule = "must end with the beginning of a file's name"
-        raise UserError(Problem("--output-prefix", rule, output_prefix, "give FOLDER/NAME"))
+        raise UserError(Problem(PREFIX, rule, output_prefix, "give FOLDER/NAME"))
     source, prefix = Path(folder).resolve(), Path(output_prefix).resolve()
     if not source.is_dir():
         rule = "with --merge-group-keys it must be one folder"
         raise UserError(_problem(f"--input {folder}", rule, "name it"))
     problems: list[Problem] = []
-    groups: dict[str, Readers] = {}
-    for key in keys:
-        output = prefix.with_name(f"{prefix.name}_{key}")
-        groups[key] = _open_pairs(source, key, output, problems)
-        if Path(f"{output}.idx").exists() and not overwrite:
-            problems.append(exists_problem(output_prefix, f"{output.name}.idx"))
+    outputs = {key: prefix.with_name(f"{prefix.name}_{key}") for key in keys}
+    groups = {key: _open_pairs(source, key, outputs[key], problems) for key in keys}
     stems = {stem for readers in groups.values() for stem in readers}
     prefixes = [
         Path(str(f).removesuffix(SIDECAR_ENDING)) for f in source.glob(f"*{SIDECAR_ENDING}")
     ]
     own = sorted(p for p in prefixes if any(f"{s}".startswith(f"{p}_packed_") for s in stems))
-    if own and not overwrite and not problems:
-        problems += [exists_problem(output_prefix, f.name) for f in existing_files(prefix)[:1]]
+    indices = [Path(f"{output}.idx") for output in outputs.values()]
+    existing = [f for f in (*indices, *(existing_files(prefix) if own else [])) if f.exists()]
+    if existing and not overwrite:
+        problems.append(exists_problem(output_prefix, existing[0].name))
     if problems:
         raise UserError(problems)
     sidecar = _merge_sidecars(own, groups) if own else None
@@ -206,8 +189,24 @@ def merge(
         found = ", ".join(f"{key} {'+'.join(map(str, n))}" for key, n in lengths.items())
         rule = f"columns of one data set must have equally many sequences ({found})"
         raise UserError(_problem(KEYS, rule, "merge what belongs together"))
-    with report_write_errors(output_prefix):
-        _write(groups, prefix, own, sidecar)
+    moves: dict[Path, Path] = {}
+    with partial_folder(prefix, output_prefix) as made:
+        for key, readers in groups.items():
+            writer = IndexedWriter(made / key, next(iter(readers.values())).dtype.type)
+            for path in readers:
+                writer.add_set(path)
+            writer.close()
+            for ending in (".bin", ".idx"):
+                moves[made / f"{key}{ending}"] = Path(f"{outputs[key]}{ending}")
+        older = [path for path in moves.values() if path.exists()]
+        if sidecar is not None:
+            older = existing_files(prefix)
+            if rejected := [f for f in map(rejected_path, own) if f.exists()]:
+                moves[made / "rejected"] = rejected_path(prefix)
+                (made / "rejected").write_bytes(b"".join(f.read_bytes() for f in rejected))
+            moves[made / "meta"] = sidecar_path(prefix)
+            (made / "meta").write_bytes(sidecar.as_bytes())
+        publish(moves, older)
     shown = Path(output_prefix)
     return {str(shown.with_name(f"{shown.name}_{key}")): sum(n) for key, n in lengths.items()}
 
@@ -248,28 +247,21 @@ def _merge_sidecars(prefixes: Sequence[Path], groups: Mapping[str, Readers]) -> 
     sets that were not made alike, and columns without files.
     """
     sidecars = [s for s in map(read_sidecar, prefixes) if s is not None]
-    first, *others = sidecars
-    columns = [
-        data_path(p, c.file) for p, s in zip(prefixes, sidecars, strict=True) for c in s.columns
-    ]
+    first, name = sidecars[0], prefixes[0].name
+    pairs = list(zip(prefixes, sidecars, strict=True))
+    columns = [data_path(prefix, c.file) for prefix, sidecar in pairs for c in sidecar.columns]
     stems = {stem for readers in groups.values() for stem in readers}
-    rule = f"must have a sidecar, as {prefixes[0].name}{SIDECAR_ENDING}, there is none"
+    rule = f"must have a sidecar, as {name}{SIDECAR_ENDING}, there is none"
     problems = [
         _problem(stem, rule, "merge sets of one kind") for stem in sorted(stems - {*columns})
     ]
-    ours = _describe_origin(first)
-    for prefix, sidecar in zip(prefixes[1:], others, strict=True):
-        problems += [
-            _problem(
-                KEYS,
-                f"sets must be made alike, {name} of {prefixes[0].name} is {ours[name]}, of "
-                f"{prefix.name} {theirs}",
-                "preprocess them alike, or train on "
-                f"data.data_path=[{','.join(map(str, prefixes))}]",
-            )
-            for name, theirs in _describe_origin(sidecar).items()
-            if theirs != ours[name]
-        ]
+    sets = f"data.data_path=[{','.join(map(str, prefixes))}]"
+    for prefix, sidecar in pairs:
+        ours, theirs = (_describe_origin(each) for each in (first, sidecar))
+        for key in [key for key in ours if ours[key] != theirs[key]]:
+            found = f"{key} of {name} is {ours[key]}, of {prefix.name} {theirs[key]}"
+            rule, remedy = f"sets must be made alike, {found}", "preprocess them alike, or train on"
+            problems.append(_problem(KEYS, rule, f"{remedy} {sets}"))
     keys = [f"packed_{column.file}_document" for column in first.columns]
     if set(groups) != set(keys):
         rule = f"must name all columns of sets with {SIDECAR_ENDING}, it is {' '.join(groups)}"
@@ -289,42 +281,13 @@ def _merge_sidecars(prefixes: Sequence[Path], groups: Mapping[str, Readers]) -> 
 
 
 def _describe_origin(sidecar: Sidecar) -> dict[str, Any]:
+    columns = [f"{c.name} ({c.file}, {c.dtype}, {c.encoding})" for c in sidecar.columns]
     return {
-        "handler": sidecar.handler,
-        "template": sidecar.template,
-        "allow_special_tokens": sidecar.allow_special_tokens,
+        **sidecar.model_dump(include={"handler", "template", "allow_special_tokens"}),
         "stop_token_ids": sorted(sidecar.stop_token_ids),
         "tokenizer sha256": sidecar.tokenizer.sha256[:12],
-        "columns": sorted(f"{c.name} ({c.file}, {c.dtype}, {c.encoding})" for c in sidecar.columns),
+        "columns": sorted(columns),
     }
-
-
-def _write(
-    groups: Mapping[str, Readers], prefix: Path, own: Sequence[Path], sidecar: Sidecar | None
-) -> None:
-    """Write the merged columns to a partial folder, and move them over older ones once complete."""
-    folder, moves = partial_folder(prefix), dict[Path, Path]()
-    shutil.rmtree(folder, ignore_errors=True)  # of a killed run
-    folder.mkdir(parents=True)
-    try:
-        for key, readers in groups.items():
-            writer = IndexedWriter(folder / key, next(iter(readers.values())).dtype.type)
-            for path in readers:
-                writer.add_set(path)
-            writer.close()
-            for ending in (".bin", ".idx"):
-                moves[folder / f"{key}{ending}"] = Path(f"{prefix}_{key}{ending}")
-        older = [path for path in moves.values() if path.exists()]
-        if sidecar is not None:
-            older = existing_files(prefix)
-            if rejected := [f for f in map(rejected_path, own) if f.exists()]:
-                moves[folder / "rejected"] = rejected_path(prefix)
-                (folder / "rejected").write_bytes(b"".join(f.read_bytes() for f in rejected))
-            moves[folder / "meta"] = sidecar_path(prefix)
-            (folder / "meta").write_bytes(sidecar.as_bytes())
-        publish(moves, older)
-    finally:
-        shutil.rmtree(folder)
 
 
 def _problem(key: str | Path, rule: str, remedy: str) -> Problem:
