@@ -228,29 +228,17 @@ class BoxedTensor:
         return result.view(box.shape)
 
 
-class BoxedWeights:
+class BoxedWeights(dict[str, BoxedTensor]):
     """Tensors by their Hugging Face names, from which boxes are read when they are needed."""
 
-    def __init__(self) -> None:
-        self.tensors: dict[str, BoxedTensor] = {}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.tensors
-
-    def names(self) -> list[str]:
-        return list(self.tensors)
-
-    def tensor(self, name: str) -> BoxedTensor:
-        return self.tensors[name]
-
     def shape(self, name: str) -> Shape:
-        return self.tensor(name).shape
+        return self[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        return self.tensor(name).dtype
+        return self[name].dtype
 
     def read(self, name: str, box: Box) -> Tensor:
-        return self.tensor(name).read(box)
+        return self[name].read(box)
 
 
 @dataclass(frozen=True)
@@ -316,8 +304,12 @@ class MegatronWeights(BoxedWeights):
     ) -> list[str]:
         """Check a rank's shard of a parameter; add it unless it is a copy of another rank's.
 
-        found: its (name in the checkpoint, tensor), None = the rank has none
-        Returns [], or a list with the first problem, and then adds nothing.
+        Args:
+            parameter: what is stored.
+            found: its (name in the checkpoint, tensor), None = the rank has none.
+
+        Returns:
+            [], or a list with the first problem, and then adds nothing.
         """
         if found is None:
             # A checkpoint has one of the heads or none; what needs a head reports its absence.
@@ -335,11 +327,10 @@ class MegatronWeights(BoxedWeights):
         if parameter.is_first_copy(tp_rank, ep_rank):
             for place in shard_boxes(parameter, a, tp_rank, tp, rows):
                 source = place.source
-                if source not in self.tensors:
+                if source not in self:
                     where, shape = f"{source} in {self.folder}", hf_shape(source, a)
-                    self.tensors[source] = BoxedTensor(where, stored.dtype, shape, [])
-                read = partial(_read_shard, stored, place)
-                self.tensors[source].boxes.append(StoredBox(place.box, read))
+                    self[source] = BoxedTensor(where, stored.dtype, shape, [])
+                self[source].boxes.append(StoredBox(place.box, partial(_read_shard, stored, place)))
         return []
 
     def note_bias(self, stored: BoxedTensor | None) -> None:

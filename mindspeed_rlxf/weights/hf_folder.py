@@ -53,7 +53,7 @@ HEADER_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError)
 class HfFolder(BoxedWeights):
     """The tensors of a folder; safetensors files come before `pytorch_model.bin`.
 
-    Files are opened when they are needed, and stay open.
+    Reads the headers of all files; the first read of a tensor opens its file, which stays open.
 
     Raises:
         ValueError: if the folder, its index or one of its files is missing or damaged, or the index
@@ -62,59 +62,45 @@ class HfFolder(BoxedWeights):
 
     def __init__(self, folder: str | Path, trust_files: bool = False) -> None:
         super().__init__()
-        self.folder, self._trust_files = Path(folder), trust_files
-        self._opened: dict[Path, dict[str, BoxedTensor]] = {}
-        self._files = self._file_of_each_tensor()
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._files
-
-    def names(self) -> list[str]:
-        return list(self._files)
-
-    def tensor(self, name: str) -> BoxedTensor:
-        path = self._files[name]
-        if name not in self._open(path):
-            raise ValueError(f"{path} lacks {name}, which the index has there; copy it again")
-        return self._opened[path][name]
-
-    def _open(self, path: Path) -> dict[str, BoxedTensor]:
-        """Return the tensors of a file by name, without their data."""
-        if path not in self._opened:
-            is_pickled = path.suffix == ".bin"
-            found = _open_pickled(path, self._trust_files) if is_pickled else _open_header(path)
-            self._opened[path] = found
-        return self._opened[path]
-
-    def _file_of_each_tensor(self) -> dict[str, Path]:
-        """Map each tensor's name to its file, by the index, or else by the single file."""
+        self.folder = Path(folder)
         if not self.folder.is_dir():
             raise ValueError(f"{self.folder} is not a folder; give the folder of a model")
         for name, single in ((INDEX, SINGLE), (PICKLED_INDEX, PICKLED)):
-            index = self.folder / name
-            if index.exists():
-                weight_map = _weight_map(index)
-                names = sorted(set(weight_map.values()))
-                files = {file: locate_inside(index, file) for file in names}
-                if missing := [file for file, path in files.items() if not path.exists()]:
-                    raise ValueError(f"{index} names files that are missing: {', '.join(missing)}")
-                return {name: files[file] for name, file in weight_map.items()}
+            if (self.folder / name).exists():
+                self._open_all(self.folder / name, trust_files)
+                return
             if (self.folder / single).exists():
-                return dict.fromkeys(self._open(self.folder / single), self.folder / single)
+                self.update(_open_file(self.folder / single, trust_files))
+                return
         raise ValueError(
             f"{self.folder} holds neither {SINGLE} nor {INDEX}; give the folder of a model"
         )
 
+    def _open_all(self, index: Path, trust_files: bool) -> None:
+        try:
+            found = dict(json.loads(index.read_bytes())["weight_map"])
+        except (ValueError, KeyError, TypeError) as error:
+            rule = f"{index} has no readable weight_map ({error!r})"
+            raise ValueError(f"{rule}; copy it again") from None
+        paths = {file: locate_inside(index, str(file)) for file in sorted({*found.values()})}
+        if missing := [file for file, path in paths.items() if not path.exists()]:
+            raise ValueError(f"{index} names files that are missing: {', '.join(missing)}")
+        opened = {file: _open_file(path, trust_files) for file, path in paths.items()}
+        for name, file in found.items():
+            if name not in opened[file]:
+                rule = f"{paths[file]} lacks {name}, which the index has there"
+                raise ValueError(f"{rule}; copy it again")
+            self[name] = opened[file][name]
 
-def _open_pickled(path: Path, trust_files: bool) -> dict[str, BoxedTensor]:
-    content = read_torch_file(path, trust_files)
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds no tensors by name; give the folder of a model")
-    tensors = {name: t.detach() for name, t in content.items() if isinstance(t, torch.Tensor)}
-    return {name: BoxedTensor.of(name, tensor) for name, tensor in tensors.items()}
 
-
-def _open_header(path: Path) -> dict[str, BoxedTensor]:
+def _open_file(path: Path, trust_files: bool) -> dict[str, BoxedTensor]:
+    """Return the tensors of a file by name, without their data."""
+    if path.suffix == ".bin":
+        content = read_torch_file(path, trust_files)
+        if not isinstance(content, dict):
+            raise ValueError(f"{path} holds no tensors by name; give the folder of a model")
+        tensors = {name: t.detach() for name, t in content.items() if isinstance(t, torch.Tensor)}
+        return {name: BoxedTensor.of(name, tensor) for name, tensor in tensors.items()}
     file = SafetensorsFile(path)
     try:
         return {
@@ -123,15 +109,8 @@ def _open_header(path: Path) -> dict[str, BoxedTensor]:
         }
     except HEADER_ERRORS as error:
         raise ValueError(f"{path} is damaged or truncated ({error}); copy it again") from None
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    """Read an index: return tensor name -> file name, in its order."""
-    try:
-        found = json.loads(index.read_bytes())["weight_map"]
-        return {str(name): str(file) for name, file in dict(found).items()}
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{index} has no readable weight_map ({error!r}); copy it again") from None
+    finally:
+        file.close()
 
 
 def locate_inside(index: Path, name: str) -> Path:
@@ -218,10 +197,12 @@ class SafetensorsFile:
 
         Raises HEADER_ERRORS if the header is damaged or does not fit the file.
         """
-        length = int.from_bytes(self._read_bytes(0, 8), "little")
+        self._read_into(0, memoryview(size := bytearray(8)))
+        length = int.from_bytes(size, "little")
         if length > MAX_HEADER_BYTES:
             raise ValueError(f"its header has {length} bytes")
-        header = json.loads(self._read_bytes(8, length))
+        self._read_into(8, memoryview(text := bytearray(length)))
+        header = json.loads(text)
         header.pop(NOTES, None)
         data, end = 8 + length, os.fstat(self.stream.fileno()).st_size
         for name, about in header.items():
@@ -250,10 +231,6 @@ class SafetensorsFile:
             self._read_into(first_byte + number * dtype.itemsize, target[done:end])
             done = end
         return result
-
-    def _read_bytes(self, offset: int, length: int) -> bytes:
-        self._read_into(offset, memoryview(content := bytearray(length)))
-        return bytes(content)
 
     def _read_into(self, offset: int, target: memoryview) -> None:
         done = 0

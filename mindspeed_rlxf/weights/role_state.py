@@ -106,7 +106,7 @@ class RunState:
             slot, _, place = key.partition("/")
             name, _, corner = place.rpartition("@")
             box = Box(tuple(map(int, corner.split(","))), shape)
-            tensors = self.slot(slot).tensors
+            tensors = self.slot(slot)
             known = tensors.get(name) or BoxedTensor(f"{slot} of {name}", dtype, shape, [])
             known.boxes.append(file.stored_box(first_byte, dtype, box))
             tensors[name] = replace(known, size=tuple(map(max, known.size, box.stops)))
@@ -163,6 +163,6 @@ def open_state(
         return ShardedRunState(folder, architecture, trust_files)
     state, expected = RunState(folder), hf_shapes(architecture, head)
     weights = state.slot(WEIGHT)
-    extra = [f"{name} is not in the model" for name in weights.names() if name not in expected]
+    extra = [f"{name} is not in the model" for name in weights if name not in expected]
     refuse(folder, shape_problems(weights, expected) + extra)
     return state

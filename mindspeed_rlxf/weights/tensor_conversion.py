@@ -1,11 +1,9 @@
 """Conversion of weights between Hugging Face and Megatron folders, one tensor at a time."""
 
 import errno
-import fcntl
-import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -31,13 +29,11 @@ from mindspeed_rlxf.weights.boxes import (
     whole,
 )
 from mindspeed_rlxf.weights.folders import (
-    CONFIG,
-    SIDE_FILES,
     check_side_files,
     copy_side_files,
     open_weights,
 )
-from mindspeed_rlxf.weights.formats import COMMON, INDEX, METADATA, Format
+from mindspeed_rlxf.weights.formats import Format
 from mindspeed_rlxf.weights.hf_folder import (
     hf_file_name,
     shape_problems,
@@ -46,10 +42,9 @@ from mindspeed_rlxf.weights.hf_folder import (
 )
 from mindspeed_rlxf.weights.legacy import legacy_files
 from mindspeed_rlxf.weights.megatron_layout import ITERATION, TRACKER, MegatronLayout
-from mindspeed_rlxf.weights.torch_dist import BACKEND, EXTRA_STATES, dist_files, write_metadata
+from mindspeed_rlxf.weights.torch_dist import dist_files, write_metadata
 
-ITERATION_FOLDER = f"iter_{ITERATION:07d}"
-MARKER = ".converted.json"  # names of the files that were written to the folder beside it
+MARKER = ".converted.json"  # in folders that `convert` wrote
 SPARE_BYTES = 1 << 20  # for everything beside the tensors
 
 DTYPE_NAMES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -62,13 +57,14 @@ Progress = Callable[[int, int], None]
 class Conversion:
     """A conversion whose arguments are checked; `conversion.plan_conversion` makes it.
 
-    config:     folder of config.json and the tokenizer
-    target:     folder to write
-    layout:     of a Megatron target, None for Hugging Face
-    dtype:      of the target, None = each tensor keeps its own
-    shard_size: largest number of tensor bytes in one file of a Hugging Face target, unless a single
-                tensor is larger
-    replace:    replace an existing target
+    Attributes:
+        config: folder of config.json and the tokenizer.
+        target: folder to write.
+        layout: of a Megatron target, None for Hugging Face.
+        dtype: of the target, None = each tensor keeps its own.
+        shard_size: largest number of tensor bytes in one file of a Hugging Face target, unless a
+            single tensor is larger.
+        replace: replace an existing target.
     """
 
     source: Path
@@ -135,7 +131,7 @@ def open_source(
             raise ValueError(f"{source} holds no score head; leave --orm out")
         refuse(source, shape_problems(weights, expected))
         # An output layer that is tied, or that a scorer does not use, is not lost.
-        lost = unknown_names(weights.names(), {*expected, "lm_head.weight"})
+        lost = unknown_names(weights, {*expected, "lm_head.weight"})
         refuse(source, [f"{name} is not in the model" for name in lost])
     except ValueError as error:
         raise UserError(Problem("", str(error))) from None
@@ -155,8 +151,25 @@ def convert(conversion: Conversion, progress: Progress) -> None:
             file cannot be read or written.
         DiskFull: if the disk or the quota is full.
     """
-    c = conversion
-    files = _plan_files(c)
+    c, groups = conversion, dict[str, dict[str, PlannedTensor]]()
+    dtype = c.dtype or c.weights.dtype("model.norm.weight")  # named in Megatron's arguments
+    if c.layout is None:
+        groups = _hf_groups(c)
+        files = [
+            PlannedFile(
+                path,
+                sum(planned.num_bytes for planned in tensors.values()),
+                partial(write_safetensors, tensors=tensors),
+            )
+            for path, tensors in groups.items()
+        ]
+    else:
+        model, shard = (c.layout, c.architecture, c.head), partial(_plan_shard, c, c.layout)
+        is_legacy, folder_name = c.to is Format.LEGACY, f"iter_{ITERATION:07d}"
+        files = [
+            *(legacy_files(*model, dtype, shard, folder_name) if is_legacy else ()),
+            *(() if is_legacy else dist_files(*model, shard, folder_name)),
+        ]
     done, total = 0, sum(file.num_bytes for file in files)
 
     def wrote(count: int) -> None:
@@ -164,17 +177,26 @@ def convert(conversion: Conversion, progress: Progress) -> None:
         done += count
         progress(done, total)
 
-    inside = (f"{ITERATION_FOLDER}/{name}" for name in (METADATA, COMMON, BACKEND, EXTRA_STATES))
-    names = [*(file.path for file in files), CONFIG, *SIDE_FILES, INDEX, TRACKER, *inside]
     try:
-        with new_folder(c.target, names, c.replace) as folder:
-            _check_space(c, total)
+        with new_folder(c.target, c.replace) as folder:
+            free = shutil.disk_usage(folder).free
+            if total + SPARE_BYTES > free:
+                rule = f"needs {total / 1e9:.2f} GB, its disk has {free / 1e9:.2f} GB free"
+                remedy = "free some space or give a folder on another disk"
+                raise UserError(Problem(f"{c.target}", rule, remedy=remedy))
             progress(0, total)
             notes: dict[str, Any] = {}
             for file in files:
                 (folder / file.path).parent.mkdir(parents=True, exist_ok=True)
                 notes[Path(file.path).name] = file.write(folder / file.path, wrote=wrote)
-            _write_beside(c, notes, folder)
+            if c.layout is None:
+                sizes = {f: {n: t.num_bytes for n, t in groups[f].items()} for f in groups}
+                write_index(folder, sizes)
+            else:
+                (folder / TRACKER).write_text(str(ITERATION), encoding="utf-8")
+            if c.to is Format.TORCH_DIST:
+                write_metadata(folder / folder_name, notes, *model, dtype)
+            copy_side_files(c.config, folder, c.head, c.dtype)
     except UserError:
         raise
     except ValueError as error:  # damage of the source that shows when its bytes are read
@@ -193,13 +215,14 @@ class DiskFull(Exception):
     """The disk filled up while files were written."""
 
 
-def _plan_shard(c: Conversion, parameter: StageParameter, tp_rank: int) -> PlannedTensor:
+def _plan_shard(
+    c: Conversion, layout: MegatronLayout, parameter: StageParameter, tp_rank: int
+) -> PlannedTensor:
     """Plan a tensor-parallel rank's shard of a parameter, whose padding is 0.
 
     Its dtype is the conversion's, or else that of its sources; UserError if these differ.
     """
-    a, layout = c.architecture, c.layout
-    assert layout is not None, "only Megatron parameters have shards"
+    a = c.architecture
     rows = layout.vocab_rows(a) if parameter.split is Split.VOCAB else None
     shape = shard_shape(parameter, a, layout.tp, rows)
     dtypes = {source: c.weights.dtype(source) for source in parameter.sources}
@@ -217,28 +240,6 @@ def _plan_shard(c: Conversion, parameter: StageParameter, tp_rank: int) -> Plann
         return shard
 
     return PlannedTensor(shape, dtype, make)
-
-
-def _plan_files(c: Conversion) -> list[PlannedFile]:
-    """Plan the files of the target that hold tensors."""
-    if c.to is Format.HF:
-        return [
-            PlannedFile(
-                path,
-                sum(planned.num_bytes for planned in tensors.values()),
-                partial(write_safetensors, tensors=tensors),
-            )
-            for path, tensors in _hf_groups(c).items()
-        ]
-    assert c.layout is not None, "a Megatron target has a layout"
-    model, shard = (c.layout, c.architecture, c.head), partial(_plan_shard, c)
-    if c.to is Format.LEGACY:
-        return list(legacy_files(*model, _model_dtype(c), shard, ITERATION_FOLDER))
-    return list(dist_files(*model, shard, ITERATION_FOLDER))
-
-
-def _model_dtype(c: Conversion) -> torch.dtype:
-    return c.dtype or c.weights.dtype("model.norm.weight")
 
 
 def _hf_groups(c: Conversion) -> dict[str, dict[str, PlannedTensor]]:
@@ -260,95 +261,46 @@ def _read_whole(weights: BoxedWeights, name: str, dtype: torch.dtype) -> Tensor:
     return weights.read(name, whole(weights.shape(name))).to(dtype)
 
 
-def _write_beside(c: Conversion, notes: dict[str, Any], folder: Path) -> None:
-    """Write the small files of the target to `folder`: config, tokenizer and those of its format.
-
-    notes: name of each file of tensors -> what `PlannedFile.write` returned
-    """
-    if c.to is Format.HF:
-        groups = _hf_groups(c)
-        write_index(folder, {f: {n: t.num_bytes for n, t in groups[f].items()} for f in groups})
-    else:
-        (folder / TRACKER).write_text(str(ITERATION), encoding="utf-8")
-    if c.to is Format.TORCH_DIST:
-        assert c.layout is not None
-        model = (c.layout, c.architecture, c.head)
-        write_metadata(folder / ITERATION_FOLDER, notes, *model, _model_dtype(c))
-    copy_side_files(c.config, folder, c.head, c.dtype)
-
-
-def _check_space(c: Conversion, needed: int) -> None:
-    place = next(path for path in (c.target, *c.target.absolute().parents) if path.exists())
-    free = shutil.disk_usage(place).free
-    if needed + SPARE_BYTES > free:
-        rule = f"needs {needed / 1e9:.2f} GB, its disk has {free / 1e9:.2f} GB free"
-        raise UserError(
-            Problem(f"{c.target}", rule, remedy="free some space or give a folder on another disk")
-        )
-
-
 @contextmanager
-def new_folder(target: Path, files: Iterable[str], replace: bool) -> Iterator[Path]:
+def new_folder(target: Path, replace: bool) -> Iterator[Path]:
     """Yield the empty folder `TARGET.partial`; rename it to `target` after the block.
 
     Removes it if the block raises, and one that an interrupted call left.
 
     Args:
-        files: names of all files that may be written to it, relative to it.
+        target: folder to write.
         replace: remove an older `target` that this function made at the end.
 
     Raises:
-        UserError: if `target` exists without `replace`, it or the partial folder has other files,
-            or another process writes it.
+        UserError: if `target` exists without `replace`, or it or the partial folder was not written
+            by this function.
     """
     partial = target.with_name(f"{target.name}.partial")
-    if _is_occupied(target):
-        if not replace:
-            raise UserError(
-                Problem(f"{target}", "must not exist yet", remedy="give another folder, or --force")
-            )
-        _check_ours(target)
+    for folder in (target, partial):
+        if not _is_occupied(folder):
+            continue
+        if folder is target and not replace:
+            remedy = "give another folder, or --force"
+            raise UserError(Problem(f"{target}", "must not exist yet", remedy=remedy))
+        if folder.is_symlink() or not (folder / MARKER).is_file():
+            remedy = "give another folder, or remove it yourself"
+            raise UserError(Problem(f"{folder}", "was not written by convert", remedy=remedy))
     if _is_occupied(partial):
-        _check_ours(partial)
         shutil.rmtree(partial)
     partial.mkdir(parents=True, exist_ok=True)
-    with (partial / MARKER).open("w", encoding="utf-8") as marker:
-        fcntl.flock(marker, fcntl.LOCK_EX)  # until it is closed
-        json.dump(sorted(files), marker)
-        marker.flush()
-        try:
-            yield partial
-            for path in (*partial.rglob("*"), partial):
-                sync(path)
-            if replace and _is_occupied(target):
-                _check_ours(target)
-                shutil.rmtree(target)
-            os.rename(partial, target)  # fails where a folder of that name has appeared
-            sync(target.parent)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
+    try:
+        (partial / MARKER).write_text('{"written_by": "convert"}\n')
+        yield partial
+        for path in (*partial.rglob("*"), partial):
+            sync(path)
+        if replace and _is_occupied(target):
+            shutil.rmtree(target)
+        os.rename(partial, target)  # fails where a folder of that name has appeared
+        sync(target.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def _is_occupied(folder: Path) -> bool:
     return os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir()))
-
-
-def _check_ours(folder: Path) -> None:
-    """Raise UserError unless all files below the folder are ours and nobody writes it."""
-    remedy = "give another folder, or remove it yourself"
-    try:
-        with (folder / MARKER).open("r+", encoding="utf-8") as marker:
-            fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            ours = {MARKER, *json.load(marker)}
-    except BlockingIOError:
-        rule, remedy = "is written by another process", "wait for it, or give another folder"
-        raise UserError(Problem(f"{folder}", rule, remedy=remedy)) from None
-    except (OSError, ValueError, TypeError):
-        raise UserError(Problem(f"{folder}", "was not written by convert", remedy=remedy)) from None
-    found = {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
-    if folder.is_symlink() or (others := sorted(found - ours)):
-        shown = "it is a link" if folder.is_symlink() else ", ".join(others[:5])
-        raise UserError(
-            Problem(f"{folder}", f"has files that convert did not write: {shown}", remedy=remedy)
-        )

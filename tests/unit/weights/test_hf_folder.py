@@ -52,7 +52,7 @@ def test_pickled_weights_are_read_where_there_are_no_others(tmp_path: Path) -> N
         HfFolder(tmp_path / "nowhere")
     torch.save(TENSORS, tmp_path / "pytorch_model.bin")
     folder = HfFolder(tmp_path)
-    assert set(folder.names()) == set(TENSORS)
+    assert set(folder) == set(TENSORS)
     for name, tensor in TENSORS.items():
         assert torch.equal(folder.read(name, whole(tuple(tensor.shape))), tensor)
 
@@ -61,10 +61,8 @@ def test_a_truncated_part_of_a_sharded_model(tmp_path: Path) -> None:
     write_sharded(tmp_path)
     part = tmp_path / "model-00002-of-00002.safetensors"
     part.write_bytes(part.read_bytes()[:4])
-    folder = HfFolder(tmp_path)
-    assert folder.shape("a.weight") == (4, 3)
     with pytest.raises(ValueError, match=r"model-00002-of-00002\.safetensors is damaged"):
-        folder.shape("b.weight")
+        HfFolder(tmp_path)
 
 
 def test_an_index_that_names_missing_files(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_every_box_is_read_and_nothing_else(
 
 def test_the_weights_of_a_folder_are_read_by_boxes(folder: Path) -> None:
     state = RunState(folder).slot("weight")
-    assert state.names() == ["v"] and "m" not in state
+    assert list(state) == ["v"] and "m" not in state
     assert state.shape("v") == (6,) and state.dtype("v") is torch.bfloat16
     assert state.read("v", Box((2,), (3,))).equal(VECTOR[2:5])
 
