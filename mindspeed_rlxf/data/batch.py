@@ -27,9 +27,15 @@ class Rows:
 
     def select(self: R, rows: Sequence[int]) -> R:
         """Return new rows with the indices `rows`, in that order; padding is not shortened."""
-        index = torch.as_tensor(list(rows), dtype=torch.long)
-        columns = {f.name: _take_rows(getattr(self, f.name), index) for f in fields(self)}
-        return type(self)(**columns)
+        places = list(rows)
+        index = torch.as_tensor(places, dtype=torch.long)
+        columns = {f.name: getattr(self, f.name) for f in fields(self)}
+        return type(self)(
+            **{
+                name: c.index_select(0, index) if isinstance(c, Tensor) else [c[i] for i in places]
+                for name, c in columns.items()
+            }
+        )
 
     def split(self: R, parts: int) -> list[R]:
         """Split into consecutive parts whose sizes differ by one at most; parts may be empty."""
@@ -45,26 +51,21 @@ class Rows:
         assert parts, "Rows.concat needs at least one part"
         if len(parts) == 1:
             return parts[0]
-        return cls(**{f.name: _join([getattr(p, f.name) for p in parts]) for f in fields(cls)})
-
-
-def _take_rows(column: Any, index: Tensor) -> Any:
-    if isinstance(column, Tensor):
-        return column.index_select(0, index)
-    return [column[i] for i in index.tolist()]
-
-
-def _join(columns: list[Any]) -> Any:
-    if not isinstance(columns[0], Tensor):
-        return [item for column in columns for item in column]
-    if columns[0].dim() == 2:
-        width = max(column.size(1) for column in columns)
-        columns = [fit_columns(column, width) for column in columns]
-    return torch.cat(columns)
+        joined: dict[str, Any] = {}
+        for name in (f.name for f in fields(cls)):
+            columns = [getattr(part, name) for part in parts]
+            if not isinstance(columns[0], Tensor):
+                joined[name] = [item for column in columns for item in column]
+                continue
+            if columns[0].dim() == 2:
+                width = max(column.size(1) for column in columns)
+                columns = [fit_columns(column, width) for column in columns]
+            joined[name] = torch.cat(columns)
+        return cls(**joined)
 
 
 def fit_columns(column: Tensor, width: int) -> Tensor:
-    """Pad with zeros on the right, or cut on the right: [batch, w] -> [batch, width]."""
+    """Pad with zeros, or truncate, on the right: [batch, w] -> [batch, width]."""
     return torch.nn.functional.pad(column, (0, width - column.size(1)))
 
 
@@ -72,8 +73,8 @@ def fit_columns(column: Tensor, width: int) -> Tensor:
 class RoleOutput:
     """Result of a role method: rows, which stay in the workers' store, and a report for the driver.
 
-    The report holds Python numbers, strings, lists and dataclasses of these. The runtime refuses
-    tensors in it. The first rank of a replica writes `token_rows` to a file of its own.
+    The report holds numbers, strings, lists and dataclasses of these; the runtime refuses tensors
+    in it. The first rank of a replica writes `token_rows` to a file of its own.
     """
 
     rows: Rows | None = None
@@ -83,11 +84,7 @@ class RoleOutput:
 
 @dataclass(frozen=True)
 class TokenLog:
-    """Which samples of an iteration are logged token by token, and where.
-
-    folder:     gets one file per rank
-    sample_ids: samples to log, over all ranks; each rank writes those of them that it has
-    """
+    """Samples of an iteration to log token by token: each rank writes a file to the folder."""
 
     folder: str
     iteration: int
@@ -96,24 +93,19 @@ class TokenLog:
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Numbers of each response token, for all samples of a rank.
-
-    advantages, kl, values: [batch, response or more]; kl and values None where the run has none
-    lengths:                [batch] int64, of the responses
-    """
+    """Numbers of each response token, for all samples of a rank; None for what the run lacks."""
 
     log: TokenLog
     sample_ids: list[int]
-    lengths: Tensor
-    advantages: Tensor
+    lengths: Tensor  # [batch] int64, of the responses
+    advantages: Tensor  # [batch, response or more], as the next two
     kl: Tensor | None
     values: Tensor | None
 
     def as_lists(self) -> dict[int, dict[str, list[float]]]:
         """Return sample id -> {"advantage" | "kl" | "value": one number per response token}.
 
-        Only samples of this rank that are in `log.sample_ids`; names that the run has no numbers
-        for are left out.
+        Only for this rank's samples in `log.sample_ids`.
         """
         named = {"advantage": self.advantages, "kl": self.kl, "value": self.values}
         columns = {name: column for name, column in named.items() if column is not None}
@@ -153,7 +145,7 @@ class Rollouts(Rows):
     prompt_lengths: Tensor  # [batch] int64
     response_ids: Tensor  # [batch, response] int64, right-padded with 0, EOS included
     response_mask: Tensor  # [batch, response] bool, True = a token of the response, False = padding
-    trained_mask: Tensor  # [batch, response] bool, True = learnt from; within response_mask
+    trained_mask: Tensor  # [batch, response] bool, True = trained; within response_mask
     has_eos: Tensor  # [batch] bool, True = the response ends with an EOS or a stop string
     rollout_log_probs: Tensor  # [batch, response] fp32, unfiltered, 0 where not trained
     ground_truths: list[str]
@@ -166,7 +158,7 @@ class Rollouts(Rows):
     def __post_init__(self) -> None:
         _fill_extra_infos(self)
         outside = self.trained_mask & ~self.response_mask
-        assert not bool(outside.any()), "only tokens of a response can be learnt from"
+        assert not bool(outside.any()), "only tokens of a response can be trained on"
 
     @property
     def response_lengths(self) -> Tensor:
@@ -235,24 +227,18 @@ class ExperienceInputs:
     """What advantages and returns are computed from: rows of the same samples in the same order.
 
     The driver fills it with references to rows (`cluster.refs.as_rows_field`).
-    old: recomputed log-probs; None = those of the rollout, or of the update, are used
-    ref: log-probs of the reference; None without a reference, whose KL then counts as 0
-    values: None without a critic
-    greedy, greedy_scores: for ReMax, the greedy response to the prompt of each sample
-    slot_limit: largest number of slots of a response (`algorithms.slots.value_mask`)
-    token_log: samples to log token by token; None = none
     """
 
     rollouts: Rollouts
-    old: LogProbs | None
-    ref: LogProbs | None
+    old: LogProbs | None  # recomputed; None = those of the rollout, or of the update, are used
+    ref: LogProbs | None  # None without a reference, whose KL then counts as 0
     scores: Scores
-    values: Values | None
-    greedy: Rollouts | None
+    values: Values | None  # None without a critic
+    greedy: Rollouts | None  # ReMax: the greedy response to the prompt of each sample
     greedy_scores: Scores | None
     kl_coef: float
-    slot_limit: int
-    token_log: TokenLog | None = None
+    slot_limit: int  # largest number of slots of a response (`algorithms.slots.value_mask`)
+    token_log: TokenLog | None = None  # samples to log token by token
 
 
 @dataclass(frozen=True)
@@ -265,9 +251,9 @@ class Experience(Rows):
 
     # [batch, response] fp32, 0 where masked; losses of pairs: 1 = preferred response, -1 = other
     advantages: Tensor
-    trained_mask: Tensor  # [batch, response] bool, True = token that is learnt from
+    trained_mask: Tensor  # [batch, response] bool, True = token that is trained
     old_log_probs: Tensor  # [batch, response] fp32; no columns = the update uses its own log-probs
     ref_log_probs: Tensor  # [batch, response] fp32
     returns: Tensor  # [batch, slots] fp32
     values: Tensor  # [batch, slots] fp32, the critic's before the update
-    value_mask: Tensor  # [batch, slots] bool, True = slot with a value to learn
+    value_mask: Tensor  # [batch, slots] bool, True = slot whose value is trained

@@ -51,20 +51,30 @@ def rank_steps(
 ) -> list[RankSteps]:
     """Split each epoch into mini-batches, and each mini-batch into equal parts for the ranks.
 
-    Returns for each rank its samples of all epochs, ascending and each once, and for each
-    mini-batch the positions of the rank's samples in that list.
-    orders:     [epochs][samples]. mini_batch_size must divide the number of samples, and be a
-                multiple of num_ranks * group_size, or an AssertionError is raised.
-    costs:      cost of each sample, for parts of nearly equal cost; None = consecutive parts
-    group_size: number of consecutive samples of an order that stay on one rank
+    Args:
+        orders: [epochs][samples].
+        mini_batch_size: divides the number of samples, and is a multiple of num_ranks * group_size
+            (asserted).
+        num_ranks: data-parallel size.
+        costs: of each sample, for parts of nearly equal cost; None = consecutive parts.
+        group_size: consecutive samples of an order that stay on one rank.
+
+    Returns:
+        For each rank its samples of all epochs, ascending and each once, and for each mini-batch
+        the positions of the rank's samples in that list.
     """
     whole = all(len(order) % mini_batch_size == 0 for order in orders)
     assert whole and mini_batch_size % (num_ranks * group_size) == 0, "checked beforehand"
-    shares = [
-        _divide_samples(order[start : start + mini_batch_size], num_ranks, costs, group_size)
-        for order in orders
-        for start in range(0, len(order), mini_batch_size)
-    ]
+    shares: list[list[list[int]]] = []
+    for order in orders:
+        for start in range(0, len(order), mini_batch_size):
+            samples = order[start : start + mini_batch_size]
+            if costs is None:
+                shares.append(np.reshape(samples, (num_ranks, -1)).tolist())
+            else:
+                groups = np.reshape(samples, (-1, group_size))
+                parts = equal_parts(np.asarray(costs)[groups].sum(1), num_ranks)
+                shares.append([groups[part].flatten().tolist() for part in parts])
     ranks = []
     for rank in range(num_ranks):
         steps = [share[rank] for share in shares]
@@ -72,16 +82,6 @@ def rank_steps(
         position = {row: i for i, row in enumerate(rows)}
         ranks.append(RankSteps(rows, [[position[row] for row in step] for step in steps]))
     return ranks
-
-
-def _divide_samples(
-    samples: list[int], num_ranks: int, costs: Sequence[float] | None, group_size: int
-) -> list[list[int]]:
-    if costs is None:
-        return np.reshape(samples, (num_ranks, -1)).tolist()
-    groups = np.reshape(samples, (-1, group_size))
-    of_groups = np.asarray(costs)[groups].sum(1)
-    return [groups[part].flatten().tolist() for part in equal_parts(of_groups, num_ranks)]
 
 
 def sample_flops(a: ArchitectureConfig, tokens: int, outputs: int) -> int:

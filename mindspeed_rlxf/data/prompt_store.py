@@ -2,11 +2,10 @@
 
 import json
 import os
-import struct
 import tempfile
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from itertools import pairwise
 from typing import Any, overload
 
@@ -16,7 +15,6 @@ from mindspeed_rlxf.data.files import as_text
 
 Int64Array = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
-HEAD = struct.Struct("<I")  # number of token ids; they follow, then JSON
 STYLE = "reward_model"
 STYLES = ("rule", "model")
 
@@ -40,13 +38,14 @@ class Labels:
 class Prompt:
     """One prompt of a data set.
 
-    index:        number of the prompt, from 0, counted over all files without dropped rows
-    text:         what was tokenized (a chat after its template); of a prompt that was cut, or read
-                  from an indexed data set, the decoded ids
-    token_ids:    [prompt] int64, at least 1 and at most max_prompt_length, no EOS appended
-    ground_truth: what a rule compares with, "" when the row has none
-    data_source:  picks the rule and names the validation metrics
-    extra_info:   other values of the row for reward functions: text, numbers, lists, objects
+    Attributes:
+        index: number of the prompt, from 0, counted over all files without dropped rows.
+        text: what was tokenized (a chat after its template); of a prompt that was truncated, or
+            read from an indexed data set, the decoded ids.
+        token_ids: [prompt] int64, at least 1 and at most max_prompt_length, no EOS appended.
+        ground_truth: what a rule compares with, "" if the row has none.
+        data_source: picks the rule and names the validation metrics.
+        extra_info: other values of the row for reward functions: text, numbers, lists, objects.
     """
 
     index: int
@@ -69,11 +68,10 @@ class PromptStore(Sequence[Prompt]):
         self._parts = [0]
         self._file = tempfile.TemporaryFile(prefix="rlxf-prompts-")  # noqa: SIM115
 
-    def add(self, text: str, token_ids: Sequence[int] | Int64Array, labels: Labels) -> None:
+    def add(self, text: str, token_ids: Sequence[int], labels: Labels) -> None:
         """Append a prompt, readable after the next `end_part`."""
-        ids = np.asarray(token_ids, dtype="<i4").tobytes()
-        rest = [text, labels.ground_truth, labels.data_source, labels.extra_info]
-        record = HEAD.pack(len(token_ids)) + ids + json.dumps(rest, default=as_text).encode("ascii")
+        fields = [text, list(token_ids), *astuple(labels)]
+        record = json.dumps(fields, default=as_text).encode("ascii")
         self._file.write(record)
         self._ends.append(self._ends[-1] + len(record))
 
@@ -101,7 +99,5 @@ class PromptStore(Sequence[Prompt]):
     def _read(self, index: int) -> Prompt:
         begin, end = self._ends[index : index + 2]
         record = os.pread(self._file.fileno(), end - begin, begin)
-        split = HEAD.size + 4 * HEAD.unpack_from(record)[0]
-        ids = np.frombuffer(record[HEAD.size : split], "<i4").astype(np.int64)
-        text, truth, source, extra_info = json.loads(record[split:])
-        return Prompt(index, text, ids, truth, source, extra_info)
+        text, ids, *labels = json.loads(record)
+        return Prompt(index, text, np.asarray(ids, dtype=np.int64), *labels)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from mindspeed_rlxf.config.problems import Problem, UserError, closest
 from mindspeed_rlxf.config.schema import SAVED_AS, ArchitectureConfig
 from mindspeed_rlxf.weights.formats import INDEX, SINGLE, Format, find_weights
-from mindspeed_rlxf.weights.megatron_layout import MegatronLayout, make_layout
+from mindspeed_rlxf.weights.megatron_layout import make_layout
 
 if TYPE_CHECKING:
     from mindspeed_rlxf.weights.tensor_conversion import Conversion
@@ -45,7 +45,24 @@ def plan_conversion(arguments: argparse.Namespace) -> Conversion:
     architecture, hf_config = read_architecture(config)
     _check_model(arguments, architecture, str(hf_config.get("model_type")))
     head = choose_head(hf_config, arguments.orm)
-    layout = None if to is Format.HF else _layout_of_flags(arguments, architecture)
+    layout = None
+    if to is not Format.HF:
+        given, layer_list = arguments.num_layer_list, None
+        if given is not None:
+            try:
+                layer_list = [int(number) for number in given.split(",")]
+            except ValueError:
+                rule, remedy = "must be numbers with commas between", "write it like 8,8,7,9"
+                raise UserError(Problem("--num-layer-list", rule, given, remedy)) from None
+        layout = make_layout(
+            architecture,
+            arguments.tp,
+            arguments.pp,
+            arguments.ep,
+            arguments.num_layers_per_virtual_pipeline_stage,
+            layer_list,
+            arguments.make_vocab_size_divisible_by,
+        )
     return Conversion(
         source=source,
         config=config,
@@ -63,7 +80,30 @@ def plan_conversion(arguments: argparse.Namespace) -> Conversion:
 
 def _check_folders(arguments: argparse.Namespace) -> tuple[Path, Path, Path]:
     """Check flags and folders; return the source, the target, and the folder of config.json."""
-    problems = _choice_problems(arguments)
+    size, ranks = arguments.shard_size_gb, vars(arguments)
+    given = [f"--{name}={ranks[name]}" for name in ("tp", "pp", "ep") if ranks[name] != 1]
+    given += ["--num-layer-list"] if arguments.num_layer_list else []
+    optim = "optimizer states are not converted"
+    no_ranks = "a Hugging Face folder has no ranks"
+    checks = [
+        (
+            arguments.load_model_type == "optim",
+            Problem("--load-model-type", optim, "optim", "use hf or mg", colon=True),
+        ),
+        (
+            arguments.format == "zarr",
+            Problem("--ckpt-format", "cannot be written", "zarr", "use torch or torch_dist"),
+        ),
+        (
+            not 0 < size < math.inf,
+            Problem("--shard-size-gb", "must be more than 0, and finite", f"{size:g}", "use 4"),
+        ),
+        (
+            arguments.to == "hf" and bool(given),
+            Problem(", ".join(given), no_ranks, remedy="remove it", colon=True),
+        ),
+    ]
+    problems = [problem for broken, problem in checks if broken]
     for role, flag in (("source", "load_dir"), ("target", "save_dir")):
         if (getattr(arguments, role) is None) == (getattr(arguments, flag) is None):
             rule = f"or --{flag.replace('_', '-')} must be given, once"
@@ -125,34 +165,6 @@ def _find_config_and_target(
     return config, target
 
 
-def _choice_problems(arguments: argparse.Namespace) -> list[Problem]:
-    """Return a problem for each flag whose value is not supported or excludes another."""
-    size, ranks = arguments.shard_size_gb, vars(arguments)
-    given = [f"--{name}={ranks[name]}" for name in ("tp", "pp", "ep") if ranks[name] != 1]
-    given += ["--num-layer-list"] if arguments.num_layer_list else []
-    optim = "optimizer states are not converted"
-    no_ranks = "a Hugging Face folder has no ranks"
-    checks = [
-        (
-            arguments.load_model_type == "optim",
-            Problem("--load-model-type", optim, "optim", "use hf or mg", colon=True),
-        ),
-        (
-            arguments.format == "zarr",
-            Problem("--ckpt-format", "cannot be written", "zarr", "use torch or torch_dist"),
-        ),
-        (
-            not 0 < size < math.inf,
-            Problem("--shard-size-gb", "must be more than 0, and finite", f"{size:g}", "use 4"),
-        ),
-        (
-            arguments.to == "hf" and bool(given),
-            Problem(", ".join(given), no_ranks, remedy="remove it", colon=True),
-        ),
-    ]
-    return [problem for broken, problem in checks if broken]
-
-
 def _check_model(
     arguments: argparse.Namespace, architecture: ArchitectureConfig, model_type: str
 ) -> None:
@@ -183,27 +195,6 @@ def _check_model(
     ]
     if problems := [problem for broken, problem in checks if broken]:
         raise UserError(problems)
-
-
-def _layout_of_flags(
-    arguments: argparse.Namespace, architecture: ArchitectureConfig
-) -> MegatronLayout:
-    given, layer_list = arguments.num_layer_list, None
-    if given is not None:
-        try:
-            layer_list = [int(number) for number in given.split(",")]
-        except ValueError:
-            rule, remedy = "must be numbers with commas between", "write it like 8,8,7,9"
-            raise UserError(Problem("--num-layer-list", rule, given, remedy)) from None
-    return make_layout(
-        architecture,
-        arguments.tp,
-        arguments.pp,
-        arguments.ep,
-        arguments.num_layers_per_virtual_pipeline_stage,
-        layer_list,
-        arguments.make_vocab_size_divisible_by,
-    )
 
 
 def _error(path: Path, rule: str, remedy: str) -> UserError:

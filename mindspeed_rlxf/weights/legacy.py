@@ -228,7 +228,12 @@ def write_torch_file(path: Path, tree: dict[str, Any], wrote: Wrote) -> None:
     """
     fake = torch.serialization.skip_data(materialize_fake_tensors=True)
     with FakeTensorMode(), fake:  # type: ignore[no-untyped-call]
-        torch.save({key: _emptied(value) for key, value in tree.items()}, path)
+        empty = {
+            key: OrderedDict((n, torch.empty(p.shape, dtype=p.dtype)) for n, p in model.items())
+            for key, model in tree.items()
+            if isinstance(model, dict)
+        }
+        torch.save({**tree, **empty}, path)
     with path.open("r+b") as file:
         # A mapping has no error for a full disk.
         os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
@@ -239,9 +244,3 @@ def write_torch_file(path: Path, tree: dict[str, Any], wrote: Wrote) -> None:
                 content[key][name].copy_(planned.make())
                 wrote(planned.num_bytes)
         os.fsync(file.fileno())
-
-
-def _emptied(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    return OrderedDict((n, torch.empty(p.shape, dtype=p.dtype)) for n, p in value.items())

@@ -46,9 +46,9 @@ def patiently(read: Callable[[], T]) -> T:
     for pause in PAUSES_S:
         try:
             return read()
-        except (FileNotFoundError, NotADirectoryError, ValueError):
-            raise
-        except OSError:
+        except OSError as error:
+            if isinstance(error, (FileNotFoundError, NotADirectoryError, ValueError)):
+                raise
             time.sleep(pause)
     return read()
 
@@ -150,8 +150,7 @@ def find_damage(folder: Path, entries: Iterable[Entry]) -> list[str]:
 
     Raises OSError if one cannot be read for some seconds.
     """
-    problems = (content_problem(folder, entry) for entry in entries)
-    return [problem for problem in problems if problem is not None]
+    return [problem for entry in entries if (problem := content_problem(folder, entry))]
 
 
 def under(folder: str, entries: Iterable[Entry]) -> list[Entry]:
@@ -168,10 +167,8 @@ def size_problem(folder: Path, entry: Entry) -> str | None:
         found = os.lstat(folder / entry["path"])
     except (FileNotFoundError, NotADirectoryError):
         return f"{entry['path']} is missing"
-    if stat.S_ISLNK(found.st_mode):
-        return f"{entry['path']} is a link"
     if not stat.S_ISREG(found.st_mode):
-        return f"{entry['path']} is missing"
+        return f"{entry['path']} is no file, or a link"
     if found.st_size != entry["size"]:
         return f"{entry['path']} has {found.st_size} bytes, not {entry['size']}"
     return None
