@@ -42,11 +42,6 @@ def test_flops_of_experts_count_those_that_compute_a_token() -> None:
     assert sample_flops(experts, 5, 0) == 3 * (2 * 5 * 192 + 200)
 
 
-def test_parts_by_hand() -> None:
-    """9 | 8, then 7 to 8 and 5 to 9: 14 | 15, then 2 and 1: 16 | 16. In order it is 22 | 10."""
-    assert equal_parts([9, 8, 5, 7, 1, 2], 2) == [[0, 2, 5], [1, 3, 4]]
-
-
 def test_an_exchange_improves_the_longest_first_assignment() -> None:
     """Longest first: 8 5 | 7 6 are 13 each, 4 to the first, 1 to the second: 17 | 14. An exchange
     of 8 and 7 makes 16 | 15, the best that a sum of 31 allows."""
@@ -55,30 +50,6 @@ def test_an_exchange_improves_the_longest_first_assignment() -> None:
     parts = equal_parts(costs, 2)
     assert [len(part) for part in parts] == [3, 3]
     assert largest(costs, parts) == 16
-
-
-def test_one_sample_per_rank_leaves_the_order() -> None:
-    assert equal_parts([3, 1, 2], 3) == [[0], [1], [2]]
-
-
-def test_one_rank_gets_all_in_order() -> None:
-    assert equal_parts([3, 1, 2], 1) == [[0, 1, 2]]
-
-
-def test_equal_costs_make_equal_parts() -> None:
-    parts = equal_parts([5.0] * 12, 4)
-    assert sorted(item for part in parts for item in part) == list(range(12))
-    assert [len(part) for part in parts] == [3] * 4
-
-
-def test_a_very_expensive_sample_shares_a_part_with_the_cheapest() -> None:
-    """100 is more than all others, so its part gets 1 and 2."""
-    assert equal_parts([4, 1, 5, 100, 3, 2], 2) == [[0, 2, 4], [1, 3, 5]]
-
-
-def test_unequal_counts_are_refused() -> None:
-    with pytest.raises(AssertionError, match="5 items do not make 2 equal parts"):
-        equal_parts([1.0] * 5, 2)
 
 
 @pytest.mark.parametrize("ranks", RANKS)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import pytest
 import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from mindspeed_rlxf.data.batch import Experience, Rollouts, Rows, fit_columns
+from mindspeed_rlxf.data.batch import Rows, fit_columns
 
 
 @dataclass(frozen=True)
@@ -69,23 +68,7 @@ def test_split_parts_are_even_and_join_to_the_whole(rows: int, parts: int) -> No
     assert_equal(Sample.concat(pieces), whole)
 
 
-def test_selections_are_copies_and_a_single_part_is_not() -> None:
-    whole = sample(3, 2)
-    assert Sample.concat([whole]) is whole
-    whole.select([1]).ids.zero_()
-    assert whole.ids[1].tolist() == [11, 12]
-
-
 def test_columns_are_padded_on_the_right_with_the_value() -> None:
     assert fit_columns(torch.ones(1, 2), 4).tolist() == [[1, 1, 0, 0]]
     assert fit_columns(torch.ones(1, 2, dtype=torch.bool), 3).tolist() == [[True, True, False]]
     assert fit_columns(torch.tensor([[1, 2, 3]]), 2).tolist() == [[1, 2]]
-
-
-@pytest.mark.parametrize("kind", [Rollouts, Experience])
-def test_row_types_count_by_their_first_field(kind: type[Rows]) -> None:
-    width = {"advantages": torch.zeros(3, 2), "sample_ids": [4, 5, 6], "extra_infos": [{}] * 3}
-    columns = {
-        f: width.get(f, torch.ones(3, 2, dtype=torch.bool)) for f in kind.__dataclass_fields__
-    }
-    assert kind(**columns).num_rows == 3

@@ -139,13 +139,6 @@ def test_the_answer_is_a_column_that_rewards_can_compare_with(
     assert prompts(bench, ground_truth_key="labels") == [(USER.format("1+1"), answer)]
 
 
-def test_without_a_response_prompts_are_written_all_the_same(bench: Bench) -> None:
-    rows = [{"instruction": "A"}]
-    for handler in ("PPOAlpacaStyleInstructionHandler", "R1AlpacaStyleInstructionHandler"):
-        assert run(bench, handler, rows, '{"response": ""}').rows_written == 1
-        assert column_files(bench.prefix) == ["attention_mask", "input_ids"]
-
-
 def test_only_the_named_columns_are_kept(bench: Bench) -> None:
     rows = [{"instruction": "A", "output": "B", "level": 3, "note": "n"}]
     run(bench, "R1AlpacaStyleInstructionHandler", rows, additional_columns=("labels", "level"))
@@ -213,16 +206,6 @@ def test_unusable_responses_are_counted_by_reason(
     counts = run(bench, handler, rows)
     assert reasons(bench) == [(i + 2, reason) for i, (_, reason) in enumerate(bad)]
     assert counts.rows_written == 1
-
-
-@pytest.mark.parametrize("handler", ["AlpacaStyleInstructionHandler", "AlpacaStylePairwiseHandler"])
-def test_the_longest_sequence_counts_for_the_limit(handler: str, bench: Bench) -> None:
-    def row(text: str) -> dict[str, str]:
-        return {"instruction": "A", "output": text, "chosen": "B", "rejected": text}
-
-    # empty: A, the response and EOS, so 3 fit and 4 do not.
-    counts = run(bench, handler, [row("B"), row("BB")], template="empty", max_prompt_length=3)
-    assert (counts.rows_written, counts.dropped["too long"]) == (1, 1)
 
 
 def test_tags_name_the_keys_and_roles_of_messages(bench: Bench) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,6 @@ from tests.unit.data.bench import Bench
 from tests.unit.data.byte_tokenizer import SPECIAL, byte_tokenizer, write_tokenizer
 from tests.unit.data.plain_pairs import write_pair
 
-DATA = Path(os.environ.get("RLXF_DATA", Path(__file__).parents[4] / "shared" / "data"))
-GSM8K = DATA / "gsm8k" / "train.jsonl"
 ROWS = [
     {"prompt": "1+1=", "ground_truth": "2", "data_source": "sums"},
     {"prompt": "größe 数学", "ground_truth": 7.5, "data_source": None},
@@ -75,16 +72,6 @@ def test_the_empty_template_gives_the_prompts_of_the_files(
     assert essence(found.prompts) == essence(expected)
     assert [p.text for p in found.prompts[:2]] == ["<s>1+1=", "<s>größe 数学"]
     assert found.stop_token_ids == ()
-
-
-@pytest.mark.skipif(not GSM8K.is_file(), reason=f"GSM8K is not at {GSM8K} (set RLXF_DATA)")
-def test_gsm8k_is_the_same_in_both_forms(tokenizer_folder: str, tmp_path: Path) -> None:
-    rows = [json.loads(line) for line in GSM8K.read_text(encoding="utf-8").splitlines()[:300]]
-    keys = {"ground_truth_key": "answer", "prompt_key": "question"}
-    prefix = make(tmp_path, tokenizer_folder, rows, map_keys=MapKeys("question"), workers=2)
-    tokenizer = load_tokenizer(tokenizer_folder)
-    expected = load_prompts(f"{prefix}.jsonl", tokenizer, config(**keys), 2000)
-    assert essence(load(tokenizer_folder, prefix, limit=2000, **keys).prompts) == essence(expected)
 
 
 def test_stop_tokens_of_all_data_sets_come_back(tokenizer_folder: str, tmp_path: Path) -> None:
@@ -164,14 +151,6 @@ def test_a_data_set_that_says_nothing_of_special_tokens_reads_them_as_text(
     sidecar.write_text(json.dumps(tree))
     assert len(load(tokenizer_folder, prefix).prompts) == 3
     assert len(problems_of(tokenizer_folder, prefix, allow_special_tokens=True)) == 1
-
-
-def test_the_same_tokenizer_elsewhere_is_accepted(tokenizer_folder: str, tmp_path: Path) -> None:
-    prefix = make(tmp_path, tokenizer_folder, ROWS)
-    copy = load_tokenizer(tokenizer_folder)
-    copy.chat_template = "{{ messages }}"
-    copy.save_pretrained(tmp_path / "copy")
-    assert len(load(str(tmp_path / "copy"), prefix).prompts) == 3
 
 
 def write_old(prefix: Path, columns: dict[str, list[list[int]]]) -> str:

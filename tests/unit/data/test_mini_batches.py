@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings, strategies as st
 
 from mindspeed_rlxf.data.mini_batches import RankSteps, mini_batch_order, rank_steps
@@ -49,10 +48,6 @@ def test_steps_by_hand() -> None:
     assert second == RankSteps(rows=[0, 1, 6, 7], steps=[[1, 0], [3, 2]])
 
 
-def test_without_shuffle_the_order_is_that_of_the_samples() -> None:
-    assert mini_batch_order(4, 2, False, seed=1, iteration=1) == [[0, 1, 2, 3]] * 2
-
-
 def test_shuffled_orders_follow_from_seed_iteration_and_epoch() -> None:
     def order(seed: int, iteration: int) -> list[list[int]]:
         return mini_batch_order(30, 2, True, seed, iteration)
@@ -62,26 +57,6 @@ def test_shuffled_orders_follow_from_seed_iteration_and_epoch() -> None:
     assert first != second
     assert order(1, 1) == [first, second]
     assert order(2, 1)[0] != first and order(1, 2)[0] != first
-
-
-@pytest.mark.parametrize(("size", "ranks"), [(4, 3), (4, 1)])
-def test_uneven_mini_batches_are_refused(size: int, ranks: int) -> None:
-    with pytest.raises(AssertionError, match="checked beforehand"):
-        rank_steps([list(range(6))], size, ranks)
-
-
-def test_neighbours_that_belong_together_stay_together() -> None:
-    (order,) = mini_batch_order(12, 1, True, seed=1, iteration=2, group_size=2)
-    assert sorted(order) == list(range(12)) and order != list(range(12))
-    assert all(b == a + 1 and a % 2 == 0 for a, b in zip(order[::2], order[1::2], strict=True))
-
-
-def test_balanced_steps_by_hand() -> None:
-    """Mini-batches [0 1 2 3] of costs 9 8 1 2 and [4 5 6 7] of 1 1 5 5, two ranks."""
-    costs = [9, 8, 1, 2, 1, 1, 5, 5]
-    first, second = rank_steps([list(range(8))], 4, 2, costs)
-    assert first == RankSteps(rows=[0, 2, 4, 6], steps=[[0, 1], [2, 3]])
-    assert second == RankSteps(rows=[1, 3, 5, 7], steps=[[0, 1], [2, 3]])
 
 
 @settings(max_examples=60, deadline=None)

@@ -46,13 +46,6 @@ def test_bare_text_is_tokenized_as_the_tokenizer_reads_any_text(name: str) -> No
     assert min(ids[1:]) >= len(SPECIAL) and tokenizer.decode(ids[1:]) == text
 
 
-def test_the_beginning_of_text_is_there_once() -> None:
-    tokenizer = byte_tokenizer(frame="<|begin_of_text|> $A")
-    (ids,) = PromptEncoder(tokenizer, "llama3").encode([[Turn("user", "hi")]])
-    bos = SPECIAL.index("<|begin_of_text|>")
-    assert ids[0] == bos and ids.count(bos) == 1
-
-
 @pytest.mark.parametrize(
     ("name", "special", "problem"),
     [
@@ -108,9 +101,3 @@ def test_responses_need_an_end() -> None:
     PromptEncoder(tokenizer, "empty")
     with pytest.raises(UserError, match="ends a response with the tokenizer's EOS token"):
         PromptEncoder(tokenizer, "empty", with_responses=True)
-
-
-def test_stop_token_ids_are_those_of_the_stop_words() -> None:
-    encoder = PromptEncoder(byte_tokenizer(), "llama3")
-    assert encoder.stop_token_ids == [SPECIAL.index("<|eot_id|>")]
-    assert PromptEncoder(byte_tokenizer(), "empty").stop_token_ids == []

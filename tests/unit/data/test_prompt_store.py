@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 import tracemalloc
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -36,14 +34,6 @@ def test_prompts_come_back_in_order() -> None:
         store[10]
 
 
-def test_sizes_are_those_of_the_parts() -> None:
-    assert filled(9, parts=3).sizes == (3, 3, 3)
-    store = PromptStore()
-    assert store.sizes == () and len(store) == 0
-    store.end_part()
-    assert store.sizes == (0,)
-
-
 def test_memory_does_not_grow_with_the_number_of_prompts() -> None:
     filled(100)  # takes what the first one alone needs
     used = []
@@ -56,9 +46,3 @@ def test_memory_does_not_grow_with_the_number_of_prompts() -> None:
         tracemalloc.stop()
         del store
     assert used[1] < used[0] + 16 * 15_000  # bytes for each further prompt: its position
-
-
-def test_nothing_is_left_in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    store = filled(5)
-    assert store[4].index == 4 and list(tmp_path.iterdir()) == []

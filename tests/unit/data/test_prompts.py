@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +14,6 @@ from tokenizers import normalizers
 from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.config.schema import DataConfig
 from mindspeed_rlxf.data.prompts import load_prompts
-
-REPO = Path(__file__).parents[3]
 
 
 def data(**keys):
@@ -95,12 +90,6 @@ def test_dotted_keys_reach_nested_columns_of_parquet(make_tokenizer, tmp_path):
     ]
 
 
-def test_a_key_that_has_a_dot_itself_is_used(make_tokenizer, write_jsonl):
-    file = write_jsonl({"a.b": "literal", "a": {"b": "nested"}})
-    (prompt,) = load_prompts(file, make_tokenizer(), data(prompt_key="a.b"), 100)
-    assert prompt.text == "literal"
-
-
 def test_blank_lines_and_a_byte_order_mark_are_skipped(make_tokenizer, write_jsonl):
     file = write_jsonl(b'\xef\xbb\xbf{"prompt": "a"}', "", {"prompt": 5})
     (problem,) = problems_of(file, make_tokenizer())
@@ -137,15 +126,6 @@ def test_a_bad_row_is_named_with_file_and_row(row, expected, make_tokenizer, wri
     (problem,) = problems_of(file, make_tokenizer())
     assert problem.startswith(f"{file}:2: {expected}")
     assert "; " in problem  # rule, value; remedy
-
-
-def test_a_row_without_a_data_source_needs_the_default(make_tokenizer, write_jsonl):
-    file = write_jsonl({"prompt": "a"})
-    (problem,) = problems_of(file, make_tokenizer(), data(default_data_source=None))
-    assert problem == (
-        f"{file}:1: a row must name its data source in 'data_source', it has none; "
-        "add it to the rows or set data.default_data_source"
-    )
 
 
 def test_all_problems_of_all_files_come_at_once(make_tokenizer, write_jsonl, tmp_path):
@@ -231,35 +211,3 @@ def test_a_prompt_that_the_tokenizer_cannot_read_is_named(
     file = write_jsonl({"prompt": prompt})
     (found,) = problems_of(file, tokenizer)
     assert found.startswith(f"{file}:1: {problem}")
-
-
-def test_absent_fields_of_a_message_do_not_reach_the_template(
-    make_tokenizer, write_jsonl, monkeypatch
-):
-    """A parquet column has every key in every message, null where the writer gave none.
-
-    Newer transformers leave them out themselves; the double stands for an older one.
-    """
-    file = write_jsonl({"prompt": [{"role": "user", "content": "hi", "tool": None}]})
-    tokenizer = make_tokenizer()
-    double = lambda messages, **_: " ".join(messages[0])  # noqa: E731
-    monkeypatch.setattr(tokenizer, "apply_chat_template", double)
-    (prompt,) = load_prompts(file, tokenizer, data(), 100)
-    assert prompt.text == "role content"
-
-
-def test_text_is_utf8_under_an_ascii_locale(tmp_path):
-    """A process of its own: the locale is read once, at start."""
-    file = tmp_path / "frage.jsonl"
-    file.write_text('{"prompt": "größe 数学"}\n', encoding="utf-8")
-    program = (
-        "import sys\n"
-        "from mindspeed_rlxf.data.files import read_rows\n"
-        "assert sys.flags.utf8_mode == 0\n"
-        f"rows = list(read_rows({str(file)!r}))\n"
-        "assert rows == [(1, {'prompt': 'gr\\xf6\\xdfe \\u6570\\u5b66'})], ascii(rows)\n"
-    )
-    environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    subprocess.run(
-        [sys.executable, "-c", program], cwd=REPO, env={**os.environ, **environment}, check=True
-    )

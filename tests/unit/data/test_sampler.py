@@ -7,7 +7,7 @@ import json
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from mindspeed_rlxf.data.sampler import MixtureSampler, PromptSampler, make_sampler
+from mindspeed_rlxf.data.sampler import MixtureSampler, PromptSampler
 
 sizes = st.integers(1, 40)
 seeds = st.integers(0, 2**40)
@@ -53,16 +53,6 @@ def test_epochs_and_seeds_have_their_own_order():
     assert stream == take(PromptSampler(50, 50, 1, True), 2)
 
 
-def test_epochs_are_counted_and_are_in_order_without_shuffle():
-    sampler = PromptSampler(4, 3, 1, True)
-    epochs = []
-    for _ in range(4):
-        sampler.next_batch()
-        epochs.append(sampler.state_dict()["epoch"])
-    assert epochs == [0, 1, 2, 3]
-    assert take(PromptSampler(3, 2, 1, False), 3) == [0, 1, 2, 0, 1, 2]
-
-
 @pytest.mark.parametrize("other", [(11, 7, True), (10, 8, True), (10, 7, False)])
 def test_a_state_of_another_stream_is_refused(other):
     num_prompts, seed, shuffle = other
@@ -106,12 +96,6 @@ def test_a_saved_position_of_a_mixture_continues_the_same_stream(
     assert take(resumed, -(-length // new_batch_size))[:length] == expected
 
 
-def test_sources_of_one_seed_have_their_own_order():
-    sampler = MixtureSampler([50, 50], [1, 1], 100, 1, True)
-    stream = take(sampler, 1)
-    assert [i for i in stream if i < 50] != [i - 50 for i in stream if i >= 50]
-
-
 def test_a_mixture_of_other_weights_or_sources_is_refused():
     state = MixtureSampler([4, 5], [1, 2], 2, 7, True).state_dict()
     for counts, shares in (([4, 5], [1, 3]), ([4, 6], [1, 2])):
@@ -122,8 +106,3 @@ def test_a_mixture_of_other_weights_or_sources_is_refused():
         single.load_state_dict(state)
     with pytest.raises(ValueError, match="use the train_weights of the saved run"):
         MixtureSampler([4, 5], [1, 2], 2, 7, True).load_state_dict(single.state_dict())
-
-
-def test_without_weights_all_prompts_are_one_stream():
-    sampler = make_sampler([3, 4], (), 2, 1, True)
-    assert take(sampler, 4)[:7] == take(PromptSampler(7, 2, 1, True), 4)[:7]

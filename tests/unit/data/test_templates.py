@@ -115,28 +115,3 @@ def test_segments_are_the_prompt_cut_where_responses_begin_and_end() -> None:
         ("\n<|im_start|>user\nC<|im_end|>\n<|im_start|>assistant\n", False),
         ("D<|im_end|>", True),
     ]
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_a_response_follows_the_prompt_of_the_same_turns(name: str) -> None:
-    segments = render_segments(TEMPLATES[name], [*CHAT, Turn("assistant", "D")])
-    *prompt, response = ["".join(p.text for p in s.pieces) for s in segments]
-    assert "".join(prompt) == text_of(name, CHAT)
-    assert response.strip().startswith("D") and segments[-1].is_response
-
-
-def test_the_r1_template_asks_for_its_tags() -> None:
-    text = text_of("qwen_r1", USER)
-    for part in ("<think>", "</think>", "<answer>", "</answer>", "\\boxed{}", "Hi<|im_end|>"):
-        assert part in text
-
-
-def test_stop_words_are_those_of_the_family() -> None:
-    stops = {name: template.stop_words for name, template in TEMPLATES.items()}
-    chatml = ("chatml", "qwen", "qwen25", "qwen3", "qwen_r1", "qwen_math_r1")
-    assert stops == {
-        **dict.fromkeys(("empty", "default", "alpaca", "trl"), ()),
-        **dict.fromkeys(("llama2", "mistral", "mixtral"), ("</s>",)),
-        **dict.fromkeys(chatml, ("<|im_end|>",)),
-        "llama3": ("<|eot_id|>",),
-    }

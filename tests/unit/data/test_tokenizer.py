@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -104,15 +103,6 @@ def test_a_broken_generation_config_is_a_user_error(text, make_tokenizer, tmp_pa
     with pytest.raises(UserError) as error:
         eos_token_ids(make_tokenizer(), str(tmp_path), [])
     assert str(error.value).startswith(f"{file}: must be a JSON object whose eos_token_id")
-
-
-def test_no_eos_at_all_is_logged(make_tokenizer, caplog):
-    tokenizer = make_tokenizer()
-    assert eos_token_ids(tokenizer, None, []) == (2,)
-    tokenizer.eos_token = None
-    with caplog.at_level(logging.WARNING):
-        assert eos_token_ids(tokenizer, None, []) == ()
-    assert "every response runs to max_new_tokens" in caplog.text
 
 
 def test_the_vocabulary_has_to_hold_the_largest_id(make_tokenizer):

@@ -104,13 +104,6 @@ def test_every_box_is_read_and_nothing_else(
             assert sum(counts) == 4 * (bottom - top) * (right - left)
 
 
-def test_the_weights_of_a_folder_are_read_by_boxes(folder: Path) -> None:
-    state = RunState(folder).slot("weight")
-    assert list(state) == ["v"] and "m" not in state
-    assert state.shape("v") == (6,) and state.dtype("v") is torch.bfloat16
-    assert state.read("v", Box((2,), (3,))).equal(VECTOR[2:5])
-
-
 def test_the_library_reads_the_files_too(folder: Path) -> None:
     pieces = load_file(file_of(folder, 0))
     assert sorted(pieces) == ["exp_avg/m@0,0", "exp_avg/m@1,0", "weight/v@0"]

@@ -194,23 +194,6 @@ def test_tied_output_layer_of_a_later_stage_is_the_embedding_and_is_written_once
     assert sorted(written) == sorted(set(read(source)) - {"lm_head.weight"})
 
 
-def test_config_and_tokenizer_may_be_in_a_folder_without_weights(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: Path
-) -> None:
-    """As of a Megatron folder, which the tokenizer's config.json describes."""
-    ranks = ranks_of(monkeypatch, architecture(), LM, 1, 1)
-    ranks[0][0].load(HfFolder(source))
-    described, target = tmp_path / "tokenizer", tmp_path / "target"
-    described.mkdir()
-    (source / "config.json").rename(described / "config.json")
-    export(monkeypatch, ranks, target, source, described)
-    expected = read(source)
-    assert {n: t.dtype for n, t in read(target).items()} == {
-        n: t.dtype for n, t in expected.items()
-    }
-    assert (target / "config.json").exists()
-
-
 def test_a_missing_score_head_is_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: Path
 ) -> None:
@@ -226,38 +209,8 @@ def test_a_missing_score_head_is_reported(
     assert config["id2label"] == {"0": "LABEL_0"} and config["vocab_size"] == 7
 
 
-def test_ranks_that_do_not_write_hold_no_tensors_on_the_host(
-    monkeypatch: pytest.MonkeyPatch, source: Path
-) -> None:
-    ((first, second),) = ranks_of(monkeypatch, architecture(), LM, 2, 1)
-    for rank in (first, second):
-        rank.load(HfFolder(source))
-    assert first.hf_tensors(first.table[0]) and not second.hf_tensors(second.table[0], keep=False)
-
-
-def test_gathered_tensors_stay_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights.dist, "broadcast", lambda *_: None)
-    monkeypatch.setattr(weights.dist, "get_global_rank", lambda group, rank: rank)
-    for tp in (1, 2):
-        rank = stage(architecture(), LM, Group(0, tp), Group(0, 1))
-        for parameter in rank.table:
-            rank.tensors[parameter.name] = Parameter(rank.tensors[parameter.name].to("meta"))
-            found = rank.hf_tensors(parameter)
-            assert {tensor.device.type for tensor in found.values()} == {"meta"}
-
-
 def test_a_module_that_the_map_does_not_describe_is_refused() -> None:
     module: Any = SimpleNamespace(named_parameters=lambda: [("extra.bias", torch.zeros(1))])
     with pytest.raises(AssertionError, match=r"map and module differ.*extra\.bias"):
         one = Group(0, 1)
         StageWeights(module, architecture(), LM, one, one, one)  # type: ignore[arg-type]
-
-
-def test_a_rank_whose_rows_of_the_vocabulary_are_all_padding_has_zeros() -> None:
-    """5 rows on 4 ranks: 2, 2, 1, 0."""
-    a = architecture().model_copy(update={"vocab_size": 5, "num_query_groups": 4})
-    rank = stage(a, LM, Group(3, 4), Group(0, 1))
-    folder: Any = None  # nothing is read
-    embedding = next(p for p in rank.table if p.sources == ("model.embed_tokens.weight",))
-    rank._fill(embedding, folder)
-    assert (rank.tensors[embedding.name] == 0).all()

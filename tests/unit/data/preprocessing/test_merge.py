@@ -52,23 +52,6 @@ def test_columns_of_different_types_are_not_merged(tmp_path: Path) -> None:
     assert "must be of one type, they are int32 and uint8" in problem
 
 
-def test_rows_that_do_not_stand_side_by_side_are_not_merged(tmp_path: Path) -> None:
-    for name, ids, masks in (("a", 1, 2), ("b", 2, 1)):
-        write_pair(tmp_path / f"{name}_ids", [[1]] * ids)
-        write_pair(tmp_path / f"{name}_mask", [[1]] * masks)
-    (problem,) = problems_of(tmp_path, "ids", "mask")
-    assert "equally many sequences (ids 1+2, mask 2+1)" in problem
-
-
-def test_an_existing_merged_set_is_replaced_only_with_overwrite(tmp_path: Path) -> None:
-    write_pair(tmp_path / "a_ids", [[1]])
-    prefix = str(tmp_path / "out" / "all")
-    merge(str(tmp_path), ["ids"], prefix)
-    with pytest.raises(UserError, match=r"must be new, all_ids\.idx exists"):
-        merge(str(tmp_path), ["ids"], prefix)
-    assert merge(str(tmp_path), ["ids"], prefix, overwrite=True) == {f"{prefix}_ids": 1}
-
-
 def test_an_own_output_is_no_input_of_the_next_merge(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,12 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from mindspeed_rlxf.config.enums import OverlongPrompts
-from mindspeed_rlxf.data.handlers import HANDLERS, MapKeys
 from mindspeed_rlxf.data.preprocessing import pipeline
 from mindspeed_rlxf.data.preprocessing.writer import PromptSetWriter
 from tests.unit.data.bench import Bench
-
-PPO = HANDLERS["PPOAlpacaStyleInstructionHandler"]
 
 
 def test_prompts_masks_and_columns_have_a_sequence_for_every_row(bench: Bench) -> None:
@@ -140,14 +137,6 @@ def test_rows_that_make_no_data_set_are_named(
     assert [line.split(": ")[0] for line in found] == [f"{file}:{place}" for place in places]
 
 
-def test_a_column_that_no_row_has_is_named_but_not_that_of_the_response(bench: Bench) -> None:
-    file = bench.write("a.jsonl", {"prompt": "a", "history": [["x", "y"]]})
-    (problem,) = bench.problems(file, map_keys=MapKeys("prompt", history="histroy"))
-    assert problem.endswith("(there are prompt, history); did you mean history?")
-    bench.run(file, map_keys=MapKeys("prompt", None, "absent"))
-    assert bench.texts() == ["a"]
-
-
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
@@ -214,15 +203,6 @@ def test_an_older_data_set_is_replaced_whole_or_not_touched(bench: Bench) -> Non
     assert not [file for file in bench.files() if "gone" in file.name or "rejected" in file.name]
 
 
-def test_a_data_set_with_a_longer_prefix_is_not_overwritten(bench: Bench) -> None:
-    file = bench.write("a.jsonl", {"prompt": "a"})
-    bench.run(file, output_prefix=f"{bench.prefix}_packed_more")
-    others = bench.files()
-    bench.run(file)
-    bench.run(file, overwrite=True)
-    assert set(others) <= set(bench.files())
-
-
 def test_a_failure_leaves_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -231,11 +211,3 @@ def test_a_failure_leaves_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch)
     (problem,) = bench.problems(bench.write("a.jsonl", {"prompt": "a"}))
     assert "cannot be written: No space left on device; check the folder" in problem
     assert list(bench.prefix.parent.iterdir()) == []
-
-
-def test_a_prefix_must_be_a_name_in_a_folder(bench: Bench) -> None:
-    file = bench.write("a.jsonl", {"prompt": "a"})
-    (problem,) = bench.problems(file, output_prefix=f"{bench.folder}/")
-    assert problem.endswith("must end in a name, not in a folder; add a name")
-    (problem,) = bench.problems(file, output_prefix=f"{file}/set")
-    assert "cannot be written: " in problem

@@ -82,21 +82,6 @@ def test_a_row_that_makes_no_prompt_has_a_reason(row: dict[str, Any], reason: st
     assert "; " in str(error.value)  # rule, value; remedy
 
 
-def test_half_a_character_in_a_response_is_not_said_to_be_in_the_prompt() -> None:
-    with pytest.raises(UnusableRow, match=r"^text must be valid Unicode, \\ud800 is half"):
-        make_example({"p": "A", "r": "B\ud800"}, KEYS, HANDLERS["AlpacaStyleInstructionHandler"])
-
-
-def test_dots_reach_inside() -> None:
-    assert turns_of({"a": {"b": "X"}}, MapKeys("a.b")) == [("user", "X")]
-
-
-def test_the_keys_of_the_guide_are_read() -> None:
-    keys = parse_map_keys('{"prompt":"prompt", "query":"", "response": "prompt", "system":""}', PPO)
-    assert keys == MapKeys("prompt", None, "prompt", None, None)
-    assert keys.consumed == {"prompt"}
-
-
 ALPACA, SHAREGPT = "AlpacaStyleInstructionHandler", "SharegptStyleInstructionHandler"
 
 
