@@ -7,18 +7,16 @@ import ast
 from tests.unit.test_layers import FILES, PACKAGE, imports_of, layer
 
 ROLLOUT = f"{PACKAGE}.rollout"
-# What others may know: the protocol, forms of it, their names and how one is built, and the
+# What others may know: the interface, forms of it, their names and how one is built, and the
 # size of the buckets of weights.
 BORDER = {
-    "protocol",
-    "engines",
-    "stop_strings",
+    "rollout_engine",
     "sampling",
     "fixed",
     "replica",
     "transfer",
 }
-GENERATING = (f"{PACKAGE}.roles.rollout", f"{PACKAGE}.roles.generation")
+GENERATING = (f"{PACKAGE}.roles.rollout", f"{PACKAGE}.roles.requests")
 INSIDE = {"NativeRollout", "KvCache", "SharedWeights", "OwnWeights", "build_rollout_module"}
 
 
