@@ -34,7 +34,7 @@ CORE = ("algorithms", "engine", "rollout", "roles", "rewards", "data", "trainer"
         "weights", "run", "config")  # fmt: skip
 SLOW = ("convert", "convert_memory", "supervisor", "bad_files", "npu_driver",
         "host_parts", "real_models", "pipeline", "handlers", "resolve", "mindspeed_llm",
-        "tokenizer", "shipped")  # fmt: skip
+        "tokenizer")  # fmt: skip
 """Test files of these folders, `test_NAME.py`, that are slow and do not test the core."""
 NOT_COPIED = (".*", "outputs", "build", "dist", "wheelhouse", "*.egg-info", "__pycache__")
 LIMIT_S = 600.0

@@ -80,9 +80,7 @@ def test_the_command_of_the_guide_runs_as_it_stands(tmp_path: Path) -> None:
 
 
 def test_defaults_are_those_of_alpaca_rows(
-    required: list[str],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    required: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preprocess_command, "LINE_S", 0.0)
     assert cli.main(["preprocess", *required, "--log-interval", "2"]) == 0
@@ -147,10 +145,7 @@ def test_dropped_rows_and_skipped_files_are_reported(
         ),
         (["--tokenizer-type", "GPT2BPETokenizer"], "--tokenizer-type=GPT2BPETokenizer must be"),
         (["--prompt-type", "lama3"], "--prompt-type=lama3 must be one of empty, "),
-        (
-            ["--overlong", "cut"],
-            "--overlong=cut must be one of error, drop, keep-head,",
-        ),
+        (["--overlong", "cut"], "--overlong=cut must be one of error, drop, keep-head,"),
         (["--overlong", "drop"], "--overlong=drop needs --seq-length; "),
         (["--seq-length", "0"], "--seq-length=0 must be at least 1; use 1 or more"),
         (["--workers", "0"], "--workers=0 must be at least 1; use 1 or more"),
@@ -182,9 +177,7 @@ def test_a_mistake_exits_2_with_error_lines_and_leaves_nothing(
 
 
 def test_lines_of_progress_are_seconds_apart(
-    required: list[str],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    required: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preprocess_command, "LINE_S", 1e9)
     assert main([*required, "--log-interval", "1"]) == 0

@@ -255,9 +255,7 @@ def loop(config: RunConfig) -> Any:
         actor=MagicMock(), rollout=MagicMock(), ref=MagicMock(), critic=None, reward=MagicMock()
     )
     prepared = SimpleNamespace(
-        train_prompts=[prompt(i) for i in range(NUM_PROMPTS)],
-        val_prompts=[],
-        fixed_responses=None,
+        train_prompts=[prompt(i) for i in range(NUM_PROMPTS)], val_prompts=[], fixed_responses=None
     )
     rest: Any = [roles, MagicMock(), MagicMock(), MagicMock()]
     return run.make_trainer(config, prepared, *rest)  # type: ignore[arg-type]

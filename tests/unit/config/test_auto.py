@@ -77,60 +77,36 @@ def test_the_twelve_lines_of_the_quick_start_are_a_configuration(
 
 
 @pytest.mark.parametrize(
-    ("keys", "end"),
+    ("keys", "text"),
     [
-        (
-            {"model_type": "gemma"},
-            "model_type: one of llama, qwen2, qwen3, qwen3_moe, mixtral, gemma; use another",
-        ),
+        ({"model_type": "gemma"}, "model_type: one of llama, "),
         ({"hidden_act": "gelu"}, "hidden_act: silu, gelu; use another model"),
+        ({"rope_theta": None}, "config.json: a field has a wrong type"),
+        ({"rope_scaling": "x"}, "config.json: a field has a wrong type"),
+        ({"hidden_size": "32", "head_dim": None}, "config.json: a field has a wrong type"),
     ],
 )
-def test_an_unsupported_architecture_is_refused(
-    problems: Callable[..., list[str]], tmp_path: Path, keys: dict[str, Any], end: str
+def test_a_config_that_cannot_be_a_model_is_the_users_mistake(
+    problems: Callable[..., list[str]], tmp_path: Path, keys: dict[str, Any], text: str
 ) -> None:
-    folder = write_config(tmp_path / "a", **keys)
+    folder = write_config(tmp_path / "a", **{"model_type": "llama", **keys})
     (problem,) = problems({"critic.model": "auto", "critic.load": folder})
-    assert problem.startswith(f"critic.load={folder}: ")
-    assert end in problem
+    assert problem.startswith(f"critic.load={folder}: ") and text in problem
 
 
 @pytest.mark.parametrize(
-    ("load", "end"),
+    ("load", "text"),
     [
-        (
-            "nowhere",
-            "nowhere is not a folder; give the folder of a Hugging Face model, or of Megatron's "
-            "weights and a config.json",
-        ),
+        ("nowhere", "nowhere is not a folder; give the folder of a Hugging Face model"),
+        (__file__, "is not a folder; give the folder"),
         (None, "must name a folder with config.json with model=auto; set it"),
     ],
 )
 def test_a_missing_folder_is_one_problem(
-    problems: Callable[..., list[str]], load: str | None, end: str
+    problems: Callable[..., list[str]], load: str | None, text: str
 ) -> None:
     (problem,) = problems({"critic.model": "auto", "critic.load": load, "training.load": None})
-    assert problem.startswith(f"critic.load={load}: ")
-    assert problem.endswith(end)
-
-
-@pytest.mark.parametrize(
-    "keys", [{"rope_theta": None}, {"rope_scaling": "x"}, {"hidden_size": "32", "head_dim": None}]
-)
-def test_a_field_of_a_wrong_type_is_the_users_mistake(
-    problems: Callable[..., list[str]], tmp_path: Path, keys: dict[str, Any]
-) -> None:
-    folder = write_config(tmp_path / "a", **{"model_type": "llama", **keys})
-    (problem,) = problems({"critic.model": "auto", "critic.load": folder})
-    assert problem.startswith(f"critic.load={folder}: config.json: a field has a wrong type")
-
-
-def test_a_file_in_place_of_the_folder_is_the_users_mistake(
-    problems: Callable[..., list[str]], tmp_path: Path
-) -> None:
-    (tmp_path / "file").write_text("")
-    (problem,) = problems({"critic.model": "auto", "critic.load": str(tmp_path / "file")})
-    assert f"{tmp_path}/file is not a folder; give the folder" in problem
+    assert problem.startswith(f"critic.load={load}: ") and text in problem
 
 
 def test_numbers_that_do_not_fit_are_named_as_of_auto(
@@ -139,29 +115,6 @@ def test_numbers_that_do_not_fit_are_named_as_of_auto(
     folder = write_config(tmp_path / "a", num_hidden_layers=0)
     (problem,) = problems({"critic.model": "auto", "critic.load": folder})
     assert problem.startswith("model.auto.num_layers=0 must be")
-
-
-def test_a_published_model_needs_twelve_lines(tmp_path: Path) -> None:
-    """GRPO by a rule on one pool, without KL: no model, reference, placement or critic is named."""
-    folder = write_config(tmp_path / "a")
-    tree = {
-        "training": {
-            "stage": "ray_grpo", "load": folder, "tokenizer_name_or_path": folder,
-            "train_iters": 3, "global_batch_size": 8, "seq_length": 64,
-        },
-        "actor_rollout": {
-            "do_sample": True, "n_samples_per_prompt": 4, "max_prompt_length": 32,
-            "ppo_mini_batch_size": 32,
-        },
-        "algorithm": {"kl_ctrl": {"kl_coef": 0.0}},
-        "reward": {"kind": "rule"},
-        "data": {"train_files": "a.jsonl"},
-        "resource_pool": {"main": 2},
-        "device": {"kind": "cpu"},
-    }  # fmt: skip
-    config = resolve(tree, "test")
-    assert config.actor_rollout.architecture.num_layers == 2
-    assert set(config.placement.values()) == {"main"} and config.ref.load == folder
 
 
 def test_the_reference_loads_what_the_actor_loads(

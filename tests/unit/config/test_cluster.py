@@ -73,9 +73,7 @@ def test_other_keys_of_resource_pool_are_no_pools(
     assert problem.startswith("resource_pool.env.A=true ")
 
 
-def test_variables_of_visible_devices_are_refused(
-    problems: Callable[..., list[str]],
-) -> None:
+def test_variables_of_visible_devices_are_refused(problems: Callable[..., list[str]]) -> None:
     (problem,) = problems({"resource_pool.env": {"ASCEND_RT_VISIBLE_DEVICES": "0,1"}})
     assert problem.startswith("resource_pool.env.ASCEND_RT_VISIBLE_DEVICES must not be set")
 

@@ -119,13 +119,6 @@ def test_text_in_any_script_needs_no_quotes(folder: Path) -> None:
     assert tree["data"] == {"x": "\u00e9"}
 
 
-def test_composing_writes_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = sorted(folder.rglob("*"))
-    monkeypatch.chdir(folder)
-    compose("run", ["training.lr=1"], folder)
-    assert sorted(folder.rglob("*")) == before
-
-
 def test_builtin_names_are_listed() -> None:
     assert "ppo_trainer_tiny" in config_names([builtin_config_dir()])
     assert "tiny" in config_names([builtin_config_dir()], "model")

@@ -50,10 +50,7 @@ def test_on_this_host_a_count_is_a_count(make_tree: Any) -> None:
             "resource_pool.judge: no role computes on its devices, as a rule needs none "
             "(reward.kind=rule)",
         ),
-        (
-            {"resource_pool.judge": 1, "placement.reward": "judge", "reward.kind": "model"},
-            None,
-        ),
+        ({"resource_pool.judge": 1, "placement.reward": "judge", "reward.kind": "model"}, None),
         ({}, None),
     ],
 )

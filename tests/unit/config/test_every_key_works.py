@@ -97,20 +97,13 @@ class Shown:
 SAMPLING = Shown("roles/test_sampling_keys.py", "test_every_sampling_key_reaches_generation")
 TRAINING: dict[str, Any] = {
     "stage": Case("ray_online_dpo", see.experience, {**GROUPS, f"{ACTOR}micro_batch_size": 2}),
-    "train_iters": Case(5),
-    "global_batch_size": Case(192),
-    "seq_length": Case(32),
+    "train_iters": Case(5), "global_batch_size": Case(192), "seq_length": Case(32),
     "tokenizer_name_or_path": Case("elsewhere"),
     "plugins": Shown("config/test_plugins.py", "test_rules_read_what_an_estimator_needs"),
-    "seed": Case(7, see.driven),
-    "max_restarts": Case(9, see.supervised),
-    "node_wait_s": Case(9.0, see.supervised),
-    "allow_shrink": Case(True, see.supervised),
-    "stop_grace_s": Case(9.0, see.supervised),
-    "max_wall_time": Case("01:00:00", see.supervised),
-    "output_dir": Case("elsewhere"),
-    "run_name": Case("another"),
-    "save_interval": Case(2),
+    "seed": Case(7, see.driven), "max_restarts": Case(9, see.supervised),
+    "node_wait_s": Case(9.0, see.supervised), "allow_shrink": Case(True, see.supervised),
+    "stop_grace_s": Case(9.0, see.supervised), "max_wall_time": Case("01:00:00", see.supervised),
+    "output_dir": Case("elsewhere"), "run_name": Case("another"), "save_interval": Case(2),
     "save_interval_s": Case(60.0),
     "async_save": Shown(CHECKPOINTS, "test_an_asynchronous_save_is_published_once_all_wrote"),
     "keep_last": Case(5),
@@ -122,16 +115,11 @@ TRAINING: dict[str, Any] = {
     "deterministic": Case(True, see.learnt),
 }  # fmt: skip
 ALGORITHM: dict[str, Any] = {
-    "adv_estimator": Case("rloo", see.experience, GROUPS),
-    "gamma": Case(0.5, see.experience),
-    "lam": Case(0.5, see.experience),
-    "critic_lam": Case(1.0, see.experience),
-    "lam_alpha": Case(0.5, see.experience),
-    "kl_penalty": Case("mse", see.experience),
-    "kl_in": Case("loss", see.loss),
-    "reward_scale": Case(3.0, see.experience),
-    "reward_clip": Case(0.5, see.experience),
-    "whiten_rewards": Case(True, see.experience),
+    "adv_estimator": Case("rloo", see.experience, GROUPS), "gamma": Case(0.5, see.experience),
+    "lam": Case(0.5, see.experience), "critic_lam": Case(1.0, see.experience),
+    "lam_alpha": Case(0.5, see.experience), "kl_penalty": Case("mse", see.experience),
+    "kl_in": Case("loss", see.loss), "reward_scale": Case(3.0, see.experience),
+    "reward_clip": Case(0.5, see.experience), "whiten_rewards": Case(True, see.experience),
     "verifier_function": Case(["step"], see.scored, VERIFIER),
     "verifier_weight": Case([3.0], see.scored, VERIFIER),
     "missing_eos_penalty": Case(1.0, see.experience),
@@ -140,222 +128,160 @@ ALGORITHM: dict[str, Any] = {
     "filter_groups": Shown(COLLECTOR, "test_prompts_with_equal_scores_are_drawn_anew"),
     "max_num_gen_batches": Shown(COLLECTOR, "test_after_the_last_batch_alike_groups_fill_the_rest"),
     "score_position": Case("eos", see.experience),
-    "score_slot_limit": Case("batch_width", see.driven),
-    "advantage_whiten": Case("none", see.loss),
+    "score_slot_limit": Case("batch_width", see.driven), "advantage_whiten": Case("none", see.loss),
     "loss_normalizer": Case("sequence_means", see.loss),
-    "old_log_probs": Case("rollout", see.driven),
-    "rollout_is_threshold": Case(1.5, see.loss),
+    "old_log_probs": Case("rollout", see.driven), "rollout_is_threshold": Case(1.5, see.loss),
     "max_log_prob_gap": Case(0.01, see.log_probs),
 }  # fmt: skip
 KL_CTRL: dict[str, Any] = {
-    "type": Case("adaptive", see.driven),
-    "kl_coef": Case(0.5, see.driven),
-    "target_kl": Case(3.1, see.driven, ADAPTIVE),
-    "horizon": Case(50, see.driven, ADAPTIVE),
-}
+    "type": Case("adaptive", see.driven), "kl_coef": Case(0.5, see.driven),
+    "target_kl": Case(3.1, see.driven, ADAPTIVE), "horizon": Case(50, see.driven, ADAPTIVE),
+}  # fmt: skip
 OPTIMIZER: dict[str, Any] = {
-    "lr": Case(1e-3, see.rates),
-    "min_lr": Case(1e-6, see.rates, DECAY),
-    "lr_decay_style": Case("cosine", see.rates),
-    "lr_warmup_fraction": Case(0.5, see.rates),
-    "weight_decay": Case(0.1, see.rates),
-    "adam_beta1": Case(0.5, see.adam),
-    "adam_beta2": Case(0.5, see.adam),
-    "adam_eps": Case(1e-3, see.adam),
-    "clip_grad": Case(0.5, see.adam),
-    "use_distributed_optimizer": Case(True, see.adam),
+    "lr": Case(1e-3, see.rates), "min_lr": Case(1e-6, see.rates, DECAY),
+    "lr_decay_style": Case("cosine", see.rates), "lr_warmup_fraction": Case(0.5, see.rates),
+    "weight_decay": Case(0.1, see.rates), "adam_beta1": Case(0.5, see.adam),
+    "adam_beta2": Case(0.5, see.adam), "adam_eps": Case(1e-3, see.adam),
+    "clip_grad": Case(0.5, see.adam), "use_distributed_optimizer": Case(True, see.adam),
     "overlap_grad_reduce": Case(True, see.wrapped),
     "overlap_param_gather": Case(True, see.wrapped, SHARDED),
-}
+}  # fmt: skip
 ARCHITECTURE: dict[str, Any] = {
-    "num_layers": Case(8, see.megatron),
-    "hidden_size": Case(128, see.megatron),
-    "ffn_hidden_size": Case(128, see.megatron),
-    "num_attention_heads": Case(4, see.megatron),
-    "num_query_groups": Case(2, see.megatron),
-    "kv_channels": Case(16, see.megatron),
-    "vocab_size": Case(4096),
-    "max_position_embeddings": Refuses(8),
+    "num_layers": Case(8, see.megatron), "hidden_size": Case(128, see.megatron),
+    "ffn_hidden_size": Case(128, see.megatron), "num_attention_heads": Case(4, see.megatron),
+    "num_query_groups": Case(2, see.megatron), "kv_channels": Case(16, see.megatron),
+    "vocab_size": Case(4096), "max_position_embeddings": Refuses(8),
     "rotary_base": Case(5e5, see.megatron),
     "rope_scaling_type": Case("linear", see.megatron, {"model.small.rope_scaling_factor": 2.0}),
     "rope_scaling_factor": Case(8.0, see.megatron, LLAMA3),
     "low_freq_factor": Case(3.0, see.megatron, LLAMA3),
     "high_freq_factor": Case(9.0, see.megatron, LLAMA3),
     "original_max_position_embeddings": Case(32, see.megatron, LLAMA3),
-    "add_qkv_bias": Case(True, see.megatron),
-    "qk_layernorm": Case(True, see.megatron),
+    "add_qkv_bias": Case(True, see.megatron), "qk_layernorm": Case(True, see.megatron),
     "norm_epsilon": Case(1e-2, see.megatron),
     "untie_embeddings_and_output_weights": Case(True, see.megatron),
-    "init_method_std": Case(0.5, see.fresh_head),
-    "num_experts": Case(4, see.megatron),
+    "init_method_std": Case(0.5, see.fresh_head), "num_experts": Case(4, see.megatron),
     "moe_router_topk": Case(3, see.megatron, EXPERTS),
     "moe_ffn_hidden_size": Case(32, see.megatron, EXPERTS),
     "moe_router_pre_softmax": Case(True, see.megatron, EXPERTS),
     "moe_router_load_balancing_type": Case("none", see.megatron, EXPERTS),
     "moe_aux_loss_coeff": Case(0.5, see.megatron, EXPERTS),
-}
+}  # fmt: skip
 EVERY_ROLE: dict[str, Any] = {
     "model": Case("tiny", base={"model.tiny": {**TREE["model"]["small"], "num_layers": 2}}),
     "load": Case("elsewhere"),
-    "trust_files": Shown(
-        "weights/test_pickled.py",
-        "test_an_old_torch_reads_pickled_files_only_where_they_are_trusted",
-    ),
-    "tensor_model_parallel_size": Case(2),
-    "pipeline_model_parallel_size": Case(2),
-    "num_layers_per_virtual_pipeline_stage": Case(
-        1, base={"training.pipeline_model_parallel_size": 2}
-    ),
+    "trust_files": Shown("weights/test_pickled.py",
+     "test_an_old_torch_reads_pickled_files_only_where_they_are_trusted"),
+    "tensor_model_parallel_size": Case(2), "pipeline_model_parallel_size": Case(2),
+    "num_layers_per_virtual_pipeline_stage": Case(1,
+     base={"training.pipeline_model_parallel_size": 2}),
     "expert_model_parallel_size": Case(2, base=EXPERTS),
-    "sequence_parallel": Case(
-        True,
-        base={
-            "training.tensor_model_parallel_size": 2,
-            "training.micro_batch_size": 12,
-            "actor_rollout.ppo_mini_batch_size": 48,
-            "critic.critic_mini_batch_size": 48,
-        },
-    ),
-    "micro_batch_size": Case(2),
-    "max_tokens_per_micro_batch": Case(64),
-    "bf16": Case(True),
+    "sequence_parallel": Case(True, base={"training.tensor_model_parallel_size": 2,
+     "training.micro_batch_size": 12, "actor_rollout.ppo_mini_batch_size": 48,
+     "critic.critic_mini_batch_size": 48}),
+    "micro_batch_size": Case(2), "max_tokens_per_micro_batch": Case(64), "bf16": Case(True),
     "packed_sequences": Case(False, see.micro_batches),
 }  # fmt: skip
 OFFLOAD: dict[str, Any] = {"weights": Case(True), "optimizer": Case(True)}
 FULL = {"training.recompute": "full"}
 LEARNING_KEYS: dict[str, Any] = {
-    "save": Case("elsewhere"),
-    "shuffle_minibatch": Case(True, see.orders),
-    "balance_by_length": Case(False, see.shares),
-    "recompute": Case("selective", see.recomputed),
+    "save": Case("elsewhere"), "shuffle_minibatch": Case(True, see.orders),
+    "balance_by_length": Case(False, see.shares), "recompute": Case("selective", see.recomputed),
     "recompute_method": Case("block", see.recomputed, FULL),
     "recompute_num_layers": Case(2, see.recomputed, FULL),
-}
+}  # fmt: skip
 ACTOR_KEYS: dict[str, Any] = {
-    **LEARNING_KEYS,
-    "do_sample": Case(True),
-    "temperature": Case(0.5, see.loss, SAMPLE),
-    "top_k": SAMPLING,
-    "top_p": SAMPLING,
-    "min_new_tokens": SAMPLING,
-    "max_prompt_length": Case(4),
+    **LEARNING_KEYS, "do_sample": Case(True), "temperature": Case(0.5, see.loss, SAMPLE),
+    "top_k": SAMPLING, "top_p": SAMPLING, "min_new_tokens": SAMPLING, "max_prompt_length": Case(4),
     "max_new_tokens": Case(10),
     "num_gpus_for_train": Case(2, base=SPLIT, also={f"{ACTOR}num_gpus_for_infer": 6}),
     "num_gpus_for_infer": Case(2, base=SPLIT, also={f"{ACTOR}num_gpus_for_train": 6}),
-    "stop_token_ids": Case([5], see.prepared),
-    "num_samples_per_step": Case(3),
-    "stop_strings": Shown(
-        "rollout/test_native.py", "test_stop_strings_end_a_response_where_their_last_token_is"
-    ),
+    "stop_token_ids": Case([5], see.prepared), "num_samples_per_step": Case(3),
+    "stop_strings": Shown("rollout/test_native.py",
+     "test_stop_strings_end_a_response_where_their_last_token_is"),
     "fixed_responses": Case("given.jsonl", see.prepared),
-    "n_samples_per_prompt": Case(2, base=SAMPLE),
-    "ppo_mini_batch_size": Case(24),
+    "n_samples_per_prompt": Case(2, base=SAMPLE), "ppo_mini_batch_size": Case(24),
     "ppo_epochs": Case(2),
     "policy_loss": Case("gspo", see.loss, {"algorithm.loss_normalizer": "minibatch_tokens"}),
-    "clip_ratio": Case(0.01, see.loss),
-    "clip_ratio_low": Case(0.01, see.loss),
-    "clip_ratio_high": Case(0.01, see.loss),
-    "clip_ratio_c": Case(1.01, see.loss),
-    "entropy_coeff": Case(0.5, see.loss),
-    "dpo_beta": Case(0.5, see.loss, PAIRS),
+    "clip_ratio": Case(0.01, see.loss), "clip_ratio_low": Case(0.01, see.loss),
+    "clip_ratio_high": Case(0.01, see.loss), "clip_ratio_c": Case(1.01, see.loss),
+    "entropy_coeff": Case(0.5, see.loss), "dpo_beta": Case(0.5, see.loss, PAIRS),
     "dpo_loss_type": Case("ipo", see.loss, PAIRS),
 }  # fmt: skip
 CRITIC_KEYS: dict[str, Any] = {
-    **LEARNING_KEYS,
-    "critic_mini_batch_size": Case(24),
-    "critic_update_epochs": Case(2),
-    "warmup_iters": Case(1),
-    "cliprange_value": Case(0.1, see.valued),
+    **LEARNING_KEYS, "critic_mini_batch_size": Case(24), "critic_update_epochs": Case(2),
+    "warmup_iters": Case(1), "cliprange_value": Case(0.1, see.valued),
     "vf_coef": Case(0.5, see.valued),
 }  # fmt: skip
 REWARD_KEYS: dict[str, Any] = {
     "kind": Case("model", base={"placement.reward": "main"}),
-    "rules": Case({"mine": "gsm8k"}, see.scored),
-    "verifier": Case(True),
+    "rules": Case({"mine": "gsm8k"}, see.scored), "verifier": Case(True),
     "function": Shown(FUNCTIONS, "test_functions_that_exclude_each_other_are_refused"),
-    "functions": Shown(
-        FUNCTIONS, "test_several_functions_have_names_weights_arguments_and_data_sources"
-    ),
+    "functions": Shown(FUNCTIONS,
+     "test_several_functions_have_names_weights_arguments_and_data_sources"),
     "model_weight": Shown(MODEL_REWARD, "test_scores_of_model_and_functions_are_added"),
-    "allow_changed_function": Shown(
-        FUNCTIONS, "test_a_changed_text_is_another_run_unless_it_is_allowed"
-    ),
-    "processes": Case(3, see.scoring),
-    "timeout_s": Case(3.0, see.scoring),
+    "allow_changed_function": Shown(FUNCTIONS,
+     "test_a_changed_text_is_another_run_unless_it_is_allowed"),
+    "processes": Case(3, see.scoring), "timeout_s": Case(3.0, see.scoring),
     "worker_memory_gib": Case(3.0, see.scoring),
     "failed_score": Shown("roles/test_scorer.py", "test_a_failure_is_that_of_one_sample"),
     "max_failed": Case(3, see.accepted_failures),
-}
+}  # fmt: skip
 OF_FUNCTION = Shown(
     FUNCTIONS, "test_several_functions_have_names_weights_arguments_and_data_sources"
 )
 FUNCTION_KEYS: dict[str, Any] = {
-    **dict.fromkeys(
-        ("name", "function", "url", "weight", "arguments", "data_sources"), OF_FUNCTION
-    ),
-    "headers": Shown(
-        "rewards/test_remote.py", "test_a_server_gets_secrets_and_no_failure_shows_them"
-    ),
-    "sha256": Shown(
-        FUNCTIONS, "test_a_function_stands_in_the_configuration_with_its_file_and_hash"
-    ),
-    "batch_size": Shown(
-        "rewards/test_remote.py", "test_samples_go_in_batches_and_scores_come_back_in_order"
-    ),
-}
+    **dict.fromkeys(("name", "function", "url", "weight", "arguments", "data_sources"),
+     OF_FUNCTION),
+    "headers": Shown("rewards/test_remote.py",
+     "test_a_server_gets_secrets_and_no_failure_shows_them"),
+    "sha256": Shown(FUNCTIONS,
+     "test_a_function_stands_in_the_configuration_with_its_file_and_hash"),
+    "batch_size": Shown("rewards/test_remote.py",
+     "test_samples_go_in_batches_and_scores_come_back_in_order"),
+}  # fmt: skip
 SANDBOX: dict[str, Any] = {
-    "unsafe": Case(True, see.sandboxed),
-    "python": Case("/usr/bin/python4", see.sandboxed),
-    "cpu_s": Case(1.5, see.sandboxed),
-    "wall_s": Case(1.5, see.sandboxed),
+    "unsafe": Case(True, see.sandboxed), "python": Case("/usr/bin/python4", see.sandboxed),
+    "cpu_s": Case(1.5, see.sandboxed), "wall_s": Case(1.5, see.sandboxed),
     "response_s": Shown("rewards/test_programs.py", "test_cases_end_with_the_time_of_a_response"),
-    "memory_mb": Case(77, see.sandboxed),
-    "file_mb": Case(77, see.sandboxed),
-    "files": Case(77, see.sandboxed),
-    "processes": Case(77, see.sandboxed),
+    "memory_mb": Case(77, see.sandboxed), "file_mb": Case(77, see.sandboxed),
+    "files": Case(77, see.sandboxed), "processes": Case(77, see.sandboxed),
     "output_kb": Case(77, see.sandboxed),
-}
+}  # fmt: skip
 DATA: dict[str, Any] = {
-    "train_files": Case("other.jsonl"),
-    "val_files": Case("val.jsonl"),
+    "train_files": Case("other.jsonl"), "val_files": Case("val.jsonl"),
     "data_path": Case("prefix", base={"data.train_files": [], "data.data_path": "other"}),
-    "val_data_path": Case("prefix"),
-    "prompt_key": Case("question", see.read_prompts, ANY_ROWS),
+    "val_data_path": Case("prefix"), "prompt_key": Case("question", see.read_prompts, ANY_ROWS),
     "ground_truth_key": Case("answer", see.read_prompts, ANY_ROWS),
     "data_source_key": Case("source", see.read_prompts, ANY_ROWS),
     "default_data_source": Case("y", see.read_prompts, {"data.overlong_prompts": "keep_tail"}),
     "extra_columns": Case(["more"], see.read_prompts, ANY_ROWS),
     "system_prompt": Shown(PROMPT_KEYS, "test_a_system_prompt_comes_first_unless_the_chat_has_one"),
     "chat_template_kwargs": Shown(PROMPT_KEYS, "test_chat_template_kwargs_reach_the_template"),
-    "train_weights": Shown(
-        "trainer/test_prompt_source.py", "test_train_weights_are_shares_of_the_files"
-    ),
+    "train_weights": Shown("trainer/test_prompt_source.py",
+     "test_train_weights_are_shares_of_the_files"),
     "invalid_rows": Shown(PROMPT_KEYS, "test_invalid_rows_are_dropped_and_counted_on_request"),
     "overlong_prompts": Case("keep_head", see.read_prompts, ANY_ROWS),
     "allow_special_tokens": Case(True, see.read_prompts, ANY_ROWS),
     "shuffle": Case(False, see.driven),
-}
+}  # fmt: skip
 VALIDATION_SAMPLING = Shown(
     "roles/test_sampling_keys.py", "test_every_sampling_key_of_validation_reaches_its_generation"
 )
 VALIDATION: dict[str, Any] = {
     "interval": Case(2, see.validated, {"data.val_files": "val.jsonl"}),
-    "before": Case(False, see.validated),
-    "after": Case(False, see.validated),
+    "before": Case(False, see.validated), "after": Case(False, see.validated),
     "max_samples": Case(3, see.prepared),
     "n_samples": Case(4, see.measured, {"validation.do_sample": True}),
     "do_sample": Case(True, base={"data.val_files": "val.jsonl"}),
     "temperature": Case(0.5, base={"data.val_files": "val.jsonl", "validation.do_sample": True}),
-    "top_k": VALIDATION_SAMPLING,
-    "top_p": VALIDATION_SAMPLING,
-    "reward": Case("model", see.measured, REWARD_MODEL),
-    "pass_score": Case(0.9, see.measured),
+    "top_k": VALIDATION_SAMPLING, "top_p": VALIDATION_SAMPLING,
+    "reward": Case("model", see.measured, REWARD_MODEL), "pass_score": Case(0.9, see.measured),
     "best_metric": Case("mean@1", see.compared),
     "only": Shown("trainer/test_run.py", "test_validation_only_trains_nothing"),
-}
+}  # fmt: skip
 LOGGING: dict[str, Any] = {
-    "samples": Case(5, see.recorded),
-    "sample_tokens": Case(False, see.recorded),
+    "samples": Case(5, see.recorded), "sample_tokens": Case(False, see.recorded),
     "console": Shown(CONSOLE, "test_the_mode_chooses_what_is_shown"),
     "console_metrics": Case(["critic/kl"], see.recorded),
     "stop_on": Shown(RECORDER, "test_the_first_illness_of_stop_on_is_returned"),
@@ -363,63 +289,47 @@ LOGGING: dict[str, Any] = {
     "tracker_project": Shown(RECORDER, "test_a_tracker_gets_project_mode_and_metrics"),
     "tracker_mode": Shown(RECORDER, "test_a_tracker_gets_project_mode_and_metrics"),
     "reference_kl": Case(True, base={"algorithm.kl_ctrl.kl_coef": 0.0}),
-}
+}  # fmt: skip
 DEVICE: dict[str, Any] = {
-    "kind": Case("cuda", base=JOINED),
-    "resource_name": Case("mine", see.started),
-    "devices_per_node": Case(4, base=JOINED),
-    "memory_gib": Case(7.0),
+    "kind": Case("cuda", base=JOINED), "resource_name": Case("mine", see.started),
+    "devices_per_node": Case(4, base=JOINED), "memory_gib": Case(7.0),
     "cpu_threads": Case(3, see.started),
-}
+}  # fmt: skip
 POOL_SETTINGS: dict[str, Any] = {
-    "wait_s": Case(7.0, see.joined),
-    "env": Case({"A": "b"}),
+    "wait_s": Case(7.0, see.joined), "env": Case({"A": "b"}),
     "bad_nodes": Case("leave_out", see.joined),
-    "tensor_parallel_spans_nodes": Refuses(
-        True, base={**TWO_NODES, "training.tensor_model_parallel_size": 8}
-    ),
-}
+    "tensor_parallel_spans_nodes": Refuses(True,
+     base={**TWO_NODES, "training.tensor_model_parallel_size": 8}),
+}  # fmt: skip
 RUNTIME: dict[str, Any] = {
-    "kind": Case("local", base={"resource_pool.main": 1}),
-    "address": Case("head:6379"),
-    "timeout_s": Case(7.0, see.joined),
-    "start_timeout_s": Case(7.0, see.joined),
-}
+    "kind": Case("local", base={"resource_pool.main": 1}), "address": Case("head:6379"),
+    "timeout_s": Case(7.0, see.joined), "start_timeout_s": Case(7.0, see.joined),
+}  # fmt: skip
 ON_NPU = {**JOINED, "device.kind": "npu", "device.memory_gib": 64}
-PLAN: dict[str, Any] = {
-    "suggest": Case(True, base=ON_NPU),
-}
+PLAN: dict[str, Any] = {"suggest": Case(True, base=ON_NPU)}
 ROLLOUT = {
-    "engine": Shown(
-        "trainer/test_bad_files.py", "test_an_unknown_or_unsuitable_rollout_engine_is_refused"
-    ),
+    "engine": Shown("trainer/test_bad_files.py",
+     "test_an_unknown_or_unsuitable_rollout_engine_is_refused"),
     "tensor_model_parallel_size": Case(2, base=SPLIT),
     "expert_model_parallel_size": Case(2, base={**SPLIT, **EXPERTS}),
-}
+}  # fmt: skip
 ONE_VALUE = {"tokenizer_type"}
 """Reviewed: keys of which one value alone is accepted, which asks for what happens anyway."""
 
 TABLE: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
-    "training": (TrainingConfig, TRAINING),
-    "algorithm": (AlgorithmConfig, ALGORITHM),
+    "training": (TrainingConfig, TRAINING), "algorithm": (AlgorithmConfig, ALGORITHM),
     "algorithm.kl_ctrl": (KlControlConfig, KL_CTRL),
     "rollout": (PLAIN_SECTIONS["rollout"], ROLLOUT),
-    "reward.function": (FunctionConfig, FUNCTION_KEYS),
-    "reward.sandbox": (SandboxConfig, SANDBOX),
+    "reward.function": (FunctionConfig, FUNCTION_KEYS), "reward.sandbox": (SandboxConfig, SANDBOX),
     "data": (PLAIN_SECTIONS["data"], DATA),
     "validation": (PLAIN_SECTIONS["validation"], VALIDATION),
-    "logging": (PLAIN_SECTIONS["logging"], LOGGING),
-    "device": (PLAIN_SECTIONS["device"], DEVICE),
-    "runtime": (PLAIN_SECTIONS["runtime"], RUNTIME),
-    "plan": (PLAIN_SECTIONS["plan"], PLAN),
+    "logging": (PLAIN_SECTIONS["logging"], LOGGING), "device": (PLAIN_SECTIONS["device"], DEVICE),
+    "runtime": (PLAIN_SECTIONS["runtime"], RUNTIME), "plan": (PLAIN_SECTIONS["plan"], PLAN),
     "resource_pool": (PoolSettings, POOL_SETTINGS),
     "model.small": (ArchitectureConfig, ARCHITECTURE),
     "actor_rollout.offload": (OffloadConfig, OFFLOAD),
-    **{
-        role.value: (schema, {"actor_rollout": ACTOR_KEYS, "critic": CRITIC_KEYS,
-                              "reward": REWARD_KEYS, "ref": {}}[role.value])
-        for role, schema in ROLE_SECTIONS.items()
-    },
+    **{role.value: (schema, {"actor_rollout": ACTOR_KEYS, "critic": CRITIC_KEYS,
+     "reward": REWARD_KEYS, "ref": {}}[role.value]) for role, schema in ROLE_SECTIONS.items()},
 }  # fmt: skip
 NOT_LEAVES = {"kl_ctrl", "optimizer", "architecture", "sandbox", "offload"}
 

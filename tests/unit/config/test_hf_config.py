@@ -128,12 +128,10 @@ def test_llama3_scaling_is_compared_in_both_spellings(config: dict[str, Any]) ->
         ({"num_experts": 4}, "num_experts: 4, None"),
         ({"add_qkv_bias": True}, "add_qkv_bias: True, False"),
         ({"qk_layernorm": True}, "qk_layernorm: True, False"),
-        (
-            {"untie_embeddings_and_output_weights": False},
-            "untie_embeddings_and_output_weights: False, True",
-        ),
+        ({"untie_embeddings_and_output_weights": False},
+         "untie_embeddings_and_output_weights: False, True"),
     ],
-)
+)  # fmt: skip
 def test_each_field_that_differs_is_named_with_both_values(keys: dict[str, Any], line: str) -> None:
     for config in (newer(), older()):
         assert find_disagreements(architecture(**keys), config, scored=False) == [line]
@@ -161,27 +159,21 @@ def test_tying_does_not_matter_to_a_score_head() -> None:
 @pytest.mark.parametrize(
     ("keys", "line"),
     [
-        (
-            {"model_type": "gemma"},
-            "model_type: one of llama, qwen2, qwen3, qwen3_moe, mixtral, gemma",
-        ),
+        ({"model_type": "gemma"},
+         "model_type: one of llama, qwen2, qwen3, qwen3_moe, mixtral, gemma"),
         ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window: false, true"),
         ({"attention_bias": True}, "attention_bias/mlp_bias: false, true"),
         ({"hidden_act": "gelu"}, "hidden_act: silu, gelu"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling_type: None, dynamic"),
-        (
-            {"model_type": "mixtral", "sliding_window": 256},
-            "sliding_window: null or at least 512, 256",
-        ),
+        ({"model_type": "mixtral", "sliding_window": 256},
+         "sliding_window: null or at least 512, 256"),
         ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise: 0.0, 0.1"),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step: 1, 2"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, "mlp_only_layers: [], [0]"),
-        (
-            {"model_type": "qwen3_moe", "shared_expert_intermediate_size": 8},
-            "shared_expert_intermediate_size: none, 8",
-        ),
+        ({"model_type": "qwen3_moe", "shared_expert_intermediate_size": 8},
+         "shared_expert_intermediate_size: none, 8"),
     ],
-)
+)  # fmt: skip
 def test_an_unsupported_field_of_config_json_is_named(keys: dict[str, Any], line: str) -> None:
     assert line in find_disagreements(architecture(), older(**keys), scored=False)
 
@@ -199,11 +191,6 @@ def test_a_broken_config_is_the_users_error(tmp_path: Path, text: str | None, me
         (tmp_path / "config.json").write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=message):
         read_hf_config(tmp_path)
-
-
-def test_config_is_read_from_the_folder(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(older()), encoding="utf-8")
-    assert read_hf_config(tmp_path) == older()
 
 
 def test_qwen2_has_a_bias_that_config_json_does_not_mention() -> None:

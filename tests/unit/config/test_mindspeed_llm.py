@@ -23,7 +23,7 @@ from mindspeed_rlxf.config.enums import (
 from mindspeed_rlxf.config.keys import known_keys
 from mindspeed_rlxf.config.load import resolve, resolve_with_notes
 from mindspeed_rlxf.config.mindspeed_llm import MOVED
-from mindspeed_rlxf.config.mindspeed_llm_keys import NO_OP_LIST, NO_OPS, REFUSED, REFUSED_LIST
+from mindspeed_rlxf.config.mindspeed_llm_keys import NO_OPS, REFUSED
 from mindspeed_rlxf.config.problems import ConfigError
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.ops.planning.plan import plan
@@ -92,15 +92,10 @@ add_qkv_bias adam_beta1 adam_beta2
     """
 )
 THEIRS = {
-    "training": OF_TRAINING,
-    "actor_rollout": OF_ACTOR,
-    "ref": OF_REF,
-    "reward": OF_REWARD,
-    "critic": OF_CRITIC,
-    "algorithm": OF_ALGORITHM,
-    "algorithm.kl_ctrl": OF_KL_CTRL,
+    "training": OF_TRAINING, "actor_rollout": OF_ACTOR, "ref": OF_REF, "reward": OF_REWARD,
+    "critic": OF_CRITIC, "algorithm": OF_ALGORITHM, "algorithm.kl_ctrl": OF_KL_CTRL,
     "model": OF_MODEL,
-}
+}  # fmt: skip
 
 
 def ours(section: str) -> set[str]:
@@ -118,18 +113,6 @@ def test_every_older_key_exists_here_or_is_moved_or_on_one_list(section: str) ->
         if sum(homes) != 1 and not (sum(homes) == 0 and key in MOVED):
             unsorted.append(key)
     assert unsorted == []
-
-
-def test_the_lists_share_no_key_and_none_with_the_schema() -> None:
-    every = set().union(*known_keys().values()) - known_keys()["data"]
-    lists = [NO_OPS.keys(), REFUSED.keys(), MOVED.keys() - {"seed", "seq_length"}]
-    lists[2] -= {"missing_eos_penalty"}  # of algorithm; moved from the actor
-    for number, keys in enumerate(lists):
-        assert keys & every == set()
-        for others in lists[number + 1 :]:
-            assert keys & others == set()
-    assert sum(len(entry.keys) for entry in NO_OP_LIST) == len(NO_OPS)
-    assert sum(len(entry.keys) for entry in REFUSED_LIST) == len(REFUSED)
 
 
 @pytest.mark.parametrize("key", NO_OPS)
@@ -303,28 +286,23 @@ def test_the_older_default_of_an_idle_key_is_noted_and_another_value_refused(
 @pytest.mark.parametrize(
     ("changes", "start"),
     [
-        ({**GRPO, "algorithm.gamma": 0.9},
-         "algorithm.gamma=0.9 must be 1 with algorithm.adv_estimator=group_norm, where a score "
-         "counts for every token alike; use 1.0, or reinforce_plus_plus"),
+        ({**GRPO, "algorithm.gamma": 0.9}, "algorithm.gamma=0.9"),
         ({"actor_rollout.missing_eos_penalty": 1.0, "algorithm.missing_eos_penalty": 0.5},
-         "actor_rollout.missing_eos_penalty and algorithm.missing_eos_penalty=0.5 say the same "
-         "thing differently; keep one"),
+         "actor_rollout.missing_eos_penalty"),
         ({"algorithm.verifier_function": ["acc"]}, "algorithm.verifier_function has no effect"),
         ({"reward": {"verifier": True}, "algorithm.verifier_weight": [1.0, 2.0]},
-         "algorithm.verifier_weight=[1.0, 2.0] must have a weight for each of the 1"),
+         "algorithm.verifier_weight=[1.0, 2.0]"),
         ({"reward": {"verifier": True}, "algorithm.verifier_function": ["acc", "acc"]},
          "algorithm.verifier_function must name each function once"),
         ({"reward": {"verifier": True, "rules": {"a": "gsm8k"}}},
          "reward.rules must be empty with reward.verifier=true"),
         ({"reward": {"verifier": True}, "actor_rollout.dataset_category": "1,0"},
-         "actor_rollout.dataset_category='1,0': one reward scores every prompt here; use 1 "),
-        ({"actor_rollout.dataset_category": 1},
-         "actor_rollout.dataset_category=1: one reward scores every prompt here; use 0 "),
+         "actor_rollout.dataset_category='1,0': use 1 "),
+        ({"actor_rollout.dataset_category": 1}, "actor_rollout.dataset_category=1: use 0 "),
         ({"actor_rollout.inference_tensor_model_parallel_size": 2},
-         "actor_rollout.inference_tensor_model_parallel_size=2 must be "
-         "actor_rollout.tensor_model_parallel_size=1"),
+         "actor_rollout.inference_tensor_model_parallel_size=2"),
         ({"algorithm.verifier_function": ["accc"], "reward": {"verifier": True}},
-         "algorithm.verifier_function.0='accc' must be one of acc, base_acc, format"),
+         "algorithm.verifier_function.0='accc' did you mean acc?"),
     ],
 )  # fmt: skip
 def test_contradictory_keys_are_refused(
@@ -350,35 +328,26 @@ def in_their_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "prompts", "layouts", "mini_batch", "vocabulary"),
+    ("name", "devices", "layouts"),
     [
-        ("ppo_trainer_llama32_1b", 8, [(1, 1)] * 4, 4, 128256),
-        ("ppo_trainer_llama3_8b", 2, [(2, 2), (2, 1), (2, 2), (2, 1)], 1, 128256),
-        ("ppo_trainer_llama2_7b", 1, [(4, 1), (2, 1), (4, 1), (2, 1)], 1, 32000),
+        ("ppo_trainer_llama32_1b", 5, [(1, 1)] * 4),
+        ("ppo_trainer_llama3_8b", 16, [(2, 2), (2, 1), (2, 2), (2, 1)]),
+        ("ppo_trainer_llama2_7b", 16, [(4, 1), (2, 1), (4, 1), (2, 1)]),
     ],
 )
 def test_older_ppo_configurations_keep_their_meaning(
-    in_their_folder: Path, name: str, prompts: int, layouts: list[Any], mini_batch: int,
-    vocabulary: int,
-) -> None:  # fmt: skip
+    in_their_folder: Path, name: str, devices: int, layouts: list[Any]
+) -> None:
+    """Their values are recorded, see test_resolved_values."""
     write(in_their_folder / "theirs")
     config, notes = resolved(name, in_their_folder / "theirs")
-    actor, critic = config.actor_rollout, config.value_model
     found = [config.layout(role) for role in config.roles]
-    assert [(layout.tp, layout.pp) for layout in found] == layouts
-    assert [layout.dp for layout in found] == [1] * 4
-    assert config.training.global_batch_size == prompts
-    assert (actor.max_prompt_length, actor.max_new_tokens) == (256, 256)
-    assert actor.ppo_mini_batch_size == critic.critic_mini_batch_size == mini_batch
-    assert (actor.optimizer.lr, critic.optimizer.lr, critic.cliprange_value) == (1e-7, 1e-7, 0.2)
-    assert (actor.bf16, actor.do_sample, config.data.shuffle) == (True, False, False)
-    assert config.algorithm.kl_ctrl.kl_coef == 0.05 and config.algorithm.lam == 0.95
+    assert [(layout.tp, layout.pp, layout.dp) for layout in found] == [(*x, 1) for x in layouts]
+    assert sum(sum(sizes) for sizes in config.resource_pool.values()) == devices
+    theirs = PPO[name]()["actor_rollout_ref"]["actor_rollout"]
+    assert config.parts == (theirs["num_gpus_for_train"], theirs["num_gpus_for_infer"])
+    vocabulary = 32000 if "llama2" in name else 128256  # of llama2, from the tokenizer's folder
     assert config.ref.architecture.vocab_size == vocabulary
-    assert config.training.seed == (42 if "8b" in name else 1234)
-    assert not actor.sequence_parallel or actor.tensor_model_parallel_size == 1
-    assert (
-        critic.optimizer.use_distributed_optimizer and not actor.optimizer.use_distributed_optimizer
-    )
     saved = os.path.abspath("ckpt")
     assert config.save_folder(Role.CRITIC) == Path(saved, "critic")
     starts = ["training.save_interval=10000 is over training.train_iters=1000: checkpoints",
@@ -389,60 +358,25 @@ def test_older_ppo_configurations_keep_their_meaning(
 
 
 @pytest.mark.parametrize(
-    ("name", "devices"),
-    [("ppo_trainer_llama32_1b", 5), ("ppo_trainer_llama3_8b", 16), ("ppo_trainer_llama2_7b", 16)],
-)
-def test_their_ppo_configurations_ask_for_as_many_devices(
-    in_their_folder: Path, name: str, devices: int
-) -> None:
-    write(in_their_folder / "theirs")
-    config, _ = resolved(name, in_their_folder / "theirs")
-    assert sum(sum(sizes) for sizes in config.resource_pool.values()) == devices
-    actor = PPO[name]()["actor_rollout_ref"]["actor_rollout"]
-    assert config.parts == (actor["num_gpus_for_train"], actor["num_gpus_for_infer"])
-
-
-@pytest.mark.parametrize(
-    ("name", "prompts", "samples", "mini_batch", "new_tokens"),
+    ("name", "samples", "idle"),
     [
-        ("ray_grpo_full_llama32_1b_tp1pp1", 1, 2, 1, 53),
-        ("online_dpo_trainer_llama32_1b", 4, 8, 4, 256),
+        ("ray_grpo_full_llama32_1b_tp1pp1", 2, []),
+        ("online_dpo_trainer_llama32_1b", 8, ["model.llama32-1b.sequence_parallel=true: no effect "
+                                              "without tensor_model_parallel_size>1"]),
     ],
-)
+)  # fmt: skip
 def test_their_configurations_without_a_critic_plan(
-    in_their_folder: Path, name: str, prompts: int, samples: int, mini_batch: int, new_tokens: int
+    in_their_folder: Path, name: str, samples: int, idle: list[str]
 ) -> None:
+    """Their values are recorded, see test_resolved_values."""
     write(in_their_folder / "theirs")
     config, notes = resolved(name, in_their_folder / "theirs")
-    actor, algorithm = config.actor_rollout, config.algorithm
-    assert config.resource_pool == {"actor_rollout": [2], "ref": [1], "reward": [1]}
-    assert config.critic is None and config.parts == (1, 1)
-    assert (config.training.global_batch_size, config.samples_per_iteration) == (prompts, samples)
-    assert (actor.ppo_mini_batch_size, actor.max_new_tokens, actor.do_sample) == (
-        mini_batch, new_tokens, True,
-    )  # fmt: skip
-    assert algorithm.missing_eos_penalty == (1.0 if "dpo" in name else 0.0)
-    assert (config.data.shuffle, config.training.deterministic) == (
-        False, None if "dpo" in name else True,
-    )  # fmt: skip
-    if "grpo" in name:
-        assert algorithm.adv_estimator == AdvEstimator.GRPO
-        assert (algorithm.kl_in, algorithm.kl_penalty) == ("loss", KlPenalty.LOW_VAR_KL)
-        assert (algorithm.kl_ctrl.kl_coef, actor.entropy_coeff) == (0.05, 0.001)
+    assert (config.samples_per_iteration, config.parts) == (samples, (1, 1))
     shown = [" ".join(line.split()) for line in plan(config).text.splitlines()]
     assert f"samples {samples}" in shown
-    assert any(
-        line.startswith("rollout llama32-1b actor_rollout 1 1 1 1 1 bf16 ") for line in shown
-    )
-    tp1 = "no effect without tensor_model_parallel_size>1"
-    told = [note for note in notes if ": no effect " in note]
-    assert told == (
-        []
-        if "grpo" in name
-        else [
-            f"model.llama32-1b.sequence_parallel=true: {tp1}",
-        ]
-    )
+    start = "rollout llama32-1b actor_rollout 1 1 1 1 1 bf16 "
+    assert any(line.startswith(start) for line in shown)
+    assert [note for note in notes if ": no effect " in note] == idle
 
 
 def leaves(tree: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
@@ -481,47 +415,23 @@ def test_no_key_of_a_whole_file_is_lost(in_their_folder: Path, name: str) -> Non
     assert lost == [] and resolve_with_notes(tree, name) == whole
 
 
-THEIR_YAML = os.environ.get("RLXF_OLDER_CONFIGS")
-
-
-@pytest.mark.skipif(THEIR_YAML is None, reason="RLXF_OLDER_CONFIGS names no configs/rlxf of theirs")
-def test_their_real_files_resolve(in_their_folder: Path) -> None:
-    folder = Path(str(THEIR_YAML))
-    failed: dict[str, list[str]] = {}
-    names = sorted(file.stem for file in folder.glob("*_trainer_*.yaml"))
-    assert len(names) >= 4
-    for name in names:
-        try:
-            resolved(name, folder)
-        except ConfigError as error:
-            failed[name] = list(map(str, error.problems))
-    # Two data sets blended by weight, one scored by a model and one by rule: refused with a remedy.
-    assert {name: len(found) for name, found in failed.items()} in (
-        {}, {"grpo_trainer_qwen25_7b_all": 2},
-    ), failed  # fmt: skip
-
-
 def test_a_tokenizer_without_a_vocabulary_size_is_named(in_their_folder: Path) -> None:
     write(in_their_folder / "theirs")
     place = in_their_folder / "models" / "llama-2-7b"
 
-    def told() -> list[str]:
+    def told() -> str:
         with pytest.raises(ConfigError) as refused:
             resolved("ppo_trainer_llama2_7b", in_their_folder / "theirs")
-        return list(map(str, refused.value.problems))
+        (problem,) = map(str, refused.value.problems)
+        assert problem.startswith("model.llama2-7b.vocab_size is required, and ")
+        return problem
 
-    start = (
-        "model.llama2-7b.vocab_size is required, and "
-        "training.tokenizer_name_or_path=./models/llama-2-7b/ does not give it: "
-    )
     (place / "config.json").write_text("{}")
-    end = "its config.json has vocab_size=null; correct it, or add the key"
-    assert told() == [start + end]
+    assert "its config.json has vocab_size=null" in told()
     (place / "config.json").unlink()
-    remedy = "give the folder of a Hugging Face model, or add the key"
-    assert told() == [f"{start}models/llama-2-7b/config.json is missing; {remedy}"]
+    assert "models/llama-2-7b/config.json is missing; give the folder" in told()
     place.rmdir()
-    assert told() == [f"{start}models/llama-2-7b is not a folder; {remedy}"]
+    assert "models/llama-2-7b is not a folder; give the folder" in told()
 
 
 def test_a_role_with_a_vocabulary_of_its_own_needs_none_of_the_tokenizer(

@@ -34,49 +34,24 @@ def test_layers_merge_key_by_key(make_tree: MakeTree) -> None:
     }
 
 
-def test_nothing_is_offloaded_by_default(make_tree: MakeTree) -> None:
-    offload = resolve(make_tree(), "test").actor_rollout.offload
-    assert (offload.weights, offload.optimizer) == (False, False)
-
-
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        (
-            {"ref.offload": {"optimizer": True}},
-            "ref.offload.optimizer=true must be false in a role that learns nothing; remove it",
-        ),
-        (
-            {**REWARD_MODEL, "reward.offload.optimizer": True},
-            "reward.offload.optimizer=true must be false in a role that learns nothing; remove it",
-        ),
-        (
-            {"training.offload": True},
-            "training.offload=true must be a section of keys; write `key: value` lines",
-        ),
-        (
-            {"training.offload.weight": True},
-            "training.offload.weight: unknown key; did you mean training.offload.weights?",
-        ),
-        (
-            {"model.small.offload.weights": "some"},
-            "model.small.offload.weights='some' must be true or false",
-        ),
-        (
-            {"actor_rollout_ref.actor_rollout.offload.optimizer": 1},
-            "actor_rollout_ref.actor_rollout.offload.optimizer=1 must be true or false",
-        ),
-        (
-            {"training.swap_optimizer": True},
-            "training.swap_optimizer=true is not supported: nothing is moved to the host",
-        ),
+        ({"ref.offload": {"optimizer": True}}, "ref.offload.optimizer=true"),
+        ({**REWARD_MODEL, "reward.offload.optimizer": True}, "reward.offload.optimizer=true"),
+        ({"training.offload": True}, "training.offload=true"),
+        ({"training.offload.weight": True}, "training.offload.weight:"),
+        ({"model.small.offload.weights": "some"}, "model.small.offload.weights='some'"),
+        ({"actor_rollout_ref.actor_rollout.offload.optimizer": 1},
+         "actor_rollout_ref.actor_rollout.offload.optimizer=1"),
+        ({"training.swap_optimizer": True}, "training.swap_optimizer=true"),
     ],
-)
+)  # fmt: skip
 def test_offload_keys_that_cannot_work_are_refused(
     problems: Problems, changes: dict[str, Any], expected: str
 ) -> None:
     (found,) = problems(changes)
-    assert found.startswith(expected.split(" ")[0])
+    assert found.startswith(expected)
 
 
 def test_a_resumed_run_may_change_offload_weights(make_tree: MakeTree) -> None:

@@ -123,33 +123,18 @@ NESTED = "actor_rollout_ref.actor_rollout"
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        (
-            {f"{NESTED}.lr": 0.5},
-            [f"{NESTED}.lr and actor_rollout.lr are the same key; keep one"],
-        ),
+        ({f"{NESTED}.lr": 0.5}, [f"{NESTED}.lr"]),
         ({f"{NESTED}.lr": 1e-4}, []),
-        ({f"{NESTED}.temperature": math.nan}, [f"{NESTED}.temperature=.nan must be finite"]),
-        (
-            {"actor_rollout_ref.ref.micro_batch_size": 0, "actor_rollout_ref.ref.lr_": 1},
-            [
-                "actor_rollout_ref.ref.lr_: unknown key",
-                "actor_rollout_ref.ref.micro_batch_size=0 must be at least 1",
-            ],
-        ),
-        (
-            {"actor_rollout.ppo_mini_batch_size": -4},
-            ["actor_rollout.ppo_mini_batch_size=-4 must be at least 1; use 1 or more"],
-        ),
-        (
-            {"actor_rollout.tensor_model_parallel_size": "two"},
-            ["actor_rollout.tensor_model_parallel_size='two' must be an integer"],
-        ),
-        (
-            {"reward.kind": "model", "reward.model": "smal", "placement.reward": "main"},
-            ["reward.model='smal': no such model; did you mean small? (models loaded: small)"],
-        ),
+        ({f"{NESTED}.temperature": math.nan}, [f"{NESTED}.temperature=.nan"]),
+        ({"actor_rollout_ref.ref.micro_batch_size": 0, "actor_rollout_ref.ref.lr_": 1},
+         ["actor_rollout_ref.ref.lr_:", "actor_rollout_ref.ref.micro_batch_size=0"]),
+        ({"actor_rollout.ppo_mini_batch_size": -4}, ["actor_rollout.ppo_mini_batch_size=-4"]),
+        ({"actor_rollout.tensor_model_parallel_size": "two"},
+         ["actor_rollout.tensor_model_parallel_size='two'"]),
+        ({"reward.kind": "model", "reward.model": "smal", "placement.reward": "main"},
+         ["reward.model='smal':"]),
     ],
-)
+)  # fmt: skip
 def test_one_mistake_is_one_problem_with_the_key_as_it_was_written(
     check_case: Callable[..., None], changes: dict[str, Any], expected: list[str]
 ) -> None:
@@ -180,52 +165,33 @@ def test_unknown_key_is_named_with_the_nearest_known_one(
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "message"),
+    ("key", "value", "shown"),
     [
-        ("training.train_iters", 0, "=0 must be at least 1; use 1 or more"),
-        ("training.train_iters", -5, "=-5 must be at least 1; use 1 or more"),
-        ("training.train_iters", "ten", "='ten' must be an integer; write a whole number"),
-        ("training.train_iters", 2.5, "=2.5 must be an integer"),
-        ("training.train_iters", True, "=true must be an integer"),
-        ("training.global_batch_size", [8], "=[8] must be an integer"),
-        ("training.global_batch_size", None, "=null must be an integer"),
-        ("training.run_name", 7, "=7 must be text; put it in quotes"),
-        ("training.run_name", "", "='' must not be empty; give a name"),
-        ("training.tokenizer_type", "Llama", "='Llama' must be PretrainedFromHF; use Pretrained"),
-        ("actor_rollout.lr", "fast", "='fast' must be a number"),
-        ("actor_rollout.lr", -1e-6, "=-1e-06 must be at least 0"),
-        ("actor_rollout.temperature", 0, "=0 must be greater than 0; use more than 0"),
-        ("actor_rollout.top_p", 1.5, "=1.5 must be at most 1; use 1 or less"),
-        ("actor_rollout.do_sample", "yes", "='yes' must be true or false"),
-        ("actor_rollout.stop_token_ids", 3, "=3 must be a list; write [a, b]"),
-        ("actor_rollout.lr_warmup_fraction", 1.0, "=1.0 must be less than 1; use less than 1"),
-        ("critic.cliprange_value", float("nan"), "=.nan must be finite"),
-        ("algorithm.gamma", -0.1, "=-0.1 must be at least 0"),
-        ("algorithm.kl_penalty", "k3", "='k3' must be one of kl, abs, mse, low_var_kl, full; "),
-        ("algorithm.kl_ctrl", 0.1, "=0.1 must be a section of keys"),
-        ("algorithm.adv_estimator", "grop", "='grop' must be one of gae, "),
-        ("reward.kind", "nosuch", "='nosuch' must be one of rule, model, huggingface"),
-        ("model.small.num_layers", "two", "='two' must be an integer"),
-        ("training.bf16", 1, "=1 must be true or false"),
-        ("logging.samples", "some", "='some' must be an integer or all"),
-        ("logging.samples", -1, "=-1 must be at least 0 or all"),
-        ("data.train_files", [], " is required; name files of prompts, or an indexed data set"),
-        ("data", "x.jsonl", "='x.jsonl' must be a section of keys"),
-        ("resource_pool.main", 0, "=0 must be a number of devices from 1 to 100000"),
-        ("resource_pool.main", "two", "='two' must be a number of devices"),
-        ("resource_pool.main", [2, -1], "=[2, -1] must be a number of devices"),
-        ("critic.model", "smal", "='smal': no such model; did you mean small?"),
-        ("runtime", "locl", ".kind='locl' must be one of ray, local; did you mean local?"),
-        ("dry_run", 1, "=1 must be true or false"),
-        ("training.seq_length", 8, "=8 must exceed actor_rollout.max_prompt_length=8"),
+        ("training.train_iters", 0, "=0"), ("training.train_iters", -5, "=-5"),
+        ("training.train_iters", "ten", "='ten'"), ("training.train_iters", 2.5, "=2.5"),
+        ("training.train_iters", True, "=true"), ("training.global_batch_size", [8], "=[8]"),
+        ("training.global_batch_size", None, "=null"), ("training.run_name", 7, "=7"),
+        ("training.run_name", "", "=''"), ("training.tokenizer_type", "Llama", "='Llama'"),
+        ("actor_rollout.lr", "fast", "='fast'"), ("actor_rollout.lr", -1e-6, "=-1e-06"),
+        ("actor_rollout.temperature", 0, "=0"), ("actor_rollout.top_p", 1.5, "=1.5"),
+        ("actor_rollout.do_sample", "yes", "='yes'"), ("actor_rollout.stop_token_ids", 3, "=3"),
+        ("actor_rollout.lr_warmup_fraction", 1.0, "=1.0"),
+        ("critic.cliprange_value", float("nan"), "=.nan"), ("algorithm.gamma", -0.1, "=-0.1"),
+        ("algorithm.kl_penalty", "k3", "='k3'"), ("algorithm.kl_ctrl", 0.1, "=0.1"),
+        ("algorithm.adv_estimator", "grop", "='grop'"), ("reward.kind", "nosuch", "='nosuch'"),
+        ("model.small.num_layers", "two", "='two'"), ("training.bf16", 1, "=1"),
+        ("logging.samples", "some", "='some'"), ("logging.samples", -1, "=-1"),
+        ("data.train_files", [], ""), ("data", "x.jsonl", "='x.jsonl'"),
+        ("resource_pool.main", 0, "=0"), ("resource_pool.main", "two", "='two'"),
+        ("resource_pool.main", [2, -1], "=[2,"), ("critic.model", "smal", "='smal':"),
+        ("runtime", "locl", ".kind='locl'"), ("dry_run", 1, "=1"), ("training.seq_length", 8, "=8"),
     ],
-)
+)  # fmt: skip
 def test_bad_value_is_named_with_rule_and_remedy(
-    problems: Problems, key: str, value: Any, message: str
+    problems: Problems, key: str, value: Any, shown: str
 ) -> None:
     found = problems({key: value})
-    head = key + message.partition(" ")[0]
-    assert [p for p in found if p.startswith(head) and "; " in p], found
+    assert [p for p in found if p.startswith(f"{key}{shown} ") and "; " in p], found
     if key != "data":
         assert len(found) == 1, found
 

@@ -15,7 +15,7 @@ from mindspeed_rlxf.config.load import resolve
 from tests.golden.resolved_configs import FOLDER, OLDER, SHIPPED, tree_of, values_of
 
 CHANGED: dict[str, tuple[Any, Any]] = {
-    "algorithm.kl_ctrl.target_kl": (6.0, 0.1),  # 6 is a figure of a whole sequence
+    "algorithm.kl_ctrl.target_kl": (6.0, 0.1)  # 6 is a figure of a whole sequence
 }
 """Key -> (recorded, now): defaults that were changed on purpose, with the reason beside each."""
 

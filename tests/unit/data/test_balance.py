@@ -63,11 +63,7 @@ def test_stored_lengths_are_balanced_as_by_the_better_of_two_references(ranks: i
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    ranks=st.integers(1, 9),
-    size=st.integers(1, 12),
-    data=st.data(),
-)
+@given(ranks=st.integers(1, 9), size=st.integers(1, 12), data=st.data())
 def test_every_item_is_once_in_parts_of_one_size_no_worse_than_greedy(
     ranks: int, size: int, data: st.DataObject
 ) -> None:

@@ -75,10 +75,7 @@ def test_one_turn_ends_with_the_header_of_the_response(name: str, expected: str)
             "<|im_start|>assistant\nB<|im_end|>\n<|im_start|>user\nC<|im_end|>\n"
             "<|im_start|>assistant\n",
         ),
-        (
-            "llama2",
-            "<s>[INST] <<SYS>>\nBe kind.\n<</SYS>>\n\nA [/INST] B </s><s>[INST] C [/INST]",
-        ),
+        ("llama2", "<s>[INST] <<SYS>>\nBe kind.\n<</SYS>>\n\nA [/INST] B </s><s>[INST] C [/INST]"),
         (
             "llama3",
             "<|begin_of_text|>"

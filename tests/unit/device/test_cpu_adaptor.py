@@ -82,9 +82,7 @@ def test_device_random_state_is_the_cpus(seen: dict[str, object]) -> None:
     assert seen["random"]
 
 
-def test_setup_again_only_sets_threads_and_another_kind_is_refused(
-    seen: dict[str, object],
-) -> None:
+def test_setup_again_only_sets_threads_and_another_kind_is_refused(seen: dict[str, object]) -> None:
     assert seen["where"] == ["cpu", "cpu", "cpu"] and seen["threads"] == 2
     assert seen["other"] == "device already set up as cpu, not cuda"
 

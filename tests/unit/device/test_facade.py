@@ -187,9 +187,7 @@ def test_random_streams_of_another_kind_of_device_are_recognised(accelerator: Ac
         assert facade.load_process_state(state) is known
 
 
-def test_a_cpu_has_no_memory_or_random_stream_of_a_device(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_cpu_has_no_memory_or_random_stream_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(facade, "_active", CPU)
     for name in ("npu", "cuda"):
         monkeypatch.setattr(torch, name, None, raising=False)

@@ -158,10 +158,7 @@ def test_doubles_on_the_device_come_back_from_the_copy() -> None:
 
     total = torch.tensor([4.0], dtype=torch.double)
     on_device = SimpleNamespace(
-        dtype=torch.double,
-        device=SimpleNamespace(type="npu"),
-        float=total.float,
-        copy_=total.copy_,
+        dtype=torch.double, device=SimpleNamespace(type="npu"), float=total.float, copy_=total.copy_
     )
     npu._reduce_fp64_in_place(lost, doubled)(on_device)
     assert total.item() == 8.0

@@ -263,11 +263,7 @@ def test_transformer_engine_is_a_warning(host: Path, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_core_0_16_needs_triton_ascend_and_says_how(
-    host: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    ascend: str | None,
-    stock: str | None,
-    remedy: str,
+    host: Path, monkeypatch: pytest.MonkeyPatch, ascend: str | None, stock: str | None, remedy: str
 ) -> None:
     there = {**VERSIONS, "triton-ascend": ascend, "triton": stock}
     monkeypatch.setattr(packages, "_installed", there.get)

@@ -12,12 +12,7 @@ import yaml
 
 from mindspeed_rlxf.config.problems import UserError
 from tests.processes import with_sources
-from tests.unit.documents.checks import (
-    Unchecked,
-    check,
-    check_exists,
-    resolve_configuration,
-)
+from tests.unit.documents.checks import Unchecked, check, check_exists, resolve_configuration
 from tests.unit.documents.commands import ROOT, SHELL, Block, blocks, commands, documents, spans
 
 BLOCKS = [block for file in documents() for block in blocks(file)]

@@ -44,16 +44,6 @@ def test_a_stage_without_a_critic_has_none(config: Callable[..., RunConfig]) -> 
     assert run.samples_together == 4
 
 
-@pytest.mark.parametrize("changes", [GRPO, DPO])
-def test_a_critic_section_that_nothing_reads_is_refused(
-    problems: Problems, changes: dict[str, Any]
-) -> None:
-    assert problems(changes, ("placement.critic",)) == [
-        f"training.stage={changes['training.stage']} has no critic; remove the section critic "
-        "('~critic' on the command line)"
-    ]
-
-
 def test_the_stage_sets_keys_that_the_yaml_leaves_out(config: Callable[..., RunConfig]) -> None:
     ppo = config().algorithm
     assert (ppo.adv_estimator, ppo.kl_in) == (AdvEstimator.GAE, "reward")
@@ -88,10 +78,7 @@ def test_the_stage_sets_keys_that_the_yaml_leaves_out(config: Callable[..., RunC
     ],
 )
 def test_gspo_has_a_clip_range_of_its_own(
-    config: Callable[..., RunConfig],
-    given: dict[str, Any],
-    low: float | None,
-    high: float | None,
+    config: Callable[..., RunConfig], given: dict[str, Any], low: float | None, high: float | None
 ) -> None:
     changes = {f"actor_rollout.{key}": v for key, v in {"policy_loss": "gspo", **given}.items()}
     actor = config({**GRPO, **changes}, WITHOUT_CRITIC).actor_rollout
@@ -102,95 +89,37 @@ REMAX = {**GRPO, "algorithm.adv_estimator": "remax"}
 FULL = {"algorithm.kl_penalty": "full"}
 DYNAMIC = {**GRPO, "algorithm.filter_groups": True}
 CASES: list[tuple[dict[str, Any], list[str]]] = [
-    (
-        {**GRPO, "algorithm.adv_estimator": "gae"},
-        ["algorithm.adv_estimator=gae needs a critic, and training.stage=ray_grpo has none; "
-         "use grpo, or training.stage=ray_ppo"],
-    ),
-    (
-        {"algorithm.adv_estimator": "reinforce_plus_plus"},
-        ["algorithm.adv_estimator=reinforce_plus_plus needs no critic, and "
-         "training.stage=ray_ppo trains one; use gae, or training.stage=ray_grpo"],
-    ),
-    (
-        {**GRPO, "actor_rollout.n_samples_per_prompt": 1},
-        ["actor_rollout.n_samples_per_prompt=1 must be 2 or more with "
-         "algorithm.adv_estimator=grpo, which compares the responses to a prompt; use 4 or 8"],
-    ),
-    ({**GRPO, "algorithm.kl_penalty": "kl"}, ["algorithm.kl_penalty=kl must not be kl with"]),
-    (
-        {"critic.warmup_iters": 3},
-        ["critic.warmup_iters=3 must be below training.train_iters=3, as the actor learns after "
-         "it; use 2 or less"],
-    ),
-    (
-        {**GRPO, "algorithm.overlong_buffer_len": 17},
-        ["algorithm.overlong_buffer_len=17 must be at most actor_rollout.max_new_tokens=16; "
-         "use 16 or less"],
-    ),
-    (
-        {**GRPO, "algorithm.rollout_is_threshold": 2.0, "algorithm.old_log_probs": "rollout"},
-        ["algorithm.rollout_is_threshold=2 needs algorithm.old_log_probs=recompute"],
-    ),
-    (
-        {**GRPO, "training.global_batch_size": 18, "actor_rollout.ppo_mini_batch_size": 24},
-        ["training.global_batch_size=18 must be a multiple of the actor's data-parallel size 8, "
-         "so that the responses to a prompt, which are compared, are on one rank; use 16 or 24"],
-    ),
-    (
-        {**REMAX, "training.global_batch_size": 18, "actor_rollout.ppo_mini_batch_size": 24},
-        ["training.global_batch_size=18 must be a multiple of the reward's data-parallel size 8 "
-         "with algorithm.adv_estimator=remax, which scores one more response to each prompt; "
-         "use 16 or 24"],
-    ),
+    ({**GRPO, "algorithm.adv_estimator": "gae"}, ["algorithm.adv_estimator=gae"]),
+    ({"algorithm.adv_estimator": "reinforce_plus_plus"},
+     ["algorithm.adv_estimator=reinforce_plus_plus"]),
+    ({**GRPO, "actor_rollout.n_samples_per_prompt": 1}, ["actor_rollout.n_samples_per_prompt=1"]),
+    ({**GRPO, "algorithm.kl_penalty": "kl"}, ["algorithm.kl_penalty=kl"]),
+    ({"critic.warmup_iters": 3}, ["critic.warmup_iters=3"]),
+    ({**GRPO, "algorithm.overlong_buffer_len": 17}, ["algorithm.overlong_buffer_len=17"]),
+    ({**GRPO, "algorithm.rollout_is_threshold": 2.0, "algorithm.old_log_probs": "rollout"},
+     ["algorithm.rollout_is_threshold=2"]),
+    ({**GRPO, "training.global_batch_size": 18, "actor_rollout.ppo_mini_batch_size": 24},
+     ["training.global_batch_size=18"]),
+    ({**REMAX, "training.global_batch_size": 18, "actor_rollout.ppo_mini_batch_size": 24},
+     ["training.global_batch_size=18"]),
     (DYNAMIC, []),
-    (
-        {**DYNAMIC, "reward.kind": "model", "placement.reward": "main"},
-        ["algorithm.filter_groups=true needs reward.kind=rule"],
-    ),
-    (
-        {**DYNAMIC, "algorithm.adv_estimator": "reinforce_plus_plus"},
-        ["algorithm.filter_groups=true must be false with "],
-    ),
-    (
-        {**GRPO, "actor_rollout.clip_ratio_c": 1.0},
-        ["actor_rollout.clip_ratio_c=1.0 must be greater"],
-    ),
-    (
-        {**DPO, "actor_rollout.n_samples_per_prompt": 4},
-        ["actor_rollout.n_samples_per_prompt=4 must be 2 with"],
-    ),
-    (
-        {**DPO, "actor_rollout.micro_batch_size": 3},
-        ["actor_rollout.micro_batch_size=3 must be even with"],
-    ),
-    (
-        {**DPO, "actor_rollout.max_tokens_per_micro_batch": 24},
-        ["actor_rollout.max_tokens_per_micro_batch=24 may separate the responses of a pair"],
-    ),
+    ({**DYNAMIC, "reward.kind": "model", "placement.reward": "main"},
+     ["algorithm.filter_groups=true"]),
+    ({**DYNAMIC, "algorithm.adv_estimator": "reinforce_plus_plus"},
+     ["algorithm.filter_groups=true"]),
+    ({**GRPO, "actor_rollout.clip_ratio_c": 1.0}, ["actor_rollout.clip_ratio_c=1.0"]),
+    ({**DPO, "actor_rollout.n_samples_per_prompt": 4}, ["actor_rollout.n_samples_per_prompt=4"]),
+    ({**DPO, "actor_rollout.micro_batch_size": 3}, ["actor_rollout.micro_batch_size=3"]),
+    ({**DPO, "actor_rollout.max_tokens_per_micro_batch": 24},
+     ["actor_rollout.max_tokens_per_micro_batch=24"]),
     (FULL, []),
-    (
-        {**FULL, "placement.ref": "refs", "resource_pool": {"main": 8, "refs": 8}},
-        ["algorithm.kl_penalty=full compares the whole vocabulary and needs actor and reference in "
-         "one pool, they are in main and refs; use placement.ref=main, or low_var_kl"],
-    ),
-    (
-        {**FULL, "ref.tensor_model_parallel_size": 2},
-        ["ref.tensor_model_parallel_size=2 must be the actor's 1 with"],
-    ),
-    (
-        {**FULL, "algorithm.kl_in": "loss"},
-        ["algorithm.kl_penalty=full needs algorithm.kl_in=reward; use that, or low_var_kl"],
-    ),
-    (
-        {"ref.vocab_size": 40},
-        ["ref: vocab_size=40 must be the actor's 32, whose tokens it scores"],
-    ),
-    (
-        {**GRPO, "training.stage": "RAY_GRPO"},
-        ["training.stage='RAY_GRPO' must be one of ray_ppo, ray_grpo, ray_online_dpo; did you mean "
-         "ray_grpo?"],
-    ),
+    ({**FULL, "placement.ref": "refs", "resource_pool": {"main": 8, "refs": 8}},
+     ["algorithm.kl_penalty=full"]),
+    ({**FULL, "ref.tensor_model_parallel_size": 2}, ["ref.tensor_model_parallel_size=2"]),
+    ({**FULL, "algorithm.kl_in": "loss"}, ["algorithm.kl_penalty=full"]),
+    ({**DPO, "algorithm.kl_ctrl.kl_coef": 0.2}, ["algorithm.kl_ctrl"]),
+    ({"ref.vocab_size": 40}, ["ref:"]),
+    ({**GRPO, "training.stage": "RAY_GRPO"}, ["training.stage='RAY_GRPO'"]),
 ]  # fmt: skip
 
 
@@ -201,56 +130,34 @@ def test_keys_that_do_not_go_with_the_stage_are_refused(
     check_case(changes, expected)
 
 
-PAIRWISE, ESTIMATOR = "training.stage=ray_online_dpo", "algorithm.adv_estimator"
-WITHOUT_EFFECT: list[tuple[dict[str, Any], str, str]] = [
-    ({**GRPO, "algorithm.gamma": 0.9}, "algorithm.gamma=0.9", f"{ESTIMATOR}=grpo"),
-    ({**GRPO, "algorithm.whiten_rewards": True}, "algorithm.whiten_rewards=true",
-     f"{ESTIMATOR}=grpo"),
-    ({**GRPO, "algorithm.lam": 0.5}, "algorithm.lam=0.5", f"{ESTIMATOR}=grpo"),
-    ({**GRPO, "algorithm.critic_lam": 1.0}, "algorithm.critic_lam=1.0", f"{ESTIMATOR}=grpo"),
-    ({**GRPO, "algorithm.lam_alpha": 0.05}, "algorithm.lam_alpha=0.05", f"{ESTIMATOR}=grpo"),
-    (
-        {"algorithm.lam": 0.5, "algorithm.critic_lam": 1.0, "algorithm.lam_alpha": 0.05},
-        "algorithm.lam=0.5",
-        "both algorithm.critic_lam and lam_alpha",
-    ),
-    ({**GRPO, "algorithm.score_position": "eos"}, "algorithm.score_position=eos",
-     f"{ESTIMATOR}=grpo"),
-    ({**REMAX, "algorithm.gamma": 0.9}, "algorithm.gamma=0.9", f"{ESTIMATOR}=remax"),
-    ({"actor_rollout.dpo_beta": 0.2}, "actor_rollout.dpo_beta=0.2", "training.stage=ray_ppo"),
-    ({"algorithm.kl_ctrl.horizon": 5}, "algorithm.kl_ctrl.horizon=5",
-     "algorithm.kl_ctrl.type=fixed"),
-    ({"algorithm.kl_ctrl.target_kl": 1.0}, "algorithm.kl_ctrl.target_kl=1.0",
-     "algorithm.kl_ctrl.type=fixed"),
-    ({"algorithm.overlong_penalty_factor": 0.5}, "algorithm.overlong_penalty_factor=0.5",
-     "algorithm.overlong_buffer_len=0"),
-    ({"algorithm.max_num_gen_batches": 3}, "algorithm.max_num_gen_batches=3",
-     "algorithm.filter_groups=false"),
-    ({**DPO, "algorithm.max_num_gen_batches": 3}, "algorithm.max_num_gen_batches=3",
-     "algorithm.filter_groups=false"),
-    ({"actor_rollout.clip_ratio": 0.5, "actor_rollout.clip_ratio_low": 0.1,
-      "actor_rollout.clip_ratio_high": 0.3}, "actor_rollout.clip_ratio=0.5",
-     "both actor_rollout.clip_ratio_low and clip_ratio_high"),
-    ({**DPO, "algorithm.score_slot_limit": "batch_width"},
-     "algorithm.score_slot_limit=batch_width", PAIRWISE),
-    ({**DPO, "algorithm.kl_penalty": "abs"}, "algorithm.kl_penalty=abs", PAIRWISE),
-    ({**DPO, "algorithm.gamma": 0.9}, "algorithm.gamma=0.9", PAIRWISE),
-    ({**DPO, ESTIMATOR: "remax"}, f"{ESTIMATOR}=remax", PAIRWISE),
-    ({**DPO, "algorithm.loss_normalizer": "sequence_sums"},
-     "algorithm.loss_normalizer=sequence_sums", PAIRWISE),
-    ({**DPO, "algorithm.kl_ctrl.kl_coef": 0.2}, "algorithm.kl_ctrl", PAIRWISE),
-    ({**DPO, "algorithm.whiten_rewards": True}, "algorithm.whiten_rewards=true", PAIRWISE),
-    ({**DPO, "actor_rollout.entropy_coeff": 0.1}, "actor_rollout.entropy_coeff=0.1", PAIRWISE),
-    ({**DPO, "actor_rollout.policy_loss": "gspo"}, "actor_rollout.policy_loss=gspo", PAIRWISE),
-    ({**DPO, "actor_rollout.clip_ratio": 0.3}, "actor_rollout.clip_ratio=0.3", PAIRWISE),
+WITHOUT_EFFECT: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (GRPO, {"algorithm.gamma": 0.9, "algorithm.whiten_rewards": True, "algorithm.lam": 0.5,
+            "algorithm.critic_lam": 1.0, "algorithm.lam_alpha": 0.05,
+            "algorithm.score_position": "eos"}),
+    ({"algorithm.critic_lam": 1.0, "algorithm.lam_alpha": 0.05}, {"algorithm.lam": 0.5}),
+    (REMAX, {"algorithm.gamma": 0.9}),
+    ({}, {"actor_rollout.dpo_beta": 0.2, "algorithm.kl_ctrl.horizon": 5,
+          "algorithm.kl_ctrl.target_kl": 1.0, "algorithm.overlong_penalty_factor": 0.5,
+          "algorithm.max_num_gen_batches": 3}),
+    ({"actor_rollout.clip_ratio_low": 0.1, "actor_rollout.clip_ratio_high": 0.3},
+     {"actor_rollout.clip_ratio": 0.5}),
+    (DPO, {"algorithm.max_num_gen_batches": 3, "algorithm.score_slot_limit": "batch_width",
+           "algorithm.kl_penalty": "abs", "algorithm.gamma": 0.9,
+           "algorithm.adv_estimator": "remax", "algorithm.loss_normalizer": "sequence_sums",
+           "algorithm.whiten_rewards": True, "actor_rollout.entropy_coeff": 0.1,
+           "actor_rollout.policy_loss": "gspo", "actor_rollout.clip_ratio": 0.3}),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("changes", "key", "reader"), WITHOUT_EFFECT)
+@pytest.mark.parametrize(
+    ("changes", "key", "value"),
+    [(base, key, value) for base, keys in WITHOUT_EFFECT for key, value in keys.items()],
+)
 def test_a_key_that_the_method_does_not_read_is_refused(
-    check_case: Callable[..., None], changes: dict[str, Any], key: str, reader: str
+    check_case: Callable[..., None], changes: dict[str, Any], key: str, value: Any
 ) -> None:
-    check_case(changes, [f"{key} has no effect with {reader}; remove it"])
+    shown = "true" if value is True else value
+    check_case({**changes, key: value}, [f"{key}={shown} has no effect"])
 
 
 @pytest.mark.parametrize("stage", ["grpo", "ray_gpro", ""])
@@ -262,7 +169,10 @@ def test_an_unknown_stage_is_the_only_error(
     assert problem.startswith(f"training.stage={stage!r} must be ")
 
 
-def test_a_stage_without_a_critic_names_the_keys_to_remove(problems: Problems) -> None:
-    section, place = problems(GRPO)
+@pytest.mark.parametrize("changes", [GRPO, DPO])
+def test_a_stage_without_a_critic_names_the_keys_to_remove(
+    problems: Problems, changes: dict[str, Any]
+) -> None:
+    section, place = problems(changes)
     assert "('~critic' on the command line)" in section
     assert place.startswith("placement.critic") and "'~placement.critic'" in place
