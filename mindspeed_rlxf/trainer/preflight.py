@@ -1,6 +1,7 @@
 """Check files, data and weights of a run before a worker starts; needs no device."""
 
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -17,7 +18,7 @@ from mindspeed_rlxf.cluster import environment
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.hf_config import OF_WEIGHTS, find_disagreements, read_hf_config
 from mindspeed_rlxf.config.problems import Problem, UserError, closest
-from mindspeed_rlxf.config.schema import RewardConfig, RoleConfig, RunConfig
+from mindspeed_rlxf.config.schema import RoleConfig, RunConfig
 from mindspeed_rlxf.data.fixed_responses import FixedResponses, load_fixed_responses
 from mindspeed_rlxf.data.indexed_prompts import IndexedPrompts, load_indexed_prompts
 from mindspeed_rlxf.data.prompt_store import reward_style
@@ -48,11 +49,8 @@ from mindspeed_rlxf.weights.folders import check_side_files, find_description, o
 from mindspeed_rlxf.weights.hf_folder import shape_problems
 
 T = TypeVar("T")
-TINY_MODELS = ("outputs", "tiny", "models")  # of examples/tiny/make.py
 MAX_SHAPE_PROBLEMS = 3  # of one folder: the first few show which model it is
-
-UNNAMED = "unnamed"
-"""Data source of rows without one that a model scores."""
+UNNAMED = "unnamed"  # data source of rows without one that a model scores
 
 
 @dataclass
@@ -73,10 +71,13 @@ def prepare(config: RunConfig) -> Prepared:
     """Load tokenizer, prompts and fixed responses; check all files that the run reads or writes.
 
     Writes nothing but temporary files for the prompts (`PromptStore`); may run a program in the
-    sandbox. Errors: UserError with all problems. Where the tokenizer cannot be loaded, these are
-    the problems found before it and the prompt files that are missing.
+    sandbox.
+
+    Raises:
+        UserError: with all problems. If the tokenizer cannot be loaded, these are the problems
+            found before it and the prompt files that are missing.
     """
-    directory = RunDirectory.choose(config)
+    directory, data = RunDirectory.choose(config), config.data
     problems = [
         *RunDirectory.check(config),
         *environment.find_problems(config.device.kind, config.pool_settings.env),
@@ -88,61 +89,57 @@ def prepare(config: RunConfig) -> Prepared:
     for role in config.roles:
         problems += check_weights(config, role)
     problems += [*_check_engine(config), *trackers.find_problems(config.logging.trackers)]
-    actor, described, prepared = config.actor_rollout, _find_config_folder(config), Prepared()
+    actor, prepared = config.actor_rollout, Prepared()
+    vocab_size = actor.architecture.vocab_size
     prepared.tokenizer = _attempt(
         problems, lambda: load_tokenizer(config.training.tokenizer_name_or_path)
     )
     if prepared.tokenizer is None:  # nothing can be tokenized, but missing files can be reported
-        raise UserError(problems + _find_missing_files(config))
-    problems += check_vocabulary(prepared.tokenizer, actor.architecture.vocab_size)
-    data = config.data
+        files = {"data.train_files": data.train_files, "data.val_files": data.val_files}
+        problems += [
+            Problem(key, "no such file", name, "correct the path", colon=True)
+            for key, names in files.items()
+            for name in names
+            if not Path(name).exists()
+        ]
+        raise UserError(problems)
+    problems += check_vocabulary(prepared.tokenizer, vocab_size)
     training = _load_prompts(config, prepared, data.train_files, data.data_path, problems)
     validation = _load_prompts(config, prepared, data.val_files, data.val_data_path, problems)
     prepared.train_prompts = training.prompts
     prepared.val_prompts = validation.prompts[: config.validation.max_samples]
+    # The folder with generation_config.json: `load`, or the tokenizer's beside Megatron weights.
+    described = actor.load
+    with contextlib.suppress(ValueError):  # reported with the weights
+        described = described and str(
+            find_description(described, config.training.tokenizer_name_or_path)
+        )
     data_stops = sorted({*training.stop_token_ids, *validation.stop_token_ids})
     stop_ids = sorted({*actor.stop_token_ids, *data_stops})
     found = _attempt(problems, lambda: eos_token_ids(prepared.tokenizer, described, stop_ids))
     prepared.eos_token_ids = found or ()
-    problems += _check_eos_ids(prepared.eos_token_ids, actor.architecture.vocab_size)
+    remedy = "correct actor_rollout.stop_token_ids, or the generation_config.json of its load"
+    problems += [
+        Problem(f"EOS id {i}", f"must be below vocab_size={vocab_size}", remedy=remedy)
+        for i in prepared.eos_token_ids
+        if i >= vocab_size
+    ]
     problems += _check_rewards(config, prepared)
     problems += _check_best_metric(config, prepared)
-    prepared.fixed_responses = _attempt(problems, lambda: _load_fixed_responses(config, prepared))
-    problems += _check_order(config, prepared, directory)
+    problems += _load_fixed_responses(config, prepared, directory)
     if problems:
         raise UserError(problems)
     stops = describe_stop_tokens(prepared.tokenizer, described, data_stops, actor.stop_token_ids)
     prepared.notices = [stops, *prepared.sandbox, *_list_notices(config)]
-    reward = config.reward
-    if reward.rules or any(part.data_sources for part in reward.parts):
-        prepared.notices += find_idle_sources(reward, _sources(prepared))
+    if config.reward.rules or any(part.data_sources for part in config.reward.parts):
+        prompts = chain(prepared.train_prompts, prepared.val_prompts)
+        sources = {prompt.data_source for prompt in prompts}
+        prepared.notices += find_idle_sources(config.reward, sources)
     return prepared
 
 
-def _sources(prepared: Prepared) -> set[str]:
-    prompts = chain(prepared.train_prompts, prepared.val_prompts)
-    return {prompt.data_source for prompt in prompts}
-
-
-def _find_config_folder(config: RunConfig) -> str | None:
-    """Return the folder whose generation_config.json the actor uses; None without `load`.
-
-    It is `load`, or the tokenizer's folder where Megatron weights have no config.json. Where the
-    weights cannot be described, `load`, without an error.
-    """
-    load = config.actor_rollout.load
-    try:
-        return load and str(find_description(load, config.training.tokenizer_name_or_path))
-    except ValueError:  # reported with the weights
-        return load
-
-
 def _list_notices(config: RunConfig) -> list[str]:
-    """Return notes for the user on valid settings, one per case, [] for none.
-
-    Cases: greedy sampling, top-k or top-p, stop strings, a critic without a score head. Opens the
-    critic's folder, which must have been checked.
-    """
+    """Return warnings about legal but suspicious settings; the weights have been checked."""
     actor, notices = config.actor_rollout, []
     if not actor.do_sample:
         notices.append("actor_rollout.do_sample=false: greedy responses do not explore")
@@ -185,24 +182,6 @@ def _check_engine(config: RunConfig) -> list[Problem]:
     return []
 
 
-def _check_eos_ids(eos_token_ids: tuple[int, ...], vocab_size: int) -> list[Problem]:
-    rule, remedy = f"must be below vocab_size={vocab_size}", "correct actor_rollout.stop_token_ids"
-    remedy += ", or the generation_config.json of actor_rollout.load"
-    return [Problem(f"EOS id {i}", rule, remedy=remedy) for i in eos_token_ids if i >= vocab_size]
-
-
-def _find_missing_files(config: RunConfig) -> list[Problem]:
-    """Return a problem for each of `data.train_files` and `data.val_files` that does not exist."""
-    data = config.data
-    keys = {"data.train_files": data.train_files, "data.val_files": data.val_files}
-    return [
-        Problem(key, "no such file", name, "correct the path", colon=True)
-        for key, names in keys.items()
-        for name in names
-        if not Path(name).exists()
-    ]
-
-
 def _load_prompts(
     config: RunConfig,
     prepared: Prepared,
@@ -212,8 +191,8 @@ def _load_prompts(
 ) -> IndexedPrompts:
     """Load the prompts of the indexed data sets `prefixes` if there are any, else of `files`.
 
-    Only for indexed data sets has the result stop tokens. Appends load errors to `problems`; the
-    result is empty then.
+    Only indexed data sets have stop tokens. Errors are added to `problems`; the result is empty
+    then.
     """
     data = config.data
     if config.reward.kind is not RewardKind.RULE and data.default_data_source is None:
@@ -228,8 +207,7 @@ def _load_prompts(
 def check_weights(config: RunConfig, role: Role) -> list[Problem]:
     """Return problems of a role's `load` folder: not set, missing, damaged, of another model.
 
-    [] for a rule reward, which needs none; of a Hugging Face classifier those that
-    `check_classifier` finds. Reads headers only.
+    Reads headers only.
     """
     section = config.role(role)
     if role is Role.REWARD and config.reward.kind is RewardKind.RULE:
@@ -238,38 +216,29 @@ def check_weights(config: RunConfig, role: Role) -> list[Problem]:
         return check_classifier(config.reward.load)
     key = f"{role.value}.load"
     if section.load is None:
-        return [
-            Problem(
-                key,
-                "must name a folder of weights, Hugging Face's or Megatron's",
-                remedy=f"set {key}=FOLDER",
-            )
-        ]
+        rule = "must name a folder of weights, Hugging Face's or Megatron's"
+        return [Problem(key, rule, remedy=f"set {key}=FOLDER")]
     try:
         rules, remedy = _find_broken_rules(section, role, config.training.tokenizer_name_or_path)
     except ValueError as error:
-        rules, remedy = [str(error)], _suggest_tiny_model(Path(section.load))
+        rules, remedy, folder = [str(error)], "", Path(section.load)
+        if not folder.exists() and folder.parts[-4:-1] == ("outputs", "tiny", "models"):
+            more = " --reward-model" if folder.name == "rm" else ""
+            remedy = f"or make the tiny one with `python examples/tiny/make.py{more}`"
     return [Problem(key, rule, section.load, remedy, colon=True) for rule in rules]
-
-
-def _suggest_tiny_model(folder: Path) -> str:
-    """Return advice with the command that makes the missing tiny model `folder`.
-
-    "" if the folder exists or does not lie in TINY_MODELS. The name "rm" adds --reward-model.
-    """
-    if folder.exists() or folder.parts[-4:-1] != TINY_MODELS:
-        return ""
-    more = " --reward-model" if folder.name == "rm" else ""
-    return f"or make the tiny one with `python examples/tiny/make.py{more}`"
 
 
 def _find_broken_rules(section: RoleConfig, role: Role, tokenizer: str) -> tuple[list[str], str]:
     """Return a text for each way in which a role's weights differ from its model, and one remedy.
 
-    One text if config.json differs, else one per tensor of another shape: MAX_SHAPE_PROBLEMS, then
-    one with the number of others. [] if they agree; a critic's folder may lack the score head.
-    tokenizer: folder with config.json if the weights have none
-    Errors: ValueError where a file is missing or cannot be read.
+    One text if config.json differs, else one for each of the first tensors of another shape. A
+    critic's folder may lack the score head.
+
+    Args:
+        tokenizer: folder with config.json if the weights have none.
+
+    Raises:
+        ValueError: a file is missing or cannot be read.
     """
     assert section.load is not None and section.architecture is not None
     head = HEADS[role]
@@ -293,49 +262,46 @@ def _find_broken_rules(section: RoleConfig, role: Role, tokenizer: str) -> tuple
     return shown, f"give the folder of model.{section.model}"
 
 
-def _load_fixed_responses(config: RunConfig, prepared: Prepared) -> FixedResponses | None:
-    """Load the fixed responses, which must include every sample of the run; None if not configured.
+def _load_fixed_responses(
+    config: RunConfig, prepared: Prepared, directory: RunDirectory
+) -> list[Problem]:
+    """Load the fixed responses into `prepared`, if any; return the problems of their file.
 
-    Errors: UserError with all problems of the file.
+    It must include every sample of the run, and answer the prompts that the run will draw. A
+    resumed run is checked from its newest checkpoint on.
     """
-    actor = config.actor_rollout
+    actor, training = config.actor_rollout, config.training
     if actor.fixed_responses is None:
-        return None
-    return load_fixed_responses(
-        actor.fixed_responses,
-        prepared.tokenizer,
-        prepared.eos_token_ids,
-        actor.architecture.vocab_size,
-        actor.max_new_tokens,
-        config.training.train_iters * config.samples_per_iteration,
-    )
-
-
-def _check_order(config: RunConfig, prepared: Prepared, directory: RunDirectory) -> list[Problem]:
-    """Return a problem if fixed responses do not belong to the prompts that the run will draw.
-
-    [] without fixed responses or prompts. A resumed run is checked from its newest checkpoint on,
-    unless its data or seed have changed, which is reported on resuming.
-    """
-    if prepared.fixed_responses is None or not prepared.train_prompts:
+        return []
+    try:
+        fixed = load_fixed_responses(
+            actor.fixed_responses,
+            prepared.tokenizer,
+            prepared.eos_token_ids,
+            actor.architecture.vocab_size,
+            actor.max_new_tokens,
+            training.train_iters * config.samples_per_iteration,
+        )
+    except UserError as error:
+        return error.problems
+    prepared.fixed_responses = fixed
+    if not prepared.train_prompts:
         return []
     source, done = PromptSource.from_config(config, prepared.train_prompts), 0
     if newest := find_newest_checkpoint(config, directory):
-        state, done = newest.state, newest.checkpoint.iteration
+        done = newest.checkpoint.iteration
         try:
-            source.load_state_dict(state["trainer"]["prompts"])
+            source.load_state_dict(newest.state["trainer"]["prompts"])
         except ValueError:  # other data or seed than those of the run: reported when it resumes
             return []
-    remaining = config.training.train_iters - done
-    return find_order_problems(prepared.fixed_responses, source, remaining)
+    return find_order_problems(fixed, source, training.train_iters - done)
 
 
 def _check_rewards(config: RunConfig, prepared: Prepared) -> list[Problem]:
     """Return problems of the reward rules and functions, alone and with the prompts they score.
 
-    Stops at the first kind that has any: rules that cannot be made and the sandbox, then the
-    functions, then the prompts. Sets `sandbox` and `scores_in_processes` of `prepared` on the way.
-    May run a program in the sandbox.
+    Stops at the first kind that has any: rules and the sandbox, the functions, the prompts. Sets
+    `sandbox` and `scores_in_processes` of `prepared`. May run a program in the sandbox.
     """
     try:
         manager = RewardManager(dict(config.reward.rules), config.verifiers)
@@ -360,7 +326,18 @@ def _check_rewards(config: RunConfig, prepared: Prepared) -> list[Problem]:
             if scores_row(reward, p.extra_info)
             and rule_decides(reward, p.data_source, reward_style(p.extra_info))
         )
-        return found if by_rule else [*found, *_find_unscored_sources(reward, validated)]
+        if by_rule:
+            return found
+        rule = (
+            "of the validation prompts must have a function in reward.functions, as "
+            "validation.reward=rule leaves out the model"
+        )
+        remedy = "add one for it, or use validation.reward=model"
+        return found + [
+            Problem(f"data source {source!r}", rule, remedy=remedy)
+            for source in dict.fromkeys(prompt.data_source for prompt in validated)
+            if not any(part.applies_to(source) for part in reward.parts)
+        ]
     if by_rule:
         return manager.check(chain(*parts))
     if reward.chooses_by_label and (
@@ -371,24 +348,8 @@ def _check_rewards(config: RunConfig, prepared: Prepared) -> list[Problem]:
     return [replace(p, remedy=f"{p.remedy}, or {remedy}") for p in manager.check(validated)]
 
 
-def _find_unscored_sources(reward: RewardConfig, validated: Sequence[Prompt]) -> Iterator[Problem]:
-    """Yield a problem for each data source of `validated` that no function of the reward scores."""
-    sources = dict.fromkeys(prompt.data_source for prompt in validated)
-    for source in sources:
-        if not any(part.applies_to(source) for part in reward.parts):
-            yield Problem(
-                f"data source {source!r}",
-                "of the validation prompts must have a function in reward.functions, as "
-                "validation.reward=rule leaves out the model",
-                remedy="add one for it, or use validation.reward=model",
-            )
-
-
 def _check_best_metric(config: RunConfig, prepared: Prepared) -> list[Problem]:
-    """Return [problem] if `best_metric` names a data source that no validation prompt has.
-
-    [] otherwise, and where it names no source or there are no validation prompts.
-    """
+    """Return a problem if `best_metric` names a data source that no validation prompt has."""
     metric = config.validation.best_metric
     source = metric.removeprefix("val/").rpartition("/")[0]
     known = list(dict.fromkeys(prompt.data_source for prompt in prepared.val_prompts))
