@@ -60,14 +60,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _train(config: RunConfig) -> int:
     """Check all files, train, and return the exit code of the run. Raises UserError."""
     with phase("loading libraries", prints=False):
-        from mindspeed_rlxf.trainer.metrics import find_peak
         from mindspeed_rlxf.trainer.preflight import prepare
     with phase("reading tokenizer, prompts and headers of weights", prints=False):
         prepared = prepare(config)
     with phase("loading libraries", prints=False):
         from mindspeed_rlxf.trainer.run import run
 
-    return run(config, prepared, find_peak)
+    return run(config, prepared)
 
 
 def _dry_run(config: RunConfig, nested: bool) -> int:

@@ -3,14 +3,12 @@
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from mindspeed_rlxf.algorithms.group_advantages import groups_that_differ
 from mindspeed_rlxf.cluster.group import Pending
-from mindspeed_rlxf.cluster.interface import Reply
 from mindspeed_rlxf.config.enums import OldLogProbs, RewardKind, Role
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.mini_batches import sample_flops
@@ -35,11 +33,12 @@ def rollout_metrics(lengths: ResponseLengths) -> dict[str, float]:
     with an EOS or a stop string) and `cut_fraction` (the rest).
     """
     finished = sum(lengths.has_eos) / len(lengths.has_eos)
+    p50, p90 = np.quantile(lengths.responses, (0.5, 0.9), method="inverted_cdf")
     return {
         **_summary(lengths.prompts).named("prompt_length"),
         **_summary(lengths.responses).named("response_length"),
-        "response_length/p50": _quantile(lengths.responses, 0.5),
-        "response_length/p90": _quantile(lengths.responses, 0.9),
+        "response_length/p50": float(p50),
+        "response_length/p90": float(p90),
         "response_length/eos_fraction": finished,
         "response_length/cut_fraction": 1.0 - finished,
     }
@@ -159,45 +158,35 @@ def update_metrics(role: str, report: UpdateReport) -> dict[str, float]:
 
 
 def throughput_metrics(
-    reports: Sequence[GenerateReport], seconds: float, num_devices: int
+    reports: Sequence[GenerateReport],
+    flops: float,
+    seconds: float,
+    num_devices: int,
+    peak_flops: float | None,
 ) -> dict[str, float]:
-    """Return `throughput/tokens_per_s` and `throughput/tokens_per_s_per_device`.
+    """Return `throughput/...`: tokens and operations per second, also per device.
 
     Counts the tokens of all prompts and responses in the reports, also of dropped samples.
-    seconds: of the whole iteration
+
+    Args:
+        flops: operations of the iteration on all devices.
+        seconds: of the whole iteration.
+        peak_flops: operations per second that one device can do, for `throughput/mfu`; None =
+            unknown.
     """
     tokens = sum(sum(r.prompt_lengths) + sum(r.response_lengths) for r in reports)
-    rate = tokens / seconds
-    return {
+    rate, per_device = tokens / seconds, flops / seconds / num_devices
+    metrics = {
         "throughput/tokens_per_s": rate,
         "throughput/tokens_per_s_per_device": rate / num_devices,
+        "throughput/tflops_per_device": per_device / 1e12,
     }
-
-
-def flops_metrics(
-    flops: float, seconds: float, num_devices: int, peak_flops: float | None
-) -> dict[str, float]:
-    """Return `throughput/tflops_per_device` and `throughput/mfu`, its share of the device's peak.
-
-    flops:      operations of the iteration on all devices; seconds: of the iteration
-    peak_flops: operations per second that one device can do; None or 0 = unknown, then no mfu
-    """
-    rate = flops / seconds / num_devices
-    metrics = {"throughput/tflops_per_device": rate / 1e12}
-    return metrics | ({"throughput/mfu": rate / peak_flops} if peak_flops else {})
+    return metrics | ({"throughput/mfu": per_device / peak_flops} if peak_flops else {})
 
 
 def _summary(values: Sequence[int]) -> Summary:
     return Summary(len(values), float(sum(values)), float(max(values)), float(min(values)))
 
-
-def _quantile(values: Sequence[int], share: float) -> float:
-    """Return the smallest of the values that is >= at least this share of them (0 to 1)."""
-    return float(sorted(values)[max(math.ceil(share * len(values)) - 1, 0)])
-
-
-FindPeak: TypeAlias = Callable[[str], float | None]
-"""Function: name of a device -> bf16 operations per second of its data sheet, None if unknown."""
 
 FORWARD, TRAIN = 1, 3  # passes: a backward pass counts as two
 
@@ -269,9 +258,10 @@ PEAK_TFLOPS = {
 
 def find_peak(name: str) -> float | None:
     """Return the peak bf16 FLOP/s of a device; None if no pattern matches its name."""
-    found = (peak for pattern, peak in PEAK_TFLOPS.items() if re.search(pattern, name.lower()))
-    peak = next(found, None)
-    return None if peak is None else peak * 1e12
+    for pattern, peak in PEAK_TFLOPS.items():
+        if re.search(pattern, name.lower()):
+            return peak * 1e12
+    return None
 
 
 GIB = 1024**3
@@ -292,11 +282,13 @@ def phase_metrics(phases: Phases) -> dict[str, float]:
     """
     metrics = {}
     for name, calls in phases.items():
-        replies = [reply for call in calls for reply in call.replies()]
         metrics[f"timing/{name}"] = sum(call.seconds for call in calls)
-        metrics[f"memory/{name}"] = max(reply.memory for reply in replies) / GIB
+        most = max(reply.memory for call in calls for reply in call.replies())
+        metrics[f"memory/{name}"] = most / GIB
         pool = calls[-1].pool
-        busy = _seconds_by_rank([r for call in calls if call.pool == pool for r in call.replies()])
+        busy: dict[int, float] = defaultdict(float)  # by rank
+        for reply in (r for call in calls if call.pool == pool for r in call.replies()):
+            busy[reply.rank] += reply.seconds
         mean = sum(busy.values()) / len(busy)
         if len(busy) > 1 and mean > 0:
             slowest = max(busy, key=lambda rank: busy[rank])
@@ -318,11 +310,3 @@ def idle_metrics(phases: Phases, sizes: Mapping[str, int], seconds: float) -> di
         busy[call.pool] += sum(reply.seconds for reply in call.replies())
     shares = {pool: used / (sizes[pool] * seconds) for pool, used in busy.items()}
     return {f"idle/{pool}": min(max(1.0 - share, 0.0), 1.0) for pool, share in shares.items()}
-
-
-def _seconds_by_rank(replies: Sequence[Reply]) -> dict[int, float]:
-    """Return rank -> sum of the seconds of its replies."""
-    found: dict[int, float] = defaultdict(float)
-    for reply in replies:
-        found[reply.rank] += reply.seconds
-    return found

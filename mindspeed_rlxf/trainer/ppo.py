@@ -17,7 +17,7 @@ from mindspeed_rlxf.reporting.metric_table import validation_score
 from mindspeed_rlxf.roles.all_roles import RoleGroups
 from mindspeed_rlxf.trainer import metrics as names
 from mindspeed_rlxf.trainer.collector import Collected, Collector
-from mindspeed_rlxf.trainer.metrics import FindPeak, idle_metrics, iteration_flops, phase_metrics
+from mindspeed_rlxf.trainer.metrics import idle_metrics, iteration_flops, phase_metrics
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
 from mindspeed_rlxf.trainer.validation import Validator
 
@@ -49,8 +49,6 @@ class PpoTrainer:
             control.target_kl,
             float(control.horizon),
         )
-        self.find_peak: FindPeak = lambda _: None  # of a device by its name, set by the command
-        self._group_size = config.actor_rollout.n_samples_per_prompt
         self._recompute = config.old_log_probs is OldLogProbs.RECOMPUTE
         self.iteration = 0
 
@@ -90,13 +88,14 @@ class PpoTrainer:
             if self.iteration < self.config.training.train_iters:
                 self.prompts.read_ahead()  # while the ranks compute
 
+            group_size = self.config.actor_rollout.n_samples_per_prompt
             measured = {
                 **self.collector.metrics(collected),
                 **names.rollout_metrics(collected.responses()),
                 **(names.log_prob_metrics(old.result()) if old else {}),
                 **names.score_metrics(collected.score_report()),
                 **names.source_metrics(collected.score_report(), collected.data_sources()),
-                **names.group_metrics(collected.score_report(), self._group_size),
+                **names.group_metrics(collected.score_report(), group_size),
                 **names.experience_metrics(experience.result(), self.kl.value),
             }
             for role, update in updates.items():
@@ -155,15 +154,29 @@ class PpoTrainer:
     ) -> None:
         """Write the iteration's metrics, samples and prompts; validate and save where due.
 
-        measured: metrics so far; others are added in place
-        phases:   name -> calls of the iteration
-        all_s:    seconds of the iteration
-        Raises Stopped or StoppedByRule, after saving, if the run has to end here (`StopRequest`);
-        never in the last iteration. Raises LockLost before anything is written.
+        Args:
+            measured: metrics so far; others are added in place.
+            phases: name -> calls of the iteration.
+            all_s: seconds of the iteration (`timing/all`).
+
+        Raises:
+            Stopped, StoppedByRule: after saving, if the run has to end here (`StopRequest`); never
+                in the last iteration.
+            LockLost: before anything is written.
         """
         lock.require(self.checkpoints.directory.path)  # first of all: the rest writes files there
         driver = {"iteration": (time.time() - all_s, all_s)}
-        measured |= self._measure_ranks(collected, phases, all_s)
+        reports, updates = collected.generate_reports(), "update_actor" in phases
+        flops = iteration_flops(self.config, reports, collected.responses(), updates)
+        peak = names.find_peak(reports[0].device) if self.config.actor_rollout.bf16 else None
+        sizes = {pool: sum(processes) for pool, processes in self.config.resource_pool.items()}
+        # Pools of a local runtime are the same processes and count once.
+        is_local = self.config.runtime.kind == "local"
+        num_devices = max(sizes.values()) if is_local else sum(sizes.values())
+        measured |= phase_metrics(phases)
+        measured |= {"timing/sync": collected.sync_s(), "timing/all": all_s}
+        measured |= idle_metrics(phases, sizes, all_s)
+        measured |= names.throughput_metrics(reports, flops, all_s, num_devices, peak)
         self.recorder.write_samples(
             self.iteration,
             self.actor,
@@ -203,35 +216,6 @@ class PpoTrainer:
             self.stop.record_save(self.checkpoints.newest, whole_s)
         if stops:
             raise self.stop.ended()
-
-    def _measure_ranks(
-        self, collected: Collected, phases: dict[str, list[Pending]], all_s: float
-    ) -> dict[str, float]:
-        """Wait for the calls; return metrics of time, memory, skew, idle share, tokens and FLOPs.
-
-        all_s: seconds of the iteration (`timing/all`). MFU only with bf16 and a known device.
-        """
-        reports, updates = collected.generate_reports(), "update_actor" in phases
-        flops = iteration_flops(self.config, reports, collected.responses(), updates)
-        peak = self.find_peak(reports[0].device) if self.config.actor_rollout.bf16 else None
-        sizes = {pool: sum(processes) for pool, processes in self.config.resource_pool.items()}
-        return {
-            **phase_metrics(phases),
-            "timing/sync": collected.sync_s(),
-            "timing/all": all_s,
-            **idle_metrics(phases, sizes, all_s),
-            **names.throughput_metrics(reports, all_s, self._num_devices),
-            **names.flops_metrics(flops, all_s, self._num_devices, peak),
-        }
-
-    @property
-    def _num_devices(self) -> int:
-        """Number of devices of all pools; with a local runtime, of the largest pool.
-
-        There, pools are the same processes and count once.
-        """
-        sizes = [sum(processes) for processes in self.config.resource_pool.values()]
-        return max(sizes) if self.config.runtime.kind == "local" else sum(sizes)
 
     def _slot_limit(self, collected: Collected) -> int:
         if self.config.algorithm.score_slot_limit == "batch_width":

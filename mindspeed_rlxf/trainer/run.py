@@ -22,7 +22,6 @@ from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.reporting.phases import phase
 from mindspeed_rlxf.roles.all_roles import RoleGroups
 from mindspeed_rlxf.trainer.ending import Ending
-from mindspeed_rlxf.trainer.metrics import FindPeak
 from mindspeed_rlxf.trainer.ppo import PpoTrainer
 from mindspeed_rlxf.trainer.preflight import Prepared
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
@@ -31,13 +30,10 @@ from mindspeed_rlxf.trainer.validation import Validator, validate_only
 logger = logging.getLogger(__name__)
 
 
-def run(config: RunConfig, prepared: Prepared, find_peak: FindPeak = lambda _: None) -> int:
+def run(config: RunConfig, prepared: Prepared) -> int:
     """Train, or with `validation.only` validate; return the exit code (see `Ending`).
 
     A run that has all its iterations only says so.
-
-    Args:
-        find_peak: name of a device -> peak FLOP/s, for `throughput/mfu`; None = unknown.
 
     Raises:
         UserError: the user's mistake; its exit code is that of the caller.
@@ -57,7 +53,6 @@ def run(config: RunConfig, prepared: Prepared, find_peak: FindPeak = lambda _: N
             else:
                 stop = ending.stop
                 with training(config, prepared, directory, runtime, writes, stop) as trainer:
-                    trainer.find_peak = find_peak
                     trainer.fit()
                 ending.done = f"{config.training.train_iters} iterations"
     return ending.exit_code
@@ -133,7 +128,9 @@ def training(
         state = checkpoints.restore(_announce if writes else lambda _: None)
     recorder = Recorder(config, directory, prepared.tokenizer, writes)
     with contextlib.closing(recorder), contextlib.closing(checkpoints):
-        trainer = make_trainer(config, prepared, roles, recorder, checkpoints, stop)
+        source = PromptSource.from_config(config, prepared.train_prompts, prepared.fixed_responses)
+        validator = Validator(config, roles, prepared.val_prompts, recorder)
+        trainer = PpoTrainer(config, roles, source, validator, recorder, checkpoints, stop)
         if state is not None:
             trainer.load_state_dict(state["trainer"])
             stop.record_resume(trainer.iteration)
@@ -144,20 +141,6 @@ def training(
             export_weights(config, checkpoints.trained, directory, writes)
         if writes:  # last, because it marks the run as finished
             checkpoints.store.set_exported(config.training.train_iters)
-
-
-def make_trainer(
-    config: RunConfig,
-    prepared: Prepared,
-    roles: RoleGroups,
-    recorder: Recorder,
-    checkpoints: RunCheckpoints,
-    stop: StopRequest,
-) -> PpoTrainer:
-    """Return a trainer at iteration 0, with the run's prompt source and a validator."""
-    source = PromptSource.from_config(config, prepared.train_prompts, prepared.fixed_responses)
-    validator = Validator(config, roles, prepared.val_prompts, recorder)
-    return PpoTrainer(config, roles, source, validator, recorder, checkpoints, stop)
 
 
 def report_for_restart(config: RunConfig, directory: RunDirectory) -> None:

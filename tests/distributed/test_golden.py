@@ -57,7 +57,7 @@ def of_other_runs() -> set[str]:
         **{
             k: v for r in ("actor", "critic") for k, v in metrics.update_metrics(r, skipped).items()
         },
-        **metrics.flops_metrics(1.0, 1.0, 1, 1.0),
+        **metrics.throughput_metrics([], 1.0, 1.0, 1, 1.0),
         **phase_metrics({"gen": [pending("main", 1.0, 2.0)]}),
         **measure([[Scored(1.0, 3)]], ["a"], ValidationConfig()),
         **metrics.experience_metrics(

@@ -33,7 +33,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
     """Stands in for the trainer; holds the configurations that were started."""
     runs: list[RunConfig] = []
 
-    def run(config: RunConfig, prepared: SimpleNamespace, _find_peak: Any) -> int:
+    def run(config: RunConfig, prepared: SimpleNamespace) -> int:
         assert prepared is PREPARED
         runs.append(config)
         return 75

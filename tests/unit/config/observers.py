@@ -51,6 +51,7 @@ from mindspeed_rlxf.roles.experience import ExperienceMaker
 from mindspeed_rlxf.roles.objectives import make_objective
 from mindspeed_rlxf.roles.reports import FailedSample, ResponseLengths
 from mindspeed_rlxf.trainer import ending, ppo, preflight, run
+from mindspeed_rlxf.trainer.prompt_source import PromptSource
 from mindspeed_rlxf.trainer.validation import Scored, measure
 from tests.unit.data.byte_tokenizer import byte_tokenizer
 from tests.unit.roles.test_experience import HAS_EOS, LENGTHS, rollouts_of
@@ -254,11 +255,8 @@ def loop(config: RunConfig) -> Any:
     roles = SimpleNamespace(
         actor=MagicMock(), rollout=MagicMock(), ref=MagicMock(), critic=None, reward=MagicMock()
     )
-    prepared = SimpleNamespace(
-        train_prompts=[prompt(i) for i in range(NUM_PROMPTS)], val_prompts=[], fixed_responses=None
-    )
-    rest: Any = [roles, MagicMock(), MagicMock(), MagicMock()]
-    return run.make_trainer(config, prepared, *rest)  # type: ignore[arg-type]
+    source = PromptSource.from_config(config, [prompt(i) for i in range(NUM_PROMPTS)])
+    return ppo.PpoTrainer(config, roles, source, *(MagicMock() for _ in range(4)))  # type: ignore[arg-type]
 
 
 def prompt(index: int) -> Prompt:
@@ -356,7 +354,7 @@ def prepared(config: RunConfig) -> Any:
     given = IndexedPrompts([prompt(i) for i in range(NUM_PROMPTS)])
     names = (
         "RunDirectory", "check_save_folders", "check_weights", "load_tokenizer", "check_vocabulary",
-        "eos_token_ids", "describe_stop_tokens", "load_fixed_responses", "_check_order",
+        "eos_token_ids", "describe_stop_tokens", "load_fixed_responses", "find_order_problems",
         "_check_rewards", "_list_notices",
     )  # fmt: skip
     with contextlib.ExitStack() as stack:
@@ -364,7 +362,7 @@ def prepared(config: RunConfig) -> Any:
         stack.enter_context(patch.object(preflight, "_load_prompts", lambda *_: given))
         mocks["RunDirectory"].check.return_value = []
         for name in names:
-            if "check_" in name:
+            if "check_" in name or "problems" in name:
                 mocks[name].return_value = []
         mocks["eos_token_ids"].return_value = (2,)
         found = preflight.prepare(config)

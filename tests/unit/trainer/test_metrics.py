@@ -65,9 +65,10 @@ def test_lengths_are_over_all_samples() -> None:
 
 
 def test_throughput_counts_prompts_and_responses() -> None:
-    assert throughput_metrics(REPLICAS, seconds=2.0, num_devices=3) == {
+    assert throughput_metrics(REPLICAS, 3e12, 2.0, 3, None) == {
         "throughput/tokens_per_s": 13.5,  # 12 + 15 tokens
         "throughput/tokens_per_s_per_device": 4.5,
+        "throughput/tflops_per_device": 0.5,
     }
 
 

@@ -13,10 +13,11 @@ from mindspeed_rlxf.cluster.interface import Reply
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.roles.reports import GenerateReport, ResponseLengths
 from mindspeed_rlxf.trainer.metrics import (
-    flops_metrics,
+    find_peak,
     idle_metrics,
     iteration_flops,
     phase_metrics,
+    throughput_metrics,
 )
 from tests.unit.config.conftest import make_tree, no_cluster
 
@@ -105,5 +106,26 @@ def test_operations_are_those_of_all_passes(make_tree: Callable[..., Any]) -> No
 
 
 def test_the_share_of_the_peak_is_there_where_the_peak_is_known() -> None:
-    assert flops_metrics(8e12, 2.0, 4, None) == {"throughput/tflops_per_device": 1.0}
-    assert flops_metrics(8e12, 2.0, 4, 4e12)["throughput/mfu"] == 0.25
+    known, unknown = (
+        throughput_metrics([report([4], [2])], 8e12, 2.0, 4, peak) for peak in (4e12, None)
+    )
+    assert known == unknown | {"throughput/mfu": 0.25}
+    assert unknown["throughput/tflops_per_device"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H200", 989),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("Ascend910B3", 294.9),
+        ("Ascend910_9392", 376),
+        ("NVIDIA H100 PCIe", None),  # clocked lower
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA GeForce RTX 4090", None),
+        ("", None),
+    ],
+)
+def test_a_device_is_found_by_its_name(name: str, tflops: float | None) -> None:
+    assert find_peak(name) == (None if tflops is None else pytest.approx(tflops * 1e12))
