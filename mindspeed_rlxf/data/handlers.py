@@ -64,11 +64,6 @@ class MapKeys:
     chosen: str | None = "chosen"
     rejected: str | None = "rejected"
 
-    @property
-    def consumed(self) -> set[str]:
-        """Columns that become the prompt, and are therefore not written as columns."""
-        return {c for c in (self.prompt, self.query, self.history, self.system) if c}
-
 
 @dataclass(frozen=True)
 class Tags:
@@ -98,10 +93,6 @@ class ShareGptKeys:
     rejected: str | None = "rejected"
     tags: Tags = field(default_factory=Tags)
 
-    @property
-    def consumed(self) -> set[str]:
-        return {c for c in (self.messages, self.system) if c}
-
 
 Keys = MapKeys | ShareGptKeys
 
@@ -120,11 +111,6 @@ class Handler:
     @property
     def sequences(self) -> tuple[str, ...]:
         return SEQUENCES[self.output]
-
-    @property
-    def has_mask(self) -> bool:
-        """Whether to write a column of ones beside the ids, as the older toolkit did."""
-        return self.output is not Output.PAIR
 
     @property
     def has_responses(self) -> bool:

@@ -188,11 +188,16 @@ class _DataSet:
         self._ids_column = PAIR_IDS if self._is_pairs else TOKEN_IDS  # of the better response
         self._token_ids = self._open(self._ids_column)
         self.sidecar = read_sidecar(Path(prefix))
+        file = sidecar_path(Path(prefix)).name
         if self.sidecar is None:
             own = (TOKEN_IDS, MASK, *SEQUENCES[Output.PAIR])
             names = {name: name for name in column_files(Path(prefix)) if name not in own}
-            file = sidecar_path(Path(prefix)).name
-            if any(self._open(name).dtype == np.uint8 for name in names):
+        else:
+            self._check(self.sidecar)
+            names = {c.name: c.file for c in self.sidecar.columns if c.encoding == "json"}
+        self._columns = {name: self._open(names[name]) for name in sorted(names)}
+        if self.sidecar is None:
+            if any(column.dtype == np.uint8 for column in self._columns.values()):
                 raise self._error(f"must be whole, there is no {file}")
             logger.warning(
                 "%s: no %s beside it, so nothing says which tokenizer and template made it; the "
@@ -200,17 +205,9 @@ class _DataSet:
                 prefix,
                 file,
             )
-        else:
-            self._check(self.sidecar)
-            names = {c.name: c.file for c in self.sidecar.columns if c.encoding == "json"}
-        keys = (data.ground_truth_key, data.data_source_key, *(data.extra_columns or ()))
-        needed = {name for key in keys for name in (key, key.split(".")[0])} & names.keys()
         for key in data.extra_columns or ():
             if not {key, key.split(".")[0]} & names.keys():
                 logger.warning("%s: it has no column data.extra_columns=[%s]", prefix, key)
-        if self.sidecar is not None and data.extra_columns is None:
-            needed = set(names)
-        self._columns = {name: self._open(names[name]) for name in sorted(needed)}
         self._largest_id = max(tokenizer.get_vocab().values())
         self._labels = self._open_labels()
 

@@ -5,7 +5,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -146,7 +146,7 @@ def convert(conversion: Conversion, progress: Progress) -> None:
         progress: called with (bytes done, bytes in all) first and after each tensor.
 
     Raises:
-        UserError: if the target exists (unless it may be replaced), another process writes it, the
+        UserError: if the target exists (unless it may be replaced), the
             disk is too small, tensors to be joined differ in dtype, the source is damaged, or a
             file cannot be read or written.
         DiskFull: if the disk or the quota is full.
@@ -164,12 +164,14 @@ def convert(conversion: Conversion, progress: Progress) -> None:
             for path, tensors in groups.items()
         ]
     else:
-        model, shard = (c.layout, c.architecture, c.head), partial(_plan_shard, c, c.layout)
-        is_legacy, folder_name = c.to is Format.LEGACY, f"iter_{ITERATION:07d}"
-        files = [
-            *(legacy_files(*model, dtype, shard, folder_name) if is_legacy else ()),
-            *(() if is_legacy else dist_files(*model, shard, folder_name)),
-        ]
+        model, folder_name = (c.architecture, c.head), f"iter_{ITERATION:07d}"
+        if c.to is Format.LEGACY:
+            shard = partial(_plan_shard, c, c.layout)
+            files = list(legacy_files(c.layout, *model, dtype, shard, folder_name))
+        else:  # whole tensors, padded as for all ranks of the layout
+            rows = c.layout.vocab_multiple * c.layout.tp
+            flat = replace(c.layout, tp=1, ep=1, vocab_multiple=rows)
+            files = list(dist_files(flat, *model, partial(_plan_shard, c, flat), folder_name))
     done, total = 0, sum(file.num_bytes for file in files)
 
     def wrote(count: int) -> None:
@@ -194,8 +196,8 @@ def convert(conversion: Conversion, progress: Progress) -> None:
                 write_index(folder, sizes)
             else:
                 (folder / TRACKER).write_text(str(ITERATION), encoding="utf-8")
-            if c.to is Format.TORCH_DIST:
-                write_metadata(folder / folder_name, notes, *model, dtype)
+                if c.to is Format.TORCH_DIST:
+                    write_metadata(folder / folder_name, notes, c.layout, *model, dtype)
             copy_side_files(c.config, folder, c.head, c.dtype)
     except UserError:
         raise

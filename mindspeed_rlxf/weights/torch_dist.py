@@ -24,7 +24,6 @@ from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.models.parameters import (
     RM_HEAD,
     Head,
-    Split,
     StageParameter,
     stage_parameters,
 )
@@ -208,78 +207,38 @@ def dist_files(
     shard: MakeShard,
     folder: str,
 ) -> Iterator[PlannedFile]:
-    """Yield the planned `.distcp` file of each rank that writes.
+    """Yield the planned `.distcp` file of each pipeline rank; the layout has no other ranks.
 
-    `PlannedFile.write` returns the file's entries for `write_metadata`.
+    `PlannedFile.write` returns the file's entries for `write_metadata`. Any layout can load them.
     """
-    for number, rank in enumerate(layout.ranks()):
-        if rank[2] == 0 or architecture.num_experts is not None:
-            boxes = list(_boxes_of_rank(layout, architecture, head, rank, shard))
-            num_bytes = sum(planned.num_bytes for *_, planned in boxes)
-            write = partial(_write_boxes, boxes=boxes)
-            yield PlannedFile(f"{folder}/__{number}_0.distcp", num_bytes, write)
+    for pp_rank in range(layout.pp):
+        boxes: list[PlannedBox] = []
+        for chunk, layers in enumerate(layout.stages[pp_rank]):
+            for parameter in layout.parameters(architecture, head, pp_rank, chunk, 0):
+                if not parameter.is_tied_output_layer:
+                    planned = shard(parameter, 0)
+                    boxes.append(_plan_box(parameter, architecture, layers, planned))
+                    if parameter.name == RM_HEAD.name:
+                        boxes.append((RM_HEAD_BIAS, (1,), whole((1,)), zero_bias(planned.dtype)))
+        num_bytes = sum(planned.num_bytes for *_, planned in boxes)
+        write = partial(_write_boxes, boxes=boxes)
+        yield PlannedFile(f"{folder}/__{pp_rank}_0.distcp", num_bytes, write)
 
 
-def _boxes_of_rank(
-    layout: MegatronLayout,
-    a: ArchitectureConfig,
-    head: Head,
-    rank: tuple[int, int, int],
-    shard: MakeShard,
-) -> Iterator[PlannedBox]:
-    """Yield the boxes that this rank writes: those that no earlier rank has too.
+def _plan_box(
+    parameter: StageParameter, a: ArchitectureConfig, layers: range, planned: PlannedTensor
+) -> PlannedBox:
+    """Plan the box of a parameter in the global tensor of all layers (and experts).
 
-    A reward head on tp rank 0 adds a bias of zeros.
-    """
-    tp_rank, pp_rank, ep_rank = rank
-    for chunk in range(layout.chunks):
-        layers = layout.stages[pp_rank][chunk]
-        for parameter in layout.parameters(a, head, pp_rank, chunk, ep_rank):
-            if parameter.is_first_copy(tp_rank, ep_rank):
-                planned = shard(parameter, tp_rank)
-                yield from _boxes_of_shard(parameter, a, layers, planned, tp_rank, layout.tp)
-                if parameter.name == RM_HEAD.name and tp_rank == 0:
-                    yield RM_HEAD_BIAS, (1,), whole((1,)), zero_bias(planned.dtype)
-
-
-def _boxes_of_shard(
-    parameter: StageParameter,
-    a: ArchitectureConfig,
-    layers: range,
-    planned: PlannedTensor,
-    tp_rank: int,
-    tp: int,
-) -> Iterator[PlannedBox]:
-    """Yield the boxes in global tensors that a rank's shard of a parameter fills.
-
-    Two for gate and up of an MLP, else one.
-    layers:  global indices of the layers of the rank's chunk
-    planned: the shard
+    layers: of the parameter's chunk, by their global numbers
     """
     name = LAYER.sub(lambda m: f"decoder.layers.{layers[int(m.group(1))]}.", parameter.name)
     key, index = global_name(name, parameter.expert)
     key = spellings(key)[-1] if index else key
-    lead = (a.num_layers, a.num_experts or 0)[: len(index)]
-    dim = 1 if parameter.split is Split.COLUMNS else 0
-    copies = 1 if parameter.split is Split.REPLICATED else tp
-    axes, rows = len(planned.shape), planned.shape[dim]
-    size = tuple(n * copies if axis == dim else n for axis, n in enumerate(planned.shape))
-    pieces = [(tp_rank * rows if copies > 1 else 0, 0, rows)]
-    if parameter.split is Split.GATE_UP:  # globally all gate rows, then all up rows
-        half = rows // 2
-        pieces = [(tp_rank * half, 0, half), (half * tp + tp_rank * half, half, half)]
-    for start, within, count in pieces:
-        shape = tuple(count if axis == dim else n for axis, n in enumerate(planned.shape))
-        starts, place = (
-            tuple(first if axis == dim else 0 for axis in range(axes)) for first in (start, within)
-        )
-        box = Box(index + starts, (1,) * len(index) + shape)
-        make = partial(_make_part, planned, Box(place, shape), box.shape)
-        yield key, lead + size, box, PlannedTensor(box.shape, planned.dtype, make)
-
-
-def _make_part(planned: PlannedTensor, place: Box, shape: Shape) -> Tensor:
-    return planned.make()[place.slices].reshape(shape).clone()
+    size = (a.num_layers, a.num_experts or 0)[: len(index)] + planned.shape
+    box = Box(index + (0,) * len(planned.shape), (1,) * len(index) + planned.shape)
+    stacked = PlannedTensor(box.shape, planned.dtype, lambda: planned.make().view(box.shape))
+    return key, size, box, stacked
 
 
 def _write_boxes(path: Path, boxes: list[PlannedBox], wrote: Wrote) -> list[Entry]:

@@ -164,7 +164,8 @@ class RowEncoder:
         column `labels` has the row's response, in place of a column `labels` of the row.
         """
         columns: dict[str, list[bytes | None]] = {}
-        consumed, kept = self.keys.consumed, self.kept_columns
+        parts = ("prompt", "query", "history", "system", "messages")
+        consumed, kept = {getattr(self.keys, part, None) for part in parts}, self.kept_columns
         for i, (values, example) in enumerate(rows):
             if self.handler.output is Output.ANSWERED and example.responses:
                 values = {**values, LABELS: example.responses[0]}

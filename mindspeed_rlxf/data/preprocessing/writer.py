@@ -87,7 +87,8 @@ class PromptSetWriter:
 
     def __init__(self, folder: Path, handler: Handler) -> None:
         self._folder, self._handler = folder, handler
-        self._own = [*handler.sequences, *([MASK] if handler.has_mask else [])]
+        # A column of ones beside the ids, as the older toolkit wrote.
+        self._own = [*handler.sequences, *([MASK] if TOKEN_IDS in handler.sequences else [])]
         self._writers = {name: IndexedWriter(folder / name, np.int32) for name in self._own}
         self._files: dict[str, str] = {}  # column -> name in file names
         self._num_rows = 0
@@ -100,7 +101,7 @@ class PromptSetWriter:
         """
         for name in self._handler.sequences:
             self._writers[name].add(*chunk.sequences[name])
-        if self._handler.has_mask:
+        if MASK in self._own:
             lengths = chunk.sequences[TOKEN_IDS][1]
             self._writers[MASK].add(np.ones(sum(lengths), dtype=np.int32).tobytes(), lengths)
         for name in [name for name in chunk.columns if name not in self._files]:
