@@ -208,14 +208,10 @@ class Scores(Rows):
 
 @dataclass(frozen=True)
 class RuleScores(Scores):
-    """Scores of functions and rules.
+    """Scores of functions and rules."""
 
-    parts:    of each sample, for the log
-    failures: of each sample, None where it was scored (`roles.reports.FailedSample`)
-    """
-
-    parts: list[dict[str, float]]
-    failures: list[Any]
+    parts: list[dict[str, float]]  # of each sample, for the log
+    failures: list[Any]  # of each sample, None if scored (`roles.reports.FailedSample`)
 
     @property
     def is_scored(self) -> Tensor:

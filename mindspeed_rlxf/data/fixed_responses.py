@@ -26,19 +26,13 @@ KEY = "actor_rollout.fixed_responses"
 
 @dataclass(frozen=True)
 class FixedResponses:
-    """Token ids of the response to each sample of a run, by sample id.
-
-    prompts: token ids of the prompts that the responses answer, where the file has them
-    """
+    """Token ids of the response to each sample of a run, and of its prompt if the file has it."""
 
     by_sample_id: Mapping[int, list[int]]
     prompts: Mapping[int, list[int]] = field(default_factory=dict)
 
     def differs(self, sample_id: int, prompt: np.ndarray) -> bool:
-        """Whether the token ids of the file's prompt of this sample are not exactly `prompt`.
-
-        False if the file has none for it.
-        """
+        """Whether the file has a prompt for this sample, and it is not exactly `prompt`."""
         answered = self.prompts.get(sample_id)
         return answered is not None and answered != prompt.tolist()
 
@@ -51,13 +45,10 @@ def load_fixed_responses(
     max_new_tokens: int,
     num_samples: int,
 ) -> FixedResponses:
-    """Load all responses of a .jsonl file, and the rows' prompts where they have them.
+    """Load all responses of a .jsonl file, and the rows' prompts if they have them.
 
-    max_new_tokens: longest response allowed
-    num_samples:    samples of the whole run, each of which needs a response
-    Rows have a `sample_id`, or are those of samples 0, 1, ... if no row has one. Raises UserError
-    for another ending, else with every problem: invalid responses, sample_ids that are no integers
-    or are repeated, only some rows with one; if nothing else is wrong, samples without a response.
+    Each of the run's `num_samples` samples needs one of at most `max_new_tokens`. Raises UserError
+    with every problem of a row; if there is none, for samples without a response.
     """
     if Path(file).suffix.lower() != ".jsonl":
         raise UserError(Problem(KEY, "must be a .jsonl file", file, "convert or rename it"))
@@ -104,11 +95,7 @@ def _read_response(
     vocab_size: int,
     longest: int,
 ) -> list[int]:
-    """Return `response_ids`, or the ids of the text `response`, with an EOS if there is room.
-
-    Raises ValueError: neither is there, no list of integers, a length outside 1 to `longest`, an id
-    outside the vocabulary, and EOS before the last token.
-    """
+    """Return `response_ids`, or the ids of the text `response`, with an EOS if there is room."""
     ids = row.get("response_ids")
     if "response_ids" not in row:
         if not isinstance(row.get("response"), str):

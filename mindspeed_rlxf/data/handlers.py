@@ -14,18 +14,12 @@ LABELS = "labels"
 
 
 class Output(Enum):
-    """Content of the data set.
-
-    PROMPT:      the prompt
-    ANSWERED:    the prompt, and the answer as text in a column `labels`
-    INSTRUCTION: prompt and responses in one sequence, with labels
-    PAIR:        prompt and response twice, the better and the worse, each with labels
-    """
+    """Content of the data set."""
 
     PROMPT = "prompt"
-    ANSWERED = "answered"
-    INSTRUCTION = "instruction"
-    PAIR = "pair"
+    ANSWERED = "answered"  # the prompt, and the answer as text in a column `labels`
+    INSTRUCTION = "instruction"  # prompt and responses in one sequence, with labels
+    PAIR = "pair"  # prompt and response twice, the better and the worse, each with labels
 
 
 SEQUENCES: Mapping[Output, tuple[str, ...]] = {
@@ -46,20 +40,12 @@ NOT_RENDERED = {
 
 @dataclass(frozen=True)
 class MapKeys:
-    """Names of the columns of alpaca rows; None = unused. "a.b" is field b of the object a.
+    """Names of the columns of alpaca rows; None = unused. "a.b" is field b of the object a."""
 
-    prompt:   text, or a list of chat messages {role, content}
-    query:    text put on a new line under the prompt
-    response: text; not read by handlers that write prompts only
-    history:  list of [user, assistant] pairs before the prompt
-    system:   text
-    chosen, rejected: the better and the worse response of a pair
-    """
-
-    prompt: str = "instruction"
-    query: str | None = "input"
-    response: str | None = "output"
-    history: str | None = None
+    prompt: str = "instruction"  # text, or a list of chat messages {role, content}
+    query: str | None = "input"  # text put on a new line under the prompt
+    response: str | None = "output"  # text; not read by handlers that write prompts only
+    history: str | None = None  # list of [user, assistant] pairs before the prompt
     system: str | None = None
     chosen: str | None = "chosen"
     rejected: str | None = "rejected"
@@ -80,15 +66,10 @@ class Tags:
 
 @dataclass(frozen=True)
 class ShareGptKeys:
-    """Names of the columns of sharegpt rows; None = unused.
+    """Names of the columns of sharegpt rows; None = unused."""
 
-    messages: list of messages, whose keys and roles `tags` names
-    system:   text, where no message is the system's
-    chosen, rejected: the better and the worse response of a pair, one message each
-    """
-
-    messages: str = "conversations"
-    system: str | None = None
+    messages: str = "conversations"  # whose keys and roles `tags` names
+    system: str | None = None  # text, if no message is the system's
     chosen: str | None = "chosen"
     rejected: str | None = "rejected"
     tags: Tags = field(default_factory=Tags)
@@ -99,13 +80,10 @@ Keys = MapKeys | ShareGptKeys
 
 @dataclass(frozen=True)
 class Handler:
-    """A choice of `--handler-name`.
-
-    keys: alpaca rows have a column for each part, sharegpt rows one with the list of messages
-    """
+    """A choice of `--handler-name`."""
 
     name: str
-    keys: type[MapKeys] | type[ShareGptKeys]
+    keys: type[MapKeys] | type[ShareGptKeys]  # alpaca rows with a column for each part, or sharegpt
     output: Output
 
     @property
@@ -162,9 +140,8 @@ REFUSED_HANDLERS: Mapping[str, str] = {
 def parse_map_keys(text: str, handler: Handler) -> Keys:
     """Parse JSON such as {"prompt": "question", "query": ""}; "" = unused.
 
-    Keys that are not given keep their defaults, or become unused where another key names their
-    default column. Raises UserError for invalid JSON, invalid keys, conflicting columns, and a
-    prompt or response without a column that the handler needs.
+    Keys that are not given keep their defaults, or become unused if another key names their default
+    column. Raises UserError with every problem.
     """
     defaults = handler.keys()
     try:
@@ -198,9 +175,8 @@ def missing_columns(
 ) -> Iterator[Problem]:
     """Yield a problem for each column that the user named and that no row has.
 
-    columns: names of all columns of the rows. extra: columns of --dataset-additional-keys.
     Columns equal to the default may be absent, and so may the response of a handler that writes
-    prompts only. Of "a.b", only "a" is looked for.
+    prompts only. `columns` are those of the rows, `extra` those of --dataset-additional-keys.
     """
     defaults = asdict(handler.keys())
     asked = {k: v for k, v in asdict(keys).items() if isinstance(v, str) and v != defaults[k]}
@@ -221,10 +197,7 @@ def _flag_problem(rule: str, remedy: str) -> Problem:
 
 
 def _key_problems(key: str, value: Any, handler: Handler) -> Iterator[Problem]:
-    """Yield the problems of one key of --map-keys and its value.
-
-    Keys that only other handlers use, and those of NOT_RENDERED, are valid if they are empty.
-    """
+    """Yield the problems of one key of --map-keys; keys without a use here may be empty."""
     unused = ("response",) if handler.output is Output.PAIR else ("chosen", "rejected")
     known = [each.name for each in fields(handler.keys()) if each.name not in unused]
     given = {key: value}

@@ -1,7 +1,7 @@
 """Read and write indexed data sets, and load their prompts.
 
-They are data sets of `preprocess_data.py` or of the older toolkit. Of a conversation the prompt is
-everything before the last response; of a pair it is everything before the response.
+Of a conversation the prompt is everything before the last response; of a pair it is everything
+before the response.
 """
 
 from __future__ import annotations
@@ -72,11 +72,7 @@ class IndexedWriter:
         self._builder = IndexedDatasetBuilder(f"{path}.bin", dtype=dtype)
 
     def add(self, items: bytes, lengths: Sequence[int]) -> None:
-        """Append sequences, each a document of its own.
-
-        items:   bytes of all sequences, concatenated, in the writer's dtype
-        lengths: items of each sequence
-        """
+        """Append sequences of these lengths, each its own document, from their joined bytes."""
         import torch
 
         numbers = torch.from_numpy(np.frombuffer(items, self._dtype).copy())
@@ -120,10 +116,7 @@ class IndexedReader:
         return len(self._lengths)
 
     def __getitem__(self, row: int) -> AnyArray:
-        """Return one sequence as a read-only copy: [items] of the data set's dtype.
-
-        row: from 0; negative ones count from the end
-        """
+        """Return one sequence as a read-only copy: [items] of the data set's dtype."""
         start = self._offsets[row]
         stop = start + int(self._lengths[row]) * self.dtype.itemsize
         return np.frombuffer(self._bytes[start:stop].tobytes(), self.dtype)
@@ -137,10 +130,7 @@ PAIR_IDS, PAIR_LABELS = SEQUENCES[Output.PAIR][:2]
 
 @dataclass(frozen=True)
 class IndexedPrompts:
-    """All prompts of some data sets.
-
-    stop_token_ids: tokens that end a response in the templates of the data sets, ascending
-    """
+    """All prompts of some data sets, and the tokens that end a response in their templates."""
 
     prompts: Sequence[Prompt] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -156,10 +146,12 @@ def load_indexed_prompts(
 
     `data` names the columns with ground truth, data source and so on. Columns of a data set without
     sidecar contain token ids, which are decoded to text; a warning says so. Prompts over
-    `max_prompt_length` tokens are dropped, cut or reported as `data.overlong_prompts` says. Nothing
-    is loaded for no prefixes. Raises UserError with every problem: a data set that is absent or
-    incomplete, or was made with another tokenizer or `allow_special_tokens`, and rows that cannot
-    be used, whatever `data.invalid_rows` says.
+    `max_prompt_length` tokens are dropped, truncated or reported as `data.overlong_prompts` says.
+
+    Raises:
+        UserError: with every problem: a data set that is absent, incomplete or made with
+            another tokenizer or `allow_special_tokens`, and unusable rows, whatever
+            `data.invalid_rows` says.
     """
     if not prefixes:
         return IndexedPrompts()
@@ -212,11 +204,10 @@ class _DataSet:
         self._labels = self._open_labels()
 
     def _open_labels(self) -> IndexedReader | None:
-        """Open the column of labels of conversations or pairs; None where there are only prompts.
+        """Open the column of labels of conversations or pairs; None if there are only prompts.
 
-        For pairs, it is PAIR_LABELS. For others, the sidecar says if there is one; without a
-        sidecar, a column `labels` counts if its first row is as long as that of the token ids and
-        contains IGNORED; any other column `labels` holds answers.
+        Without a sidecar, a column `labels` counts if its first row is as long as that of the token
+        ids and contains IGNORED; any other column `labels` holds answers.
         """
         if self._is_pairs:
             return self._open(PAIR_LABELS)
@@ -234,7 +225,7 @@ class _DataSet:
         """Add the data set's prompts to `prompts`, and log how many were over the limit.
 
         The text of a prompt is decoded from its ids. Raises UserError with every problem of a row,
-        keyed by `prefix:row`, after adding the other rows.
+        keyed by `prefix:row`.
         """
         problems = FileProblems(self._prefix)
         limit = LengthLimit(self._prefix, max_prompt_length, self._data.overlong_prompts)
@@ -251,10 +242,7 @@ class _DataSet:
     def _read_rows(
         self, limit: LengthLimit, problems: FileProblems
     ) -> Iterator[tuple[list[int], Labels]]:
-        """Yield (prompt ids, labels) of each usable row.
-
-        Invalid rows are added to `problems`. Raises UserError for a column that is not JSON.
-        """
+        """Yield (prompt ids, labels) of each usable row; the others are added to `problems`."""
         for row_index in range(len(self._token_ids)):
             ids, number = self._token_ids[row_index].astype(np.int64), row_index + 1
             if self._labels is not None:
@@ -274,10 +262,7 @@ class _DataSet:
                 yield fitting, labels
 
     def _read_value(self, name: str, row_index: int) -> Any:
-        """Return a row's value in a column: parsed JSON, or, without a sidecar, decoded token ids.
-
-        Decoding leaves out ids that the tokenizer lacks, such as -100, and special tokens.
-        """
+        """Return a value of a column: parsed JSON, or, without a sidecar, decoded token ids."""
         stored = self._columns[name][row_index]
         if self.sidecar is not None:
             try:

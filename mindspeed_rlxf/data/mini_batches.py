@@ -14,14 +14,10 @@ from mindspeed_rlxf.config.architecture import ArchitectureConfig
 
 @dataclass(frozen=True)
 class RankSteps:
-    """The samples of one data-parallel rank.
+    """The samples of one data-parallel rank."""
 
-    rows:  indices of the samples in the iteration's batch, ascending, each once
-    steps: for each optimizer step, positions in `rows`
-    """
-
-    rows: list[int]
-    steps: list[list[int]]
+    rows: list[int]  # indices in the iteration's batch, ascending, each once
+    steps: list[list[int]]  # for each optimizer step, positions in `rows`
 
 
 def mini_batch_order(
@@ -29,8 +25,8 @@ def mini_batch_order(
 ) -> list[list[int]]:
     """Return the order of the sample indices in each epoch: ascending, or shuffled.
 
-    A shuffle derives from (seed, iteration, epoch) alone.
-    group_size: number of consecutive samples that stay together, in order; must divide num_samples
+    A shuffle derives from (seed, iteration, epoch) alone. `group_size` consecutive samples stay
+    together, in order; it must divide num_samples.
     """
     orders = []
     for epoch in range(epochs):
@@ -106,11 +102,14 @@ def sample_flops(a: ArchitectureConfig, tokens: int, outputs: int) -> int:
 def equal_parts(costs: Sequence[float], num_parts: int) -> list[list[int]]:
     """Divide items into parts of equal count with nearly equal sums of cost.
 
-    costs: [items]. Their number must be a multiple of num_parts, or an AssertionError is raised.
-    Returns the indices of each part in ascending order, the parts ordered by their first index.
-
     Assigns the most expensive item first, each to the cheapest part that is not full. Then swaps
     items of the most expensive part with items of other parts while that makes it cheaper.
+
+    Args:
+        costs: [items], a multiple of num_parts of them (asserted).
+
+    Returns:
+        The indices of each part in ascending order, the parts ordered by their first index.
     """
     size, rest = divmod(len(costs), num_parts)
     assert rest == 0, f"{len(costs)} items do not make {num_parts} equal parts"

@@ -38,8 +38,7 @@ class PromptEncoder:
     """Encodes conversations with one template and one tokenizer.
 
     A special token spelled in the text of a turn is read as text (`split_special_tokens`), unless
-    `allow_special_tokens`. Tokens that are added but not special are always read as tokens, as are
-    those that a slow tokenizer splits off in its own way.
+    `allow_special_tokens`; tokens that are added but not special are always read as tokens.
     """
 
     def __init__(
@@ -51,15 +50,8 @@ class PromptEncoder:
     ) -> None:
         """Look up the template's tokens in the tokenizer.
 
-        Args:
-            tokenizer: of the model that is trained.
-            template_name: key of TEMPLATES.
-            with_responses: for conversations that end with the assistant's turn.
-            allow_special_tokens: read special tokens that the text of a turn spells as tokens.
-
-        Raises:
-            UserError: if the tokenizer does not fit the template, or with_responses lacks the EOS
-                token that ends a response.
+        Raises UserError if the tokenizer lacks one, or `with_responses` (conversations that end
+        with the assistant's turn) the EOS token that ends a response.
         """
         self._tokenizer, self._template = tokenizer, TEMPLATES[template_name]
         self._allow_special_tokens = allow_special_tokens
@@ -76,17 +68,13 @@ class PromptEncoder:
     def encode(self, conversations: Sequence[Sequence[Turn]]) -> list[list[int]]:
         """Return the token ids of each conversation as a prompt; the header of a response ends it.
 
-        If the template has no special tokens, the start of a prompt gets those that the tokenizer
-        adds to a text, except EOS.
+        If the template has no special tokens, a prompt begins with those that the tokenizer adds.
         """
         prompts = [tuple(render(self._template, turns)) for turns in conversations]
         return [each.token_ids for each in self._encode([[Segment(p, False)] for p in prompts])]
 
     def encode_labelled(self, conversations: Sequence[Sequence[Turn]]) -> list[Labelled]:
-        """Return token ids and labels of conversations that end with the assistant's turn.
-
-        Labels are the ids in responses, and IGNORED elsewhere.
-        """
+        """Return token ids and labels of conversations that end with the assistant's turn."""
         return self._encode([render_segments(self._template, turns) for turns in conversations])
 
     def _encode(self, rendered: Sequence[Sequence[Segment]]) -> list[Labelled]:
@@ -149,10 +137,9 @@ def _list_pieces(segments: Sequence[Segment]) -> Iterator[tuple[Piece, str, bool
 def _token_ids(
     tokenizer: PreTrainedTokenizerBase, name: str, template: Template
 ) -> dict[str, list[int]]:
-    """Return token -> [its id] for special tokens and stop words of the template, and for EOS.
+    """Return token -> [its id] for the template's tokens and EOS, which has [] if it is missing.
 
-    EOS maps to [] where the tokenizer has none. Raises UserError if the vocabulary lacks a token,
-    or has a string as one token that the template writes as text.
+    Raises UserError if the vocabulary lacks a token, or has one that the template writes as text.
     """
     vocabulary = tokenizer.get_vocab()
     needed = dict.fromkeys((*template.special_tokens, *template.stop_words))

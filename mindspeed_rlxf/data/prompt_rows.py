@@ -31,17 +31,13 @@ EXTRA = "extra_info"
 
 @dataclass
 class TextRow:
-    """A row before tokenization.
+    """A row of a file before tokenization."""
 
-    Attributes:
-        row: number in its file, from 1.
-        text: what to tokenize; "" until it is set. Of a chat, the filled-in template; special
-            tokens that the messages spell are random words there (see `SpecialTokens`).
-    """
-
-    row: int
+    row: int  # number in its file, from 1
     prompt: str | list[dict[str, Any]]
     labels: Labels
+    # What to tokenize, set later. Of a chat, the filled-in template; special tokens that the
+    # messages spell are random words there (see `SpecialTokens`).
     text: str = ""
 
 

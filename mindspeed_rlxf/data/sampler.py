@@ -21,15 +21,11 @@ class ConsumedPrompts:
 
 
 class PromptSampler:
-    """Endless stream of prompt indices, cut in batches.
+    """Endless stream of prompt indices, in batches.
 
     Every epoch has each index once: ascending, or with `shuffle` a permutation that derives from
-    (seed, epoch, source) alone. A batch that reaches the end of an epoch goes on in the next, so no
-    prompt is dropped and every batch is full, also when batch_size > num_prompts.
-
-    num_prompts, batch_size: at least 1
-    seed:   at least 0
-    source: number of the data source, for different orders where several samplers have one seed
+    (seed, epoch, source) alone, so that samplers of one seed differ. A batch that reaches the end
+    of an epoch goes on in the next: no prompt is dropped and every batch is full.
     """
 
     def __init__(
@@ -73,10 +69,7 @@ class PromptSampler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the position of `state`.
-
-        Raises UserError for a state of another seed, shuffle or number of prompts.
-        """
+        """Continue at the position of `state`; UserError if it is that of another stream."""
         for key, value in self.state_dict().items():
             if key not in ("epoch", "offset") and state.get(key) != value:
                 raise _other_stream(key, state.get(key), value)
@@ -93,12 +86,9 @@ class PromptSampler:
 class MixtureSampler:
     """Endless stream of prompt indices that mixes several sources by weight.
 
-    Each source has a PromptSampler of its own, and so its own epochs. The next prompt is from the
-    source that is furthest below its share, so the number of prompts of each source, since the
-    start of the run, is never a whole prompt above its share.
-
-    sizes:   number of prompts of each source, at least 1; the data set has them one after another
-    weights: shares of the sources, above 0, of any sum
+    Each source has a PromptSampler and so epochs of its own; the data set has their `sizes` prompts
+    one after another. The next prompt is from the source that is furthest below its share, so no
+    source is ever a whole prompt above its share.
     """
 
     def __init__(
@@ -137,10 +127,7 @@ class MixtureSampler:
         return {"weights": self._weights, "sources": sources}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the position of `state`: load the state of each source.
-
-        Raises UserError for a state of other weights, seed, shuffle or numbers of prompts.
-        """
+        """Continue at the position of `state`; UserError if it is that of another stream."""
         if state.get("weights") != self._weights:
             raise _other_stream("train_weights", state.get("weights"), self._weights)
         for source, saved in zip(self._sources, state["sources"], strict=True):
@@ -150,11 +137,7 @@ class MixtureSampler:
 def make_sampler(
     sizes: Sequence[int], weights: Sequence[float], batch_size: int, seed: int, shuffle: bool
 ) -> PromptSampler | MixtureSampler:
-    """Make the sampler of a run: a MixtureSampler with weights, else a PromptSampler.
-
-    sizes:   number of prompts of each source
-    weights: shares of the sources; empty = one stream over the prompts of all sources
-    """
+    """Make a MixtureSampler with weights, else a PromptSampler over the prompts of all sources."""
     if weights:
         return MixtureSampler(sizes, weights, batch_size, seed, shuffle)
     return PromptSampler(sum(sizes), batch_size, seed, shuffle)

@@ -17,39 +17,31 @@ Encoding: TypeAlias = Literal["token_ids", "labels", "mask", "json"]
 
 
 class Column(Section):
-    """One indexed data set `PREFIX_packed_{file}_document`, with a sequence for every row.
-
-    name:     name of the column in the rows
-    file:     name of the column in its file names
-    encoding: int32 token ids, labels (-100 = not trained on) and masks, or the UTF-8 bytes of the
-              value as JSON (null where a row has none)
-    """
+    """One indexed data set `PREFIX_packed_{file}_document`, with a sequence for every row."""
 
     name: str
     file: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,120}$")]
     dtype: Literal["int32", "uint8"]
+    # int32 token ids, labels (-100 = not trained on) and masks, or the UTF-8 bytes of the value as
+    # JSON (null if a row has none)
     encoding: Encoding
 
 
 class TokenizerId(Section):
-    """The tokenizer of a data set. path: as the user gave it; sha256: see `vocabulary_hash`"""
+    """The tokenizer of a data set: the path that the user gave, and `vocabulary_hash`."""
 
     path: str
     sha256: str
 
 
 class Sidecar(Section):
-    """How a prompt data set was made, and what it contains.
-
-    allow_special_tokens: special tokens in texts were read as tokens; older versions lack the field
-    stop_token_ids:       tokens that end a response in the template
-    """
+    """How a prompt data set was made, and what it contains."""
 
     format_version: Literal[1] = 1
     handler: str
     template: str
-    allow_special_tokens: bool = False
-    stop_token_ids: Integers
+    allow_special_tokens: bool = False  # those in texts are tokens; older versions lack the field
+    stop_token_ids: Integers  # tokens that end a response in the template
     tokenizer: TokenizerId
     columns: list[Column]
     counts: dict[str, int | dict[str, int]]
@@ -73,10 +65,7 @@ def rejected_path(prefix: Path) -> Path:
 
 
 def column_files(prefix: Path) -> list[str]:
-    """Return a data set's columns, sorted: each X with a file `{prefix}_packed_X_document.idx`.
-
-    Empty where the folder does not exist.
-    """
+    """Return a data set's columns, sorted: each X with a file `{prefix}_packed_X_document.idx`."""
     start, end = f"{prefix.name}_packed_", "_document.idx"
     names = (file.name for file in prefix.parent.iterdir()) if prefix.parent.is_dir() else ()
     columns = (n[len(start) : -len(end)] for n in names if n.startswith(start) and n.endswith(end))
@@ -85,11 +74,9 @@ def column_files(prefix: Path) -> list[str]:
 
 
 def file_name(column: str, taken: set[str]) -> str:
-    """Return a file name for a column; other characters than ASCII letters, digits, `-` become `_`.
+    """Return a file name for a column, which differs from those `taken` (also without case).
 
-    Cut to MAX_NAME characters, then "packed" becomes "pack". If the name is in `taken` (compared
-    without case, as on some file systems), the first of `_2`, `_3`, ... that makes it new is
-    appended. Does not change `taken`.
+    Other characters than ASCII letters, digits and `-` become `_`; at most MAX_NAME characters.
     """
     safe = re.sub(r"[^A-Za-z0-9_-]", "_", column)[:MAX_NAME].replace("packed", "pack") or "_"
     name, count = safe, 1
@@ -100,10 +87,7 @@ def file_name(column: str, taken: set[str]) -> str:
 
 
 def read_sidecar(prefix: Path) -> Sidecar | None:
-    """Read the sidecar of a data set; None where there is none, as in sets of the older toolkit.
-
-    Raises UserError for a sidecar that is not valid or of another version.
-    """
+    """Read the sidecar of a data set; None if there is none, as in sets of the older toolkit."""
     file = sidecar_path(prefix)
     if not file.exists():
         return None

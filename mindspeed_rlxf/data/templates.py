@@ -39,29 +39,21 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Template:
-    """Patterns of the turns and of the text around them.
-
-    header:         opens a response; a prompt ends with it
-    response:       what the assistant writes after the header, up to the token that ends it
-    separator:      between a response and the next turn of the user
-    start:          opens the prompt (the family's beginning-of-text token, where it has one)
-    default_system: system text of a conversation that has none; "" = no system turn
-    special_tokens: strings in the patterns that are single tokens; without any, the prompt is plain
-                    text, to which the tokenizer adds its own special tokens
-    stop_words:     tokens that end a response besides the tokenizer's EOS
-    text_only:      strings in the patterns that must not be single tokens; in later tokenizers of
-                    the family they are, and other patterns apply
-    """
+    """Patterns of the turns and of the text around them."""
 
     user: str = "{text}"
-    header: str = ""
-    response: str = "{text}{eos}"
-    separator: str = ""
+    header: str = ""  # opens a response; a prompt ends with it
+    response: str = "{text}{eos}"  # after the header, up to the token that ends it
+    separator: str = ""  # between a response and the next turn of the user
     system: str = "{text}\n"
-    start: str = ""
-    default_system: str = ""
+    start: str = ""  # the family's beginning-of-text token, if it has one
+    default_system: str = ""  # of a conversation that has none; "" = no system turn
+    # Strings in the patterns that are single tokens; without any, the prompt is plain text, to
+    # which the tokenizer adds its own special tokens.
     special_tokens: tuple[str, ...] = ()
-    stop_words: tuple[str, ...] = ()
+    stop_words: tuple[str, ...] = ()  # tokens that end a response besides the tokenizer's EOS
+    # Strings in the patterns that must not be single tokens: in later tokenizers of the family
+    # they are, and other patterns apply.
     text_only: tuple[str, ...] = ()
 
 
@@ -156,8 +148,7 @@ def render(template: Template, turns: Sequence[Turn]) -> list[Piece]:
 def render_segments(template: Template, turns: Sequence[Turn]) -> list[Segment]:
     """Render a conversation that ends with the assistant's turn as segments, in order.
 
-    Each response is a segment, and so is what stands before it. A segment whose texts are all empty
-    has no pieces.
+    Each response is a segment, and so is what stands before it.
     """
     segments = _split(template, turns)
     return [Segment(tuple(_join_text(pieces)), is_r) for is_r, pieces in segments if pieces]

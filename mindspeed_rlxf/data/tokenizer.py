@@ -26,15 +26,9 @@ MAX_TOKENS = 4  # that make one character together; UTF-8 has at most four bytes
 def load_tokenizer(path: str, key: str = KEY) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a local folder (or of a name in the local Hugging Face cache).
 
-    Uses no network and executes no code of the folder.
-
-    Args:
-        path: the folder or name.
-        key: config key or flag that gave it, for errors.
-
-    Raises:
-        UserError: if it cannot be loaded, or has special tokens only: transformers makes such a
-            tokenizer, without an error, for a model folder without tokenizer files.
+    Uses no network and executes no code of the folder. Raises UserError, which names `key` (config
+    key or flag), if it cannot be loaded, or has special tokens only: transformers makes such a
+    tokenizer, without an error, for a model folder without tokenizer files.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -160,15 +154,11 @@ class SpecialTokens:
         self._words = re.compile(rf"zq{self._nonce}n(\d+)z")
 
     def are_in(self, value: Any) -> bool:
-        """Whether a text, or a text inside lists and dicts (keys too), contains a special token."""
+        """Whether a text, or a text inside lists and dicts, contains a special token."""
         return bool(self.hide(value) != value)
 
     def hide(self, value: Any) -> Any:
-        """Return `value` with each special token in its texts replaced by the token's random word.
-
-        value: text, or lists and dicts (also their keys) with texts; other values are returned
-               unchanged
-        """
+        """Replace each special token in texts, lists and dicts of texts by its random word."""
         if isinstance(value, str):
             number = self._names.index
             return self._pattern.sub(lambda found: f"zq{self._nonce}n{number(found[0])}z", value)
@@ -181,10 +171,9 @@ class SpecialTokens:
         return self._words.sub(lambda found: self._names[int(found[1])], text)
 
     def token_ids(self, text: str) -> list[int]:
-        """Tokenize a filled-in chat template; no special tokens are added.
+        """Tokenize a filled-in chat template: special tokens become ids, the text between is alone.
 
-        Special tokens become their ids. The text between two of them is tokenized alone. Words that
-        `hide` inserted become the spelling of their special token, tokenized as plain text.
+        Words that `hide` inserted become the spelling of their special token, tokenized as text.
         """
         ids, start = [], 0
         for found in self._pattern.finditer(text):

@@ -1,9 +1,4 @@
-"""Boxes: hyperrectangles of a tensor's elements, which ranks have in memory and files store.
-
-A `Box` is a range of indices of each axis, a `StoredBox` can read a box from a file, a
-`BoxedTensor` is a tensor made of stored boxes, and `BoxedWeights` are such tensors by name. A
-`PlannedTensor` is made when it is written.
-"""
+"""Boxes: hyperrectangles of a tensor's elements, which ranks have in memory and files store."""
 
 from __future__ import annotations
 
@@ -45,7 +40,7 @@ Wrote = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Box:
-    """A range of indices of each axis of a tensor. starts: first index; shape: number of indices"""
+    """A range of indices of each axis of a tensor."""
 
     starts: Shape
     shape: Shape
@@ -114,7 +109,7 @@ def flat_boxes(flat: range, shape: Shape) -> Iterator[Box]:
 def view_box(numbers: Tensor, start: int, box: Box, shape: Shape) -> Tensor:
     """Return a box of a row-major tensor of this shape as a view of `numbers`.
 
-    numbers: contiguous elements of the tensor, the first of which has the flat index `start`
+    `numbers` are contiguous elements of it, the first of which has the flat index `start`.
     """
     stride = (*shape[1:], 1)
     offset = numbers.storage_offset() - start + sum(map(mul, box.starts, stride))
@@ -123,14 +118,11 @@ def view_box(numbers: Tensor, start: int, box: Box, shape: Shape) -> Tensor:
 
 @dataclass(frozen=True)
 class ShardBox:
-    """A box of a Hugging Face tensor, and the box of a rank's parameter with the same elements.
+    """A box of a Hugging Face tensor, and the box of a rank's parameter with the same elements."""
 
-    source: name of the Hugging Face tensor; box: in that tensor; place: box in the parameter
-    """
-
-    source: str
+    source: str  # name of the Hugging Face tensor
     box: Box
-    place: Box
+    place: Box  # in the parameter
 
     def to_source(self, place: Box) -> Box:
         """Translate a box of the parameter, inside `self.place`, to the box of the source."""
@@ -146,8 +138,8 @@ def shard_boxes(
 ) -> Iterator[ShardBox]:
     """Yield the boxes of Hugging Face tensors that make up a tensor-parallel rank's shard.
 
-    Rows that pad the vocabulary are in no box.
-    vocab_rows: rows of the embedding on each rank; None = the padded vocabulary / tp
+    Rows that pad the vocabulary are in no box. `vocab_rows` of the embedding are on each rank; None
+    = the padded vocabulary / tp.
     """
     offset = 0
     for part in shard_slices(parameter, architecture, tp_rank, tp, vocab_rows):
@@ -160,13 +152,9 @@ def shard_boxes(
 
 @dataclass(frozen=True)
 class HeldBox:
-    """A box of a Hugging Face tensor, with its elements in memory.
+    """A box of a Hugging Face tensor, with its elements in memory."""
 
-    slot:   "weight", or the name of an optimizer state of the tensor (such as "exp_avg")
-    tensor: elements, of the shape of the box
-    """
-
-    slot: str
+    slot: str  # "weight", or the name of an optimizer state of the tensor (such as "exp_avg")
     name: str
     box: Box
     tensor: Tensor
@@ -174,7 +162,7 @@ class HeldBox:
 
 @dataclass(frozen=True)
 class StoredBox:
-    """A box of a tensor in a file. read: function that returns a copy of a box inside this one"""
+    """A box of a tensor in a file; `read` returns a copy of a box inside it."""
 
     box: Box
     read: Callable[[Box], Tensor]
@@ -182,18 +170,13 @@ class StoredBox:
 
 @dataclass(frozen=True)
 class BoxedTensor:
-    """A tensor that is stored as boxes, of which boxes are read as copies.
+    """A tensor that is stored as boxes, of which boxes are read as copies."""
 
-    name:  for messages
-    size:  shape of the stored tensor
-    index: leading indices, if this is the sub-tensor stored[index] only
-    """
-
-    name: str
+    name: str  # for messages
     dtype: torch.dtype
-    size: Shape
+    size: Shape  # of the stored tensor
     boxes: list[StoredBox]
-    index: Shape = ()
+    index: Shape = ()  # leading indices, if this is the sub-tensor stored[index] only
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> BoxedTensor:
@@ -270,16 +253,11 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """A file of a converted folder.
+    """A file of a converted folder."""
 
-    path:      relative to the folder
-    num_bytes: bytes of its tensors
-    write:     called as write(path, wrote=...); returns the file's entries in the metadata
-    """
-
-    path: str
-    num_bytes: int
-    write: Callable[..., Any]
+    path: str  # relative to the folder
+    num_bytes: int  # of its tensors
+    write: Callable[..., Any]  # write(path, wrote=...) returns the entries for the metadata
 
 
 MakeShard = Callable[[StageParameter, int], PlannedTensor]
@@ -304,12 +282,8 @@ class MegatronWeights(BoxedWeights):
     ) -> list[str]:
         """Check a rank's shard of a parameter; add it unless it is a copy of another rank's.
 
-        Args:
-            parameter: what is stored.
-            found: its (name in the checkpoint, tensor), None = the rank has none.
-
-        Returns:
-            [], or a list with the first problem, and then adds nothing.
+        `found` is its (name in the checkpoint, tensor), None if the rank has none. Returns [], or a
+        list with the first problem, and then adds nothing.
         """
         if found is None:
             # A checkpoint has one of the heads or none; what needs a head reports its absence.
@@ -346,8 +320,7 @@ def _read_shard(stored: BoxedTensor, place: ShardBox, box: Box) -> Tensor:
 def spellings(name: str) -> list[str]:
     """List the names under which checkpoints may store a parameter, its own first.
 
-    The norm before a linear layer has that layer's name in sharded checkpoints and where they are
-    one module (Transformer Engine).
+    Transformer Engine, and sharded checkpoints, name a norm after the linear layer behind it.
     """
     fused = {
         "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",

@@ -147,8 +147,8 @@ def _find_config_and_target(
 ) -> tuple[Path, Path]:
     """Return the folder of config.json (--hf-config, else the source), and the target.
 
-    To Hugging Face without --hf-config, a --save-dir with a config.json is the original folder, as
-    in the old tool: it is then the folder of config.json, and the target is its folder MG2HF.
+    As in the old tool, a --save-dir with a config.json and without --hf-config is the original
+    folder: its MG2HF is the target.
     """
     target = Path(arguments.target or arguments.save_dir)
     config = Path(arguments.hf_config) if arguments.hf_config else source

@@ -33,8 +33,8 @@ SIDE_FILES = (
 def find_description(weights: str | Path, tokenizer: str | Path) -> Path:
     """Return the folder whose config.json and generation_config.json describe the weights.
 
-    It is the folder of the weights if that has a config.json or the Hugging Face format, else the
-    one of the tokenizer. Raises ValueError if that lacks a config.json too, and as `find_weights`.
+    That of the weights if it has a config.json or the Hugging Face format, else the tokenizer's.
+    Raises ValueError if that lacks a config.json too, and as `find_weights`.
     """
     weights, tokenizer = Path(weights), Path(tokenizer)
     if (weights / CONFIG).exists() or find_weights(weights)[0] is Format.HF:
@@ -52,12 +52,9 @@ def open_weights(
 ) -> BoxedWeights:
     """Open the weights of a folder of any format; tensors are read later, box by box.
 
-    trust_files: also read pickled files with an old torch, see `pickled.read_torch_file`
-
-    Raises:
-        ValueError: if something is missing or damaged, a pickled file has objects other than data,
-            or a Megatron folder has another model.
-        OSError: if the tracker file or a file of a run's checkpoint cannot be read.
+    `trust_files` reads pickled files with an old torch too (`pickled.read_torch_file`). Raises
+    ValueError for what is missing, damaged, no data or of another model; OSError if the tracker
+    file or a file of a run's checkpoint cannot be read.
     """
     kind, place = find_weights(Path(folder))
     if kind is Format.RUN_STATE:

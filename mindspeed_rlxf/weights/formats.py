@@ -30,12 +30,8 @@ def find_weights(folder: Path) -> tuple[Format, Path]:
     """Return the format of a folder, and the folder with the weights: itself or one inside it.
 
     A folder of no known format, also one that does not exist, counts as Hugging Face, whose reader
-    reports what is missing.
-
-    Raises:
-        ValueError: for several iterations without a tracker file, and for a tracker file that names
-            a folder that does not exist.
-        OSError: for a tracker file that cannot be read.
+    reports what is missing. Raises ValueError for several iterations without a tracker file and for
+    a tracker file that names no folder, OSError if it cannot be read.
     """
     hf = (INDEX, SINGLE, PICKLED_INDEX, PICKLED)
     if not folder.is_dir() or any((folder / name).exists() for name in hf):

@@ -54,10 +54,7 @@ class HfFolder(BoxedWeights):
     """The tensors of a folder; safetensors files come before `pytorch_model.bin`.
 
     Reads the headers of all files; the first read of a tensor opens its file, which stays open.
-
-    Raises:
-        ValueError: if the folder, its index or one of its files is missing or damaged, or the index
-            names a file elsewhere.
+    Raises ValueError if the folder, its index or a file is missing or damaged, or elsewhere.
     """
 
     def __init__(self, folder: str | Path, trust_files: bool = False) -> None:

@@ -150,10 +150,9 @@ def legacy_files(
     shard: MakeShard,
     folder: str,
 ) -> Iterator[PlannedFile]:
-    """Yield the planned file of each rank; a reward head gets a bias of zeros.
+    """Yield the planned file of each rank, below `folder`; a reward head gets a bias of zeros.
 
-    dtype:  named in the arguments; each shard keeps its own
-    folder: path that begins the paths of the files
+    `dtype` is named in the arguments; each shard keeps its own.
     """
     for tp_rank, pp_rank, ep_rank in layout.ranks():
         models: dict[str, OrderedDict[str, PlannedTensor]] = {}

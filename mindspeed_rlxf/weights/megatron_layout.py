@@ -27,17 +27,12 @@ ITERATION = 1  # of weights that come from Hugging Face
 
 @dataclass(frozen=True)
 class MegatronLayout:
-    """Parallel layout of a checkpoint.
-
-    tp, ep:         tensor- and expert-parallel sizes
-    stages:         [pp][chunks], the layers of each chunk of each pipeline rank
-    vocab_multiple: rows of the embedding of each rank are a multiple of this
-    """
+    """Parallel layout of a checkpoint."""
 
     tp: int
     ep: int
-    stages: tuple[tuple[range, ...], ...]
-    vocab_multiple: int = 1
+    stages: tuple[tuple[range, ...], ...]  # [pp][chunks], layers of each chunk of each rank
+    vocab_multiple: int = 1  # rows of the embedding of each rank are a multiple of this
 
     @property
     def pp(self) -> int:
@@ -91,8 +86,7 @@ def make_layout(
 ) -> MegatronLayout:
     """Make a layout of these parallel sizes; UserError if they do not fit the model.
 
-    layers_per_chunk: layers of each virtual stage, None = one stage per pipeline rank
-    layer_list:       layers of each pipeline rank, None = equal numbers
+    `layers_per_chunk` are those of each virtual stage, `layer_list` those of each pipeline rank.
     """
     problems = [
         *_find_size_problems(architecture, tp, ep, vocab_multiple),
@@ -106,10 +100,7 @@ def make_layout(
 
 
 def layout_of(counts: list[int], tp: int, pp: int, ep: int, vocab_multiple: int) -> MegatronLayout:
-    """Make a layout from the number of layers of each pipeline stage; nothing is checked.
-
-    counts: in the order of the model; with several chunks per rank, chunk 0 of every rank first
-    """
+    """Make a layout from the layers of each pipeline stage, in model order, unchecked."""
     starts = [sum(counts[:stage]) for stage in range(len(counts))]
     layers = [range(start, start + n) for start, n in zip(starts, counts, strict=True)]
     return MegatronLayout(

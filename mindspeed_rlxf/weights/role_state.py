@@ -50,9 +50,7 @@ def file_of(folder: Path, rank: int) -> Path:
 def write_boxes(file: Path, boxes: Iterable[HeldBox]) -> list[Row]:
     """Write a rank's boxes to a safetensors file and fsync it; an older file is replaced.
 
-    The file has a tensor SLOT/NAME@STARTS for each box, the starts joined by commas. Returns the
-    rows for the index: (name, dtype, shape, first byte) of each tensor.
-    Raises AssertionError for a box that is given twice.
+    Returns the rows for the index: (name, dtype, shape, first byte) of each tensor.
     """
     planned: dict[str, PlannedTensor] = {}
     for held in boxes:
@@ -94,10 +92,9 @@ class RunState:
                 file.close()
 
     def _add_boxes(self, file: SafetensorsFile, rows: list[Row] | None) -> None:
-        """Add the boxes of a rank's file to the tensors of their slots (weights, optimizer states).
+        """Add the boxes of a rank's file, from the index or else its header, to their tensors.
 
         A tensor's size is the largest end of its boxes.
-        rows: of the index; None = read the file's header
         """
         found = file.tensors()
         if rows is not None:
@@ -133,8 +130,7 @@ class ShardedRunState:
     def slot(self, name: str) -> MegatronWeights:
         """Return the tensors of one slot: "weight", or one of the optimizer's states.
 
-        A later call returns the same object. Raises ValueError when the folder has no such slot, or
-        has another model.
+        Raises ValueError when the folder has no such slot, or has another model.
         """
         if name not in self._slots:
             prefix = "" if name == WEIGHT else f"optimizer.state.{name}."
@@ -155,9 +151,8 @@ def open_state(
 ) -> StateReader:
     """Open a role's folder of a checkpoint: torch_dist if it has METADATA, else safetensors files.
 
-    The caller closes the reader. Raises ValueError when a file is damaged and, for safetensors,
-    when names or shapes of the weights are not those of the model (for torch_dist the reader's
-    `slot(WEIGHT)` compares them); OSError when a safetensors file cannot be read.
+    The caller closes the reader. Raises ValueError for damage and another model (of torch_dist: in
+    `slot`), OSError when a file cannot be read.
     """
     if (folder / METADATA).exists():
         return ShardedRunState(folder, architecture, trust_files)

@@ -19,16 +19,11 @@ Entry = dict[str, Any]
 
 @dataclass(frozen=True)
 class Loaded:
-    """Result of loading a role's state from a checkpoint.
+    """Result of loading a role's state from a checkpoint."""
 
-    problem:     why a rank of the role could not load it; "" = all ranks could
-    unreadable:  read errors that lasted, which are no damage; "" = none
-    same_layout: whether the same parallel layout wrote it
-    """
-
-    problem: str = ""
-    unreadable: str = ""
-    same_layout: bool = True
+    problem: str = ""  # why a rank of the role could not load it
+    unreadable: str = ""  # read errors that lasted, which are no damage
+    same_layout: bool = True  # the same parallel layout wrote it
 
 
 READ_BYTES = 1 << 22
@@ -89,7 +84,7 @@ def entries_below(name: str, entries: Iterable[Entry]) -> list[Entry]:
 def write_part(folder: Path, rank: int, entries: list[Entry], tensors: dict[str, Any]) -> None:
     """Write what one rank has written to a role's folder; the rank's last file.
 
-    tensors: file name -> the rows that the reader of that file wants of its header
+    `tensors` has, by file, the rows that its reader wants of the header.
     """
     write_text(_part(folder, rank), json.dumps({"files": entries, "tensors": tensors}))
 
@@ -133,8 +128,7 @@ def read_index(folder: Path) -> dict[str, Any] | None:
 def role_entries(folder: Path) -> list[Entry]:
     """Return the entries of all files in a role's folder of a checkpoint.
 
-    From its INDEX, else from the manifest of an older version, whose hashes the driver has checked;
-    [] without either. Raises OSError, ValueError.
+    From its INDEX, else from the manifest of an older version, whose hashes the driver has checked.
     """
     if (index := read_index(folder)) is not None:
         return list(index["files"])
@@ -146,10 +140,7 @@ def role_entries(folder: Path) -> list[Entry]:
 
 
 def find_damage(folder: Path, entries: Iterable[Entry]) -> list[str]:
-    """Read and hash all files of `entries`; return a line for each that differs, [] for none.
-
-    Raises OSError if one cannot be read for some seconds.
-    """
+    """Read and hash all files of `entries`; return a line for each that differs."""
     return [problem for entry in entries if (problem := content_problem(folder, entry))]
 
 
@@ -159,10 +150,7 @@ def under(folder: str, entries: Iterable[Entry]) -> list[Entry]:
 
 
 def size_problem(folder: Path, entry: Entry) -> str | None:
-    """Return how a file differs from its entry: a link, missing (or no file), or of another size.
-
-    None if it does not. Reads no content.
-    """
+    """Return how a file differs from its entry without reading it: missing, a link, other size."""
     try:  # `Path.is_file` would take a read error for a missing file
         found = os.lstat(folder / entry["path"])
     except (FileNotFoundError, NotADirectoryError):
@@ -175,10 +163,9 @@ def size_problem(folder: Path, entry: Entry) -> str | None:
 
 
 def content_problem(folder: Path, entry: Entry) -> str | None:
-    """Return how a file differs from its entry: a link, missing, other size or hash.
+    """Return how a file differs from its entry: missing, a link, other size or hash; else None.
 
-    None if it does not. Reads the whole file, unless the size differs. Raises OSError if the file
-    cannot be read for some seconds.
+    Raises OSError if the file cannot be read for some seconds.
     """
     if problem := patiently(lambda: size_problem(folder, entry)):
         return problem

@@ -55,29 +55,19 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Conversion:
-    """A conversion whose arguments are checked; `conversion.plan_conversion` makes it.
-
-    Attributes:
-        config: folder of config.json and the tokenizer.
-        target: folder to write.
-        layout: of a Megatron target, None for Hugging Face.
-        dtype: of the target, None = each tensor keeps its own.
-        shard_size: largest number of tensor bytes in one file of a Hugging Face target, unless a
-            single tensor is larger.
-        replace: replace an existing target.
-    """
+    """A conversion whose arguments are checked; `conversion.plan_conversion` makes it."""
 
     source: Path
-    config: Path
-    target: Path
+    config: Path  # folder of config.json and the tokenizer
+    target: Path  # folder to write
     to: Format
     architecture: ArchitectureConfig
     head: Head
     weights: BoxedWeights
-    layout: MegatronLayout | None
-    dtype: torch.dtype | None
-    shard_size: int
-    replace: bool
+    layout: MegatronLayout | None  # of a Megatron target
+    dtype: torch.dtype | None  # of the target, None = each tensor keeps its own
+    shard_size: int  # most bytes of a Hugging Face file, unless a single tensor is larger
+    replace: bool  # an existing target
 
     @property
     def shares_groups(self) -> bool:
@@ -141,14 +131,12 @@ def open_source(
 def convert(conversion: Conversion, progress: Progress) -> None:
     """Write the target folder, which appears under its name once complete.
 
-    Args:
-        conversion: what to convert.
-        progress: called with (bytes done, bytes in all) first and after each tensor.
+    `progress` is called with (bytes done, bytes in all) first and after each tensor.
 
     Raises:
-        UserError: if the target exists (unless it may be replaced), the
-            disk is too small, tensors to be joined differ in dtype, the source is damaged, or a
-            file cannot be read or written.
+        UserError: if the target exists (unless it may be replaced), the disk is too small,
+            tensors to be joined differ in dtype, the source is damaged, or a file cannot be read or
+            written.
         DiskFull: if the disk or the quota is full.
     """
     c, groups = conversion, dict[str, dict[str, PlannedTensor]]()
@@ -267,15 +255,8 @@ def _read_whole(weights: BoxedWeights, name: str, dtype: torch.dtype) -> Tensor:
 def new_folder(target: Path, replace: bool) -> Iterator[Path]:
     """Yield the empty folder `TARGET.partial`; rename it to `target` after the block.
 
-    Removes it if the block raises, and one that an interrupted call left.
-
-    Args:
-        target: folder to write.
-        replace: remove an older `target` that this function made at the end.
-
-    Raises:
-        UserError: if `target` exists without `replace`, or it or the partial folder was not written
-            by this function.
+    Removes it if the block raises, one that an interrupted call left, and with `replace` an older
+    target. Raises UserError if the target exists without `replace`, or either has no MARKER.
     """
     partial = target.with_name(f"{target.name}.partial")
     for folder in (target, partial):

@@ -130,9 +130,8 @@ def _read_place(entry: tuple[Any, Any]) -> tuple[tuple[str, tuple[int, ...]], Pl
 def read_torch_dist(
     metadata: Metadata, architecture: ArchitectureConfig, prefix: str = ""
 ) -> MegatronWeights:
-    """Return the weights in a checkpoint, or one optimizer state of each weight.
+    """Return the weights in a checkpoint, or with `prefix` an optimizer state of each weight.
 
-    prefix: prefix of the names of the optimizer state; "" = the weights
     Raises ValueError if the checkpoint is damaged or has another model.
     """
     tensors = {
@@ -184,8 +183,8 @@ def _find(
 def global_name(name: str, expert: int | None) -> tuple[str, Shape]:
     """Return (name of the tensor of all layers, and experts, parameter's index in it).
 
-    The index is (layer,), with an expert (layer, expert), for a parameter outside layers ().
-    name: name of the parameter, with the global number of its layer
+    The index is (layer,), with an expert (layer, expert), for a parameter outside layers (). `name`
+    has the global number of its layer.
     """
     layer = LAYER.match(name)
     if layer is None:
@@ -274,8 +273,7 @@ def write_metadata(
 ) -> None:
     """Write `.metadata`, `common.pt`, `metadata.json` and the empty extra states to `folder`.
 
-    files: name of each data file -> the entries of its boxes
-    dtype: named in the arguments in `common.pt`
+    `files` are the names of the data files, with the entries of their boxes.
     """
     described: dict[str, Any] = {}
     places: dict[Any, Any] = {}

@@ -1,4 +1,4 @@
-"""Convert a row into what its handler encodes: the turns of the prompt, and the responses to it.
+"""Convert a row into what its handler encodes: the turns of the prompt, and its responses.
 
 Alpaca rows have separate columns for instruction, input, output and so on. Sharegpt rows have one
 column with a list of messages, whose keys and roles are named in `Tags`.
@@ -17,11 +17,7 @@ CHAT_TAGS = Tags("role", "content", "user", "assistant", observation_tag="", fun
 
 
 class Example(NamedTuple):
-    """A prompt and its responses.
-
-    turns:     turns of the prompt, the last one the user's
-    responses: none, one, or two (the better and the worse)
-    """
+    """The turns of a prompt, and none, one or two responses (the better and the worse)."""
 
     turns: list[Turn]
     responses: tuple[str, ...] = ()
@@ -30,8 +26,8 @@ class Example(NamedTuple):
 def make_example(row: Row, keys: Keys, handler: Handler) -> Example:
     """Make the prompt of a row, and the responses that the handler writes.
 
-    Raises UnusableRow for a column that is missing or of a wrong type, an empty prompt, an empty
-    answer (output ANSWERED), turns in a wrong order and invalid Unicode.
+    Raises UnusableRow for a column that is missing or of a wrong type, an empty prompt or answer,
+    turns in a wrong order and invalid Unicode.
     """
     if isinstance(keys, MapKeys):
         turns = [*_read_history(row, keys), *_read_prompt(row, keys)]
@@ -53,8 +49,7 @@ def make_example(row: Row, keys: Keys, handler: Handler) -> Example:
 def _make_sharegpt_example(row: Row, keys: ShareGptKeys, output: Output) -> Example:
     """Make the example of a row with a list of messages.
 
-    For PAIR, all messages are the prompt and the responses have columns of their own. For every
-    other output, PROMPT included, the last message is the response.
+    The last message is the response, whatever the output; only PAIR has columns for responses.
     """
     messages = _require(row, keys.messages, "messages")
     turns = _read_messages(messages, keys.tags, "messages must be")
@@ -101,10 +96,9 @@ def _read_prompt(row: Row, keys: MapKeys) -> list[Turn]:
 
 
 def _read_response(row: Row, column: str, turns: list[Turn]) -> str:
-    """Return the response in a column as text.
+    """Return a response as text: a text, a number, a list of one text, or chat messages.
 
-    The column has text, a number (not a bool), a list of one text, or chat messages, of which the
-    last must be the assistant's and those before it, if any, the prompt's `turns`.
+    The last message must be the assistant's, those before it, if any, the prompt's `turns`.
     """
     value = _require(row, column, "response")
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):

@@ -48,23 +48,17 @@ Progress = Callable[[int], None]
 
 @dataclass
 class Counts:
-    """How many rows were read, written, dropped and truncated.
-
-    Attributes:
-        dropped: reason -> number of rows.
-        skipped: entries of the input folders that are no data files.
-        refusals: (reason, file) -> the problems of these rows.
-        columns: names of the columns of all rows, in the order of their first row.
-    """
+    """How many rows were read, written, dropped and truncated."""
 
     rows_read: int = 0
     rows_written: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)  # by reason
     cut: int = 0
     num_tokens: int = 0
-    skipped: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)  # entries of folders that are no data files
+    # (reason, file) -> the problems of these rows
     refusals: dict[tuple[str, str], FileProblems] = field(default_factory=dict)
-    columns: dict[str, None] = field(default_factory=dict)
+    columns: dict[str, None] = field(default_factory=dict)  # of all rows, by their first row
 
     def add(self, chunk: EncodedChunk) -> None:
         """Add the counts of an encoded chunk; `rows_read` is counted by `read_chunks`."""
@@ -85,9 +79,8 @@ class Counts:
 def find_files(inputs: Sequence[str], skipped: list[str]) -> list[str]:
     """List the data files of `inputs`, which are files and folders, in that order.
 
-    A folder's own files are sorted by name; subfolders are not searched. Other entries of a folder
-    are appended to `skipped`. Raises UserError with every path that is no data file and no folder
-    of data files.
+    A folder's own files are sorted by name; its other entries are appended to `skipped`. Raises
+    UserError with every path that is no data file and no folder of data files.
     """
     files, problems = list[str](), list[Problem]()
     for name in inputs:
@@ -135,18 +128,7 @@ _encoder: RowEncoder | None = None  # of a worker process
 
 @dataclass(frozen=True)
 class PreprocessOptions:
-    """The flags of the command.
-
-    Attributes:
-        max_prompt_length: in tokens, None = any; for conversations and pairs the longest sequence.
-        overlong: whether longer prompts are dropped, truncated or an error.
-        max_samples: number of rows to read, None = all.
-        strict: no row may be dropped.
-        overwrite: replace an older data set of the prefix.
-        additional_columns: columns of the rows to keep beside the handler's own, None = all.
-        append_eod: append the tokenizer's EOS to conversations that do not end with it.
-        allow_special_tokens: read special tokens that the text of a row spells as tokens.
-    """
+    """The flags of the command."""
 
     inputs: tuple[str, ...]
     output_prefix: str
@@ -155,24 +137,26 @@ class PreprocessOptions:
     map_keys: Keys = field(default_factory=MapKeys)
     handler: str = DEFAULT_HANDLER
     workers: int = 1
-    max_prompt_length: int | None = None
+    max_prompt_length: int | None = None  # tokens of a prompt, or of a conversation; None = any
     overlong: OverlongPrompts = OverlongPrompts.DROP
-    max_samples: int | None = None
-    strict: bool = False
-    overwrite: bool = False
-    additional_columns: tuple[str, ...] | None = None
-    append_eod: bool = False
-    allow_special_tokens: bool = False
+    max_samples: int | None = None  # rows to read, None = all
+    strict: bool = False  # no row may be dropped
+    overwrite: bool = False  # replace an older data set of the prefix
+    additional_columns: tuple[str, ...] | None = None  # beside the handler's own, None = all
+    append_eod: bool = False  # the tokenizer's EOS ends each conversation
+    allow_special_tokens: bool = False  # those that the text of a row spells are tokens
 
 
 def preprocess(options: PreprocessOptions, progress: Progress = lambda rows: None) -> Counts:
     """Write the data set of `options.output_prefix`, complete or not at all; return its counts.
 
-    progress: called after each row with the number of rows read so far.
-    Unusable rows are dropped and written to a file of rejected rows. Raises UserError for files
-    that cannot be read or written, an existing data set without `overwrite`, named columns that
-    are absent, when no row is left, and when a row is dropped with `strict` (or is too long with
-    `overlong` ERROR); BrokenProcessPool when a worker process is killed.
+    Unusable rows are dropped and written to a file of rejected rows. `progress` is called after
+    each row with the number of rows read.
+
+    Raises:
+        UserError: for wrong files or columns, an existing data set without `overwrite`, no row
+            that is left, and dropped rows with `strict` (or too long ones with `overlong` ERROR).
+        BrokenProcessPool: when a worker process is killed.
     """
     shown = options.output_prefix
     if not os.path.basename(shown):

@@ -31,38 +31,27 @@ class NumberedRow(NamedTuple):
 
 @dataclass(frozen=True)
 class Rejected:
-    """A row that is not written.
-
-    Attributes:
-        reason: short name under which dropped rows are counted.
-        raw: text of the row in the file, at most MAX_RAW characters.
-    """
+    """A row that is not written; dropped rows are counted by their reason, a short name."""
 
     file: str
     row: int
     reason: str
     problem: Problem
-    raw: str
+    raw: str  # text of the row in the file, at most MAX_RAW characters
 
 
 @dataclass
 class EncodedChunk:
-    """The rows of a chunk, encoded, and those that were rejected.
+    """The rows of a chunk, encoded, and those that were rejected."""
 
-    Attributes:
-        num_rows: rows that were encoded.
-        sequences: column -> (int32 token ids or labels of these rows as bytes, lengths [rows]).
-        columns: other column -> JSON bytes [rows]; None if the row lacks the column.
-        num_cut: rows whose prompt was truncated.
-        num_tokens: token ids of these rows, without labels.
-    """
-
-    num_rows: int = 0
+    num_rows: int = 0  # rows that were encoded
+    # column -> (int32 token ids or labels of these rows as bytes, lengths [rows])
     sequences: dict[str, tuple[bytes, list[int]]] = field(default_factory=dict)
+    # other column -> JSON bytes [rows]; None if the row lacks the column
     columns: dict[str, list[bytes | None]] = field(default_factory=dict)
     rejected: list[Rejected] = field(default_factory=list)
-    num_cut: int = 0
-    num_tokens: int = 0
+    num_cut: int = 0  # rows whose prompt was truncated
+    num_tokens: int = 0  # token ids of these rows, without labels
 
 
 IdRows = tuple[list[int], ...]
@@ -71,22 +60,15 @@ IdRows = tuple[list[int], ...]
 
 @dataclass(frozen=True)
 class RowEncoder:
-    """Encodes rows with one template, handler and tokenizer.
-
-    Attributes:
-        max_length: longest sequence in tokens, None = any.
-        overlong: whether longer prompts are truncated; if not, their rows are rejected.
-        kept_columns: other columns of the rows to write, None = all.
-        end_id: token appended to a conversation that does not end with it, None = none.
-    """
+    """Encodes rows with one template, handler and tokenizer."""
 
     prompts: PromptEncoder
     keys: Keys
     handler: Handler
-    max_length: int | None
-    overlong: OverlongPrompts
-    kept_columns: set[str] | None = None
-    end_id: int | None = None
+    max_length: int | None  # longest sequence in tokens, None = any
+    overlong: OverlongPrompts  # whether longer prompts are truncated; if not, they are rejected
+    kept_columns: set[str] | None = None  # other columns of the rows to write, None = all
+    end_id: int | None = None  # appended to a conversation that does not end with it
 
     def encode(self, rows: Sequence[NumberedRow]) -> EncodedChunk:
         """Encode rows; unusable ones are only listed in `rejected`, in the order of the rows."""

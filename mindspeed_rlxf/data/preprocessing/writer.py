@@ -40,10 +40,9 @@ Readers = dict[Path, IndexedReader]
 
 
 def existing_files(prefix: Path) -> list[Path]:
-    """List the existing files of this prefix's data set: sidecar, columns, rejected rows.
+    """List the existing files of a data set: sidecar, columns, rejected rows.
 
-    They are in the order of removal: the sidecar, then of each column the .idx file first, columns
-    of token ids before others. Without the .idx of the token ids the other files are no data set.
+    In the order of removal: without the .idx of the token ids the other files are no data set.
     """
     columns = sorted(column_files(prefix), key=lambda name: not name.endswith(TOKEN_IDS))
     parts = [
@@ -244,8 +243,8 @@ def _open_pairs(folder: Path, key: str, output: Path, problems: list[Problem]) -
 def _merge_sidecars(prefixes: Sequence[Path], groups: Mapping[str, Readers]) -> Sidecar:
     """Return the sidecar of the merged set, with the sums of the counts.
 
-    Raises UserError for an invalid sidecar, pairs of no set, keys that are not exactly the columns,
-    sets that were not made alike, and columns without files.
+    Raises UserError unless the pairs are whole sets that were made alike, and the keys their
+    columns.
     """
     sidecars = [s for s in map(read_sidecar, prefixes) if s is not None]
     first, name = sidecars[0], prefixes[0].name
