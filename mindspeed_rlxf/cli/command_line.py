@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeAlias
@@ -9,6 +10,7 @@ from typing import Any, NoReturn, TypeAlias
 from mindspeed_rlxf.config.problems import Problem, UserError, closest
 from mindspeed_rlxf.reporting.console import use_utf8
 
+LINE_S = 5.0  # shortest time between lines of progress
 Option: TypeAlias = tuple[tuple[str, ...], dict[str, Any]]
 
 
@@ -33,24 +35,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def unknown_options(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> list[Problem]:
-    """Return a problem for each word in `unknown`.
-
-    For a word with a leading `-` it names the parser's most similar option, if one is similar.
-    unknown: the words that `parse_known_args` could not parse
-    """
+    """Return a problem for each word that `parse_known_args` could not parse."""
     options = [option for action in parser._actions for option in action.option_strings]
     problems = []
     for word in unknown:
         flag = word.split("=")[0]
         guess = closest(flag, options) if flag.startswith("-") else None
-        problems.append(
-            Problem(
-                word,
-                "no such option",
-                remedy=f"did you mean {guess}?" if guess else "remove it; --help lists the options",
-                colon=True,
-            )
-        )
+        remedy = f"did you mean {guess}?" if guess else "remove it; --help lists the options"
+        problems.append(Problem(word, "no such option", remedy=remedy, colon=True))
     return problems
 
 
@@ -67,22 +59,39 @@ def use_utf8_output() -> None:
         use_utf8(stream)
 
 
+def number(least: int) -> Callable[[str], int]:
+    """Return argparse's `type` of an integer option that is at least `least`."""
+
+    def number(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text} must be {least} or more")
+        return int(text)
+
+    return number
+
+
 @contextmanager
-def progress_bar(print_line: Callable[..., None], **options: Any) -> Iterator[Callable[..., None]]:
+def progress_bar(unit: str, step: int = 1) -> Iterator[Callable[..., None]]:
     """Yield a function to call with the progress so far: (done, total), or (done) alone.
 
-    If stderr is a terminal, it moves a tqdm bar there (made with `options`); else it is
-    `print_line`.
+    It moves a tqdm bar if stderr is a terminal. Else it prints a line every LINE_S seconds if
+    `step` more units are done.
     """
-    if not sys.stderr.isatty():
-        yield print_line
-        return
     from tqdm import tqdm  # here, as the process that supervises a run imports this module too
 
-    with tqdm(unit_scale=True, file=sys.stderr, **options) as bar:
+    started = last_s = time.monotonic()
+    printed = 0
+    with tqdm(unit=unit, unit_scale=True, file=sys.stderr, disable=None) as bar:
 
         def move(done: int, total: int | None = None) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
+            nonlocal last_s, printed
+            now, size = time.monotonic(), tqdm.format_sizeof
+            if not bar.disable:
+                bar.total = total
+                bar.update(done - bar.n)
+            elif now - last_s >= LINE_S and done - printed >= step:
+                last_s, printed = now, done
+                goal = f" of {size(total)}" if total else ""
+                print(f"{size(done)}{goal}{unit} in {now - started:.1f} s", file=sys.stderr)
 
         yield move

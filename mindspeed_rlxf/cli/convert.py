@@ -9,9 +9,7 @@ the disk is full: run the same command again.
 import argparse
 import os
 import sys
-import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 
 from mindspeed_rlxf.cli.command_line import (
     Parser,
@@ -21,11 +19,9 @@ from mindspeed_rlxf.cli.command_line import (
     unknown_options,
     use_utf8_output,
 )
-from mindspeed_rlxf.cli.older_flags import CONVERT_FLAGS, add_flags, ignored_flags, refused_flags
+from mindspeed_rlxf.cli.older_flags import CONVERT_FLAGS, add_flags, check_flags
 from mindspeed_rlxf.config.problems import Problem, UserError
-from mindspeed_rlxf.weights.conversion import FAMILIES, GB, plan_conversion
-
-LINES = 20  # lines of progress in all, where stderr is no terminal
+from mindspeed_rlxf.weights.conversion import FAMILIES, plan_conversion
 
 OPTIONS = (
     option("source", nargs="?", help="folder to read; or --load-dir"),
@@ -88,18 +84,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     use_utf8_output()
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # no accelerator is used
-    try:
-        arguments = _parse(argv)
-        conversion = plan_conversion(arguments)
-        if ignored := [f"{name} ({why})" for name, why in ignored_flags(arguments, CONVERT_FLAGS)]:
-            print(f"note: flags without effect: {', '.join(ignored)}", file=sys.stderr)
-        from mindspeed_rlxf.weights.tensor_conversion import DiskFull, convert
+    from mindspeed_rlxf.weights.tensor_conversion import DiskFull, convert
 
-        try:
-            with _progress() as progress:
-                convert(conversion, progress)
-        except DiskFull as error:
-            return fail([Problem("", str(error))], 75)
+    parser = Parser(
+        OPTIONS,
+        prog="convert",
+        description="Weights between Hugging Face folders and Megatron layouts.",
+        allow_abbrev=False,
+    )
+    add_flags(parser, CONVERT_FLAGS)
+    try:
+        arguments, unknown = parser.parse_known_args(argv)
+        problems, ignored = check_flags(arguments, CONVERT_FLAGS)
+        if problems := [*problems, *unknown_options(parser, unknown)]:
+            return fail(problems)
+        conversion = plan_conversion(arguments)
+        if ignored:
+            flags = ", ".join(f"{name} ({why})" for name, why in ignored.items())
+            print(f"note: flags without effect: {flags}", file=sys.stderr)
+        with progress_bar("B") as progress:
+            convert(conversion, progress)
+    except DiskFull as error:
+        return fail([Problem("", str(error))], 75)
     except UserError as error:
         return fail(error.problems)
     except KeyboardInterrupt:
@@ -111,32 +117,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("note: ranks share query groups; megatron-core 0.16 or newer can load this")
     print(f"written: {conversion.target}")
     return 0
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(
-        OPTIONS,
-        prog="convert",
-        description="Weights between Hugging Face folders and Megatron layouts.",
-        allow_abbrev=False,
-    )
-    add_flags(parser, CONVERT_FLAGS)
-    arguments, unknown = parser.parse_known_args(argv)
-    problems = [*refused_flags(arguments, CONVERT_FLAGS), *unknown_options(parser, unknown)]
-    if problems:
-        raise UserError(problems)
-    return arguments
-
-
-def _progress() -> AbstractContextManager[Callable[..., None]]:
-    """Return a context with a function that shows (bytes done, bytes in all) on stderr."""
-    started, shown = time.monotonic(), 0
-
-    def print_line(done: int, total: int) -> None:
-        nonlocal shown
-        if done * LINES >= (shown + 1) * total:
-            shown = done * LINES // max(1, total)
-            seconds = time.monotonic() - started
-            print(f"{done / GB:.2f} of {total / GB:.2f} GB in {seconds:.1f} s", file=sys.stderr)
-
-    return progress_bar(print_line, unit="B")

@@ -38,8 +38,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns 1 if one of them is an error, else 0; 2 for mistakes of the user, which it prints.
     """
     use_utf8_output()
+    parser = Parser(
+        OPTIONS,
+        prog="mindspeed-rlxf doctor",
+        description="Finds what keeps a run from working. Exit code 1 when there is an error.",
+    )
     try:
-        arguments = _parse(argv)
+        arguments = parser.parse_intermixed_args(argv)
+        if arguments.overrides and arguments.config_name is None:
+            parser.error(f"{arguments.overrides[0]} changes a configuration: give --config-name")
         config, found = _load_config(arguments)
         subject = choose_subject(config, DeviceKind(arguments.device), arguments.cluster)
         if arguments.cluster:
@@ -72,15 +79,3 @@ def _load_config(arguments: argparse.Namespace) -> tuple[RunConfig | None, list[
     except ConfigError as problem:
         remedy = "correct it: its run directory and devices are not looked at"
         return None, [error("config", str(each), remedy) for each in problem.problems]
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(
-        OPTIONS,
-        prog="mindspeed-rlxf doctor",
-        description="Finds what keeps a run from working. Exit code 1 when there is an error.",
-    )
-    arguments = parser.parse_intermixed_args(argv)
-    if arguments.overrides and arguments.config_name is None:
-        parser.error(f"{arguments.overrides[0]} changes a configuration: give --config-name")
-    return arguments

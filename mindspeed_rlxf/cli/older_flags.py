@@ -1,8 +1,9 @@
 """Flags of the older toolkit's commands that are accepted without effect, or refused."""
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from mindspeed_rlxf.config.problems import Problem
@@ -12,9 +13,10 @@ from mindspeed_rlxf.config.problems import Problem
 class OlderFlag:
     """A flag of the older toolkit that has no effect here, or is refused.
 
-    meaning: why it has no effect, or the remedy where it is refused
-    nargs:   as in argparse; 0 = the flag has no value
-    allowed: values that are accepted without effect; None = all, () = the flag is refused
+    Attributes:
+        meaning: why it has no effect, or the fix if it is refused.
+        nargs: as in argparse; 0 = the flag has no value.
+        allowed: values that are accepted without effect; None = all, () = the flag is refused.
     """
 
     meaning: str
@@ -22,11 +24,7 @@ class OlderFlag:
     allowed: tuple[str, ...] | None = ()
 
 
-def _ignored(meaning: str, nargs: int | str | None = None) -> OlderFlag:
-    return OlderFlag(meaning, nargs, None)
-
-
-_JSON_DESCRIBES = "config.json describes the model"
+_ignored = partial(OlderFlag, allowed=None)
 _NO_BIAS = "no family here has a bias in the output"
 _ADAPTER = OlderFlag("merge the adapter first", "*")
 
@@ -37,7 +35,7 @@ CONVERT_FLAGS: Mapping[str, OlderFlag] = {
     "--max-queue-size": _ignored("there is no queue"),
     "--no-checking": _ignored("what does not fit is always refused", 0),
     "--spec": _ignored("config.json describes the layers", "*"),
-    "--ckpt-cfg-path": _ignored(_JSON_DESCRIBES),
+    "--ckpt-cfg-path": _ignored("config.json describes the model"),
     "--tokenizer-model": _ignored("the tokenizer is copied from beside config.json"),
     "--vocab-file": _ignored("config.json has the size of the vocabulary"),
     "--use-mcore-models": _ignored("always", 0),
@@ -111,46 +109,24 @@ PREPROCESS_FLAGS: Mapping[str, OlderFlag] = {
 
 
 def add_flags(parser: argparse.ArgumentParser, flags: Mapping[str, OlderFlag]) -> None:
-    """Add the flags to a parser, without showing them in its help. Each is None if not given.
-
-    A flag that takes no value is True if given.
-    """
+    """Add the flags to a parser, without showing them in its help. Each is None if not given."""
     for name, flag in flags.items():
         kind: dict[str, Any] = {"nargs": flag.nargs}
         if flag.nargs == 0:
             kind = {"action": "store_const", "const": True}
-        parser.add_argument(name, help=argparse.SUPPRESS, default=None, **kind)
+        parser.add_argument(name, help=argparse.SUPPRESS, **kind)
 
 
-def ignored_flags(
+def check_flags(
     arguments: argparse.Namespace, flags: Mapping[str, OlderFlag]
-) -> Iterator[tuple[str, str]]:
-    """Yield (flag, why it has no effect) for each flag whose value is not None and is allowed.
-
-    A flag without a list of allowed values allows all.
-    """
-    for name, flag, value in _given_flags(arguments, flags):
-        if flag.allowed is None or value in flag.allowed:
-            yield name, flag.meaning
-
-
-def refused_flags(
-    arguments: argparse.Namespace, flags: Mapping[str, OlderFlag]
-) -> Iterator[Problem]:
-    """Yield a problem for each flag on the command line with a value that is not allowed.
-
-    A flag without a list of allowed values allows all.
-    """
-    for name, flag, value in _given_flags(arguments, flags):
-        if flag.allowed is not None and value not in flag.allowed:
-            shown = value if isinstance(value, str) else None
-            yield Problem(name, f"is not supported: {flag.meaning}", shown)
-
-
-def _given_flags(
-    arguments: argparse.Namespace, flags: Mapping[str, OlderFlag]
-) -> Iterator[tuple[str, OlderFlag, Any]]:
+) -> tuple[list[Problem], dict[str, str]]:
+    """Return problems of the given flags that are refused, and flag -> meaning of the others."""
+    problems, ignored = [], {}
     for name, flag in flags.items():
         value = getattr(arguments, name[2:].replace("-", "_"))
-        if value is not None:
-            yield name, flag, value
+        if value is not None and flag.allowed is not None and value not in flag.allowed:
+            shown = value if isinstance(value, str) else None
+            problems.append(Problem(name, f"is not supported: {flag.meaning}", shown))
+        elif value is not None:
+            ignored[name] = flag.meaning
+    return problems, ignored

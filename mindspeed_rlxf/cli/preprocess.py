@@ -7,27 +7,21 @@ Exit codes: 0 = written; 2 = the user's mistake, one `error:` line per problem; 
 import argparse
 import os
 import sys
-import time
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import AbstractContextManager
 from dataclasses import asdict
 
 from mindspeed_rlxf.cli.command_line import (
     Parser,
     fail,
+    number,
     option,
     progress_bar,
     unknown_options,
     use_utf8_output,
 )
-from mindspeed_rlxf.cli.older_flags import (
-    PREPROCESS_FLAGS,
-    add_flags,
-    ignored_flags,
-    refused_flags,
-)
+from mindspeed_rlxf.cli.older_flags import PREPROCESS_FLAGS, add_flags, check_flags
 from mindspeed_rlxf.config.enums import OverlongPrompts
 from mindspeed_rlxf.config.problems import Problem, UserError, closest
 from mindspeed_rlxf.data.files import fault
@@ -44,10 +38,8 @@ from mindspeed_rlxf.data.preprocessing.pipeline import Counts, PreprocessOptions
 from mindspeed_rlxf.data.preprocessing.writer import merge
 from mindspeed_rlxf.data.templates import TEMPLATES
 
-TOKENIZER_TYPE = "PretrainedFromHF"
 OVERLONG = {policy.value.replace("_", "-"): policy for policy in OverlongPrompts}
 CUTS = ("keep-head", "keep-tail", "keep-ends")
-LINE_S = 5.0  # shortest time between lines of progress
 EPILOG = (
     "Text that spells a special token is ordinary text, unless --allow-special-tokens is given. "
     "Other flags of the older toolkit are refused, or accepted with a note that says why they have "
@@ -56,21 +48,24 @@ EPILOG = (
 
 DEFAULT_KEYS = ", ".join(f"{key}={column or ''!r}" for key, column in asdict(MapKeys()).items())
 OPTIONS = (
-    option("--input", nargs="+", help="parquet, json or jsonl files, or folders"),
+    option("--input", nargs="+", required=True, help="parquet, json or jsonl files, or folders"),
     option("--tokenizer-name-or-path", help="Hugging Face folder of the tokenizer (required)"),
-    option("--tokenizer-type", default=TOKENIZER_TYPE, help=f"{TOKENIZER_TYPE}, the only one"),
-    option("--output-prefix", help="folder and start of the name of every file"),
-    option("--workers", type=int, default=1, help="processes that tokenize (1)"),
+    option("--tokenizer-type", choices=["PretrainedFromHF"], help="the only one"),
+    option("--output-prefix", required=True, help="folder and start of the name of every file"),
+    option("--workers", type=number(1), default=1, help="processes that tokenize (1)"),
     option(
-        "--log-interval", type=int, default=100, help="rows between lines of progress, at least"
+        "--log-interval",
+        type=number(1),
+        default=100,
+        help="rows between lines of progress, at least",
     ),
     option("--handler-name", default=DEFAULT_HANDLER, help=f"{', '.join(HANDLERS)} (the first)"),
-    option("--prompt-type", default="empty", help=f"template: {', '.join(TEMPLATES)} (empty)"),
+    option("--prompt-type", choices=TEMPLATES, default="empty", help="template (empty)"),
     option("--map-keys", default="{}", help=f"JSON, {DEFAULT_KEYS}; an empty name = unused"),
     option("--dataset-additional-keys", nargs="*", help="further columns to keep (all)"),
-    option("--seq-length", type=int, help="longest prompt or conversation, tokens (any)"),
-    option("--overlong", help=f"what to do with longer ones: {', '.join(OVERLONG)} (drop)"),
-    option("--max-samples", type=int, help="rows that are read (all)"),
+    option("--seq-length", type=number(1), help="longest prompt or conversation, tokens (any)"),
+    option("--overlong", choices=OVERLONG, help="what to do with longer ones (drop)"),
+    option("--max-samples", type=number(1), help="rows that are read (all)"),
     option(
         "--allow-special-tokens",
         action="store_true",
@@ -98,8 +93,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
     # Processes are the parallelism here, and no accelerator is used: its library is not loaded.
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    parser = Parser(
+        OPTIONS,
+        prog="preprocess",
+        description="Rows of files become an indexed prompt data set (data.data_path).",
+        epilog=EPILOG,
+        allow_abbrev=False,
+    )
+    add_flags(parser, PREPROCESS_FLAGS)
     try:
-        arguments = _parse(argv)
+        arguments, unknown = parser.parse_known_args(argv)
+        if unknown:
+            return fail(unknown_options(parser, unknown))
         if arguments.merge_group_keys is not None:
             if len(arguments.input) != 1 or not arguments.merge_group_keys:
                 rule = "needs one --input folder and at least one key"
@@ -109,8 +114,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             for output, size in merged.items():
                 print(f"written: {output}.bin and .idx, {size} sequences")
             return 0
+        if arguments.tokenizer_name_or_path is None:
+            parser.error("these are required: --tokenizer-name-or-path")
         options = _check_options(arguments)
-        with _progress(arguments.log_interval) as progress:
+        with progress_bar(" rows", arguments.log_interval) as progress:
             counts = preprocess(options, progress)
     except UserError as error:
         return fail(error.problems)
@@ -123,51 +130,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line. Raises UserError for unknown options and missing flags.
-
-    --input and --output-prefix are required; --tokenizer-name-or-path too without
-    --merge-group-keys.
-    """
-    parser = Parser(
-        OPTIONS,
-        prog="preprocess",
-        description="Rows of files become an indexed prompt data set (data.data_path).",
-        epilog=EPILOG,
-        allow_abbrev=False,
-    )
-    add_flags(parser, PREPROCESS_FLAGS)
-    arguments, unknown = parser.parse_known_args(argv)
-    if unknown:
-        raise UserError(unknown_options(parser, unknown))
-    required = ["--input", "--tokenizer-name-or-path", "--output-prefix"]
-    if arguments.merge_group_keys is not None:
-        required.remove("--tokenizer-name-or-path")
-    missing = [flag for flag in required if not vars(arguments)[flag[2:].replace("-", "_")]]
-    if missing:
-        parser.error(f"these are required: {', '.join(missing)}")
-    return arguments
-
-
 def _check_options(arguments: argparse.Namespace) -> PreprocessOptions:
     """Check and convert the flags; print those without effect. Raises UserError for wrong ones."""
-    problems = _flag_problems(arguments)
-    handler = HANDLERS.get(arguments.handler_name, HANDLERS[DEFAULT_HANDLER])
+    problems, ignored = check_flags(arguments, PREPROCESS_FLAGS)
+    name = arguments.handler_name
+    if name not in HANDLERS:
+        guess = closest(name, HANDLERS) or DEFAULT_HANDLER
+        rule = f"is not supported: {REFUSED_HANDLERS.get(name, 'there is no such handler')}"
+        problems.append(Problem("--handler-name", rule, name, f"did you mean {guess}?"))
+    handler = HANDLERS.get(name, HANDLERS[DEFAULT_HANDLER])
     keys: Keys = handler.keys()
     try:
         keys = parse_map_keys(arguments.map_keys, handler)
     except UserError as error:
         problems += error.problems
+    if arguments.overlong and arguments.seq_length is None:
+        remedy = "give the longest prompt in tokens"
+        problems.append(Problem("--overlong", "needs --seq-length", arguments.overlong, remedy))
     if handler.has_responses and arguments.overlong in CUTS:
-        rule = f"is for prompts, {handler.name} writes responses too, which lose their end or their"
-        rule = f"{rule} prompt when they are cut"
+        rule = f"is for prompts, and {handler.name} writes responses too"
         problems.append(Problem("--overlong", rule, arguments.overlong, "use drop or error"))
     if problems:
         raise UserError(problems)
     if arguments.append_eod and handler.output is not Output.INSTRUCTION:
         _note(f"--append-eod has no effect: {handler.name} writes no conversations")
-    for name, why in ignored_flags(arguments, PREPROCESS_FLAGS):
-        _note(f"{name} has no effect: {why}")
+    for flag, why in ignored.items():
+        _note(f"{flag} has no effect: {why}")
     additional = arguments.dataset_additional_keys
     return PreprocessOptions(
         inputs=tuple(arguments.input),
@@ -188,54 +176,6 @@ def _check_options(arguments: argparse.Namespace) -> PreprocessOptions:
     )
 
 
-def _flag_problems(arguments: argparse.Namespace) -> list[Problem]:
-    """Return a problem for each flag that is refused, has an unknown word, or is below 1.
-
-    Also one for --overlong without --seq-length.
-    """
-    problems = [
-        *refused_flags(arguments, PREPROCESS_FLAGS),
-        *_one_of("--tokenizer-type", arguments.tokenizer_type, [TOKENIZER_TYPE]),
-        *_one_of("--prompt-type", arguments.prompt_type, TEMPLATES),
-        *_one_of("--overlong", arguments.overlong or "drop", OVERLONG),
-    ]
-    name = arguments.handler_name
-    if name in REFUSED_HANDLERS:
-        rule = f"is not supported: {REFUSED_HANDLERS[name]}"
-        problems.append(Problem("--handler-name", rule, name))
-    else:
-        problems += _one_of("--handler-name", name, HANDLERS)
-    for flag in ("workers", "log_interval", "seq_length", "max_samples"):
-        value = getattr(arguments, flag)
-        if value is not None and value < 1:
-            name = f"--{flag.replace('_', '-')}"
-            problems.append(Problem(name, "must be at least 1", value, "use 1 or more"))
-    if arguments.overlong and arguments.seq_length is None:
-        remedy = "give the longest prompt in tokens"
-        problems.append(Problem("--overlong", "needs --seq-length", arguments.overlong, remedy))
-    return problems
-
-
-def _one_of(flag: str, value: str, known: Collection[str]) -> list[Problem]:
-    if value in known:
-        return []
-    guess = closest(value, known) or next(iter(known))
-    return [Problem(flag, f"must be one of {', '.join(known)}", value, f"did you mean {guess}?")]
-
-
-def _progress(log_interval: int) -> AbstractContextManager[Callable[..., None]]:
-    started = last_s = time.monotonic()
-    last_rows = 0
-
-    def print_line(rows: int) -> None:
-        nonlocal last_rows, last_s
-        if rows - last_rows >= log_interval and (now := time.monotonic()) - last_s >= LINE_S:
-            last_rows, last_s = rows, now
-            print(f"{rows} rows read in {now - started:.1f} s", file=sys.stderr)
-
-    return progress_bar(print_line, unit=" rows")
-
-
 def _print_counts(counts: Counts, prefix: str) -> None:
     """Print the counts of rows and the paths of the data set and, if any, of the dropped rows.
 
@@ -244,10 +184,10 @@ def _print_counts(counts: Counts, prefix: str) -> None:
     for file in counts.skipped:
         _note(f"{file} is skipped: files of its type are not read")
     lines = {"rows read": counts.rows_read, "rows written": counts.rows_written}
-    lines |= {f"dropped, {reason}": number for reason, number in counts.dropped.most_common()}
+    lines |= {f"dropped, {reason}": count for reason, count in counts.dropped.most_common()}
     lines |= {"cut to --seq-length": counts.cut} if counts.cut else {}
-    for name, number in lines.items():
-        print(f"{name:<24} {number:>10}")
+    for name, count in lines.items():
+        print(f"{name:<24} {count:>10}")
     print(f"written: {prefix}_packed_*")
     if counts.dropped:
         print(f"dropped rows: {prefix}_rejected.jsonl")

@@ -3,7 +3,6 @@
 Exit codes: 0 = done; 2 = the user's mistake, one `error:` line per problem; else that of the run.
 """
 
-import argparse
 import sys
 import warnings
 from collections.abc import Sequence
@@ -35,8 +34,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     training the code of the run.
     """
     use_utf8_output()
+    parser = Parser(
+        OPTIONS, prog="train", description="PPO, GRPO or online DPO from a YAML configuration."
+    )
     try:
-        arguments = _parse(argv)
+        arguments = parser.parse_intermixed_args(argv)
+        if arguments.config_name is None:
+            names = ", ".join(config_names([builtin_config_dir()])) or "none"
+            parser.error(f"--config-name is required; built-in names: {names}")
         tree = compose(arguments.config_name, arguments.overrides, arguments.config_dir)
         config, notes = resolve_with_notes(tree, arguments.config_name.removesuffix(".yaml"))
         for note in notes:
@@ -88,15 +93,3 @@ def _dry_run(config: RunConfig, nested: bool) -> int:
     except UserError as error:
         problems += error.problems
     return fail(problems) if problems else 0
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line. Raises UserError for unknown options and without --config-name."""
-    parser = Parser(
-        OPTIONS, prog="train", description="PPO, GRPO or online DPO from a YAML configuration."
-    )
-    arguments = parser.parse_intermixed_args(argv)
-    if arguments.config_name is None:
-        names = ", ".join(config_names([builtin_config_dir()])) or "none"
-        parser.error(f"--config-name is required; built-in names: {names}")
-    return arguments

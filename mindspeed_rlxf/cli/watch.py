@@ -6,7 +6,6 @@ other sites whose names resolve to this host (DNS rebinding) are refused.
 Exit codes: 0 = ended by Ctrl-C; 2 = a mistake on the command line, one `error:` line per problem.
 """
 
-import argparse
 import contextlib
 from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -14,17 +13,16 @@ from pathlib import Path
 
 from mindspeed_rlxf.checkpoint.report_file import find_version, open_runs
 from mindspeed_rlxf.cli.command_line import Parser, fail, option, use_utf8_output
-from mindspeed_rlxf.cli.report import parse_with_samples
+from mindspeed_rlxf.cli.report import SAMPLES
 from mindspeed_rlxf.config.problems import Problem, UserError
 from mindspeed_rlxf.reporting.report.page import make_report
-from mindspeed_rlxf.reporting.report.samples import MAX_SAMPLES
 
 PORT = 8760
 HOST = "127.0.0.1"
 OPTIONS = (
     option("run", metavar="RUN", help="run directory"),
     option("--port", type=int, default=PORT, help=f"of 127.0.0.1; 0 = any free port ({PORT})"),
-    option("--samples", type=int, default=MAX_SAMPLES, help=f"most samples shown ({MAX_SAMPLES})"),
+    SAMPLES,
 )
 
 
@@ -34,8 +32,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns 2 for mistakes, which it prints.
     """
     use_utf8_output()
+    parser = Parser(
+        OPTIONS,
+        prog="mindspeed-rlxf watch",
+        description="Serves the report of a run on the loopback address while the run goes on.",
+    )
     try:
-        arguments = _parse(argv)
+        arguments = parser.parse_args(argv)
         run = Path(arguments.run)
         open_runs([run])
         server = make_server(run, arguments.samples, arguments.port)
@@ -45,15 +48,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"watching {run}: http://{HOST}:{server.server_port}/ (Ctrl-C ends it)", flush=True)
         server.serve_forever()
     return 0
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(
-        OPTIONS,
-        prog="mindspeed-rlxf watch",
-        description="Serves the report of a run on the loopback address while the run goes on.",
-    )
-    return parse_with_samples(parser, argv)
 
 
 def make_server(run: Path, max_samples: int, port: int) -> HTTPServer:

@@ -18,7 +18,7 @@ from mindspeed_rlxf.config.enums import (
     Verifier,
 )
 from mindspeed_rlxf.config.estimator_traits import TRAITS, EstimatorTraits
-from mindspeed_rlxf.config.fields import Section, Word, key
+from mindspeed_rlxf.config.fields import NOT_DPO, Section, Word, key
 from mindspeed_rlxf.config.problems import Problem, ref
 
 
@@ -26,30 +26,22 @@ class KlControlConfig(Section):
     """The coefficient of the KL penalty."""
 
     type: Literal["fixed", "adaptive"] = key(
-        "fixed",
-        "fixed or adaptive coefficient",
-        used_if="kl_coef>0",
-        only_if="training.stage!=ray_online_dpo",
+        "fixed", "fixed or adaptive coefficient", used_if="kl_coef>0", only_if=NOT_DPO
     )
-    kl_coef: float = key(
-        0.05,
-        "coefficient; adaptive: its initial value",
-        ge=0,
-        only_if="training.stage!=ray_online_dpo",
-    )
+    kl_coef: float = key(0.05, "coefficient; adaptive: its initial value", ge=0, only_if=NOT_DPO)
     target_kl: float = key(
         0.1,
         "adaptive: target KL per token",
         gt=0,
         used_if="kl_coef>0",
-        only_if="training.stage!=ray_online_dpo; type=adaptive",
+        only_if=f"{NOT_DPO}; type=adaptive",
     )
     horizon: int = key(
         10000,
         "adaptive: samples over which the coefficient is corrected",
         ge=1,
         used_if="kl_coef>0",
-        only_if="training.stage!=ray_online_dpo; type=adaptive",
+        only_if=f"{NOT_DPO}; type=adaptive",
     )
 
 
@@ -59,45 +51,37 @@ class AlgorithmConfig(Section):
     adv_estimator: str = key(
         AdvEstimator.GAE.value,
         "advantage estimator; absent = gae, or grpo in stage ray_grpo",
-        only_if="training.stage!=ray_online_dpo",
+        only_if=NOT_DPO,
     )
     gamma: float = key(
-        1.0,
-        "discount",
-        ge=0,
-        le=1,
-        only_if="training.stage!=ray_online_dpo; estimator.reads_token_rewards",
+        1.0, "discount", ge=0, le=1, only_if=f"{NOT_DPO}; estimator.reads_token_rewards"
     )
     lam: float = key(
-        0.95,
-        "lambda of GAE",
-        ge=0,
-        le=1,
-        only_if="training.stage!=ray_online_dpo; estimator.needs_critic; reads_lam",
+        0.95, "lambda of GAE", ge=0, le=1, only_if=f"{NOT_DPO}; estimator.needs_critic; reads_lam"
     )
     critic_lam: float | None = key(
         None,
         "lambda of the returns that the critic learns; null = lam",
         ge=0,
         le=1,
-        only_if="training.stage!=ray_online_dpo; estimator.needs_critic",
+        only_if=f"{NOT_DPO}; estimator.needs_critic",
     )
     lam_alpha: float | None = key(
         None,
         "lambda of the advantages is 1 - 1 / (lam_alpha x tokens); null = lam",
         gt=0,
-        only_if="training.stage!=ray_online_dpo; estimator.needs_critic",
+        only_if=f"{NOT_DPO}; estimator.needs_critic",
     )
     kl_penalty: Annotated[KlPenalty, Word] = key(
         KlPenalty.KL,
         "per-token KL estimate; absent = kl, or low_var_kl in the loss",
-        only_if="training.stage!=ray_online_dpo",
+        only_if=NOT_DPO,
     )
     kl_in: Literal["reward", "loss"] = key(
         "reward",
         "where the KL penalty acts; absent = reward, loss for grpo, dr_grpo and "
         "reinforce_plus_plus_baseline",
-        only_if="training.stage!=ray_online_dpo",
+        only_if=NOT_DPO,
     )
     kl_ctrl: KlControlConfig = key(KlControlConfig(), "KL coefficient")
     reward_scale: float = key(1.0, "scores are multiplied by it")
@@ -105,7 +89,7 @@ class AlgorithmConfig(Section):
     whiten_rewards: bool = key(
         False,
         "scale token rewards to variance 1; the mean stays",
-        only_if="training.stage!=ray_online_dpo; estimator.reads_token_rewards",
+        only_if=f"{NOT_DPO}; estimator.reads_token_rewards",
     )
     verifier_function: Annotated[tuple[Annotated[Verifier, Word], ...], Word] = key(
         (), "reward.verifier: acc, base_acc, format, strict_format, step; absent = acc"
@@ -129,25 +113,25 @@ class AlgorithmConfig(Section):
     score_position: Literal["after_eos", "eos"] = key(
         "after_eos",
         "slot of the score of a response that ended: after_eos or eos",
-        only_if="training.stage!=ray_online_dpo; estimator.discounts",
+        only_if=f"{NOT_DPO}; estimator.discounts",
     )
     score_slot_limit: Literal["max_new_tokens", "batch_width"] = key(
         "max_new_tokens",
         "largest length at which there is a slot after EOS",
         used_if="score_position=after_eos",
-        only_if="training.stage!=ray_online_dpo; estimator.discounts",
+        only_if=f"{NOT_DPO}; estimator.discounts",
     )
     advantage_whiten: Annotated[AdvantageWhiten, Word] = key(
         AdvantageWhiten.BATCH,
         "tokens over which advantages are whitened; absent = batch, none for grpo, dr_grpo, rloo, "
         "remax",
-        only_if="training.stage!=ray_online_dpo",
+        only_if=NOT_DPO,
     )
     loss_normalizer: Annotated[LossNormalizer, Word] = key(
         LossNormalizer.MINIBATCH_TOKENS,
         "what token losses are divided by; absent = minibatch_tokens, sequence_sums (responses, "
         "each its sum / max_new_tokens) for dr_grpo, sequence_means for gspo",
-        only_if="training.stage!=ray_online_dpo",
+        only_if=NOT_DPO,
     )
     old_log_probs: Annotated[OldLogProbs, Word] = key(
         OldLogProbs.AUTO,
@@ -159,7 +143,7 @@ class AlgorithmConfig(Section):
         None,
         "cap of the weight training / rollout probability of a token; null = weight 1",
         gt=0,
-        only_if="training.stage!=ray_online_dpo",
+        only_if=NOT_DPO,
     )
     max_log_prob_gap: float | None = key(
         None,

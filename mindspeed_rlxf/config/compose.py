@@ -19,20 +19,21 @@ from omegaconf.errors import OmegaConfBaseException
 from mindspeed_rlxf.config.problems import ConfigError, Problem, closest, quote
 from mindspeed_rlxf.config.secrets import keep_interpolations
 
-PACKAGE = Path(__file__).resolve().parents[1]
 _REFUSED = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError)
 
 
 def builtin_config_dir() -> Path:
     """Return the folder `configs/rlxf` of a source checkout; if there is none, of the package."""
-    clone = PACKAGE.parent / "configs" / "rlxf"
-    return clone if clone.is_dir() else PACKAGE / "configs" / "rlxf"
+    package = Path(__file__).resolve().parents[1]
+    clone = package.parent / "configs" / "rlxf"
+    return clone if clone.is_dir() else package / "configs" / "rlxf"
 
 
 def config_names(directories: Sequence[Path], group: str = "") -> list[str]:
     """List the names of the config files in all directories, sorted, each once, without `.yaml`.
 
-    group: subfolder to look in; a directory without it counts as empty
+    Args:
+        group: subfolder to look in.
     """
     files = [path for directory in directories for path in (directory / group).glob("*.yaml")]
     return sorted({path.stem for path in files})
@@ -43,101 +44,82 @@ def compose(
 ) -> dict[str, Any]:
     """Return the tree of `config_name` with `overrides` applied and interpolations resolved.
 
-    overrides:  in Hydra's grammar; `key=value` may also add a key that the YAML lacks
-    config_dir: searched for the config before the built-in directory. Files that its defaults list
-                names are searched first in the directory that has the config, then in the other
     Secrets that came from interpolations are wrapped, see `keep_interpolations`.
-    Errors: ConfigError for an unknown name, a config_dir that is no folder, a file in it that the
-    built-in directory would hide, bad YAML, and overrides or interpolations that cannot be applied.
+
+    Args:
+        overrides: in Hydra's grammar; `key=value` may also add a key that the YAML lacks.
+        config_dir: searched before the built-in directory; must hide no file of a built-in config.
+
+    Raises:
+        ConfigError: unknown name or folder, bad YAML, or overrides or interpolations that cannot
+            be applied.
     """
-    directories = _directories(config_name, config_dir)
-    search = ",".join(f"'file://{directory}'" for directory in directories[1:])
-    edits = [_add_if_new(override, directories) for override in overrides]
-    first = str(directories[0])
+    folders = [builtin_config_dir()]
+    if config_dir is not None:
+        folders.insert(0, Path(os.path.abspath(os.path.expanduser(config_dir))))
+        if not folders[0].is_dir():
+            name = f"--config-dir {config_dir}"
+            raise ConfigError(Problem(name, "must be a folder", remedy="correct it"))
+    file, own = f"{config_name.removesuffix('.yaml')}.yaml", folders[0]
+    # Hydra wants the folder that has the config first.
+    folders.sort(key=lambda folder: not (folder / file).is_file())
+    if not (folders[0] / file).is_file():
+        guess = closest(config_name, config_names(folders))
+        rule = f"no such config in {' or '.join(map(str, folders))}"
+        remedy = f"did you mean {guess}? " if guess else ""
+        remedy += f"there are: {', '.join(config_names(folders))}"
+        raise ConfigError(Problem(f"--config-name {config_name}", rule, remedy=remedy, colon=True))
+    for part in own.glob("*/*.yaml") if own != folders[0] else ():
+        if (folders[0] / part.relative_to(own)).is_file():
+            rule = f"{part.relative_to(own)} would be ignored, a built-in config uses its own"
+            remedy = f"copy {folders[0] / file} there too"
+            raise ConfigError(Problem(f"--config-dir {own}", rule, remedy=remedy, colon=True))
+    edits = [_add_if_new(override, folders) for override in overrides]
+    edits.append(f"hydra.searchpath=['file://{folders[-1]}']")
     try:
-        with warnings.catch_warnings(), initialize_config_dir(first, version_base="1.3"):
+        with warnings.catch_warnings(), initialize_config_dir(str(folders[0]), version_base="1.3"):
             warnings.simplefilter("ignore", UserWarning)  # a defaults list without `_self_`
-            config = hydra_compose(config_name, [*edits, f"hydra.searchpath=[{search}]"])
+            config = hydra_compose(config_name, edits)
         plain: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
         written: Any = OmegaConf.to_container(config, resolve=False)
-        tree = keep_interpolations({str(name): value for name, value in plain.items()}, written)
+        return keep_interpolations({str(name): value for name, value in plain.items()}, written)
     except _REFUSED as error:
-        raise ConfigError(_explain(error, config_name, directories)) from error
-    return tree
+        raise ConfigError(_explain(error, config_name, folders)) from error
 
 
-def _explain(error: Exception, config_name: str, directories: Sequence[Path]) -> Problem:
+def _explain(error: Exception, config_name: str, folders: Sequence[Path]) -> Problem:
     """Return the problem that describes an error of hydra, omegaconf or the YAML parser."""
-    name, remedy = f"config {config_name}", ""
+    name = f"config {config_name}"
     if isinstance(error, MissingConfigException):
         missing = str(error.missing_cfg_file or "")
         rule = f"defaults name {missing}, which does not exist"
-        remedy = f"there are: {_list_names(directories, str(Path(missing).parent))}"
-    elif isinstance(error, yaml.YAMLError):
+        remedy = f"there are: {', '.join(config_names(folders, str(Path(missing).parent)))}"
+        return Problem(name, rule, remedy=remedy, colon=True)
+    if isinstance(error, yaml.YAMLError):
         mark = getattr(error, "problem_mark", None)
         name = f"{mark.name}:{mark.line + 1}:{mark.column + 1}" if mark else name
         rule = f"not valid YAML: {getattr(error, 'problem', None) or error}"
-        remedy = "correct it"
-    elif isinstance(error, OverrideParseException):
-        name, rule = error.override.removeprefix("++"), "cannot be read"
+        return Problem(name, rule, remedy="correct it", colon=True)
+    if isinstance(error, OverrideParseException):
         remedy = (
-            "write key=value, and quotes around a value with unusual signs, as in key='\"a(b)\"'"
+            "write key=value, with quotes around a value of unusual signs, as in key='\"a(b)\"'"
         )
-    else:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return Problem(name, f"cannot be composed: {'; '.join(lines) or type(error).__name__}")
-    return Problem(name, rule, remedy=remedy, colon=True)
+        name = error.override.removeprefix("++")
+        return Problem(name, "cannot be read", remedy=remedy, colon=True)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return Problem(name, f"cannot be composed: {'; '.join(lines) or type(error).__name__}")
 
 
-def _list_names(directories: Sequence[Path], group: str = "") -> str:
-    return ", ".join(config_names(directories, group)) or "none"
-
-
-def _directories(config_name: str, config_dir: str | Path | None) -> list[Path]:
-    """List the absolute folders to search: the one with the config first, as Hydra requires.
-
-    They are `config_dir` if given, with `~` expanded, and the built-in one if it exists. If both
-    have the config, the user's is first.
-    Errors: ConfigError where `config_dir` is no folder, no folder has the config, or the built-in
-    folder, coming first, would hide a file of a config group in the user's.
-    """
-    found = [builtin_config_dir()]
-    if config_dir is not None:
-        chosen = Path(os.path.abspath(os.path.expanduser(config_dir)))
-        if not chosen.is_dir():
-            name = f"--config-dir {config_dir}"
-            raise ConfigError(Problem(name, "must be a folder", remedy="correct it"))
-        found = [chosen, *(folder for folder in found if folder.is_dir())]
-    file = config_name if config_name.endswith(".yaml") else f"{config_name}.yaml"
-    with_config = [folder for folder in found if (folder / file).is_file()]
-    if not with_config:
-        guess = closest(config_name, config_names(found))
-        rule = f"no such config in {' or '.join(map(str, found))}"
-        remedy = f"did you mean {guess}? " if guess else ""
-        remedy += f"there are: {_list_names(found)}"
-        raise ConfigError(Problem(f"--config-name {config_name}", rule, remedy=remedy, colon=True))
-    first = with_config[0]
-    if first == found[0]:
-        return found
-    for part in sorted(found[0].glob("*/*.yaml")):
-        hidden = part.relative_to(found[0])
-        if (first / hidden).is_file():
-            rule = f"{hidden} would be ignored, a built-in config uses the built-in one"
-            remedy = f"copy {first / file} there too"
-            raise ConfigError(Problem(f"--config-dir {found[0]}", rule, remedy=remedy, colon=True))
-    return found[::-1]
-
-
-def _add_if_new(override: str, directories: Sequence[Path]) -> str:
+def _add_if_new(override: str, folders: Sequence[Path]) -> str:
     """Return `key=value` as `++key=value`, which sets keys that the YAML lacks too.
 
     Unchanged: texts without "=", with a leading "+", "++" or "~", and choices of a config group (a
-    folder `key` in one of the directories). A value with non-ASCII characters is put in quotes,
-    unless it begins with a bracket, brace or quote.
+    folder `key`). A value with non-ASCII characters is put in quotes, unless it begins with a
+    bracket, brace or quote.
     """
-    name, _, value = override.partition("=")
-    is_group = any((directory / name).is_dir() for directory in directories) if name else False
-    if override.startswith(("+", "~")) or "=" not in override or is_group:
+    name, equals, value = override.partition("=")
+    is_group = bool(name) and any((folder / name).is_dir() for folder in folders)
+    if override.startswith(("+", "~")) or not equals or is_group:
         return override
     if not value.isascii() and value[0] not in "[{'\"":  # hydra's grammar is ASCII outside quotes
         value = quote(value)

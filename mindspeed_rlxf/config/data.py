@@ -23,6 +23,10 @@ OWN_VARIABLES = (
 """Arguments of a chat template that this package sets, and a user must not."""
 
 
+SCORES = "has_validation_prompts; happens"
+"""Condition of keys that only validation reads, see `unused`."""
+
+
 class DataConfig(Section):
     """Prompts: files or indexed data sets, and the names of their columns (dots reach inside)."""
 
@@ -121,28 +125,18 @@ class ValidationConfig(Section):
         "validate the run's newest checkpoint, or the weights of `load` if there is none, and end",
         "free",
     )
-    max_samples: int | None = key(
-        None, "prompts used; null = all", "free", ge=1, used_if="has_validation_prompts; happens"
-    )
-    n_samples: int = key(
-        1, "responses per prompt", "free", ge=1, used_if="has_validation_prompts; happens"
-    )
-    do_sample: bool = key(
-        False, "sample; false = greedy", "free", used_if="has_validation_prompts; happens"
-    )
+    max_samples: int | None = key(None, "prompts used; null = all", "free", ge=1, used_if=SCORES)
+    n_samples: int = key(1, "responses per prompt", "free", ge=1, used_if=SCORES)
+    do_sample: bool = key(False, "sample; false = greedy", "free", used_if=SCORES)
     temperature: float = key(
         1.0,
         "divides the logits; used only when sampling",
         "free",
         gt=0,
-        used_if="has_validation_prompts; happens; do_sample",
+        used_if=f"{SCORES}; do_sample",
     )
     top_k: int = key(
-        0,
-        "sample among this many; 0 = all",
-        "free",
-        ge=0,
-        used_if="has_validation_prompts; happens; do_sample",
+        0, "sample among this many; 0 = all", "free", ge=0, used_if=f"{SCORES}; do_sample"
     )
     top_p: float = key(
         1.0,
@@ -150,26 +144,26 @@ class ValidationConfig(Section):
         "free",
         gt=0,
         le=1,
-        used_if="has_validation_prompts; happens; do_sample",
+        used_if=f"{SCORES}; do_sample",
     )
     reward: Annotated[RewardKind, Word] = key(
         RewardKind.RULE,
         "scores the responses: rule, or model (that of reward.kind=model)",
         "free",
-        used_if="has_validation_prompts; happens",
+        used_if=SCORES,
     )
     pass_score: float | None = key(
         None,
         "lowest score of a right response; null = accuracy (without one: score) above 0",
         "free",
-        used_if="has_validation_prompts; happens",
+        used_if=SCORES,
     )
     best_metric: str = key(
         "score",
         "the best checkpoint has the highest: score, mean@N, maj@N, best@K or pass@K, averaged "
         "over data sources, or one metric `val/SOURCE/...`",
         "free",
-        used_if="has_validation_prompts; happens; !only",
+        used_if=f"{SCORES}; !only",
     )
 
     @property

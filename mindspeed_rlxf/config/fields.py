@@ -14,6 +14,9 @@ from mindspeed_rlxf.config.problems import ConfigError, Problem
 Resume: TypeAlias = Literal["fixed", "reshard", "free"]
 """Whether a resumed run may change the key: never, with the layout, or freely."""
 
+DPO, NOT_DPO = "training.stage=ray_online_dpo", "training.stage!=ray_online_dpo"
+"""Conditions of keys that only one kind of stage reads, see `unused`."""
+
 # Strict mode refuses strings for enums and lists for tuples; these types accept them.
 Word = Strict(False)
 Strings: TypeAlias = Annotated[tuple[str, ...], Strict(False)]

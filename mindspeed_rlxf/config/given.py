@@ -17,12 +17,6 @@ NESTED = {"actor_rollout": "actor_rollout", OLDER_ACTOR: "actor_rollout", "ref":
 ROLES = tuple(role.value for role in CONFIGURED)
 
 
-def _has(values: Tree, keys: list[str]) -> bool:
-    """Return whether a role's keys include one, which may be in a section, as `offload`."""
-    inner = values.get(keys[0])
-    return keys[0] in values and (len(keys) == 1 or inner is None or keys[1] in inner)
-
-
 def set_default(section: Tree, **defaults: Any) -> None:
     """Set those keys of `section` in place that are absent or None."""
     section |= {key: value for key, value in defaults.items() if section.get(key) is None}
@@ -98,14 +92,17 @@ class Given:
         The role's own key if the file has it, else `training.KEY` or `model.NAME.KEY`.
         """
         section, *keys = path.split(".")
-        section = {"pool_settings": "resource_pool"}.get(section, section)
+        section = "resource_pool" if section == "pool_settings" else section
         group = keys[0] if keys and keys[0] in INLINED else None
         keys = keys[1:] if group else keys
         if section in ROLES and keys:
             names = (section, "training", f"model.{self.model_of(section)}")
-            homes = zip(names, self._homes(section), strict=True)
             absent = names[-1] if group == "architecture" else section
-            section = next((name for name, values in homes if _has(values, keys)), absent)
+            for name, values in zip(names[::-1], self._homes(section)[::-1], strict=True):
+                inner = values.get(keys[0])  # a section of its own, as `offload`
+                if keys[0] in values and (len(keys) == 1 or inner is None or keys[1] in inner):
+                    absent = name
+            section = absent
         parts = [*section.split("."), *keys]
         for end in range(len(parts), 1, -1):
             if found := self.renamed.get(".".join(parts[:end])):

@@ -15,6 +15,19 @@ FAMILIES = {
 }
 """Supported model_type -> fields of ArchitectureConfig that its config.json does not have."""
 
+SUPPORTED: dict[str, Any] = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "hidden_act": "silu",
+    "use_sliding_window": False,
+    "decoder_sparse_step": 1,
+    "router_jitter_noise": 0.0,
+    "mlp_only_layers": [],
+    "shared_expert_intermediate_size": 0,
+    "n_shared_experts": 0,
+}
+"""Fields of config.json with a single supported value, which is also that of absent ones."""
+
 HEAD_DIM = {"qwen3": 128}
 """model_type -> head_dim where config.json has none; for other types hidden_size / heads."""
 
@@ -33,9 +46,11 @@ OF_WEIGHTS = f"{OF_MODEL}, or of Megatron's weights and a config.json"
 def read_hf_config(folder: Path, wanted: str = OF_MODEL) -> dict[str, Any]:
     """Return the content of config.json of a Hugging Face folder.
 
-    wanted: the kind of folder that the user should give, for messages
-    Errors: ValueError when the folder or file is missing or no JSON object, or `architectures` is
-    no list of names.
+    Args:
+        wanted: the kind of folder that the user should give, for messages.
+
+    Raises:
+        ValueError: folder or file are missing, or it is no JSON object with names of architectures.
     """
     path = folder / "config.json"
     if not folder.is_dir():
@@ -44,45 +59,37 @@ def read_hf_config(folder: Path, wanted: str = OF_MODEL) -> dict[str, Any]:
         config = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise ValueError(f"{path} is missing; give {wanted}") from None
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror}); give a folder") from None
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}); copy it again") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} is not a JSON object ({type(config).__name__}); copy it again")
-    named = config.get("architectures") or []
+    named = (config.get("architectures") or []) if isinstance(config, dict) else None
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
-        raise ValueError(f"{path}: architectures must be a list of names; copy it again")
-    return config
+        raise ValueError(f"{path} is not a JSON object with `architectures`; copy it again")
+    return dict(config)
 
 
 def parse_architecture(config: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a config.json by their names in ArchitectureConfig.
 
-    None = config.json has no value, and `_dense_fields` no default. Keys of scaling are absent
-    without scaling, and those of experts but `num_experts` in a dense model. The model type is not
-    checked; any but qwen3_moe and mixtral counts as dense.
-    Errors: ValueError when a field has a type that it cannot be computed from; a field that is only
-    renamed is returned with any type.
+    None = config.json has no value, and there is no default. Keys of scaling are absent without
+    scaling, and those of experts but `num_experts` in a dense model. The model type is not checked;
+    any but qwen3_moe and mixtral counts as dense.
+
+    Raises:
+        ValueError: a field has a type that it cannot be computed from; a field that is only renamed
+            is returned with any type.
     """
     try:
-        return _dense_fields(config) | _expert_fields(config)
+        return _parse_fields(config)
     except (TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise ValueError(f"config.json: a field has a wrong type ({error}); correct it") from None
 
 
-def _dense_fields(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of attention, MLP and embeddings, named as in ArchitectureConfig.
-
-    Absent fields without a default are None. Scaling keys are only there with scaling. transformers
-    5 nests rotary settings in `rope_parameters`; older files have `rope_theta` and `rope_scaling`
-    at the top.
-    config: a config.json
-    """
+def _parse_fields(config: dict[str, Any]) -> dict[str, Any]:
     family, heads = str(config.get("model_type")), config.get("num_attention_heads")
     head_dim = config.get("head_dim") or HEAD_DIM.get(family)
     if not head_dim and heads and config.get("hidden_size"):
         head_dim = config["hidden_size"] // heads
+    # transformers 5 nests rotary settings; older files have `rope_theta` and `rope_scaling`.
     rope = config.get("rope_parameters") or {}
     scaling = config.get("rope_scaling") or rope
     kind = scaling.get("rope_type", scaling.get("type", "default"))
@@ -100,31 +107,23 @@ def _dense_fields(config: dict[str, Any]) -> dict[str, Any]:
         "norm_epsilon": config.get("rms_norm_eps"),
         "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
         "rope_scaling_type": None if kind == "default" else kind,
+        "num_experts": None,
     }
     if kind != "default":
         fields["rope_scaling_factor"] = scaling.get("factor")
     if kind == "llama3":
         names = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
         fields |= {name: scaling.get(name) for name in names}
+    if family in ("qwen3_moe", "mixtral"):
+        width = "moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"
+        fields |= {
+            # transformers 5 writes `num_local_experts` for both families.
+            "num_experts": config.get("num_experts") or config.get("num_local_experts"),
+            "moe_router_topk": config.get("num_experts_per_tok"),
+            "moe_ffn_hidden_size": config.get(width),
+            "moe_router_pre_softmax": family == "qwen3_moe" and not config.get("norm_topk_prob"),
+        }
     return fields
-
-
-def _expert_fields(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of experts of a config.json, named as in ArchitectureConfig.
-
-    {"num_experts": None} for a dense model. Absent fields are None. transformers 5 writes
-    `num_local_experts` for both families with experts.
-    """
-    family = config.get("model_type")
-    if family not in ("qwen3_moe", "mixtral"):
-        return {"num_experts": None}
-    width = "moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"
-    return {
-        "num_experts": config.get("num_experts") or config.get("num_local_experts"),
-        "moe_router_topk": config.get("num_experts_per_tok"),
-        "moe_ffn_hidden_size": config.get(width),
-        "moe_router_pre_softmax": family == "qwen3_moe" and not config.get("norm_topk_prob"),
-    }
 
 
 def find_unsupported(config: dict[str, Any]) -> list[str]:
@@ -134,27 +133,16 @@ def find_unsupported(config: dict[str, Any]) -> list[str]:
     """
     if str(config.get("model_type")) not in FAMILIES:
         return [f"model_type: one of {', '.join(FAMILIES)}, {config.get('model_type')}"]
-    if config.get("attention_bias") or config.get("mlp_bias"):
-        return ["attention_bias/mlp_bias: false, true"]
-    if config.get("hidden_act", "silu") != "silu":
-        return [f"hidden_act: silu, {config['hidden_act']}"]
-    if config.get("use_sliding_window"):
-        return ["use_sliding_window: false, true"]
-    window, longest = config.get("sliding_window"), config.get("max_position_embeddings")
-    is_cut = False
-    if config["model_type"] == "mixtral" and isinstance(window, int) and isinstance(longest, int):
-        is_cut = 0 < window < longest
-    only = {"decoder_sparse_step": 1, "router_jitter_noise": 0.0, "mlp_only_layers": []}
-    shared = ("shared_expert_intermediate_size", "n_shared_experts")
-    return [
-        *([f"sliding_window: null or at least {longest}, {window}"] if is_cut else []),
-        *(
-            f"{name}: {possible}, {config[name]}"
-            for name, possible in only.items()
-            if config.get(name) not in (None, possible)
-        ),
-        *(f"{name}: none, {config[name]}" for name in shared if config.get(name)),
+    found = [
+        f"{name}: {possible}, {config[name]}"
+        for name, possible in SUPPORTED.items()
+        if config.get(name) not in (None, possible)
     ]
+    window, longest = config.get("sliding_window"), config.get("max_position_embeddings")
+    if config["model_type"] == "mixtral" and isinstance(window, int) and isinstance(longest, int):
+        cut = 0 < window < longest
+        found += [f"sliding_window: null or at least {longest}, {window}"] if cut else []
+    return found
 
 
 def find_disagreements(
@@ -165,13 +153,14 @@ def find_disagreements(
     If config.json has settings that `find_unsupported` lists, return those alone.
     A field for which `parse_architecture` has None differs from every value but null.
     `max_position_embeddings` may be smaller in the YAML, which changes no result.
-    scored: the role has a score head in place of the output layer, so tying does not matter
+
+    Args:
+        scored: the role has a score head in place of the output layer, so tying does not matter.
     """
     if found := find_unsupported(config):
         return found
     for name, theirs in parse_architecture(config).items():
         ours = getattr(architecture, RESOLVED.get(name, name))
-        ours = getattr(ours, "value", ours)
         may_differ = scored and name == "untie_embeddings_and_output_weights"
         if name == "max_position_embeddings" and theirs is not None:
             may_differ = ours <= theirs

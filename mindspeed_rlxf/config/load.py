@@ -55,7 +55,7 @@ from mindspeed_rlxf.config.reward_functions import read_functions
 from mindspeed_rlxf.config.rules.between_sections import check_sections
 from mindspeed_rlxf.config.rules.this_host import check_host
 from mindspeed_rlxf.config.schema import RunConfig, TrainingConfig
-from mindspeed_rlxf.config.unused import find_unused
+from mindspeed_rlxf.config.unused import note_unused
 
 AUTO = "auto"
 """Value of a role's `model` that takes the architecture from config.json of its `load` folder."""
@@ -86,14 +86,13 @@ def resolve_with_notes(tree: Mapping[str, Any], name: str) -> tuple[RunConfig, l
     given = Given(tree)
     translate(given)
     payload = _build(given, name)
-    config = None
     try:
         config = RunConfig.model_validate(payload)
+        if not given.problems:
+            _check(config, given)
     except ValidationError as error:
         given.problems += _problems_of(error.errors(include_url=False), payload, given)
-    if config and not given.problems:
-        _check(config, given)
-    if given.problems or config is None:
+    if given.problems:
         # Without repeats, as of a key that several roles share.
         raise ConfigError([*{str(problem): problem for problem in given.problems}.values()])
     return config, [f"{', '.join(keys)}: {meaning}" for meaning, keys in given.notes.items()]
@@ -104,10 +103,7 @@ def _check(config: RunConfig, given: Given) -> None:
     # A dry run checks the host after it has printed its plan: see `cli.train`.
     between = [*check_sections(config), *([] if config.dry_run else check_host(config))]
     given.problems += [problem.rename_keys(given.written) for problem in between]
-    unused, refused = find_unused(config, given.written)
-    given.problems += refused
-    for meaning, key in unused:
-        given.note(meaning, key)
+    note_unused(config, given)
     every, iterations = config.training.save_interval, config.training.train_iters
     if every > iterations:
         given.note(
@@ -131,7 +127,12 @@ def _build(given: Given, name: str) -> Tree:
     payload["training"] = training
     set_default(training, run_name=name)
     set_default(training, output_dir=os.path.join("outputs", str(training["run_name"])))
-    _load_plugins(given, training)
+    entries, training["plugins"] = training.get("plugins") or [], []
+    for entry in entries if isinstance(entries, list) else [entries]:
+        try:
+            training["plugins"].append(read_and_load(entry))
+        except UserError as error:
+            given.problems += error.problems
     if (stage := training.get("stage")) in WITHOUT_CRITIC:
         payload["critic"] = None
         if sections["critic"]:
@@ -147,33 +148,24 @@ def _build(given: Given, name: str) -> Tree:
     return payload
 
 
-def _load_plugins(given: Given, training: Tree) -> None:
-    """Run the files of `training.plugins`; replace each entry by its path and SHA-256."""
-    entries, loaded = training.get("plugins") or [], []
-    for entry in entries if isinstance(entries, list) else [entries]:
-        try:
-            loaded.append(read_and_load(entry))
-        except UserError as error:
-            given.problems += error.problems
-    training["plugins"] = loaded
-
-
 def _build_role(given: Given, role: Role) -> Tree:
     """Return a role's values: model < training < own, architecture and optimizer nested."""
     own, training = given.sections[role.value], given.sections["training"]
     if role is Role.REWARD:
         read_functions(given.problems, own)
         if kept := WITHOUT_MODEL.get(str(own.get("kind"))):
-            return _build_reward(given, own, kept)
-    models, chosen = given.sections["model"], given.model_of(role.value)
-    if chosen == AUTO:
-        architecture = _read_architecture(given, role)
-    elif (architecture := models.get(str(chosen))) is None:
-        _report_missing_model(given, role, chosen)
+            for key in sorted(own.keys() & keys_of("reward").keys() - {*kept}):
+                value = format_value(own.pop(key))
+                given.note(f"no effect with reward.kind={own['kind']}", f"reward.{key}={value}")
+            shared: Tree = (
+                {"load": training["load"]} if "load" in kept and "load" in training else {}
+            )
+            return {**shared, **own}
+    chosen = given.model_of(role.value)
+    architecture = _read_architecture(given, role, chosen)
     allowed = keys_of(role.value)
     layers = [architecture or {}, training]
-    merged: Tree = {k: v for layer in layers for k, v in layer.items() if k in allowed}
-    merged |= own
+    merged: Tree = {k: v for layer in layers for k, v in layer.items() if k in allowed} | own
     merged |= {"model": chosen} if chosen else {}
     merged["offload"] = _merge_offload(role, layers, own)
     if merged.get("micro_batch_size", 0) is None and merged.get("max_tokens_per_micro_batch"):
@@ -184,15 +176,6 @@ def _build_role(given: Given, role: Role) -> Tree:
     if architecture is None:
         del merged["architecture"]  # it is reported already
     return merged
-
-
-def _build_reward(given: Given, own: Tree, kept: Iterable[str]) -> Tree:
-    """Return the values of a reward without a Megatron model; keys it does not read are noted."""
-    for key in sorted(own.keys() & keys_of("reward").keys() - {*kept}):
-        value = format_value(own.pop(key))
-        given.note(f"no effect with reward.kind={own['kind']}", f"reward.{key}={value}")
-    training = given.sections["training"]
-    return {"load": training["load"], **own} if "load" in kept and "load" in training else own
 
 
 def _merge_offload(role: Role, shared: Iterable[Tree], own: Tree) -> Any:
@@ -207,35 +190,33 @@ def _merge_offload(role: Role, shared: Iterable[Tree], own: Tree) -> Any:
     return merged
 
 
-def _read_architecture(given: Given, role: Role) -> Tree | None:
-    """Return the architecture in config.json of the role's `load`; None, and a problem, if bad."""
-    load = given.value(role.value, "load")
+def _read_architecture(given: Given, role: Role, chosen: Any) -> Tree | None:
+    """Return the keys of the role's model, or the architecture in config.json of its `load`.
+
+    None, and a problem, without either.
+    """
+    models, load = given.sections["model"], given.value(role.value, "load")
+    if chosen != AUTO and str(chosen) in models:
+        return dict(models[str(chosen)])
+    if chosen != AUTO:
+        guess = closest(str(chosen), models)
+        remedy = f"did you mean {guess}?" if guess else "add it to the defaults list, or use auto"
+        rule = "is required" if chosen is None else "is no loaded model"
+        key, value = given.written(f"{role.value}.model"), None if chosen is None else repr(chosen)
+        given.problems.append(Problem(key, rule, value, remedy))
+        return None
     try:
         if not isinstance(load, str):
             raise ValueError("must name a folder with config.json with model=auto; set it")
         config = read_hf_config(Path(os.path.expanduser(load)), OF_WEIGHTS)
         if found := find_unsupported(config):
-            raise ValueError(
-                "config.json must ask for a known model (field: possible, config.json): "
-                f"{'; '.join(found)}; use another model"
-            )
-        architecture = parse_architecture(config)
+            rule = "config.json must ask for a known model (field: possible, config.json)"
+            raise ValueError(f"{rule}: {'; '.join(found)}; use another model")
+        return {k: value for k, value in parse_architecture(config).items() if value is not None}
     except ValueError as error:
         key = given.written(f"{role.value}.load")
         given.problems.append(Problem(key, str(error), f"{load}", colon=True))
         return None
-    return {name: value for name, value in architecture.items() if value is not None}
-
-
-def _report_missing_model(given: Given, role: Role, chosen: Any) -> None:
-    path, models = given.written(f"{role.value}.model"), given.sections["model"]
-    guess = closest(str(chosen), models)
-    remedy = f"did you mean {guess}?" if guess else "add its file to the defaults list, or use auto"
-    remedy += f" (models loaded: {', '.join(models) or 'none'})"
-    if chosen is None:
-        given.problems.append(Problem(path, "is required", remedy=remedy))
-    else:
-        given.problems.append(Problem(path, "no such model", repr(chosen), remedy, colon=True))
 
 
 def _note_unread(given: Given, payload: Tree) -> None:

@@ -75,16 +75,28 @@ def translate(given: Given) -> None:
     _translate_category(given)
     _translate_algorithm(given)
     models = {f"model.{name}": values for name, values in given.sections["model"].items()}
-    for section, values in {
-        **models,
-        **{n: given.sections[n] for n in ("training", *ROLES)},
-    }.items():
-        _rename_recompute(given, section, values)
+    roles = {name: given.sections[name] for name in ("training", *ROLES)}
+    for section, values in {**models, **roles}.items():
+        for key in ("recompute_granularity", "recompute_method", "recompute_num_layers"):
+            if values.get(key, "") is None:
+                del values[key]
+        if "recompute_granularity" in values:
+            path, target = f"{section}.recompute_granularity", f"{section}.recompute"
+            _move(given, path, values.pop("recompute_granularity"), target, values)
         for key in sorted(values.keys() & (NO_OPS.keys() | REFUSED.keys())):
             _note_or_refuse(given, f"{section}.{key}", key, values.pop(key))
     _add_vocab_sizes(given)
-    if given.nested or given.notes:
-        _note_differences(given)
+    if not given.nested and not given.notes:
+        return
+    actor = given.sections[ACTOR]
+    if coefficient := actor.get("entropy_coeff", training.get("entropy_coeff")):
+        meaning = "the loss has an entropy bonus of this weight, which MindSpeed-LLM left out"
+        given.note(meaning, f"entropy_coeff={coefficient}")
+    if actor.get("do_sample") is True and "temperature" not in actor:
+        given.note("temperature is 1 (0.7 in MindSpeed-LLM)", "do_sample=true")
+    if training.get("stage") == Stage.RAY_ONLINE_DPO.value:
+        meaning = "samples are counted, two of them are a pair (MindSpeed-LLM counted pairs)"
+        given.note(meaning, "ppo_mini_batch_size, micro_batch_size")
 
 
 def _take(given: Given, key: str) -> tuple[str, Any]:
@@ -129,15 +141,6 @@ def _translate_query_groups(given: Given, path: str, values: Tree) -> None:
         given.refuse(path, "must be true or false", flag, "use true")
 
 
-def _rename_recompute(given: Given, section: str, values: Tree) -> None:
-    for key in ("recompute_granularity", "recompute_method", "recompute_num_layers"):
-        if values.get(key, "") is None:
-            del values[key]
-    if "recompute_granularity" in values:
-        path = f"{section}.recompute_granularity"
-        _move(given, path, values.pop("recompute_granularity"), f"{section}.recompute", values)
-
-
 def _translate_data(given: Given) -> None:
     """Translate data_path, dataset_with_labels and dataset_additional_keys."""
     data = given.sections["data"]
@@ -147,26 +150,20 @@ def _translate_data(given: Given) -> None:
         set_default(data, default_data_source="prompts")
         if data.get("overlong_prompts") is None:
             data["overlong_prompts"] = OverlongPrompts.DROP.value
-            given.note(
-                "prompts over max_prompt_length are dropped and counted (MindSpeed-LLM cut off "
-                "their end, where a chat's answer begins)",
-                "data.overlong_prompts=drop",
-            )
-    path, value = _take(given, "dataset_with_labels")
-    if value is True:
-        set_default(data, ground_truth_key="labels")
-        given.note("data.ground_truth_key=labels", f"{path}=true")
-    elif path and value is not False:
-        given.refuse(path, "must be true or false", value, "use true")
-    path, value = _take(given, "dataset_additional_keys")
-    names = value.replace(",", " ").split() if isinstance(value, str) else value
-    if isinstance(names, list) and all(isinstance(name, str) for name in names):
-        if "labels" in names:
-            set_default(data, ground_truth_key="labels")
+            meaning = "prompts over max_prompt_length are dropped (MindSpeed-LLM cut off their end)"
+            given.note(meaning, "data.overlong_prompts=drop")
+    labels, value = _take(given, "dataset_with_labels")
+    if labels and not isinstance(value, bool):
+        given.refuse(labels, "must be true or false", value, "use true")
+    path, names = _take(given, "dataset_additional_keys")
+    columns = names.replace(",", " ").split() if isinstance(names, str) else names
+    if isinstance(columns, list) and all(isinstance(name, str) for name in columns):
         meaning = "all columns of a data set can be used; rules compare with data.ground_truth_key"
-        given.note(meaning, f"dataset_additional_keys={' '.join(names)}")
+        given.note(meaning, f"dataset_additional_keys={' '.join(columns)}")
     elif path:
-        given.refuse(path, "must be names of columns", value, "use labels")
+        given.refuse(path, "must be names of columns", names, "use labels")
+    if value is True or (isinstance(columns, list) and "labels" in columns):
+        set_default(data, ground_truth_key="labels")
 
 
 def _parse_prefixes(given: Given, path: str, value: Any) -> Any:
@@ -176,12 +173,11 @@ def _parse_prefixes(given: Given, path: str, value: Any) -> Any:
     parts = [part for part in map(str.strip, value.split(",")) if part]
     if len(parts) % 2 or not all(part.replace(".", "", 1).isdigit() for part in parts[::2]):
         return parts
-    names = parts[1::2]
-    if len(names) > 1:
+    if len(parts) > 2:
+        remedy = f"use {ref('data.data_path')}=[{', '.join(parts[1::2])}]"
         rule = "data sets are not blended by weight"
-        remedy = f"use {ref('data.data_path')}=[{', '.join(names)}], where each prompt counts once"
         given.problems.append(Problem(path, rule, value, remedy, colon=True))
-    return names
+    return parts[1::2]
 
 
 def _translate_category(given: Given) -> None:
@@ -193,12 +189,8 @@ def _translate_category(given: Given) -> None:
         by = "the verifier" if wanted == "1" else "the reward model"
         given.note(f"{by} scores every prompt", f"dataset_category={value}")
     elif path:
-        remedy = (
-            f"use {wanted} (1 = reward.verifier, 0 = reward model), or reward.kind=rule with a "
-            "rule for each data source"
-        )
-        rule, shown = "one reward scores every prompt here", format_value(value)
-        given.problems.append(Problem(path, rule, shown, remedy, colon=True))
+        remedy = f"use {wanted} (1 = reward.verifier, 0 = reward model), or reward.kind=rule"
+        given.refuse(path, "must be one number, as one reward scores all prompts", value, remedy)
     if reward.get("verifier") is True:
         set_default(reward, kind=RewardKind.RULE.value)
 
@@ -208,8 +200,7 @@ def _translate_algorithm(given: Given) -> None:
     algorithm, critic = sections["algorithm"], sections["critic"]
     whiten = algorithm.get("advantage_whiten")
     if isinstance(whiten, bool):
-        word = AdvantageWhiten.BATCH if whiten else AdvantageWhiten.NONE
-        algorithm["advantage_whiten"] = word.value
+        algorithm["advantage_whiten"] = "batch" if whiten else "none"
     if algorithm.get("adv_estimator") == "group_norm":
         _translate_group_norm(given, algorithm)
     clip = critic.get("cliprange_value")
@@ -234,19 +225,12 @@ def _translate_group_norm(given: Given, algorithm: Tree) -> None:
     set_default(algorithm, advantage_whiten=AdvantageWhiten.BATCH.value)
     gamma = algorithm.get("gamma", 1.0)
     if gamma != 1.0:
-        estimator = f"{ref('algorithm.adv_estimator')}=group_norm"
-        rule = f"must be 1 with {estimator}, where a score counts for every token alike"
-        given.problems.append(
-            Problem("algorithm.gamma", rule, format_value(gamma), "use 1.0, or reinforce_plus_plus")
-        )
+        rule = f"must be 1 with {ref('algorithm.adv_estimator')}=group_norm"
+        given.refuse("algorithm.gamma", rule, gamma, "use 1.0, or reinforce_plus_plus")
     penalty = algorithm.get("kl_penalty")
     if algorithm.get("kl_in") in (None, "loss") and penalty == KlPenalty.KL.value:
         algorithm["kl_penalty"] = KlPenalty.LOW_VAR_KL.value
-        given.note(
-            "low_var_kl in the loss, which is what MindSpeed-LLM computed in stage ray_grpo "
-            "whatever the key said",
-            "kl_penalty=kl",
-        )
+        given.note("low_var_kl in the loss, as MindSpeed-LLM computed in ray_grpo", "kl_penalty=kl")
 
 
 def _note_or_refuse(given: Given, path: str, key: str, value: Any) -> None:
@@ -288,20 +272,3 @@ def _add_vocab_sizes(given: Given) -> None:
             )
             found = 1  # a legal value, as the problem is reported
         architecture["vocab_size"] = found
-
-
-def _note_differences(given: Given) -> None:
-    actor, training = given.sections[ACTOR], given.sections["training"]
-    if coefficient := actor.get("entropy_coeff", training.get("entropy_coeff")):
-        given.note(
-            "the loss has an entropy bonus of this weight (MindSpeed-LLM accepted the key and left "
-            "the term out; 0 does the same)",
-            f"entropy_coeff={coefficient}",
-        )
-    if actor.get("do_sample") is True and "temperature" not in actor:
-        given.note("temperature is 1 (0.7 in MindSpeed-LLM)", "do_sample=true")
-    if training.get("stage") == Stage.RAY_ONLINE_DPO.value:
-        given.note(
-            "samples are counted, two of them are a pair (MindSpeed-LLM counted pairs)",
-            "ppo_mini_batch_size, micro_batch_size",
-        )

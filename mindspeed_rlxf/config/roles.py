@@ -5,7 +5,16 @@ from typing import Annotated, Literal
 
 from mindspeed_rlxf.config.architecture import ArchitectureConfig, find_uneven
 from mindspeed_rlxf.config.enums import Recompute
-from mindspeed_rlxf.config.fields import FilePath, Integers, Section, Strings, Word, key
+from mindspeed_rlxf.config.fields import (
+    DPO,
+    NOT_DPO,
+    FilePath,
+    Integers,
+    Section,
+    Strings,
+    Word,
+    key,
+)
 from mindspeed_rlxf.config.problems import Problem, at_most, divides, ref
 
 TP, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"
@@ -263,45 +272,32 @@ class ActorConfig(LearningConfig):
     ppo_mini_batch_size: int = key(1, "samples per optimizer step over all DP ranks", ge=1)
     ppo_epochs: int = key(1, "passes over the samples of an iteration", ge=1)
     policy_loss: Literal["ppo", "gspo"] = key(
-        "ppo",
-        "ratio of each token (ppo) or of each response (gspo)",
-        only_if="training.stage!=ray_online_dpo",
+        "ppo", "ratio of each token (ppo) or of each response (gspo)", only_if=NOT_DPO
     )
     clip_ratio: float = key(
-        0.2,
-        "clip the probability ratio to 1 +- this",
-        ge=0,
-        only_if="training.stage!=ray_online_dpo; reads_clip_ratio",
+        0.2, "clip the probability ratio to 1 +- this", ge=0, only_if=f"{NOT_DPO}; reads_clip_ratio"
     )
     clip_ratio_low: float | None = key(
         None,
         "clip below 1; null = clip_ratio, or 0.0003 for gspo without clip_ratio",
         ge=0,
-        only_if="training.stage!=ray_online_dpo",
+        only_if=NOT_DPO,
     )
     clip_ratio_high: float | None = key(
         None,
         "clip above 1; null = clip_ratio, or 0.0004 for gspo without clip_ratio",
         ge=0,
-        only_if="training.stage!=ray_online_dpo",
+        only_if=NOT_DPO,
     )
     clip_ratio_c: float | None = key(
-        None,
-        "dual clip of negative advantages; null = off",
-        gt=1,
-        only_if="training.stage!=ray_online_dpo",
+        None, "dual clip of negative advantages; null = off", gt=1, only_if=NOT_DPO
     )
-    entropy_coeff: float = key(
-        0.0, "weight of the entropy bonus", ge=0, only_if="training.stage!=ray_online_dpo"
-    )
+    entropy_coeff: float = key(0.0, "weight of the entropy bonus", ge=0, only_if=NOT_DPO)
     dpo_beta: float = key(
-        0.1,
-        "stage ray_online_dpo: beta, the factor of the log-ratio",
-        gt=0,
-        only_if="training.stage=ray_online_dpo",
+        0.1, "stage ray_online_dpo: beta, the factor of the log-ratio", gt=0, only_if=DPO
     )
     dpo_loss_type: Literal["sigmoid", "hinge", "ipo"] = key(
-        "sigmoid", "stage ray_online_dpo: loss of a pair", only_if="training.stage=ray_online_dpo"
+        "sigmoid", "stage ray_online_dpo: loss of a pair", only_if=DPO
     )
 
     @property

@@ -6,11 +6,12 @@ condition is a path from the key's section or from RunConfig, as `do_sample`, `!
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
 
 from mindspeed_rlxf.config.fields import Section, extra_of
+from mindspeed_rlxf.config.given import Given
 from mindspeed_rlxf.config.problems import Problem, format_value
 from mindspeed_rlxf.config.schema import RoleConfig, RunConfig
 
@@ -39,45 +40,32 @@ TEXTS = {
 """Conditions on properties that users do not know -> what the run lacks."""
 
 
-def find_unused(
-    config: RunConfig, written: Callable[[str], str]
-) -> tuple[list[tuple[str, str]], list[Problem]]:
-    """Return notes, as (meaning, `key=value`), and problems of unused keys.
+def note_unused(config: RunConfig, given: Given) -> None:
+    """Add notes and problems of unused keys to `given`.
 
     A key that is shared by several roles is unused if no role uses it. Keys read from a model's
     config.json (`model: auto`) are left out.
-
-    Args:
-        written: `section.key` -> the key in the user's file.
     """
-    used: set[str] = set()
-    notes: dict[str, tuple[str, str]] = {}
-    problems: dict[str, Problem] = {}
-    for section, path, name, failed in _fields(config, "", config):
-        value, key = getattr(section, name), written(f"{path}{name}")
-        if key.startswith("model.auto."):
+    found = [*_fields(config, "", config)]
+    used = {given.written(f"{path}{name}") for _, path, name, failed in found if failed is None}
+    for section, path, name, failed in found:
+        value, key = getattr(section, name), given.written(f"{path}{name}")
+        is_default = value == type(section).model_fields[name].default
+        if failed is None or key in used or is_default or key.startswith("model.auto."):
             continue
-        if failed is None:
-            used.add(key)
-        elif value != type(section).model_fields[name].default:
-            kind, condition = failed
-            plain = list(value) if isinstance(value, tuple) else getattr(value, "value", value)
-            own = path if key.startswith(path) else ""  # else it is shared by several roles
-            text = f"no effect {_describe(condition, section, own)}"
-            if kind == "only_if":
-                problems[key] = Problem(key, f"has {text}", plain, "remove it, or set that")
-            else:
-                notes[key] = text, f"{key}={format_value(plain)}"
-    return [note for key, note in notes.items() if key not in used], list(problems.values())
+        kind, condition = failed
+        plain = list(value) if isinstance(value, tuple) else getattr(value, "value", value)
+        own = path if key.startswith(path) else ""  # else it is shared by several roles
+        text = f"no effect {_describe(condition, section, own)}"
+        if kind == "only_if":
+            given.problems.append(Problem(key, f"has {text}", plain, "remove it, or set that"))
+        else:
+            given.note(text, f"{key}={format_value(plain)}")
 
 
 def idle_keys(config: RunConfig) -> set[str]:
     """Return the keys that have no effect in this run, whatever their value."""
-    return {
-        f"{path}{name}"
-        for _, path, name, failed in _fields(config, "", config)
-        if failed is not None
-    }
+    return {f"{path}{name}" for _, path, name, failed in _fields(config, "", config) if failed}
 
 
 def _fields(
@@ -94,13 +82,10 @@ def _fields(
                 yield from _fields(value, f"{path}{name}.", config)
         elif path:
             extra = extra_of(type(section).model_fields[name])
-            kinds = {
-                "used_if": f"{extra['used_if']}; {section.section_used_if}",
-                "only_if": str(extra["only_if"]),
-            }
+            used_if = f"{extra['used_if']}; {section.section_used_if}"
             failed = [
                 (kind, condition)
-                for kind, conditions in kinds.items()
+                for kind, conditions in (("used_if", used_if), ("only_if", extra["only_if"]))
                 for condition in filter(None, conditions.split("; "))
                 if not _holds(condition, section, config)
             ]

@@ -4,14 +4,7 @@ from collections.abc import Iterator
 from math import gcd, lcm, prod
 
 from mindspeed_rlxf.config.enums import Role
-from mindspeed_rlxf.config.problems import (
-    Problem,
-    divisors,
-    multiples_around,
-    neighbours,
-    ref,
-    use,
-)
+from mindspeed_rlxf.config.problems import Problem, divisors, multiples_around, neighbours, ref, use
 from mindspeed_rlxf.config.schema import LearningConfig, RunConfig
 
 TITLES = {

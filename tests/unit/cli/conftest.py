@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rlxf.cli import preprocess
+from mindspeed_rlxf.cli import command_line
 
 
 @pytest.fixture
@@ -17,5 +17,5 @@ def preprocess_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     """
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-    monkeypatch.setattr(preprocess, "LINE_S", 1e9)
+    monkeypatch.setattr(command_line, "LINE_S", 1e9)
     monkeypatch.chdir(tmp_path)

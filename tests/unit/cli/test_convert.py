@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tqdm import tqdm
 
-from mindspeed_rlxf.cli import convert
+from mindspeed_rlxf.cli import command_line
 from mindspeed_rlxf.cli.convert import main
 from mindspeed_rlxf.weights import tensor_conversion as module
 from tests.unit.weights.folders_of import make_folder, read_folder
@@ -108,37 +108,16 @@ def test_a_checkpoint_of_a_run_is_converted_by_role(tmp_path: Path, capsys: Any)
         assert line.endswith(f"which holds actor; give {iteration / 'actor'}")
 
 
-def test_progress_is_a_line_for_each_twentieth(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    clock = SimpleNamespace(monotonic=lambda: clock.now, now=100.0)
-    monkeypatch.setattr(convert, "time", clock)
-    with convert._progress() as progress:
-        for done in range(201):
-            clock.now = 100.0 + done / 2
-            progress(done * 10**9, 200 * 10**9)
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 20
-    assert said[0] == "10.00 of 200.00 GB in 5.0 s"
-    assert said[-1] == "200.00 of 200.00 GB in 100.0 s"
-    with convert._progress() as progress:  # one file may be more than a twentieth
-        for done in (0, 3, 14, 14, 20):
-            progress(done * 10**9, 20 * 10**9)
-    said = capsys.readouterr().err.splitlines()
-    assert [line.split()[0] for line in said] == ["3.00", "14.00", "20.00"]
-
-
-def test_the_last_line_of_progress_tells_all_that_was_written(
+def test_progress_is_a_line_every_few_seconds(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(convert, "GB", 1)
+    monkeypatch.setattr(command_line, "LINE_S", 0.0)
     assert main([str(model), str(tmp_path / "mg"), "--to", "mg"]) == 0
-    lines = capsys.readouterr().err.splitlines()
-    first, last = (lines[i].split() for i in (0, -1))
-    assert last[0] == last[2] == first[2] and float(first[0]) < float(last[0])
+    last = capsys.readouterr().err.splitlines()[-1].split()
     # Every tensor once: 37 rows are not padded on one rank.
     read = sum(tensor.nbytes for tensor in read_folder(model).values())
-    assert float(last[0]) == read
+    size = tqdm.format_sizeof(read)
+    assert last[:3] == [size, "of", f"{size}B"]
 
 
 @pytest.mark.parametrize(

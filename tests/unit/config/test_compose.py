@@ -53,8 +53,7 @@ def test_a_built_in_config_is_found_beside_a_folder(folder: Path) -> None:
     assert tree["training"] == compose("ppo_trainer_tiny")["training"]
     assert tree["model"]["mine-1b"] == {"num_layers": 3}
     (folder / "model" / "tiny.yaml").write_text("tiny:\n  num_layers: 1\n")
-    problem = error(folder, "ppo_trainer_tiny")
-    assert "model/tiny.yaml would be ignored, a built-in config uses the built-in one" in problem
+    assert "model/tiny.yaml would be ignored" in error(folder, "ppo_trainer_tiny")
 
 
 def test_model_list_can_be_chosen_on_the_command_line(folder: Path) -> None:
