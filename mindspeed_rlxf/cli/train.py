@@ -63,7 +63,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(config: RunConfig) -> int:
-    """Check all files, train, and return the exit code of the run. Raises UserError."""
     with phase("loading libraries", prints=False):
         from mindspeed_rlxf.trainer.preflight import prepare
     with phase("reading tokenizer, prompts and headers of weights", prints=False):

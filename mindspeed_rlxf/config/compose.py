@@ -111,12 +111,7 @@ def _explain(error: Exception, config_name: str, folders: Sequence[Path]) -> Pro
 
 
 def _add_if_new(override: str, folders: Sequence[Path]) -> str:
-    """Return `key=value` as `++key=value`, which sets keys that the YAML lacks too.
-
-    Unchanged: texts without "=", with a leading "+", "++" or "~", and choices of a config group (a
-    folder `key`). A value with non-ASCII characters is put in quotes, unless it begins with a
-    bracket, brace or quote.
-    """
+    # `++` sets keys that the YAML lacks too. Choices of a config group (a folder) stay.
     name, equals, value = override.partition("=")
     is_group = bool(name) and any((folder / name).is_dir() for folder in folders)
     if override.startswith(("+", "~")) or not equals or is_group:

@@ -72,7 +72,6 @@ class DataConfig(Section):
     @field_validator("overlong_prompts", mode="before")
     @classmethod
     def _accept_cut_side(cls, value: Any) -> Any:
-        """Replace the word for the side that is cut, as `left`, by what is kept, as `keep_tail`."""
         return CUT_SIDES.get(value, value) if isinstance(value, str) else value
 
     @field_validator("chat_template_kwargs")

@@ -127,7 +127,6 @@ class Given:
         return result
 
     def _move(self, path: str, role: str, values: Any) -> None:
-        """Move the keys of a section that the YAML has at `path` to the section of a role."""
         for key, value in self.as_section(path, values).items():
             kept = self.sections[role].setdefault(key, value)
             if kept is not value and kept != value:  # `is` for NaN, which differs from itself

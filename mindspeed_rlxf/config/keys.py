@@ -192,13 +192,6 @@ def to_yaml(config: RunConfig) -> str:
 def _role_tree(
     role: RoleConfig, values: dict[str, Any], models: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return the YAML section of a role, and add its architecture to `models` under `role.model`.
-
-    values: fields of the role; `architecture` and `optimizer` are removed from it in place
-    Optimizer keys go directly into the section, and so do architecture keys that differ from those
-    that `models` has under this name already.
-    A reward without an architecture keeps only the keys that its kind reads, and adds no model.
-    """
     architecture, optimizer = values.pop("architecture"), values.pop("optimizer", {})
     if isinstance(role, RewardConfig) and architecture is None:
         return {key: values[key] for key in WITHOUT_MODEL[role.kind.value]}

@@ -42,7 +42,7 @@ from mindspeed_rlxf.config.keys import (
 )
 from mindspeed_rlxf.config.mindspeed_llm import translate
 from mindspeed_rlxf.config.placement import place_roles
-from mindspeed_rlxf.config.plugins import read_and_load
+from mindspeed_rlxf.config.plugins import read_and_load, read_functions
 from mindspeed_rlxf.config.problems import (
     ConfigError,
     Problem,
@@ -51,7 +51,6 @@ from mindspeed_rlxf.config.problems import (
     explain,
     format_value,
 )
-from mindspeed_rlxf.config.reward_functions import read_functions
 from mindspeed_rlxf.config.rules.between_sections import check_sections
 from mindspeed_rlxf.config.rules.this_host import check_host
 from mindspeed_rlxf.config.schema import RunConfig, TrainingConfig

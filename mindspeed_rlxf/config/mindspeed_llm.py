@@ -116,10 +116,6 @@ def _take(given: Given, key: str) -> tuple[str, Any]:
 
 
 def _move(given: Given, path: str, value: Any, target: str, values: Tree | None = None) -> None:
-    """Set `section.key` to the value written at `path`; another value there is a problem.
-
-    values: the section of `target`; None = that of its name
-    """
     values = given.sections[target.partition(".")[0]] if values is None else values
     present = values.setdefault(target.rpartition(".")[2], value)
     if present == value:

@@ -5,8 +5,8 @@ and a device's libraries are imported matters, so only their files are read here
 light: every node of a cluster uses it before it imports torch.
 """
 
-import ast
 import importlib.util
+import re
 from importlib import metadata
 from pathlib import Path
 
@@ -25,7 +25,6 @@ def version(distribution: str) -> str | None:
 
 
 def _installed(distribution: str) -> str | None:
-    """Return the version of an installed distribution, or None."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -62,19 +61,9 @@ SOURCES = {MEGATRON: megatron_core, "mindspeed": mindspeed}
 
 
 def _constants(module: str, file: str) -> dict[str, str]:
-    """Return name -> text of the constants at the top level of a Python file, without running it.
-
-    Empty where the file, named from the folder of `module`, cannot be read or parsed.
-    """
     folder = folder_of(module)
     try:
-        tree = ast.parse((folder.resolve() / file).read_text(encoding="utf-8") if folder else "")
-    except (OSError, SyntaxError, ValueError):
+        text = (folder.resolve() / file).read_text(encoding="utf-8") if folder else ""
+    except OSError:
         return {}
-    return {
-        target.id: str(node.value.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
+    return dict(re.findall(r"""^(\w+) = ["']?([\w.+-]*)""", text, re.MULTILINE))

@@ -219,17 +219,9 @@ class RunConfig(Section):
         assert isinstance(section, RoleConfig)
         return section
 
-    def pool_of(self, role: Role) -> str:
-        """Return the name of a role's pool. KeyError for a role that does not run."""
-        return self.placement[role]
-
     def roles_of(self, pool: str) -> list[Role]:
         """List the roles that share the processes of a pool, in the order of `Role`."""
         return [role for role in self.roles if self.placement[role] == pool]
-
-    def pool_size(self, pool: str) -> int:
-        """Count the processes of a pool, one per device."""
-        return sum(self.resource_pool[pool])
 
     def layout(self, role: Role) -> ParallelLayout:
         """Return ranks, TP and PP of a role; of the actor only the ranks that train count."""
@@ -246,7 +238,7 @@ class RunConfig(Section):
         Of the actor in a split pool only the first processes count, which train, and nodes without
         any are left out. KeyError if the role does not run or its pool does not exist.
         """
-        processes = self.resource_pool[self.pool_of(role)]
+        processes = self.resource_pool[self.placement[role]]
         if role is Role.ACTOR_ROLLOUT and self.parts:
             return count_per_node(processes, 0, self.parts[0])
         return processes

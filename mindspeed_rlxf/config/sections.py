@@ -142,7 +142,6 @@ class TrainingConfig(Section):
     @field_validator("max_wall_time", mode="before")
     @classmethod
     def _parse_time_limit(cls, value: Any) -> Any:
-        """Return text such as `1-02:00:00` ([D-]HH:MM:SS) as float seconds; other values as is."""
         found = CLOCK.fullmatch(value.strip()) if isinstance(value, str) else None
         if found is None:
             return value

@@ -55,8 +55,8 @@ def note_unused(config: RunConfig, given: Given) -> None:
             continue
         kind, condition = failed
         plain = list(value) if isinstance(value, tuple) else getattr(value, "value", value)
-        own = path if key.startswith(path) else ""  # else it is shared by several roles
-        text = f"no effect {_describe(condition, section, own)}"
+        needed = condition.replace("!", "no ") if condition[0] == "!" else condition
+        text = f"no effect without {TEXTS.get(condition, needed)}"
         if kind == "only_if":
             given.problems.append(Problem(key, f"has {text}", plain, "remove it, or set that"))
         else:
@@ -90,18 +90,6 @@ def _fields(
                 if not _holds(condition, section, config)
             ]
             yield section, path, name, failed[-1] if failed else None
-
-
-def _describe(condition: str, section: Section, path: str) -> str:
-    """Return what keeps a key from having an effect, as `with algorithm.kl_ctrl.type=fixed`."""
-    if condition in TEXTS:
-        return f"without {TEXTS[condition]}"
-    negated, name, sign, wanted = CONDITION.findall(condition)[0]
-    full = f"{path}{name}" if hasattr(section, name.partition(".")[0]) else name
-    full = full.replace("architecture.", "").replace("optimizer.", "")
-    if negated or sign == "!=":
-        return f"with {full}{'=' if sign else ''}{wanted}"
-    return f"without {full}{sign}{wanted}"
 
 
 def _holds(condition: str, section: Section, config: RunConfig) -> bool:

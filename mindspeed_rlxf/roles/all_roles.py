@@ -44,15 +44,15 @@ class RoleGroups:
 
         scores_in_processes: functions or rules score in processes of their own, during generation
         """
-        policy = pools[config.pool_of(Role.ACTOR_ROLLOUT)]
+        policy = pools[config.placement[Role.ACTOR_ROLLOUT]]
         actor, rollout = ActorGroup(config, policy), RolloutGroup(config, policy)
         ref = critic = None
         if Role.REF in config.roles:
-            ref = ReferenceGroup(config, pools[config.pool_of(Role.REF)])
+            ref = ReferenceGroup(config, pools[config.placement[Role.REF]])
         if config.critic is not None:
-            critic = CriticGroup(config, pools[config.pool_of(Role.CRITIC)])
+            critic = CriticGroup(config, pools[config.placement[Role.CRITIC]])
         beside = rollout.group if scores_in_processes else None
-        reward = RewardGroup(config, pools[config.pool_of(Role.REWARD)], beside)
+        reward = RewardGroup(config, pools[config.placement[Role.REWARD]], beside)
         count = 3 + bool(ref) + bool(critic)
         with phase("loading the weights of the roles", count) as loaded:
             builds = [actor.build()]

@@ -115,7 +115,7 @@ def training(
         stop: decides after each iteration whether `fit` raises Stopped; None = without time limit.
     """
     stop = stop or StopRequest(config.training.stop_grace_s)
-    parts = {config.pool_of(Role.ACTOR_ROLLOUT): config.parts} if config.parts else {}
+    parts = {config.placement[Role.ACTOR_ROLLOUT]: config.parts} if config.parts else {}
     count = sum(sum(processes) for processes in config.resource_pool.values())
     with phase(f"starting {count} worker processes"):
         pools = runtime.create_pools(config.resource_pool, parts)

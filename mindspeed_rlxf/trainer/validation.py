@@ -237,7 +237,7 @@ def validate_only(
     writes: whether this process writes files and prints the metrics
     Errors: UserError if there are checkpoints and all are damaged.
     """
-    parts = {config.pool_of(Role.ACTOR_ROLLOUT): config.parts} if config.parts else {}
+    parts = {config.placement[Role.ACTOR_ROLLOUT]: config.parts} if config.parts else {}
     with phase("starting the worker processes"):
         pools = runtime.create_pools(config.resource_pool, parts)
     roles = RoleGroups.build(config, pools, prepared.eos_token_ids, prepared.scores_in_processes)

@@ -85,7 +85,7 @@ class RayRuntime:
         return cls(
             config.device,
             config.runtime,
-            num_devices=sum(config.pool_size(name) for name in config.resource_pool),
+            num_devices=sum(sum(config.resource_pool[name]) for name in config.resource_pool),
             log_dir=log_dir,
             pool_settings=pool.model_copy(update={"env": env}),
             read_by_workers=folders_of_workers(config),

@@ -53,11 +53,7 @@ def check_batches(config: RunConfig) -> Iterator[Problem]:
 
 
 def _factors(config: RunConfig, role: Role, pairs: bool = True) -> dict[str, int]:
-    """Return the factors, by name, that a role's number of samples must have.
-
-    Only trained roles have to fill a virtual pipeline; a frozen role pads it.
-    pairs: with the 2 responses of a pair, which the actor's loss needs in online DPO
-    """
+    # Only trained roles have to fill a virtual pipeline; a frozen role pads it.
     section, dp = config.role(role), config.layout(role).dp
     found = {f"data-parallel size {dp}": dp}
     if isinstance(section, LearningConfig) and (stages := section.micro_batch_multiple) > 1:

@@ -70,7 +70,7 @@ def _check_replicas(config: RunConfig) -> Iterator[Problem]:
         tp, pp = section.tensor_model_parallel_size, section.pipeline_model_parallel_size
         if size % (tp * pp):
             split = role is Role.ACTOR_ROLLOUT and config.parts
-            key = TRAIN if split else f"resource_pool.{config.pool_of(role)}"
+            key = TRAIN if split else f"resource_pool.{config.placement[role]}"
             rule = f"must be a multiple of TP {tp} x PP {pp} = {tp * pp} of {TITLES[role]}"
             yield Problem(key, rule, size, use(multiples_around(size, tp * pp)))
 
@@ -81,7 +81,7 @@ def _check_model(config: RunConfig, role: Role, whole: bool) -> Iterator[Problem
     Args:
         whole: the processes of every role hold whole replicas.
     """
-    section, pool = config.role(role), config.pool_of(role)
+    section, pool = config.role(role), config.placement[role]
     if section.load is None:
         yield Problem(f"{role.value}.load", "is required", remedy="give the folder of its weights")
     total, longest = config.training.seq_length, section.architecture.max_position_embeddings
@@ -127,7 +127,7 @@ def _check_split(config: RunConfig) -> Iterator[Problem]:
 
     Without a split, a rollout size other than the actor's is a problem.
     """
-    actor, pool = config.actor_rollout, config.pool_of(Role.ACTOR_ROLLOUT)
+    actor, pool = config.actor_rollout, config.placement[Role.ACTOR_ROLLOUT]
     train, infer = actor.num_gpus_for_train, actor.num_gpus_for_infer
     if train is None or infer is None:  # one without the other is refused by ActorConfig
         for key, size, actors, actors_size in (
@@ -166,7 +166,7 @@ def _check_generating(config: RunConfig, train: int, infer: int) -> Iterator[Pro
     yield from divides(ROLLOUT_TP, tp, f"{ref(INFER)}={infer}", infer)
     if infer % tp:
         return
-    pool = config.resource_pool.get(config.pool_of(Role.ACTOR_ROLLOUT), [])
+    pool = config.resource_pool.get(config.placement[Role.ACTOR_ROLLOUT], [])
     for processes in (n for n in count_per_node(pool, train, infer) if n % tp):
         rule = f"{processes} processes on a node must be a multiple of the rollout's TP {tp}"
         yield Problem(
@@ -179,11 +179,7 @@ def _check_generating(config: RunConfig, train: int, infer: int) -> Iterator[Pro
 
 
 def _check_experts(key: str, ep: int, section: RoleConfig, dp: int | None) -> Iterator[Problem]:
-    """Yield a problem if `ep` does not divide a model's experts, another for its replicas `dp`.
-
-    Args:
-        dp: data-parallel size; None = not checked, the number of processes does not allow one.
-    """
+    # dp None: the number of processes does not allow one.
     experts = section.architecture.num_experts or 1
     remedy = use(neighbours(ep, divisors(gcd(experts, dp or experts))))
     if experts % ep:

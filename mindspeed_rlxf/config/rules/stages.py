@@ -84,7 +84,7 @@ def _check_estimator(config: RunConfig) -> Iterator[Problem]:
         return
     if in_loss:
         yield Problem(PENALTY, f"needs {ref(KL_IN)}=reward", "full", "use that, or low_var_kl")
-    pool, other = config.pool_of(Role.ACTOR_ROLLOUT), config.pool_of(Role.REF)
+    pool, other = config.placement[Role.ACTOR_ROLLOUT], config.placement[Role.REF]
     if pool != other:
         rule = f"needs the reference in the actor's pool, and not in {other}"
         yield Problem(PENALTY, rule, "full", f"use {ref('placement.ref')}={pool}, or low_var_kl")

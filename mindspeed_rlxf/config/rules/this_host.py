@@ -24,7 +24,7 @@ PROCESS_BYTES = GIB // 2
 
 def check_host(config: RunConfig) -> list[Problem]:
     """Return problems of this host: an old megatron-core, and missing devices or memory."""
-    sizes = {pool: config.pool_size(pool) for pool in config.resource_pool}
+    sizes = {pool: sum(config.resource_pool[pool]) for pool in config.resource_pool}
     problems = [*_check_shared_groups(config)]
     if config.runtime.kind == "local":
         world = int(os.environ.get("WORLD_SIZE", "1"))

@@ -161,7 +161,7 @@ def _export_on_one_host(config: RunConfig, role: Role) -> int:
     section, layout = config.role(role), config.layout(role)
     ep = section.expert_model_parallel_size
     share = _numbers(config, role) // (layout.pp * ep) * itemsize(section)
-    sizes = config.resource_pool[config.pool_of(role)]
+    sizes = config.resource_pool[config.placement[role]]
     ends = list(accumulate(sizes if is_joined(config) else [sum(sizes)]))
     writers = [
         layout.tp * (layout.dp * pp_rank + ep_rank)

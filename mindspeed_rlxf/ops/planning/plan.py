@@ -31,7 +31,7 @@ def topology(config: RunConfig) -> str:
 
     A line per device; over MAX_LINES devices in all, a line per range of hosts with equal layout.
     """
-    whole = sum(map(config.pool_size, config.resource_pool)) <= MAX_LINES
+    whole = sum(map(sum, config.resource_pool.values())) <= MAX_LINES
     return "\n\n".join(
         _table(pool, places, layouts, whole)
         for pool in config.resource_pool
@@ -231,7 +231,7 @@ def _roles_table(config: RunConfig) -> list[list[object]]:
     ]
     for role in config.roles:
         section, layout = config.role(role), config.layout(role)
-        where: list[object] = [config.pool_of(role), layout.world_size]
+        where: list[object] = [config.placement[role], layout.world_size]
         if not has_model(config, role):
             rows.append([role.value, "rule", *where, NONE, NONE, layout.dp, *[NONE] * 3])
             continue
@@ -244,7 +244,7 @@ def _roles_table(config: RunConfig) -> list[list[object]]:
             generating = config.rollout_layout
             sizes = [generating.world_size, generating.tp, generating.pp, generating.dp]
             ends = [config.rollout_ep, precision, "the actor's, after each update"]
-            rows.append(["rollout", section.model, config.pool_of(role), *sizes, *ends])
+            rows.append(["rollout", section.model, config.placement[role], *sizes, *ends])
     return rows
 
 

@@ -181,7 +181,7 @@ def in_flight(pp_rank: int, pp: int, micro_batches: int, chunks: int = 1) -> int
 
 def is_split(config: RunConfig, pool: str) -> bool:
     """Whether some ranks of the pool train the actor and the others only generate."""
-    return config.parts is not None and pool == config.pool_of(Role.ACTOR_ROLLOUT)
+    return config.parts is not None and pool == config.placement[Role.ACTOR_ROLLOUT]
 
 
 class PipelineStage:
@@ -235,7 +235,7 @@ class PipelineStage:
             sums = trains and ep > 1  # of gradients, and among ranks with the same experts
             groups += [tp > 1, ep > 1, tp * ep > 1, sums, sums and dp > ep]
             groups += [generates and tp > 1, generates and ep > 1]
-        count = sum(groups) + POOL_GROUP * is_split(config, config.pool_of(self.role))
+        count = sum(groups) + POOL_GROUP * is_split(config, config.placement[self.role])
         held = count * device.communicator_bytes(config.device.kind)
         if self.sequence_parallel:  # Megatron's permanent buffer for gathers
             tokens = micro_batch_tokens(self.section, self.samples, self.length)

@@ -77,7 +77,7 @@ def suggest(config: RunConfig, limit: int, note: Note) -> list[Suggestion]:
     Args:
         note: called with a line of progress, at least REPORT_EVERY_S apart.
     """
-    actor, largest = config.actor_rollout, max(map(config.pool_size, config.resource_pool))
+    actor, largest = config.actor_rollout, max(map(sum, config.resource_pool.values()))
     full = FULL_TOKENS // (actor.max_prompt_length + actor.max_new_tokens)
     layouts = [
         _Layout(tp, pp, recompute, sequences)

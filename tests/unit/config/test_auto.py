@@ -73,7 +73,7 @@ def test_the_twelve_lines_of_the_quick_start_are_a_configuration(
     config = resolve(compose("mine", overrides, str(tmp_path)), "mine")
     assert config.actor_rollout.do_sample and config.actor_rollout.architecture.num_layers == 2
     assert config.ref.load == config.actor_rollout.load
-    assert {config.pool_of(role) for role in config.roles} == {"main"}
+    assert {config.placement[role] for role in config.roles} == {"main"}
 
 
 @pytest.mark.parametrize(

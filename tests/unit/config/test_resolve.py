@@ -132,7 +132,7 @@ NESTED = "actor_rollout_ref.actor_rollout"
         ({"actor_rollout.tensor_model_parallel_size": "two"},
          ["actor_rollout.tensor_model_parallel_size='two'"]),
         ({"reward.kind": "model", "reward.model": "smal", "placement.reward": "main"},
-         ["reward.model='smal':"]),
+         ["reward.model='smal'"]),
     ],
 )  # fmt: skip
 def test_one_mistake_is_one_problem_with_the_key_as_it_was_written(
@@ -183,7 +183,7 @@ def test_unknown_key_is_named_with_the_nearest_known_one(
         ("logging.samples", "some", "='some'"), ("logging.samples", -1, "=-1"),
         ("data.train_files", [], ""), ("data", "x.jsonl", "='x.jsonl'"),
         ("resource_pool.main", 0, "=0"), ("resource_pool.main", "two", "='two'"),
-        ("resource_pool.main", [2, -1], "=[2,"), ("critic.model", "smal", "='smal':"),
+        ("resource_pool.main", [2, -1], "=[2,"), ("critic.model", "smal", "='smal'"),
         ("runtime", "locl", ".kind='locl'"), ("dry_run", 1, "=1"), ("training.seq_length", 8, "=8"),
     ],
 )  # fmt: skip

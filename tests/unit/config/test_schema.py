@@ -61,7 +61,7 @@ def test_run_config_answers_where_roles_live(make_tree: Callable[..., Any]) -> N
     )
     config = resolve(tree, "test")
     assert config.roles_of("main") == [Role.ACTOR_ROLLOUT, Role.REF, Role.REWARD]
-    assert config.pool_of(Role.CRITIC) == "judge"
+    assert config.placement[Role.CRITIC] == "judge"
     assert config.layout(Role.REF) == ParallelLayout(world_size=8, tp=2, pp=2)
     assert config.layout(Role.CRITIC) == ParallelLayout(world_size=2)
     assert config.samples_per_iteration == 192

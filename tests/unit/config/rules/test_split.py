@@ -34,7 +34,7 @@ def test_training_has_the_first_ranks_and_generation_the_others(
     assert config.layout(Role.ACTOR_ROLLOUT) == ParallelLayout(4, 2, 2)
     assert config.rollout_layout == ParallelLayout(4, 2, 1)
     assert config.layout(Role.REF) == ParallelLayout(8)
-    assert config.pool_of(Role.REWARD) == "main"  # a rule, whose place is not given
+    assert config.placement[Role.REWARD] == "main"  # a rule, whose place is not given
 
 
 def test_without_the_keys_all_ranks_do_both(make_tree: Callable[..., Any]) -> None:

@@ -32,7 +32,7 @@ def test_those_of_few_hosts_leave_a_tenth_of_the_device_and_fit_the_host(name: s
     pools = [each for pool in config.resource_pool for each in pool_memories(config, pool)]
     assert max(each.total for each in pools) <= 0.9 * (64 - 4) * GIB
     assert host_memory_needed(config, pools).total <= 600 * GIB
-    assert {config.pool_of(role) for role in config.roles} == {"main"}
+    assert {config.placement[role] for role in config.roles} == {"main"}
     hosts = int(name[-5])
     assert config.resource_pool["main"] == [8] * hosts
     actor = config.actor_rollout

@@ -284,4 +284,4 @@ def test_the_command_writes_into_the_run_or_to_the_chosen_file(
     assert main([str(run), "--samples=-1"]) == 2
     lines = capsys.readouterr()
     assert f"report: {run / 'report.html'} (0." in lines.out
-    assert "--output" in lines.err and "--samples=-1 must be 0 or more" in lines.err
+    assert "--output" in lines.err and "--samples: -1 must be 0 or more" in lines.err
