@@ -96,7 +96,7 @@ class History:
 Rule = Callable[[History], Reading | None]
 
 ENTROPY, KL, SCORE = "actor/entropy", "critic/kl", "critic/score/mean"
-CUT, FIT = "response_length/cut_fraction", "critic/explained_variance"
+CUT, FIT = "response_length/truncated_fraction", "critic/explained_variance"
 EQUAL, GAP = "rollout/equal_score_groups", "rollout/log_prob_gap_mean"
 WATCHED = (ENTROPY, KL, SCORE, CUT, FIT, EQUAL, GAP)
 VALIDATION, SCORE_THEN = "val/<data_source>/score", "score of training at validations"

@@ -77,6 +77,10 @@ def metrics_record(iteration: int, metrics: dict[str, float], time_s: float) -> 
     return {"iteration": iteration, "metrics": numbers, "time_s": float(time_s)}
 
 
+# Metric of older runs -> its name today.
+RENAMED = (b'"response_length/cut_fraction"', b'"response_length/truncated_fraction"')
+
+
 def read_jsonl(file: Path) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects of a file, oldest first; nothing if the file is absent.
 
@@ -87,7 +91,7 @@ def read_jsonl(file: Path) -> Iterator[dict[str, Any]]:
     with open(file, "rb") as stream:
         for line in stream:
             try:
-                record = json.loads(line)
+                record = json.loads(line.replace(*RENAMED))
             except (ValueError, RecursionError):
                 continue
             if isinstance(record, dict):

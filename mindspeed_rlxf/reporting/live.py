@@ -29,7 +29,7 @@ FACTS = {
     "length": {
         "mean": "response_length/mean", "median": "response_length/p50",
         "p90": "response_length/p90", "max": "response_length/max",
-        "cut": "response_length/cut_fraction",
+        "cut": "response_length/truncated_fraction",
     },
     "loss": {
         "policy": "actor/pg_loss_abs", "preference": "actor/dpo_loss", "critic": "critic/vf_loss",

@@ -111,7 +111,7 @@ SAMPLES = (
     Metric("response_length/p50", "tokens", "median length of a response"),
     Metric("response_length/p90", "tokens", "length that 90% of the responses do not exceed"),
     Metric("response_length/eos_fraction", "share", "responses ended by EOS or a stop string"),
-    Metric("response_length/cut_fraction", "share", "responses cut at the limit", (0.0, 0.5),
+    Metric("response_length/truncated_fraction", "share", "responses cut at the limit", (0.0, 0.5),
            "raise actor_rollout.max_new_tokens, or set algorithm.missing_eos_penalty or "
            "overlong_buffer_len"),
     Metric("rollout/equal_score_groups", "share", "prompts whose responses all score the same: "

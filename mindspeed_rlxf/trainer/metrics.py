@@ -30,7 +30,7 @@ def rollout_metrics(lengths: ResponseLengths) -> dict[str, float]:
     """Return statistics of lengths in tokens, as `prompt_length/...` and `response_length/...`.
 
     For both mean, max and min; for responses also p50, p90, `eos_fraction` (the share that ended
-    with an EOS or a stop string) and `cut_fraction` (the rest).
+    with an EOS or a stop string) and `truncated_fraction` (the rest).
     """
     finished = sum(lengths.has_eos) / len(lengths.has_eos)
     p50, p90 = np.quantile(lengths.responses, (0.5, 0.9), method="inverted_cdf")
@@ -40,7 +40,7 @@ def rollout_metrics(lengths: ResponseLengths) -> dict[str, float]:
         "response_length/p50": float(p50),
         "response_length/p90": float(p90),
         "response_length/eos_fraction": finished,
-        "response_length/cut_fraction": 1.0 - finished,
+        "response_length/truncated_fraction": 1.0 - finished,
     }
 
 

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.same_run import MACHINE_METRICS
+from mindspeed_rlxf.reporting.jsonl import read_jsonl
 from tests.processes import ROOT, read_metrics, with_sources
 
 STORED = ROOT / "tests" / "golden" / "older_run"
@@ -43,7 +43,7 @@ def test_a_run_directory_of_an_older_version_resumes(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "resumed from" in done.stdout
-    expected = json.loads((STORED / "iteration_3.jsonl").read_text())["metrics"]
+    expected = next(read_jsonl(STORED / "iteration_3.jsonl"))["metrics"]
     found = read_metrics(tmp_path / "run")[-1]
     names = [name for name in expected if not name.startswith(MACHINE_METRICS)]
     # Not equal: another processor may round otherwise.

@@ -64,7 +64,7 @@ def test_a_run_of_groups_that_forgets_the_task_has_equal_scores() -> None:
 
 def test_an_illness_is_found_once_and_ends_after_five_iterations_without_it() -> None:
     def cut(i: int) -> Metrics:
-        return {"response_length/cut_fraction": 1.0 if i <= 10 else 0.0}
+        return {"response_length/truncated_fraction": 1.0 if i <= 10 else 0.0}
 
     # The mean over five iterations is under 0.9 from iteration 11 on.
     assert made(cut, 30) == ["5 all_cut began", f"{10 + CLEAR} all_cut ended"]

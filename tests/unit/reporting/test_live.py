@@ -19,7 +19,7 @@ SEQUENCE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 METRICS = {
     "critic/score/mean": 0.75, "critic/kl": 0.021, "critic/kl_coeff": 0.1, "actor/entropy": 0.4,
     "response_length/mean": 312.4, "response_length/max": 1024.0,
-    "response_length/cut_fraction": 0.125, "actor/pg_loss_abs": 0.01, "critic/vf_loss": 0.2,
+    "response_length/truncated_fraction": 0.125, "actor/pg_loss_abs": 0.01, "critic/vf_loss": 0.2,
     "throughput/tokens_per_s": 4210.0, "throughput/mfu": 0.31, "timing/gen": 4.0,
     "timing/update_actor": 5.0, "timing/all": 10.0, "timing/save": 3.0, "memory/gen": 31.5,
     "memory/update_actor": 43.25, "idle/main": 0.05, "val/a/score": 0.5, "val/b/score": 0.7,

@@ -114,3 +114,9 @@ def test_lines_that_a_kill_cut_are_skipped(tmp_path):
     JsonlWriter(file).write(metrics_record(1, {"a": float("nan")}, 1.0))
     file.open("a").write('{"iteration": 2, "metr')
     assert list(read_metrics(file)) == [(1, {"a": None})]
+
+
+def test_a_metric_of_an_older_run_has_its_present_name(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"iteration": 1, "metrics": {"response_length/cut_fraction": 0.5}}\n')
+    assert list(read_metrics(file)) == [(1, {"response_length/truncated_fraction": 0.5})]

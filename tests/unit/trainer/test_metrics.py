@@ -60,7 +60,7 @@ def test_lengths_are_over_all_samples() -> None:
         "response_length/p50": 5,
         "response_length/p90": 9,
         "response_length/eos_fraction": pytest.approx(2 / 3),
-        "response_length/cut_fraction": pytest.approx(1 / 3),
+        "response_length/truncated_fraction": pytest.approx(1 / 3),
     }
 
 
