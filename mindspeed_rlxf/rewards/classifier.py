@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.hf_config import read_hf_config
@@ -86,20 +87,15 @@ class Classifier:
         order = sorted(range(len(ids)), key=lambda i: len(ids[i]))  # texts of like length together
         for start in range(0, len(order), self._batch_size):
             rows = order[start : start + self._batch_size]
-            for row, score in zip(rows, self._forward([ids[i] for i in rows]), strict=True):
+            batch = pad_sequence([torch.tensor(ids[i]) for i in rows], True, self._pad)
+            lengths = torch.tensor([len(ids[i]) for i in rows])
+            mask = (torch.arange(batch.size(1))[None, :] < lengths[:, None]).long()
+            logits = self._model(
+                input_ids=batch.to(self._device), attention_mask=mask.to(self._device)
+            ).logits
+            for row, score in zip(rows, logits.float().squeeze(-1).tolist(), strict=True):
                 scores[row] = score
         return scores
-
-    def _forward(self, batch: list[list[int]]) -> list[float]:
-        width = max(map(len, batch))
-        ids = torch.tensor([row + [self._pad] * (width - len(row)) for row in batch])
-        lengths = torch.tensor([len(row) for row in batch])
-        mask = torch.arange(width)[None, :] < lengths[:, None]
-        logits = self._model(
-            input_ids=ids.to(self._device), attention_mask=mask.long().to(self._device)
-        ).logits
-        found: list[float] = logits.float().squeeze(-1).tolist()
-        return found
 
 
 def check_classifier(folder: str | None) -> list[Problem]:

@@ -11,42 +11,35 @@ from mindspeed_rlxf.config.enums import RewardKind
 from mindspeed_rlxf.config.plugins import find_carried, loaded
 from mindspeed_rlxf.config.problems import Problem, closest
 from mindspeed_rlxf.config.reward_section import BY_SOURCE, split_name
-from mindspeed_rlxf.config.schema import FunctionConfig, RewardConfig
+from mindspeed_rlxf.config.schema import RewardConfig
 from mindspeed_rlxf.data.prompt_store import reward_style
 from mindspeed_rlxf.rewards.outcome import Outcome, Sample
 from mindspeed_rlxf.rewards.remote import RemoteRewards
 from mindspeed_rlxf.rewards.rules import BUILTIN_SOURCES, OWN_RULES, RULES, SLOW_RULES, RewardResult
 from mindspeed_rlxf.rewards.sandbox import Sandbox
-from mindspeed_rlxf.rewards.scoring import Part, Plan, weighted_sum
+from mindspeed_rlxf.rewards.scoring import Plan, weighted_sum
 from mindspeed_rlxf.rewards.workers import WorkerPool
 
 
 def make_plan(reward: RewardConfig) -> Plan:
     """Make the plan of a scoring process; servers run the functions with a url."""
     rules = BUILTIN_SOURCES | dict(reward.rules)
-    parts = tuple(_make_part(function) for function in reward.parts if function.url is None)
-    used = {*rules.values(), *(part.function for part in parts if part.source is None)}
+    parts, used = [], {*rules.values()}
+    for function in reward.parts:
+        if function.function is None:  # a server runs it
+            continue
+        source = None
+        if named := split_name(function.function):
+            assert function.sha256 is not None, "the driver has read the file"
+            source = find_carried(named[0], function.sha256)
+        else:
+            used.add(function.function)
+        parts.append((function, source))
     plugins = loaded() if used - OWN_RULES - {BY_SOURCE} else ()
-    sandbox = reward.sandbox.model_dump(mode="json") if reward.runs_programs else None
+    sandbox = reward.sandbox if reward.runs_programs else None
     # With a reward model and no functions, the rules score validation samples.
     by_default = reward.kind is RewardKind.RULE or not reward.parts
-    return Plan(parts, rules, plugins, by_default, sandbox)
-
-
-def _make_part(function: FunctionConfig) -> Part:
-    assert function.function is not None, "a function with a url runs elsewhere"
-    named, source = split_name(function.function), None
-    if named is not None:
-        assert function.sha256 is not None, "the driver has read the file"
-        source = find_carried(named[0], function.sha256)
-    return Part(
-        name=function.name,
-        function=named[1] if named else function.function,
-        source=source,
-        weight=function.weight,
-        arguments=dict(function.arguments),
-        data_sources=function.data_sources,
-    )
+    return Plan(tuple(parts), rules, plugins, by_default, sandbox)
 
 
 def scores_row(reward: RewardConfig, extra_info: Mapping[str, Any]) -> bool:
@@ -170,7 +163,7 @@ class StreamingRewards:
         """
         source = sample.data_source
         remote = [(p, server) for p, server in self._remote if p.applies_to(source)]
-        local = any(part.applies_to(source) for part in self._plan.parts)
+        local = any(part.applies_to(source) for part, _ in self._plan.parts)
         by_label = reward_style(sample.extra_info) == "rule"
         by_default = not remote and (self._plan.defaults or by_label)
         own = self._pool.submit(sample) if local or by_default else None

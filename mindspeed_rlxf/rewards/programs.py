@@ -38,7 +38,9 @@ class Case:
 
         White space at the end of lines and empty lines at the end do not count.
         """
-        lines, expected = _lines(printed), _lines(self.stdout)
+        lines, expected = (
+            [line.rstrip() for line in text.rstrip().split("\n")] for text in (printed, self.stdout)
+        )
         return lines[-1:] == expected if self.ends else lines == expected
 
 
@@ -102,7 +104,13 @@ def read_cases(ground_truth: str) -> list[Case]:
     if cases.get("fn_name"):
         raise ValueError("test cases that call fn_name must be written as assert_case")
     if (assertions := cases.get("assert_case")) is not None:
-        return [_make_assertion_case(_join_lines(each)) for each in _filled_list(assertions)]
+        # A case passes if a random word is printed last, after the statement. A program cannot
+        # guess the word, but it can read it from standard input.
+        words = [(_join_lines(each), secrets.token_hex(16)) for each in _filled_list(assertions)]
+        return [
+            Case(_ASSERTIONS, f"{statement}\nprint('\\n' + {word!r})\n", word, ends=True)
+            for statement, word in words
+        ]
     inputs = _filled_list(cases.get("inputs"))
     outputs = _filled_list(cases.get("outputs"))
     if len(inputs) != len(outputs):
@@ -127,15 +135,6 @@ def code_all(response: str, ground_truth: str) -> RewardResult:
     return RewardResult(result.parts["accuracy"], result.parts)
 
 
-def _make_assertion_case(statement: str) -> Case:
-    """Make a case that passes if a random word is printed last, after the statement.
-
-    A program cannot guess the word, but it can read it from standard input.
-    """
-    word = secrets.token_hex(16)
-    return Case(_ASSERTIONS, f"{statement}\nprint('\\n' + {word!r})\n", word, ends=True)
-
-
 def _filled_list(value: Any) -> list[Any]:
     if not isinstance(value, list) or not value:
         raise ValueError(f"test cases must be lists that are not empty, not {value!r:.40}")
@@ -148,7 +147,3 @@ def _join_lines(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"inputs, outputs and assertions must be texts, not {value!r:.40}")
     return value
-
-
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().split("\n")]

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict
 from queue import Empty, SimpleQueue
-from typing import Any, TypeAlias
+from typing import TypeAlias
 from urllib.parse import unquote, urlsplit
 
 from mindspeed_rlxf.config.secrets import Secret, reveal
@@ -94,7 +94,7 @@ def _ask_server(
             return [Outcome(None, failure.cause, failure.message)] * len(samples)
         except (OSError, http.client.HTTPException) as error:
             reason = f"{type(error).__name__}: {error}"[:200]
-        time.sleep(min(RETRY_S[min(tries, len(RETRY_S) - 1)], max(left, 0.0)))
+        time.sleep(min(RETRY_S[min(tries, len(RETRY_S) - 1)], left))
         tries += 1
     text = f"{url} gave no score within {timeout_s:g} s (try {tries}: {reason})"
     return [Outcome(None, Cause.REMOTE, text)] * len(samples)
@@ -114,14 +114,14 @@ def _post_once(url: Secret, given: Mapping[str, str], body: bytes, deadline: flo
     try:
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         connection.request("POST", path, body, headers)
-        _set_deadline(connection, deadline)
         answer = connection.getresponse()
         content = bytearray()
         while chunk := answer.read1(READ):
             content += chunk
             if len(content) > MAX_ANSWER:
                 raise ScoreFailure(Cause.OUTPUT, f"{url} answered more than {MAX_ANSWER} bytes")
-            _set_deadline(connection, deadline)
+            if time.monotonic() > deadline:
+                raise TimeoutError("timed out")
         if answer.status >= 500 or answer.status == 429:
             raise http.client.HTTPException(f"status {answer.status} {answer.reason}")
         if answer.status != 200:
@@ -133,14 +133,6 @@ def _post_once(url: Secret, given: Mapping[str, str], body: bytes, deadline: flo
         connection.close()
 
 
-def _set_deadline(connection: http.client.HTTPConnection, deadline: float) -> None:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError("timed out")
-    if connection.sock is not None:
-        connection.sock.settimeout(left)
-
-
 def _parse_answer(answer: bytes, count: int) -> list[Outcome]:
     try:
         scores = json.loads(answer)["scores"]
@@ -149,13 +141,12 @@ def _parse_answer(answer: bytes, count: int) -> list[Outcome]:
     except (ValueError, KeyError, TypeError, RecursionError):
         rule = f"the answer must be {{'scores': [...]}} with {count} scores, it is {answer[:60]!r}"
         raise ScoreFailure(Cause.WRONG_RESULT, rule) from None
-    return [_to_outcome(score) for score in scores]
-
-
-def _to_outcome(score: Any) -> Outcome:
-    if isinstance(score, dict) and "error" in score:
-        return Outcome(None, Cause.REMOTE, str(score["error"])[:300])
-    try:
-        return Outcome(to_result(score))
-    except ScoreFailure as failure:
-        return Outcome(None, failure.cause, failure.message)
+    outcomes = []
+    for score in scores:
+        try:
+            if isinstance(score, dict) and "error" in score:
+                raise ScoreFailure(Cause.REMOTE, str(score["error"])[:300])
+            outcomes.append(Outcome(to_result(score)))
+        except ScoreFailure as failure:
+            outcomes.append(Outcome(None, failure.cause, failure.message))
+    return outcomes

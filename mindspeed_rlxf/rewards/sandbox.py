@@ -1,8 +1,8 @@
 """Run programs that a policy wrote: in bubblewrap, with limits for all their processes together.
 
-A program has namespaces of its own, a root of read-only system folders and a small tmpfs, a filter
-of system calls, and limits of the kernel for each process. Every 50 ms we add up memory, CPU time,
-threads and files of all its processes, and kill its pid namespace if they exceed a limit.
+A program gets its own namespaces, a root of read-only system folders, a small tmpfs, a filter of
+system calls, and the kernel's limits for each process. Every 50 ms we add up memory, CPU time,
+threads and files over its processes, and kill its pid namespace if they exceed a limit.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ import math
 import os
 import random
 import re
-import selectors
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
@@ -33,10 +34,9 @@ from mindspeed_rlxf.rewards.outcome import ScoringBroken
 from mindspeed_rlxf.rewards.system_calls import make_filter
 
 BETWEEN_LOOKS_S = 0.05
-KILL_S = 10.0
+KILL_S, READ_S = 10.0, 1.0
 MIB = 1 << 20
 INTERPRETER_MIB = 128  # address space that Python has mapped before a program starts
-STDERR_BYTES = 4096
 INODES_PER_FILE = 100  # files that may exist per file that may be open
 NOBODY = "65534"
 PROGRAM, SCRATCH = "/box/program.py", "/tmp"
@@ -70,22 +70,6 @@ _PLACES = """
 import json, os, sys
 paths = sys.executable, sys.prefix, sys.base_prefix
 print(json.dumps([os.path.realpath(path) for path in paths]))
-"""
-# What a harmless program can reach.
-_PROBE = """
-import json, os, socket
-def refused(attempt, *arguments):
-    try:
-        attempt(*arguments)
-    except OSError:
-        return True
-    return False
-print(json.dumps({
-    "no socket": refused(socket.socket),
-    "no host files": refused(os.stat, "/etc/passwd") and refused(os.listdir, "/proc"),
-    "no writing": refused(open, "/box/x", "w"),
-    "not root": os.getuid() != 0,
-}))
 """
 # Text in the last line of standard error when the kernel enforced a limit -> cause of the end.
 REFUSALS = {
@@ -122,23 +106,6 @@ class Outcome:
     stderr: str = ""
 
 
-@dataclass
-class _Output:
-    limit: int
-    data: bytearray = field(default_factory=bytearray)
-    over: bool = False
-
-    def take(self, descriptor: int) -> bool:
-        """Read what is there without waiting; return whether more may come."""
-        try:
-            read = os.read(descriptor, 1 << 16)
-        except BlockingIOError:
-            return False
-        self.over |= len(self.data) + len(read) > self.limit
-        self.data += read[: self.limit - len(self.data)]
-        return bool(read)
-
-
 class Sandbox:
     """Runs programs one after the other, each isolated from the host and from the others.
 
@@ -148,7 +115,17 @@ class Sandbox:
 
     def __init__(self, config: SandboxConfig, python: str, bwrap: str | None) -> None:
         self.config, self.bwrap = config, bwrap
-        executable, *prefixes = json.loads(_output_of(python, _PLACES))
+        done = subprocess.run(
+            [python, "-I", "-c", _PLACES],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=60,
+            check=False,
+            env={},
+        )
+        if done.returncode:
+            raise OSError(f"{python} does not start: {done.stderr[-200:].decode(errors='replace')}")
+        executable, *prefixes = json.loads(done.stdout)
         # With packages the interpreter keeps its path, by which it finds those of a venv.
         self.python = os.path.abspath(python) if config.python else executable
         folders = [p for p in dict.fromkeys(prefixes) if not p.startswith("/usr")]
@@ -166,24 +143,18 @@ class Sandbox:
         Raises:
             UserError: with the reason, if none works and `config.unsafe` is not set.
         """
-        reasons = []
         bwrap = shutil.which("bwrap")
+        reasons = [] if bwrap else ["bubblewrap (bwrap) is not installed"]
         own = getattr(sys, "_base_executable", None) or sys.executable
         system = shutil.which("python3", path="/usr/bin:/bin:/usr/local/bin") or own
-        pythons = [
-            config.python or os.path.realpath(own),
-            config.python or os.path.realpath(system),
-        ]
-        for python in dict.fromkeys(pythons):
+        pythons = [config.python] if config.python else map(os.path.realpath, (own, system))
+        for python in dict.fromkeys(pythons if bwrap else []):
             try:
-                if bwrap is None:
-                    raise OSError("bubblewrap (bwrap) is not installed")
                 sandbox = cls(config, python, bwrap)
-                if not (reason := sandbox.probe()):
-                    return sandbox
+                sandbox.probe()
+                return sandbox
             except (OSError, subprocess.SubprocessError, SandboxError) as error:
-                reason = str(error)
-            reasons.append(f"{python}: {reason}")
+                reasons.append(f"{python}: {error}")
         if config.unsafe:
             try:
                 return cls(config, config.python or sys.executable, None)
@@ -201,15 +172,14 @@ class Sandbox:
             )
         )
 
-    def probe(self) -> str:
-        """Run a harmless program; return why it fails or is not isolated, "" if all is well."""
-        outcome = self._run(_PROBE, "", self.config.wall_s)
+    def probe(self) -> None:
+        """Run an empty program; raise SandboxError if it fails."""
+        outcome = self._run("", "", self.config.wall_s)
         if outcome.cause != "ok":
             last = outcome.stderr.strip().rpartition("\n")[2]
-            return f"a harmless program ends with {outcome.cause}, exit code {outcome.exit}: {last}"
-        seen = json.loads(outcome.stdout)
-        missing = [name for name, found in seen.items() if self.bwrap and not found]
-        return f"isolation is not complete: {', '.join(missing)}" if missing else ""
+            raise SandboxError(
+                f"an empty program ends with {outcome.cause}, exit code {outcome.exit}: {last}"
+            )
 
     def describe(self) -> str:
         """Return a line for the log."""
@@ -225,12 +195,12 @@ class Sandbox:
             wall_s: time limit in seconds, at most reward.sandbox.wall_s; None = that.
 
         Raises:
-            SandboxError: if the sandbox no longer works, so that a harmless program fails too.
+            SandboxError: if the sandbox no longer works, so that an empty program fails too.
         """
         most = self.config.wall_s
         outcome = self._run(program, stdin, most if wall_s is None else min(wall_s, most))
-        if self.bwrap and outcome.stderr.startswith("bwrap:") and (reason := self.probe()):
-            raise SandboxError(f"the sandbox no longer works: {reason}")
+        if self.bwrap and outcome.stderr.startswith("bwrap:"):
+            self.probe()
         return outcome
 
     def _run(self, program: str, stdin: str, wall_s: float) -> Outcome:
@@ -265,11 +235,9 @@ class Sandbox:
             finally:
                 os.close(tell)
             stack.enter_context(process)
-            if self.bwrap is None:
-                return _Run(self.config, process, process.pid).finish(wall_s, isolated=False)
-            found = re.search(r'"child-pid": (\d+)', told_file.read())
-            first = int(found[1]) if found else process.pid  # bubblewrap failed before
-            return _Run(self.config, process, first).finish(wall_s, isolated=True)
+            found = self.bwrap and re.search(r'"child-pid": (\d+)', told_file.read())
+            first = int(found[1]) if found else process.pid  # also if bubblewrap failed
+            return _Run(self.config, process, first, bool(self.bwrap)).finish(wall_s)
 
     def _command(self, program: str) -> list[str]:
         c = self.config
@@ -305,133 +273,115 @@ class Sandbox:
 
 
 class _Run:
-    """A running program, until all its processes have ended."""
+    """A running program, until all its processes have ended.
 
-    def __init__(self, config: SandboxConfig, process: subprocess.Popen[bytes], first: int) -> None:
-        """first: pid of the first process of the pid namespace, else of the program."""
-        assert process.stdout is not None and process.stderr is not None
-        self.config, self.process, self.first = config, process, first
-        self.stdout, self.stderr = _Output(config.output_kb << 10), _Output(STDERR_BYTES)
-        self.sources = {process.stdout.fileno(): self.stdout, process.stderr.fileno(): self.stderr}
+    first: pid of the first process of the pid namespace, without isolation of the program
+    """
+
+    def __init__(
+        self, config: SandboxConfig, process: subprocess.Popen[bytes], first: int, isolated: bool
+    ) -> None:
+        self.config, self.process, self.first, self.isolated = config, process, first, isolated
         self.cpu_s = 0.0
-        for descriptor in self.sources:
-            os.set_blocking(descriptor, False)
+        self.stdout, self.stderr = bytearray(), bytearray()
+        self.limit = config.output_kb << 10
+        outputs = [(process.stdout, self.stdout, self.limit), (process.stderr, self.stderr, 4096)]
+        self.readers = [threading.Thread(target=_read, args=each, daemon=True) for each in outputs]
 
-    def finish(self, wall_s: float, isolated: bool) -> Outcome:
-        deadline = time.monotonic() + wall_s
+    def finish(self, wall_s: float) -> Outcome:
         try:
-            cause = self._watch(deadline, isolated)
+            for reader in self.readers:
+                reader.start()
+            cause = self._watch(time.monotonic() + wall_s)
         finally:
-            self._kill_all(isolated)
-        for descriptor, output in self.sources.items():
-            while not output.over and output.take(descriptor):
-                pass
+            self._kill_all()
+        for reader in self.readers:
+            reader.join(READ_S)
         code = self.process.returncode
         code = 128 - code if code < 0 else code
-        stderr = self.stderr.data.decode(errors="replace")
-        if not cause and self.stdout.over:
-            cause = "output"
-        cause = cause or self._cause_of(code, stderr)
-        return Outcome(self.stdout.data.decode(errors="replace"), code, cause, stderr)
+        stderr = self.stderr.decode(errors="replace")
+        if len(self.stdout) > self.limit:
+            cause = cause or "output"
+        if not cause and code > 128:
+            out_of_time = code == 128 + signal.SIGKILL and self.cpu_s >= self.config.cpu_s
+            cause = "cpu_time" if out_of_time else SIGNALS.get(code - 128, "killed")
+        elif not cause:
+            last = stderr.strip().rpartition("\n")[2]
+            found = (cause for sign, cause in REFUSALS.items() if sign in last)
+            cause = next(found, "error") if code else "ok"
+        return Outcome(self.stdout[: self.limit].decode(errors="replace"), code, cause, stderr)
 
-    def _watch(self, deadline: float, isolated: bool) -> str:
-        """Read output until the program ends (return "") or exceeds a limit (return its name)."""
-        ended = os.pidfd_open(self.process.pid)
-        next_look = time.monotonic() + BETWEEN_LOOKS_S
-        with selectors.PollSelector() as selector:
-            for descriptor in (ended, *self.sources):
-                selector.register(descriptor, selectors.EVENT_READ)
-            try:
-                while (now := time.monotonic()) < deadline:
-                    if now >= next_look:
-                        if cause := self._find_exceeded_limit(isolated):
-                            return cause
-                        cost = time.monotonic() - now
-                        next_look = time.monotonic() + max(BETWEEN_LOOKS_S, 4 * cost)
-                    wait = min(deadline, next_look) - time.monotonic()
-                    for key, _ in selector.select(max(0.0, wait)):
-                        if key.fd == ended:
-                            return ""
-                        if not self.sources[key.fd].take(key.fd):
-                            selector.unregister(key.fd)
-                    if self.stdout.over:
-                        return "output"
-                return "wall_time"
-            finally:
-                os.close(ended)
+    def _watch(self, deadline: float) -> str:
+        """Wait until the program ends (return "") or exceeds a limit (return its name)."""
+        ended, pause = os.pidfd_open(self.process.pid), BETWEEN_LOOKS_S
+        try:
+            while not wait([ended], min(pause, deadline - time.monotonic())):
+                started = time.monotonic()
+                if started >= deadline:
+                    return "wall_time"
+                if exceeded := self._find_exceeded_limit():
+                    return exceeded
+                pause = max(BETWEEN_LOOKS_S, 4 * (time.monotonic() - started))
+            return ""
+        finally:
+            os.close(ended)
 
-    def _find_exceeded_limit(self, isolated: bool) -> str:
+    def _find_exceeded_limit(self) -> str:
         """Return the first limit that all processes together exceed now, "" for none."""
-        memory, threads, cpu_s = 0, 0, 0.0
-        pids = [self.first, *_descendants(self.first)]
-        for pid in pids:
-            with contextlib.suppress(OSError, IndexError):  # ended meanwhile
-                fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2]
-                values = fields.split()
-                cpu_s += sum(map(int, values[11:15])) / os.sysconf("SC_CLK_TCK")
-                threads += int(values[17])
-                memory += _memory_of(pid)
+        memory, threads, cpu_s, processes = 0, 0, 0.0, _with_descendants(self.first)
+        for process in processes:
+            with contextlib.suppress(psutil.Error), process.oneshot():  # it may have ended
+                cpu_s += sum(process.cpu_times()[:4])
+                threads += process.num_threads()
+                try:
+                    memory += process.memory_full_info().pss
+                except psutil.AccessDenied:  # a program can hide it
+                    memory += process.memory_info().rss
         self.cpu_s = max(self.cpu_s, cpu_s)
-        if memory > self.config.memory_mb * MIB:
-            return "memory"
-        if threads > self.config.processes + isolated:  # bubblewrap's own process
-            return "processes"
-        if cpu_s > self.config.cpu_s:
-            return "cpu_time"
-        return "files" if isolated and self._has_too_many_files(pids) else ""
+        exceeded = {
+            "output": len(self.stdout) > self.limit,
+            "memory": memory > self.config.memory_mb * MIB,
+            "processes": threads > self.config.processes + self.isolated,  # one of bubblewrap's
+            "cpu_time": cpu_s > self.config.cpu_s,
+            "files": self.isolated and self._has_too_many_files(processes),
+        }
+        return next((name for name, over in exceeded.items() if over), "")
 
-    def _has_too_many_files(self, pids: list[int]) -> bool:
-        for pid in reversed(pids):
+    def _has_too_many_files(self, processes: list[psutil.Process]) -> bool:
+        for process in reversed(processes):
             with contextlib.suppress(OSError):
-                found = os.statvfs(f"/proc/{pid}/root{SCRATCH}")
+                found = os.statvfs(f"/proc/{process.pid}/root{SCRATCH}")
                 if found.f_blocks * found.f_frsize == self.config.file_mb * MIB:
                     used = found.f_files - found.f_ffree
                     return used >= self.config.files * INODES_PER_FILE or not found.f_bfree
         return False
 
-    def _kill_all(self, isolated: bool) -> None:
+    def _kill_all(self) -> None:
         """Kill all processes; a pid namespace ends with its first process, which ends last."""
-        deadline = time.monotonic() + KILL_S
-        if not isolated:
+        found = _with_descendants(self.first)
+        if not self.isolated:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-        for pid in (self.first, *([] if isolated else _descendants(self.first))):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+        for process in found[:1] if self.isolated else found:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
         self.process.wait(KILL_S)
-        while isolated and self.first != self.process.pid and time.monotonic() < deadline:
-            try:
-                if os.waitpid(self.first, os.WNOHANG)[0]:
-                    return
-            except ChildProcessError:  # bubblewrap has waited for it
-                return
-            time.sleep(0.001)
-
-    def _cause_of(self, code: int, stderr: str) -> str:
-        if not code:
-            return "ok"
-        if code > 128:
-            out_of_time = code == 128 + signal.SIGKILL and self.cpu_s >= self.config.cpu_s
-            return "cpu_time" if out_of_time else SIGNALS.get(code - 128, "killed")
-        last = stderr.strip().rpartition("\n")[2]
-        return next((cause for sign, cause in REFUSALS.items() if sign in last), "error")
+        psutil.wait_procs(found[:1], KILL_S)
 
 
-def _descendants(pid: int) -> list[int]:
+def _read(stream: IO[bytes], output: bytearray, limit: int) -> None:
+    """Read until the end, to let the program write on; keep one byte more than the limit."""
+    with contextlib.suppress(OSError):  # closed while a process that got away still writes
+        while read := os.read(stream.fileno(), 1 << 16):
+            output += read[: limit + 1 - len(output)]
+
+
+def _with_descendants(pid: int) -> list[psutil.Process]:
     try:
-        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
     except psutil.Error:
         return []
-
-
-def _memory_of(pid: int) -> int:
-    """Return the proportional set size of a process, bytes; its resident size if it is hidden."""
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
-        return next((int(line.split()[1]) << 10 for line in lines if line[:4] == "Pss:"), 0)
-    except OSError:
-        pages = Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]
-        return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _open_read_only(stack: contextlib.ExitStack, data: bytes) -> int:
@@ -451,17 +401,3 @@ def _fresh_uid() -> int:
     first, _, count = max(ranges, key=lambda each: each[2])
     high = min(first + count, (1 << 31) - 2)
     return random.SystemRandom().randrange((first + high) // 2, high)
-
-
-def _output_of(python: str, program: str) -> bytes:
-    done = subprocess.run(
-        [python, "-I", "-c", program],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        timeout=60,
-        check=False,
-        env={},
-    )
-    if done.returncode:
-        raise OSError(f"{python} does not start: {done.stderr[-200:].decode(errors='replace')}")
-    return done.stdout

@@ -14,7 +14,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -22,9 +22,11 @@ from mindspeed_rlxf.config import plugins
 from mindspeed_rlxf.config.plugins import Source, run_as_module
 from mindspeed_rlxf.config.reward_section import (
     BY_SOURCE,
+    FunctionConfig,
     SandboxConfig,
     find_function,
     keywords_of,
+    split_name,
 )
 from mindspeed_rlxf.rewards.outcome import Cause, Sample, ScoreFailure, ScoringBroken, to_result
 from mindspeed_rlxf.rewards.rules import RULES, RewardResult
@@ -33,70 +35,55 @@ MAX_OUTPUT = 2**20  # bytes that the scoring of a sample may print, or return
 
 
 @dataclass(frozen=True)
-class Part:
-    """One reward function.
-
-    source:       file of the function; None = `function` is the name of a rule
-    data_sources: those that it scores, empty = all
-    """
-
-    name: str
-    function: str
-    source: Source | None = None
-    weight: float = 1.0
-    arguments: dict[str, Any] = field(default_factory=dict)
-    data_sources: tuple[str, ...] = ()
-
-    def applies_to(self, data_source: str) -> bool:
-        return not self.data_sources or data_source in self.data_sources
-
-
-@dataclass(frozen=True)
 class Plan:
-    """All that a scoring process needs, in plain values.
+    """Everything a scoring process needs.
 
-    parts:    reward functions, whose weighted scores are added
+    parts:    reward functions, whose weighted scores are added, and the file of each; None = its
+              `function` names a rule
     rules:    data source -> name of its rule
     plugins:  files that register rules of plugins
     defaults: whether the rule of its data source scores a sample that no part applies to
-    sandbox:  keys of reward.sandbox; None where no rule runs programs
+    sandbox:  None if no rule runs programs
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[tuple[FunctionConfig, Source | None], ...]
     rules: dict[str, str]
     plugins: tuple[Source, ...] = ()
     defaults: bool = True
-    sandbox: dict[str, Any] | None = None
+    sandbox: SandboxConfig | None = None
 
 
 class SampleScorer:
     """Scores samples by a plan; runs the plan's files, whose exceptions are not caught."""
 
     def __init__(self, plan: Plan) -> None:
-        for source in plan.plugins:
-            plugins.load(source)
+        for plugin in plan.plugins:
+            plugins.load(plugin)
         self._plan = plan
-        self._parts = [
-            (p, find_function(run_as_module(p.source), p.function) if p.source else None)
-            for p in plan.parts
-        ]
+        self._parts: list[tuple[FunctionConfig, Callable[..., Any] | None]] = []
+        for part, source in plan.parts:
+            path_and_name = split_name(part.function or "")
+            if source is None or path_and_name is None:
+                self._parts.append((part, None))
+            else:
+                self._parts.append((part, find_function(run_as_module(source), path_and_name[1])))
 
     def score(self, sample: Sample) -> RewardResult:
         """Score by the functions that apply to the data source, else by its rule."""
-        wanted = [part for part in self._parts if part[0].applies_to(sample.data_source)]
-        if not wanted:
-            return self._score_part(Part("", BY_SOURCE), None, sample)
-        results = [(p.name, p.weight, self._score_part(p, call, sample)) for p, call in wanted]
-        return weighted_sum(results)
+        results = []
+        for part, function in self._parts:
+            if not part.applies_to(sample.data_source):
+                continue
+            if function is None:
+                result = self._apply_rule(part.function or BY_SOURCE, sample, part.arguments)
+            else:
+                given = {name: getattr(sample, name) for name in keywords_of(function)}
+                value = function(**given, **part.arguments)
+                result = to_result(asyncio.run(value) if inspect.iscoroutine(value) else value)
+            results.append((part.name, part.weight, result))
+        return weighted_sum(results) if results else self._apply_rule(BY_SOURCE, sample, {})
 
-    def _score_part(
-        self, part: Part, function: Callable[..., Any] | None, sample: Sample
-    ) -> RewardResult:
-        if function is not None:
-            given = {name: getattr(sample, name) for name in keywords_of(function)}
-            value = function(**given, **part.arguments)
-            return to_result(asyncio.run(value) if inspect.iscoroutine(value) else value)
-        rule, arguments = part.function, part.arguments
+    def _apply_rule(self, rule: str, sample: Sample, arguments: dict[str, Any]) -> RewardResult:
         if rule == BY_SOURCE:
             rule, arguments = self._plan.rules[sample.data_source], {}
         result = RULES[rule](sample.response, sample.ground_truth, **arguments)
@@ -153,7 +140,7 @@ def main() -> None:
         if plan.sandbox is not None:
             from mindspeed_rlxf.rewards import programs  # half of the time to start
 
-            line = programs.SHARED.use(SandboxConfig.model_validate(plan.sandbox))
+            line = programs.SHARED.use(plan.sandbox)
         scorer, reply = SampleScorer(plan), json.dumps({"sandbox": line})
     except BaseException as error:
         channel.send_bytes(

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, TypeAlias
 
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import LearningConfig, RunConfig
-from mindspeed_rlxf.engine import offload
 from mindspeed_rlxf.engine.train_engine import TrainEngine
 from mindspeed_rlxf.models.parameter_counts import HEADS
 
@@ -16,16 +14,6 @@ if TYPE_CHECKING:
     from mindspeed_rlxf.engine.engine import MegatronEngine
 
 EngineFactory: TypeAlias = Callable[[RunConfig, Role], TrainEngine]
-SHORT_NAMES = {Role.ACTOR_ROLLOUT: "actor", Role.CRITIC: "critic"}
-
-
-def room_on_device() -> AbstractContextManager[None]:
-    """Return a context manager that moves what the keys `offload` name to the host on entry.
-
-    Of all engines of this process; the next engine that computes brings its own parts back. For
-    models that are no engine and need the device's memory.
-    """
-    return offload.holding()
 
 
 def megatron_engine(config: RunConfig, role: Role) -> MegatronEngine:
@@ -42,13 +30,14 @@ def megatron_engine(config: RunConfig, role: Role) -> MegatronEngine:
         return MegatronEngine(
             section, HEADS[role], training.seed, deterministic=training.deterministic
         )
+    name = "actor" if role is Role.ACTOR_ROLLOUT else "critic"
     return MegatronEngine(
         section,
         HEADS[role],
         training.seed,
         section.optimizer,
         config.learning_iters(role),
-        SkippedSteps(training.nan_policy, training.max_skipped, SHORT_NAMES[role]),
+        SkippedSteps(training.nan_policy, training.max_skipped, name),
         training.deterministic,
         training.tokenizer_name_or_path,
     )

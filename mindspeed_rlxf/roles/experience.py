@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rlxf.algorithms.advantages import overlong_penalty, shape_scores, token_rewards
-from mindspeed_rlxf.algorithms.estimators import Estimate, Rewarded
+from mindspeed_rlxf.algorithms.estimators import Rewarded
 from mindspeed_rlxf.algorithms.kl import kl_per_token
 from mindspeed_rlxf.algorithms.masked import AllReduce, masked_mean, masked_whiten
 from mindspeed_rlxf.algorithms.slots import value_mask
@@ -54,49 +54,57 @@ class ExperienceMaker:
     def make(self, inputs: ExperienceInputs) -> RoleOutput:
         """Compute rewards, advantages and returns; a collective over replicas.
 
-        The rewards contain the KL penalty if the objective puts it there.
-        Rows: Experience. Report: ExperienceReport. With a token log also the rows of that log.
-        Errors: ValueError for scores that are NaN or inf, unless `nan_policy` is skip, and for
-        whitening over fewer than two tokens.
+        Rows: Experience, whose unused columns have width 0. Report: ExperienceReport. With a token
+        log also the rows of that log.
+
+        Raises:
+            ValueError: scores that are NaN or inf, unless `nan_policy` is skip; whitening over
+                fewer than two tokens.
         """
         rollouts, width = inputs.rollouts, inputs.rollouts.response_ids.size(1)
         # Each role pads to the longest response that its own replica saw.
         given_old = rollouts.rollout_log_probs if inputs.old is None else inputs.old.log_probs
         old = None if self.old_are_of_update else fit_columns(given_old, width)
         ref = None if inputs.ref is None else fit_columns(inputs.ref.log_probs, width)
-        kl = self._compute_kl(inputs, old, ref)
-        trained = rollouts.trained_mask & self._find_scored(inputs)[:, None]
-        zero = torch.zeros(trained.shape)
-        given = self._make_rewarded(inputs, trained, zero if kl is None else kl * trained)
-        estimate = self.objective.estimate(given)
-        experience = self._make_experience(given, estimate, old, ref)
-        report = _summarize(experience, given, kl, rollouts.trained_mask)
-        return RoleOutput(experience, report, _make_token_rows(inputs, experience, kl))
-
-    def _compute_kl(
-        self, inputs: ExperienceInputs, old: Tensor | None, ref: Tensor | None
-    ) -> Tensor | None:
-        """Return [batch, response]: the KL of each token, by `kl_penalty`.
-
-        If the reference has computed the KL over the vocabulary, returns that, old log-probs or
-        not; else None without old or reference log-probs.
-        """
-        if isinstance(inputs.ref, LogProbsWithKl):
-            return fit_columns(inputs.ref.kl, inputs.rollouts.response_ids.size(1))
-        if old is None or ref is None:
-            return None
-        return kl_per_token(old, ref, self.algorithm.kl_penalty)
-
-    def _find_scored(self, inputs: ExperienceInputs) -> Tensor:
-        """Return [batch] bool: False = the response is masked out of advantages and losses.
-
-        It, its greedy response, or in online DPO the other response of its pair, could not be
-        scored for a cause that is not the response's.
-        """
+        kl = None  # [batch, response]
+        if isinstance(inputs.ref, LogProbsWithKl):  # over the vocabulary
+            kl = fit_columns(inputs.ref.kl, width)
+        elif old is not None and ref is not None:
+            kl = kl_per_token(old, ref, self.algorithm.kl_penalty)
+        # A response is masked out if it, its greedy response or the other one of its pair could not
+        # be scored for a cause that is not the response's.
         scored = inputs.scores.is_scored
         if inputs.greedy_scores is not None:
             scored = scored & inputs.greedy_scores.is_scored
-        return scored.view(-1, 2).all(1).repeat_interleave(2) if self.pairs else scored
+        if self.pairs:
+            scored = scored.view(-1, 2).all(1).repeat_interleave(2)
+        trained = rollouts.trained_mask & scored[:, None]
+        zero = torch.zeros(trained.shape)
+        given = self._make_rewarded(inputs, trained, zero if kl is None else kl * trained)
+        estimate = self.objective.estimate(given)
+        none = trained.new_zeros(len(trained), 0)
+        reads_reference = self.objective.reads_reference or self.measures_kl
+        experience = Experience(
+            advantages=estimate.advantages.where(trained, 0.0),  # NaN too
+            trained_mask=trained,
+            old_log_probs=none.float() if old is None else old,
+            ref_log_probs=none.float() if ref is None or not reads_reference else ref,
+            returns=none.float() if estimate.returns is None else estimate.returns,
+            values=none.float() if given.values is None else given.values,
+            value_mask=none if given.values is None else given.value_mask,
+        )
+        report = _summarize(experience, given, kl, rollouts.trained_mask)
+        token_rows = None
+        if inputs.token_log is not None:
+            token_rows = TokenRows(
+                inputs.token_log,
+                rollouts.sample_ids,
+                rollouts.response_lengths,
+                experience.advantages,
+                kl,
+                experience.values if experience.values.size(1) else None,
+            )
+        return RoleOutput(experience, report, token_rows)
 
     def _make_rewarded(self, inputs: ExperienceInputs, trained: Tensor, kl: Tensor) -> Rewarded:
         """Return the input of the advantage estimator: rewards per slot, masks, values, scores.
@@ -142,10 +150,16 @@ class ExperienceMaker:
     def _shape_scores(self, rollouts: Rollouts, scores: Scores) -> Tensor:
         """Return [batch]: scores, scaled and clipped, less the penalties (missing EOS, length).
 
-        Errors: ValueError for NaN or inf; with `nan_policy: skip` they give NaN.
+        Raises:
+            ValueError: NaN or inf, which give NaN with `nan_policy: skip`.
         """
-        if not self.skips:
-            _check_finite(scores.scores, rollouts.sample_ids)
+        given = zip(rollouts.sample_ids, scores.scores.tolist(), strict=True)
+        wrong = [f"{score} for sample {i}" for i, score in given if not isfinite(score)]
+        if wrong and not self.skips:
+            raise ValueError(
+                f"scores must be finite numbers, the reward gave {', '.join(wrong[:8])}; correct "
+                "the reward, or set training.nan_policy=skip"
+            )
         algorithm = self.algorithm
         score = shape_scores(scores.scores, algorithm.reward_scale, algorithm.reward_clip)
         score = score - algorithm.missing_eos_penalty * (~rollouts.has_eos)
@@ -156,69 +170,13 @@ class ExperienceMaker:
             algorithm.overlong_penalty_factor,
         )
 
-    def _make_experience(
-        self, given: Rewarded, estimate: Estimate, old: Tensor | None, ref: Tensor | None
-    ) -> Experience:
-        """Return the Experience of these parts; columns that the run does not need have width 0.
-
-        Advantages are set to 0 at tokens that are not trained; returns stay as they are.
-        """
-        trained = given.trained_mask
-        none = trained.new_zeros(len(trained), 0)
-        reads_reference = self.objective.reads_reference or self.measures_kl
-        return Experience(
-            advantages=estimate.advantages.where(trained, 0.0),  # NaN too
-            trained_mask=trained,
-            old_log_probs=none.float() if old is None else old,
-            ref_log_probs=none.float() if ref is None or not reads_reference else ref,
-            returns=none.float() if estimate.returns is None else estimate.returns,
-            values=none.float() if given.values is None else given.values,
-            value_mask=none if given.values is None else given.value_mask,
-        )
-
-
-def _check_finite(scores: Tensor, sample_ids: list[int]) -> None:
-    """Raise ValueError, naming the first 8 such samples, if a score is NaN or inf."""
-    wrong = {i: s for i, s in zip(sample_ids, scores.tolist(), strict=True) if not isfinite(s)}
-    if wrong:
-        named = ", ".join(f"{score} for sample {i}" for i, score in list(wrong.items())[:8])
-        raise ValueError(
-            f"scores must be finite numbers, the reward gave {named}; correct the reward, or set "
-            "training.nan_policy=skip"
-        )
-
-
-def _make_token_rows(
-    inputs: ExperienceInputs, experience: Experience, kl: Tensor | None
-) -> TokenRows | None:
-    """Return what the token log gets: ids, response lengths, advantages, KL, values; no copy.
-
-    None without a token log. Values are None without a critic.
-    kl: [batch, response] or None
-    """
-    if inputs.token_log is None:
-        return None
-    rollouts = inputs.rollouts
-    return TokenRows(
-        inputs.token_log,
-        rollouts.sample_ids,
-        rollouts.response_lengths,
-        experience.advantages,
-        kl,
-        experience.values if experience.values.size(1) else None,
-    )
-
 
 def _summarize(
     experience: Experience, given: Rewarded, kl: Tensor | None, generated: Tensor
 ) -> ExperienceReport:
-    """Return summaries of a replica's experience for the metrics.
+    """Summarize a replica's experience for the metrics, without responses that are not scored.
 
-    `rewards` is of their sum per response, `advantages` of trained tokens. `returns`, `values`
-    and `fit` are of the slots, None without a critic. All leave out responses that are not scored.
-    kl:        [batch, response], reported as a list of each response's mean over its generated
-               tokens; None = not computed, reported as []
-    generated: [batch, response] bool
+    kl and generated are [batch, response].
     """
     tokens, slots, scored = experience.trained_mask, experience.value_mask, given.is_scored
     has_values = bool(slots.numel())

@@ -90,7 +90,19 @@ class ClippedObjective:
     def step(
         self, rollouts: Rollouts, experience: Experience, rows: list[int], kl_coef: float
     ) -> PolicyStep:
-        advantages = self._step_advantages(rollouts, experience, rows)
+        advantages = experience.advantages
+        if self.algorithm.advantage_whiten is AdvantageWhiten.MINIBATCH:
+            advantages = torch.zeros_like(advantages)
+            advantages[rows] = masked_whiten(
+                experience.advantages[rows],
+                experience.trained_mask[rows],
+                self.sum_over_replicas,
+            )
+        # The clipped loss is proportional to the advantages, so they take the importance weights.
+        if (threshold := self.algorithm.rollout_is_threshold) is not None:
+            rollout = fit_columns(rollouts.rollout_log_probs, advantages.size(1))
+            ratio = truncated_importance(experience.old_log_probs, rollout, threshold)
+            advantages = advantages * ratio
         loss = partial(self.loss, experience, advantages, kl_coef)
         return PolicyStep(loss, self.actor.logit_temperature)
 
@@ -116,7 +128,6 @@ class ClippedObjective:
             return column[rows][mask].to(log_probs.device)
 
         lengths = mask.sum(1)
-        # Without columns the old log-probs are those of this step: the ratio is 1.
         old = log_probs.detach()
         if experience.old_log_probs.size(1):
             old = of_tokens(experience.old_log_probs)
@@ -141,29 +152,6 @@ class ClippedObjective:
             parts,
             per_token,
         )
-
-    def _step_advantages(
-        self, rollouts: Rollouts, experience: Experience, rows: list[int]
-    ) -> Tensor:
-        """Return [all rows, response] advantages of an optimizer step on `rows`.
-
-        With `advantage_whiten: minibatch` they are whitened over the mini-batch of all replicas,
-        and 0 in other rows. With `rollout_is_threshold` they are multiplied by each token's
-        importance weight (the clipped loss is proportional to them).
-        """
-        advantages = experience.advantages
-        if self.algorithm.advantage_whiten is AdvantageWhiten.MINIBATCH:
-            advantages = torch.zeros_like(advantages)
-            advantages[rows] = masked_whiten(
-                experience.advantages[rows],
-                experience.trained_mask[rows],
-                self.sum_over_replicas,
-            )
-        if (threshold := self.algorithm.rollout_is_threshold) is not None:
-            rollout = fit_columns(rollouts.rollout_log_probs, advantages.size(1))
-            ratio = truncated_importance(experience.old_log_probs, rollout, threshold)
-            advantages = advantages * ratio
-        return advantages
 
 
 class PairObjective:
@@ -201,7 +189,9 @@ class PairObjective:
         lengths = mask.sum(1).tolist()
         ratios = torch.stack([part.sum() for part in (log_probs - ref).split(lengths)])
         first, second = ratios.view(-1, 2).unbind(1)
-        sign = _read_preferences(experience.advantages[rows], mask).to(log_probs.device)
+        # The preference of a pair is the advantage of its first response at any trained token.
+        at = mask.long().argmax(1, keepdim=True)
+        sign = experience.advantages[rows].gather(1, at).view(-1, 2)[:, 0].to(log_probs.device)
         chosen = torch.where(sign < 0, second, first)
         rejected = torch.where(sign < 0, first, second)
         decided = (sign != 0).float()
@@ -217,19 +207,6 @@ class PairObjective:
             "entropy": Mean.of(entropy, len(entropy)),
         }
         return LossOutput(loss.sum(), pairs, metrics)
-
-
-def _read_preferences(advantages: Tensor, mask: Tensor) -> Tensor:
-    """Return the advantage of each pair's first response, at its first trained token: [pairs].
-
-    It is 1 where the first response is better, -1 where the second is, 0 if equal, or NaN.
-
-    advantages: [2 * pairs, response], equal for all trained tokens of a response; its first
-                token is read where it has no trained one
-    mask:       [2 * pairs, response] bool, True = trained token
-    """
-    first = mask.long().argmax(1, keepdim=True)
-    return advantages.gather(1, first).view(-1, 2)[:, 0]
 
 
 OBJECTIVES: dict[str, Callable[[RunConfig, AllReduce], Objective]] = {

@@ -220,19 +220,11 @@ def measure_differences(
         found = {"rollout/log_prob_gap_mean": Mean.of(gaps, gaps.numel())}
         if experience.ref_log_probs.size(1):
             kl = kl_per_token(log_probs, experience.ref_log_probs[rows][mask], kl_penalty)
-            means = _row_means(kl, mask)
+            placed = kl.new_zeros(mask.shape)
+            placed[mask] = kl
+            present = mask.any(1)
+            means = placed[present].sum(1) / mask[present].sum(1)
             found["critic/kl"] = Mean.of(means, len(means))
         return replace(output, metrics=output.metrics | found)
 
     return replace(step, loss=loss)
-
-
-def _row_means(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean of each row's values, for the rows that have any.
-
-    values: [tokens], those where `mask` [rows, response] is True, row after row
-    """
-    placed = values.new_zeros(mask.shape)
-    placed[mask] = values
-    present = mask.any(1)
-    return placed[present].sum(1) / mask[present].sum(1)

@@ -7,18 +7,14 @@ from mindspeed_rlxf.cluster.interface import Pool
 from mindspeed_rlxf.cluster.refs import RowsRef
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.data.batch import (
-    RoleOutput,
-    Rollouts,
-    RuleScores,
-    Scores,
-)
+from mindspeed_rlxf.data.batch import RoleOutput, Rollouts, RuleScores, Scores
 from mindspeed_rlxf.data.prompt_store import reward_style
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
+from mindspeed_rlxf.engine import offload
 from mindspeed_rlxf.rewards.classifier import Classifier
 from mindspeed_rlxf.rewards.manager import RewardManager
 from mindspeed_rlxf.rewards.verifiers import AnswerFinder
-from mindspeed_rlxf.roles.engines import EngineFactory, megatron_engine, room_on_device
+from mindspeed_rlxf.roles.engines import EngineFactory, megatron_engine
 from mindspeed_rlxf.roles.reports import FailedSample, ScoreReport
 from mindspeed_rlxf.roles.scorer import ScorerRole
 
@@ -136,20 +132,16 @@ class RewardRole:
         Rows: Scores. Report: ScoreReport. Of a reward model only on the leader of a replica.
         """
         if self.classifier is not None:
-            return self._score_by_classifier(self.classifier, rollouts)
+            prompts = self._decode(rollouts.prompt_tokens())
+            responses = self._decode(rollouts.response_tokens())
+            pairs = zip(prompts, responses, strict=True)
+            with offload.holding():  # engines make room on the device
+                found = self.classifier.score([prompt + response for prompt, response in pairs])
+            return RoleOutput(Scores(torch.tensor(found, dtype=torch.float32)), ScoreReport(found))
         if self.engine is None:
             return self.score_by_rule(rollouts)
         scores = self.engine.scores(rollouts)
         return RoleOutput(scores, ScoreReport(scores.scores.tolist()) if scores else None)
-
-    def _score_by_classifier(self, classifier: Classifier, rollouts: Rollouts) -> RoleOutput:
-        prompts = self._decode(rollouts.prompt_tokens())
-        responses = self._decode(rollouts.response_tokens())
-        pairs = zip(prompts, responses, strict=True)
-        with room_on_device():
-            scores = classifier.score([prompt + response for prompt, response in pairs])
-        rows = Scores(torch.tensor(scores, dtype=torch.float32))
-        return RoleOutput(rows, ScoreReport(scores))
 
     def _decode(self, token_ids: list[list[int]]) -> list[str]:
         texts: list[str] = self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)

@@ -93,7 +93,10 @@ class RolloutRole:
 
         policy = config.actor_rollout
         self.replica = build_replica(config, actor.engine if actor else None)
-        stop = _stop_strings(config)
+        stop = None
+        if policy.stop_strings:
+            tokenizer = load_tokenizer(config.training.tokenizer_name_or_path)
+            stop = StopStrings(policy.stop_strings, tokenizer)
         greedy = sampling_settings(policy, eos_token_ids, False, stop)
         self.settings = {
             Sampling.TRAINING: sampling_settings(policy, eos_token_ids, policy.do_sample, stop),
@@ -148,10 +151,3 @@ class RolloutRole:
         if not self.replica.is_leader:
             return RoleOutput()
         return make_output(rows, engine.stats(), sync_s, self.replica.device_name)
-
-
-def _stop_strings(config: RunConfig) -> StopStrings | None:
-    strings = config.actor_rollout.stop_strings
-    if not strings:
-        return None
-    return StopStrings(strings, load_tokenizer(config.training.tokenizer_name_or_path))

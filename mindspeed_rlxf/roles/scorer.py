@@ -1,13 +1,14 @@
 """The scorer role: it scores responses as they finish, in the process that generates them."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts, RoleOutput, Rollouts, RuleScores
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
-from mindspeed_rlxf.rewards.outcome import Outcome, Sample
+from mindspeed_rlxf.rewards.outcome import Sample
 from mindspeed_rlxf.rewards.plans import Scoring, StreamingRewards, scores_row
 from mindspeed_rlxf.rewards.verifiers import AnswerFinder
 from mindspeed_rlxf.roles.reports import FailedSample, ScoreReport
@@ -43,17 +44,14 @@ class ScorerRole:
         self._started = [*self._started, begun][-KEPT_GENERATIONS:]
         for result in results:
             place = result.place
-            if not (self.is_leader and scores_row(self.reward, prompts.extra_infos[place])):
-                yield result
-                continue
-            sample = self._sample(
-                prompts.token_ids[place].tolist(),
-                result.tokens,
-                prompts.ground_truths[place],
-                prompts.data_sources[place],
-                prompts.extra_infos[place],
-            )
-            begun[_key(prompts.sample_ids[place], result.tokens)] = self.rewards.submit(sample)
+            if self.is_leader and scores_row(self.reward, prompts.extra_infos[place]):
+                begun[(prompts.sample_ids[place], *result.tokens)] = self._submit(
+                    prompts.token_ids[place].tolist(),
+                    result.tokens,
+                    prompts.ground_truths[place],
+                    prompts.data_sources[place],
+                    prompts.extra_infos[place],
+                )
             yield result
 
     def score(self, rollouts: Rollouts, validates: bool = False) -> RoleOutput:
@@ -78,53 +76,35 @@ class ScorerRole:
         failed_score = self.reward.failed_score
         scores = [o.result.score if o.result else failed_score for o in outcomes]
         parts = [dict(o.result.parts) if o.result else {} for o in outcomes]
-        failures = _list_failures(rollouts.sample_ids, outcomes)
+        failures = [
+            FailedSample(id_, o.cause.value, o.message, o.cause.is_outside) if o.cause else None
+            for id_, o in zip(rollouts.sample_ids, outcomes, strict=True)
+        ]
         rows = RuleScores(torch.tensor(scores, dtype=torch.float32), parts, failures)
-        answers = self._find_answers(rollouts) if validates else []
+        answers: list[str | None] = []
+        if validates:
+            texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
+            answers = self.answers.find(texts, rollouts.data_sources)
         return RoleOutput(rows, ScoreReport(scores, parts, failures, answers))
-
-    def _find_answers(self, rollouts: Rollouts) -> list[str | None]:
-        texts = self.tokenizer.batch_decode(rollouts.response_tokens(), skip_special_tokens=True)
-        return self.answers.find(texts, rollouts.data_sources)
 
     def _take_scoring(
         self, rollouts: Rollouts, row: int, prompt: list[int], response: list[int]
     ) -> Scoring:
-        """Return the running scoring of a row that `follow` started, else start one.
-
-        Found by sample id and response, in the latest generation that has it. It is returned once:
-        a second call for the same row takes an earlier generation's or starts another.
-        """
-        key = _key(rollouts.sample_ids[row], response)
+        """Return the running scoring of a row that `follow` started, once, else start one."""
+        key = (rollouts.sample_ids[row], *response)
         for begun in reversed(self._started):
             if key in begun:
                 return begun.pop(key)
-        return self.rewards.submit(
-            self._sample(
-                prompt,
-                response,
-                rollouts.ground_truths[row],
-                rollouts.data_sources[row],
-                rollouts.extra_infos[row],
-            )
+        return self._submit(
+            prompt,
+            response,
+            rollouts.ground_truths[row],
+            rollouts.data_sources[row],
+            rollouts.extra_infos[row],
         )
 
-    def _sample(self, prompt: Sequence[int], response: Sequence[int], *labels: object) -> Sample:
-        prompt_text, text = self.tokenizer.batch_decode(
+    def _submit(self, prompt: Sequence[int], response: Sequence[int], *labels: Any) -> Scoring:
+        texts = self.tokenizer.batch_decode(
             [list(prompt), list(response)], skip_special_tokens=True
         )
-        return Sample(prompt_text, text, *labels)  # type: ignore[arg-type]
-
-
-def _key(sample_id: int, response: Sequence[int]) -> tuple[int, ...]:
-    return (sample_id, *response)
-
-
-def _list_failures(
-    sample_ids: Sequence[int], outcomes: Sequence[Outcome]
-) -> list[FailedSample | None]:
-    """Return one entry per sample: its failure, or None where it was scored."""
-    return [
-        FailedSample(sample_id, o.cause.value, o.message, o.cause.is_outside) if o.cause else None
-        for sample_id, o in zip(sample_ids, outcomes, strict=True)
-    ]
+        return self.rewards.submit(Sample(*texts, *labels))

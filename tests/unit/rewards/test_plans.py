@@ -102,8 +102,8 @@ def test_a_plan_has_every_text_that_a_process_needs() -> None:
     plugins.load(plugin)
     file = {"function": "/gone/mine.py:score", "sha256": mine.sha256}
     plan = make_plan(reward(file, {"function": "length"}, {"url": "http://h/"}))
-    assert [(part.function, part.source) for part in plan.parts] == [
-        ("score", mine),
+    assert [(part.function, source) for part, source in plan.parts] == [
+        ("/gone/mine.py:score", mine),
         ("length", None),
     ]
     assert plan.rules == BUILTIN_SOURCES and plan.plugins == ()
@@ -147,8 +147,7 @@ def test_the_sandbox_is_in_the_plan_where_a_rule_or_a_function_runs_programs() -
         reward(rules={"mine": "code_all"}, **own),
         reward({"function": "gsm8k"}, {"function": "code"}, **own),
     ):
-        sandbox = make_plan(found).sandbox
-        assert sandbox is not None and SandboxConfig(**sandbox).memory_mb == 77
+        assert make_plan(found).sandbox == SandboxConfig(memory_mb=77)
         assert needs_processes(found, ["mine"])
 
 

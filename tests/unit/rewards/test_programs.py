@@ -163,7 +163,7 @@ def test_a_sandbox_that_stopped_working_is_no_score(rules: programs.CodeRules) -
     assert sandbox is not None
     broken = copy.copy(sandbox)
     broken.python = "/nowhere/python3"
-    with pytest.raises(SandboxError, match=r"no longer works: .*/nowhere/python3"):
+    with pytest.raises(SandboxError, match="/nowhere/python3"):
         broken.run("print(1)")
 
 

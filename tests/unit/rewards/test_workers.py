@@ -7,20 +7,28 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from mindspeed_rlxf.config.plugins import Source
+from mindspeed_rlxf.config.reward_section import FunctionConfig
 from mindspeed_rlxf.rewards.outcome import Cause, Outcome, Sample
-from mindspeed_rlxf.rewards.scoring import Part, Plan
+from mindspeed_rlxf.rewards.scoring import Plan
 from mindspeed_rlxf.rewards.workers import ScoringBroken, WorkerPool
 
 FILE = Path(__file__).with_name("hostile_functions.py")
 SOURCE = Source(str(FILE), FILE.read_text(encoding="utf-8"))
+
+
+def part(name: str, function: str, source: Source, **keys: Any) -> tuple[FunctionConfig, Source]:
+    return FunctionConfig(name=name, function=f"{source.file}:{function}", **keys), source
+
+
 PARTS = (
-    Part("exact", "score", SOURCE, weight=2.0, arguments={"scale": 3.0}, data_sources=("mine",)),
-    Part("later", "score_async", SOURCE, data_sources=("mine", "other")),
+    part("exact", "score", SOURCE, weight=2.0, arguments={"scale": 3.0}, data_sources=("mine",)),
+    part("later", "score_async", SOURCE, data_sources=("mine", "other")),
 )
 PLAN = Plan(PARTS, {"gsm8k": "gsm8k", "broken": "no such rule"})
 MEMORY = 4 * 2**30
@@ -134,8 +142,8 @@ def test_a_rule_that_is_wrong_for_one_data_source_fails_its_samples_alone(pool: 
     ],
 )
 def test_a_file_that_does_not_run_there_ends_the_scoring(text: str, said: str) -> None:
-    part = Part("score", "score", Source("/x/mine.py", text))
-    pool = WorkerPool(Plan((part,), {}), size=2, timeout_s=60.0, memory=MEMORY)
+    mine = part("score", "score", Source("/x/mine.py", text))
+    pool = WorkerPool(Plan((mine,), {}), size=2, timeout_s=60.0, memory=MEMORY)
     futures = [pool.submit(sample("2")) for _ in range(3)]
     for future in futures:
         with pytest.raises(ScoringBroken, match=said):
@@ -161,8 +169,8 @@ def test_a_forgotten_pool_ends_its_processes() -> None:
 
 
 def test_a_plan_may_be_larger_than_the_buffer_of_a_socket() -> None:
-    part = Part("exact", "score", SOURCE, arguments={"scale": 3.0}, weight=1.0)
-    plan = Plan((part,), {f"source {number}" + "x" * 1000: "gsm8k" for number in range(2000)})
+    exact = part("exact", "score", SOURCE, arguments={"scale": 3.0})
+    plan = Plan((exact,), {f"source {number}" + "x" * 1000: "gsm8k" for number in range(2000)})
     before = open_files()
     pool = WorkerPool(plan, size=1, timeout_s=20.0, memory=MEMORY)
     try:
@@ -176,7 +184,7 @@ def test_a_plan_may_be_larger_than_the_buffer_of_a_socket() -> None:
 def test_a_file_that_prints_without_end_when_it_is_imported_breaks_the_pool() -> None:
     """Every new process would print it again."""
     prints = Source("loud.py", "print('x' * 2_000_000)\ndef score(*_): return 1.0\n")
-    plan = Plan((Part("loud", "score", prints),), {})
+    plan = Plan((part("loud", "score", prints),), {})
     pool = WorkerPool(plan, size=1, timeout_s=60.0, memory=MEMORY)
     try:
         with pytest.raises(ScoringBroken, match="a scoring process did not start"):
