@@ -10,7 +10,7 @@ from tests.unit.test_layers import FILES, PACKAGE, imports_of, layer
 BUILDS = f"{PACKAGE}.roles.engines"  # chooses the engine of a role
 ROLES = [name for name in FILES if layer(name) == "roles" and name != BUILDS]
 ENGINE = f"{PACKAGE}.engine"
-SEAM = (f"{ENGINE}.train_engine",)
+SEAM = (f"{ENGINE}.train_engine", f"{ENGINE}.offload")
 COMPUTES = ("megatron", "torch.distributed", f"{PACKAGE}.models", f"{PACKAGE}.device")
 INSIDE = {"groups", "tp_group", "output_weight", "get_forward_backward_func", "all_reduce"}
 STORES = ("os", "shutil", "io", "tempfile", f"{PACKAGE}.checkpoint")
