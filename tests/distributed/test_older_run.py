@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.same_run import MACHINE_METRICS
 from mindspeed_rlxf.reporting.jsonl import read_jsonl
+from tests.chaos.same_run import MACHINE_METRICS
 from tests.processes import ROOT, read_metrics, with_sources
 
 STORED = ROOT / "tests" / "golden" / "older_run"
