@@ -17,10 +17,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from mindspeed_rlxf.checkpoint.supervised import (
     CHILD_OF,
@@ -38,19 +37,19 @@ FIRST_PAUSE_S = 5.0  # what the last attempt left is ended meanwhile
 LONGEST_PAUSE_S = 300.0
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(NamedTuple):
     """A failure of the training.
 
-    iteration: that failed; None = unknown
-    cause:     role, phase, class of the error, errno; None = a mistake found by a restart, which
-               is not the same failure as any other
-    saved:     iteration of the newest checkpoint; "" = none
+    Attributes:
+        iteration: that failed; None = unknown.
+        cause: role, phase, class of the error, errno; None = a mistake found by a restart, which is
+            not the same failure as any other.
+        saved: iteration of the newest checkpoint; 0 = none.
     """
 
     iteration: int | None
     cause: tuple[Any, ...] | None
-    saved: str
+    saved: int
 
 
 class Restarts:
@@ -68,18 +67,18 @@ class Restarts:
     def decide(self, failure: Failure, allowed: int) -> tuple[bool, str]:
         """Return whether to start again, and the reason; count the restart if so.
 
-        allowed: `training.max_restarts`; 0 = never, with "" as the reason
+        Refuses a failure with the cause and the iteration of the one before it. Counts anew from a
+        newer checkpoint.
 
-        Refuses a failure with the cause and the iteration of the failure before it. The count is
-        set to 0 if there is a newer checkpoint than at that one.
+        Args:
+            allowed: `training.max_restarts`; 0 = never, with "" as the reason.
         """
         last = self._last
         if failure.cause is not None or last is None:
             self._last = failure
-        if last is not None and _is_newer(failure.saved, last.saved):
+        if last is not None and failure.saved > last.saved:
             self.used = 0
-        before = None if last is None or last.cause is None else (last.iteration, last.cause)
-        if before == (failure.iteration, failure.cause):
+        if last is not None and last.cause is not None and last[:2] == failure[:2]:
             place = "" if failure.iteration is None else f" in iteration {failure.iteration}"
             return False, f"it failed twice{place} with the same cause"
         if not allowed:
@@ -91,40 +90,29 @@ class Restarts:
         return True, f"{self.used} of {allowed} (training.max_restarts), from {place}"
 
 
-def _is_newer(saved: str, before: str) -> bool:
-    """Whether checkpoint `saved` is of a later iteration than `before`; "" = no checkpoint."""
-    return saved.isdigit() and int(saved) > (int(before) if before.isdigit() else 0)
-
-
 def smaller_pools(
     pools: Mapping[str, Mapping[str, Any]], free: Sequence[int]
 ) -> Iterator[dict[str, list[int]]]:
     """Yield smaller shapes of the pool with the most processes, the largest shape first.
 
-    pools: name -> `processes` on each node, and `step`: processes of one replica
-    free:  devices of each node; the other pools keep their number of processes
-    Yields {name: processes on each node} for each multiple of `step` that is below the current
-    number and fits beside the other pools, on as few nodes as possible; nothing if none fits.
+    A shape has a multiple of `step` processes that fits beside the other pools, on as few nodes as
+    possible.
+
+    Args:
+        pools: name -> `processes` on each node, and `step`: processes of one replica.
+        free: devices of each node; the other pools keep their number of processes.
     """
     largest = max(pools, key=lambda name: sum(pools[name]["processes"]))
     others = sum(sum(pool["processes"]) for name, pool in pools.items() if name != largest)
     now, step = sum(pools[largest]["processes"]), int(pools[largest]["step"])
     most = min(now - 1, sum(free) - others)
     for count in range(most - most % step, 0, -step):
-        yield {largest: _fill_nodes(count, sorted(free, reverse=True))}
-
-
-def _fill_nodes(count: int, free: Sequence[int]) -> list[int]:
-    """Return processes per node, on as few nodes as possible; nodes without one are left out.
-
-    They are `count` in all, or fewer if there are fewer devices.
-    free: devices of each node, descending
-    """
-    shape = []
-    for devices in free:
-        shape.append(min(count, devices))
-        count -= shape[-1]
-    return [size for size in shape if size > 0]
+        shape, left = list[int](), count
+        for devices in sorted(free, reverse=True):
+            if size := min(left, devices):
+                shape.append(size)
+                left -= size
+        yield {largest: shape}
 
 
 POINTER = Path("checkpoints") / "latest_checkpointed_iteration.txt"
@@ -142,10 +130,15 @@ def supervise() -> int | None:
     Returns None if this process must do the work itself: it is that child, or a rank of torchrun,
     or its arguments (the YAML is not read) say that it runs in one process (runtime=local), may not
     restart, or does not train (dry_run, --cfg, --help).
-    The child is set to end with its parent.
+    The kernel kills the child when its parent ends (Linux).
     """
     if given := read_supervision():
-        _end_with_parent(given[0])
+        # Until training watches signals: an end without a traceback.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != given[0]:  # it has ended already
+            os._exit(EXIT_STOPPED)
         return None
     words = sys.argv[1:]
     trains = not any(word in NOT_TRAINING for word in words)
@@ -155,27 +148,11 @@ def supervise() -> int | None:
     return Supervisor([sys.executable, *sys.orig_argv[1:]]).run()
 
 
-def _end_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when the supervisor ends (Linux); restore default SIGINT.
-
-    Exits at once if the supervisor has ended already.
-    """
-    # Until training watches signals: an end without a traceback.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(EXIT_STOPPED)
-
-
 class Supervisor:
     """Runs the attempts of one command until it is done, is stopped, or may not restart."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        """Keep the command; no process is started yet.
-
-        command: starts the training process; on a restart, key=value arguments are appended
-        """
+        """Keep the command; on a restart, key=value arguments are appended."""
         self._command, self._started = list(command), time.monotonic()
         self._child: subprocess.Popen[bytes] | None = None
         self._stop: int | None = None  # the first signal that asked for an end
@@ -190,7 +167,10 @@ class Supervisor:
         """
         before = {s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
         try:
-            with tempfile.TemporaryDirectory(prefix="rlxf-run-") as folder, _locked(folder):
+            with tempfile.TemporaryDirectory(prefix="rlxf-run-") as folder:
+                # systemd-tmpfiles, which empties /tmp, leaves a locked folder alone.
+                with contextlib.suppress(OSError):
+                    fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_SH)
                 self._file = Path(folder) / "facts.json"
                 return self._run_attempts()
         finally:
@@ -200,19 +180,18 @@ class Supervisor:
     def _run_attempts(self) -> int:
         """Run attempts until no restart is needed or allowed; return the exit code.
 
-        Prints why a restart is made or not, and waits before it (`Restarts.pause_s`). If devices
-        are missing after a restart, tries again with fewer processes, at once and without counting
-        that. A mistake that only a restart finds counts as one more failure: storage may be away,
-        or another process not have ended yet.
-        Returns EXIT_STOPPED also if a signal to this process ended the run, or devices are missing
-        after a restart; EXIT_MISTAKE only for a mistake in the first attempt; EXIT_FAILED for a
-        failure that is not restarted.
+        If devices are missing after a restart, tries again with fewer processes, at once and
+        without counting that, else returns EXIT_STOPPED. A mistake that only a restart finds counts
+        as one more failure: storage may be away, or another process not have ended yet.
         """
         restarts = Restarts()
         changes, pools = list[str](), list[str]()  # pools: of a smaller size
         while True:
             write_facts(self._file, {})
-            code = self._run_attempt(changes)
+            mark = f"{os.getpid()}:{self._started}:{self._file}"
+            environment = {**os.environ, CHILD_OF: mark}
+            command = [*self._command, *changes]
+            code = self._wait_for(subprocess.Popen(command, env=environment))
             reported = read_facts(self._file)
             self._facts |= reported
             if self._stop is not None and code not in (EXIT_DONE, EXIT_FAILED, EXIT_MISTAKE):
@@ -246,10 +225,7 @@ class Supervisor:
             changes = self._restart_overrides() + pools
 
     def _restart_overrides(self) -> list[str]:
-        """Return the overrides of a restart: the same run directory, no new run, and resume.
-
-        On a cluster that the run joined, also: wait for nodes, and leave out bad ones.
-        """
+        """Return overrides that resume the run; on a joined cluster it waits for good nodes."""
         directory = quote(self._facts["directory"])
         changes = ["training.new_run=false", "training.resume=auto"]
         changes.append(f"training.output_dir={directory}")
@@ -258,20 +234,10 @@ class Supervisor:
             changes += [f"++resource_pool.wait_s={wait_s}", "++resource_pool.bad_nodes=leave_out"]
         return changes
 
-    def _run_attempt(self, changes: Sequence[str]) -> int:
-        """Run the command with `changes` appended; return its exit code, negative = a signal.
-
-        A variable of its environment marks it as the child of this supervisor.
-        """
-        mark = f"{os.getpid()}:{self._started}:{self._file}"
-        environment = {**os.environ, CHILD_OF: mark}
-        return self._wait_for(subprocess.Popen([*self._command, *changes], env=environment))
-
     def _wait_for(self, child: subprocess.Popen[bytes], limit_s: float = float("inf")) -> int:
         """Wait for a process; return its exit code, negative = a signal.
 
-        A signal that came before the process started is forwarded first. Kills the process after
-        `limit_s`, or when its time to stop after a signal is over.
+        Kills the process after `limit_s`, or when its time to stop after a signal is over.
         """
         self._child, started = child, time.monotonic()
         if self._stop is not None:  # a signal came before the child
@@ -306,30 +272,32 @@ class Supervisor:
         """Return the failure that this attempt left in failure.json, else one of the exit code.
 
         The latter is printed and written to failure.json. None if no attempt has reported its run
-        directory; it then prints how the process ended, unless the code is EXIT_FAILED.
+        directory.
 
-        reported: facts of this attempt. It first moves an older failure.json away, then reports its
-                  directory; if it did not, failure.json is of an attempt before
+        Args:
+            reported: facts of this attempt. It first moves an older failure.json away, then reports
+                its directory; if it did not, failure.json is of an attempt before.
         """
+        end = describe_end(code)
         if "directory" not in self._facts:
             if code != EXIT_FAILED:
-                _say(f"failed: driver: {describe_end(code)}")
+                _say(f"failed: driver: {end}")
             return None
         directory = Path(self._facts["directory"])
-        saved = ""
-        with contextlib.suppress(OSError):
-            saved = (directory / POINTER).read_text(encoding="utf-8").strip()
+        saved = 0
+        with contextlib.suppress(OSError, ValueError):
+            saved = int((directory / POINTER).read_text(encoding="utf-8"))
         if code == EXIT_MISTAKE:
             return Failure(None, None, saved)
         file = directory / "failure.json"
         found = read_facts(file) if "directory" in reported else {}
         if not found:
             found = {
-                "message": f"driver: {describe_end(code)}",
-                "error": describe_end(code),
+                "message": f"driver: {end}",
+                "error": end,
                 "role": "driver",
                 "phase": "driver",
-                "cause": describe_end(code),
+                "cause": end,
                 "iteration": current_iteration(directory / "metrics.jsonl"),
             }
             _say(f"failed: {found['message']}")
@@ -341,11 +309,10 @@ class Supervisor:
         return Failure(found.get("iteration"), cause, saved)
 
     def _find_smaller_layout(self, free: Sequence[int]) -> list[str]:
-        """Return a list with the override of the first smaller pool that a dry run accepts.
+        """Return the override of the first smaller pool that a dry run accepts; [] = none.
 
-        free: devices of each node
-        Returns [] if it accepts none, without `allow_shrink`, or after a signal. Prints each try
-        and the outcome.
+        Args:
+            free: devices of each node.
         """
         if not self._facts.get("allow_shrink"):
             return []
@@ -354,39 +321,17 @@ class Supervisor:
                 return []
             wanted = [f"resource_pool.{name}={shape}" for name, shape in pools.items()]
             _say(f"trying a smaller layout: {' '.join(wanted)}")
-            if self._is_legal(self._restart_overrides() + wanted):
+            command = [*self._command, *self._restart_overrides(), *wanted, "dry_run=true"]
+            nowhere = subprocess.DEVNULL
+            child = subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere)
+            if self._wait_for(child, LEGAL_S) == EXIT_DONE:
                 _say(f"continuing with {' '.join(wanted)}")
                 return wanted
         _say("no smaller data-parallel size is legal")
         return []
 
-    def _is_legal(self, changes: Sequence[str]) -> bool:
-        """Return whether a dry run with these overrides succeeds.
-
-        It prints nothing and is killed after LEGAL_S, which counts as a failure.
-        """
-        command, nowhere = [*self._command, *changes, "dry_run=true"], subprocess.DEVNULL
-        child = subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere)
-        return self._wait_for(child, LEGAL_S) == EXIT_DONE
-
-
-@contextlib.contextmanager
-def _locked(folder: str) -> Iterator[None]:
-    """Hold a lock on a folder, so that systemd-tmpfiles, which empties /tmp, leaves it alone.
-
-    Without a lock where the file system has none.
-    """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
-        yield
-    finally:
-        os.close(descriptor)
-
 
 def _say(line: str) -> None:
-    """Print a line to stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -405,7 +350,7 @@ def current_iteration(metrics: Path) -> int:
 
 
 def describe_end(code: int) -> str:
-    """Return how a process ended, as text. code: exit code, negative = a signal"""
+    """Return how a process ended, as text, by its exit code; negative = a signal."""
     if code >= 0:
         return f"ended with status {code}"
     with contextlib.suppress(ValueError):

@@ -21,7 +21,6 @@ from mindspeed_rlxf.ops.supervisor import (
     Failure,
     Restarts,
     Supervisor,
-    describe_end,
     smaller_pools,
     supervise,
 )
@@ -292,30 +291,30 @@ def test_restarts_are_counted_from_the_newest_checkpoint() -> None:
     counted = Restarts()
     seen = [
         counted.decide(Failure(iteration, (iteration,), saved), 2)[0]
-        for iteration, saved in [(1, ""), (2, ""), (3, "2"), (4, "2"), (5, "2")]
+        for iteration, saved in [(1, 0), (2, 0), (3, 2), (4, 2), (5, 2)]
     ]
     assert seen == [True, True, True, True, False]
-    assert counted.decide(Failure(6, (6,), "2"), 2)[1] == (
+    assert counted.decide(Failure(6, (6,), 2), 2)[1] == (
         "training.max_restarts=2 are used up since the last checkpoint"
     )
-    assert Restarts().decide(Failure(1, (), ""), 0) == (False, "")
+    assert Restarts().decide(Failure(1, (), 0), 0) == (False, "")
     back = Restarts()  # the newest checkpoint was damaged: the one before is no progress
-    assert back.decide(Failure(5, (5,), "4"), 1)[0]
-    assert not back.decide(Failure(3, (3,), "2"), 1)[0]
+    assert back.decide(Failure(5, (5,), 4), 1)[0]
+    assert not back.decide(Failure(3, (3,), 2), 1)[0]
     again = Restarts()
-    again.decide(Failure(3, ("x",), "2"), 9)
-    assert again.decide(Failure(4, ("x",), "2"), 9)[0]  # another iteration
-    assert again.decide(Failure(4, ("y",), "2"), 9)[0]  # another cause
+    again.decide(Failure(3, ("x",), 2), 9)
+    assert again.decide(Failure(4, ("x",), 2), 9)[0]  # another iteration
+    assert again.decide(Failure(4, ("y",), 2), 9)[0]  # another cause
 
 
 def test_pauses_grow_until_there_is_a_newer_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 5.0)
     counted, pauses = Restarts(), list[float]()
     for number in range(8):
-        counted.decide(Failure(number, None, ""), 99)
+        counted.decide(Failure(number, None, 0), 99)
         pauses.append(counted.pause_s)
     assert pauses == [5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0, 300.0]
-    counted.decide(Failure(9, ("x",), "9"), 99)
+    counted.decide(Failure(9, ("x",), 9), 99)
     assert counted.pause_s == 5.0
 
 
@@ -327,14 +326,6 @@ def test_smaller_pools_are_whole_replicas_on_the_devices_that_are_left() -> None
     ]
     assert next(iter(smaller_pools(pools, [7, 8]))) == {"main": [8, 4]}
     assert list(smaller_pools(pools, [4])) == []
-
-
-def test_the_end_of_a_process_is_described_in_words() -> None:
-    assert [describe_end(-9), describe_end(-250), describe_end(3)] == [
-        "killed by SIGKILL",
-        "killed by signal 250",
-        "ended with status 3",
-    ]
 
 
 @pytest.mark.parametrize("module", ["mindspeed_rlxf.ops.supervisor", "mindspeed_rlxf.cli"])
