@@ -83,11 +83,6 @@ def test_no_text_or_file_is_run_as_code() -> None:
     assert [name for name, text in texts.items() if "weights_only=False" in text] == []
 
 
-def test_the_check_finds_calls_that_run_code() -> None:
-    source = "x = eval('1')\ntorch.load(f)\nfrom_pretrained(p, trust_remote_code=flag)\nm.eval()"
-    assert dangers(source) == {"eval", "torch.load", "trust_remote_code"}
-
-
 @pytest.mark.parametrize(
     "source",
     [
@@ -95,10 +90,11 @@ def test_the_check_finds_calls_that_run_code() -> None:
         *("dist_checkpointing.load(s, p)", "from pickle import loads", "import dill"),
         *("class R(pickle.Unpickler): pass", "x(f, weights_only=False)", "np.load(f)"),
         *("import pickle as p", "from torch.distributed.checkpoint import load", "import marshal"),
+        *("x = eval('1')", "torch.load(f)", "from_pretrained(p, trust_remote_code=flag)"),
         *("FileSystemReader(p).read_metadata()", "from torch import load as get"),
     ],
 )
-def test_the_check_finds_calls_that_unpickle(source: str) -> None:
+def test_the_check_finds_calls_that_run_what_they_read(source: str) -> None:
     assert dangers(source)
 
 

@@ -15,47 +15,35 @@ from mindspeed_rlxf.weights import tensor_conversion as module
 from tests.unit.weights.folders_of import make_folder, read_folder
 
 WRONG: dict[str, tuple[list[str], str]] = {
-    "a misspelt flag": (
-        ["--target-tensor-paralel-size=2"],
-        "did you mean --target-tensor-parallel",
-    ),
+    "a misspelt flag": (["--target-tensor-paralel-size=2"],
+     "did you mean --target-tensor-parallel"),
     "tp": (["--tp", "3"], "--target-tensor-parallel-size=3 must divide the model's query groups 4"),
-    "pp": (
-        ["--pp", "3"],
-        "=3 must divide the model's 4 layers; use 1 or 2 or 4, or give --num-layer",
-    ),
+    "pp": (["--pp", "3"],
+     "=3 must divide the model's 4 layers; use 1 or 2 or 4, or give --num-layer"),
     "ep": (["--ep", "2"], "--target-expert-parallel-size=2 must divide the model's one (dense)"),
     "zero": (["--tp", "0"], "--target-tensor-parallel-size=0 must be at least 1"),
     "list": (["--pp", "2", "--num-layer-list", "1,2"], "must be 2 positive numbers"),
     "list of words": (["--num-layer-list", "a"], "must be numbers with commas between"),
-    "vpp": (
-        ["--pp", "2", "--num-layers-per-virtual-pipeline-stage", "3"],
-        "=3 times 2 pipeline ranks must divide the model's 4 layers; use 1 or 2",
-    ),
+    "vpp": (["--pp", "2", "--num-layers-per-virtual-pipeline-stage", "3"],
+     "=3 times 2 pipeline ranks must divide the model's 4 layers; use 1 or 2"),
     "vpp alone": (["--num-layers-per-virtual-pipeline-stage", "1"], "of at least 2, not 1"),
-    "both": (
-        ["--pp", "2", "--num-layer-list", "2,2", "--num-layers-per-virtual-pipeline-stage", "1"],
-        "--num-layer-list must not be given with --num-layers-per-virtual-pipeline-stage",
-    ),
+    "both": (["--pp", "2", "--num-layer-list", "2,2", "--num-layers-per-virtual-pipeline-stage",
+     "1"], "--num-layer-list must not be given with --num-layers-per-virtual-pipeline-stage"),
     "grouped": (["--moe-grouped-gemm"], "--moe-grouped-gemm is not supported: experts are written"),
     "noop": (["--noop-layers", "1,2"], "--noop-layers is not supported"),
     "bert": (["--model-type", "BERT"], "--model-type=BERT is not supported: GPT is the only one"),
     "family": (["--model-type-hf", "mixtrall"], "cannot be converted; did you mean mixtral?"),
-    "other family": (
-        ["--model-type-hf", "qwen3"],
-        "must agree with config.json, whose model_type is",
-    ),
+    "other family": (["--model-type-hf", "qwen3"],
+     "must agree with config.json, whose model_type is"),
     "bias": (["--add-qkv-bias"], "--add-qkv-bias: model_type llama has none; leave it out"),
     "vocabulary": (["--true-vocab-size", "36"], "must be the vocab_size=37 of config.json"),
     "size": (["--shard-size-gb", "nan"], "--shard-size-gb=nan must be more than 0, and finite"),
-    "zarr": (
-        ["--ckpt-format", "zarr"],
-        "--ckpt-format=zarr cannot be written; use torch or torch_dist",
-    ),
+    "zarr": (["--ckpt-format", "zarr"],
+     "--ckpt-format=zarr cannot be written; use torch or torch_dist"),
     "optim": (["--load-model-type", "optim"], "optimizer states are not converted"),
     "kind": (["--load-model-type", "mg"], "a Hugging Face folder; correct one of them"),
     "twice": (["--load-dir", "x"], "SOURCE or --load-dir must be given, once"),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

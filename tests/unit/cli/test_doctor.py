@@ -55,12 +55,9 @@ def test_the_report_for_programs_is_all_that_is_printed(
     ],
 )
 def test_mistakes_on_the_command_line_are_2(
-    line: list[str],
-    said: str,
-    subjects: list[Subject],
-    monkeypatch: pytest.MonkeyPatch,
+    line: list[str], said: str, subjects: list[Subject], monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert doctor.main(line) == 2
     printed = capsys.readouterr().err

@@ -15,14 +15,8 @@ from tests.unit.data.byte_tokenizer import write_tokenizer
 
 REPO = Path(__file__).parents[3]
 SCRIPTS = sorted(REPO.glob("examples/mcore/*/data_convert_*_ppo.sh"))
-TEMPLATE_OF = {
-    "llama2": "llama2",
-    "llama3": "llama3",
-    "llama31": "llama3",
-    "llama32": "llama3",
-    "qwen25": "qwen25",
-    "qwen3": "qwen3",
-}
+TEMPLATE_OF = {name: name for name in ("llama2", "llama3", "qwen25", "qwen3")}
+TEMPLATE_OF |= dict.fromkeys(("llama31", "llama32"), "llama3")
 RECORD = '#!/bin/sh\nfor argument in "$@"; do printf "%s\\0" "$argument"; done > "$RECORDED"\n'
 ROW = {"prompt": "1+1", "question": "1+1", "instruction": "1+1", "answer": "2", "output": "2"}
 
@@ -55,16 +49,9 @@ def test_a_script_makes_prompts_of_its_familys_template(
     rows = tmp_path / "my rows.jsonl"
     rows.write_text("\n".join([json.dumps(ROW)] * 3))
     (tmp_path / "set_env.sh").write_text('unused="$NOT_SET"\n')
-    command = run(
-        script,
-        tmp_path,
-        "--seq-length",
-        "400",
-        INPUT=str(rows),
-        OUTPUT_PREFIX=str(tmp_path / "out" / "set"),
-        WORKERS="1",
-        CANN_ENV=str(tmp_path / "set_env.sh"),
-    )
+    variables = {"INPUT": str(rows), "OUTPUT_PREFIX": str(tmp_path / "out" / "set")}
+    variables |= {"WORKERS": "1", "CANN_ENV": str(tmp_path / "set_env.sh")}
+    command = run(script, tmp_path, "--seq-length", "400", **variables)
     assert Path(command[0]).samefile(REPO / "preprocess_data.py")
     assert main(command[1:]) == 0
     sidecar = read_sidecar(tmp_path / "out" / "set")

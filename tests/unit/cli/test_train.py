@@ -142,11 +142,9 @@ BAD = {
 
 @pytest.mark.parametrize("overrides", BAD.values(), ids=BAD.keys())
 def test_bad_input_exits_2_with_error_lines_and_writes_nothing(
-    overrides: list[str],
-    started: list[RunConfig],
-    empty_folder: Path,
+    overrides: list[str], started: list[RunConfig], empty_folder: Path,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+) -> None:  # fmt: skip
     assert main([*TINY, *overrides]) == 2
     output = capsys.readouterr()
     lines = output.err.splitlines()
@@ -171,13 +169,6 @@ def test_bad_command_line_is_one_error_line(
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith(message) and len(error.splitlines()) == 1
-
-
-def test_bad_yaml_is_one_error_line(empty_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (empty_folder / "bad.yaml").write_text("training: [1\n")
-    assert main(["--config-dir", str(empty_folder), "--config-name", "bad"]) == 2
-    error = capsys.readouterr().err
-    assert "bad.yaml:2:1: not valid YAML" in error and len(error.splitlines()) == 1
 
 
 def test_installed_command_finds_its_subcommands(

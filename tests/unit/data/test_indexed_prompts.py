@@ -212,28 +212,16 @@ def test_ids_that_the_tokenizer_lacks_and_empty_sequences_are_named(
         ("meta.json", Path.unlink, "must be whole, there is no set_packed_meta.json"),
         ("input_ids_document.bin", lambda file: file.write_bytes(b""), "must be whole, "),
         ("ground_truth_document.idx", Path.unlink, "no set_packed_ground_truth_document.idx"),
-        (
-            "ground_truth_document",
-            lambda path: write_pair(path, [[1]], code=1),
-            "set_packed_ground_truth_document must have 3 rows, it has 1",
-        ),
-        (
-            "meta.json",
-            lambda file: file.write_text('{"format_version": 2}'),
-            "format_version is not valid (Input should be 1)",
-        ),
-        (
-            "meta.json",
-            lambda file: file.write_text("["),
-            "meta.json: it is not valid (Invalid JSON: ",
-        ),
-        (
-            "meta.json",
-            lambda file: file.write_text('{"format_version": 1}'),
-            "set_packed_meta.json: handler is not valid",
-        ),
+        ("ground_truth_document", lambda path: write_pair(path, [[1]], code=1),
+         "set_packed_ground_truth_document must have 3 rows, it has 1"),
+        ("meta.json", lambda file: file.write_text('{"format_version": 2}'),
+         "format_version is not valid (Input should be 1)"),
+        ("meta.json", lambda file: file.write_text("["),
+         "meta.json: it is not valid (Invalid JSON: ",),
+        ("meta.json", lambda file: file.write_text('{"format_version": 1}'),
+         "set_packed_meta.json: handler is not valid"),
     ],
-)
+)  # fmt: skip
 def test_a_damaged_data_set_is_named(
     file: str, damage: Any, problem: str, tokenizer_folder: str, tmp_path: Path
 ) -> None:

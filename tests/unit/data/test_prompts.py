@@ -101,18 +101,14 @@ def test_blank_lines_and_a_byte_order_mark_are_skipped(make_tokenizer, write_jso
     [
         ("{broken", "a line must be one JSON object, this one is not JSON"),
         ("[1, 2]", "a line must be one JSON object, this one is list"),
-        (
-            {"question": "a"},
-            "a row must have a 'prompt', this one has question; set data.prompt_key",
-        ),
+        ({"question": "a"},
+         "a row must have a 'prompt', this one has question; set data.prompt_key"),
         ({"prompt": None}, "a row must have a 'prompt', this one has prompt"),
         ({"prompt": 12}, "a prompt must be text or a list of chat messages {role, content}, this"),
         ({"prompt": []}, "a prompt must be text or a list of chat messages {role, content}, this"),
         ({"prompt": [{"role": "user"}]}, "a prompt must be text or a list of chat messages"),
-        (
-            {"prompt": " "},
-            "a prompt must be text or a list of chat messages {role, content} and not",
-        ),
+        ({"prompt": " "},
+         "a prompt must be text or a list of chat messages {role, content} and not"),
         ('{"prompt": "a\\ud800"}', "text must be valid Unicode, \\ud800 is half a character"),
         ({"prompt": "a", "ground_truth": [1]}, "a ground truth must be text or a number"),
         ({"prompt": "a", "ground_truth": True}, "a ground truth must be text or a number"),
@@ -120,7 +116,7 @@ def test_blank_lines_and_a_byte_order_mark_are_skipped(make_tokenizer, write_jso
         (b'{"prompt": "\xff"}', "a line must be one JSON object, this one is not JSON in UTF-8"),
         ({"prompt": "a" * 101}, "a prompt must fit actor_rollout.max_prompt_length=100, this one"),
     ],
-)
+)  # fmt: skip
 def test_a_bad_row_is_named_with_file_and_row(row, expected, make_tokenizer, write_jsonl):
     file = write_jsonl({"prompt": "good"}, row)
     (problem,) = problems_of(file, make_tokenizer())

@@ -97,9 +97,3 @@ def test_the_commands_install_the_default_set() -> None:
         *npu_versions.DEVICE_FILES, npu_versions.DRIVER_VERSION,
     ):  # fmt: skip
         assert wanted in blocks, wanted
-
-
-def test_a_name_without_a_row_is_found() -> None:
-    assert unsourced("/usr/local/Ascend/elsewhere and torch 9.9.9") == {
-        "/usr/local/Ascend/elsewhere", "9.9.9",
-    }  # fmt: skip

@@ -18,12 +18,18 @@ NEWER = Installed("2.9.0", "2.9.0.post2", "0.16.0", "0.16.0", "9.0.0")
 CONSTRAINTS = Path(__file__).parents[3] / "constraints"
 
 
+PUBLISHED = [
+    Installed(each.torch[0], each.torch_npu, each.megatron_core, each.mindspeed, each.cann)
+    for each in SETS
+]
+
+
 def problems(there: Installed, status: Status) -> list[str]:
     found = npu_versions.pair_problems(there)
     return [f"{each.value}; {each.remedy}" for each in found if each.status is status]
 
 
-@pytest.mark.parametrize("there", [GOOD, OLDER, NEWER])
+@pytest.mark.parametrize("there", [GOOD, OLDER, NEWER, *PUBLISHED])
 def test_a_set_as_published_gives_no_warning(there: Installed) -> None:
     assert list(npu_versions.pair_problems(there)) == []
 
@@ -31,20 +37,14 @@ def test_a_set_as_published_gives_no_warning(there: Installed) -> None:
 @pytest.mark.parametrize(
     ("there", "message"),
     [
-        (
-            Installed("2.7.1", "2.6.0.post5", "0.12.1", "0.12.1", None),
-            r"torch_npu 2\.6\.0\.post5 must have the number of torch.*torch_npu==2\.7\.1\.\*",
-        ),
-        (
-            Installed("2.7.1", "2.7.1", "0.16.1", "0.12.1", None),
-            r"MindSpeed 0\.12\.1 must pair with Megatron-LM 0\.16\.1; check out .*core_r0\.16\.0",
-        ),
-        (
-            Installed("2.7.1", "2.7.1", "0.13.0", "0.12.1", None),
-            r"must pair with Megatron-LM 0\.13\.0; use a whole checkout of .*core_v0\.12\.1 or",
-        ),
+        (Installed("2.7.1", "2.6.0.post5", "0.12.1", "0.12.1", None),
+         r"torch_npu 2\.6\.0\.post5 must have the number of torch.*torch_npu==2\.7\.1\.\*"),
+        (Installed("2.7.1", "2.7.1", "0.16.1", "0.12.1", None),
+         r"MindSpeed 0\.12\.1 must pair with Megatron-LM 0\.16\.1; check out .*core_r0\.16\.0"),
+        (Installed("2.7.1", "2.7.1", "0.13.0", "0.12.1", None),
+         r"must pair with Megatron-LM 0\.13\.0; use a whole checkout of .*core_v0\.12\.1 or"),
     ],
-)
+)  # fmt: skip
 def test_versions_that_cannot_work_are_refused_with_a_remedy(
     there: Installed, message: str
 ) -> None:
@@ -55,37 +55,22 @@ def test_versions_that_cannot_work_are_refused_with_a_remedy(
 @pytest.mark.parametrize(
     ("there", "warning"),
     [
-        (
-            Installed("2.7.1", "2.7.1.post2", "0.12.1", "0.12.1", "9.0.0"),
-            r"not in torch_npu's own table of pairs; install torch_npu 2\.7\.1\.post4 or",
-        ),
-        (
-            Installed("2.7.1", "2.7.1", "0.12.1", "0.12.1", "7.0.1"),
-            r"table of pairs; use CANN 8\.3, 8\.5, 9\.0, 9\.1",
-        ),
-        (
-            Installed("2.6.0", "2.6.0.post5", "0.12.1", "0.12.1", "8.5.0"),
-            r"torch 2\.6\.0 is not that of npu-core0\.12\.1; use torch 2\.7\.1",
-        ),
+        (Installed("2.7.1", "2.7.1.post2", "0.12.1", "0.12.1", "9.0.0"),
+         r"not in torch_npu's own table of pairs; install torch_npu 2\.7\.1\.post4 or"),
+        (Installed("2.7.1", "2.7.1", "0.12.1", "0.12.1", "7.0.1"),
+         r"table of pairs; use CANN 8\.3, 8\.5, 9\.0, 9\.1"),
+        (Installed("2.6.0", "2.6.0.post5", "0.12.1", "0.12.1", "8.5.0"),
+         r"torch 2\.6\.0 is not that of npu-core0\.12\.1; use torch 2\.7\.1"),
         (Installed("2.7.1", "2.7.1.post2", "0.12.1", None, "8.5.0"), "its version is not known"),
-        (
-            Installed("2.7.1", "2.7.1.post2", None, "0.12.1", "8.5.0"),
-            "^Megatron-LM, whose version is not known, is in no set of constraints",
-        ),
+        (Installed("2.7.1", "2.7.1.post2", None, "0.12.1", "8.5.0"),
+         "^Megatron-LM, whose version is not known, is in no set of constraints"),
         (Installed("2.7.1", "2.7.1.post2", "0.14.0", None, "8.5.0"), "in no set of constraints"),
     ],
-)
+)  # fmt: skip
 def test_versions_that_were_never_tried_are_warned_about(there: Installed, warning: str) -> None:
     assert problems(there, Status.ERROR) == []
     warnings = problems(there, Status.WARNING)
     assert any(re.search(warning, text) for text in warnings), warnings
-
-
-@pytest.mark.parametrize("each", SETS, ids=lambda each: each.name)
-def test_the_pair_that_a_set_is_published_with_gives_no_warning(each: VersionSet) -> None:
-    torch = each.torch[0]
-    there = Installed(torch, each.torch_npu, each.megatron_core, each.mindspeed, each.cann)
-    assert list(npu_versions.pair_problems(there)) == []
 
 
 def test_the_default_set_is_that_of_make() -> None:

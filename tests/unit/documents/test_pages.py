@@ -17,7 +17,6 @@ from tests.unit.documents.commands import FENCE, ROOT, documents
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("**/*.md"))
 LINK = re.compile(r"\]\((?!https?:)([^)\s]+)\)")
-MAX_PICTURE = 200_000  # bytes
 
 
 def navigation() -> list[str]:
@@ -57,21 +56,6 @@ def test_links_lead_to_files_and_headings(file: Path) -> None:
         if not target.exists() or (anchor and anchor not in anchors(target)):
             wrong.append(link)
     assert wrong == []
-
-
-@pytest.mark.parametrize("name", ["README.md", "README.zh.md"])
-def test_lines_of_the_readme_are_under_120_characters(name: str) -> None:
-    lines = (DOCS.parent / name).read_text(encoding="utf-8").splitlines()
-    assert [line for line in lines if len(line) >= 120] == []
-
-
-def test_pictures_are_small() -> None:
-    large = [
-        picture.name
-        for picture in DOCS.rglob("*")
-        if picture.suffix in (".png", ".svg", ".jpg") and picture.stat().st_size > MAX_PICTURE
-    ]
-    assert large == []
 
 
 class TestSite:

@@ -72,12 +72,9 @@ def test_an_altered_number_fails_its_stage_and_ends_it(
     ],
 )
 def test_a_failing_stage_is_shown_with_its_reason(
-    stub: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    failure: str,
+    stub: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failure: str,
     texts: list[str],
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.setenv("STUB", failure)
     assert run(stub) == 1
     out = capsys.readouterr().out
@@ -118,10 +115,6 @@ def test_an_unknown_stage_is_a_wrong_argument(stub: Path) -> None:
 def test_differences_are_reported(found: dict[str, Any], message: str | None) -> None:
     lines = list(bring_up.differences({"a": [1.0, 2.0]}, found, 1e-3))
     assert lines == [] if message is None else lines[0].startswith(message)
-
-
-def test_numbers_near_zero_are_compared_by_their_difference() -> None:
-    assert bring_up.distance(0.0, 5e-7) == pytest.approx(5e-4)
 
 
 def test_the_stored_trace_has_every_stage() -> None:

@@ -140,12 +140,6 @@ def test_the_files_of_the_hub_are_read_too(tmp_path: Path) -> None:
     assert "####" not in prompts[0].text
 
 
-def test_prompt_and_responses_of_hh_rlhf_may_be_apart() -> None:
-    raw = {"prompt": "\n\nHuman: Hi?\n\nAssistant:", "chosen": " Hello.", "rejected": " What?"}
-    expected = ([{"role": "user", "content": "Hi?"}], "Hello.", "What?")
-    assert full_hh_rlhf.read_pair(raw) == expected
-
-
 @pytest.mark.parametrize(
     ("make_row", "raw", "reason"),
     [
@@ -156,28 +150,17 @@ def test_prompt_and_responses_of_hh_rlhf_may_be_apart() -> None:
         (hellaswag.make_row, {**raw_rows.hellaswag_rows()[0], "label": ""}, "no label"),
         (hellaswag.make_row, {**raw_rows.hellaswag_rows()[0], "label": 4}, "no label"),
         (hellaswag.make_row, {**raw_rows.hellaswag_rows()[0], "endings": ["a"]}, "not 4 endings"),
-        (
-            full_hh_rlhf.make_pair_row,
-            {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: c\n\nAssistant: d"},
-            "the dialogues differ before their last turn",
-        ),
-        (
-            full_hh_rlhf.make_pair_row,
-            dict.fromkeys(("chosen", "rejected"), "\n\nHuman: a\n\nAssistant: b"),
-            "both responses are the same",
-        ),
-        (
-            full_hh_rlhf.make_prompt_row,
-            dict.fromkeys(("chosen", "rejected"), "\n\nHuman: a\n\nHuman: b\n\nAssistant: c"),
-            "Human and Assistant do not take turns",
-        ),
-        (
-            full_hh_rlhf.make_prompt_row,
-            dict.fromkeys(("chosen", "rejected"), "\n\nHuman: a\n\nAssistant:"),
-            "an empty turn",
-        ),
+        (full_hh_rlhf.make_pair_row, {"chosen": "\n\nHuman: a\n\nAssistant: b",
+         "rejected": "\n\nHuman: c\n\nAssistant: d"},
+         "the dialogues differ before their last turn"),
+        (full_hh_rlhf.make_pair_row, dict.fromkeys(("chosen", "rejected"),
+         "\n\nHuman: a\n\nAssistant: b"), "both responses are the same"),
+        (full_hh_rlhf.make_prompt_row, dict.fromkeys(("chosen", "rejected"),
+         "\n\nHuman: a\n\nHuman: b\n\nAssistant: c"), "Human and Assistant do not take turns"),
+        (full_hh_rlhf.make_prompt_row, dict.fromkeys(("chosen", "rejected"),
+         "\n\nHuman: a\n\nAssistant:"), "an empty turn"),
     ],
-)
+)  # fmt: skip
 def test_a_row_that_cannot_be_used_has_a_reason(
     make_row: preparation.MakeRow, raw: dict[str, Any], reason: str
 ) -> None:
@@ -207,20 +190,14 @@ def test_rows_left_out_are_counted_by_reason_and_keep_their_numbers(
     [
         ("train.jsonl", b"{broken\n", "train.jsonl:1 must be whole: "),
         ("train.jsonl", b'{"question": "a"}\n', "train.parquet must hold at least one row"),
-        (
-            "train.jsonl.gz",
-            gzip.compress(b"{}" * 99, mtime=0)[:20],
-            "train.jsonl.gz must be whole: cannot",
-        ),
-        (
-            "train.jsonl.gz",
-            gzip.compress(b"[1]\n", mtime=0),
-            "train.jsonl.gz:1 must be whole: a line must",
-        ),
+        ("train.jsonl.gz", gzip.compress(b"{}" * 99, mtime=0)[:20],
+         "train.jsonl.gz must be whole: cannot"),
+        ("train.jsonl.gz", gzip.compress(b"[1]\n", mtime=0),
+         "train.jsonl.gz:1 must be whole: a line must"),
         ("train.parquet", b"PAR1", "train.parquet must be whole: must be a .parquet file"),
         ("other.txt", b"", "must hold one of: train.jsonl, train.jsonl.gz"),
     ],
-)
+)  # fmt: skip
 def test_a_broken_data_set_is_an_error_and_leaves_no_file(
     name: str, content: bytes, error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -231,18 +208,6 @@ def test_a_broken_data_set_is_an_error_and_leaves_no_file(
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and lines[0].startswith("error: ") and error in lines[0]
     assert not list(out.rglob("*.parquet*"))
-
-
-def test_an_output_that_cannot_be_written_is_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    raw, out = tmp_path / "raw", tmp_path / "out"
-    raw.mkdir()
-    (raw / "train.jsonl").write_text(json.dumps(raw_rows.gsm8k_rows()[0]), encoding="utf-8")
-    out.write_text("a file", encoding="utf-8")
-    assert gsm8k.main(["--input", str(raw), "--output", str(out)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: --output={out} must be a folder that can be written: File")
 
 
 def test_a_name_is_loaded_by_the_library_if_it_is_installed(

@@ -124,11 +124,6 @@ def test_every_configuration_names_its_folders_as_the_scripts_do(
     assert list(config.data.data_path) in ([prompts], [])
 
 
-def test_a_dashboard_is_for_this_host_alone() -> None:
-    ray, _ = commands(MULTI_NODE, MASTER_ADDR="10.0.0.1")
-    assert "--dashboard-host=127.0.0.1" in ray
-
-
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_several_nodes_without_a_token_say_that_the_cluster_is_open(
     tmp_path: Path, rank: str
@@ -138,7 +133,9 @@ def test_several_nodes_without_a_token_say_that_the_cluster_is_open(
     assert done.returncode == 0 and "its cluster is open" in done.stderr
 
 
-def test_other_nodes_only_join() -> None:
+def test_the_first_node_has_a_dashboard_and_other_nodes_only_join() -> None:
+    (ray, _) = commands(MULTI_NODE, MASTER_ADDR="10.0.0.1")
+    assert "--dashboard-host=127.0.0.1" in ray
     (ray,) = commands(MULTI_NODE, MASTER_ADDR="10.0.0.1", NODE_RANK="1", DEVICE="cuda")
     assert ray[-2:] == ["--address=10.0.0.1:6344", "--num-gpus=8"] and "--head" not in ray
 

@@ -11,27 +11,14 @@ import report
 
 
 def sample(iteration: int, sample_id: int, response: str, score: float) -> dict[str, Any]:
-    return {
-        "iteration": iteration,
-        "sample_id": sample_id,
-        "prompt": f"1{sample_id}+10=",
-        "response": response,
-        "score": score,
-        "ground_truth": f"2{sample_id}",
-    }
+    texts = {"prompt": f"1{sample_id}+10=", "response": response, "ground_truth": f"2{sample_id}"}
+    return {"iteration": iteration, "sample_id": sample_id, "score": score, **texts}
 
 
 def test_the_curve_has_one_bar_per_validation() -> None:
-    lines = report.curve(
-        [
-            {"iteration": 0, "metrics": {"val/arithmetic/accuracy": 0.5}},
-            {"iteration": 1, "metrics": {"critic/score/mean": 0.25}},
-            {
-                "iteration": 2,
-                "metrics": {"val/arithmetic/accuracy": 1.0, "critic/score/mean": 0.75},
-            },
-        ]
-    )
+    accuracy, score = "val/arithmetic/accuracy", "critic/score/mean"
+    metrics = [{accuracy: 0.5}, {score: 0.25}, {accuracy: 1.0, score: 0.75}]
+    lines = report.curve([{"iteration": i, "metrics": found} for i, found in enumerate(metrics)])
     bars = [line for line in lines if "|" in line]
     assert [line.count("#") for line in bars] == [25, 50]
     assert "50.0%" in bars[0]
@@ -55,19 +42,12 @@ def test_a_run_is_reported(
 ) -> None:
     metrics = {"iteration": 0, "metrics": {"val/arithmetic/accuracy": 0.5}, "time_s": 1.0}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(metrics) + "\n", encoding="utf-8")
-    (tmp_path / "val_samples.jsonl").write_text(
-        json.dumps(sample(0, 1, "21", 1.0)) + "\n", encoding="utf-8"
-    )
+    text = json.dumps(sample(0, 1, "21", 1.0)) + "\n"
+    (tmp_path / "val_samples.jsonl").write_text(text, encoding="utf-8")
     monkeypatch.setattr("sys.argv", ["report.py", str(tmp_path)])
     assert report.main() == 0
     out = capsys.readouterr().out
-    assert "50.0%" in out
-    assert str(tmp_path) in out
-
-
-def test_a_folder_without_a_run_is_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.argv", ["report.py", str(tmp_path)])
+    assert "50.0%" in out and str(tmp_path) in out
+    (tmp_path / "metrics.jsonl").unlink()
     assert report.main() == 2
     assert capsys.readouterr().err.startswith("error: ")

@@ -42,17 +42,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def arguments(base: Path, output: Path, **more: object) -> list[str]:
-    given = {
-        "model": base / "lm",
-        "train": base / "rm" / "train.parquet",
-        "test": base / "rm" / "test.parquet",
-        "output": output,
-        "epochs": 6,
-        "batch-size": 8,
-        "micro-batch-size": 8,
-        "lr": 0.01,
-        **more,
-    }
+    files = {name: base / "rm" / f"{name}.parquet" for name in ("train", "test")}
+    sizes = {"epochs": 6, "batch-size": 8, "micro-batch-size": 8, "lr": 0.01}
+    given = {"model": base / "lm", **files, "output": output, **sizes, **more}
     return [f"--{key}={value}" for key, value in given.items()]
 
 
@@ -69,10 +61,8 @@ def test_a_trained_reward_model_orders_pairs_and_loads_in_ppo(
     architecture = ArchitectureConfig(**parse_architecture(read_hf_config(output)))
     weights = open_weights(output, architecture)
     assert shape_problems(weights, hf_shapes(architecture, Head.SCORE)) == []
-    model, tokenizer = (
-        LlamaForSequenceClassification.from_pretrained(output),
-        load_tokenizer(output),
-    )
+    model = LlamaForSequenceClassification.from_pretrained(output)
+    tokenizer = load_tokenizer(output)
     better, worse = (scores(model, tokenizer, text) for text in ("Yes, gladly!", "No. Go away."))
     assert better > worse
 

@@ -118,18 +118,13 @@ def test_sets_of_both_kinds_are_not_mixed(sets: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "damage", "problem"),
     [
-        (
-            "b_packed_answer_document.idx",
-            lambda index: [index.unlink(), index.with_suffix(".bin").unlink()],
-            "b_packed_answer_document: must be whole, there is no b_packed_answer_document.idx; ",
-        ),
-        (
-            "a_packed_meta.json",
-            lambda file: file.write_text('{"format_version": 2}'),
-            "a_packed_meta.json: format_version is not valid (Input should be 1)",
-        ),
+        ("b_packed_answer_document.idx", lambda index: [index.unlink(),
+         index.with_suffix(".bin").unlink()],
+         "b_packed_answer_document: must be whole, there is no b_packed_answer_document.idx; "),
+        ("a_packed_meta.json", lambda file: file.write_text('{"format_version": 2}'),
+         "a_packed_meta.json: format_version is not valid (Input should be 1)"),
     ],
-)
+)  # fmt: skip
 def test_a_damaged_set_is_named(
     file: str, damage: Callable[[Path], Any], problem: str, sets: Path
 ) -> None:

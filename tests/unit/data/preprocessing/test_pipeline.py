@@ -113,21 +113,13 @@ def test_long_prompts_follow_the_policy(
 @pytest.mark.parametrize(
     ("rows", "options", "problem", "places"),
     [
-        (
-            [{"prompt": "a"}, {"prompt": 1}, b"{"],
-            {"strict": True},
-            "--strict: no row may be dropped, 2 are; ",
-            [2, 3],
-        ),
-        (
-            [{"question": "a"}, {"question": "b"}],
-            {},
-            "a row must be left, of 2 rows none is (dropped: 2 no prompt); ",
-            [1],
-        ),
+        ([{"prompt": "a"}, {"prompt": 1}, b"{"], {"strict": True},
+         "--strict: no row may be dropped, 2 are; ", [2, 3]),
+        ([{"question": "a"}, {"question": "b"}], {},
+         "a row must be left, of 2 rows none is (dropped: 2 no prompt); ", [1]),
         ([], {}, "a row must be left, of 0 rows none is (the files hold none); ", []),
     ],
-)
+)  # fmt: skip
 def test_rows_that_make_no_data_set_are_named(
     rows: list[Any], options: dict[str, Any], problem: str, places: list[int], bench: Bench
 ) -> None:
