@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +21,7 @@ from mindspeed_rlxf.data.sampler import (
 
 @dataclass(frozen=True)
 class Ahead:
-    """A batch that was drawn and is not returned yet.
-
-    sampler: state of the sampler before the draw
-    """
+    """A batch that was drawn and is not returned yet; `sampler` is its state before the draw."""
 
     sampler: dict[str, Any]
     indices: list[int]
@@ -43,8 +40,9 @@ class PromptSource:
     ) -> None:
         """Start with sample id 0 and no batch drawn.
 
-        sampler: draws indices of `prompts`; it is advanced
-        fixed: responses to use instead of generating them; None = generate
+        Args:
+            sampler: draws indices of `prompts`; it is advanced.
+            fixed: responses to use instead of generating them; None = generate.
         """
         self.prompts, self.sampler, self.fixed = prompts, sampler, fixed
         self.n_samples_per_prompt = n_samples_per_prompt
@@ -56,10 +54,7 @@ class PromptSource:
     def from_config(
         cls, config: RunConfig, prompts: Sequence[Prompt], fixed: FixedResponses | None = None
     ) -> PromptSource:
-        """Return the source of a run, at its first batch; several data sets are drawn by weight.
-
-        fixed: responses for all samples of the run; None = they are generated
-        """
+        """Return the source of a run, at its first batch; several data sets are drawn by weight."""
         training = config.training
         size, shuffle = training.global_batch_size, config.data.shuffle
         sizes = prompts.sizes if isinstance(prompts, PromptStore) else (len(prompts),)
@@ -71,7 +66,7 @@ class PromptSource:
         """Return the next global batch: `n_samples_per_prompt` consecutive rows for each prompt.
 
         Takes a batch that `read_ahead` has drawn, if there is one. Numbers the samples, and adds
-        the prompts to those that `pop_consumed` returns. Errors: those of `as_rows`.
+        the prompts to those that `pop_consumed` returns.
         """
         drawn, self._ahead = self._ahead or self._draw(), None
         self._taken += drawn.indices
@@ -117,8 +112,8 @@ def as_rows(
 ) -> Prompts:
     """Return one row per prompt, with sample ids from `first_sample_id` on.
 
-    fixed: responses by sample id, put into the rows; None = empty responses
-    Errors: with `fixed`, UserError if a response answers another prompt, KeyError if one is absent.
+    Args:
+        fixed: responses by sample id, put into the rows; None = empty responses.
     """
     sample_ids = list(range(first_sample_id, first_sample_id + len(prompts)))
     token_ids = [p.token_ids for p in prompts]
@@ -137,30 +132,22 @@ def find_order_problems(
 ) -> list[Problem]:
     """Compare the prompts of fixed responses with those of the next `iterations` batches.
 
-    Returns [] if they agree, else one problem with the first sample that differs and the number of
-    all such samples.
-    source: at the position where the run starts; it is advanced by `iterations` batches
+    Returns one problem with the first sample that differs and the number of all such samples.
+
+    Args:
+        source: at the position where the run starts; it is advanced.
     """
-    wrong = [
-        sample_id
-        for sample_id, index in _number_samples(source, iterations)
-        if fixed.differs(sample_id, source.prompts[index].token_ids)
-    ]
+    wrong = []
+    for _ in range(iterations):
+        source.next_prompts()
+        taken = source.pop_consumed()
+        rows = (index for index in taken.prompts for _ in range(taken.samples_per_prompt))
+        for sample_id, index in enumerate(rows, taken.first_sample_id):
+            if fixed.differs(sample_id, source.prompts[index].token_ids):
+                wrong.append(sample_id)
     if not wrong:
         return []
     rule = f"the response to sample {wrong[0]} must answer its prompt, the file says another"
     rule = f"{rule} ({len(wrong)} samples differ)"
     remedy = "use the data, seed, shuffle and batch size of the run it is from"
     return [Problem(KEY, rule, remedy=remedy, colon=True)]
-
-
-def _number_samples(source: PromptSource, iterations: int) -> Iterator[tuple[int, int]]:
-    """Draw the prompts of `iterations` batches; yield (sample id, index of its prompt) in order.
-
-    A prompt comes once for each of its samples. Advances `source`.
-    """
-    for _ in range(iterations):
-        source.next_prompts()
-        taken = source.pop_consumed()
-        rows = (index for index in taken.prompts for _ in range(taken.samples_per_prompt))
-        yield from enumerate(rows, taken.first_sample_id)

@@ -14,7 +14,6 @@ from mindspeed_rlxf.checkpoint.recorder import Recorder
 from mindspeed_rlxf.cluster.interface import Runtime
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.schema import RunConfig, ValidationConfig
-from mindspeed_rlxf.data.batch import Prompts
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.reporting.phases import phase
 from mindspeed_rlxf.reporting.table import pairs
@@ -32,10 +31,11 @@ ACCURACY = ("accuracy", "acc", "base_acc")
 class Scored:
     """One scored response.
 
-    length:    in tokens
-    parts:     named parts of the score
-    answer:    extracted answer; None if there is none, or answers are not extracted
-    is_scored: False = it could not be scored, for a cause that is not the response's
+    Attributes:
+        length: in tokens.
+        parts: named parts of the score.
+        answer: extracted answer; None if there is none, or answers are not extracted.
+        is_scored: False = it could not be scored, for a cause that is not the response's.
     """
 
     score: float
@@ -47,8 +47,10 @@ class Scored:
     def is_right(self, pass_score: float | None) -> bool:
         """Return whether the response counts as right: score >= pass_score.
 
-        pass_score: None = whether the accuracy part, or without one the score, is above 0
-        False where the compared value is NaN.
+        NaN is never right.
+
+        Args:
+            pass_score: None = whether the accuracy part, or without one the score, is above 0.
         """
         if pass_score is not None:
             return self.score >= pass_score
@@ -99,11 +101,13 @@ def measure(
 ) -> dict[str, float]:
     """Return metrics `val/<data source>/<name>`.
 
-    groups:       the responses to each prompt
-    data_sources: of each prompt
     `score`, `response_length` and the parts are means over responses that have them. The other
     names (mean@N, best@K, pass@K, maj@N), if in `ValidationConfig.metrics`, are means over prompts.
     Responses that could not be scored are left out, and so is a prompt with less than K others.
+
+    Args:
+        groups: the responses to each prompt.
+        data_sources: of each prompt.
     """
     values: dict[str, list[float]] = defaultdict(list)
     for group, source in zip(groups, data_sources, strict=True):
@@ -148,31 +152,27 @@ class Validator:
         self.seed = validation_seed(config.training.seed)
         size = self.config.n_samples
         self.prompts = as_rows([prompt for prompt in prompts for _ in range(size)])
-        self._padded = self._pad_prompts()
-
-    def _pad_prompts(self) -> Prompts:
-        """Return the prompts with the first ones repeated at the end; without prompts, none.
-
-        Their number can then be divided by the replicas of the rollout and of the reward.
-        """
+        # The first ones are repeated until the replicas of rollout and reward divide their number.
+        parts = math.lcm(roles.rollout.group.layout.dp, roles.reward.group.layout.dp)
         count = self.prompts.num_rows
-        if not count:
-            return self.prompts
-        parts = math.lcm(self.roles.rollout.group.layout.dp, self.roles.reward.group.layout.dp)
-        return self.prompts.select([i % count for i in range(count + -count % parts)])
+        rows = [i % count for i in range(count + -count % parts)] if count else []
+        self._padded = self.prompts.select(rows)
 
     def validate(self, iteration: int, version: int, own_line: bool = False) -> dict[str, float]:
         """Generate and score responses to the validation prompts; return and print the metrics.
 
         {} without validation prompts, and nothing is printed. The rollout ranks get the actor's
         weights first. Samples are written to the run directory. Names are `val/<data
-        source>/<metric>` (`validation_metrics`) and `timing/val`, seconds of generation and
-        scoring.
-        Raises RewardsFailed where functions score and too many samples failed.
-        iteration: number of finished iterations
-        version:   number of updates in the actor's weights
-        own_line:  also write the metrics to metrics.jsonl, as a separate line, and to the trackers;
-                   False = the caller writes them
+        source>/<metric>` (`measure`) and `timing/val`, seconds of generation and scoring.
+
+        Args:
+            iteration: number of finished iterations.
+            version: number of updates in the actor's weights.
+            own_line: also write the metrics to metrics.jsonl, as a separate line, and to the
+                trackers; False = the caller writes them.
+
+        Raises:
+            RewardsFailed: functions score, and too many samples failed.
         """
         if not self.prompts.num_rows:
             return {}
@@ -184,7 +184,7 @@ class Validator:
             reward = self.roles.reward
             scored = reward.score_by_rule(rollouts) if by_rule else reward.score(rollouts)
             lengths = [n for report in generated.result() for n in report.response_lengths]
-            found = self._join_scored(lengths, scored.result())
+            found = _join_scored(lengths, scored.result())[: self.prompts.num_rows]
         size = self.config.n_samples
         groups = [found[i : i + size] for i in range(0, len(found), size)]
         metrics = measure(groups, self.prompts.data_sources[::size], self.config)
@@ -200,18 +200,14 @@ class Validator:
         )
         return metrics
 
-    def _join_scored(self, lengths: Sequence[int], reports: Sequence[ScoreReport]) -> list[Scored]:
-        """Return the scored responses in the order of `prompts`, without those of the padding.
 
-        lengths: tokens of each response
-        Where the reports have no parts or no answers, they are {} or None.
-        """
-        scores = [score for report in reports for score in report.scores]
-        parts = [part for report in reports for part in report.parts] or [{}] * len(scores)
-        answers = [a for report in reports for a in report.answers] or [None] * len(scores)
-        scored = [each for report in reports for each in report.is_scored]
-        rows = zip(scores, lengths, parts, answers, scored, strict=True)
-        return [Scored(*row) for row, _ in zip(rows, self.prompts.sample_ids, strict=False)]
+def _join_scored(lengths: Sequence[int], reports: Sequence[ScoreReport]) -> list[Scored]:
+    """Return the scored responses; parts are {} and answers None if the reports have none."""
+    scores = [score for report in reports for score in report.scores]
+    parts = [part for report in reports for part in report.parts] or [{}] * len(scores)
+    answers = [a for report in reports for a in report.answers] or [None] * len(scores)
+    scored = [each for report in reports for each in report.is_scored]
+    return list(map(Scored, scores, lengths, parts, answers, scored))
 
 
 def validation_seed(seed: int) -> int:
@@ -232,10 +228,14 @@ def validate_only(
     """Start the workers, validate the newest undamaged checkpoint, and return its iteration.
 
     Without a checkpoint, or with training.new_run, validates the weights of `load`, and returns 0.
-    directory: folder to write metrics and samples to. The run's own folder is only read, so it may
-               be in use
-    writes: whether this process writes files and prints the metrics
-    Errors: UserError if there are checkpoints and all are damaged.
+
+    Args:
+        directory: folder to write metrics and samples to. The run's own folder is only read, so it
+            may be in use.
+        writes: whether this process writes files and prints the metrics.
+
+    Raises:
+        UserError: there are checkpoints and all are damaged.
     """
     parts = {config.placement[Role.ACTOR_ROLLOUT]: config.parts} if config.parts else {}
     with phase("starting the worker processes"):
@@ -254,10 +254,6 @@ def validate_only(
         version = config.count_updates(iteration)
         measured = validator.validate(iteration, version, own_line=True)
     if writes:
-        print(_describe(iteration, measured), flush=True)
+        rows = [(name, f"{value:.6g}") for name, value in sorted(measured.items())]
+        print(f"validation of iteration {iteration}\n{pairs(rows)}", flush=True)
     return iteration
-
-
-def _describe(iteration: int, measured: Mapping[str, float]) -> str:
-    rows = [(name, f"{value:.6g}") for name, value in sorted(measured.items())]
-    return f"validation of iteration {iteration}\n{pairs(rows)}"
