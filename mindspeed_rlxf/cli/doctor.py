@@ -6,7 +6,6 @@ command line, one `error:` line per problem.
 
 import argparse
 import json
-import shutil
 from collections.abc import Sequence
 
 from mindspeed_rlxf.cli.command_line import Parser, fail, option, use_utf8_output
@@ -60,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.json:
         print(json.dumps(report.as_json(), indent=2, ensure_ascii=False))
     else:
-        print(report.as_text(min(shutil.get_terminal_size((100, 24)).columns, 120)))
+        print(report.as_text())
     return report.exit_code
 
 

@@ -1,5 +1,6 @@
 """Format aligned text tables."""
 
+import re
 from collections.abc import Sequence
 
 
@@ -11,7 +12,9 @@ def table(rows: Sequence[Sequence[object]], indent: int = 2) -> str:
     """
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    right = [all(_is_number(cell) for cell in column[1:]) for column in zip(*cells, strict=True)]
+    number = re.compile(r"-|[\d,.]*\d[\d,.]*( [GM]iB)?", re.ASCII)
+    columns = zip(*cells, strict=True)
+    right = [all(map(number.fullmatch, column[1:])) for column in columns]
     cells.insert(1, ["-" * width for width in widths])
     lines = []
     for row in cells:
@@ -27,8 +30,3 @@ def pairs(rows: Sequence[tuple[str, object]], indent: int = 2) -> str:
     """Format `name  value` lines with the values in one column; `rows` must not be empty."""
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{'':{indent}}{name:<{width}}  {value}" for name, value in rows)
-
-
-def _is_number(cell: str) -> bool:
-    number = cell.removesuffix(" GiB").removesuffix(" MiB")
-    return number.replace(",", "").replace(".", "").isdigit() or cell == "-"

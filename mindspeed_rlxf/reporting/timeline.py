@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 ITERATIONS = 100  # of a file
 KEPT = 5  # files
@@ -129,22 +129,13 @@ def _append_events(file: Path, events: Iterable[Mapping[str, Any]]) -> None:
         return
     file.touch()
     with open(file, "r+b") as stream:
-        kept = stream.seek(_append_offset(stream))
+        start = max(stream.seek(0, os.SEEK_END) - LONGER_THAN_AN_EVENT, 0)
+        stream.seek(start)
+        data = stream.read()
+        # Without TAIL a write was cut off: after the last whole event, or else from the start.
+        closed = data.endswith(TAIL)
+        end = len(data) - len(TAIL) if closed else data.rfind(BETWEEN)
+        kept = stream.seek(start + end if end >= 0 else 0)
         stream.truncate()
         stream.write((BETWEEN if kept else HEAD) + new + TAIL)
         stream.flush()
-
-
-def _append_offset(stream: IO[bytes]) -> int:
-    """Return the offset at which new events go: that of TAIL, which closes the list of events.
-
-    If TAIL is missing, because a write was cut off: the end of the last whole event, or 0 (write
-    the file anew) if the last LONGER_THAN_AN_EVENT bytes lack the separator BETWEEN.
-    """
-    start = max(stream.seek(0, os.SEEK_END) - LONGER_THAN_AN_EVENT, 0)
-    stream.seek(start)
-    data = stream.read()
-    if data.endswith(TAIL):
-        return start + len(data) - len(TAIL)
-    between = data.rfind(BETWEEN)
-    return 0 if between < 0 else start + between

@@ -1,7 +1,6 @@
 """The doctor's report: findings as text and as JSON."""
 
 import socket
-import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -27,9 +26,10 @@ def merge(findings: Iterable[Finding]) -> list[Finding]:
 class Report:
     """Findings of one command.
 
-    host:  name of the host that the command ran on
-    build: version and source hash of this package
-    time:  UTC, ISO 8601
+    Attributes:
+        host: name of the host that the command ran on.
+        build: version and source hash of this package.
+        time: UTC, ISO 8601.
     """
 
     host: str
@@ -63,30 +63,18 @@ class Report:
             ],
         }
 
-    def as_text(self, width: int = 100) -> str:
-        """Return one entry per finding, errors first, each with its remedy; then the counts.
-
-        Words are never broken, so that paths and commands can be copied.
-        """
+    def as_text(self) -> str:
+        """Return one entry per finding, errors first, each with its remedy; then the counts."""
         ranked = sorted(self.findings, key=lambda f: list(Status).index(f.status), reverse=True)
         margin = max((len(finding.check) for finding in ranked), default=0) + 11
         lines = []
         for finding in ranked:
             more = len(finding.hosts) - SHOWN_HOSTS
             hosts = [*finding.hosts[:SHOWN_HOSTS], *([f"and {more} more"] if more > 0 else [])]
-            texts = [finding.value + (f"  [{', '.join(hosts)}]" if hosts else "")]
-            texts += [f"-> {finding.remedy}"] if finding.remedy else []
             head = f"{finding.status.value:<7}  {finding.check}".ljust(margin)
-            for text in texts:
-                lines += textwrap.wrap(
-                    text,
-                    max(width, margin + 30),
-                    initial_indent=head,
-                    subsequent_indent=" " * margin,
-                    break_on_hyphens=False,
-                    break_long_words=False,
-                )
-                head = " " * margin
+            lines.append(head + finding.value + (f"  [{', '.join(hosts)}]" if hosts else ""))
+            if finding.remedy:
+                lines.append(f"{'':{margin}}-> {finding.remedy}")
         bad, doubtful, good = (self.counts[status.value] for status in reversed(Status))
         total = (
             f"{bad} error{'s' * (bad != 1)}, {doubtful} warning{'s' * (doubtful != 1)}, {good} ok"
