@@ -154,16 +154,6 @@ def test_sequence_ratio_equals_a_loop_over_responses(lengths: list[int], seed: i
         start += length
 
 
-def test_one_token_responses_have_the_token_ratio() -> None:
-    old, log_probs, advantages = torch.randn(3, 20, generator=torch.Generator().manual_seed(3))
-    clip = ClipRange(0.2, 0.3, 2.0)
-    ones = torch.ones(20, dtype=torch.long)
-    sequence = sequence_policy_loss(log_probs, old, advantages, clip, ones)
-    token = clipped_policy_loss(log_probs, old, advantages, clip)
-    assert_close(sequence.loss, token.loss)
-    assert sequence.clipped.tolist() == token.clipped.tolist()
-
-
 def test_importance_of_a_token_is_cut_above_only() -> None:
     training = torch.log(torch.tensor([0.4, 0.1, 0.2])).requires_grad_()
     rollout = torch.log(torch.tensor([0.1, 0.4, 0.2]))

@@ -106,13 +106,6 @@ def test_padded_rows_are_filled_to_the_longest_and_a_multiple(multiple: int, wid
     assert batch.positions.tolist() == list(range(width))
 
 
-def test_each_group_of_rows_is_a_micro_batch() -> None:
-    groups = [[4, 2], [0, 1], [3]]
-    batches = make_micro_batches(rollouts_of([(1, 1)] * 5), groups, True, 1, CPU)
-    assert [b.rows for b in batches] == groups
-    assert [b.token_ids.numel() for b in batches] == [4, 4, 2]
-
-
 @settings(max_examples=30, deadline=None)
 @given(counts=st.lists(st.integers(1, 5), min_size=1, max_size=7), size=st.integers(1, 7))
 def test_scattered_values_stand_in_the_row_they_came_from(counts: list[int], size: int) -> None:

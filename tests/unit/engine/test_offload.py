@@ -207,11 +207,3 @@ def test_a_failing_phase_holds_nothing() -> None:
     with offload.holding((two.offload, Part)):
         assert one.held() == [0, 0, 0]
     assert one.weights[0].shape == (30, 10)
-
-
-def test_a_collected_engine_is_not_kept_by_residency() -> None:
-    model = Model()
-    assert len(offload._known) == 1
-    del model
-    gc.collect()
-    assert len(offload._known) == 0

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mindspeed_rlxf.engine import sharded_files
 from mindspeed_rlxf.engine.sharded_files import raise_os_errors
 
 
@@ -31,19 +30,3 @@ def test_a_failed_write_of_an_older_megatron_core_is_an_os_error_too(tmp_path: P
         raise RuntimeError("Worker failure") from OSError(28, "No space left")
     with pytest.raises(RuntimeError, match="other"), raise_os_errors(tmp_path):
         raise RuntimeError("other")
-
-
-def test_the_cause_is_kept_where_the_file_system_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def usage(_: Path) -> None:
-        raise OSError(116, "Stale file handle")
-
-    monkeypatch.setattr(sharded_files.shutil, "disk_usage", usage)
-    text = sharded_files.name_with_free_space(OSError(5, "Input/output error"), tmp_path)
-    assert text == "OSError: [Errno 5] Input/output error"
-
-
-def test_errors_other_than_os_errors_are_raised_unchanged(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), raise_os_errors(tmp_path):
-        raise KeyError("x")

@@ -115,22 +115,3 @@ def test_core_attention_leaves_packed_tokens_to_the_pack(heads: int) -> None:
     pack = PackedSequences(lengths=(3, 4))
     got = core_attention()(*qkv, None, packed_seq_params=pack)  # [tokens, heads * d]
     assert_close(got, each_alone([3, 4], qkv).flatten(1))
-
-
-def test_core_attention_refuses_a_mask_of_its_own() -> None:
-    tensors = [x.unsqueeze(1) for x in random_tokens(2)]
-    with pytest.raises(AssertionError, match="mask is causal"):
-        core_attention()(*tensors, torch.zeros(1, 1, 2, 2, dtype=torch.bool))
-
-
-def test_pack_asks_megatron_for_rotary_angles_token_by_token() -> None:
-    # cumulative lengths would make Megatron restart the positions of each sequence at 0
-    pack = PackedSequences(lengths=(2,))
-    assert pack.cu_seqlens_q is None and pack.cu_seqlens_kv is None
-    assert pack.qkv_format == "thd"
-
-
-@pytest.mark.parametrize("lengths", [(), (3, 0)])
-def test_pack_needs_sequences_of_positive_length(lengths: tuple[int, ...]) -> None:
-    with pytest.raises(AssertionError, match="positive length"):
-        PackedSequences(lengths=lengths)

@@ -133,13 +133,6 @@ def test_weights_at_equal_distances_are_one_tensor() -> None:
     assert at(1, 21, 42) is None and at(21, 1, 41) is None and at(1, 1) is None
 
 
-def test_rows_that_no_grouped_product_takes_are_left_to_megatron(layer: Layer) -> None:
-    """Rows of the weights in bf16 with 12 numbers begin at multiples of 8 bytes, not 16."""
-    layer.bfloat16()
-    stack_experts(layer)
-    assert GroupedExperts.of(layer) is None
-
-
 @pytest.mark.parametrize("sizes", [(700, 128), (20, 16)])
 def test_a_row_of_a_product_is_that_of_the_definition(sizes: tuple[int, int]) -> None:
     """Large weights take a product of their own on a CPU."""
@@ -197,3 +190,10 @@ def grouped_mlp(layer: Layer) -> module.GroupedMLP:
     made.num_local_experts, made.add_bias = EXPERTS, False
     made.config = SimpleNamespace(moe_apply_probs_on_input=False, fp8=None, fp4=None)
     return made
+
+
+def test_rows_that_no_grouped_product_takes_are_left_to_megatron(layer: Layer) -> None:
+    """Rows of the weights in bf16 with 12 numbers begin at multiples of 8 bytes, not 16."""
+    layer.bfloat16()
+    stack_experts(layer)
+    assert GroupedExperts.of(layer) is None

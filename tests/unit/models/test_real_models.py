@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter, defaultdict
 from typing import Any
 
 import pytest
@@ -14,11 +12,7 @@ from mindspeed_rlxf.config.hf_config import find_disagreements
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.models.parameters import (
     Head,
-    Slice,
-    Split,
     hf_shapes,
-    shard_slices,
-    stage_parameters,
 )
 from tests.families import LLAMA, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, on_meta, stored_shapes
 
@@ -82,7 +76,6 @@ MODELS: dict[str, tuple[float, Any, dict[str, Any]]] = {
                   num_experts_per_tok=2, sliding_window=None),
     ),
 }  # fmt: skip
-KV_HEADS = {name: numbers["num_key_value_heads"] for name, (_, _, numbers) in MODELS.items()}
 SHIPPED = sorted(p.stem for p in (builtin_config_dir() / "model").glob("*.yaml"))
 
 
@@ -114,54 +107,3 @@ def test_names_and_shapes_are_those_of_transformers(name: str, head: Head) -> No
     assert hf_shapes(architecture(name), head) == stored_shapes(model)
     if head is Head.LANGUAGE_MODEL:
         assert sum(p.numel() for p in model.parameters()) == pytest.approx(billions * 1e9, rel=0.01)
-
-
-@pytest.mark.parametrize("pp", [1, 2, 4])
-@pytest.mark.parametrize(
-    ("name", "tp"),
-    [(name, tp) for name in MODELS for tp in (1, 2, 4, 8) if KV_HEADS[name] % tp == 0],
-)
-def test_every_rank_holds_its_part_and_together_they_hold_all(name: str, tp: int, pp: int) -> None:
-    a = architecture(name)
-    if a.num_experts:  # thousands of tensors in each layer
-        a = a.model_copy(update={"num_layers": 4})
-    check_tiling(a, tp, pp)
-
-
-@pytest.mark.parametrize("ep", [2, 4, 8])
-@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "mixtral-8x7b"])
-def test_expert_ranks_together_hold_every_expert_once(name: str, ep: int) -> None:
-    a = architecture(name).model_copy(update={"num_layers": 4})
-    held: Counter[str] = Counter()
-    for stage, rank in itertools.product(range(2), range(ep)):
-        for parameter in stage_parameters(a, Head.LANGUAGE_MODEL, stage, 2, rank, ep):
-            held.update(parameter.sources)
-    assert held.keys() == hf_shapes(a, Head.LANGUAGE_MODEL).keys()
-    assert {held[name] for name in held if ".experts." in name} == {1}
-    assert {held[name] for name in held if ".experts." not in name} == {ep}
-
-
-def check_tiling(a: ArchitectureConfig, tp: int, pp: int) -> None:
-    shapes = hf_shapes(a, Head.LANGUAGE_MODEL)
-    held: dict[str, list[list[Slice]]] = defaultdict(list)  # source -> what each rank holds of it
-    for stage in range(pp):
-        for parameter in stage_parameters(a, Head.LANGUAGE_MODEL, stage, pp):
-            for rank in range(tp):
-                mine: dict[str, list[Slice]] = defaultdict(list)
-                for part in shard_slices(parameter, a, rank, tp):
-                    mine[part.source].append(part)
-                for source, parts in mine.items():
-                    held[source].append(parts)
-                    if parameter.split is Split.REPLICATED:
-                        assert (parts[0].start, parts[0].stop) == (0, shapes[source][0])
-    assert held.keys() == shapes.keys()
-    for source, ranks in held.items():
-        if "norm" in source or source.endswith(".gate.weight"):
-            continue  # whole on every rank
-        copies = 2 if len(ranks) > tp else 1  # a tied embedding is on the first and the last stage
-        spans = sorted((p.start, p.stop) for parts in ranks[:tp] for p in parts)
-        assert len(ranks) == copies * tp
-        assert spans[0][0] == 0 and spans[-1][1] == shapes[source][ranks[0][0].dim], source
-        assert all(before[1] == after[0] for before, after in itertools.pairwise(spans))
-        sizes = {sum(p.size for p in parts) for parts in ranks}
-        assert len(sizes) == 1 or "embed" in source or "lm_head" in source

@@ -68,13 +68,6 @@ def test_frequencies_are_those_of_transformers(
     assert_close(ours, theirs(rope).inv_freq)
 
 
-def test_llama3_case_has_kept_blended_and_divided_frequencies() -> None:
-    plain = inverse_frequencies(architecture())
-    ratio = inverse_frequencies(architecture(CASES[2][0], **CASES[2][1])) / plain
-    assert ratio[0] == 1.0 and torch.isclose(ratio[-1], torch.tensor(1 / 8))
-    assert ((ratio > 0.2) & (ratio < 0.9)).any()
-
-
 def test_angles_are_those_of_transformers() -> None:
     positions = torch.tensor([0, 1, 5, 700, 3, 0])
     angles = rotary_angles(positions, inverse_frequencies(architecture()))

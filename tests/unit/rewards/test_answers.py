@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
-from fractions import Fraction
+from decimal import Decimal
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from mindspeed_rlxf.rewards.answers import (
-    final_number,
     format_score,
     length_score,
     math_score,
     multiple_choice,
 )
-from mindspeed_rlxf.rewards.rules import RULES, gsm8k, gsm8k_flexible, gsm8k_strict
+from mindspeed_rlxf.rewards.rules import (
+    RULES,
+    RewardResult,
+    exact_match,
+    gsm8k,
+    gsm8k_flexible,
+    gsm8k_strict,
+)
 
 REPO = Path(__file__).parents[3]
 GSM8K = Path(os.environ.get("RLXF_DATA", REPO / "../shared/data")) / "gsm8k"
@@ -69,12 +76,31 @@ NUMBERS = [
     ("\\boxed{x = 18\\text{ cm}}", "18", True),
     ("\\boxed{17}, or \\boxed{18}", "18", True),
     ("\\boxed{}", "18", False),
+    ("#### 18 \nQuestion: what is next? #### 5", "16 - 3 - 4 = <<16-3-4=9>>9\n#### 18", True),
+    ("####18", "18", True),
+    ("#### eighteen, that is 18", "18", True),
+    ("it is 18 ####", "18", True),  # nothing behind the mark: the last number
+    ("-3", "#### -3", True),
+    ("7-3", "3", True),  # an operator is no sign
+    ("(4)-3", "3", True),
+    ("no number", "no number", False),
+    # Decimal arithmetic rounds to 28 digits, a comparison must not.
+    (f"-{'1' * 40}", f"-{'1' * 40}", True),
+    (f"-{'1' * 40}2", f"-{'1' * 40}3", False),
 ]
 
 
 @pytest.mark.parametrize(("response", "truth", "right"), NUMBERS)
 def test_gsm8k_reads_answers_as_people_write_them(response: str, truth: str, right: bool) -> None:
     assert gsm8k(response, truth).score == float(right)
+
+
+@pytest.mark.parametrize(
+    ("response", "right"),
+    [("46", True), (" 46\n", True), ("46.", False), ("046", False), ("4 6", False), ("", False)],
+)
+def test_exact_match_ignores_white_space_around_only(response: str, right: bool) -> None:
+    assert exact_match(response, "46") == RewardResult(float(right), {"accuracy": float(right)})
 
 
 def test_strict_and_flexible_differ_in_the_mark() -> None:
@@ -87,25 +113,20 @@ def test_strict_and_flexible_differ_in_the_mark() -> None:
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason=f"no GSM8K in {GSM8K}; set RLXF_DATA")
-def test_gsm8k_tells_each_reference_answer_from_the_next_and_from_those_off_by_one() -> None:
+def test_gsm8k_tells_reference_answers_from_the_next_and_from_those_off_by_one() -> None:
+    """openai/grade-school-math reads answers with this pattern."""
+    pattern = re.compile(r"#### (\-?[0-9\.\,]+)")
     rows = [
         json.loads(line)["answer"]
         for split in ("train", "test")
         for line in (GSM8K / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
     ]
     assert len(rows) == 8792
-    answers = [final_number(row) for row in rows]
+    answers = [Decimal(pattern.findall(row)[0].replace(",", "")) for row in rows]
     for (row, following), (own, other) in zip(pairwise(rows), pairwise(answers), strict=True):
-        assert gsm8k(row, row).score == 1.0
+        assert gsm8k(row, row).score == gsm8k(f"The answer is {own}.", row).score == 1.0
         assert gsm8k(following, row).score == float(own == other)
-        assert own is not None
-        assert gsm8k(f"#### {_decimal(own + 1)}", row).score == 0.0
-        assert gsm8k(f"The answer is {_decimal(own - 1)}.", row).score == 0.0
-    assert gsm8k(rows[-1], rows[-1]).score == 1.0
-
-
-def _decimal(number: Fraction) -> str:
-    return str(float(number)) if number.denominator > 1 else str(number)
+        assert gsm8k(f"#### {own + 1}", row).score == 0.0
 
 
 CHOICES = [

@@ -14,13 +14,11 @@ import pytest
 
 from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.config.reward_section import SandboxConfig
-from mindspeed_rlxf.config.schema import RewardConfig
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.rewards import programs
 from mindspeed_rlxf.rewards.manager import RewardManager
-from mindspeed_rlxf.rewards.plans import try_sandbox
 from mindspeed_rlxf.rewards.programs import Case, code, code_all, find_program, read_cases
-from mindspeed_rlxf.rewards.sandbox import Outcome, Sandbox, SandboxError
+from mindspeed_rlxf.rewards.sandbox import Outcome, SandboxError
 
 ADD = json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]})
 CALLS = json.dumps({"assert_case": ["assert add(1, 2) == 3", "assert add(2, 2) == 4"]})
@@ -148,13 +146,6 @@ def test_rows_without_test_cases_are_found_beforehand_and_nothing_runs() -> None
     assert manager.check([row(0, ADD), row(1, CALLS)]) == []
     (problem,) = map(str, manager.check([row(0, ADD), row(1, "3")]))
     assert "the first without is prompt 1" in problem
-
-
-def test_a_run_without_a_rule_of_programs_chooses_no_sandbox() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Sandbox, "choose", None)
-        reward = RewardConfig.model_validate({"kind": "rule", "rules": {"mine": "gsm8k"}})
-        assert try_sandbox(reward) is None
 
 
 def test_a_sandbox_that_stopped_working_is_no_score(rules: programs.CodeRules) -> None:

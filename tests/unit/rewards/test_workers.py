@@ -14,7 +14,7 @@ import pytest
 
 from mindspeed_rlxf.config.plugins import Source
 from mindspeed_rlxf.config.reward_section import FunctionConfig
-from mindspeed_rlxf.rewards.outcome import Cause, Outcome, Sample
+from mindspeed_rlxf.rewards.outcome import Cause, Sample
 from mindspeed_rlxf.rewards.scoring import Plan
 from mindspeed_rlxf.rewards.workers import ScoringBroken, WorkerPool
 
@@ -191,11 +191,3 @@ def test_a_file_that_prints_without_end_when_it_is_imported_breaks_the_pool() ->
             pool.submit(sample("2")).result(60)
     finally:
         pool.close()
-
-
-def test_an_outcome_is_a_result_or_a_cause() -> None:
-    pool = WorkerPool(PLAN, size=1, timeout_s=60.0, memory=MEMORY)
-    found = [pool.submit(sample(text)).result(60) for text in ("2", "nan")]
-    pool.close()
-    assert [outcome.cause for outcome in found] == [None, Cause.NOT_FINITE]
-    assert found[1] == Outcome(None, Cause.NOT_FINITE, "the result must be finite, it is nan")

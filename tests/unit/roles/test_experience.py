@@ -222,14 +222,6 @@ def test_online_dpo_marks_the_better_response_of_each_pair() -> None:
     assert report.rewards.total == pytest.approx(sum(SCORES)), "the KL is in the loss"
 
 
-def test_without_a_critic_nothing_of_it_travels() -> None:
-    experience, report, _ = made(AdvEstimator.GRPO)
-    assert experience.returns.shape == experience.values.shape == (4, 0)
-    assert experience.value_mask.shape == experience.ref_log_probs.shape == (4, 0)
-    assert report.values is None and report.returns is None
-    assert experience.select([3, 1]).trained_mask.sum(1).tolist() == [6, 5]
-
-
 def test_a_score_that_is_no_number_is_named() -> None:
     with pytest.raises(ValueError, match="the reward gave nan for sample 2; correct"):
         made(AdvEstimator.GRPO, scores=[1.0, 0.0, float("nan"), 1.0])

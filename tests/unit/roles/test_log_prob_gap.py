@@ -52,7 +52,3 @@ def test_the_worst_token_is_named(changes: dict[str, float], place: str) -> None
         _check_gaps(_measure_gaps(rollouts(), recomputed(**changes)), rollouts(), 0.5)
     assert place in str(caught.value)
     assert "over algorithm.max_log_prob_gap=0.5" in str(caught.value)
-
-
-def test_gaps_up_to_the_limit_pass() -> None:
-    _check_gaps(_measure_gaps(rollouts(), recomputed(r0t1=-2.5)), rollouts(), 0.5)

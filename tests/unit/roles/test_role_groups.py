@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,6 @@ from mindspeed_rlxf.config.rank_layout import ParallelLayout
 from mindspeed_rlxf.roles.actor import ActorGroup
 from mindspeed_rlxf.roles.rollout import RolloutGroup
 from tests.unit.cluster.test_group import RecordingPool
-from tests.unit.test_layers import FILES, PACKAGE
 
 
 def groups(parts: tuple[int, int] | None) -> tuple[ActorGroup, RolloutGroup, RecordingPool]:
@@ -50,32 +48,3 @@ def test_the_rollout_is_built_with_the_actor_only_where_they_share_processes() -
         actor, scorer = pool.requests[0].args[-2:]
         assert isinstance(actor, Peer) if parts is None else actor is None
         assert scorer is None
-
-
-def methods_named(tree: ast.AST) -> set[str]:
-    """Classes of roles whose methods a piece of code names, without the ending."""
-    return {
-        node.value.id.removesuffix("Role")
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-        if node.value.id.endswith("Role") and node.value.id != "Role"
-    }
-
-
-def test_a_group_names_methods_of_its_own_role_only() -> None:
-    """Nothing else names any: all calls go through the group of the role."""
-    found: dict[str, set[str]] = {}
-    for name, file in FILES.items():
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        groups = [
-            node
-            for node in tree.body
-            if isinstance(node, ast.ClassDef) and node.name.endswith("Group")
-        ]
-        if name.startswith(f"{PACKAGE}.roles."):
-            found |= {group.name: methods_named(group) for group in groups}
-            tree.body = [node for node in tree.body if node not in groups]
-        assert not methods_named(tree), name
-    names = "Actor", "Rollout", "Reference", "Critic"
-    others = {"RewardGroup": {"Reward", "Scorer"}, "TrainedGroup": set[str]()}
-    assert found == others | {f"{name}Group": {name} for name in names}

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from mindspeed_rlxf.config import plugins
 from mindspeed_rlxf.config.schema import RewardConfig
@@ -159,15 +158,3 @@ def test_ranks_that_lead_no_replica_score_nothing(role: ScorerRole) -> None:
     before = threading.active_count()
     rollouts: Rollouts = gather_rollouts(prompts, role.follow(prompts, results_of(["2"])))
     assert role.score(rollouts).rows is None and threading.active_count() == before
-
-
-def test_columns_travel_with_their_rows() -> None:
-    prompts = prompts_of(["1", "2", "3"], level=3)
-    assert prompts.select([2]).extra_infos == [{"level": 3}]
-    plain = Prompts([1], [np.array([1])], [""], [""], [[]])
-    assert plain.extra_infos == [{}]
-    joined = Prompts.concat([plain, prompts])
-    assert [bool(info) for info in joined.extra_infos] == [False, True, True, True]
-    rollouts = gather_rollouts(prompts, results_of(["1", "2", "3"]))
-    assert rollouts.select([0, 2]).extra_infos == [{"level": 3}] * 2
-    assert isinstance(rollouts.response_mask, torch.Tensor)

@@ -37,10 +37,3 @@ def test_a_response_has_stopped_only_with_an_eos() -> None:
     assert reasons == {0: FinishReason.STOP, 1: FinishReason.LENGTH, 2: FinishReason.STOP}
     with pytest.raises(KeyError):
         next(answer_from_table(inner, given, requests(PROMPTS, range(1, 4), settings())))
-
-
-def test_an_engine_that_sleeps_does_not_score() -> None:
-    inner = engine(TinyModel(), 2)
-    inner.sleep()
-    with pytest.raises(AssertionError, match="sleeps"):
-        inner.score(PROMPTS, [[5], [6], [7]])

@@ -98,36 +98,6 @@ def test_masks_of_decoding_have_a_shape_that_an_npu_takes(monkeypatch: pytest.Mo
     assert torch.equal(*results)
 
 
-def test_layers_do_not_share_keys() -> None:
-    cache = new_cache(slots=1)
-    first, second = random_tokens(4, 1), random_tokens(4, 2)
-    prefill(cache, 1, [first], [3])
-    prefill(cache, 2, [second], [3])
-    expected = PackedSequences(lengths=(4,)).attend(1, *first)[3:]
-    assert_close(decode(cache, 1, [first], [3]), expected)
-
-
-def test_a_copied_row_goes_on_in_its_new_slot() -> None:
-    cache = new_cache(slots=3)
-    qkv = [random_tokens(8, seed) for seed in range(3)]
-    prefill(cache, 1, qkv, [6, 2, 4])
-    cache.copy(torch.tensor([2]), torch.tensor([0]), length=4)  # the row of slot 0 has finished
-    out = decode(cache, 1, [qkv[2], qkv[1]], [4, 2])
-    for row, (index, place) in enumerate([(2, 4), (1, 2)]):
-        whole = PackedSequences(lengths=(8,)).attend(1, *qkv[index])
-        assert_close(out[row], whole[place])
-
-
-def test_a_reused_slot_shows_nothing_of_the_row_before() -> None:
-    cache = new_cache(slots=2)
-    old = [random_tokens(9, 1), random_tokens(9, 2)]
-    prefill(cache, 1, old, [9, 9])
-    new = random_tokens(4, 3)
-    prefill(cache, 1, [new], [2], first=1)
-    out = decode(cache, 1, [old[0], new], [8, 2])
-    assert_close(out[1], PackedSequences(lengths=(4,)).attend(1, *new)[2])
-
-
 def test_scores_of_a_decode_step_are_not_rounded_to_low_precision() -> None:
     # raw scores 256 and 257, which bf16 cannot tell apart; head_dim 4: their softmax is that of
     # 0 and 1 / sqrt(4), so that the second key weighs 1 / (1 + exp(-0.5)) = 0.62246
@@ -162,12 +132,3 @@ def test_a_cache_grows_by_pages_and_keeps_what_its_rows_hold(
     whole = PackedSequences(lengths=(19,)).attend(1, *qkv[0])
     assert_close(decode(cache, 2, qkv[:1], [2]), whole[2:3])
     assert not any(x[:, :, 3:].any() for x in cache.keys), "new places hold zeros"
-
-
-def test_a_slot_takes_the_bytes_that_it_says() -> None:
-    shape = CacheShape(num_layers=2, groups=3, head_dim=4, dtype=torch.bfloat16)
-    one = 2 * 2 * 3 * 10 * 4 * 2  # keys and values, of two bytes each
-    held = KvCache(shape, 10, CPU)
-    held.fit(5, 10)
-    assert held.nbytes == sum(x.nbytes for x in (*held.keys, *held.values)) == 5 * one
-    assert 10 * shape.token_bytes == one

@@ -232,26 +232,6 @@ def second_rank(monkeypatch: pytest.MonkeyPatch, broadcast: Any) -> TinyModel:
     return model
 
 
-def test_ranks_of_one_replica_have_as_many_rows_as_the_first_one_says(
-    prompts: list[np.ndarray], monkeypatch: pytest.MonkeyPatch, sizes: Sizes
-) -> None:
-    def broadcast(values: Tensor, _source: int, group: object) -> None:
-        if limits:
-            values.copy_(limits.pop())
-
-    limits = [torch.tensor([3, 0])]  # rows, tokens of the cache
-    tokens, _ = answers(engine(second_rank(monkeypatch, broadcast), 5), prompts, max_new_tokens=3)
-    assert sizes.slots == 3 and len(tokens) == len(prompts)
-
-
-def test_responses_here_end_both_ways_and_at_different_times(prompts: list[np.ndarray]) -> None:
-    # what makes the tests around this one worth anything
-    tokens, _, _, _ = generate(prompts, do_sample=True, temperature=2.0)
-    lengths = {len(row) for row in tokens}
-    assert len(lengths) > 2 and 9 in lengths
-    assert {row[-1] == EOS for row in tokens} == {True, False}
-
-
 @pytest.mark.parametrize("max_rows", [1, 2, 5, 100])
 def test_sampled_responses_do_not_depend_on_how_many_grow_together(
     prompts: list[np.ndarray], max_rows: int
@@ -262,18 +242,6 @@ def test_sampled_responses_do_not_depend_on_how_many_grow_together(
     assert got[0] == expected[0]
     for ours, theirs in zip(got[1], expected[1], strict=True):
         assert ours == pytest.approx(theirs, abs=1e-6)
-
-
-def test_a_sample_is_the_same_in_another_batch(prompts: list[np.ndarray]) -> None:
-    keys = {"do_sample": True, "temperature": 2.0}
-    together, _, _, _ = generate(prompts, ids=range(20, 28), **keys)
-    some, _, _, _ = generate([prompts[6], prompts[1]], ids=[26, 21], **keys)
-    assert some == [together[6], together[1]]
-
-
-def test_copies_of_a_prompt_get_responses_of_their_own(prompts: list[np.ndarray]) -> None:
-    tokens, _, _, _ = generate([prompts[0]] * 6, do_sample=True, temperature=2.0)
-    assert len({tuple(row) for row in tokens}) > 1
 
 
 @pytest.mark.parametrize("max_rows", [1, 3, 100])
@@ -289,15 +257,6 @@ def test_nothing_is_computed_beyond_what_is_produced(
     assert sum(model.calls) == given + produced - len(prompts)
 
 
-def test_waiting_prompts_take_the_place_of_finished_rows(
-    prompts: list[np.ndarray], sizes: Sizes
-) -> None:
-    generate(prompts, 3, do_sample=True, temperature=2.0)
-    # full steps while a prompt waits; rows become fewer at the very end only
-    assert sizes.decoded == sorted(sizes.decoded, reverse=True)
-    assert sizes.decoded[0] == 3 and sizes.decoded[-1] < 3
-
-
 def test_prefill_passes_are_limited_by_tokens(
     prompts: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -307,17 +266,6 @@ def test_prefill_passes_are_limited_by_tokens(
     assert tokens == expected
     # 3 | 8 alone, though above the limit | 1 + 5 | 2 | 7 | 4 | 4
     assert model.calls[:7] == [3, 8, 6, 2, 7, 4, 4]
-
-
-def test_no_prompts_give_no_responses() -> None:
-    tokens, log_probs, rollout, model = generate([])
-    assert tokens == [] and log_probs == []
-    assert rollout.stats().sampled_tokens == 0 and model.calls == []
-
-
-def test_one_token_responses_need_no_decoding(prompts: list[np.ndarray]) -> None:
-    tokens, _, rollout, _ = generate(prompts, max_new_tokens=1)
-    assert {len(row) for row in tokens} == {1} and rollout.stats().decoded_tokens == 0
 
 
 def test_every_eos_token_ends_a_response_and_min_new_tokens_holds_it_back(
@@ -332,8 +280,8 @@ def test_every_eos_token_ends_a_response_and_min_new_tokens_holds_it_back(
         assert len({row[-1] for row in tokens} & set(ends)) > 1
 
 
-def test_tensor_parallel_ranks_take_the_tokens_of_the_first(
-    prompts: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
+def test_tensor_parallel_ranks_take_rows_and_tokens_of_the_first(
+    prompts: list[np.ndarray], monkeypatch: pytest.MonkeyPatch, sizes: Sizes
 ) -> None:
     # a rank that rounds differently would stop at another step and wait in a collective for ever
     def broadcast(tokens: Tensor, source: int, group: object) -> None:
@@ -343,9 +291,9 @@ def test_tensor_parallel_ranks_take_the_tokens_of_the_first(
         else:
             tokens.fill_(7)
 
-    limits = [torch.tensor([2, 0])]  # rows, tokens of the cache
-    tokens, _ = answers(engine(second_rank(monkeypatch, broadcast), 2), prompts, max_new_tokens=3)
-    assert tokens == [[7, 7, 7]] * len(prompts)
+    limits = [torch.tensor([3, 0])]  # rows, tokens of the cache
+    tokens, _ = answers(engine(second_rank(monkeypatch, broadcast), 5), prompts, max_new_tokens=3)
+    assert tokens == [[7, 7, 7]] * len(prompts) and sizes.slots == 3
 
 
 def test_a_short_response_is_handed_out_before_a_long_one_has_ended(
@@ -362,20 +310,6 @@ def test_a_short_response_is_handed_out_before_a_long_one_has_ended(
     # all begin together, so that a response of n tokens has ended after n passes
     assert steps == lengths == sorted(lengths) and len(set(lengths)) > 2
     assert not any(sources), "the receiver of a result may run other roles"
-
-
-def test_requests_of_one_batch_may_have_settings_of_their_own(prompts: list[np.ndarray]) -> None:
-    sampling = {"do_sample": True, "temperature": 2.0, "max_new_tokens": 6}
-    sampled, sampled_logs, rollout, _ = generate(prompts, **sampling)
-    greedy, greedy_logs, _, _ = generate(prompts)
-    ids = range(len(prompts))
-    kinds = [requests(prompts, ids, settings(**keys)) for keys in (sampling, {})]
-    mixed = [kinds[i % 2][i] for i in ids]
-    found = sorted(rollout.generate(mixed), key=lambda result: result.place)
-    assert [r.tokens for r in found] == [(sampled, greedy)[i % 2][i] for i in ids]
-    for i, result in enumerate(found):
-        expected = (sampled_logs, greedy_logs)[i % 2][i]
-        assert result.log_probs == pytest.approx(expected, abs=1e-6)
 
 
 def test_an_engine_without_weights_or_asleep_does_not_generate(prompts: list[np.ndarray]) -> None:
