@@ -15,16 +15,11 @@ CONVERSATIONS = "--handler-name AlpacaStyleInstructionHandler"
 # Typed from the parser of the older toolkit, not taken from our lists: what is given, and behind
 # the bar what has to be given with it.
 OTHER_DATA = [
-    "--input more.jsonl",
-    "--handler-name R1AlpacaStyleInstructionHandler",
-    "--prompt-type llama3",
-    "--dataset-additional-keys input",
-    "--max-samples 1",
-    '--map-keys {"query":""}',
-    f"--append-eod | {CONVERSATIONS} --prompt-type llama3",
-    "--tokenizer-name-or-path framed",
+    "--input more.jsonl", "--handler-name R1AlpacaStyleInstructionHandler", "--prompt-type llama3",
+    "--dataset-additional-keys input", "--max-samples 1", '--map-keys {"query":""}',
+    f"--append-eod | {CONVERSATIONS} --prompt-type llama3", "--tokenizer-name-or-path framed",
     "--seq-length 9",
-]
+]  # fmt: skip
 SAME_DATA = [
     "--tokenizer-type PretrainedFromHF", "--workers 2", "--log-interval 7",
 ]  # fmt: skip

@@ -124,20 +124,16 @@ def test_megatrons_warnings_stay_off_the_console(
 
 
 BAD = {
-    "misspelt key": ["training.trian_iters=3"],
-    "misspelt section": ["trainig.train_iters=3"],
-    "wrong type": ["training.train_iters=ten"],
-    "negative": ["actor_rollout.lr=-1"],
-    "out of range": ["algorithm.gamma=1.5"],
-    "no iterations": ["training.train_iters=0"],
+    "misspelt key": ["training.trian_iters=3"], "misspelt section": ["trainig.train_iters=3"],
+    "wrong type": ["training.train_iters=ten"], "negative": ["actor_rollout.lr=-1"],
+    "out of range": ["algorithm.gamma=1.5"], "no iterations": ["training.train_iters=0"],
     "batch": ["training.global_batch_size=255"],
     "mini-batch": ["actor_rollout.ppo_mini_batch_size=100"],
     "devices": ["resource_pool.main=100000"],
     "tensor parallel": ["actor_rollout.tensor_model_parallel_size=3"],
     "pipeline parallel": ["critic.pipeline_model_parallel_size=4"],
-    "override": ["training.train_iters"],
-    "model": ["model=[nothing]"],
-}
+    "override": ["training.train_iters"], "model": ["model=[nothing]"],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("overrides", BAD.values(), ids=BAD.keys())

@@ -15,33 +15,17 @@ from mindspeed_rlxf.config.problems import ConfigError
 Tree = dict[str, Any]
 
 TREE: Tree = {
-    "model": {
-        "small": {
-            "num_layers": 4,
-            "hidden_size": 64,
-            "ffn_hidden_size": 96,
-            "num_attention_heads": 8,
-            "num_query_groups": 4,
-            "vocab_size": 32,
-            "max_position_embeddings": 64,
-        }
-    },
-    "training": {
-        "model": "small",
-        "load": "weights/sft",
-        "train_iters": 3,
-        "global_batch_size": 96,
-        "seq_length": 24,
-        "tokenizer_name_or_path": "weights/sft",
-    },
+    "model": {"small": {"num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 96,
+     "num_attention_heads": 8, "num_query_groups": 4, "vocab_size": 32,
+     "max_position_embeddings": 64}},
+    "training": {"model": "small", "load": "weights/sft", "train_iters": 3, "global_batch_size": 96,
+     "seq_length": 24, "tokenizer_name_or_path": "weights/sft"},
     "actor_rollout": {"max_prompt_length": 8, "ppo_mini_batch_size": 48, "lr": 1e-4},
-    "critic": {"critic_mini_batch_size": 32},
-    "reward": {"kind": "rule"},
+    "critic": {"critic_mini_batch_size": 32}, "reward": {"kind": "rule"},
     "data": {"train_files": "train.jsonl"},
     "placement": {"actor_rollout": "main", "ref": "main", "critic": "main"},
-    "resource_pool": {"main": 8},
-    "device": {"kind": "cpu"},
-}
+    "resource_pool": {"main": 8}, "device": {"kind": "cpu"},
+}  # fmt: skip
 
 DROPPED = object()
 WITHOUT_CRITIC = ("critic", "placement.critic")

@@ -8,9 +8,6 @@ device, and returns its results. No function returns the configuration itself.
 from __future__ import annotations
 
 import contextlib
-import functools
-import json
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +15,6 @@ from typing import Any
 from unittest.mock import MagicMock, patch
 
 import numpy as np
-import pytest
 import torch
 
 from mindspeed_rlxf.algorithms.masked import alone
@@ -26,12 +22,12 @@ from mindspeed_rlxf.checkpoint import recorder
 from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from mindspeed_rlxf.checkpoint.stopping import Stopped
 from mindspeed_rlxf.cluster import local
-from mindspeed_rlxf.config.enums import DeviceKind, Role
+from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import ExperienceInputs, LogProbs, Scores, Values
 from mindspeed_rlxf.data.indexed_prompts import IndexedPrompts
-from mindspeed_rlxf.data.prompts import Prompt, load_prompts
+from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.engine import build, engine
 from mindspeed_rlxf.engine.finite import SkippedSteps
 from mindspeed_rlxf.engine.train_engine import TokenLogProbs
@@ -45,15 +41,12 @@ from mindspeed_rlxf.reporting.metric_table import validation_score
 from mindspeed_rlxf.rewards import plans, sandbox as sandboxes
 from mindspeed_rlxf.rewards.manager import RewardManager
 from mindspeed_rlxf.rewards.sandbox import Sandbox
-from mindspeed_rlxf.roles import actor, critic, reward
-from mindspeed_rlxf.roles.balance import balanced_steps
+from mindspeed_rlxf.roles import actor, critic
 from mindspeed_rlxf.roles.experience import ExperienceMaker
 from mindspeed_rlxf.roles.objectives import make_objective
-from mindspeed_rlxf.roles.reports import FailedSample, ResponseLengths
 from mindspeed_rlxf.trainer import ending, ppo, preflight, run
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
 from mindspeed_rlxf.trainer.validation import Scored, measure
-from tests.unit.data.byte_tokenizer import byte_tokenizer
 from tests.unit.roles.test_experience import HAS_EOS, LENGTHS, rollouts_of
 
 Observer = Callable[[RunConfig], Any]
@@ -218,29 +211,6 @@ def orders(config: RunConfig) -> Any:
     return [[list(order) for order in each] for each in found]
 
 
-def shares(config: RunConfig) -> Any:
-    """Return which samples each replica gets in the updates of actor and critic."""
-    count = config.samples_per_iteration
-    found = ResponseLengths([1] * count, list(range(count)), [True] * count)
-    return [
-        balanced_steps(config, role, [list(range(count))], count, lambda: found)
-        for role in (Role.ACTOR_ROLLOUT, Role.CRITIC)
-    ]
-
-
-def log_probs(config: RunConfig) -> Any:
-    """Return the report on the gap between log-probs of generation and training, or the error."""
-    rollouts = rollouts_of(LENGTHS, HAS_EOS)
-    given = LogProbs(-noise(5, *rollouts.response_ids.shape))
-    with contextlib.ExitStack() as stack:
-        made = stack.enter_context(patch.object(engine, "MegatronEngine"))
-        made.return_value.log_probs.return_value = given
-        try:
-            return str(actor.ActorRole(config).log_probs(rollouts).report)
-        except ValueError as error:
-            return str(error)
-
-
 def valued(config: RunConfig) -> Any:
     """Return the critic's loss on the four responses of `experience`, and its weight."""
     rows: Any = experience(config)[0]
@@ -320,34 +290,6 @@ def recorded(config: RunConfig) -> Any:
     return made._num_kept(100), tokens, made.console._names
 
 
-@functools.cache
-def tokenizer() -> Any:
-    return byte_tokenizer()
-
-
-def read_prompts(config: RunConfig) -> Any:
-    """Return the prompts of a file, or the error. The file has two columns that each key of a
-    column can name; its second row is long."""
-    rows = [
-        {"prompt": "<s>", "question": "two", "ground_truth": "1", "answer": "2",
-         "data_source": "a", "source": "b", "extra_info": {"n": 1}, "more": 2},
-        {"prompt": "much longer", "question": "2", "ground_truth": "1", "answer": "2",
-         "source": "b"},
-    ]  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "rows.jsonl")
-        file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-        try:
-            found = load_prompts(
-                [str(file)], tokenizer(), config.data, config.actor_rollout.max_prompt_length
-            )
-        except UserError as error:
-            return str(error).replace(folder, "")
-    return [
-        (p.text, p.token_ids.tolist(), p.ground_truth, p.data_source, p.extra_info) for p in found
-    ]
-
-
 def prepared(config: RunConfig) -> Any:
     """Return the number of validation prompts, the configured stop tokens, and whether fixed
     responses are loaded."""
@@ -383,14 +325,6 @@ def scoring(config: RunConfig) -> Any:
     with patch.object(plans, "WorkerPool") as pool:
         plans.StreamingRewards(config.reward)
     return pool.call_args.args[1:]
-
-
-def accepted_failures(config: RunConfig) -> str:
-    """Return the error of twenty failed samples, which says how many may fail."""
-    failed = [FailedSample(i, "timeout", "") for i in range(20)]
-    with pytest.raises(reward.RewardsFailed) as error:
-        reward.check_failures(failed, config.reward.max_failed)
-    return str(error.value)
 
 
 def sandboxed(config: RunConfig) -> list[Any]:

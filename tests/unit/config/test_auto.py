@@ -13,19 +13,11 @@ from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.load import resolve
 
 QWEN3 = {
-    "model_type": "qwen3",
-    "num_hidden_layers": 2,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 12,
-    "vocab_size": 99,
-    "max_position_embeddings": 512,
-    "rope_theta": 1000000.0,
-    "rms_norm_eps": 1e-6,
+    "model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12, "vocab_size": 99,
+    "max_position_embeddings": 512, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6,
     "tie_word_embeddings": True,
-}
+}  # fmt: skip
 
 
 def write_config(folder: Path, **keys: Any) -> str:

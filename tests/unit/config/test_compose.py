@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rlxf.config.compose import builtin_config_dir, compose, config_names
+from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.problems import ConfigError
 
 
@@ -54,14 +54,6 @@ def test_a_built_in_config_is_found_beside_a_folder(folder: Path) -> None:
     assert tree["model"]["mine-1b"] == {"num_layers": 3}
     (folder / "model" / "tiny.yaml").write_text("tiny:\n  num_layers: 1\n")
     assert "model/tiny.yaml would be ignored" in error(folder, "ppo_trainer_tiny")
-
-
-def test_model_list_can_be_chosen_on_the_command_line(folder: Path) -> None:
-    assert list(compose("run", ["model=[tiny]"], folder)["model"]) == ["tiny"]
-
-
-def test_name_may_carry_its_suffix(folder: Path) -> None:
-    assert compose("run.yaml", [], folder) == compose("run", [], folder)
 
 
 def test_missing_name_lists_what_there_is(folder: Path) -> None:
@@ -116,8 +108,3 @@ def test_text_in_any_script_needs_no_quotes(folder: Path) -> None:
     tree = compose("run", ["training.name=\u8fd0\u884c/it's", "data.x='\u00e9'"], folder)
     assert tree["training"]["name"] == "\u8fd0\u884c/it's"
     assert tree["data"] == {"x": "\u00e9"}
-
-
-def test_builtin_names_are_listed() -> None:
-    assert "ppo_trainer_tiny" in config_names([builtin_config_dir()])
-    assert "tiny" in config_names([builtin_config_dir()], "model")

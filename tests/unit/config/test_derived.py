@@ -128,11 +128,8 @@ def test_a_pool_of_an_absent_reference_is_not_made(make_tree: Any) -> None:
     assert "resource_pool.refs=[8]: not used, as no reference runs" in notes
     # A rule needs a pool that is not split: the critic's, where the reference is absent.
     split = {
-        **own,
-        "actor_rollout.num_gpus_for_train": 4,
-        "actor_rollout.num_gpus_for_infer": 4,
-        "placement.critic": "values",
-        "resource_pool.values": 8,
-    }
+        **own, "actor_rollout.num_gpus_for_train": 4, "actor_rollout.num_gpus_for_infer": 4,
+        "placement.critic": "values", "resource_pool.values": 8,
+    }  # fmt: skip
     assert resolve(make_tree(split), "test").placement[Role.REWARD] == "refs"
     assert resolve(make_tree({**split, **NO_PENALTY}), "test").placement[Role.REWARD] == "values"

@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[3]
 CHECKPOINTS, STORE = "checkpoint/test_checkpoints.py", "checkpoint/test_store.py"
 RUN_DIR, COLLECTOR = "checkpoint/test_directory.py", "trainer/test_collector.py"
 CONSOLE, RECORDER = "reporting/test_console.py", "checkpoint/test_recorder.py"
-PROMPT_KEYS = "data/test_prompt_keys.py"
+PROMPT_KEYS, PROMPTS = "data/test_prompt_keys.py", "data/test_prompts.py"
 FUNCTIONS, MODEL_REWARD = "config/test_reward_functions.py", "roles/test_model_reward.py"
 ROLES = ("actor_rollout", "ref", "critic", "reward")
 
@@ -50,7 +50,6 @@ PAIRS = {**GROUPS, "training.stage": "ray_online_dpo", f"{ACTOR}micro_batch_size
 VERIFIER = {"reward": {"verifier": True}}
 JOINED = {"runtime.address": "head:6379"}
 ADAPTIVE = {"algorithm.kl_ctrl.type": "adaptive"}
-ANY_ROWS = {"data.default_data_source": "z", "data.overlong_prompts": "drop"}
 OVERLONG = {"algorithm.overlong_buffer_len": 12}
 EXPERTS = {"model.small.num_experts": 4}
 LLAMA3 = {
@@ -131,7 +130,7 @@ ALGORITHM: dict[str, Any] = {
     "score_slot_limit": Case("batch_width", see.driven), "advantage_whiten": Case("none", see.loss),
     "loss_normalizer": Case("sequence_means", see.loss),
     "old_log_probs": Case("rollout", see.driven), "rollout_is_threshold": Case(1.5, see.loss),
-    "max_log_prob_gap": Case(0.01, see.log_probs),
+    "max_log_prob_gap": Shown("roles/test_log_prob_gap.py", "test_the_worst_token_is_named"),
 }  # fmt: skip
 KL_CTRL: dict[str, Any] = {
     "type": Case("adaptive", see.driven), "kl_coef": Case(0.5, see.driven),
@@ -186,7 +185,9 @@ OFFLOAD: dict[str, Any] = {"weights": Case(True), "optimizer": Case(True)}
 FULL = {"training.recompute": "full"}
 LEARNING_KEYS: dict[str, Any] = {
     "save": Case("elsewhere"), "shuffle_minibatch": Case(True, see.orders),
-    "balance_by_length": Case(False, see.shares), "recompute": Case("selective", see.recomputed),
+    "balance_by_length": Shown("roles/test_balance.py",
+     "test_without_balance_no_call_waits_for_the_responses"),
+    "recompute": Case("selective", see.recomputed),
     "recompute_method": Case("block", see.recomputed, FULL),
     "recompute_num_layers": Case(2, see.recomputed, FULL),
 }  # fmt: skip
@@ -225,7 +226,8 @@ REWARD_KEYS: dict[str, Any] = {
     "processes": Case(3, see.scoring), "timeout_s": Case(3.0, see.scoring),
     "worker_memory_gib": Case(3.0, see.scoring),
     "failed_score": Shown("roles/test_scorer.py", "test_a_failure_is_that_of_one_sample"),
-    "max_failed": Case(3, see.accepted_failures),
+    "max_failed": Shown("roles/test_reward_group.py",
+     "test_the_run_stops_where_more_samples_fail_than_may"),
 }  # fmt: skip
 OF_FUNCTION = Shown(
     FUNCTIONS, "test_several_functions_have_names_weights_arguments_and_data_sources"
@@ -248,21 +250,23 @@ SANDBOX: dict[str, Any] = {
     "files": Case(77, see.sandboxed), "processes": Case(77, see.sandboxed),
     "output_kb": Case(77, see.sandboxed),
 }  # fmt: skip
+COLUMNS = Shown(PROMPTS, "test_dotted_keys_reach_nested_columns_of_parquet")
 DATA: dict[str, Any] = {
     "train_files": Case("other.jsonl"), "val_files": Case("val.jsonl"),
     "data_path": Case("prefix", base={"data.train_files": [], "data.data_path": "other"}),
-    "val_data_path": Case("prefix"), "prompt_key": Case("question", see.read_prompts, ANY_ROWS),
-    "ground_truth_key": Case("answer", see.read_prompts, ANY_ROWS),
-    "data_source_key": Case("source", see.read_prompts, ANY_ROWS),
-    "default_data_source": Case("y", see.read_prompts, {"data.overlong_prompts": "keep_tail"}),
-    "extra_columns": Case(["more"], see.read_prompts, ANY_ROWS),
+    "val_data_path": Case("prefix"),
+    "prompt_key": COLUMNS, "ground_truth_key": COLUMNS, "data_source_key": COLUMNS,
+    "default_data_source": Shown(PROMPTS,
+     "test_rows_of_several_files_come_in_order_with_all_fields"),
+    "extra_columns": Shown(PROMPT_KEYS, "test_rows_of_the_usual_columns_are_read_from_parquet"),
     "system_prompt": Shown(PROMPT_KEYS, "test_a_system_prompt_comes_first_unless_the_chat_has_one"),
     "chat_template_kwargs": Shown(PROMPT_KEYS, "test_chat_template_kwargs_reach_the_template"),
     "train_weights": Shown("trainer/test_prompt_source.py",
      "test_train_weights_are_shares_of_the_files"),
     "invalid_rows": Shown(PROMPT_KEYS, "test_invalid_rows_are_dropped_and_counted_on_request"),
-    "overlong_prompts": Case("keep_head", see.read_prompts, ANY_ROWS),
-    "allow_special_tokens": Case(True, see.read_prompts, ANY_ROWS),
+    "overlong_prompts": Shown(PROMPT_KEYS, "test_long_prompts_are_cut_on_the_named_side"),
+    "allow_special_tokens": Shown(PROMPTS,
+     "test_special_tokens_are_added_but_only_an_eos_of_the_text_stays"),
     "shuffle": Case(False, see.driven),
 }  # fmt: skip
 VALIDATION_SAMPLING = Shown(

@@ -15,12 +15,9 @@ from mindspeed_rlxf.config.schema import ArchitectureConfig
 
 VERSION_5 = int(transformers.__version__.split(".")[0]) >= 5
 LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
-}
+}  # fmt: skip
 LLAMA3_KEYS = {
     "rope_scaling_type": "llama3",
     "rope_scaling_factor": 8.0,
@@ -30,37 +27,21 @@ LLAMA3_KEYS = {
 
 def architecture(**keys: Any) -> ArchitectureConfig:
     base: dict[str, Any] = {
-        "num_layers": 2,
-        "hidden_size": 32,
-        "ffn_hidden_size": 48,
-        "num_attention_heads": 4,
-        "num_query_groups": 2,
-        "vocab_size": 99,
-        "max_position_embeddings": 512,
-        "rotary_base": 500000.0,
-        "norm_epsilon": 1e-6,
-        "untie_embeddings_and_output_weights": True,
-    }
+        "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4,
+        "num_query_groups": 2, "vocab_size": 99, "max_position_embeddings": 512,
+        "rotary_base": 500000.0, "norm_epsilon": 1e-6, "untie_embeddings_and_output_weights": True,
+    }  # fmt: skip
     return ArchitectureConfig(**(base | keys))
 
 
 def older(**keys: Any) -> dict[str, Any]:
     """As transformers 4 wrote it: no head_dim, rope_theta at the top."""
     base: dict[str, Any] = {
-        "model_type": "llama",
-        "num_hidden_layers": 2,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 99,
-        "max_position_embeddings": 512,
-        "rope_theta": 500000.0,
-        "rope_scaling": None,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        "hidden_act": "silu",
-    }
+        "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 99,
+        "max_position_embeddings": 512, "rope_theta": 500000.0, "rope_scaling": None,
+        "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu",
+    }  # fmt: skip
     return base | keys
 
 

@@ -22,10 +22,6 @@ def test_leaders_stand_on_the_last_stage_in_data_parallel_order() -> None:
     assert [layout.dp_rank(rank) for rank in layout.leaders()] == [0, 1]
 
 
-def test_every_rank_leads_without_model_parallelism() -> None:
-    assert ParallelLayout(world_size=3).leaders() == [0, 1, 2]
-
-
 def test_layout_refuses_partial_replicas() -> None:
     with pytest.raises(AssertionError, match="6 ranks do not hold whole replicas of TP 2 x PP 2"):
         ParallelLayout(world_size=6, tp=2, pp=2)

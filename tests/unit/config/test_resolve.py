@@ -167,22 +167,17 @@ def test_unknown_key_is_named_with_the_nearest_known_one(
 @pytest.mark.parametrize(
     ("key", "value", "shown"),
     [
-        ("training.train_iters", 0, "=0"), ("training.train_iters", -5, "=-5"),
-        ("training.train_iters", "ten", "='ten'"), ("training.train_iters", 2.5, "=2.5"),
-        ("training.train_iters", True, "=true"), ("training.global_batch_size", [8], "=[8]"),
-        ("training.global_batch_size", None, "=null"), ("training.run_name", 7, "=7"),
-        ("training.run_name", "", "=''"), ("training.tokenizer_type", "Llama", "='Llama'"),
-        ("actor_rollout.lr", "fast", "='fast'"), ("actor_rollout.lr", -1e-6, "=-1e-06"),
+        ("training.train_iters", 0, "=0"), ("training.train_iters", "ten", "='ten'"),
+        ("training.train_iters", True, "=true"), ("training.global_batch_size", None, "=null"),
+        ("training.run_name", 7, "=7"), ("training.run_name", "", "=''"),
+        ("training.tokenizer_type", "Llama", "='Llama'"), ("actor_rollout.lr", "fast", "='fast'"),
         ("actor_rollout.temperature", 0, "=0"), ("actor_rollout.top_p", 1.5, "=1.5"),
         ("actor_rollout.do_sample", "yes", "='yes'"), ("actor_rollout.stop_token_ids", 3, "=3"),
         ("actor_rollout.lr_warmup_fraction", 1.0, "=1.0"),
-        ("critic.cliprange_value", float("nan"), "=.nan"), ("algorithm.gamma", -0.1, "=-0.1"),
-        ("algorithm.kl_penalty", "k3", "='k3'"), ("algorithm.kl_ctrl", 0.1, "=0.1"),
-        ("algorithm.adv_estimator", "grop", "='grop'"), ("reward.kind", "nosuch", "='nosuch'"),
-        ("model.small.num_layers", "two", "='two'"), ("training.bf16", 1, "=1"),
-        ("logging.samples", "some", "='some'"), ("logging.samples", -1, "=-1"),
-        ("data.train_files", [], ""), ("data", "x.jsonl", "='x.jsonl'"),
-        ("resource_pool.main", 0, "=0"), ("resource_pool.main", "two", "='two'"),
+        ("critic.cliprange_value", float("nan"), "=.nan"), ("algorithm.kl_penalty", "k3", "='k3'"),
+        ("algorithm.kl_ctrl", 0.1, "=0.1"), ("reward.kind", "nosuch", "='nosuch'"),
+        ("logging.samples", -1, "=-1"), ("data.train_files", [], ""),
+        ("data", "x.jsonl", "='x.jsonl'"), ("resource_pool.main", "two", "='two'"),
         ("resource_pool.main", [2, -1], "=[2,"), ("critic.model", "smal", "='smal'"),
         ("runtime", "locl", ".kind='locl'"), ("dry_run", 1, "=1"), ("training.seq_length", 8, "=8"),
     ],
@@ -210,13 +205,9 @@ def test_missing_key_is_required(problems: Problems, key: str) -> None:
 
 def test_problems_of_all_sections_come_at_once(problems: Problems) -> None:
     found = problems(
-        {
-            "training.trian_iters": 3,
-            "training.train_iters": 0,
-            "actor_rollout.lr": "fast",
-            "critic.tensor_model_parallel_size": 3,
-        }
-    )
+        {"training.trian_iters": 3, "training.train_iters": 0, "actor_rollout.lr": "fast",
+         "critic.tensor_model_parallel_size": 3},
+    )  # fmt: skip
     starts = [
         "training.trian_iters: unknown key",
         "training.train_iters=0 ",

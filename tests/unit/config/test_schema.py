@@ -50,15 +50,10 @@ def test_null_disables_the_missing_eos_penalty() -> None:
 
 def test_run_config_answers_where_roles_live(make_tree: Callable[..., Any]) -> None:
     tree = make_tree(
-        {
-            "resource_pool": {"main": [4, 4], "judge": 2},
-            "placement.critic": "judge",
-            "ref.tensor_model_parallel_size": 2,
-            "ref.pipeline_model_parallel_size": 2,
-            "actor_rollout.n_samples_per_prompt": 2,
-            "actor_rollout.do_sample": True,
-        }
-    )
+        {"resource_pool": {"main": [4, 4], "judge": 2}, "placement.critic": "judge",
+         "ref.tensor_model_parallel_size": 2, "ref.pipeline_model_parallel_size": 2,
+         "actor_rollout.n_samples_per_prompt": 2, "actor_rollout.do_sample": True},
+    )  # fmt: skip
     config = resolve(tree, "test")
     assert config.roles_of("main") == [Role.ACTOR_ROLLOUT, Role.REF, Role.REWARD]
     assert config.placement[Role.CRITIC] == "judge"

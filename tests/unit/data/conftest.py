@@ -51,12 +51,9 @@ def make_tokenizer() -> MakeTokenizer:
         special = [(token, ids[token]) for token in TOKENS[:5]]
         core.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
         tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=core,
-            unk_token="<unk>",
-            bos_token="<bos>",
-            eos_token="<eos>",
+            tokenizer_object=core, unk_token="<unk>", bos_token="<bos>", eos_token="<eos>",
             additional_special_tokens=["<user>", "<assistant>"],
-        )
+        )  # fmt: skip
         tokenizer.chat_template = chat_template
         return tokenizer
 

@@ -17,14 +17,9 @@ from mindspeed_rlxf.config.architecture import ArchitectureConfig
 from mindspeed_rlxf.data.mini_batches import equal_parts, sample_flops
 
 SMALL = ArchitectureConfig(
-    num_layers=3,
-    hidden_size=4,
-    ffn_hidden_size=8,
-    num_attention_heads=2,
-    num_query_groups=1,
-    vocab_size=10,
-    max_position_embeddings=16,
-)
+    num_layers=3, hidden_size=4, ffn_hidden_size=8, num_attention_heads=2, num_query_groups=1,
+    vocab_size=10, max_position_embeddings=16,
+)  # fmt: skip
 
 
 def test_flops_by_hand() -> None:

@@ -92,13 +92,9 @@ def test_stop_tokens_of_all_data_sets_come_back(tokenizer_folder: str, tmp_path:
     ],
 )
 def test_long_prompts_follow_the_policy_in_both_forms(
-    policy: str,
-    texts: list[str],
-    said: str,
-    tokenizer_folder: str,
-    tmp_path: Path,
+    policy: str, texts: list[str], said: str, tokenizer_folder: str, tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
-) -> None:
+) -> None:  # fmt: skip
     prefix = make(tmp_path, tokenizer_folder, [{"prompt": "abc"}, {"prompt": "abcdef"}])
     (problem,) = problems_of(tokenizer_folder, prefix, limit=4)
     assert problem.startswith(f"{prefix}:2: a prompt must fit actor_rollout.max_prompt_length=4")
@@ -166,12 +162,9 @@ def test_without_a_sidecar_columns_are_decoded_with_a_notice(
     encode = lambda text: byte_tokenizer()(text)["input_ids"]  # noqa: E731
     prefix = write_old(
         tmp_path / "old",
-        {
-            "input_ids": [encode("ab"), encode("数")],
-            "attention_mask": [[1, 1], [1, 1, 1]],
-            "labels": [[-100, *encode("12<|end_of_text|>")], encode("答")],
-        },
-    )
+        {"input_ids": [encode("ab"), encode("数")], "attention_mask": [[1, 1], [1, 1, 1]],
+         "labels": [[-100, *encode("12<|end_of_text|>")], encode("答")]},
+    )  # fmt: skip
     with caplog.at_level(logging.WARNING):
         found = load(tokenizer_folder, prefix, ground_truth_key="labels")
     assert [(p.text, p.ground_truth) for p in found.prompts] == [("ab", "12"), ("数", "答")]

@@ -129,14 +129,9 @@ def test_a_system_prompt_comes_first_unless_the_chat_has_one(
     ],
 )
 def test_long_prompts_are_cut_on_the_named_side(
-    word: str,
-    limit: int,
-    kept: str,
-    said: str,
-    make_tokenizer: MakeTokenizer,
-    write_jsonl: WriteJsonl,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    word: str, limit: int, kept: str, said: str, make_tokenizer: MakeTokenizer,
+    write_jsonl: WriteJsonl, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     text = "abcdefghijklmnopqrstuvwxyz"
     file = write_jsonl({"prompt": text}, {"prompt": "1" * 9999}, {"prompt": "1"})
     with caplog.at_level(logging.WARNING):

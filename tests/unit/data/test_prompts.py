@@ -77,12 +77,13 @@ def test_chats_between_texts_are_read_by_the_template_alone(make_tokenizer, ids_
 def test_dotted_keys_reach_nested_columns_of_parquet(make_tokenizer, tmp_path):
     chats = [[{"role": "user", "content": text, "tool": None}] for text in ("one", "two")]
     rows = [
-        {"question": chats[0], "reward": {"truth": {"text": "1"}}, "data_source": "a"},
-        {"question": chats[1], "reward": {"truth": {"text": "2"}}, "data_source": "b"},
+        {"question": chats[0], "reward": {"truth": {"text": "1"}, "of": "a"}},
+        {"question": chats[1], "reward": {"truth": {"text": "2"}, "of": "b"}},
     ]
     file = tmp_path / "rows.parquet"
     pq.write_table(pa.Table.from_pylist(rows), file)
-    config = data(prompt_key="question", ground_truth_key="reward.truth.text")
+    keys = {"ground_truth_key": "reward.truth.text", "data_source_key": "reward.of"}
+    config = data(prompt_key="question", **keys)
     prompts = load_prompts(str(file), make_tokenizer(), config, 100)
     assert [(p.text, p.ground_truth, p.data_source) for p in prompts] == [
         ("<bos><user>one<assistant>", "1", "a"),

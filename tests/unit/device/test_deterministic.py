@@ -50,12 +50,9 @@ def put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ],
 )
 def test_torch_and_the_libraries_of_the_device_repeat_their_sums(
-    monkeypatch: pytest.MonkeyPatch,
-    kind: DeviceKind,
-    wanted: bool | None,
-    given: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch, kind: DeviceKind, wanted: bool | None, given: dict[str, str],
     variables: dict[str, str] | None,
-) -> None:
+) -> None:  # fmt: skip
     """variables: None = nothing is set"""
     monkeypatch.setattr(facade, "_active", kind)
     for name, value in given.items():

@@ -13,12 +13,9 @@ from mindspeed_rlxf.device.facade import load_process_state, process_state
 
 def draw() -> list[float]:
     return [
-        random.random(),
-        random.gauss(0, 1),
-        float(np.random.random()),
-        float(np.random.standard_normal()),
-        float(torch.rand(())),
-    ]
+        random.random(), random.gauss(0, 1), float(np.random.random()),
+        float(np.random.standard_normal()), float(torch.rand(())),
+    ]  # fmt: skip
 
 
 def test_streams_continue_from_the_saved_state() -> None:

@@ -21,12 +21,9 @@ def run(model: str, name: str, *arguments: str, **variables: str) -> None:
     script = SCRIPTS / model / f"ckpt_convert_{model}_{name}.sh"
     environment = {**os.environ, "PYTHON": sys.executable, **variables}
     done = subprocess.run(
-        ["bash", str(script), *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
+        ["bash", str(script), *arguments], env=environment, capture_output=True, text=True,
         timeout=300,
-    )
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
 
 

@@ -22,10 +22,7 @@ def test_scripts_are_clean_under_shellcheck() -> None:
     scripts = [str(p) for p in folder.rglob("*") if p.suffix in (".sh", ".sbatch")]
     assert len(scripts) > 30
     done = subprocess.run(
-        [str(SHELLCHECK), "-x", "-P", "SCRIPTDIR", "-P", str(ROOT), *scripts],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+        [str(SHELLCHECK), "-x", "-P", "SCRIPTDIR", "-P", str(ROOT), *scripts], cwd=ROOT,
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout

@@ -62,20 +62,11 @@ def test_every_kind_of_file_of_a_folder_is_read_and_the_others_are_named(bench: 
 
 def test_every_dropped_row_is_counted_and_kept_beside_the_data_set(bench: Bench) -> None:
     file = bench.write(
-        "a.jsonl",
-        {"prompt": "good"},
-        b"{broken",
-        b"[1]",
-        b'{"prompt": "\xff"}',
-        b'{"prompt": ' + b"9" * 5000 + b"}",
-        {"question": "no prompt"},
-        {"prompt": "  "},
-        {"prompt": 5},
-        {"prompt": "a\ud800"},
-        {"\ud800key": "no prompt"},
-        {"prompt": "x" * 3000},
+        "a.jsonl", {"prompt": "good"}, b"{broken", b"[1]", b'{"prompt": "\xff"}',
+        b'{"prompt": ' + b"9" * 5000 + b"}", {"question": "no prompt"}, {"prompt": "  "},
+        {"prompt": 5}, {"prompt": "a\ud800"}, {"\ud800key": "no prompt"}, {"prompt": "x" * 3000},
         {"prompt": "fine"},
-    )
+    )  # fmt: skip
     counts = bench.run(file, max_prompt_length=10)
     expected = [
         (2, "not JSON"), (3, "not an object"), (4, "not JSON"), (5, "not JSON"),
