@@ -88,9 +88,15 @@ class _Reader:
         rows, num_rows, num_spelled = read_text_rows(file, self._data, problems), 0, 0
         while chunk := list(islice(rows, ENCODE_CHUNK)):
             num_rows += len(chunk)
-            if not self._data.allow_special_tokens:
-                num_spelled += sum(self._special.are_in(row.prompt) for row in chunk)
-            for row, token_ids in self._tokenize(self._fill_templates(chunk, problems)):
+            good: list[TextRow] = []
+            for row in chunk:
+                if not self._data.allow_special_tokens:
+                    num_spelled += self._special.are_in(row.prompt)
+                if problem := self._fill_template(row):
+                    problems.add(row.row, problem)
+                else:
+                    good.append(row)
+            for row, token_ids in zip(good, self._tokenize(good), strict=True):
                 kept = limit.fit(row.row, token_ids, problems)
                 if kept is token_ids:
                     yield row.labels, self._special.restore(row.text), kept
@@ -106,55 +112,43 @@ class _Reader:
                 num_rows,
             )
 
-    def _fill_templates(self, rows: list[TextRow], problems: FileProblems) -> list[TextRow]:
-        """Set `text` of each row; return those that can be tokenized."""
-        good = []
-        for row in rows:
-            row.text, problem = str(row.prompt), None
+    def _fill_template(self, row: TextRow) -> Problem | None:
+        """Set `text` of a row; return its problem if it cannot be tokenized."""
+        row.text = str(row.prompt)
+        if isinstance(row.prompt, list):
+            hides = not self._data.allow_special_tokens
+            given: Any = self._special.hide(row.prompt) if hides else row.prompt
+            # A parquet column has every key in every message, null if the writer gave none.
+            messages = [{k: v for k, v in m.items() if v is not None} for m in given]
             try:
-                if isinstance(row.prompt, list):
-                    hides = not self._data.allow_special_tokens
-                    given: Any = self._special.hide(row.prompt) if hides else row.prompt
-                    row.text = str(
-                        self._tokenizer.apply_chat_template(
-                            [{k: v for k, v in m.items() if v is not None} for m in given],
-                            tokenize=False,
-                            add_generation_prompt=True,
-                            **self._data.chat_template_kwargs,
-                        )
+                row.text = str(
+                    self._tokenizer.apply_chat_template(
+                        messages,
+                        tokenize=False,
+                        add_generation_prompt=True,
+                        **self._data.chat_template_kwargs,
                     )
-                problem = text_problem(row.text)
+                )
             except Exception as error:  # of any type, because a template is a program
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
-                problem = fault(
-                    f"the tokenizer's chat template must accept the messages: {reason}",
-                    "give the tokenizer's folder a fitting chat template, or write the prompt as "
-                    "text",
-                )
-            if problem:
-                problems.add(row.row, problem)
-            else:
-                good.append(row)
-        return good
+                remedy = "give the tokenizer's folder a fitting one, or write the prompt as text"
+                rule = f"the tokenizer's chat template must accept the messages: {reason}"
+                return fault(rule, remedy)
+        return text_problem(row.text)
 
-    def _tokenize(self, rows: list[TextRow]) -> Iterator[tuple[TextRow, list[int]]]:
-        """Yield each row and its token ids, in order, without an EOS that the tokenizer appends."""
+    def _tokenize(self, rows: list[TextRow]) -> list[list[int]]:
+        """Return the token ids of each row, without an EOS that the tokenizer appends."""
         encoded: dict[int, list[int]] = {}
-        split = not self._data.allow_special_tokens
-        for row in rows:
-            if isinstance(row.prompt, list) and self._special.restore(row.text) != row.text:
-                encoded[row.row] = self._special.token_ids(row.text)
         for is_chat in (False, True):
-            alike = [
-                row
-                for row in rows
-                if isinstance(row.prompt, list) is is_chat and row.row not in encoded
-            ]
+            alike = [row for row in rows if isinstance(row.prompt, list) is is_chat]
+            split = not (self._data.allow_special_tokens or is_chat)
             texts, num_eos = [row.text for row in alike], 0 if is_chat else self._num_eos
-            all_ids = _token_ids(self._tokenizer, texts, not is_chat, split and not is_chat)
+            all_ids = _token_ids(self._tokenizer, texts, not is_chat, split)
             for row, ids in zip(alike, all_ids, strict=True):
                 encoded[row.row] = ids[: len(ids) - num_eos]
-        yield from ((row, encoded[row.row]) for row in rows)
+                if is_chat and self._special.restore(row.text) != row.text:
+                    encoded[row.row] = self._special.token_ids(row.text)
+        return [encoded[row.row] for row in rows]
 
 
 def _token_ids(

@@ -12,8 +12,6 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 METADATA, COMMON = ".metadata", "common.pt"  # of Megatron's sharded checkpoints
-TRACKER_BYTES = 100  # of a tracker: more is no number of an iteration
-MAX_DIGITS = 18  # of an iteration
 STATE_FILES = "state_*.safetensors"  # of a role in a checkpoint of a run
 
 
@@ -50,9 +48,9 @@ def _find_iteration(folder: Path) -> Path | None:
     """Return the folder of the iteration that the tracker file names; without one, the only one."""
     tracker = folder / TRACKER
     if tracker.exists():
-        text = tracker.read_bytes()[:TRACKER_BYTES].decode("utf-8", "replace").strip()
+        text = tracker.read_bytes()[:100].decode("utf-8", "replace").strip()
         name = text if text == "release" else f"iter_{text:0>7}"
-        is_name = text == "release" or (text.isdecimal() and len(text) <= MAX_DIGITS)
+        is_name = text == "release" or (text.isdecimal() and len(text) < 19)
         if not is_name or not (folder / name).is_dir():
             raise ValueError(
                 f"{tracker} names {text[:40]!r}, and {folder / name[:40]} is not there; "

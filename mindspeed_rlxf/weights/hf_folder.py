@@ -79,7 +79,12 @@ class HfFolder(BoxedWeights):
         except (ValueError, KeyError, TypeError) as error:
             rule = f"{index} has no readable weight_map ({error!r})"
             raise ValueError(f"{rule}; copy it again") from None
-        paths = {file: locate_inside(index, str(file)) for file in sorted({*found.values()})}
+        paths = {file: index.parent / str(file) for file in sorted({*found.values()})}
+        for file in map(str, paths):
+            path = PurePosixPath(file)
+            if not file or path.is_absolute() or ".." in path.parts or not file.isprintable():
+                rule = f"{index} must name files of its own folder, not {file[:200]!r}"
+                raise ValueError(f"{rule}; do not use this folder, or copy it again")
         if missing := [file for file, path in paths.items() if not path.exists()]:
             raise ValueError(f"{index} names files that are missing: {', '.join(missing)}")
         opened = {file: _open_file(path, trust_files) for file, path in paths.items()}
@@ -108,20 +113,6 @@ def _open_file(path: Path, trust_files: bool) -> dict[str, BoxedTensor]:
         raise ValueError(f"{path} is damaged or truncated ({error}); copy it again") from None
     finally:
         file.close()
-
-
-def locate_inside(index: Path, name: str) -> Path:
-    """Return the path of a file that the index beside it names.
-
-    Raises ValueError for a name that leads out of the folder.
-    """
-    path = PurePosixPath(name)
-    if not name or path.is_absolute() or ".." in path.parts or not name.isprintable():
-        raise ValueError(
-            f"{index} must name files of its own folder, not {name[:200]!r}; do not use this "
-            "folder, or copy it again"
-        )
-    return index.parent / name
 
 
 def shape_problems(folder: BoxedWeights, expected: dict[str, tuple[int, ...]]) -> list[str]:

@@ -106,15 +106,11 @@ def read_torch_file(path: Path, trust_files: bool = False) -> Any:
             is_zip = file.read(len(ZIP)) == ZIP
     except OSError as error:
         raise _refusal(path, error) from None
-    return _load(str(path), path, trust_files, mmap=is_zip)
+    return load_pickled(str(path), path, trust_files, mmap=is_zip)
 
 
-def read_torch_bytes(data: bytes, path: Path, trust_files: bool = False) -> Any:
-    """Return the object in bytes that torch.save wrote. path: for messages. See read_torch_file."""
-    return _load(io.BytesIO(data), path, trust_files)
-
-
-def _load(source: Any, path: Path, trust_files: bool, **how: Any) -> Any:
+def load_pickled(source: Any, path: Path, trust_files: bool, **how: Any) -> Any:
+    """Return what torch.save wrote to `source`; see read_torch_file. path: for messages"""
     if not trust_files and Version(torch.__version__) < Version(SAFE_TORCH):
         raise ValueError(
             f"{path} is a pickled file, which torch {torch.__version__} cannot read safely "

@@ -64,21 +64,17 @@ class StageWeights:
         A score head that the folder of a language model lacks is left as it is. Returns the names
         of such parameters.
         """
-        absent = []
+        absent, ranks = [], (self.tp_group.rank(), self.tp_group.size())
         for parameter in self.table:
             if parameter.sources == SCORE_HEAD.sources and parameter.sources[0] not in folder:
                 absent.append(parameter.name)
-            else:
-                self._fill(parameter, folder)
+                continue
+            target, rows = self.tensors[parameter.name].data, 0
+            for part in shard_boxes(parameter, self.architecture, *ranks):
+                target[part.place.slices] = folder.read(part.source, part.box)
+                rows = part.place.stops[0]
+            target[rows:].zero_()  # padding of the vocabulary
         return absent
-
-    def _fill(self, parameter: StageParameter, folder: BoxedWeights) -> None:
-        target, rows = self.tensors[parameter.name].data, 0
-        ranks = self.tp_group.rank(), self.tp_group.size()
-        for part in shard_boxes(parameter, self.architecture, *ranks):
-            target[part.place.slices] = folder.read(part.source, part.box)
-            rows = part.place.stops[0]
-        target[rows:].zero_()  # padding of the vocabulary
 
     def hf_tensors(self, parameter: StageParameter, keep: bool = True) -> dict[str, Tensor]:
         """Gather a parameter from all tp ranks; return copies of its Hugging Face tensors by name.

@@ -47,7 +47,7 @@ from mindspeed_rlxf.weights.boxes import (
 from mindspeed_rlxf.weights.formats import COMMON, METADATA
 from mindspeed_rlxf.weights.legacy import checkpoint_arguments, zero_bias
 from mindspeed_rlxf.weights.megatron_layout import ITERATION, MegatronLayout
-from mindspeed_rlxf.weights.pickled import read_metadata, read_torch_bytes
+from mindspeed_rlxf.weights.pickled import load_pickled, read_metadata
 
 LAYER = re.compile(r"^decoder\.layers\.(\d{1,9})\.")
 EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
@@ -106,7 +106,7 @@ class Metadata:
             path = self.folder / name
             with path.open("rb") as file:
                 file.seek(offset)
-                stored = read_torch_bytes(file.read(length), path, self._trust_files)
+                stored = load_pickled(io.BytesIO(file.read(length)), path, self._trust_files)
             if not isinstance(stored, Tensor) or (stored.shape, stored.dtype) != (box.shape, dtype):
                 raise ValueError(
                     f"{path}: no tensor of shape {list(box.shape)} where {METADATA} has one; copy "

@@ -4,7 +4,7 @@ Alpaca rows have separate columns for instruction, input, output and so on. Shar
 column with a list of messages, whose keys and roles are named in `Tags`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from mindspeed_rlxf.config.problems import shorten_value
@@ -30,7 +30,7 @@ def make_example(row: Row, keys: Keys, handler: Handler) -> Example:
     turns in a wrong order and invalid Unicode.
     """
     if isinstance(keys, MapKeys):
-        turns = [*_read_history(row, keys), *_read_prompt(row, keys)]
+        turns = _read_prompt(row, keys)
         turns = _add_system(turns, _read_text(row, keys.system, "system"), keys.system)
         _check_order(turns)
         columns = {Output.PROMPT: (), Output.PAIR: (keys.chosen, keys.rejected)}
@@ -72,27 +72,25 @@ def _make_sharegpt_example(row: Row, keys: ShareGptKeys, output: Output) -> Exam
     return Example(turns, tuple(responses))
 
 
-def _read_history(row: Row, keys: MapKeys) -> Iterator[Turn]:
+def _read_prompt(row: Row, keys: MapKeys) -> list[Turn]:
+    """Return the turns of history and prompt, with the query on a new line of the last turn."""
+    turns: list[Turn] = []
     pairs = (look_up(row, keys.history) if keys.history else None) or []
     for pair in pairs if isinstance(pairs, list) else [pairs]:
         if not isinstance(pair, list) or [type(text) for text in pair] != [str, str]:
             rule = "a history must be a list of [user, assistant] pairs of text"
             found = f"it has {shorten_value(pair)}"
             raise UnusableRow("wrong type", f"{rule}, {found}", "write [[..., ...]]")
-        yield from (Turn("user", pair[0]), Turn("assistant", pair[1]))
-
-
-def _read_prompt(row: Row, keys: MapKeys) -> list[Turn]:
-    """Return the turns of the prompt's column, with the query on a new line of the last turn."""
+        turns += (Turn("user", pair[0]), Turn("assistant", pair[1]))
     prompt, query = _require(row, keys.prompt, "prompt"), _read_text(row, keys.query, "query")
-    turns = [Turn("user", prompt)]
+    messages = [Turn("user", prompt)]
     if not isinstance(prompt, str):
-        turns = _read_messages(prompt, CHAT_TAGS, "a prompt must be text or")
-        _check_last(turns, "user", "take the answer out of it")
-    text = "\n".join(part for part in (turns[-1].text, query) if part)
+        messages = _read_messages(prompt, CHAT_TAGS, "a prompt must be text or")
+        _check_last(messages, "user", "take the answer out of it")
+    text = "\n".join(part for part in (messages[-1].text, query) if part)
     if not text.strip():
         raise _empty_text_error("prompt", "a prompt")
-    return [*turns[:-1], Turn("user", text)]
+    return [*turns, *messages[:-1], Turn("user", text)]
 
 
 def _read_response(row: Row, column: str, turns: list[Turn]) -> str:

@@ -120,7 +120,6 @@ def read_chunks(
     yield from iter(lambda: list(islice(rows, CHUNK_ROWS)), [])
 
 
-TOKENIZER = "--tokenizer-name-or-path"
 CHUNKS_AHEAD = 2  # per process, so that memory stays bounded
 
 _encoder: RowEncoder | None = None  # of a worker process
@@ -169,7 +168,7 @@ def preprocess(options: PreprocessOptions, progress: Progress = lambda rows: Non
         raise UserError(exists_problem(shown, existing[0].name))
     counts = Counts()
     files = find_files(options.inputs, counts.skipped)
-    tokenizer = load_tokenizer(options.tokenizer_path, TOKENIZER)
+    tokenizer = load_tokenizer(options.tokenizer_path, "--tokenizer-name-or-path")
     handler = HANDLERS[options.handler]
     eos = tokenizer.eos_token_id
     if options.append_eod and eos is None:
@@ -225,15 +224,15 @@ def _encode_chunks(
         yield from map(encoder.encode, chunks)
         return
     pending = deque[Future[EncodedChunk]]()
-    with ProcessPoolExecutor(workers, get_context("fork"), _start_worker, (encoder,)) as pool:
-        try:
-            for chunk in chunks:
-                pending.append(pool.submit(_encode_in_worker, chunk))
-                if len(pending) > workers * CHUNKS_AHEAD:
-                    yield pending.popleft().result()
-            yield from (future.result() for future in pending)
-        finally:
-            pool.shutdown(cancel_futures=True)
+    pool = ProcessPoolExecutor(workers, get_context("fork"), _start_worker, (encoder,))
+    try:
+        for chunk in chunks:
+            pending.append(pool.submit(_encode_in_worker, chunk))
+            if len(pending) > workers * CHUNKS_AHEAD:
+                yield pending.popleft().result()
+        yield from (future.result() for future in pending)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _start_worker(encoder: RowEncoder) -> None:
