@@ -51,14 +51,6 @@ def test_joining_pads_narrower_parts_with_zeros() -> None:
     assert got.ids.dtype == torch.int64 and got.mask.dtype == torch.bool
 
 
-def test_empty_parts_join_without_a_trace() -> None:
-    parts = [sample(0, 0), sample(2, 3), sample(0, 5).select([])]
-    got = Sample.concat(parts)
-    assert got.names == ["0", "1"] and got.ids[:, :3].tolist() == sample(2, 3).ids.tolist()
-    assert not got.ids[:, 3:].any()
-    assert Sample.concat([sample(0, 0), sample(0, 0)]).num_rows == 0
-
-
 @given(rows=st.integers(0, 12), parts=st.integers(1, 6))
 def test_split_parts_are_even_and_join_to_the_whole(rows: int, parts: int) -> None:
     whole = sample(rows, 3)

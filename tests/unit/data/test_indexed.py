@@ -33,14 +33,6 @@ def test_files_are_those_that_megatron_core_writes(dtype: type, tmp_path: Path) 
         assert ours == (tmp_path / f"theirs{ending}").read_bytes()
 
 
-@pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.uint16, np.int64])
-def test_what_is_written_is_read(dtype: type, tmp_path: Path) -> None:
-    write(tmp_path / "a", dtype)
-    reader = IndexedReader(tmp_path / "a")
-    assert reader.dtype == dtype
-    assert [reader[i].tolist() for i in range(len(reader))] == ROWS
-
-
 @pytest.mark.parametrize(
     ("file", "change"),
     [

@@ -151,10 +151,3 @@ def test_invalid_rows_are_dropped_and_counted_on_request(
     assert [(p.index, p.text) for p in prompts] == [(0, "a")]
     assert f"{file}: 3 rows dropped (data.invalid_rows=drop)" in caplog.text
     assert "dropped: " + file + ":1: a prompt must be text or a list" in caplog.text
-
-
-def test_a_file_without_a_good_row_is_not_dropped(
-    make_tokenizer: MakeTokenizer, write_jsonl: WriteJsonl
-) -> None:
-    with pytest.raises(UserError):
-        load_prompts(write_jsonl({"prompt": 5}), make_tokenizer(), data(invalid_rows="drop"), 100)

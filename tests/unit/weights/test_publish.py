@@ -27,24 +27,11 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_a_folder_appears_when_it_is_complete(tmp_path: Path) -> None:
-    write(tmp_path / "x")
-    assert names(tmp_path) == {"x"} and names(tmp_path / "x") == {"a", "below", MARKER}
-
-
 def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), new_folder(tmp_path / "x", False) as folder:
         (folder / "a").write_text("1")
         raise KeyboardInterrupt
     assert names(tmp_path) == set()
-
-
-def test_an_older_target_is_replaced_only_if_asked(tmp_path: Path) -> None:
-    write(tmp_path / "x")
-    with pytest.raises(UserError, match="must not exist yet"):
-        write(tmp_path / "x", "2")
-    write(tmp_path / "x", "2", replace=True)
-    assert (tmp_path / "x" / "a").read_text() == "2" and names(tmp_path) == {"x"}
 
 
 @pytest.mark.parametrize("where", ["x", "x.partial"])
