@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import re
 import secrets
 from collections.abc import Sequence
@@ -16,8 +15,6 @@ from mindspeed_rlxf.config.problems import Problem, UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-logger = logging.getLogger(__name__)
 
 KEY = "training.tokenizer_name_or_path"
 MAX_TOKENS = 4  # that make one character together; UTF-8 has at most four bytes
@@ -54,19 +51,14 @@ def load_tokenizer(path: str, key: str = KEY) -> PreTrainedTokenizerBase:
 def eos_token_ids(
     tokenizer: PreTrainedTokenizerBase, model_folder: str | None, stop_token_ids: Sequence[int]
 ) -> tuple[int, ...]:
-    """Return the token ids that end a response, ascending; warns if there is none.
+    """Return the token ids that end a response, ascending.
 
     They are the EOS of the tokenizer and of generation_config.json in `model_folder` (the actor's,
     None if it starts from random weights), and `stop_token_ids`. Raises UserError if
     generation_config.json is not valid.
     """
-    ids = {*stop_token_ids, *chain(*_own_stop_ids(tokenizer, model_folder).values())}
-    if not ids:
-        logger.warning(
-            "no EOS token: neither the tokenizer, nor generation_config.json, nor "
-            "actor_rollout.stop_token_ids names one; every response runs to max_new_tokens"
-        )
-    return tuple(sorted(ids))
+    own = _own_stop_ids(tokenizer, model_folder).values()
+    return tuple(sorted({*stop_token_ids, *chain(*own)}))
 
 
 def describe_stop_tokens(

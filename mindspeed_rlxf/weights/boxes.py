@@ -352,8 +352,7 @@ def refuse(folder: Path, problems: list[str]) -> None:
     if problems:
         more = len(problems) - MAX_PROBLEMS
         shown = problems[:MAX_PROBLEMS] + ([f"and {more} more"] if more > 0 else [])
-        text = "".join(c if c.isprintable() else "?" for c in "; ".join(shown))
         raise ValueError(
-            f"{folder} holds another model than config.json describes: {text}; give the "
-            "config.json of that model"
+            f"{folder} holds another model than config.json describes: {'; '.join(shown)}; give "
+            "the config.json of that model"
         )

@@ -158,5 +158,4 @@ def _refusal(path: Path, error: Exception) -> ValueError:
             "it, take that out and save it again"
         )
     text = " ".join(str(error).rpartition("WeightsUnpickler error: ")[2].split())[:200]
-    shown = "".join(c if c.isprintable() else "?" for c in text)
-    return ValueError(f"{path} cannot be read ({type(error).__name__}: {shown}); copy it again")
+    return ValueError(f"{path} cannot be read ({type(error).__name__}: {text}); copy it again")
