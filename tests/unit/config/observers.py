@@ -328,25 +328,19 @@ def scoring(config: RunConfig) -> Any:
 
 
 def sandboxed(config: RunConfig) -> list[Any]:
-    """Return commands and limits of each sandbox tried, as bubblewrap does not work."""
+    """Return commands and limits of each sandbox tried, as none works."""
     tried: list[Any] = []
 
-    def refuse(sandbox: Sandbox) -> str:
-        tried.append([sandbox._options(0, 0, 0), sandbox._command("p")])
-        done = sandboxes.Outcome("", 0, "ok")
-        with (
-            patch.object(sandbox, "_run", return_value=done) as run,
-            patch.object(sandboxes.os, "set_blocking"),
-        ):
-            sandbox.run("")
-            limits = sandboxes._Run(sandbox.config, MagicMock(), 0)
-        tried.append((run.call_args.args[2], limits.stdout.limit, limits.config.cpu_s))
-        return "not here"
+    def refuse(sandbox: Sandbox, program: str, stdin: str, wall_s: float) -> None:
+        limit = sandboxes._Run(sandbox.config, MagicMock(), 0, True).limit
+        tried.append([sandbox._options(0, 0, 0), sandbox._command("p"), wall_s, limit])
+        raise sandboxes.SandboxError("not here")
 
+    done = SimpleNamespace(returncode=0, stdout='["/python", "/usr", "/usr"]')
     with (
         patch.object(sandboxes.shutil, "which", return_value="/usr/bin/bwrap"),
-        patch.object(sandboxes, "_output_of", return_value='["/python", "/usr", "/usr"]'),
-        patch.object(Sandbox, "probe", refuse),
+        patch.object(sandboxes.subprocess, "run", return_value=done),
+        patch.object(Sandbox, "_run", refuse),
         contextlib.suppress(UserError),
     ):
         tried.append(Sandbox.choose(config.reward.sandbox).describe())
