@@ -124,8 +124,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return fail([fault("interrupted, nothing is written", "run the same command again")], 75)
     except BrokenProcessPool:
-        rule = "a worker process was killed, perhaps for memory"
-        return fail([fault(rule, "use fewer --workers")], 1)
+        return fail(
+            [fault("a worker process was killed, perhaps for memory", "use fewer --workers")], 1
+        )
     _print_counts(counts, arguments.output_prefix)
     return 0
 

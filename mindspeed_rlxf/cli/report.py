@@ -38,8 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             size = write_report(runs, file, arguments.samples)
         except OSError as error:
             rule = f"must be a file that can be written: {error.strerror}"
-            problem = Problem("--output", rule, repr(str(file)), "give another one")
-            raise UserError(problem) from error
+            raise UserError(
+                Problem("--output", rule, repr(str(file)), "give another one")
+            ) from error
     except UserError as mistake:
         return fail(mistake.problems)
     print(f"report: {file} ({size / 1e6:.1f} MB)")

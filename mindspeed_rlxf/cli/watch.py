@@ -91,6 +91,7 @@ def make_server(run: Path, max_samples: int, port: int) -> HTTPServer:
     try:
         server = HTTPServer((HOST, port), Handler)
     except (OSError, OverflowError) as error:
-        problem = Problem("--port", f"must be a free port of this host: {error}", port, "use 0")
-        raise UserError(problem) from error
+        raise UserError(
+            Problem("--port", f"must be a free port of this host: {error}", port, "use 0")
+        ) from error
     return server

@@ -6,7 +6,7 @@ Each field has a default, a description, and how it may change when a run is res
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import field_validator
+from pydantic import ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from mindspeed_rlxf.config.enums import (
@@ -18,7 +18,7 @@ from mindspeed_rlxf.config.enums import (
     Verifier,
 )
 from mindspeed_rlxf.config.estimator_traits import TRAITS, EstimatorTraits
-from mindspeed_rlxf.config.fields import NOT_DPO, Section, Word, key
+from mindspeed_rlxf.config.fields import NOT_DPO, Section, Word, free, key
 from mindspeed_rlxf.config.problems import Problem, ref
 
 
@@ -133,11 +133,10 @@ class AlgorithmConfig(Section):
         "each its sum / max_new_tokens) for dr_grpo, sequence_means for gspo",
         only_if=NOT_DPO,
     )
-    old_log_probs: Annotated[OldLogProbs, Word] = key(
+    old_log_probs: Annotated[OldLogProbs, Word] = free(
         OldLogProbs.AUTO,
         "log-probs of the behaviour policy: auto = those of the update itself if an iteration is "
         "one optimizer step and nothing else reads them, and in online DPO, else recompute",
-        "free",
     )
     rollout_is_threshold: float | None = key(
         None,
@@ -145,11 +144,8 @@ class AlgorithmConfig(Section):
         gt=0,
         only_if=NOT_DPO,
     )
-    max_log_prob_gap: float | None = key(
-        None,
-        "stop where a token's log-probs of generation and training differ by more",
-        "free",
-        gt=0,
+    max_log_prob_gap: float | None = free(
+        None, "stop where a token's log-probs of generation and training differ by more", gt=0
     )
 
     @property
@@ -169,15 +165,10 @@ class AlgorithmConfig(Section):
             raise PydanticCustomError("enum", "no such estimator", {"expected": ", ".join(TRAITS)})
         return str(name)
 
-    @field_validator("verifier_function", "verifier_weight", mode="before")
+    @field_validator("verifier_function", "verifier_weight", "missing_eos_penalty", mode="before")
     @classmethod
-    def _null_is_absent(cls, value: Any) -> Any:
-        return () if value is None else value
-
-    @field_validator("missing_eos_penalty", mode="before")
-    @classmethod
-    def _null_disables(cls, value: Any) -> Any:
-        return 0.0 if value is None else value
+    def _null_is_default(cls, value: Any, info: ValidationInfo) -> Any:
+        return cls.model_fields[str(info.field_name)].default if value is None else value
 
     def broken_rules(self) -> Iterator[Problem]:
         if self.old_log_probs is OldLogProbs.ROLLOUT:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from math import gcd
 from typing import Literal
 
-from mindspeed_rlxf.config.fields import Section, key
+from mindspeed_rlxf.config.fields import Section, free, key
 from mindspeed_rlxf.config.problems import Problem, at_most, divides, divisors, neighbours, ref, use
 
 OF_EXPERTS = (
@@ -70,10 +70,10 @@ class ArchitectureConfig(Section):
     moe_router_pre_softmax: bool = key(
         False, "weights of the chosen experts sum to less than 1 (norm_topk_prob: false)"
     )
-    moe_router_load_balancing_type: Literal["aux_loss", "none"] = key(
-        "aux_loss", "aux_loss or none", "free"
+    moe_router_load_balancing_type: Literal["aux_loss", "none"] = free(
+        "aux_loss", "aux_loss or none"
     )
-    moe_aux_loss_coeff: float = key(0.0, "weight of the load-balancing loss", "free", ge=0)
+    moe_aux_loss_coeff: float = free(0.0, "weight of the load-balancing loss", ge=0)
 
     @property
     def kv_heads(self) -> int:
@@ -135,8 +135,9 @@ class ArchitectureConfig(Section):
             yield Problem("add_qkv_bias", "must be false with num_experts", True, "use false")
         if self.moe_aux_loss_coeff and not self.balances_experts:
             rule = "has no effect with moe_router_load_balancing_type=none"
-            value = f"{self.moe_aux_loss_coeff:g}"
-            yield Problem("moe_aux_loss_coeff", rule, value, "use 0, or aux_loss")
+            yield Problem(
+                "moe_aux_loss_coeff", rule, f"{self.moe_aux_loss_coeff:g}", "use 0, or aux_loss"
+            )
 
 
 SHARED_GROUPS_SINCE = (0, 16)

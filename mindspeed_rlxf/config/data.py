@@ -7,7 +7,7 @@ from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from mindspeed_rlxf.config.enums import OverlongPrompts, RewardKind
-from mindspeed_rlxf.config.fields import FilePaths, Section, Word, key
+from mindspeed_rlxf.config.fields import FilePaths, Section, Word, free, key
 from mindspeed_rlxf.config.problems import Problem, ref
 
 CUT_SIDES = {
@@ -31,12 +31,10 @@ class DataConfig(Section):
     """Prompts: files or indexed data sets, and the names of their columns (dots reach inside)."""
 
     train_files: FilePaths = key((), "jsonl, json or parquet files of training prompts")
-    val_files: FilePaths = key(
-        (), "files of validation prompts", "free", used_if="validation.happens"
-    )
+    val_files: FilePaths = free((), "files of validation prompts", used_if="validation.happens")
     data_path: FilePaths = key((), "in place of train_files: prefixes of preprocess_data.py")
-    val_data_path: FilePaths = key(
-        (), "in place of val_files: such prefixes", "free", used_if="validation.happens"
+    val_data_path: FilePaths = free(
+        (), "in place of val_files: such prefixes", used_if="validation.happens"
     )
     prompt_key: str = key("prompt", "column of the prompt: text or chat messages")
     ground_truth_key: str = key("ground_truth", "column of the expected answer")
@@ -84,9 +82,7 @@ class DataConfig(Section):
     @field_validator("train_files", "val_files", "data_path", "val_data_path", mode="before")
     @classmethod
     def _wrap_single_file(cls, value: Any) -> Any:
-        if value is None:
-            return []
-        return [value] if isinstance(value, str) else value
+        return [value] if isinstance(value, str) else value or []
 
     @property
     def reads_rows(self) -> bool:
@@ -110,58 +106,43 @@ class DataConfig(Section):
 class ValidationConfig(Section):
     """Times at which the validation prompts are answered and scored, and how."""
 
-    interval: int = key(
-        0,
-        "iterations between validations; 0 = never during training",
-        "free",
-        ge=0,
-        used_if="!only",
+    interval: int = free(
+        0, "iterations between validations; 0 = never during training", ge=0, used_if="!only"
     )
-    before: bool = key(True, "validate before the first iteration", "free", used_if="!only")
-    after: bool = key(True, "validate after the last iteration", "free", used_if="!only")
-    only: bool = key(
+    before: bool = free(True, "validate before the first iteration", used_if="!only")
+    after: bool = free(True, "validate after the last iteration", used_if="!only")
+    only: bool = free(
         False,
         "validate the run's newest checkpoint, or the weights of `load` if there is none, and end",
-        "free",
     )
-    max_samples: int | None = key(None, "prompts used; null = all", "free", ge=1, used_if=SCORES)
-    n_samples: int = key(1, "responses per prompt", "free", ge=1, used_if=SCORES)
-    do_sample: bool = key(False, "sample; false = greedy", "free", used_if=SCORES)
-    temperature: float = key(
-        1.0,
-        "divides the logits; used only when sampling",
-        "free",
-        gt=0,
-        used_if=f"{SCORES}; do_sample",
+    max_samples: int | None = free(None, "prompts used; null = all", ge=1, used_if=SCORES)
+    n_samples: int = free(1, "responses per prompt", ge=1, used_if=SCORES)
+    do_sample: bool = free(False, "sample; false = greedy", used_if=SCORES)
+    temperature: float = free(
+        1.0, "divides the logits; used only when sampling", gt=0, used_if=f"{SCORES}; do_sample"
     )
-    top_k: int = key(
-        0, "sample among this many; 0 = all", "free", ge=0, used_if=f"{SCORES}; do_sample"
-    )
-    top_p: float = key(
+    top_k: int = free(0, "sample among this many; 0 = all", ge=0, used_if=f"{SCORES}; do_sample")
+    top_p: float = free(
         1.0,
         "sample among tokens of this total probability",
-        "free",
         gt=0,
         le=1,
         used_if=f"{SCORES}; do_sample",
     )
-    reward: Annotated[RewardKind, Word] = key(
+    reward: Annotated[RewardKind, Word] = free(
         RewardKind.RULE,
         "scores the responses: rule, or model (that of reward.kind=model)",
-        "free",
         used_if=SCORES,
     )
-    pass_score: float | None = key(
+    pass_score: float | None = free(
         None,
         "lowest score of a right response; null = accuracy (without one: score) above 0",
-        "free",
         used_if=SCORES,
     )
-    best_metric: str = key(
+    best_metric: str = free(
         "score",
         "the best checkpoint has the highest: score, mean@N, maj@N, best@K or pass@K, averaged "
         "over data sources, or one metric `val/SOURCE/...`",
-        "free",
         used_if=f"{SCORES}; !only",
     )
 
@@ -194,11 +175,8 @@ class ValidationConfig(Section):
 
     def broken_rules(self) -> Iterator[Problem]:
         if self.n_samples > 1 and not self.do_sample:
-            rule, remedy = (
-                f"must be 1 with {ref('do_sample')}=false",
-                f"use {ref('do_sample')}=true",
-            )
-            yield Problem("n_samples", rule, self.n_samples, remedy)
+            rule = f"must be 1 with {ref('do_sample')}=false"
+            yield Problem("n_samples", rule, self.n_samples, f"use {ref('do_sample')}=true")
         source, _, name = self.best_metric.rpartition("/")
         if name not in self.metrics or (source and not source.startswith("val/")):
             rule = f"must be one of {', '.join(self.metrics)}, or val/SOURCE/ and one of these"

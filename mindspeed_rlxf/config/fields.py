@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, model_validator
@@ -84,3 +85,7 @@ def key(
     """
     extra: dict[str, Any] = {"resume": resume, "used_if": used_if, "only_if": only_if}
     return Field(default, description=description, json_schema_extra=extra, **limits)
+
+
+free, reshard = partial(key, resume="free"), partial(key, resume="reshard")
+"""`key` with a resume rule."""

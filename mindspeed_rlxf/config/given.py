@@ -84,7 +84,7 @@ class Given:
 
     def value(self, role: str, key: str) -> Any:
         """Return a role's value: its own, else that of `training`, else of its model, else None."""
-        return next((home[key] for home in self._homes(role) if key in home), None)
+        return next((home[key] for home in self.homes(role).values() if key in home), None)
 
     def written(self, path: str) -> str:
         """Return the key in the user's file that sets `section.key`, for messages.
@@ -96,23 +96,27 @@ class Given:
         group = keys[0] if keys and keys[0] in INLINED else None
         keys = keys[1:] if group else keys
         if section in ROLES and keys:
-            names = (section, "training", f"model.{self.model_of(section)}")
-            absent = names[-1] if group == "architecture" else section
-            for name, values in zip(names[::-1], self._homes(section)[::-1], strict=True):
-                inner = values.get(keys[0])  # a section of its own, as `offload`
-                if keys[0] in values and (len(keys) == 1 or inner is None or keys[1] in inner):
-                    absent = name
-            section = absent
+            homes = self.homes(section)
+            found = [
+                name
+                for name, values in homes.items()
+                if keys[0] in values  # which may be a section of its own, as `offload`
+                and (len(keys) == 1 or values[keys[0]] is None or keys[1] in values[keys[0]])
+            ]
+            absent = [*homes][-1] if group == "architecture" else section
+            section = found[0] if found else absent
         parts = [*section.split("."), *keys]
         for end in range(len(parts), 1, -1):
-            if found := self.renamed.get(".".join(parts[:end])):
-                return ".".join((found, *parts[end:]))
+            if home := self.renamed.get(".".join(parts[:end])):
+                return ".".join((home, *parts[end:]))
         return ".".join(parts)
 
-    def _homes(self, role: str) -> tuple[Tree, Tree, Tree]:
-        models = self.sections["model"]
-        model = models.get(str(self.model_of(role)), {})
-        return self.sections[role], self.sections["training"], model
+    def homes(self, role: str) -> dict[str, Tree]:
+        """Return the sections that set a role's keys by name; the first has precedence."""
+        model = str(self.model_of(role))
+        own, training = self.sections[role], self.sections["training"]
+        shared = self.sections["model"].get(model, {})
+        return {role: own, "training": training, f"model.{model}": shared}
 
     def _underscore(self, tree: Mapping[Any, Any], prefix: str) -> Tree:
         """Return the tree with "_" for "-" in keys, at every depth but below VERBATIM names."""

@@ -185,8 +185,7 @@ def to_tree(config: RunConfig) -> dict[str, Any]:
 
 def to_yaml(config: RunConfig) -> str:
     """Return the dict of `to_tree` as YAML text, in its order of keys."""
-    text = yaml.safe_dump(to_tree(config), sort_keys=False, allow_unicode=True, width=100)
-    return str(text)
+    return str(yaml.safe_dump(to_tree(config), sort_keys=False, allow_unicode=True, width=100))
 
 
 def _role_tree(

@@ -156,10 +156,9 @@ def _build_role(given: Given, role: Role) -> Tree:
             for key in sorted(own.keys() & keys_of("reward").keys() - {*kept}):
                 value = format_value(own.pop(key))
                 given.note(f"no effect with reward.kind={own['kind']}", f"reward.{key}={value}")
-            shared: Tree = (
-                {"load": training["load"]} if "load" in kept and "load" in training else {}
-            )
-            return {**shared, **own}
+            if "load" in kept and "load" in training:
+                own.setdefault("load", training["load"])
+            return dict(own)
     chosen = given.model_of(role.value)
     architecture = _read_architecture(given, role, chosen)
     allowed = keys_of(role.value)
@@ -232,8 +231,9 @@ def _note_unread(given: Given, payload: Tree) -> None:
             )
         for key in sorted(values.keys() & SHARED.keys() - read):
             if section not in models or section in used:
-                shown = f"{section}.{key}={format_value(values[key])}"
-                given.note("no role of this run reads it", shown)
+                given.note(
+                    "no role of this run reads it", f"{section}.{key}={format_value(values[key])}"
+                )
 
 
 def _set_stage_defaults(training: Tree, algorithm: Tree, actor: Tree) -> None:

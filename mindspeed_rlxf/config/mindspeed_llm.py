@@ -18,7 +18,7 @@ from mindspeed_rlxf.config.enums import (
 from mindspeed_rlxf.config.given import ROLES, Given, Tree, set_default
 from mindspeed_rlxf.config.hf_config import read_hf_config
 from mindspeed_rlxf.config.keys import WITHOUT_MODEL
-from mindspeed_rlxf.config.mindspeed_llm_keys import NO_OPS, REFUSED
+from mindspeed_rlxf.config.mindspeed_llm_keys import NO_OPS, REFUSED, allows
 from mindspeed_rlxf.config.problems import Problem, format_value, ref
 
 ACTOR = "actor_rollout"
@@ -104,11 +104,8 @@ def _take(given: Given, key: str) -> tuple[str, Any]:
 
     Returns the path and value of the one that counts, in that order; the path "" without any.
     """
-    model = str(given.model_of(ACTOR))
-    homes = {f"model.{model}": given.sections["model"].get(model, {})}
-    homes |= {name: given.sections[name] for name in ("training", ACTOR)}
     found: tuple[str, Any] = "", None
-    for name, values in homes.items():
+    for name, values in reversed(given.homes(ACTOR).items()):
         if key in values:
             path = f"{name}.{key}"
             found = given.renamed.get(path, path), values.pop(key)
@@ -171,8 +168,9 @@ def _parse_prefixes(given: Given, path: str, value: Any) -> Any:
         return parts
     if len(parts) > 2:
         remedy = f"use {ref('data.data_path')}=[{', '.join(parts[1::2])}]"
-        rule = "data sets are not blended by weight"
-        given.problems.append(Problem(path, rule, value, remedy, colon=True))
+        given.problems.append(
+            Problem(path, "data sets are not blended by weight", value, remedy, colon=True)
+        )
     return parts[1::2]
 
 
@@ -207,8 +205,9 @@ def _translate_algorithm(given: Given) -> None:
         for section in (ACTOR, "training"):
             if sections[section].get("entropy_coeff") == OLD_ENTROPY_COEFF:
                 del sections[section]["entropy_coeff"]
-                meaning = "the loss of a pair has no entropy term"
-                given.note(meaning, f"entropy_coeff={OLD_ENTROPY_COEFF}")
+                given.note(
+                    "the loss of a pair has no entropy term", f"entropy_coeff={OLD_ENTROPY_COEFF}"
+                )
 
 
 def _translate_group_norm(given: Given, algorithm: Tree) -> None:
@@ -232,9 +231,9 @@ def _translate_group_norm(given: Given, algorithm: Tree) -> None:
 def _note_or_refuse(given: Given, path: str, key: str, value: Any) -> None:
     path = given.renamed.get(path, path)
     refusal, entry = REFUSED.get(key), NO_OPS.get(key)
-    if refusal and not refusal.is_neutral(value):
+    if refusal and not allows((None, False, *refusal.neutral), value):
         given.refuse(path, f"is not supported: {refusal.why}", value, refusal.remedy)
-    elif entry and entry.allows(value):
+    elif entry and allows(entry.allowed, value):
         given.note(entry.meaning, f"{key}={format_value(value)}")
     elif entry:
         words = ["a single value"] if isinstance(entry.allowed, str) else entry.allowed[:2]

@@ -14,9 +14,10 @@ ANY = "any value"
 class NoOp:
     """Keys that are accepted without effect, for the values that agree with what is done here.
 
-    allowed: values that are accepted; ANY = every number, text, true, false and null
-    meaning: what is done here, printed as a note with `key=value`
-    remedy:  what to use in place of a value that is not allowed; None = the first two of `allowed`
+    Attributes:
+        allowed: values that are accepted; ANY = every number, text, true, false and null.
+        meaning: what is done here, printed as a note with `key=value`.
+        remedy: what to use in place of other values; None = the first two of `allowed`.
     """
 
     keys: tuple[str, ...]
@@ -24,24 +25,13 @@ class NoOp:
     meaning: str
     remedy: str | None = None
 
-    def allows(self, value: Any) -> bool:
-        """Return whether a value equals one of `allowed`; true is not 1, but 0 is 0.0.
-
-        ANY allows scalars and null, but no lists and dicts.
-        """
-        if isinstance(self.allowed, str):
-            return value is None or isinstance(value, (bool, int, float, str))
-        return any(
-            value == good and isinstance(value, bool) == isinstance(good, bool)
-            for good in self.allowed
-        )
-
 
 @dataclass(frozen=True)
 class Refusal:
     """Keys that ask for features that do not exist here.
 
-    neutral: values, besides false and null, that do not ask for the feature and are ignored
+    Attributes:
+        neutral: values, besides false and null, that do not ask for the feature and are ignored.
     """
 
     keys: tuple[str, ...]
@@ -49,10 +39,15 @@ class Refusal:
     remedy: str = "remove it"
     neutral: tuple[Any, ...] = ()
 
-    def is_neutral(self, value: Any) -> bool:
-        if value is None or value is False:
-            return True
-        return not isinstance(value, bool) and value in self.neutral
+
+def allows(allowed: tuple[Any, ...] | str, value: Any) -> bool:
+    """Return whether a value equals one of `allowed`; true is not 1, but 0 is 0.0.
+
+    ANY allows scalars and null, but no lists and dicts.
+    """
+    if isinstance(allowed, str):
+        return value is None or isinstance(value, (bool, int, float, str))
+    return any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in allowed)
 
 
 YES, NO = (True,), (False,)

@@ -96,6 +96,7 @@ def _read_pools(given: Given, payload: Tree) -> dict[str, list[int]]:
         elif sizes:
             pools[name] = sizes
     if not pools and len(given.problems) == before:
-        remedy = "name a pool: `main: 2`"
-        given.problems.append(Problem("resource_pool", "is required", remedy=remedy))
+        given.problems.append(
+            Problem("resource_pool", "is required", remedy="name a pool: `main: 2`")
+        )
     return pools

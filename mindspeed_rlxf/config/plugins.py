@@ -9,7 +9,8 @@ import hashlib
 import linecache
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -83,18 +84,22 @@ def read_source(key: str, path: str, expected: str | None = None) -> Source:
     return source
 
 
-def load_error(key: str, file: str, error: BaseException) -> UserError:
-    """Return a UserError with the exception that running `file` raised, and its line there.
+@contextmanager
+def naming_errors(key: str, file: str) -> Iterator[None]:
+    """Raise an exception of the user's `file` as a UserError that names its line there.
 
     Args:
         key: of the configuration that names the file.
     """
-    lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == file]
-    if isinstance(error, SyntaxError) and error.filename == file:
-        lines.append(error.lineno)
-    place = f"in line {lines[-1]}" if lines and lines[-1] else "while loading"
-    rule = f"must run without an error, {type(error).__name__} {place}: {error}"
-    return UserError(Problem(key, rule, file, "correct the file"))
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        lines = [each.lineno for each in extract_tb(error.__traceback__) if each.filename == file]
+        if isinstance(error, SyntaxError) and error.filename == file:
+            lines.append(error.lineno)
+        place = f"in line {lines[-1]}" if lines and lines[-1] else "while loading"
+        rule = f"must run without an error, {type(error).__name__} {place}: {error}"
+        raise UserError(Problem(key, rule, file, "correct the file")) from error
 
 
 _carried: dict[tuple[str, str], Source] = {}  # (file, SHA-256) -> text that workers also need
@@ -143,10 +148,8 @@ def read_and_load(entry: Any) -> Any:
     if not isinstance(given, dict) or not {"file"} <= given.keys() <= {"file", "sha256"}:
         return given
     source = read_source(KEY, str(given["file"]), given.get("sha256"))
-    try:
+    with naming_errors(KEY, source.file):
         load(source)
-    except (Exception, SystemExit) as error:
-        raise load_error(KEY, source.file, error) from error
     return {"file": source.file, "sha256": source.sha256}
 
 
@@ -157,9 +160,9 @@ def read_functions(problems: list[Problem], reward: dict[str, Any]) -> None:
     (`carry`). A wrong entry becomes a problem and is left out.
     """
     for key in ("function", "functions"):
-        given = reward.pop(key, None)
-        found: list[Any] = []
-        for entry in given if isinstance(given, list) else [] if given is None else [given]:
+        given, found = reward.pop(key, None), []
+        several = key == "functions" and isinstance(given, list)
+        for entry in given if several else [] if given is None else [given]:
             try:
                 found.append(_complete_entry(f"reward.{key}", entry))
             except UserError as error:
@@ -194,10 +197,8 @@ def _complete_entry(key: str, given: Any) -> Any:
             raise UserError(Problem(key, rule, function, "add it"))
         return {"name": function, **entry}  # a built-in rule
     source = read_source(key, file, entry.get("sha256"))
-    try:
+    with naming_errors(key, source.file):
         module = sys.modules.get(source.module) or run_as_module(source)
-    except (Exception, SystemExit) as error:
-        raise load_error(key, source.file, error) from error
     try:
         check_call(find_function(module, name), arguments)
     except ValueError as error:

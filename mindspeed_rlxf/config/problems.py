@@ -150,7 +150,8 @@ class Problem:
 def at_most(key: str, value: float, what: str, limit: float) -> Iterator[Problem]:
     """Yield a problem if a key's value is above `limit`, which `what` names."""
     if value > limit:
-        yield Problem(key, f"must be at most {what}", f"{value:g}", f"use {limit:g} or less")
+        shown = f"{value:.15g}"  # integers in full
+        yield Problem(key, f"must be at most {what}", shown, f"use {limit:.15g} or less")
 
 
 def at_least(key: str, value: int, what: str, limit: int) -> Iterator[Problem]:
@@ -200,9 +201,8 @@ def explain(path: str, errors: Sequence[ErrorDetails], meaning: str = "") -> Pro
     expected = first.get("ctx", {}).get("expected", "").replace("'", "")
     words = expected.replace(" or ", ", ").split(", ")
     guess = closest(str(first["input"]).lower(), words) if len(errors) == 1 else None
-    remedy = (
-        f"did you mean {guess}?" if guess else f"meaning: {meaning}" if meaning else "correct it"
-    )
+    remedy = f"meaning: {meaning}" if meaning else "correct it"
+    remedy = f"did you mean {guess}?" if guess else remedy
     return Problem(path, " or ".join(rules), format_value(first["input"]), remedy)
 
 

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 
 from mindspeed_rlxf.config.architecture import ArchitectureConfig
 from mindspeed_rlxf.config.enums import RewardKind
-from mindspeed_rlxf.config.fields import FilePath, Section, Strings, Word, key
+from mindspeed_rlxf.config.fields import FilePath, Section, Strings, Word, free, key
 from mindspeed_rlxf.config.problems import Problem, ref
 from mindspeed_rlxf.config.roles import RoleConfig
 from mindspeed_rlxf.config.secrets import Secret, find_masks, url_secret
@@ -86,9 +86,7 @@ class SandboxConfig(Section):
 
     section_used_if = "reward.runs_programs"
 
-    unsafe: bool = key(
-        False, "where bubblewrap does not work, run programs without isolation", "free"
-    )
+    unsafe: bool = free(False, "where bubblewrap does not work, run programs without isolation")
     python: str | None = key(
         None, "interpreter of programs, with its packages; null = Python's standard library alone"
     )
@@ -121,9 +119,9 @@ class FunctionConfig(Section):
     sha256: str | None = key(
         None, "SHA-256 of the file's text; a run is not resumed with another text"
     )
-    url: Secret | None = key(None, "in place of function: a server that scores batches", "free")
-    headers: dict[str, Secret] = key(
-        {}, "url: headers of each request, such as `Authorization: Bearer ${oc.env:KEY}`", "free"
+    url: Secret | None = free(None, "in place of function: a server that scores batches")
+    headers: dict[str, Secret] = free(
+        {}, "url: headers of each request, such as `Authorization: Bearer ${oc.env:KEY}`"
     )
     batch_size: int = key(16, "url: samples per request at most", ge=1)
     weight: float = key(1.0, "factor of its score in the sum")
@@ -180,21 +178,20 @@ class RewardConfig(RoleConfig):
         (), "several functions; their weighted scores are added, also to the score of a model"
     )
     model_weight: float = key(1.0, "factor of the model's score beside functions", used_if="parts")
-    allow_changed_function: bool = key(
-        False, "resume although the text of a function's file has changed", "free", used_if="parts"
+    allow_changed_function: bool = free(
+        False, "resume although the text of a function's file has changed", used_if="parts"
     )
-    processes: int = key(8, "processes that score beside each replica that generates", "free", ge=1)
-    timeout_s: float = key(30.0, "longest time to score one sample, seconds", "free", gt=0)
-    worker_memory_gib: float = key(8.0, "address space of a scoring process, GiB", "free", gt=0)
+    processes: int = free(8, "processes that score beside each replica that generates", ge=1)
+    timeout_s: float = free(30.0, "longest time to score one sample, seconds", gt=0)
+    worker_memory_gib: float = free(8.0, "address space of a scoring process, GiB", gt=0)
     failed_score: float = key(
         0.0,
         "score of a sample whose scoring failed for a cause that may be the response",
         used_if="runs_code",
     )
-    max_failed: Annotated[int, Field(ge=0)] | None = key(
+    max_failed: Annotated[int, Field(ge=0)] | None = free(
         None,
         "failed samples of a batch beyond which the run stops; null = a tenth of it",
-        "free",
         used_if="runs_code",
     )
 

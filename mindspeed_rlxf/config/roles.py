@@ -13,7 +13,9 @@ from mindspeed_rlxf.config.fields import (
     Section,
     Strings,
     Word,
+    free,
     key,
+    reshard,
 )
 from mindspeed_rlxf.config.problems import Problem, at_most, divides, ref
 
@@ -24,26 +26,25 @@ CHUNK = "num_layers_per_virtual_pipeline_stage"
 class OptimizerConfig(Section):
     """Adam and its learning-rate schedule, which advances once per iteration."""
 
-    lr: float = key(1e-6, "highest learning rate", "free", ge=0)
-    min_lr: float = key(
-        0.0, "learning rate at the end of decay", "free", ge=0, used_if="lr_decay_style!=constant"
+    lr: float = free(1e-6, "highest learning rate", ge=0)
+    min_lr: float = free(
+        0.0, "learning rate at the end of decay", ge=0, used_if="lr_decay_style!=constant"
     )
-    lr_decay_style: Literal["constant", "linear", "cosine"] = key("constant", "decay", "free")
-    lr_warmup_fraction: float = key(0.0, "share of train_iters to warm up in", "free", ge=0, lt=1)
-    weight_decay: float = key(0.0, "decoupled weight decay", "free", ge=0)
-    adam_beta1: float = key(0.9, "decay of the first moment", "free", ge=0, lt=1)
-    adam_beta2: float = key(0.999, "decay of the second moment", "free", ge=0, lt=1)
-    adam_eps: float = key(1e-8, "added to the root of the second moment", "free", gt=0)
-    clip_grad: float = key(1.0, "largest gradient norm; 0 = no clipping", "free", ge=0)
-    use_distributed_optimizer: bool = key(False, "shard optimizer state over DP", "reshard")
-    overlap_grad_reduce: bool = key(
-        False, "reduce gradients over DP while the backward pass runs; no use on CPU", "free"
+    lr_decay_style: Literal["constant", "linear", "cosine"] = free("constant", "decay")
+    lr_warmup_fraction: float = free(0.0, "share of train_iters to warm up in", ge=0, lt=1)
+    weight_decay: float = free(0.0, "decoupled weight decay", ge=0)
+    adam_beta1: float = free(0.9, "decay of the first moment", ge=0, lt=1)
+    adam_beta2: float = free(0.999, "decay of the second moment", ge=0, lt=1)
+    adam_eps: float = free(1e-8, "added to the root of the second moment", gt=0)
+    clip_grad: float = free(1.0, "largest gradient norm; 0 = no clipping", ge=0)
+    use_distributed_optimizer: bool = reshard(False, "shard optimizer state over DP")
+    overlap_grad_reduce: bool = free(
+        False, "reduce gradients over DP while the backward pass runs; no use on CPU"
     )
-    overlap_param_gather: bool = key(
+    overlap_param_gather: bool = free(
         False,
         "gather weights while the next forward pass of an iteration runs; needs "
         "use_distributed_optimizer and overlap_grad_reduce; no use on CPU",
-        "free",
         used_if="use_distributed_optimizer; overlap_grad_reduce",
     )
 
@@ -65,9 +66,9 @@ class OptimizerConfig(Section):
 class OffloadConfig(Section):
     """Data of a role that are in host memory while other roles of its devices compute."""
 
-    weights: bool = key(False, "weights are on the host outside of the role's phases", "free")
-    optimizer: bool = key(
-        False, "optimizer state is on the host outside of updates, and gradients are freed", "free"
+    weights: bool = free(False, "weights are on the host outside of the role's phases")
+    optimizer: bool = free(
+        False, "optimizer state is on the host outside of updates, and gradients are freed"
     )
 
 
@@ -76,41 +77,37 @@ class RoleConfig(Section):
 
     model: str = key(..., "name of the architecture in the model section")
     architecture: ArchitectureConfig = key(..., "architecture, the role's own keys laid over it")
-    load: FilePath | None = key(
-        None, "folder of the initial weights, Hugging Face's or Megatron's", "free"
+    load: FilePath | None = free(
+        None, "folder of the initial weights, Hugging Face's or Megatron's"
     )
-    trust_files: bool = key(
-        False,
-        "also read pickled weights with torch before 2.10, which they can make run code",
-        "free",
+    trust_files: bool = free(
+        False, "also read pickled weights with torch before 2.10, which they can make run code"
     )
-    tensor_model_parallel_size: int = key(1, "ranks that share a layer", "reshard", ge=1)
-    pipeline_model_parallel_size: int = key(1, "ranks that share the layers", "reshard", ge=1)
-    num_layers_per_virtual_pipeline_stage: int | None = key(
+    tensor_model_parallel_size: int = reshard(1, "ranks that share a layer", ge=1)
+    pipeline_model_parallel_size: int = reshard(1, "ranks that share the layers", ge=1)
+    num_layers_per_virtual_pipeline_stage: int | None = reshard(
         None,
         "layers of a chunk, if a rank has several chunks (interleaved); null = one chunk",
-        "reshard",
         ge=1,
     )
-    expert_model_parallel_size: int = key(
-        1, "data-parallel ranks that share the experts of a layer", "reshard", ge=1
+    expert_model_parallel_size: int = reshard(
+        1, "data-parallel ranks that share the experts of a layer", ge=1
     )
-    sequence_parallel: bool = key(
+    sequence_parallel: bool = reshard(
         False,
         "split norms and residuals by token over the TP ranks; no effect with TP 1",
-        "reshard",
         used_if="tensor_model_parallel_size>1",
     )
-    micro_batch_size: int = key(
-        1, "samples per forward on one rank", "free", ge=1, used_if="!max_tokens_per_micro_batch"
+    micro_batch_size: int = free(
+        1, "samples per forward on one rank", ge=1, used_if="!max_tokens_per_micro_batch"
     )
-    max_tokens_per_micro_batch: int | None = key(
-        None, "tokens per forward on one rank, in place of micro_batch_size", "free", ge=1
+    max_tokens_per_micro_batch: int | None = free(
+        None, "tokens per forward on one rank, in place of micro_batch_size", ge=1
     )
     bf16: bool = key(False, "weights and activations in bfloat16")
-    packed_sequences: bool = key(True, "no padding in forward and backward", "free")
-    offload: OffloadConfig = key(
-        OffloadConfig(), "parts that leave the device outside of the role's phases", "free"
+    packed_sequences: bool = free(True, "no padding in forward and backward")
+    offload: OffloadConfig = free(
+        OffloadConfig(), "parts that leave the device outside of the role's phases"
     )
 
     @property
@@ -173,41 +170,36 @@ class LearningConfig(RoleConfig):
     """Keys of the roles that are trained."""
 
     optimizer: OptimizerConfig = key(..., "optimizer of the role")
-    save: FilePath | None = key(
-        None, "folder of the trained weights; null = final/ in the run directory", "free"
+    save: FilePath | None = free(
+        None, "folder of the trained weights; null = final/ in the run directory"
     )
     shuffle_minibatch: bool = key(False, "shuffle samples before they are cut in mini-batches")
-    balance_by_length: bool = key(
-        True, "give replicas samples of equal cost; fill micro-batches by tokens", "free"
+    balance_by_length: bool = free(
+        True, "give replicas samples of equal cost; fill micro-batches by tokens"
     )
-    recompute: Annotated[Recompute, Word] = key(
-        Recompute.NONE, "compute activations again in backward: of MLPs, or of whole layers", "free"
+    recompute: Annotated[Recompute, Word] = free(
+        Recompute.NONE, "compute activations again in backward: of MLPs, or of whole layers"
     )
-    recompute_method: Literal["uniform", "block"] = key(
+    recompute_method: Literal["uniform", "block"] = free(
         "uniform",
         "recompute=full: uniform = all layers, block = the first ones of a stage",
-        "free",
         used_if="recompute=full",
     )
-    recompute_num_layers: int = key(
+    recompute_num_layers: int = free(
         1,
         "recompute=full: layers of a group (uniform), or of a stage (block)",
-        "free",
         ge=1,
         used_if="recompute=full",
     )
 
     def broken_rules(self) -> Iterator[Problem]:
         yield from super().broken_rules()
-        a, tp, pp = (
-            self.architecture,
-            self.tensor_model_parallel_size,
-            self.pipeline_model_parallel_size,
-        )
+        a, tp = self.architecture, self.tensor_model_parallel_size
         if a.num_experts is not None and tp > 1 and not self.sequence_parallel:
             rule = f"must be true where experts are trained with {ref(TP)}={tp}"
             yield Problem("sequence_parallel", rule, False, "use true")
-        if a.balances_experts and pp > 1:  # the last stage alone knows a micro-batch's weight
+        # The last stage alone knows a micro-batch's weight.
+        if a.balances_experts and self.pipeline_model_parallel_size > 1:
             rule, coefficient = f"needs {ref(PIPELINE)}=1", f"{a.moe_aux_loss_coeff:g}"
             yield Problem("architecture.moe_aux_loss_coeff", rule, coefficient, "use 0")
         # With wrong recompute_num_layers Megatron fails at the first step or recomputes fewer.
@@ -242,24 +234,19 @@ class ActorConfig(LearningConfig):
     max_new_tokens: int = key(
         ..., "longest response, tokens; absent = seq_length - max_prompt_length", ge=1
     )
-    num_gpus_for_train: int | None = key(
-        None,
-        "split pool: its first devices, which only train; null = all train and generate",
-        "reshard",
-        ge=1,
+    num_gpus_for_train: int | None = reshard(
+        None, "split pool: its first devices, which only train; null = all train and generate", ge=1
     )
-    num_gpus_for_infer: int | None = key(
+    num_gpus_for_infer: int | None = reshard(
         None,
         "split pool: its other devices, which only generate; null = all train and generate",
-        "reshard",
         ge=1,
     )
     stop_token_ids: Integers = key((), "token ids that end a response besides EOS")
     stop_strings: Strings = key((), "texts that end a response and stay in it")
-    num_samples_per_step: int | None = key(
+    num_samples_per_step: int | None = free(
         None,
         "rows generated at once on one rank; null = as many as the cache holds",
-        "free",
         ge=1,
         used_if="generates",
     )
@@ -316,11 +303,8 @@ class ActorConfig(LearningConfig):
         if "" in self.stop_strings:
             yield Problem("stop_strings", "must not be empty", remedy="remove the empty one")
         if self.n_samples_per_prompt > 1 and not self.do_sample:
-            rule, remedy = (
-                f"must be 1 with {ref('do_sample')}=false",
-                f"use {ref('do_sample')}=true",
-            )
-            yield Problem("n_samples_per_prompt", rule, self.n_samples_per_prompt, remedy)
+            rule, samples = f"must be 1 with {ref('do_sample')}=false", self.n_samples_per_prompt
+            yield Problem("n_samples_per_prompt", rule, samples, f"use {ref('do_sample')}=true")
         vocab_size = self.architecture.vocab_size
         if outside := [i for i in self.stop_token_ids if not 0 <= i < vocab_size]:
             rule = f"must be token ids below vocab_size={vocab_size}"

@@ -18,7 +18,7 @@ from mindspeed_rlxf.config.enums import (
     Stage,
     Verifier,
 )
-from mindspeed_rlxf.config.fields import Section, Word, key
+from mindspeed_rlxf.config.fields import Section, Word, free, key, reshard
 from mindspeed_rlxf.config.rank_layout import ParallelLayout, count_per_node
 from mindspeed_rlxf.config.ray_cluster import choose_cluster
 from mindspeed_rlxf.config.reward_section import FunctionConfig, RewardConfig, SandboxConfig
@@ -57,24 +57,24 @@ SAVED_AS = {Role.ACTOR_ROLLOUT: "actor", Role.CRITIC: "critic"}
 class RunConfig(Section):
     """The complete, checked configuration of a run."""
 
-    name: str = key(..., "config name", "free")
+    name: str = free(..., "config name")
     training: TrainingConfig = key(..., "the run as a whole")
     algorithm: AlgorithmConfig = key(AlgorithmConfig(), "rewards, advantages and losses")
     actor_rollout: ActorConfig = key(..., "the policy")
     ref: RefConfig = key(..., "the frozen policy")
     critic: CriticConfig | None = key(None, "the value model; none where the stage has no critic")
     reward: RewardConfig = key(..., "what scores responses")
-    placement: dict[Annotated[Role, Word], str] = key(..., "role -> pool, every role", "reshard")
-    resource_pool: dict[str, list[int]] = key(..., "pool -> processes per node", "reshard")
+    placement: dict[Annotated[Role, Word], str] = reshard(..., "role -> pool, every role")
+    resource_pool: dict[str, list[int]] = reshard(..., "pool -> processes per node")
     rollout: RolloutConfig = key(RolloutConfig(), "generation on devices of its own")
-    pool_settings: PoolSettings = key(PoolSettings(), "the other keys of resource_pool", "free")
+    pool_settings: PoolSettings = free(PoolSettings(), "the other keys of resource_pool")
     data: DataConfig = key(..., "prompts")
     validation: ValidationConfig = key(ValidationConfig(), "when to validate")
     logging: LoggingConfig = key(LoggingConfig(), "what is written down")
     device: DeviceConfig = key(DeviceConfig(), "what the workers compute on")
     runtime: RuntimeConfig = key(RuntimeConfig(), "what starts the workers")
-    plan: PlanConfig = key(PlanConfig(), "what a dry run suggests", "free")
-    dry_run: bool = key(False, "print the plan and every problem, then stop", "free")
+    plan: PlanConfig = free(PlanConfig(), "what a dry run suggests")
+    dry_run: bool = free(False, "print the plan and every problem, then stop")
 
     @property
     def compares_pairs(self) -> bool:

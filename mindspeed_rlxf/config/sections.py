@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from mindspeed_rlxf.config.enums import DeviceKind, HealthRule, Stage
-from mindspeed_rlxf.config.fields import FilePath, Section, Strings, Word, key
+from mindspeed_rlxf.config.fields import FilePath, Section, Strings, Word, free, key, reshard
 from mindspeed_rlxf.config.problems import Problem
 from mindspeed_rlxf.config.secrets import Secret, find_masks, variable_secret
 
@@ -37,7 +37,7 @@ class TrainingConfig(Section):
     """The run as a whole. In the YAML this section may also have keys of roles, as defaults."""
 
     stage: Annotated[Stage, Word] = key(Stage.RAY_PPO, "training algorithm")
-    train_iters: int = key(..., "iterations", "free", ge=1)
+    train_iters: int = free(..., "iterations", ge=1)
     global_batch_size: int = key(..., "prompts per iteration", ge=1)
     seq_length: int = key(..., "longest prompt and response together, tokens", ge=2)
     tokenizer_type: Literal["PretrainedFromHF"] = key("PretrainedFromHF", "kind of tokenizer")
@@ -46,82 +46,72 @@ class TrainingConfig(Section):
         (), "Python files that add estimators, reward rules, rollout engines, trackers"
     )
     seed: int = key(1234, "every random stream derives from it", ge=0)
-    max_restarts: int = key(
+    max_restarts: int = free(
         3,
         "restarts after failures, as many again after each new checkpoint; 0 = none",
-        "free",
         ge=0,
         used_if="runtime.kind=ray",
     )
-    node_wait_s: float = key(
+    node_wait_s: float = free(
         600.0,
         "a restart's longest wait for devices in place of lost ones, seconds",
-        "free",
         gt=0,
         used_if="max_restarts; joins_cluster",
     )
-    allow_shrink: bool = key(
+    allow_shrink: bool = free(
         False,
         "after a restart with too few devices continue with fewer data-parallel ranks",
-        "free",
         used_if="max_restarts; joins_cluster",
     )
-    stop_grace_s: float = key(
-        60.0, "on SIGTERM or SIGINT: time to finish the iteration and save, seconds", "free", ge=0
+    stop_grace_s: float = free(
+        60.0, "on SIGTERM or SIGINT: time to finish the iteration and save, seconds", ge=0
     )
-    max_wall_time: float | None = key(
+    max_wall_time: float | None = free(
         None,
         "save and stop before this time has passed, seconds or [D-]HH:MM:SS; null = no limit",
-        "free",
         gt=0,
     )
-    output_dir: FilePath = key(..., "run directory; absent = outputs/<run_name>", "free")
-    run_name: str = key(..., "name of the run; absent = config name", "free", min_length=1)
-    save_interval: int = key(
-        0, "iterations between checkpoints of the run; 0 = by time alone", "free", ge=0
+    output_dir: FilePath = free(..., "run directory; absent = outputs/<run_name>")
+    run_name: str = free(..., "name of the run; absent = config name", min_length=1)
+    save_interval: int = free(
+        0, "iterations between checkpoints of the run; 0 = by time alone", ge=0
     )
-    save_interval_s: float | None = key(
+    save_interval_s: float | None = free(
         None,
         "seconds between checkpoints; null = 1800 without save_interval, 0 = none by time",
-        "free",
         ge=0,
     )
-    async_save: bool = key(
+    async_save: bool = free(
         False,
         "checkpoints are written while the next iteration runs; needs host memory",
-        "free",
         used_if="saves_during_training",
     )
-    keep_last: int = key(2, "newest checkpoints that are kept", "free", ge=1)
-    keep_every: int = key(
-        0, "also keep checkpoints whose iteration is a multiple of it; 0 = none", "free", ge=0
+    keep_last: int = free(2, "newest checkpoints that are kept", ge=1)
+    keep_every: int = free(
+        0, "also keep checkpoints whose iteration is a multiple of it; 0 = none", ge=0
     )
-    resume: Literal["auto", "never"] = key(
+    resume: Literal["auto", "never"] = free(
         "auto",
         "auto: resume the run in a used run directory; never: refuse a used one",
-        "free",
         used_if="!new_run",
     )
-    nan_policy: Literal["raise", "skip"] = key(
+    nan_policy: Literal["raise", "skip"] = free(
         "raise",
         "on NaN or inf in loss, gradient norm or reward: raise before weights change, or skip "
         "the step",
-        "free",
     )
-    deterministic: bool | None = key(
+    deterministic: bool | None = free(
         None,
         "bitwise equal results each time, at some cost in speed; null = only on CPU, where it "
         "costs nothing",
-        "free",
     )
-    max_skipped: int = key(
+    max_skipped: int = free(
         10,
         "nan_policy skip: most optimizer steps skipped in a row",
-        "free",
         ge=0,
         used_if="nan_policy=skip",
     )
-    new_run: bool = key(False, "take the next free name when the run directory is used", "free")
+    new_run: bool = free(False, "take the next free name when the run directory is used")
 
     @property
     def saves_during_training(self) -> bool:
@@ -153,14 +143,13 @@ class RolloutConfig(Section):
     """The rollout engine, and its layout on `actor_rollout.num_gpus_for_infer` devices."""
 
     engine: str = key("native", "rollout engine: native, or the name of a plugin's engine")
-    tensor_model_parallel_size: int | None = key(
-        None, "ranks that share a layer in generation; null = as in training", "reshard", ge=1
+    tensor_model_parallel_size: int | None = reshard(
+        None, "ranks that share a layer in generation; null = as in training", ge=1
     )
-    expert_model_parallel_size: int | None = key(
+    expert_model_parallel_size: int | None = reshard(
         None,
         "replicas that share the experts of a layer in generation, which then make each step "
         "together; null = as in training on the actor's devices, 1 on devices of its own",
-        "reshard",
         ge=1,
     )
 
@@ -168,34 +157,31 @@ class RolloutConfig(Section):
 class LoggingConfig(Section):
     """Contents of log files and of the console."""
 
-    samples: Annotated[int, Field(ge=0)] | Literal["all"] = key(
-        32, "responses per iteration in samples.jsonl, or `all`", "free"
+    samples: Annotated[int, Field(ge=0)] | Literal["all"] = free(
+        32, "responses per iteration in samples.jsonl, or `all`"
     )
-    sample_tokens: bool = key(
+    sample_tokens: bool = free(
         True,
         "also log advantage, KL and value of each token of these responses, in samples_tokens/",
-        "free",
     )
-    console: Literal["auto", "line"] = key(
-        "auto", "auto = a live view on a terminal, else a line per iteration; line", "free"
+    console: Literal["auto", "line"] = free(
+        "auto", "auto = a live view on a terminal, else a line per iteration; line"
     )
-    console_metrics: Strings = key(CONSOLE_METRICS, "metrics on the console", "free")
-    stop_on: Annotated[tuple[Annotated[HealthRule, Word], ...], Word] = key(
-        (), "illnesses that save and end the run, by their names in docs/running.md", "free"
+    console_metrics: Strings = free(CONSOLE_METRICS, "metrics on the console")
+    stop_on: Annotated[tuple[Annotated[HealthRule, Word], ...], Word] = free(
+        (), "illnesses that save and end the run, by their names in docs/running.md"
     )
-    trackers: Strings = key(
+    trackers: Strings = free(
         ("jsonl",),
         "trackers that get the metrics: jsonl (always), tensorboard, wandb, swanlab, or a plugin's",
-        "free",
     )
-    tracker_project: str = key("mindspeed-rlxf", "project of the run at trackers", "free")
-    tracker_mode: Literal["auto", "online", "offline"] = key(
-        "auto", "auto: trackers that need an account are offline where there is no key", "free"
+    tracker_project: str = free("mindspeed-rlxf", "project of the run at trackers")
+    tracker_mode: Literal["auto", "online", "offline"] = free(
+        "auto", "auto: trackers that need an account are offline where there is no key"
     )
-    reference_kl: bool = key(
+    reference_kl: bool = free(
         False,
         "compute critic/kl also where no reward and no loss needs a reference",
-        "free",
         used_if="!reads_reference",
     )
 
@@ -203,46 +189,42 @@ class LoggingConfig(Section):
 class DeviceConfig(Section):
     """Devices of the workers."""
 
-    kind: Annotated[DeviceKind, Word] = key(DeviceKind.AUTO, "npu, cuda, cpu, or auto", "reshard")
-    resource_name: str | None = key(
-        None, "Ray resource of one device; null = the kind's", "free", used_if="runtime.kind=ray"
+    kind: Annotated[DeviceKind, Word] = reshard(DeviceKind.AUTO, "npu, cuda, cpu, or auto")
+    resource_name: str | None = free(
+        None, "Ray resource of one device; null = the kind's", used_if="runtime.kind=ray"
     )
-    devices_per_node: int = key(
+    devices_per_node: int = reshard(
         8,
         "devices of each host of a joined cluster; a larger resource_pool fills whole hosts",
-        "reshard",
         ge=1,
         used_if="joins_cluster",
     )
-    memory_gib: float | None = key(
-        None, "memory of one device for the plan, GiB; null = ask the device", "free", gt=0
+    memory_gib: float | None = free(
+        None, "memory of one device for the plan, GiB; null = ask the device", gt=0
     )
-    cpu_threads: int = key(1, "threads of one worker process", "free", ge=1)
+    cpu_threads: int = free(1, "threads of one worker process", ge=1)
 
 
 class PoolSettings(Section):
     """Keys of `resource_pool` that name no pool."""
 
-    wait_s: float = key(
+    wait_s: float = free(
         600.0,
         "longest wait for devices of a joined cluster, seconds",
-        "free",
         gt=0,
         used_if="joins_cluster",
     )
-    env: dict[str, Secret] = key(
-        {}, "environment variables of every worker", "free", used_if="runtime.kind=ray"
+    env: dict[str, Secret] = free(
+        {}, "environment variables of every worker", used_if="runtime.kind=ray"
     )
-    bad_nodes: Literal["refuse", "leave_out"] = key(
+    bad_nodes: Literal["refuse", "leave_out"] = free(
         "refuse",
         "treatment of nodes that do not answer or have sick devices",
-        "free",
         used_if="joins_cluster",
     )
-    tensor_parallel_spans_nodes: bool = key(
+    tensor_parallel_spans_nodes: bool = reshard(
         False,
         "allow a tensor-parallel group on several nodes, which is slow",
-        "reshard",
         used_if="has_pools_of_several_nodes",
     )
 
@@ -263,22 +245,20 @@ class PoolSettings(Section):
 class RuntimeConfig(Section):
     """Launcher of the workers; `runtime: local` is short for `runtime: {kind: local}`."""
 
-    kind: Literal["ray", "local"] = key("ray", "ray or local", "free")
-    address: str | None = key(
+    kind: Literal["ray", "local"] = free("ray", "ray or local")
+    address: str | None = free(
         None,
         "Ray cluster to join, local = start one; null = RAY_ADDRESS, else this user's, else "
         "start one",
-        "free",
         used_if="kind=ray",
     )
-    timeout_s: float = key(
+    timeout_s: float = free(
         1800.0,
         "longest wait for one call, seconds; the shortest deadline of a call is a tenth of it",
-        "free",
         gt=0,
     )
-    start_timeout_s: float = key(
-        600.0, "longest wait for the workers, seconds", "free", gt=0, used_if="kind=ray"
+    start_timeout_s: float = free(
+        600.0, "longest wait for the workers, seconds", gt=0, used_if="kind=ray"
     )
 
 
@@ -287,4 +267,4 @@ class PlanConfig(Section):
 
     section_used_if = "dry_run"
 
-    suggest: bool = key(False, "dry_run: also print three layouts that fit", "free")
+    suggest: bool = free(False, "dry_run: also print three layouts that fit")

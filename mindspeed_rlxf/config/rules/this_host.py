@@ -24,25 +24,36 @@ PROCESS_BYTES = GIB // 2
 
 def check_host(config: RunConfig) -> list[Problem]:
     """Return problems of this host: an old megatron-core, and missing devices or memory."""
-    sizes = {pool: sum(config.resource_pool[pool]) for pool in config.resource_pool}
-    problems = [*_check_shared_groups(config)]
-    if config.runtime.kind == "local":
-        world = int(os.environ.get("WORLD_SIZE", "1"))
+    from mindspeed_rlxf import device
+
+    sizes = {pool: sum(nodes) for pool, nodes in config.resource_pool.items()}
+    problems, wanted = [*_check_shared_groups(config)], sum(sizes.values())
+    is_local = config.runtime.kind == "local"
+    if is_local:
+        world, wanted = int(os.environ.get("WORLD_SIZE", "1")), max(sizes.values())
         rule = f"must equal the {world} processes of this run with {ref('runtime.kind')}=local"
         for pool, size in sizes.items():
             if size != world:
                 remedy = f"use {world}, or torchrun --nproc-per-node {size}"
                 problems.append(Problem(f"resource_pool.{pool}", rule, size, remedy))
-        return [*problems, *_check_devices(config, sizes, max(sizes.values()))]
-    from mindspeed_rlxf import device
-
-    kind, name = device.resolve_kind(config.device.kind), config.device.resource_name
-    own = device.ray_resource(kind)
-    if kind is not DeviceKind.CPU and name not in (None, own):
+    elif joined_address(config):
+        wanted = 0  # the runtime counts devices of other hosts
+    try:
+        kind, name = device.resolve_kind(config.device.kind), config.device.resource_name
+        found = device.device_count(kind) if wanted else None
+    except ValueError as error:
+        return [*problems, Problem("", str(error))]
+    own, things = device.ray_resource(kind), f"{kind.value} devices"
+    if not is_local and kind is not DeviceKind.CPU and name not in (None, own):
         rule = f"must be {own} with {ref('device.kind')}={kind.value}"
         problems.append(Problem("device.resource_name", rule, name, "remove it"))
-    if not joined_address(config):
-        problems += _check_devices(config, sizes, sum(sizes.values()))
+    if wanted and kind is DeviceKind.CPU:
+        things, found = "processes of 0.5 GiB", device.host_memory() // PROCESS_BYTES
+    if found is not None and wanted > found:
+        pools = ", ".join(f"{pool}={size}" for pool, size in sizes.items())
+        rule = f"({pools}) needs {wanted} {things} and this host has {found}"
+        remedy = "use fewer, put roles on one pool, or join a cluster with runtime.address"
+        problems.append(Problem("resource_pool", rule, remedy=remedy))
     return problems
 
 
@@ -70,23 +81,3 @@ def _check_shared_groups(config: RunConfig) -> Iterator[Problem]:
         limit = f"{ref(f'model.{section.model}.num_query_groups')}={groups}"
         rule = f"must be at most {limit} with megatron-core {found}"
         yield Problem(key, rule, tp, f"use {groups} or less, or megatron-core {since}")
-
-
-def _check_devices(config: RunConfig, sizes: dict[str, int], wanted: int) -> Iterator[Problem]:
-    """Yield at most one problem, if this host has too little for `wanted` processes."""
-    from mindspeed_rlxf import device
-
-    pools = ", ".join(f"{pool}={size}" for pool, size in sizes.items())
-    try:
-        kind = device.resolve_kind(config.device.kind)
-        found = device.device_count(kind)
-    except ValueError as error:
-        yield Problem("", str(error))
-        return
-    things = f"{kind.value} devices"
-    if kind is DeviceKind.CPU:
-        things, found = "processes of 0.5 GiB", device.host_memory() // PROCESS_BYTES
-    if found is not None and wanted > found:
-        rule = f"({pools}) needs {wanted} {things} and this host has {found}"
-        remedy = "use fewer, put roles on one pool, or join a cluster with runtime.address"
-        yield Problem("resource_pool", rule, remedy=remedy)
