@@ -1,15 +1,17 @@
 """What the commands share: option parsing, `error:` lines, UTF-8 output and progress."""
 
 import argparse
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, ParamSpec, TypeAlias
 
 from mindspeed_rlxf.config.problems import Problem, UserError, closest
 from mindspeed_rlxf.reporting.console import use_utf8
 
+P = ParamSpec("P")
 LINE_S = 5.0  # shortest time between lines of progress
 Option: TypeAlias = tuple[tuple[str, ...], dict[str, Any]]
 
@@ -57,6 +59,20 @@ def use_utf8_output() -> None:
     """Make sys.stdout and sys.stderr write UTF-8 in every locale."""
     for stream in (sys.stdout, sys.stderr):
         use_utf8(stream)
+
+
+def command(main: Callable[P, int]) -> Callable[P, int]:
+    """Decorate a command: output is UTF-8, and the user's mistakes are printed and return 2."""
+
+    @functools.wraps(main)
+    def run(*args: P.args, **kwargs: P.kwargs) -> int:
+        use_utf8_output()
+        try:
+            return main(*args, **kwargs)
+        except UserError as error:
+            return fail(error.problems)
+
+    return run
 
 
 def number(least: int) -> Callable[[str], int]:

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 
 from mindspeed_rlxf.cli.command_line import (
     Parser,
+    command,
     fail,
     option,
     progress_bar,
     unknown_options,
-    use_utf8_output,
 )
 from mindspeed_rlxf.cli.older_flags import CONVERT_FLAGS, add_flags, check_flags
-from mindspeed_rlxf.config.problems import Problem, UserError
+from mindspeed_rlxf.config.problems import Problem
 from mindspeed_rlxf.weights.conversion import FAMILIES, plan_conversion
 
 OPTIONS = (
@@ -77,12 +77,12 @@ OPTIONS = (
 )
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     """Convert the weights; print notes, progress and the target; return the exit code.
 
     Sets TORCH_DEVICE_BACKEND_AUTOLOAD=0 in this process if unset.
     """
-    use_utf8_output()
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # no accelerator is used
     from mindspeed_rlxf.weights.tensor_conversion import DiskFull, convert
 
@@ -106,8 +106,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             convert(conversion, progress)
     except DiskFull as error:
         return fail([Problem("", str(error))], 75)
-    except UserError as error:
-        return fail(error.problems)
     except KeyboardInterrupt:
         return fail([Problem("", "interrupted", remedy="run the same command again")], 75)
     bias = getattr(conversion.weights, "dropped_bias", None)

@@ -8,11 +8,11 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from mindspeed_rlxf.cli.command_line import Parser, fail, option, use_utf8_output
+from mindspeed_rlxf.cli.command_line import Parser, command, option
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.load import resolve
-from mindspeed_rlxf.config.problems import ConfigError, UserError
+from mindspeed_rlxf.config.problems import ConfigError
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.device.findings import Finding, error, ok
 from mindspeed_rlxf.ops.doctor.checks import check_host, choose_subject
@@ -31,30 +31,27 @@ OPTIONS = (
 )
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     """Check this host, or with --cluster every host; print the findings, with --json as JSON.
 
     Returns 1 if one of them is an error, else 0; 2 for mistakes of the user, which it prints.
     """
-    use_utf8_output()
     parser = Parser(
         OPTIONS,
         prog="mindspeed-rlxf doctor",
         description="Finds what keeps a run from working. Exit code 1 when there is an error.",
     )
-    try:
-        arguments = parser.parse_intermixed_args(argv)
-        if arguments.overrides and arguments.config_name is None:
-            parser.error(f"{arguments.overrides[0]} changes a configuration: give --config-name")
-        config, found = _load_config(arguments)
-        subject = choose_subject(config, DeviceKind(arguments.device), arguments.cluster)
-        if arguments.cluster:
-            address = arguments.address or (config.runtime.address if config else None)
-            found += check_cluster(subject, address)
-        else:
-            found += check_host(subject)
-    except UserError as problem:
-        return fail(problem.problems)
+    arguments = parser.parse_intermixed_args(argv)
+    if arguments.overrides and arguments.config_name is None:
+        parser.error(f"{arguments.overrides[0]} changes a configuration: give --config-name")
+    config, found = _load_config(arguments)
+    subject = choose_subject(config, DeviceKind(arguments.device), arguments.cluster)
+    if arguments.cluster:
+        address = arguments.address or (config.runtime.address if config else None)
+        found += check_cluster(subject, address)
+    else:
+        found += check_host(subject)
     report = make_report(found)
     if arguments.json:
         print(json.dumps(report.as_json(), indent=2, ensure_ascii=False))

@@ -14,12 +14,12 @@ from dataclasses import asdict
 
 from mindspeed_rlxf.cli.command_line import (
     Parser,
+    command,
     fail,
     number,
     option,
     progress_bar,
     unknown_options,
-    use_utf8_output,
 )
 from mindspeed_rlxf.cli.older_flags import PREPROCESS_FLAGS, add_flags, check_flags
 from mindspeed_rlxf.config.enums import OverlongPrompts
@@ -80,6 +80,7 @@ OPTIONS = (
 )
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the data set and print how many rows were written or dropped; return 0.
 
@@ -88,7 +89,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     for mistakes, 75 if interrupted, 1 if a worker process was killed.
     Sets TOKENIZERS_PARALLELISM and TORCH_DEVICE_BACKEND_AUTOLOAD in this process.
     """
-    use_utf8_output()
     # Megatron, whose builder writes the data set, says at every import that Apex is missing.
     warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
     # Processes are the parallelism here, and no accelerator is used: its library is not loaded.
@@ -119,8 +119,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = _check_options(arguments)
         with progress_bar(" rows", arguments.log_interval) as progress:
             counts = preprocess(options, progress)
-    except UserError as error:
-        return fail(error.problems)
     except KeyboardInterrupt:
         return fail([fault("interrupted, nothing is written", "run the same command again")], 75)
     except BrokenProcessPool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mindspeed_rlxf.checkpoint.report_file import write_report
-from mindspeed_rlxf.cli.command_line import Parser, fail, number, option, use_utf8_output
+from mindspeed_rlxf.cli.command_line import Parser, command, number, option
 from mindspeed_rlxf.config.problems import Problem, UserError
 from mindspeed_rlxf.reporting.report.samples import MAX_SAMPLES
 
@@ -21,27 +21,22 @@ OPTIONS = (
 )
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the report, print its path and size; return 0, or 2 for mistakes, which it prints."""
-    use_utf8_output()
     parser = Parser(
         OPTIONS,
         prog="mindspeed-rlxf report",
         description="Writes one HTML file with curves, schedule and samples; it needs no network.",
     )
+    arguments = parser.parse_args(argv)
+    runs = [Path(run) for run in arguments.runs]
+    folder = runs[0] if len(runs) == 1 else Path()
+    file = Path(arguments.output or folder / "report.html")
     try:
-        arguments = parser.parse_args(argv)
-        runs = [Path(run) for run in arguments.runs]
-        folder = runs[0] if len(runs) == 1 else Path()
-        file = Path(arguments.output or folder / "report.html")
-        try:
-            size = write_report(runs, file, arguments.samples)
-        except OSError as error:
-            rule = f"must be a file that can be written: {error.strerror}"
-            raise UserError(
-                Problem("--output", rule, repr(str(file)), "give another one")
-            ) from error
-    except UserError as mistake:
-        return fail(mistake.problems)
+        size = write_report(runs, file, arguments.samples)
+    except OSError as error:
+        rule = f"must be a file that can be written: {error.strerror}"
+        raise UserError(Problem("--output", rule, repr(str(file)), "give another one")) from error
     print(f"report: {file} ({size / 1e6:.1f} MB)")
     return 0

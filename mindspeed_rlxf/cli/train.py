@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Sequence
 
 from mindspeed_rlxf.checkpoint.supervised import EXIT_STOPPED
-from mindspeed_rlxf.cli.command_line import Parser, fail, option, use_utf8_output
+from mindspeed_rlxf.cli.command_line import Parser, command, fail, option
 from mindspeed_rlxf.cluster.errors import StorageUnreadable
 from mindspeed_rlxf.config.compose import builtin_config_dir, compose, config_names
 from mindspeed_rlxf.config.keys import NESTED_ROLES, to_yaml
@@ -26,6 +26,7 @@ OPTIONS = (
 )
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, or only print the configuration (--cfg) or the plan (dry_run); return the exit code.
 
@@ -33,7 +34,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     user are printed, not raised, and return 2; so does a plan with problems. --cfg returns 0,
     training the code of the run.
     """
-    use_utf8_output()
     parser = Parser(
         OPTIONS, prog="train", description="PPO, GRPO or online DPO from a YAML configuration."
     )
@@ -55,8 +55,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _dry_run(config, NESTED_ROLES in tree)
         with open_console(config.logging.console):
             return _train(config)
-    except UserError as error:
-        return fail(error.problems)
     except StorageUnreadable as error:
         print(f"stopped: {error}; run the same command again", file=sys.stderr, flush=True)
         return EXIT_STOPPED

@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 from mindspeed_rlxf.checkpoint.report_file import find_version, open_runs
-from mindspeed_rlxf.cli.command_line import Parser, fail, option, use_utf8_output
+from mindspeed_rlxf.cli.command_line import Parser, command, option
 from mindspeed_rlxf.cli.report import SAMPLES
 from mindspeed_rlxf.config.problems import Problem, UserError
 from mindspeed_rlxf.reporting.report.page import make_report
@@ -26,24 +26,21 @@ OPTIONS = (
 )
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve the live report of a run until Ctrl-C, after a line with its address; return 0.
 
     Returns 2 for mistakes, which it prints.
     """
-    use_utf8_output()
     parser = Parser(
         OPTIONS,
         prog="mindspeed-rlxf watch",
         description="Serves the report of a run on the loopback address while the run goes on.",
     )
-    try:
-        arguments = parser.parse_args(argv)
-        run = Path(arguments.run)
-        open_runs([run])
-        server = make_server(run, arguments.samples, arguments.port)
-    except UserError as problem:
-        return fail(problem.problems)
+    arguments = parser.parse_args(argv)
+    run = Path(arguments.run)
+    open_runs([run])
+    server = make_server(run, arguments.samples, arguments.port)
     with contextlib.closing(server.socket), contextlib.suppress(KeyboardInterrupt):
         print(f"watching {run}: http://{HOST}:{server.server_port}/ (Ctrl-C ends it)", flush=True)
         server.serve_forever()
