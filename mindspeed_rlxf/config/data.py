@@ -99,8 +99,7 @@ class DataConfig(Section):
             yield Problem("train_weights", rule, list(self.train_weights), "add or remove weights")
         for files, prefixes in (("train_files", "data_path"), ("val_files", "val_data_path")):
             if getattr(self, files) and getattr(self, prefixes):
-                rule = f"and {ref(prefixes)} must not both be given"
-                yield Problem(files, rule, remedy="remove one of them")
+                yield Problem(files, f"must not stand beside {ref(prefixes)}", remedy="keep one")
 
 
 class ValidationConfig(Section):

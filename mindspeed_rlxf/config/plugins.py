@@ -193,8 +193,9 @@ def _complete_entry(key: str, given: Any) -> Any:
     file, name = split_name(function) or ("", "")
     if not name:
         if ".py" in function or "/" in function:
-            rule = "must name file and function, path/to/file.py:name"
-            raise UserError(Problem(key, rule, function, "add it"))
+            raise UserError(
+                Problem(key, "must name a function, as file.py:name", function, "add it")
+            )
         return {"name": function, **entry}  # a built-in rule
     source = read_source(key, file, entry.get("sha256"))
     with naming_errors(key, source.file):

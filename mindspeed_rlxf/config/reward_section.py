@@ -146,8 +146,9 @@ class FunctionConfig(Section):
         if self.url is not None:
             yield from find_masks("", {"url": self.url})
             if not re.fullmatch(r"https?://[^/\s]\S*", self.url.get_secret_value()):
-                rule = "must begin with http:// or https://, without white space"
-                yield Problem("url", rule, str(self.url), "correct it")
+                yield Problem(
+                    "url", "must begin with http:// or https://", str(self.url), "correct it"
+                )
         if self.headers and self.url is None:
             yield Problem("headers", f"need {ref('url')}", remedy="remove them")
         if self.arguments and self.function is None:
@@ -222,17 +223,15 @@ class RewardConfig(RoleConfig):
     def broken_rules(self) -> Iterator[Problem]:
         yield from super().broken_rules()
         if self.verifier and self.kind is not RewardKind.RULE:
-            rule = f"must be false with {ref('kind')}={self.kind.value}, which scores by a model"
-            yield Problem("verifier", rule, True, "remove one of them")
+            yield Problem("verifier", f"needs {ref('kind')}=rule", True, "remove one of them")
         if self.verifier and self.rules:
-            rule = f"must be empty with {ref('verifier')}=true, which scores all prompts alike"
-            yield Problem("rules", rule, remedy="remove one of them")
+            yield Problem("rules", f"must be empty with {ref('verifier')}=true", remedy="keep one")
         if self.function is not None and self.functions:
-            rule, remedy = f"and {ref('functions')} must not both be given", "use functions"
-            yield Problem("function", rule, remedy=remedy)
+            yield Problem(
+                "function", f"must not stand beside {ref('functions')}", remedy="keep one"
+            )
         if self.verifier and self.parts:
-            rule = f"scores all samples alone, {ref('functions')} are given too"
-            yield Problem("verifier", rule, True, "remove one of them")
+            yield Problem("verifier", f"must not stand beside {ref('functions')}", True, "keep one")
         names = [part.name for part in self.functions]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             rule = f"must each have a name of its own, {', '.join(twice)} is there twice"

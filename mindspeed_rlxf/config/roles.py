@@ -139,12 +139,10 @@ class RoleConfig(Section):
         if self.architecture is None:  # a reward computed by a rule has no model
             return
         if self.max_tokens_per_micro_batch is not None and not self.packed_sequences:
-            rule = f"needs {ref('packed_sequences')}=true, as padding would exceed it"
-            limit = self.max_tokens_per_micro_batch
+            rule, limit = f"needs {ref('packed_sequences')}=true", self.max_tokens_per_micro_batch
             yield Problem("max_tokens_per_micro_batch", rule, limit, "remove one of them")
         if self.offload.optimizer and not isinstance(self, LearningConfig):
-            rule = "must be false in a role that is not trained"
-            yield Problem("offload.optimizer", rule, True, "remove it")
+            yield Problem("offload.optimizer", "needs a role that is trained", True, "remove it")
         yield from self._check_pipeline()
         tp, ep = self.tensor_model_parallel_size, self.expert_model_parallel_size
         yield from find_uneven("tensor_model_parallel_size", tp, self.architecture, self.model)
@@ -196,8 +194,9 @@ class LearningConfig(RoleConfig):
         yield from super().broken_rules()
         a, tp = self.architecture, self.tensor_model_parallel_size
         if a.num_experts is not None and tp > 1 and not self.sequence_parallel:
-            rule = f"must be true where experts are trained with {ref(TP)}={tp}"
-            yield Problem("sequence_parallel", rule, False, "use true")
+            yield Problem(
+                "sequence_parallel", f"must be true with {ref(TP)}={tp}", False, "use true"
+            )
         # The last stage alone knows a micro-batch's weight.
         if a.balances_experts and self.pipeline_model_parallel_size > 1:
             rule, coefficient = f"needs {ref(PIPELINE)}=1", f"{a.moe_aux_loss_coeff:g}"
@@ -307,8 +306,7 @@ class ActorConfig(LearningConfig):
             yield Problem("n_samples_per_prompt", rule, samples, f"use {ref('do_sample')}=true")
         vocab_size = self.architecture.vocab_size
         if outside := [i for i in self.stop_token_ids if not 0 <= i < vocab_size]:
-            rule = f"must be token ids below vocab_size={vocab_size}"
-            yield Problem("stop_token_ids", rule, outside, "remove them")
+            yield Problem("stop_token_ids", f"must be below {vocab_size}", outside, "remove them")
         train, infer = self.num_gpus_for_train, self.num_gpus_for_infer
         if (train is None) != (infer is None):
             names = ("num_gpus_for_train", "num_gpus_for_infer")

@@ -238,8 +238,9 @@ class PoolSettings(Section):
     def broken_rules(self) -> Iterator[Problem]:
         yield from find_masks("env", self.env)
         for name in (name for name in self.env if "VISIBLE_DEVICES" in name):
-            rule = "must not be set, because Ray hands out the devices"
-            yield Problem(f"env.{name}", rule, remedy="remove it")
+            yield Problem(
+                f"env.{name}", "must not be set: Ray hands out devices", remedy="remove it"
+            )
 
 
 class RuntimeConfig(Section):

@@ -80,8 +80,7 @@ def _check_mini_batch(config: RunConfig, role: Role, step: int) -> Iterator[Prob
     good = [n for n in divisors(samples) if n % (width * micro) == 0]
     fits = min(micros, key=lambda n: abs(n - micro))
     if not by_tokens and micro % together:  # `rules.stages` refuses a token limit for pairs
-        rule = f"must be even with {ref('training.stage')}=ray_online_dpo"
-        yield Problem(micro_key, rule, micro, f"use {fits}")
+        yield Problem(micro_key, "must be even, to hold whole pairs", micro, f"use {fits}")
         return
     other = f"no size fits, so use {ref(micro_key)}={fits} and a mini-batch of {fits * width}"
     remedy = use(neighbours(size, good)) if good else other

@@ -99,12 +99,12 @@ def _check_estimator(config: RunConfig) -> Iterator[Problem]:
 def _check_filter(config: RunConfig) -> Iterator[Problem]:
     """Yield broken rules of `filter_groups`."""
     if config.actor_rollout.fixed_responses is not None:
-        rule = f"must be false with {ref('actor_rollout.fixed_responses')}"
-        yield Problem(FILTER, rule, True, "remove one of them")
+        responses = ref("actor_rollout.fixed_responses")
+        yield Problem(FILTER, f"must be false with {responses}", True, "remove one of them")
     if not (config.algorithm.estimator.compares_group or config.compares_pairs):
         rule = f"must be false with {ref(ESTIMATOR)}={config.algorithm.adv_estimator}"
         remedy = "remove it, or use grpo, dr_grpo, rloo or reinforce_plus_plus_baseline"
         yield Problem(FILTER, rule, True, remedy)
     if config.reward.kind is not RewardKind.RULE:
-        rule = f"needs {ref('reward.kind')}=rule: scores of a model always differ"
-        yield Problem(FILTER, rule, True, "remove one of them")
+        # The scores of a model always differ.
+        yield Problem(FILTER, f"needs {ref('reward.kind')}=rule", True, "remove one of them")

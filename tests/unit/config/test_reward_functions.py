@@ -102,7 +102,7 @@ def test_the_examples_are_reward_functions(make_tree: MakeTree) -> None:
         ("{file}:scores", "must have a function scores; it has score, later, two"),
         ("{file}:number", "must have a function number"),
         ("{file}:Judge", "must be a function, Judge is a class"),
-        ("{file}", "must name file and function, path/to/file.py:name"),
+        ("{file}", "must name a function, as file.py:name"),
         ("{file}:two", "must be a function of (prompt, response, ground_truth, extra_info)"),
         ({"function": "{file}:score", "arguments": {"size": 1}}, "unexpected keyword argument"),
         ({"function": "{file}:score", "arguments": {"prompt": 1}}, "arguments must not have"),
@@ -133,7 +133,7 @@ def test_a_function_that_cannot_be_called_is_the_users_mistake(
 def test_functions_that_exclude_each_other_are_refused(make_tree: MakeTree, file: str) -> None:
     one, two = f"{file}:score", f"{file}:later"
     (problem,) = problems(make_tree, {"reward.function": one, "reward.functions": [two]})
-    assert "must not both be given" in problem
+    assert "must not stand beside" in problem
     (problem,) = problems(make_tree, {"reward.functions": [one, one]})
     assert "must each have a name of its own, score is there twice" in problem
     (problem,) = problems(make_tree, {"reward.function": one, "reward.verifier": True})
