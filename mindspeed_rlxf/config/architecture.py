@@ -7,11 +7,8 @@ from typing import Literal
 from mindspeed_rlxf.config.fields import Section, free, key
 from mindspeed_rlxf.config.problems import Problem, at_most, divides, divisors, neighbours, ref, use
 
-OF_EXPERTS = (
-    "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax",
-    "moe_router_load_balancing_type", "moe_aux_loss_coeff",
-)  # fmt: skip
-"""Keys of an architecture that have no effect without `num_experts`."""
+EXPERTS = "num_experts"
+"""Condition of keys of experts, see `unused`."""
 
 MOST_LAYERS, MOST_EXPERTS, MOST_WIDTH = 10_000, 10_000, 2**22
 MOST_TOKENS, MOST_POSITIONS = 2**27, 2**31
@@ -63,17 +60,26 @@ class ArchitectureConfig(Section):
     num_experts: int | None = key(
         None, "experts of each layer; null = one dense MLP", ge=2, le=MOST_EXPERTS
     )
-    moe_router_topk: int = key(2, "experts that compute a token", ge=1, le=MOST_EXPERTS)
+    moe_router_topk: int = key(
+        2, "experts that compute a token", ge=1, le=MOST_EXPERTS, only_if=EXPERTS
+    )
     moe_ffn_hidden_size: int | None = key(
-        None, "width of one expert; null = ffn_hidden_size", ge=1, le=MOST_WIDTH
+        None, "width of one expert; null = ffn_hidden_size", ge=1, le=MOST_WIDTH, only_if=EXPERTS
     )
     moe_router_pre_softmax: bool = key(
-        False, "weights of the chosen experts sum to less than 1 (norm_topk_prob: false)"
+        False,
+        "weights of the chosen experts sum to less than 1 (norm_topk_prob: false)",
+        only_if=EXPERTS,
     )
     moe_router_load_balancing_type: Literal["aux_loss", "none"] = free(
-        "aux_loss", "aux_loss or none"
+        "aux_loss", "aux_loss or none", only_if=EXPERTS
     )
-    moe_aux_loss_coeff: float = free(0.0, "weight of the load-balancing loss", ge=0)
+    moe_aux_loss_coeff: float = free(
+        0.0,
+        "weight of the load-balancing loss",
+        ge=0,
+        only_if=f"moe_router_load_balancing_type=aux_loss; {EXPERTS}",
+    )
 
     @property
     def kv_heads(self) -> int:
@@ -115,10 +121,6 @@ class ArchitectureConfig(Section):
             yield Problem(key, "is required with rope_scaling_type=llama3")
         if self.num_experts is not None:
             yield from self._check_experts(self.num_experts)
-        for name in OF_EXPERTS if self.num_experts is None else ():
-            value = getattr(self, name)
-            if value != type(self).model_fields[name].default:
-                yield Problem(name, "needs num_experts", value, "remove it")
 
     def _check_experts(self, experts: int) -> Iterator[Problem]:
         topk = self.moe_router_topk
@@ -133,11 +135,6 @@ class ArchitectureConfig(Section):
             )
         if self.add_qkv_bias:  # Qwen3-MoE and Mixtral have none
             yield Problem("add_qkv_bias", "must be false with num_experts", True, "use false")
-        if self.moe_aux_loss_coeff and not self.balances_experts:
-            rule = "has no effect with moe_router_load_balancing_type=none"
-            yield Problem(
-                "moe_aux_loss_coeff", rule, f"{self.moe_aux_loss_coeff:g}", "use 0, or aux_loss"
-            )
 
 
 SHARED_GROUPS_SINCE = (0, 16)
