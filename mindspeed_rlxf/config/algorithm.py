@@ -19,7 +19,7 @@ from mindspeed_rlxf.config.enums import (
 )
 from mindspeed_rlxf.config.estimator_traits import TRAITS, EstimatorTraits
 from mindspeed_rlxf.config.fields import NOT_DPO, Section, Word, free, key
-from mindspeed_rlxf.config.problems import Problem, ref
+from mindspeed_rlxf.config.problems import Problem
 
 
 class KlControlConfig(Section):
@@ -92,10 +92,14 @@ class AlgorithmConfig(Section):
         only_if=f"{NOT_DPO}; estimator.reads_token_rewards",
     )
     verifier_function: Annotated[tuple[Annotated[Verifier, Word], ...], Word] = key(
-        (), "reward.verifier: acc, base_acc, format, strict_format, step; absent = acc"
+        (),
+        "reward.verifier: acc, base_acc, format, strict_format, step; absent = acc",
+        only_if="reward.verifier",
     )
     verifier_weight: Annotated[tuple[float, ...], Word] = key(
-        (), "reward.verifier: weight of each function's score in their sum; absent = 1 each"
+        (),
+        "reward.verifier: weight of each function's score in their sum; absent = 1 each",
+        only_if="reward.verifier",
     )
     missing_eos_penalty: float = key(0.0, "subtracted from the score without EOS; null = 0")
     overlong_buffer_len: int = key(
@@ -105,7 +109,9 @@ class AlgorithmConfig(Section):
         1.0, "penalty of a response of max_new_tokens", ge=0, only_if="overlong_buffer_len"
     )
     filter_groups: bool = key(
-        False, "drop prompts whose responses all score the same, and draw others"
+        False,
+        "drop prompts whose responses all score the same, and draw others",
+        only_if="!actor_rollout.fixed_responses; reward.kind=rule; compares_responses",
     )
     max_num_gen_batches: int = key(
         10, "filter_groups: batches generated at most", ge=1, only_if="filter_groups"
@@ -142,10 +148,13 @@ class AlgorithmConfig(Section):
         None,
         "cap of the weight training / rollout probability of a token; null = weight 1",
         gt=0,
-        only_if=NOT_DPO,
+        only_if=f"{NOT_DPO}; old_log_probs!=rollout",
     )
     max_log_prob_gap: float | None = free(
-        None, "stop where a token's log-probs of generation and training differ by more", gt=0
+        None,
+        "stop where a token's log-probs of generation and training differ by more",
+        gt=0,
+        only_if="old_log_probs!=rollout",
     )
 
     @property
@@ -171,11 +180,6 @@ class AlgorithmConfig(Section):
         return cls.model_fields[str(info.field_name)].default if value is None else value
 
     def broken_rules(self) -> Iterator[Problem]:
-        if self.old_log_probs is OldLogProbs.ROLLOUT:
-            for name in ("max_log_prob_gap", "rollout_is_threshold"):
-                if (limit := getattr(self, name)) is not None:
-                    rule = f"needs {ref('old_log_probs')}=recompute"
-                    yield Problem(name, rule, f"{limit:g}", "remove one of them")
         names = self.verifier_function
         if len(set(names)) < len(names):
             yield Problem(

@@ -30,8 +30,12 @@ SCORES = "has_validation_prompts; happens"
 class DataConfig(Section):
     """Prompts: files or indexed data sets, and the names of their columns (dots reach inside)."""
 
-    train_files: FilePaths = key((), "jsonl, json or parquet files of training prompts")
-    val_files: FilePaths = free((), "files of validation prompts", used_if="validation.happens")
+    train_files: FilePaths = key(
+        (), "jsonl, json or parquet files of training prompts", only_if="!data_path"
+    )
+    val_files: FilePaths = free(
+        (), "files of validation prompts", used_if="validation.happens", only_if="!val_data_path"
+    )
     data_path: FilePaths = key((), "in place of train_files: prefixes of preprocess_data.py")
     val_data_path: FilePaths = free(
         (), "in place of val_files: such prefixes", used_if="validation.happens"
@@ -97,25 +101,27 @@ class DataConfig(Section):
         if self.train_weights and len(self.train_weights) != len(sources):
             rule = f"must have one for each of the {len(sources)} files or data sets"
             yield Problem("train_weights", rule, list(self.train_weights), "add or remove weights")
-        for files, prefixes in (("train_files", "data_path"), ("val_files", "val_data_path")):
-            if getattr(self, files) and getattr(self, prefixes):
-                yield Problem(files, f"must not stand beside {ref(prefixes)}", remedy="keep one")
 
 
 class ValidationConfig(Section):
     """Times at which the validation prompts are answered and scored, and how."""
 
     interval: int = free(
-        0, "iterations between validations; 0 = never during training", ge=0, used_if="!only"
+        0,
+        "iterations between validations; 0 = never during training",
+        ge=0,
+        used_if="!only",
+        only_if="has_validation_prompts",
     )
     before: bool = free(True, "validate before the first iteration", used_if="!only")
     after: bool = free(True, "validate after the last iteration", used_if="!only")
     only: bool = free(
         False,
         "validate the run's newest checkpoint, or the weights of `load` if there is none, and end",
+        only_if="has_validation_prompts",
     )
     max_samples: int | None = free(None, "prompts used; null = all", ge=1, used_if=SCORES)
-    n_samples: int = free(1, "responses per prompt", ge=1, used_if=SCORES)
+    n_samples: int = free(1, "responses per prompt", ge=1, used_if=SCORES, only_if="do_sample")
     do_sample: bool = free(False, "sample; false = greedy", used_if=SCORES)
     temperature: float = free(
         1.0, "divides the logits; used only when sampling", gt=0, used_if=f"{SCORES}; do_sample"
@@ -173,9 +179,6 @@ class ValidationConfig(Section):
         return found
 
     def broken_rules(self) -> Iterator[Problem]:
-        if self.n_samples > 1 and not self.do_sample:
-            rule = f"must be 1 with {ref('do_sample')}=false"
-            yield Problem("n_samples", rule, self.n_samples, f"use {ref('do_sample')}=true")
         source, _, name = self.best_metric.rpartition("/")
         if name not in self.metrics or (source and not source.startswith("val/")):
             rule = f"must be one of {', '.join(self.metrics)}, or val/SOURCE/ and one of these"

@@ -166,10 +166,15 @@ class RewardConfig(RoleConfig):
     model: str | None = key(None, "name of the architecture; none for a rule")  # type: ignore[assignment]
     architecture: ArchitectureConfig | None = key(None, "none for a rule")  # type: ignore[assignment]
     rules: dict[str, str] = key(
-        {}, "data source -> rule, added to the built-in table", used_if="reads_reward_rules"
+        {},
+        "data source -> rule, added to the built-in table",
+        used_if="reads_reward_rules",
+        only_if="!verifier",
     )
     verifier: bool = key(
-        False, "score every prompt by algorithm.verifier_function; needs kind=rule"
+        False,
+        "score every prompt by algorithm.verifier_function; needs kind=rule",
+        only_if="kind=rule; !parts",
     )
     sandbox: SandboxConfig = key(SandboxConfig(), "isolation of programs that rules run")
     function: FunctionConfig | None = key(
@@ -222,16 +227,10 @@ class RewardConfig(RoleConfig):
 
     def broken_rules(self) -> Iterator[Problem]:
         yield from super().broken_rules()
-        if self.verifier and self.kind is not RewardKind.RULE:
-            yield Problem("verifier", f"needs {ref('kind')}=rule", True, "remove one of them")
-        if self.verifier and self.rules:
-            yield Problem("rules", f"must be empty with {ref('verifier')}=true", remedy="keep one")
         if self.function is not None and self.functions:
             yield Problem(
                 "function", f"must not stand beside {ref('functions')}", remedy="keep one"
             )
-        if self.verifier and self.parts:
-            yield Problem("verifier", f"must not stand beside {ref('functions')}", True, "keep one")
         names = [part.name for part in self.functions]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             rule = f"must each have a name of its own, {', '.join(twice)} is there twice"

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
+from pydantic import Field
+
 from mindspeed_rlxf.config.architecture import ArchitectureConfig, find_uneven
 from mindspeed_rlxf.config.enums import Recompute
 from mindspeed_rlxf.config.fields import (
@@ -11,7 +13,6 @@ from mindspeed_rlxf.config.fields import (
     FilePath,
     Integers,
     Section,
-    Strings,
     Word,
     free,
     key,
@@ -89,6 +90,7 @@ class RoleConfig(Section):
         None,
         "layers of a chunk, if a rank has several chunks (interleaved); null = one chunk",
         ge=1,
+        only_if="pipeline_model_parallel_size>1",
     )
     expert_model_parallel_size: int = reshard(
         1, "data-parallel ranks that share the experts of a layer", ge=1
@@ -102,7 +104,10 @@ class RoleConfig(Section):
         1, "samples per forward on one rank", ge=1, used_if="!max_tokens_per_micro_batch"
     )
     max_tokens_per_micro_batch: int | None = free(
-        None, "tokens per forward on one rank, in place of micro_batch_size", ge=1
+        None,
+        "tokens per forward on one rank, in place of micro_batch_size",
+        ge=1,
+        only_if="packed_sequences",
     )
     bf16: bool = key(False, "weights and activations in bfloat16")
     packed_sequences: bool = free(True, "no padding in forward and backward")
@@ -138,9 +143,6 @@ class RoleConfig(Section):
     def broken_rules(self) -> Iterator[Problem]:
         if self.architecture is None:  # a reward computed by a rule has no model
             return
-        if self.max_tokens_per_micro_batch is not None and not self.packed_sequences:
-            rule, limit = f"needs {ref('packed_sequences')}=true", self.max_tokens_per_micro_batch
-            yield Problem("max_tokens_per_micro_batch", rule, limit, "remove one of them")
         if self.offload.optimizer and not isinstance(self, LearningConfig):
             yield Problem("offload.optimizer", "needs a role that is trained", True, "remove it")
         yield from self._check_pipeline()
@@ -157,9 +159,7 @@ class RoleConfig(Section):
         per_chunk = self.num_layers_per_virtual_pipeline_stage
         if layers % pp:
             yield from divides(PIPELINE, pp, f"the {layers} layers of {self.model}", layers)
-        elif per_chunk is not None and pp == 1:
-            yield Problem(CHUNK, f"needs {ref(PIPELINE)} above 1", per_chunk, "use null")
-        elif per_chunk is not None:
+        elif per_chunk is not None and pp > 1:
             part = f"the {layers // pp} layers of a pipeline stage of {self.model}"
             yield from divides(CHUNK, per_chunk, part, layers // pp)
 
@@ -234,15 +234,21 @@ class ActorConfig(LearningConfig):
         ..., "longest response, tokens; absent = seq_length - max_prompt_length", ge=1
     )
     num_gpus_for_train: int | None = reshard(
-        None, "split pool: its first devices, which only train; null = all train and generate", ge=1
+        None,
+        "split pool: its first devices, which only train; null = all train and generate",
+        ge=1,
+        only_if="num_gpus_for_infer",
     )
     num_gpus_for_infer: int | None = reshard(
         None,
         "split pool: its other devices, which only generate; null = all train and generate",
         ge=1,
+        only_if="num_gpus_for_train; runtime.kind=ray",
     )
     stop_token_ids: Integers = key((), "token ids that end a response besides EOS")
-    stop_strings: Strings = key((), "texts that end a response and stay in it")
+    stop_strings: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Word] = key(
+        (), "texts that end a response and stay in it"
+    )
     num_samples_per_step: int | None = free(
         None,
         "rows generated at once on one rank; null = as many as the cache holds",
@@ -253,7 +259,10 @@ class ActorConfig(LearningConfig):
         None, "jsonl file of responses that are used instead of generated ones"
     )
     n_samples_per_prompt: int = key(
-        1, "responses per prompt; absent = 1, or 2 in stage ray_online_dpo", ge=1
+        1,
+        "responses per prompt; absent = 1, or 2 in stage ray_online_dpo",
+        ge=1,
+        only_if="do_sample",
     )
     ppo_mini_batch_size: int = key(1, "samples per optimizer step over all DP ranks", ge=1)
     ppo_epochs: int = key(1, "passes over the samples of an iteration", ge=1)
@@ -299,20 +308,9 @@ class ActorConfig(LearningConfig):
         yield from super().broken_rules()
         limit = f"{ref('max_new_tokens')}={self.max_new_tokens}"
         yield from at_most("min_new_tokens", self.min_new_tokens, limit, self.max_new_tokens)
-        if "" in self.stop_strings:
-            yield Problem("stop_strings", "must not be empty", remedy="remove the empty one")
-        if self.n_samples_per_prompt > 1 and not self.do_sample:
-            rule, samples = f"must be 1 with {ref('do_sample')}=false", self.n_samples_per_prompt
-            yield Problem("n_samples_per_prompt", rule, samples, f"use {ref('do_sample')}=true")
         vocab_size = self.architecture.vocab_size
         if outside := [i for i in self.stop_token_ids if not 0 <= i < vocab_size]:
             yield Problem("stop_token_ids", f"must be below {vocab_size}", outside, "remove them")
-        train, infer = self.num_gpus_for_train, self.num_gpus_for_infer
-        if (train is None) != (infer is None):
-            names = ("num_gpus_for_train", "num_gpus_for_infer")
-            missing, given = names if train is None else reversed(names)
-            rule = f"is required with {ref(given)}={infer or train}"
-            yield Problem(missing, rule, remedy="give both or none; they add up to the pool")
 
 
 class RefConfig(RoleConfig):

@@ -82,6 +82,11 @@ class RunConfig(Section):
         return self.training.stage is Stage.RAY_ONLINE_DPO
 
     @property
+    def compares_responses(self) -> bool:
+        """Whether the estimator compares the responses to a prompt, or online DPO does."""
+        return self.compares_pairs or self.algorithm.estimator.compares_group
+
+    @property
     def samples_per_iteration(self) -> int:
         """Number of responses per iteration over all ranks."""
         return self.training.global_batch_size * self.actor_rollout.n_samples_per_prompt
@@ -167,8 +172,7 @@ class RunConfig(Section):
 
         `n_samples_per_prompt` if the estimator compares a group, and in online DPO; else 1.
         """
-        compares = self.algorithm.estimator.compares_group or self.compares_pairs
-        return self.actor_rollout.n_samples_per_prompt if compares else 1
+        return self.actor_rollout.n_samples_per_prompt if self.compares_responses else 1
 
     def kept_together(self, role: Role) -> int:
         """Return how many consecutive samples of a mini-batch must be in one micro-batch.

@@ -35,6 +35,7 @@ TEXTS = {
     "reads_reward_rules": "a rule that scores in training or validation",
     "runs_code": "functions beside the reward model",
     "parts": "reward.functions",
+    "compares_responses": "an algorithm.adv_estimator that compares responses, as grpo or rloo",
     "reward.runs_programs": "a rule of programs (code, code_all) in reward.rules or functions",
 }
 """Conditions on properties that users do not know -> what the run lacks."""
@@ -56,7 +57,7 @@ def note_unused(config: RunConfig, given: Given) -> None:
         kind, condition = failed
         plain = list(value) if isinstance(value, tuple) else getattr(value, "value", value)
         needed = condition.replace("!", "no ") if condition[0] == "!" else condition
-        text = f"no effect without {TEXTS.get(condition, needed)}"
+        text = f"no effect, it needs {TEXTS.get(condition, needed)}"
         if kind == "only_if":
             given.problems.append(Problem(key, f"has {text}", plain, "remove it, or set that"))
         else:

@@ -39,7 +39,9 @@ def check_sections(config: RunConfig) -> Iterator[Problem]:
     both = " + ".join(f"{ref(f'actor_rollout.{key}')}={size}" for key, size in parts.items())
     total = config.training.seq_length
     yield from at_least("training.seq_length", total, both, sum(parts.values()))
-    yield from _check_validation(config)
+    if config.validation.reward is not RewardKind.RULE and config.reward.kind is RewardKind.RULE:
+        rule, value = f"needs {ref('reward.kind')}=model", config.validation.reward
+        yield Problem("validation.reward", rule, value, "use rule")
     yield from check_stage(config)
     yield from _check_split(config)
     for role in config.roles:
@@ -109,19 +111,6 @@ def _check_model(config: RunConfig, role: Role, whole: bool) -> Iterator[Problem
         yield Problem(f"resource_pool.{pool}", rule, config.resource_pool[pool], remedy)
 
 
-def _check_validation(config: RunConfig) -> Iterator[Problem]:
-    validation = config.validation
-    needs = {"interval": (validation.interval, "0"), "only": (validation.only, "false")}
-    for name, (value, without) in needs.items():
-        if value and not config.has_validation_prompts:
-            rule = f"needs {ref('data.val_files')} or {ref('data.val_data_path')}"
-            yield Problem(f"validation.{name}", rule, value, f"name a file, or use {without}")
-    if validation.reward is not RewardKind.RULE and config.reward.kind is RewardKind.RULE:
-        yield Problem(
-            "validation.reward", f"needs {ref('reward.kind')}=model", validation.reward, "use rule"
-        )
-
-
 def _check_split(config: RunConfig) -> Iterator[Problem]:
     """Yield problems of an actor's pool that is split into training and generating devices.
 
@@ -149,9 +138,6 @@ def _check_split(config: RunConfig) -> Iterator[Problem]:
         rule = f"must be another pool, as {ref(INFER)} splits this one"
         yield Problem(f"placement.{role.value}", rule, pool, f"add resource_pool.{role.value}")
     yield from _check_generating(config, train, infer)
-    if config.runtime.kind == "local":
-        rule = f"runs every role on the same processes, and {ref(INFER)} needs others"
-        yield Problem("runtime.kind", rule, "local", f"use ray, or remove {ref(INFER)}")
 
 
 def _check_generating(config: RunConfig, train: int, infer: int) -> Iterator[Problem]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from mindspeed_rlxf.config.enums import AdvantageWhiten, KlPenalty, RewardKind, Role, Stage
+from mindspeed_rlxf.config.enums import AdvantageWhiten, KlPenalty, Role, Stage
 from mindspeed_rlxf.config.problems import Problem, at_most, ref
 from mindspeed_rlxf.config.schema import RunConfig
 
@@ -34,13 +34,7 @@ def check_stage(config: RunConfig) -> Iterator[Problem]:
     limit = f"{ref('actor_rollout.max_new_tokens')}={longest}"
     buffer = algorithm.overlong_buffer_len
     yield from at_most("algorithm.overlong_buffer_len", buffer, limit, longest)
-    if algorithm.filter_groups:
-        yield from _check_filter(config)
     rules, weights = algorithm.verifier_function, algorithm.verifier_weight
-    for name in ("verifier_function", "verifier_weight") if not config.reward.verifier else ():
-        if getattr(algorithm, name):
-            rule = f"has no effect with {ref('reward.verifier')}=false"
-            yield Problem(f"algorithm.{name}", rule, remedy="remove it, or use true")
     if config.reward.verifier and weights and len(weights) != len(rules or (None,)):
         rule = f"must have as many as {ref('algorithm.verifier_function')}"
         yield Problem("algorithm.verifier_weight", rule, list(weights), "add or remove weights")
@@ -94,17 +88,3 @@ def _check_estimator(config: RunConfig) -> Iterator[Problem]:
         if mine != theirs:
             rule = f"must be the actor's {mine} with {ref(PENALTY)}=full"
             yield Problem(f"ref.{key}", rule, theirs, f"use {mine}, or low_var_kl")
-
-
-def _check_filter(config: RunConfig) -> Iterator[Problem]:
-    """Yield broken rules of `filter_groups`."""
-    if config.actor_rollout.fixed_responses is not None:
-        responses = ref("actor_rollout.fixed_responses")
-        yield Problem(FILTER, f"must be false with {responses}", True, "remove one of them")
-    if not (config.algorithm.estimator.compares_group or config.compares_pairs):
-        rule = f"must be false with {ref(ESTIMATOR)}={config.algorithm.adv_estimator}"
-        remedy = "remove it, or use grpo, dr_grpo, rloo or reinforce_plus_plus_baseline"
-        yield Problem(FILTER, rule, True, remedy)
-    if config.reward.kind is not RewardKind.RULE:
-        # The scores of a model always differ.
-        yield Problem(FILTER, f"needs {ref('reward.kind')}=rule", True, "remove one of them")

@@ -61,18 +61,18 @@ def parts(train: int, infer: int, **more: Any) -> dict[str, Any]:
 CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "both numbers are needed: train alone": (
         {key: value for key, value in SPLIT.items() if not key.endswith("infer")},
-        ["actor_rollout.num_gpus_for_infer"],
+        ["actor_rollout.num_gpus_for_train=4"],
     ),
     "both numbers are needed: infer alone": (
         {key: value for key, value in SPLIT.items() if not key.endswith("train")},
-        ["actor_rollout.num_gpus_for_train"],
+        ["actor_rollout.num_gpus_for_infer=4"],
     ),
     "numbers add up to the pool: too few": (parts(4, 3), ["actor_rollout.num_gpus_for_train=4"]),
     "numbers add up to the pool: too many": (parts(8, 4), ["actor_rollout.num_gpus_for_train=8"]),
     "no other role lives on a split pool": (SPLIT | {"placement.ref": "actor",
      "placement.reward": "main"}, ["placement.ref=actor"]),
     "the local runtime cannot split": (SPLIT | {"runtime.kind": "local"},
-     ["runtime.kind=local", "resource_pool.main=8", "resource_pool.actor=8"]),
+     ["resource_pool.main=8", "resource_pool.actor=8", "actor_rollout.num_gpus_for_infer=4"]),
     "training replicas are whole": (parts(6, 2, actor_rollout__pipeline_model_parallel_size=4),
      ["actor_rollout.num_gpus_for_train=6"]),
     "a size of the rollout divides its devices, heads and groups": (SPLIT | {ROLLOUT_TP: 3},
