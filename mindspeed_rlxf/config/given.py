@@ -47,10 +47,10 @@ class Given:
         self.sections: Tree = {"dry_run": sections.get("dry_run", False)}
         for name in TOP_LEVEL - {"dry_run"}:
             self.sections[name] = self.as_section(name, sections.get(name))
-        self._move(OLDER_ACTOR, "actor_rollout", older)
+        self._move_section(OLDER_ACTOR, "actor_rollout", older)
         for role, values in self.sections.pop(NESTED_ROLES).items():
             if role in NESTED:
-                self._move(f"{NESTED_ROLES}.{role}", NESTED[role], values)
+                self._move_section(f"{NESTED_ROLES}.{role}", NESTED[role], values)
             else:
                 self.problems.append(unknown_key(NESTED_ROLES, role, {*NESTED.values()}))
         self.sections["model"] = {
@@ -130,10 +130,17 @@ class Given:
             result[name] = self._underscore(value, f"{prefix}{name}.") if deeper else value
         return result
 
-    def _move(self, path: str, role: str, values: Any) -> None:
+    def move(self, path: str, value: Any, target: str) -> None:
+        """Set the key `target` to the value written at `path`; another value there is a problem."""
+        home, _, key = target.rpartition(".")
+        kind, _, model = home.partition(".")
+        section = self.sections[kind][model] if model else self.sections[kind]
+        present = section.setdefault(key, value)
+        if present is not value and present != value:  # `is` for NaN, which differs from itself
+            rule = f"and {ref(target)}={format_value(present)} say the same thing differently"
+            self.problems.append(Problem(path, rule, remedy="keep one"))
+        self.renamed.setdefault(target, path)
+
+    def _move_section(self, path: str, role: str, values: Any) -> None:
         for key, value in self.as_section(path, values).items():
-            kept = self.sections[role].setdefault(key, value)
-            if kept is not value and kept != value:  # `is` for NaN, which differs from itself
-                rule = f"and {ref(f'{role}.{key}')} are the same key"
-                self.problems.append(Problem(f"{path}.{key}", rule, remedy="keep one"))
-            self.renamed[f"{role}.{key}"] = f"{path}.{key}"
+            self.move(f"{path}.{key}", value, f"{role}.{key}")

@@ -65,7 +65,7 @@ def translate(given: Given) -> None:
         if key == "no_shuffle" and isinstance(value, bool):
             value = not value
         if path and (value or key != "use_deter_comp"):  # its false leaves the choice to the device
-            _move(given, path, value, MOVED[key])
+            given.move(path, value, MOVED[key])
     for name, values in given.sections["model"].items():
         other = values.pop("seed", None)
         if other not in (None, training.get("seed")):
@@ -81,8 +81,8 @@ def translate(given: Given) -> None:
             if values.get(key, "") is None:
                 del values[key]
         if "recompute_granularity" in values:
-            path, target = f"{section}.recompute_granularity", f"{section}.recompute"
-            _move(given, path, values.pop("recompute_granularity"), target, values)
+            path, value = f"{section}.recompute_granularity", values.pop("recompute_granularity")
+            given.move(path, value, f"{section}.recompute")
         for key in sorted(values.keys() & (NO_OPS.keys() | REFUSED.keys())):
             _note_or_refuse(given, f"{section}.{key}", key, values.pop(key))
     _add_vocab_sizes(given)
@@ -112,16 +112,6 @@ def _take(given: Given, key: str) -> tuple[str, Any]:
     return found
 
 
-def _move(given: Given, path: str, value: Any, target: str, values: Tree | None = None) -> None:
-    values = given.sections[target.partition(".")[0]] if values is None else values
-    present = values.setdefault(target.rpartition(".")[2], value)
-    if present == value:
-        given.renamed.setdefault(target, path)
-    else:
-        rule = f"and {ref(target)}={format_value(present)} say the same thing differently"
-        given.problems.append(Problem(path, rule, remedy="keep one"))
-
-
 def _translate_query_groups(given: Given, path: str, values: Tree) -> None:
     """Read Megatron's flag: true without a number means one group, false one group per head."""
     flag, groups = values.pop("group_query_attention", None), values.get("num_query_groups")
@@ -139,7 +129,7 @@ def _translate_data(given: Given) -> None:
     data = given.sections["data"]
     path, value = _take(given, "data_path")
     if path:
-        _move(given, path, _parse_prefixes(given, path, value), "data.data_path")
+        given.move(path, _parse_prefixes(given, path, value), "data.data_path")
         set_default(data, default_data_source="prompts")
         if data.get("overlong_prompts") is None:
             data["overlong_prompts"] = OverlongPrompts.DROP.value

@@ -59,7 +59,8 @@ def note_unused(config: RunConfig, given: Given) -> None:
         needed = condition.replace("!", "no ") if condition[0] == "!" else condition
         text = f"no effect, it needs {TEXTS.get(condition, needed)}"
         if kind == "only_if":
-            given.problems.append(Problem(key, f"has {text}", plain, "remove it, or set that"))
+            remedy = "remove one of them" if condition[0] == "!" else "remove it, or set that"
+            given.problems.append(Problem(key, f"has {text}", plain, remedy))
         else:
             given.note(text, f"{key}={format_value(plain)}")
 
