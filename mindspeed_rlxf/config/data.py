@@ -86,7 +86,8 @@ class DataConfig(Section):
     @field_validator("train_files", "val_files", "data_path", "val_data_path", mode="before")
     @classmethod
     def _wrap_single_file(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value or []
+        value = [] if value is None else value
+        return [value] if isinstance(value, str) else value
 
     @property
     def reads_rows(self) -> bool:
