@@ -56,8 +56,8 @@ def note_unused(config: RunConfig, given: Given) -> None:
             continue
         kind, condition = failed
         plain = list(value) if isinstance(value, tuple) else getattr(value, "value", value)
-        needed = condition.replace("!", "no ") if condition[0] == "!" else condition
-        text = f"no effect, it needs {TEXTS.get(condition, needed)}"
+        needed = TEXTS.get(condition, condition)
+        text = f"no effect with {needed[1:]}" if needed[0] == "!" else f"no effect without {needed}"
         if kind == "only_if":
             remedy = "remove one of them" if condition[0] == "!" else "remove it, or set that"
             given.problems.append(Problem(key, f"has {text}", plain, remedy))

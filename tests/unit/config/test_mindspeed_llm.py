@@ -286,7 +286,7 @@ def test_the_older_default_of_an_idle_key_is_noted_and_another_value_refused(
         ({**GRPO, "algorithm.gamma": 0.9}, "algorithm.gamma=0.9"),
         ({"actor_rollout.missing_eos_penalty": 1.0, "algorithm.missing_eos_penalty": 0.5},
          "actor_rollout.missing_eos_penalty"),
-        ({"algorithm.verifier_function": ["acc"]}, "algorithm.verifier_function has no effect"),
+        ({"algorithm.verifier_function": ["acc"]}, "algorithm.verifier_function="),
         ({"reward": {"verifier": True}, "algorithm.verifier_weight": [1.0, 2.0]},
          "algorithm.verifier_weight=[1.0, 2.0]"),
         ({"reward": {"verifier": True}, "algorithm.verifier_function": ["acc", "acc"]},

@@ -115,7 +115,5 @@ def test_a_coefficient_that_no_loss_reads_is_refused(problems: Problems) -> None
         "model.small.moe_aux_loss_coeff": 0.01,
         **keys("critic", pipeline_model_parallel_size=2),
     }
-    assert problems({**SPARSE, **changes}) == [
-        "model.small.moe_aux_loss_coeff=0.01 has no effect with "
-        "moe_router_load_balancing_type=none; use 0, or aux_loss"
-    ]
+    (problem,) = problems({**SPARSE, **changes})
+    assert problem.startswith("model.small.moe_aux_loss_coeff=0.01 has no effect")
