@@ -31,7 +31,7 @@ class KlControlConfig(Section):
     kl_coef: float = key(0.05, "coefficient; adaptive: its initial value", ge=0, only_if=NOT_DPO)
     target_kl: float = key(
         0.1,
-        "adaptive: target KL per token",
+        "adaptive: KL per token",
         gt=0,
         used_if="kl_coef>0",
         only_if=f"{NOT_DPO}; type=adaptive",
@@ -49,9 +49,7 @@ class AlgorithmConfig(Section):
     """Rewards, advantages and losses."""
 
     adv_estimator: str = key(
-        AdvEstimator.GAE.value,
-        "advantage estimator; absent = gae, or grpo in stage ray_grpo",
-        only_if=NOT_DPO,
+        AdvEstimator.GAE.value, "absent = gae, or grpo in stage ray_grpo", only_if=NOT_DPO
     )
     gamma: float = key(
         1.0, "discount", ge=0, le=1, only_if=f"{NOT_DPO}; estimator.reads_token_rewards"
@@ -73,9 +71,7 @@ class AlgorithmConfig(Section):
         only_if=f"{NOT_DPO}; estimator.needs_critic",
     )
     kl_penalty: Annotated[KlPenalty, Word] = key(
-        KlPenalty.KL,
-        "per-token KL estimate; absent = kl, or low_var_kl in the loss",
-        only_if=NOT_DPO,
+        KlPenalty.KL, "KL estimate; absent = kl, or low_var_kl in the loss", only_if=NOT_DPO
     )
     kl_in: Literal["reward", "loss"] = key(
         "reward",
@@ -92,14 +88,10 @@ class AlgorithmConfig(Section):
         only_if=f"{NOT_DPO}; estimator.reads_token_rewards",
     )
     verifier_function: Annotated[tuple[Annotated[Verifier, Word], ...], Word] = key(
-        (),
-        "reward.verifier: acc, base_acc, format, strict_format, step; absent = acc",
-        only_if="reward.verifier",
+        (), "acc, base_acc, format, strict_format, step; absent = acc", only_if="reward.verifier"
     )
     verifier_weight: Annotated[tuple[float, ...], Word] = key(
-        (),
-        "reward.verifier: weight of each function's score in their sum; absent = 1 each",
-        only_if="reward.verifier",
+        (), "weights of the functions' scores; absent = 1 each", only_if="reward.verifier"
     )
     missing_eos_penalty: float = key(0.0, "subtracted from the score without EOS; null = 0")
     overlong_buffer_len: int = key(

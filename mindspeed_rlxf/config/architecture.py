@@ -68,7 +68,7 @@ class ArchitectureConfig(Section):
     )
     moe_router_pre_softmax: bool = key(
         False,
-        "weights of the chosen experts sum to less than 1 (norm_topk_prob: false)",
+        "weights of chosen experts sum to less than 1 (norm_topk_prob: false)",
         only_if=EXPERTS,
     )
     moe_router_load_balancing_type: Literal["aux_loss", "none"] = free(

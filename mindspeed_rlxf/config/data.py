@@ -57,9 +57,7 @@ class DataConfig(Section):
         (), "share of each file (or data set) of the training prompts in a batch; absent = by size"
     )
     invalid_rows: Literal["error", "drop"] = key(
-        "error",
-        "treatment of rows that cannot be read: error, or drop and count them",
-        used_if="reads_rows",
+        "error", "unreadable rows: error, or drop and count them", used_if="reads_rows"
     )
     overlong_prompts: Annotated[OverlongPrompts, Word] = key(
         OverlongPrompts.ERROR,
@@ -129,20 +127,14 @@ class ValidationConfig(Section):
     )
     top_k: int = free(0, "sample among this many; 0 = all", ge=0, used_if=f"{SCORES}; do_sample")
     top_p: float = free(
-        1.0,
-        "sample among tokens of this total probability",
-        gt=0,
-        le=1,
-        used_if=f"{SCORES}; do_sample",
+        1.0, "sample among tokens of this probability", gt=0, le=1, used_if=f"{SCORES}; do_sample"
     )
     reward: Annotated[RewardKind, Word] = free(
-        RewardKind.RULE,
-        "scores the responses: rule, or model (that of reward.kind=model)",
-        used_if=SCORES,
+        RewardKind.RULE, "what scores: rule, or model (that of reward.kind=model)", used_if=SCORES
     )
     pass_score: float | None = free(
         None,
-        "lowest score of a right response; null = accuracy (without one: score) above 0",
+        "lowest score of a right response; null = accuracy, else score, above 0",
         used_if=SCORES,
     )
     best_metric: str = free(

@@ -161,20 +161,18 @@ class RewardConfig(RoleConfig):
     load: FilePath | None = key(None, "folder of the reward model, Hugging Face's or Megatron's")
     kind: Annotated[RewardKind, Word] = key(
         RewardKind.MODEL,
-        "model: a reward model in Megatron; huggingface: any sequence classifier; rule: no model",
+        "model (Megatron), huggingface (any sequence classifier), or rule (no model)",
     )
     model: str | None = key(None, "name of the architecture; none for a rule")  # type: ignore[assignment]
     architecture: ArchitectureConfig | None = key(None, "none for a rule")  # type: ignore[assignment]
     rules: dict[str, str] = key(
         {},
-        "data source -> rule, added to the built-in table",
+        "data source -> rule, beside the table",
         used_if="reads_reward_rules",
         only_if="!verifier",
     )
     verifier: bool = key(
-        False,
-        "score every prompt by algorithm.verifier_function; needs kind=rule",
-        only_if="kind=rule; !parts",
+        False, "score every prompt by algorithm.verifier_function", only_if="kind=rule; !parts"
     )
     sandbox: SandboxConfig = key(SandboxConfig(), "isolation of programs that rules run")
     function: FunctionConfig | None = key(
@@ -191,13 +189,11 @@ class RewardConfig(RoleConfig):
     timeout_s: float = free(30.0, "longest time to score one sample, seconds", gt=0)
     worker_memory_gib: float = free(8.0, "address space of a scoring process, GiB", gt=0)
     failed_score: float = key(
-        0.0,
-        "score of a sample whose scoring failed for a cause that may be the response",
-        used_if="runs_code",
+        0.0, "score of a sample whose scoring failed, perhaps by its response", used_if="runs_code"
     )
     max_failed: Annotated[int, Field(ge=0)] | None = free(
         None,
-        "failed samples of a batch beyond which the run stops; null = a tenth of it",
+        "most failed samples of a batch before the run stops; null = a tenth",
         used_if="runs_code",
     )
 

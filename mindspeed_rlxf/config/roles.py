@@ -104,10 +104,7 @@ class RoleConfig(Section):
         1, "samples per forward on one rank", ge=1, used_if="!max_tokens_per_micro_batch"
     )
     max_tokens_per_micro_batch: int | None = free(
-        None,
-        "tokens per forward on one rank, in place of micro_batch_size",
-        ge=1,
-        only_if="packed_sequences",
+        None, "tokens per forward on a rank, not micro_batch_size", ge=1, only_if="packed_sequences"
     )
     bf16: bool = key(False, "weights and activations in bfloat16")
     packed_sequences: bool = free(True, "no padding in forward and backward")
@@ -180,14 +177,11 @@ class LearningConfig(RoleConfig):
     )
     recompute_method: Literal["uniform", "block"] = free(
         "uniform",
-        "recompute=full: uniform = all layers, block = the first ones of a stage",
+        "uniform = all layers, block = the first ones of a stage",
         used_if="recompute=full",
     )
     recompute_num_layers: int = free(
-        1,
-        "recompute=full: layers of a group (uniform), or of a stage (block)",
-        ge=1,
-        used_if="recompute=full",
+        1, "layers of a group (uniform), or of a stage (block)", ge=1, used_if="recompute=full"
     )
 
     def broken_rules(self) -> Iterator[Problem]:
@@ -251,7 +245,7 @@ class ActorConfig(LearningConfig):
     )
     num_samples_per_step: int | None = free(
         None,
-        "rows generated at once on one rank; null = as many as the cache holds",
+        "rows generated at once on a rank; null = what the cache holds",
         ge=1,
         used_if="generates",
     )
@@ -259,10 +253,7 @@ class ActorConfig(LearningConfig):
         None, "jsonl file of responses that are used instead of generated ones"
     )
     n_samples_per_prompt: int = key(
-        1,
-        "responses per prompt; absent = 1, or 2 in stage ray_online_dpo",
-        ge=1,
-        only_if="do_sample",
+        1, "responses per prompt; absent = 1, or 2 in ray_online_dpo", ge=1, only_if="do_sample"
     )
     ppo_mini_batch_size: int = key(1, "samples per optimizer step over all DP ranks", ge=1)
     ppo_epochs: int = key(1, "passes over the samples of an iteration", ge=1)
@@ -273,16 +264,10 @@ class ActorConfig(LearningConfig):
         0.2, "clip the probability ratio to 1 +- this", ge=0, only_if=f"{NOT_DPO}; reads_clip_ratio"
     )
     clip_ratio_low: float | None = key(
-        None,
-        "clip below 1; null = clip_ratio, or 0.0003 for gspo without clip_ratio",
-        ge=0,
-        only_if=NOT_DPO,
+        None, "clip below 1; null = clip_ratio, or 0.0003 for gspo", ge=0, only_if=NOT_DPO
     )
     clip_ratio_high: float | None = key(
-        None,
-        "clip above 1; null = clip_ratio, or 0.0004 for gspo without clip_ratio",
-        ge=0,
-        only_if=NOT_DPO,
+        None, "clip above 1; null = clip_ratio, or 0.0004 for gspo", ge=0, only_if=NOT_DPO
     )
     clip_ratio_c: float | None = key(
         None, "dual clip of negative advantages; null = off", gt=1, only_if=NOT_DPO

@@ -48,7 +48,7 @@ class TrainingConfig(Section):
     seed: int = key(1234, "every random stream derives from it", ge=0)
     max_restarts: int = free(
         3,
-        "restarts after failures, as many again after each new checkpoint; 0 = none",
+        "restarts after failures, renewed by a checkpoint; 0 = none",
         ge=0,
         used_if="runtime.kind=ray",
     )
@@ -67,9 +67,7 @@ class TrainingConfig(Section):
         60.0, "on SIGTERM or SIGINT: time to finish the iteration and save, seconds", ge=0
     )
     max_wall_time: float | None = free(
-        None,
-        "save and stop before this time has passed, seconds or [D-]HH:MM:SS; null = no limit",
-        gt=0,
+        None, "save and stop before this time, seconds or [D-]HH:MM:SS; null = no limit", gt=0
     )
     output_dir: FilePath = free(..., "run directory; absent = outputs/<run_name>")
     run_name: str = free(..., "name of the run; absent = config name", min_length=1)
@@ -77,23 +75,17 @@ class TrainingConfig(Section):
         0, "iterations between checkpoints of the run; 0 = by time alone", ge=0
     )
     save_interval_s: float | None = free(
-        None,
-        "seconds between checkpoints; null = 1800 without save_interval, 0 = none by time",
-        ge=0,
+        None, "seconds between checkpoints; null = 1800 without save_interval, 0 = none", ge=0
     )
     async_save: bool = free(
-        False,
-        "checkpoints are written while the next iteration runs; needs host memory",
-        used_if="saves_during_training",
+        False, "write checkpoints while the next iteration runs", used_if="saves_during_training"
     )
     keep_last: int = free(2, "newest checkpoints that are kept", ge=1)
     keep_every: int = free(
         0, "also keep checkpoints whose iteration is a multiple of it; 0 = none", ge=0
     )
     resume: Literal["auto", "never"] = free(
-        "auto",
-        "auto: resume the run in a used run directory; never: refuse a used one",
-        used_if="!new_run",
+        "auto", "auto: resume in a used run directory; never: refuse a used one", used_if="!new_run"
     )
     nan_policy: Literal["raise", "skip"] = free(
         "raise",
@@ -106,10 +98,7 @@ class TrainingConfig(Section):
         "costs nothing",
     )
     max_skipped: int = free(
-        10,
-        "nan_policy skip: most optimizer steps skipped in a row",
-        ge=0,
-        used_if="nan_policy=skip",
+        10, "most optimizer steps skipped in a row", ge=0, used_if="nan_policy=skip"
     )
     new_run: bool = free(False, "take the next free name when the run directory is used")
 
@@ -161,8 +150,7 @@ class LoggingConfig(Section):
         32, "responses per iteration in samples.jsonl, or `all`"
     )
     sample_tokens: bool = free(
-        True,
-        "also log advantage, KL and value of each token of these responses, in samples_tokens/",
+        True, "also log advantage, KL and value of their tokens, in samples_tokens/"
     )
     console: Literal["auto", "line"] = free(
         "auto", "auto = a live view on a terminal, else a line per iteration; line"
@@ -172,17 +160,14 @@ class LoggingConfig(Section):
         (), "illnesses that save and end the run, by their names in docs/running.md"
     )
     trackers: Strings = free(
-        ("jsonl",),
-        "trackers that get the metrics: jsonl (always), tensorboard, wandb, swanlab, or a plugin's",
+        ("jsonl",), "jsonl (always), tensorboard, wandb, swanlab, or trackers of plugins"
     )
     tracker_project: str = free("mindspeed-rlxf", "project of the run at trackers")
     tracker_mode: Literal["auto", "online", "offline"] = free(
         "auto", "auto: trackers that need an account are offline where there is no key"
     )
     reference_kl: bool = free(
-        False,
-        "compute critic/kl also where no reward and no loss needs a reference",
-        used_if="!reads_reference",
+        False, "compute critic/kl though nothing else needs a reference", used_if="!reads_reference"
     )
 
 
@@ -209,23 +194,16 @@ class PoolSettings(Section):
     """Keys of `resource_pool` that name no pool."""
 
     wait_s: float = free(
-        600.0,
-        "longest wait for devices of a joined cluster, seconds",
-        gt=0,
-        used_if="joins_cluster",
+        600.0, "longest wait for a joined cluster's devices, seconds", gt=0, used_if="joins_cluster"
     )
     env: dict[str, Secret] = free(
         {}, "environment variables of every worker", used_if="runtime.kind=ray"
     )
     bad_nodes: Literal["refuse", "leave_out"] = free(
-        "refuse",
-        "treatment of nodes that do not answer or have sick devices",
-        used_if="joins_cluster",
+        "refuse", "nodes that do not answer or have sick devices", used_if="joins_cluster"
     )
     tensor_parallel_spans_nodes: bool = reshard(
-        False,
-        "allow a tensor-parallel group on several nodes, which is slow",
-        used_if="has_pools_of_several_nodes",
+        False, "allow tensor parallel over nodes (slow)", used_if="has_pools_of_several_nodes"
     )
 
     @field_validator("env", mode="before")
@@ -254,9 +232,7 @@ class RuntimeConfig(Section):
         used_if="kind=ray",
     )
     timeout_s: float = free(
-        1800.0,
-        "longest wait for one call, seconds; the shortest deadline of a call is a tenth of it",
-        gt=0,
+        1800.0, "longest wait for one call, seconds; the shortest deadline is a tenth", gt=0
     )
     start_timeout_s: float = free(
         600.0, "longest wait for the workers, seconds", gt=0, used_if="kind=ray"
