@@ -179,13 +179,6 @@ def test_lost_nodes_are_waited_for_and_then_the_run_shrinks_where_that_is_allowe
     ]
 
 
-def test_a_host_that_lost_a_device_goes_on_with_fewer_too(tmp_path: Path) -> None:
-    """A cluster of our own has no other node to wait for: its start is refused."""
-    lost = failed(4, "died", facts={**FACTS, **SHRINKS})
-    assert make(tmp_path, lost, REFUSED, {"exit": 0}).run() == 0
-    assert attempts(tmp_path)[-1] == [*again(tmp_path), "resource_pool.main=[4]"]
-
-
 def test_a_later_failure_keeps_the_smaller_size_and_waits_for_nodes(
     tmp_path: Path,
 ) -> None:

@@ -56,12 +56,6 @@ def test_an_iteration_is_the_line_of_mindspeed_llm():
     )
 
 
-def test_metrics_that_an_iteration_lacks_are_left_out():
-    stream = io.StringIO()
-    started(1, NAMES, stream).update(1, {"timing/all": 1.0})
-    assert "] iteration: 1 / 1 | timing/all : 1.0000 | eta : 0:00:00\n" in stream.getvalue()
-
-
 @pytest.mark.parametrize(
     ("value", "shown"),
     [
@@ -81,15 +75,6 @@ def test_small_and_large_numbers_stay_readable(value, shown):
     assert f"| x : {shown} |" in stream.getvalue()
 
 
-@pytest.mark.parametrize("stream_type", [io.StringIO, Terminal])
-def test_a_note_is_a_line_of_its_own(stream_type):
-    stream = stream_type()
-    progress = started(4, NAMES, stream)
-    progress.note("validation | val/accuracy : 0.5")
-    progress.close()
-    assert re.search(r"\[[-\d]+ [:\d]+\] validation \| val/accuracy : 0\.5\n", stream.getvalue())
-
-
 def test_a_stream_of_an_ascii_locale_becomes_utf8():
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
@@ -103,16 +88,6 @@ def test_lines_appear_at_once():
     stream = io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8")
     started(1, NAMES, stream).update(1, {})
     assert raw.getvalue().endswith(b"\n")
-
-
-def test_the_time_left_of_a_resumed_run_counts_its_own_iterations():
-    """Iterations 101 and 102 took 20 s: the other 8 take 80 s."""
-    stream, clock = io.StringIO(), Clock()
-    console = Console(stream, clock)
-    console.begin(110, NAMES, done=100)
-    clock.now_s += 20
-    console.update(102, {})
-    assert "| eta : 0:01:20\n" in stream.getvalue()
 
 
 @pytest.mark.parametrize(

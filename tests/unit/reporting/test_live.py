@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import re
 import sys
 from collections.abc import Iterator
@@ -131,17 +130,6 @@ def test_a_curve_goes_from_its_smallest_to_its_largest_value() -> None:
     assert draw_curve([0.0, 0.5, 1.0], 10) == "▁▅█"
     assert draw_curve([3.0, 3.0], 10) == "▁▁"
     assert draw_curve(list(range(100)), 4) == "▁▃▆█"  # means of 25
-
-
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_a_curve_leaves_out_what_is_not_finite(terminal: Terminal, value: float) -> None:
-    console = LiveConsole(terminal)
-    console.begin(4, [])
-    for iteration, score in enumerate((0.0, value, 1.0), 1):
-        console.update(iteration, {**METRICS, "critic/score/mean": score})
-        lines = shown(console, 80)
-    console.close()
-    assert "▁█" in next(line for line in lines if line.startswith("score"))
 
 
 def test_a_recorded_run_is_drawn_to_its_end(terminal: Terminal) -> None:

@@ -62,14 +62,6 @@ def test_numbers_are_numbers_of_json_and_others_are_null(given, written, tmp_pat
     ]
 
 
-def test_a_file_that_exists_is_continued(tmp_path):
-    for iteration in (1, 2):
-        writer = JsonlWriter(tmp_path / "metrics.jsonl")
-        writer.write(metrics_record(iteration, {}, 0.0))
-        writer.close()
-    assert [line["iteration"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2]
-
-
 FIELDS = {
     "iteration": 3,
     "sample_id": 7,

@@ -76,12 +76,6 @@ def test_a_partial_event_is_dropped_by_the_next_write(tmp_path: Path, cut: int) 
     assert iterations[-3:] == [2, 2, 2] and 1 in iterations
 
 
-def test_a_file_that_is_no_timeline_is_begun_anew(tmp_path: Path) -> None:
-    (tmp_path / "iterations_0000001.json").write_bytes(b"")
-    Timeline(tmp_path).write(1, spans(1))
-    assert len(events(tmp_path / "iterations_0000001.json")) == 3
-
-
 def test_of_a_large_pool_the_first_ranks_are_drawn(tmp_path: Path) -> None:
     Timeline(tmp_path).write(1, [Span("x", "main", rank, 1.0, 1.0) for rank in range(512)])
     (file,) = tmp_path.iterdir()

@@ -170,11 +170,6 @@ def test_contradicting_timeouts_of_hccl_are_refused(
         prepare(config.model_copy(update={"device": on_npu}))
 
 
-def test_an_absent_data_set_is_named(problems: Problems) -> None:
-    (line,) = problems("data.train_files=[]", "data.data_path=./absent")
-    assert "absent: must be the --output-prefix of an indexed data set" in line
-
-
 def test_stop_tokens_of_indexed_data_sets_end_responses(good: Path, tmp_path: Path) -> None:
     """1 is the tokenizer's EOS, 2 the model's; each data set brings one, that of validation too."""
     for name, stop in (("train", 5), ("val", 7)):
@@ -380,11 +375,6 @@ def test_an_unknown_or_unsuitable_rollout_engine_is_refused(
     words = [*(f"actor_rollout.{word}" for word in split), "resource_pool.actor_rollout=2"]
     (line,) = problems("rollout.engine=other", *words)
     assert line.startswith("error: rollout.engine=other cannot generate on ranks of its own")
-
-
-def test_all_problems_are_reported_at_once(problems: Problems) -> None:
-    lines = problems("data.train_files=./absent", "ref.load=./gone")
-    assert len(lines) == 2
 
 
 def test_missing_data_is_reported_beside_a_missing_tokenizer(problems: Problems) -> None:

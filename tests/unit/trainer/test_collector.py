@@ -123,12 +123,6 @@ def test_the_filter_compares_scores_as_advantages_do() -> None:
     assert found.score_report().scores == [0, 1, 0, 1] and len(script.generated) == 2
 
 
-def test_surplus_groups_are_not_used() -> None:
-    script = Script([[1, 1, 0, 1], [1, 0, 0, 1]])
-    found, _ = collect(script, prompts=2, filter_groups=True)
-    assert found.responses().responses == [3, 4, 5, 6]
-
-
 @pytest.mark.parametrize("most", [1, 2])
 def test_after_the_last_batch_alike_groups_fill_the_rest(most: int) -> None:
     script = Script([[1, 1, 0, 1, 0, 0]] * 2)
@@ -159,13 +153,6 @@ def test_non_finite_scores_are_named_by_their_samples() -> None:
     found, _ = collect(script, prompts=2, adv_estimator=AdvEstimator.REMAX)
     assert found.non_finite_scores() == {2: inf}, "of the greedy response to the second prompt"
     assert collect(Script([[1, 1, 0, 1]]), prompts=2)[0].non_finite_scores() == {}
-
-
-def test_clipping_keeps_a_group_with_an_infinite_score() -> None:
-    inf = float("inf")
-    keys = {"filter_groups": True, "reward_clip": 1.0}
-    found, _ = collect(Script([[inf, 1, 0, 1]]), prompts=2, **keys)
-    assert found.non_finite_scores() == {0: inf}
 
 
 def test_a_replica_without_samples_hides_no_parts_and_failures_of_others() -> None:

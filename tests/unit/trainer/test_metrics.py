@@ -117,13 +117,6 @@ def test_kl_is_a_mean_over_the_samples_of_all_replicas() -> None:
     assert len(metrics) == 2 + 15
 
 
-def test_without_a_critic_there_are_neither_values_nor_returns() -> None:
-    summary = Summary.of(torch.tensor([1.0]))
-    metrics = experience_metrics([ExperienceReport([0.1], *[summary] * 3, None, None)], 0.0)
-    names = {name.split("/")[1] for name in metrics}
-    assert names == {"kl", "kl_coeff", "score", "rewards", "advantages"}
-
-
 def test_importance_weights_are_reported_where_they_are_used() -> None:
     """Reports without weights: see test_the_log_prob_gap_is_a_mean_over_tokens."""
     gap, weights = Summary.of(torch.tensor([0.1])), Summary.of(torch.tensor([0.5, 1.5]))
@@ -162,12 +155,6 @@ def test_summaries_merge_as_if_made_at_once() -> None:
     merged = Summary.merge(Summary.of(part) for part in parts)
     assert merged == Summary.of(torch.cat([part.flatten() for part in parts]))
     assert merged.mean == 1.5 and merged.count == 6
-
-
-def test_quantiles_are_lengths_that_there_are() -> None:
-    lengths = ResponseLengths([1] * 10, [10, 20, 30, 40, 50, 60, 70, 80, 90, 1000], [True] * 10)
-    found = rollout_metrics(lengths)
-    assert (found["response_length/p50"], found["response_length/p90"]) == (50.0, 90.0)
 
 
 def test_scores_and_parts_are_averaged_by_data_source() -> None:

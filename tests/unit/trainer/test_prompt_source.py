@@ -10,7 +10,7 @@ from mindspeed_rlxf.config.schema import DataConfig
 from mindspeed_rlxf.data.prompt_store import Labels, PromptStore
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.data.sampler import ConsumedPrompts, PromptSampler, make_sampler
-from mindspeed_rlxf.trainer.prompt_source import PromptSource, as_rows
+from mindspeed_rlxf.trainer.prompt_source import PromptSource
 from tests.unit.conftest import MakeConfig
 
 
@@ -41,12 +41,6 @@ def test_each_prompt_is_repeated_n_times_with_its_truth_and_source() -> None:
     assert batch.extra_infos == [{"row": 0}] * 3 + [{"row": 1}] * 3
 
 
-def test_sample_ids_are_unique_over_the_run() -> None:
-    prompts_of_run = source(per_prompt=2)
-    ids = [i for _ in range(4) for i in prompts_of_run.next_prompts().sample_ids]
-    assert ids == list(range(16))
-
-
 def test_consumed_prompts_are_returned_once() -> None:
     prompts_of_run = source(per_prompt=2)
     prompts_of_run.next_prompts()
@@ -54,17 +48,6 @@ def test_consumed_prompts_are_returned_once() -> None:
     assert prompts_of_run.pop_consumed() == ConsumedPrompts(0, 2, [0, 1, 2, 3])
     prompts_of_run.next_prompts()
     assert prompts_of_run.pop_consumed() == ConsumedPrompts(8, 2, [4, 0])
-
-
-def test_a_source_continues_from_its_state() -> None:
-    first, second = source(2, shuffle=True), source(2, shuffle=True)
-    for _ in range(3):  # beyond the first epoch of five prompts
-        first.next_prompts()
-    second.load_state_dict(first.state_dict())
-    for _ in range(3):
-        ours, theirs = first.next_prompts(), second.next_prompts()
-        assert ours.sample_ids == theirs.sample_ids
-        assert ours.ground_truths == theirs.ground_truths
 
 
 @pytest.mark.parametrize("weights", [(), (1.0, 2.0)])
@@ -88,12 +71,6 @@ def test_a_batch_that_was_read_ahead_is_the_next_and_no_part_of_the_state(
             assert found.ground_truths == expected.ground_truths
         assert reads.pop_consumed() == plain.pop_consumed()
         assert reads.state_dict() == plain.state_dict() == resumed.state_dict()
-
-
-def test_rows_are_numbered_from_the_first_id() -> None:
-    rows = as_rows(prompts(3), first_sample_id=7)
-    assert rows.sample_ids == [7, 8, 9] and rows.num_rows == 3
-    assert as_rows([]).num_rows == 0
 
 
 def test_train_weights_are_shares_of_the_files(make_config: MakeConfig) -> None:

@@ -69,10 +69,6 @@ def test_a_phase_with_an_earlier_call_has_the_time_of_both() -> None:
     assert (found["skew/reward"], found["slowest_rank/reward"]) == (pytest.approx(0.5), 1.0)
 
 
-def test_ranks_that_took_no_time_are_not_compared() -> None:
-    assert "skew/reward" not in phase_metrics({"reward": [pending("main", 0.0, 0.0)]})
-
-
 def test_the_idle_share_of_a_pool_is_what_its_ranks_did_not_work() -> None:
     phases = {"gen": [pending("a", 4.0, 2.0)], "ref": [pending("b", 1.0)]}
     found = idle_metrics(phases, {"a": 2, "b": 1, "c": 3}, 10.0)

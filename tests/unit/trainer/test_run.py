@@ -148,13 +148,6 @@ def test_too_few_devices_of_an_own_cluster_are_reported_and_a_user_error(command
     assert not RunDirectory(command.folder).is_used
 
 
-def test_another_user_error_reports_no_devices(command: Command) -> None:
-    command.lacking = UserError(Problem("", "of another kind"))
-    with pytest.raises(UserError, match="of another kind"):
-        command.run()
-    assert "free" not in command.facts() and command.facts()["directory"] == str(command.folder)
-
-
 def test_validation_only_trains_nothing(
     command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,21 +19,6 @@ from mindspeed_rlxf.trainer.validation import (
 )
 
 
-@pytest.mark.parametrize(
-    ("samples", "right", "k", "expected"),
-    [
-        (5, 2, 1, 0.4),
-        (5, 2, 2, 0.7),  # 1 - C(3, 2) / C(5, 2) = 1 - 3 / 10
-        (5, 2, 3, 0.9),  # 1 - C(3, 3) / C(5, 3) = 1 - 1 / 10
-        (5, 2, 4, 1.0),  # three wrong ones do not fill four places
-        (5, 0, 5, 0.0),
-        (5, 5, 1, 1.0),
-    ],
-)
-def test_pass_at_k_by_hand(samples: int, right: int, k: int, expected: float) -> None:
-    assert pass_at_k(samples, right, k) == pytest.approx(expected)
-
-
 def test_best_at_k_by_hand() -> None:
     # the larger of two of 0, 0.5, 1, 2: 0.5 1 2 1 2 2
     assert best_at_k([1.0, 0.0, 2.0, 0.5], 2) == pytest.approx(8.5 / 6)

@@ -53,18 +53,6 @@ def test_every_check_of_this_host_answers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "word"),
-    [
-        (checks.shared_memory_finding(2 * GIB, free=2 * GIB), "ok"),
-        (checks.shared_memory_finding(2 * GIB, free=64 * 1024**2), "warning"),
-    ],
-)
-def test_shared_memory_is_judged_by_the_store_of_ray(found: Finding, word: str) -> None:
-    assert found.status.value == word
-    assert bool(found.remedy) == (word != "ok")
-
-
-@pytest.mark.parametrize(
     ("limits", "word"), [((32768, 32768), "ok"), ((-1, -1), "ok"), ((1024, 4096), "warning")]
 )
 def test_few_open_files_are_a_warning(
@@ -182,11 +170,6 @@ def test_torch_has_to_see_the_devices_of_the_driver_that_are_not_hidden() -> Non
 
     assert word(2, None) == word(1, "0") == "ok"
     assert word(1, None) == word(2, "0") == word(0, None) == "error"
-
-
-def test_a_missing_tool_is_a_warning_of_its_own() -> None:
-    found = checks.driver_findings(DriverView("npu-smi", "", (), "npu-smi is not on PATH"))
-    assert [(f.status.value, f.value) for f in found] == [("warning", "npu-smi is not on PATH")]
 
 
 def test_missing_packages_are_errors_and_others_out_of_range_warnings() -> None:

@@ -51,36 +51,6 @@ def test_mindspeed_and_another_megatron_are_an_error_with_its_remedy(host: Path)
         npu_versions.require_versions()  # as a worker does
 
 
-def test_a_torch_of_no_set_is_a_warning(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    others = {"torch": "2.9.0", "torch_npu": "2.9.0", "mindspeed": "0.12.1"}
-    monkeypatch.setattr(packages, "_installed", others.get)
-    what = "torch 2.9.0 is not that of npu-core0.12.1"
-    assert ("warning", what, "use torch 2.7.1") in findings_of("versions.pairs")
-
-
-def test_a_missing_checkout_is_an_error(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    npu_recorder.look_in(monkeypatch, [host / "Megatron-LM"])
-    ((_, value, remedy),) = [each for each in findings_of("versions.pairs") if each[0] == "error"]
-    assert "needs MindSpeed" in value and "26.1.0_core_r0.12.1" in remedy
-
-
-@pytest.mark.parametrize(
-    ("there", "what"),
-    [
-        ("Megatron-LM", "device.kind=npu needs MindSpeed, which is not on the path"),
-        ("MindSpeed", "(megatron.core: not found)"),
-    ],
-)
-def test_of_a_package_that_is_missing_only_that_is_findings_of(
-    host: Path, monkeypatch: pytest.MonkeyPatch, there: str, what: str
-) -> None:
-    installed = {"torch": "2.7.1+cpu", "torch_npu": "2.7.1.post8"}
-    monkeypatch.setattr(packages, "_installed", installed.get)
-    npu_recorder.look_in(monkeypatch, [host / there])
-    ((status, value, _),) = findings_of("versions.pairs")
-    assert status == "error" and what in value
-
-
 def test_nodes_with_different_checkouts_are_named(host: Path) -> None:
     before, ours = hosts.versions(), report_node([], None)
     check_out(host, (0, 12, 2))

@@ -16,7 +16,7 @@ from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.ops.planning import available
 from mindspeed_rlxf.ops.planning.fit import check_fit
 from mindspeed_rlxf.ops.planning.plan import plan
-from mindspeed_rlxf.ops.sizes import GIB, format_bytes
+from mindspeed_rlxf.ops.sizes import GIB
 
 JOINED = {"device.kind": "cuda", "runtime.address": "head:6379"}
 Usage = namedtuple("Usage", "total used free")
@@ -83,10 +83,6 @@ def test_disk_that_is_full_is_a_problem(
     monkeypatch.setattr(available.shutil, "disk_usage", lambda path: Usage(10, 10, 0))
     (problem,) = map(str, check_fit(run).problems)
     assert problem.startswith("training.output_dir=") and "has 0; free some space" in problem
-
-
-def test_sizes_for_people() -> None:
-    assert [format_bytes(n) for n in (0, 3 * 2**19, 5 * 2**29)] == ["0", "1.5 MiB", "2.5 GiB"]
 
 
 def test_the_tool_of_the_driver_runs_once_for_a_plan(

@@ -17,7 +17,6 @@ from mindspeed_rlxf.ops.planning.host_memory import (
     HostMemory,
     disk_needed,
     host_memory_needed,
-    stored_itemsize,
 )
 from mindspeed_rlxf.ops.planning.memory import pool_memory
 
@@ -80,10 +79,6 @@ def test_copies_of_offloaded_parts_and_of_a_checkpoint_are_on_the_host(
     assert written == 6 * (actor + critic)
 
 
-def test_joined_cluster_shows_its_largest_host(make_tree: Callable[..., Any]) -> None:
-    assert part(needed(make_tree, JOINED), "processes (4)") > 0
-
-
 def test_stages_are_written_where_their_first_ranks_are(make_tree: Callable[..., Any]) -> None:
     """PP 4 x DP 2: stages start at ranks 0, 2, 4, 6, two on each host of four."""
     config = resolve(make_tree(PP4), "t")
@@ -106,7 +101,3 @@ def test_exports_keep_the_precision_of_their_source(
     config = resolve(make_tree({"actor_rollout.load": str(tmp_path)}), "t")
     numbers = model_numbers(config.actor_rollout.architecture, Head.LANGUAGE_MODEL)
     assert disk_needed(config)["final weights of actor_rollout"] == numbers * (2 + 4)
-
-
-def test_a_folder_that_cannot_be_read_counts_as_the_model(tmp_path: Path) -> None:
-    assert stored_itemsize(str(tmp_path), 2) == 2

@@ -97,12 +97,6 @@ def test_sampling_sorts_where_a_top_p_is_used(
     assert phase(run, Role.ACTOR_ROLLOUT, "generate").activations == expected
 
 
-def test_frozen_roles_hold_weights_only(config: Callable[..., RunConfig]) -> None:
-    ref = role_memory(config(), Role.REF, 0)
-    assert ref.state.weights > 0 and (ref.state.gradients, ref.state.optimizer) == (0, 0)
-    assert [p.name for p in ref.phases] == ["forward"]
-
-
 def test_roles_of_a_pool_add_up_but_only_the_largest_phase_counts(
     config: Callable[..., RunConfig],
 ) -> None:

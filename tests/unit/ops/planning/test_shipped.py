@@ -38,7 +38,3 @@ def test_those_of_few_hosts_leave_a_tenth_of_the_device_and_fit_the_host(name: s
     actor = config.actor_rollout
     assert actor.max_prompt_length == 1024
     assert actor.max_new_tokens == (32768 if "_32k_" in name else 8192)
-
-
-def test_17_shipped_configurations_are_planned() -> None:
-    assert len(REAL) == 17

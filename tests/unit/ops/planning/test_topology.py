@@ -51,18 +51,6 @@ def test_like_hosts_share_a_line(make_tree: Callable[..., Any]) -> None:
     ]
 
 
-def test_a_host_of_another_size_has_a_line_of_its_own(make_tree: Callable[..., Any]) -> None:
-    changes = {
-        "resource_pool.main": [8] * 5 + [4] + [8] * 6 + [4],
-        "training.global_batch_size": 96,
-        "actor_rollout.ppo_mini_batch_size": 96,
-        "critic.critic_mini_batch_size": 96,
-        "runtime.address": "head:6379",
-    }
-    hosts = [line.split()[1] for line in lines(make_tree, changes)[2:]]
-    assert hosts == ["0-4", "5", "6-11", "12"]
-
-
 def test_parts_of_a_split_pool_have_tables_of_their_own(make_tree: Callable[..., Any]) -> None:
     """Ranks and devices are the pool's; places count from the first rank of the part."""
     changes = {

@@ -15,7 +15,7 @@ import pytest
 from mindspeed_rlxf.checkpoint import lock
 from mindspeed_rlxf.checkpoint.report_file import find_state, write_report
 from mindspeed_rlxf.cli.report import main
-from mindspeed_rlxf.reporting.report.judgement import compare_ends, judge, milestones
+from mindspeed_rlxf.reporting.report.judgement import judge
 from mindspeed_rlxf.reporting.report.records import (
     Iteration,
     make_curves,
@@ -191,15 +191,6 @@ def test_a_health_finding_names_the_iteration_in_which_it_ended() -> None:
     ends = [re.findall(r"ended in iteration (\d+)", each["text"]) for each in again]
     assert len(ends) == 2 and ends[0] == re.findall(r"ended in iteration (\d+)", first)
     assert ends[0] != ends[1]
-
-
-def test_ends_and_milestones_by_hand() -> None:
-    change = compare_ends([(i, float(v)) for i, v in enumerate([1, 3, 0, 0, 5, 7])])
-    assert change is not None and (*change[:2], change[3]) == (2.0, 6.0, 2)
-    # standard deviations are sqrt(2), of means of two values 1, of their difference sqrt(2)
-    assert change[2] == pytest.approx(2**0.5)
-    curve = [(0, 0.0), (10, 0.4), (20, 0.5), (30, 0.89), (40, 1.0)]
-    assert milestones(curve) == (20, 40) and milestones([(0, 1.0), (1, 0.5)]) is None
 
 
 def test_a_line_that_was_written_twice_counts_once(tmp_path: Path) -> None:
