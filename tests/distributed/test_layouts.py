@@ -27,92 +27,51 @@ from tests.distributed.llamas import (
     run_config,
 )
 from tests.distributed.samples import make_experience, make_rollouts
+from tests.distributed.test_layout_invariance import PP2, SP2, TP2
 from tests.unit.weights.folders_of import read_folder
 
 EPSILON = 1e4
 
+MB2, PADDED = {"micro_batch_size": 2}, {"packed_sequences": False}
 LAYOUTS: dict[str, tuple[int, dict[str, Any], bool]] = {  # processes, layout, distributed optimizer
     "micro-batch 1": (1, {"micro_batch_size": 1}, False),
-    "micro-batch 2": (1, {"micro_batch_size": 2}, False),
+    "micro-batch 2": (1, MB2, False),
     "micro-batch 4": (1, {"micro_batch_size": 4}, False),
     "uneven micro-batches": (1, {"micro_batch_size": 3}, False),
-    "padded": (1, {"micro_batch_size": 2, "packed_sequences": False}, False),
-    "distributed optimizer": (1, {"micro_batch_size": 2}, True),
-    "dp2": (2, {"micro_batch_size": 2}, False),
-    "dp2, distributed optimizer": (2, {"micro_batch_size": 2}, True),
-    "tp2": (2, {"micro_batch_size": 4, "tensor_model_parallel_size": 2}, False),
-    "tp2, sequence parallel": (
-        2,
-        {"micro_batch_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True},
-        False,
-    ),
-    "tp2, sequence parallel, padded": (
-        2,
-        {
-            "micro_batch_size": 2,
-            "tensor_model_parallel_size": 2,
-            "sequence_parallel": True,
-            "packed_sequences": False,
-        },
-        True,
-    ),
-    "pp2": (2, {"micro_batch_size": 2, "pipeline_model_parallel_size": 2}, False),
-    "pp2, padded": (
-        2,
-        {"micro_batch_size": 1, "pipeline_model_parallel_size": 2, "packed_sequences": False},
-        True,
-    ),
+    "padded": (1, {**MB2, **PADDED}, False),
+    "distributed optimizer": (1, MB2, True),
+    "dp2": (2, MB2, False),
+    "dp2, distributed optimizer": (2, MB2, True),
+    "tp2": (2, {"micro_batch_size": 4, **TP2}, False),
+    "tp2, sequence parallel": (2, {**MB2, **SP2}, False),
+    "tp2, sequence parallel, padded": (2, {**MB2, **SP2, **PADDED}, True),
+    "pp2": (2, {**MB2, **PP2}, False),
+    "pp2, padded": (2, {"micro_batch_size": 1, **PP2, **PADDED}, True),
 }
-
-
 QWEN_LAYOUTS = {
-    "tp2": (2, {"tensor_model_parallel_size": 2}, False),
-    "tp2 pp2, sequence parallel, distributed optimizer": (
-        4,
-        {
-            "tensor_model_parallel_size": 2,
-            "pipeline_model_parallel_size": 2,
-            "sequence_parallel": True,
-        },
-        True,
-    ),
+    "tp2": (2, TP2, False),
+    "tp2 pp2, sequence parallel, distributed optimizer": (4, {**SP2, **PP2}, True),
 }
 if SHARES_GROUPS:  # each by two ranks
-    tp4 = {"tensor_model_parallel_size": 4, "sequence_parallel": True}
+    tp4 = {**SP2, "tensor_model_parallel_size": 4}
     QWEN_LAYOUTS["tp4, sequence parallel"] = (4, tp4, False)
 
 
 @pytest.mark.parametrize(
-    ("architecture", "kind"),
+    ("architecture", "kind", "layouts"),
     [
-        pytest.param(QWEN2, "critic", id="qwen2 critic", marks=pytest.mark.long),
-        pytest.param(QWEN3, "actor", id="qwen3 actor"),
-        pytest.param(QWEN2, "actor", id="qwen2 actor", marks=pytest.mark.long),
-        pytest.param(QWEN3, "critic", id="qwen3 critic", marks=pytest.mark.long),
-    ],
-)
-def test_gradients_of_biases_and_head_norms_agree(
-    warm_runtime: Any, tmp_path: Path, architecture: ArchitectureConfig, kind: str
-) -> None:
-    check_layouts(warm_runtime, tmp_path, architecture, kind, QWEN_LAYOUTS)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "kind"),
-    [
-        pytest.param(PLAIN, "actor", id="untied actor"),
-        pytest.param(TIED, "critic", id="tied critic"),
-        pytest.param(TIED, "actor", id="tied actor", marks=pytest.mark.long),
-        pytest.param(PLAIN, "critic", id="untied critic", marks=pytest.mark.long),
+        pytest.param(PLAIN, "actor", LAYOUTS, id="untied actor"),
+        pytest.param(TIED, "critic", LAYOUTS, id="tied critic"),
+        pytest.param(TIED, "actor", LAYOUTS, id="tied actor", marks=pytest.mark.long),
+        pytest.param(PLAIN, "critic", LAYOUTS, id="untied critic", marks=pytest.mark.long),
+        # biases, and norms of heads
+        pytest.param(QWEN3, "actor", QWEN_LAYOUTS, id="qwen3 actor"),
+        pytest.param(QWEN2, "critic", QWEN_LAYOUTS, id="qwen2 critic", marks=pytest.mark.long),
+        pytest.param(QWEN2, "actor", QWEN_LAYOUTS, id="qwen2 actor", marks=pytest.mark.long),
+        pytest.param(QWEN3, "critic", QWEN_LAYOUTS, id="qwen3 critic", marks=pytest.mark.long),
     ],
 )
 def test_first_gradients_agree_in_every_layout(
-    warm_runtime: Any, tmp_path: Path, architecture: ArchitectureConfig, kind: str
-) -> None:
-    check_layouts(warm_runtime, tmp_path, architecture, kind, LAYOUTS)
-
-
-def check_layouts(
     warm_runtime: Any,
     tmp_path: Path,
     architecture: ArchitectureConfig,
@@ -146,14 +105,9 @@ def first_gradient(
         lr=EPSILON, adam_eps=EPSILON, clip_grad=0.0, use_distributed_optimizer=distributed
     )
     config = run_config(
-        tmp_path / "lm",
-        tmp_path / "scored",
-        architecture,
-        keys,
-        size,
-        optimizer,
+        tmp_path / "lm", tmp_path / "scored", architecture, keys, size, optimizer,
         critic={"cliprange_value": 0.5},
-    )
+    )  # fmt: skip
     pool = warm_runtime.create_pools({"main": [size]})["main"]
     rollouts = make_rollouts()
     experience = make_experience(rollouts)

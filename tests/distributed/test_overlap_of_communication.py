@@ -17,16 +17,6 @@ from mindspeed_rlxf.roles.actor import ActorRole
 from tests.distributed.groups import build_group, split_evenly
 from tests.distributed.llamas import MIXTRAL, PLAIN, make_pair, run_config
 from tests.distributed.samples import make_experience, make_rollouts
-from tests.golden import runs
-
-TWO_RANKS = {
-    "resource_pool.main": 2,
-    "training.train_iters": 2,
-    "actor_rollout.use_distributed_optimizer": True,
-    "critic.use_distributed_optimizer": True,
-    "actor_rollout.micro_batch_size": 8,
-}
-
 
 SHARDED = OptimizerConfig(lr=1e-3, use_distributed_optimizer=True)
 OVERLAPPED = SHARDED.model_copy(update={"overlap_grad_reduce": True, "overlap_param_gather": True})
@@ -83,15 +73,3 @@ def test_weights_in_buckets_of_their_own_are_read_when_they_are_gathered(
     close = 1e-6 if kind is SmallBuckets else 1e-5
     assert overlapped == [pytest.approx(step, rel=close) for step in plain]
     assert after == pytest.approx(before, rel=close)
-
-
-def test_overlapped_reductions_and_gathers_change_no_number(
-    warm_runtime: Any, tmp_path: Path
-) -> None:
-    """Four steps an iteration, of several micro-batches; generation reads the gathered weights."""
-    plain = runs.run("gae", tmp_path / "plain", warm_runtime, TWO_RANKS)
-    keys = ("overlap_grad_reduce", "overlap_param_gather")
-    roles = ("actor_rollout", "critic")
-    overlaps = {f"{role}.{key}": True for role in roles for key in keys}
-    found = runs.run("gae", tmp_path / "found", warm_runtime, {**TWO_RANKS, **overlaps})
-    assert found == {key: pytest.approx(values, rel=1e-6) for key, values in plain.items()}

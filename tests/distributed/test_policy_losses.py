@@ -25,22 +25,15 @@ from mindspeed_rlxf.roles.actor import ActorRole
 from tests.distributed.groups import build_group, update
 from tests.distributed.llamas import MAX_NEW_TOKENS, TIED, make_llama, run_config
 from tests.distributed.samples import make_experience, make_rollouts
+from tests.distributed.test_layout_invariance import PP2, SP2, TP2
 from tests.unit.weights.folders_of import read_folder
 
 EPSILON = 1e8  # of Adam, and its rate: the first step is then the gradient itself
 KL_COEF, CLIP = 0.7, 0.2
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one process": (1, {"micro_batch_size": 4}),
-    "tp2 pp2": (
-        4,
-        {
-            "tensor_model_parallel_size": 2,
-            "pipeline_model_parallel_size": 2,
-            "sequence_parallel": True,
-            "micro_batch_size": 2,
-        },
-    ),
-    "tp2 dp2": (4, {"tensor_model_parallel_size": 2, "micro_batch_size": 2}),
+    "tp2 pp2": (4, {**SP2, **PP2, "micro_batch_size": 2}),
+    "tp2 dp2": (4, {**TP2, "micro_batch_size": 2}),
 }
 
 
@@ -170,42 +163,28 @@ CASES: dict[str, tuple[Slow, dict[str, dict[str, Any]]]] = {
 }
 
 
+LOST = [2, 3]  # a whole micro-batch of responses that could not be scored
+
+
 @pytest.mark.parametrize(
-    ("case", "layout"),
+    ("case", "layout_name", "lost"),
     [
-        ("kl and entropy", "one process"),
-        ("kl and entropy", "tp2 pp2"),
-        ("squared kl", "tp2 dp2"),
-        ("gspo", "tp2 pp2"),
-        ("dual clip", "tp2 dp2"),
-        ("importance weights", "one process"),
-        ("online dpo", "tp2 dp2"),
-        ("online ipo", "tp2 pp2"),
+        ("kl and entropy", "one process", []),
+        ("kl and entropy", "tp2 pp2", []),
+        ("squared kl", "tp2 dp2", []),
+        ("gspo", "tp2 pp2", []),
+        ("dual clip", "tp2 dp2", []),
+        ("importance weights", "one process", []),
+        ("online dpo", "tp2 dp2", []),
+        ("online ipo", "tp2 pp2", []),
+        ("kl and entropy", "tp2 pp2", LOST),
+        ("gspo", "tp2 pp2", LOST),
+        ("dual clip", "tp2 dp2", LOST),
+        ("online dpo", "tp2 dp2", LOST),
     ],
 )
 def test_gradient_equals_a_loop_over_transformers(
-    warm_runtime: Any, tmp_path: Path, case: str, layout: str
-) -> None:
-    check_gradient(warm_runtime, tmp_path, case, layout, lost=[])
-
-
-@pytest.mark.parametrize(
-    ("case", "layout"),
-    [
-        ("kl and entropy", "tp2 pp2"),
-        ("gspo", "tp2 pp2"),
-        ("dual clip", "tp2 dp2"),
-        ("online dpo", "tp2 dp2"),
-    ],
-)
-def test_responses_that_could_not_be_scored_have_no_gradient(
-    warm_runtime: Any, tmp_path: Path, case: str, layout: str
-) -> None:
-    check_gradient(warm_runtime, tmp_path, case, layout, lost=[2, 3])  # a whole micro-batch
-
-
-def check_gradient(
-    runtime: Any, tmp_path: Path, case: str, layout_name: str, lost: list[int]
+    warm_runtime: Any, tmp_path: Path, case: str, layout_name: str, lost: list[int]
 ) -> None:
     slow, sections = CASES[case]
     model = make_llama(tmp_path / "lm", TIED).double()
@@ -223,7 +202,7 @@ def check_gradient(
         **{"reward": {"kind": RewardKind.RULE}, **sections},
     )  # fmt: skip
     layout = config.layout(Role.ACTOR_ROLLOUT)
-    group = build_group(runtime, layout, ActorRole, config)
+    group = build_group(warm_runtime, layout, ActorRole, config)
     report = update(group, ActorRole.update_policy, rollouts, experience, KL_COEF)
     group.call_engine(TrainEngine.export, tmp_path / "out", None).result()
     before, after = (read_folder(tmp_path / name) for name in ("lm", "out"))

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -16,35 +13,20 @@ from transformers import PreTrainedTokenizerFast
 
 from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from mindspeed_rlxf.cluster.group import RoleGroup, Sharded
-from mindspeed_rlxf.config.enums import RewardKind, Role
+from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import ArchitectureConfig, RunConfig
 from mindspeed_rlxf.data.batch import Experience, RoleOutput, Rollouts
-from mindspeed_rlxf.data.handlers import MapKeys
-from mindspeed_rlxf.data.preprocessing.pipeline import PreprocessOptions, preprocess
 from mindspeed_rlxf.roles import objectives
 from mindspeed_rlxf.roles.actor import ActorGroup, ActorRole
 from mindspeed_rlxf.roles.rollout import RolloutGroup
 from mindspeed_rlxf.trainer.preflight import prepare
-from tests.chaos.same_run import MACHINE_METRICS
 from tests.distributed.llamas import PLAIN, TIED, make_llama, make_pair, run_config
 from tests.distributed.samples import make_experience
 from tests.distributed.test_parity_with_transformers import make_prompts
 from tests.training import train
 
-DATA = Path(os.environ.get("RLXF_DATA", Path(__file__).parents[3] / "shared" / "data"))
-GSM8K = DATA / "gsm8k"
 VOCAB = 384
 LEARNERS = "actor_rollout", "critic"
-ON_GSM8K: dict[str, dict[str, Any]] = {
-    "data": {
-        "prompt_key": "question",
-        "ground_truth_key": "answer",
-        "default_data_source": "openai/gsm8k",
-    },
-    "reward": {"kind": RewardKind.RULE, "model": None, "architecture": None, "load": None},
-    "actor_rollout": {"max_prompt_length": 400, "max_new_tokens": 24, "do_sample": True},
-    "training": {"seq_length": 424},
-}
 
 
 class RecordingActor(ActorRole):
@@ -158,121 +140,6 @@ def assert_timeline_is_that_of(metrics: list[dict[str, float]], run: RunDirector
         for event in own.values():
             assert whole["ts"] - 2 <= event["ts"]  # rounded, and by another clock than its length
             assert event["ts"] + event["dur"] <= whole["ts"] + whole["dur"] + 50_000
-
-
-@pytest.mark.long
-def test_roles_may_have_different_layouts(warm_runtime: Any, tmp_path: Path) -> None:
-    """Replicas of different roles see different samples, so different longest responses."""
-    architecture = PLAIN.model_copy(update={"vocab_size": VOCAB})
-    lm, scored = make_pair(tmp_path, architecture)
-    prompts = [f"count to {n}" for n in range(40)]
-    write_prompts(tmp_path / "train.jsonl", prompts)
-    write_tokenizer(tmp_path / "tokenizer", prompts)
-    tp2, pp2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
-    # Every eighth token ends a response: early, and at very different lengths.
-    stops = {"stop_token_ids": tuple(range(0, VOCAB, 8))}
-    same = small_run(tmp_path, "same", lm, scored, architecture, {}, 2, actor_rollout=stops)
-    mixed = small_run(
-        tmp_path,
-        "mixed",
-        lm,
-        scored,
-        architecture,
-        {},
-        2,
-        actor_rollout={**stops, **pp2},
-        ref=tp2,
-        reward=pp2,
-    )
-    for ours, theirs in zip(
-        metrics_of(same, warm_runtime), metrics_of(mixed, warm_runtime), strict=True
-    ):
-        assert ours["response_length/min"] < ours["response_length/max"]
-        for name in ours:
-            if not name.startswith((*MACHINE_METRICS, "rollout")):
-                assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
-
-
-@pytest.mark.skipif(not GSM8K.is_dir(), reason=f"GSM8K is not at {GSM8K} (set RLXF_DATA)")
-def test_gsm8k_runs_at_dp2_tp2_and_pp2(warm_runtime: Any, tmp_path: Path) -> None:
-    architecture = TIED.model_copy(
-        update={"vocab_size": VOCAB, "max_position_embeddings": 512, "hidden_size": 64}
-    )
-    lm, scored = make_pair(tmp_path, architecture)
-    rows = (GSM8K / "train.jsonl").read_text(encoding="utf-8").splitlines()[:64]
-    questions = [json.loads(row)["question"] for row in rows]
-    (tmp_path / "train.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    write_tokenizer(tmp_path / "tokenizer", questions)
-    curves = {}
-    for name, layout in (
-        ("dp2", {}),
-        ("tp2", {"tensor_model_parallel_size": 2}),
-        ("pp2", {"pipeline_model_parallel_size": 2}),
-    ):
-        config = small_run(
-            tmp_path,
-            name,
-            lm,
-            scored,
-            architecture,
-            {**layout, "micro_batch_size": 2},
-            2,
-            **ON_GSM8K,
-        )
-        curves[name] = metrics_of(config, warm_runtime)
-    for name, curve in curves.items():
-        assert len(curve) == 3, name
-        assert abs(curve[0]["critic/kl"]) <= 1e-5, name
-        for metrics in curve:
-            assert all(value == value for value in metrics.values()), name  # no NaN
-            assert metrics["prompt_length/mean"] > 40
-            assert 1 <= metrics["response_length/mean"] <= 24
-            assert 0.0 <= metrics["critic/score/mean"] <= 1.0
-            assert metrics["actor/grad_norm"] > 0 and metrics["critic/grad_norm"] > 0
-            assert abs(metrics["critic/advantages/mean"]) < 1e-6
-            assert metrics["rollout/log_prob_gap_mean"] < 1e-4
-        for ours, theirs in zip(curves["dp2"], curve, strict=True):
-            for key in ("critic/score/mean", "critic/vf_loss", "actor/entropy", "critic/kl"):
-                assert ours[key] == pytest.approx(theirs[key], rel=2e-3, abs=1e-5), (name, key)
-
-
-@pytest.mark.skipif(not GSM8K.is_dir(), reason=f"GSM8K is not at {GSM8K} (set RLXF_DATA)")
-@pytest.mark.long
-def test_the_run_from_the_indexed_form_is_that_from_parquet(
-    warm_runtime: Any, tmp_path: Path
-) -> None:
-    architecture = PLAIN.model_copy(update={"vocab_size": VOCAB, "max_position_embeddings": 512})
-    lm, scored = make_pair(tmp_path, architecture)
-    rows = (GSM8K / "train.jsonl").read_text(encoding="utf-8").splitlines()[:64]
-    table = pa.Table.from_pylist([json.loads(row) for row in rows])
-    parquet, prefix = tmp_path / "train.parquet", tmp_path / "indexed" / "gsm8k"
-    pq.write_table(table, parquet)
-    tokenizer = tmp_path / "tokenizer"
-    write_tokenizer(tokenizer, table["question"].to_pylist())
-    keys = MapKeys(prompt="question")
-    preprocess(PreprocessOptions((str(parquet),), str(prefix), str(tokenizer), map_keys=keys))
-    runs = {}
-    places = {"parquet": {"train_files": str(parquet)}, "indexed": {"data_path": str(prefix)}}
-    for name, place in places.items():
-        config = small_run(
-            tmp_path,
-            name,
-            lm,
-            scored,
-            architecture,
-            {"micro_batch_size": 2},
-            2,
-            **{**ON_GSM8K, "data": {**ON_GSM8K["data"], "train_files": (), **place}},
-        )
-        metrics = metrics_of(config, warm_runtime)
-        samples = (tmp_path / name / "samples.jsonl").read_text(encoding="utf-8").splitlines()
-        kept = MACHINE_METRICS
-        runs[name] = (
-            [{k: v for k, v in line.items() if not k.startswith(kept)} for line in metrics],
-            [json.loads(sample) for sample in samples],
-        )
-    assert len(runs["parquet"][1]) == 3 * 8
-    assert runs["indexed"] == runs["parquet"]
 
 
 def small_run(

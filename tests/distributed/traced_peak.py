@@ -34,6 +34,7 @@ from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticRole
 from tests.distributed.groups import build_group
 from tests.distributed.llamas import make_llama, run_config
+from tests.distributed.test_memory_plan import measured
 from tests.rows import made_rollouts
 
 WIDE = ArchitectureConfig(
@@ -93,17 +94,6 @@ class _Traced:
 
     engine: Any
 
-    def state_bytes(self) -> int:
-        """Return the bytes of weights, gradients and optimizer state."""
-        chain = getattr(self.engine.optimizer, "chained_optimizers", [self.engine.optimizer])
-        adams = [part.optimizer for part in chain]
-        tensors = [*self.engine.module.parameters()]
-        tensors += [v for adam in adams for s in adam.state.values() for v in s.values()]
-        tensors += [p for adam in adams for g in adam.param_groups for p in g["params"]]
-        tensors += [buffer.grad_data for model in self.engine.models for buffer in model.buffers]
-        storages = [t.untyped_storage() for t in tensors if isinstance(t, torch.Tensor)]
-        return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
-
     def forward(self, rollouts: Rollouts) -> None:
         raise NotImplementedError
 
@@ -123,7 +113,7 @@ class _Traced:
         peaks = {}
         for name, phase in phases.items():
             with offload.holding():  # offloads every part that may be offloaded
-                before = self.state_bytes()
+                before = sum(measured(self.engine)[0])
             peaks[name] = before + traced_peak(phase)
         return RoleOutput(report=peaks)
 

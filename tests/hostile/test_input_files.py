@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import json
 import signal
-import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from mindspeed_rlxf.checkpoint.store import RunStore
-from mindspeed_rlxf.config.schema import DataConfig
 from mindspeed_rlxf.data.indexed_prompts import HEADER, MAGIC, BrokenIndex, IndexedReader
-from mindspeed_rlxf.data.prompts import load_prompts
 from mindspeed_rlxf.data.sidecar import read_sidecar
-from mindspeed_rlxf.data.tokenizer import load_tokenizer
 from mindspeed_rlxf.weights.formats import find_weights
-from mindspeed_rlxf.weights.hf_folder import HfFolder
-from tests.unit.data.byte_tokenizer import byte_tokenizer, write_tokenizer
 
 SECONDS = 30
 
@@ -39,26 +32,6 @@ def deadline() -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
-def prompts(file: Path) -> Any:
-    return load_prompts(str(file), byte_tokenizer(), DataConfig(train_files=["x"]), 100)
-
-
-def tokenizer(file: Path) -> Any:
-    write_tokenizer(file.parent / "good")
-    for made in (file.parent / "good").iterdir():
-        if made.name != file.name:
-            made.rename(file.parent / made.name)
-    return load_tokenizer(str(file.parent))
-
-
-def indexed(file: Path) -> Any:
-    """Read an indexed data set, one file of which is there."""
-    header = HEADER.pack(MAGIC, 1, 4, 0, 1) + bytes(8)
-    other, content = (".bin", b"") if file.suffix == ".idx" else (".idx", header)
-    file.with_suffix(other).write_bytes(content)
-    return IndexedReader(file.with_suffix(""))
-
-
 @pytest.mark.parametrize(
     "text", ["9" * 400, "1" * 5000, "\x1b[2J", "../..", "-1", "¹", "x" * 4000], ids=range(7)
 )
@@ -69,9 +42,6 @@ def test_a_hostile_pointer_is_the_users_mistake(text: str, tmp_path: Path) -> No
     assert "copy it again" in str(error.value) and len(str(error.value)) < 1000
     (tmp_path / "exported_iteration.txt").write_text(text)
     assert RunStore(tmp_path).exported() in (None, -1, int("9" * 400))
-
-
-ABSURD: list[Any] = [10**12, 10**400, -1, "2", [2], {"a": 2}, 1e12, float("nan"), float("inf"), 0.5]
 
 
 def index(folder: Path, size: int, lengths: list[int], offsets: list[int], content: int) -> Path:
@@ -113,9 +83,3 @@ def test_a_column_of_a_sidecar_must_be_a_file_name_without_folders(
     (tmp_path / "a_packed_meta.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"columns\.0\.file is not valid"):
         read_sidecar(tmp_path / "a")
-
-
-def test_a_header_longer_than_its_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 2**62) + b"{}")
-    with pytest.raises(ValueError, match="damaged or truncated"):
-        HfFolder(tmp_path)

@@ -196,9 +196,3 @@ def test_streams_of_another_kind_of_device_are_left(good: Path, checkpoint: Path
     change(checkpoint / STREAMS, ("megatron", "model-parallel-rng"), "00" * 16)
     sign(checkpoint)
     assert "random streams of the ranks start from the seed" in goes_on(good)
-
-
-@pytest.mark.long
-def test_a_run_resumes_from_an_unchanged_checkpoint(good: Path, checkpoint: Path) -> None:
-    sign(checkpoint)
-    goes_on(good)

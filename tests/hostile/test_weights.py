@@ -118,11 +118,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: root / name for name in ("bin", "legacy", "sharded")}
 
 
-@pytest.mark.parametrize("kind", ["bin", "legacy", "sharded"])
-def test_the_valid_folders_are_converted(made: dict[str, Path], tmp_path: Path, kind: str) -> None:
-    assert main([str(made[kind]), str(tmp_path / "back"), "--to", "hf"]) == 0
-
-
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_hostile_file_is_one_error_line_and_runs_nothing(
@@ -144,17 +139,3 @@ def test_a_hostile_file_is_one_error_line_and_runs_nothing(
     assert said[-1].startswith("error: ")
     assert all(line.endswith(" s") for line in said[:-1]), "lines of progress"
     assert os.listdir(tmp_path / "work") == [] and not (tmp_path / "back").exists()
-
-
-RUN = ("a function of the system", "a function of posix", "a program of the shell", "eval",
-       "eval by its old name", "an attribute of a module", "a pickle in a pickle",
-       "an object of an older opcode")  # fmt: skip
-
-
-@pytest.mark.parametrize("program", RUN)
-def test_the_programs_run_where_they_are_let(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    pickle.loads(PROGRAMS[program])
-    assert (tmp_path / MARK).is_dir()

@@ -166,21 +166,6 @@ def test_nodes_that_lack_devices_are_named_and_nothing_is_held(
     assert "resource_pool.small" not in str(missing.value)
 
 
-def test_a_group_that_is_placed_is_not_late(nodes: Nodes) -> None:
-    """Also if the wait for another has taken the whole time."""
-    from ray.util.placement_group import placement_group, remove_placement_group
-
-    from mindspeed_rlxf.cluster.ray.node_tools import _find_late_pools
-
-    wait_until_free(3)
-    groups = {name: placement_group([{"lab": count}]) for name, count in (("big", 3), ("fits", 2))}
-    try:
-        assert _find_late_pools(groups, 1.0) == ["big"]
-    finally:
-        for group in groups.values():
-            remove_placement_group(group)
-
-
 @pytest.mark.long
 def test_a_late_node_is_waited_for_and_ranks_follow_the_list(
     make_pools: Callable[..., Any], nodes: Nodes

@@ -98,21 +98,6 @@ def test_a_consumer_starts_when_its_own_rows_are_there(make_pools: MakePools) ->
     assert reply.started < late.started + late.seconds - 0.3
 
 
-def test_large_rows_reach_other_ranks_and_their_own(make_pools: MakePools) -> None:
-    producer, consumer = [build(pool) for pool in make_pools(1, 2)]
-    numbers = Numbers(torch.arange(20_000))  # 160 kB: Ray stores them in shared memory
-    rows = producer.call(StandIn.make, Sharded([numbers])).rows()
-    halves = consumer.call(StandIn.read, rows).result()
-    assert [n for half in halves for n in half.numbers] == list(range(20_000))
-    own = producer.call(StandIn.read, rows.take([19_999, 0])).result()
-    assert own[0].numbers == [19_999, 0]
-
-
-def test_collections_of_the_driver_leave_its_imports_alone(make_pools: MakePools) -> None:
-    make_pools(1)
-    assert gc.get_freeze_count() > 100_000
-
-
 @pytest.mark.parametrize("count", [2, 20_000], ids=["inline", "shared memory"])
 def test_a_role_may_change_its_rows_and_what_it_returned(make_pools: MakePools, count: int) -> None:
     (pool,) = make_pools(1)

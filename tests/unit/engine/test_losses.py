@@ -35,37 +35,29 @@ def reported(output: LossOutput, name: str) -> float:
     return float(output.metrics[name].total) / output.metrics[name].weight
 
 
-def test_token_losses_are_summed_and_weighed_by_their_number() -> None:
-    loss = torch.tensor([1.0, 2.0, 6.0], requires_grad=True)
-    output = output_of(loss, [2, 1], LossNormalizer.MINIBATCH_TOKENS, coefficient=0.5)
-    assert output.weight == 3
-    assert float(output.loss) == 4.5  # 9 * 0.5
+@pytest.mark.parametrize(
+    ("normalizer", "loss", "weight", "part"),
+    [
+        # losses 1, 2, 6 of responses of 2 and 1 of at most 8 tokens; coefficient 0.5
+        (LossNormalizer.MINIBATCH_TOKENS, 0.5 * 9, 3, 3.0),
+        (LossNormalizer.MICRO_BATCH_MEAN, 0.5 * 3, 1, 3.0),
+        (LossNormalizer.SEQUENCE_MEANS, 0.5 * (1.5 + 6), 2, 3.75),
+        (LossNormalizer.SEQUENCE_SUMS, 0.5 * (3 / 8 + 6 / 8), 2, 9 / 16),
+    ],
+)
+def test_losses_are_averaged_by_hand(
+    normalizer: LossNormalizer, loss: float, weight: int, part: float
+) -> None:
+    output = output_of(torch.tensor([1.0, 2, 6], requires_grad=True), [2, 1], normalizer, 0.5)
+    assert (float(output.loss.detach()), output.weight) == (loss, weight)
     # metrics without the coefficient and without gradient
-    assert reported(output, "part") == reported(output, "each") == 3.0
+    assert (reported(output, "part"), reported(output, "each")) == (part, 3.0)
     assert not output.metrics["part"].total.requires_grad
 
 
-def test_mean_of_a_micro_batch_counts_once_whatever_its_length() -> None:
-    loss = torch.tensor([1.0, 2.0, 6.0], requires_grad=True)
-    output = output_of(loss, [2, 1], LossNormalizer.MICRO_BATCH_MEAN, coefficient=0.5)
-    assert output.weight == 1
-    assert float(output.loss) == 1.5
-    assert reported(output, "part") == reported(output, "each") == 3.0
-
-
-def test_responses_count_once_whatever_their_length() -> None:
-    loss = torch.tensor([1.0, 2.0, 6.0], requires_grad=True)
-    means = output_of(loss, [2, 1], LossNormalizer.SEQUENCE_MEANS)
-    assert means.weight == 2 and float(means.loss) == 7.5  # 1.5 + 6
-    assert reported(means, "part") == 3.75 and reported(means, "each") == 3.0
-
-
 def test_sums_of_responses_are_divided_by_the_largest_length() -> None:
-    # responses of 2 and 1 of at most 8 tokens: (3 / 8 + 6 / 8) / 2 = 9 / 16, each slope 1 / 16
     loss = torch.tensor([1.0, 2.0, 6.0], requires_grad=True)
     sums = output_of(loss, [2, 1], LossNormalizer.SEQUENCE_SUMS)
-    assert sums.weight == 2 and float(sums.loss) / 2 == 9 / 16
-    assert reported(sums, "part") == 9 / 16 and reported(sums, "each") == 3.0
     (slope,) = torch.autograd.grad(sums.loss / sums.weight, loss)
     assert slope.tolist() == [1 / 16] * 3
 
@@ -128,5 +120,5 @@ def test_micro_batches_change_neither_loss_nor_gradient(
 def test_a_micro_batch_without_tokens_has_no_weight(normalizer: LossNormalizer) -> None:
     loss = torch.zeros(0, requires_grad=True)
     output = output_of(loss * 1.0, [0, 0], normalizer)
-    assert (float(output.loss), output.weight) == (0.0, 0)
+    assert (float(output.loss.detach()), output.weight) == (0.0, 0)
     assert [metric.weight for metric in output.metrics.values()] == [0, 0]

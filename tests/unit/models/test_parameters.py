@@ -194,15 +194,6 @@ def test_every_tensor_is_on_one_pipeline_rank(
         assert len(names) == len(set(names))
 
 
-def test_a_later_stage_counts_its_layers_from_zero() -> None:
-    norm = next(
-        p
-        for p in rank_parameters(architecture(), Head.LANGUAGE_MODEL, 1, 2)
-        if p.name == "decoder.layers.1.input_layernorm.weight"
-    )
-    assert norm.sources == ("model.layers.3.input_layernorm.weight",)
-
-
 def test_chunks_of_a_rank_are_stages_of_a_longer_pipeline() -> None:
     """Eight layers on two ranks of two chunks (Megatron): rank 0 has 0, 1 and 4, 5; rank 1 has 2, 3
     and 6, 7."""

@@ -81,27 +81,6 @@ def test_a_killed_scoring_process_takes_its_programs_with_it(keys: dict[str, Any
     assert good.result == after.result and good.result is not None
 
 
-def test_programs_end_with_a_scoring_process_that_ends_by_itself() -> None:
-    """It is killed from outside while a program is running, and the pool goes on."""
-    skip_without_bubblewrap()
-    before = set(psutil.Process().children())
-    pool = WorkerPool(make_plan(reward(cpu_s=60, wall_s=60)), 1, 60.0, MEMORY)
-    assert pool.submit(sample(ADD)).result(60).result is not None
-    running = pool.submit(sample(SPAWN))
-    (process,) = set(psutil.Process().children()) - before
-    deadline = time.monotonic() + 20
-    while len(process.children(recursive=True)) < 6 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    process.kill()
-    assert running.result(60).cause is Cause.EXIT
-    assert pool.submit(sample(ADD)).result(60).result is not None
-    pool.close()
-    deadline = time.monotonic() + 10
-    while (left := programs()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not left
-
-
 def test_a_scoring_process_has_the_sandbox_of_the_configuration(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

@@ -179,15 +179,6 @@ def test_remax_subtracts_the_shaped_score_of_the_greedy_response() -> None:
     assert_close(experience.advantages[:, 0], torch.tensor([1.0, -2.0, -4.5, -1.0]))
 
 
-def test_whitening_is_over_the_tokens_of_the_batch() -> None:
-    experience, _, _ = made(
-        AdvEstimator.REINFORCE_PLUS_PLUS_BASELINE, advantage_whiten=AdvantageWhiten.BATCH
-    )
-    inside = experience.advantages[experience.trained_mask]
-    assert_close(inside.mean(), torch.tensor(0.0), rtol=0, atol=1e-6)
-    assert_close(inside.var(), torch.tensor(1.0))
-
-
 def test_rewards_are_scaled_to_variance_one_and_keep_their_mean() -> None:
     plain, before, _ = made(AdvEstimator.REINFORCE_PLUS_PLUS)
     white, after, kl = made(AdvEstimator.REINFORCE_PLUS_PLUS, whiten_rewards=True)

@@ -174,9 +174,3 @@ def test_log_probs_of_training_and_generation_are_compared_on_these_tokens() -> 
     role = roles()[0]
     gap = role.log_probs(rollouts()).report.gap
     assert (gap.count, gap.largest, gap.smallest) == (3, 0.25, 0.25)
-
-
-def test_only_tokens_of_a_response_can_be_learnt_from() -> None:
-    columns: dict[str, Any] = {**vars(rollouts()), "trained_mask": ~THERE | TRAINED}
-    with pytest.raises(AssertionError):
-        Rollouts(**columns)

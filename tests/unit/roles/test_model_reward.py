@@ -189,13 +189,3 @@ def test_the_label_of_a_row_chooses_between_model_and_rules(
         output = role.score_beside_rules(rows, rules)
     assert output.report.scores == [1.0, 5.0]
     assert output.report.parts == [{"mine": 1.0}, {"model": 5.0}]
-
-
-@pytest.mark.parametrize(("positions", "limit"), [(-1, None), (None, None), (512, 512)])
-def test_a_number_that_is_no_length_is_no_limit(positions: int | None, limit: int | None) -> None:
-    """XLNet has -1 positions, and a tokenizer without a limit says 10**30."""
-    made: Any = Classifier.__new__(Classifier)
-    config = SimpleNamespace(max_position_embeddings=positions)
-    made._model = SimpleNamespace(config=config, named_modules=list)
-    made._tokenizer = SimpleNamespace(model_max_length=10**30)
-    assert made._find_limit(own=True) == limit

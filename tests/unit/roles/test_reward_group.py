@@ -56,13 +56,6 @@ class Ended:
         return [Reply("report", 1, 0.0)]
 
 
-def test_a_call_passes_its_reports_to_its_check() -> None:
-    seen: list[object] = []
-    pending = Pending(Ended(), [0], [1]).require(seen.append)
-    assert pending.result() == ["report"] and seen == [["report"]]
-    assert pending.rows().num_rows == 1 and len(seen) == 1, "rows are not reports"
-
-
 def test_scores_of_a_model_wait_for_those_of_the_functions() -> None:
     """A call that nobody waits for would keep the rows that it reads."""
     functions, model = Ended(), Ended()

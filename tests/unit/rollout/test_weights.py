@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -57,6 +58,24 @@ def test_every_number_arrives_where_it_belongs(name: str, tp: int) -> None:
                 rows = len(expected) if p.split is Split.VOCAB else len(got[p.name])
                 assert torch.equal(got[p.name][:rows], expected), p.name
                 assert not got[p.name][rows:].any(), p.name
+
+
+K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+CHANGES: dict[str, Any] = {
+    f"1 of 39 tensors were not sent, {K_PROJ}": lambda whole: whole.pop(K_PROJ),
+    "layers.9.x is no tensor of this model": lambda whole: whole.update({"layers.9.x": None}),
+    "must have the shape (8, 6), not (7, 6)": lambda w: w.update({K_PROJ: w[K_PROJ][1:]}),
+}
+
+
+@pytest.mark.parametrize("said", [*CHANGES, "was sent already"])
+def test_a_stream_that_is_not_that_of_the_model_is_refused(said: str) -> None:
+    whole: dict[str, Any] = {n: torch.ones(s) for n, s in hf_shapes(PLAIN, LM).items()}
+    sent = [*whole.items()] if said not in CHANGES else []
+    CHANGES.get(said, lambda _: None)(whole)
+    groups: Any = SimpleNamespace(tp=group(0, 1), ep=group(0, 1))
+    with pytest.raises(ValueError, match=re.escape(said)):
+        load_hf_tensors({}, PLAIN, groups, [*sent, *whole.items()])
 
 
 def test_parameters_that_are_not_asked_for_are_passed_over() -> None:
