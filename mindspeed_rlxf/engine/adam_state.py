@@ -68,7 +68,12 @@ def make_slots(optimizer: MegatronOptimizer, step: int) -> None:
             for name in MOMENTS:
                 if name not in state:
                     state[name] = torch.zeros_like(main.data)
-        _set_step(each.optimizer, step)
+        if isinstance(each.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+            for state in each.optimizer.state.values():
+                state["step"] = torch.tensor(float(step), dtype=torch.float32)
+        else:
+            for group in each.optimizer.param_groups:
+                group["step"] = step
 
 
 def count_steps(optimizer: MegatronOptimizer) -> int:
@@ -76,36 +81,11 @@ def count_steps(optimizer: MegatronOptimizer) -> int:
 
     Raises AssertionError if it differs between parameters.
     """
-    steps = {step for each in single_optimizers(optimizer) for step in _step_counts(each.optimizer)}
+    adams = [each.optimizer for each in single_optimizers(optimizer)]
+    holders = [each for adam in adams for each in (*adam.state.values(), *adam.param_groups)]
+    steps = {int(each["step"]) for each in holders if "step" in each}
     assert len(steps) <= 1, f"parameters have taken different numbers of steps: {sorted(steps)}"
     return steps.pop() if steps else 0
-
-
-def _step_counts(adam: torch.optim.Optimizer) -> Iterator[int]:
-    yield from (int(state["step"]) for state in adam.state.values() if "step" in state)
-    yield from (int(group["step"]) for group in adam.param_groups if "step" in group)
-
-
-def _set_step(adam: torch.optim.Optimizer, step: int) -> None:
-    if isinstance(adam, (torch.optim.Adam, torch.optim.AdamW)):
-        for state in adam.state.values():
-            state["step"] = torch.tensor(float(step), dtype=torch.float32)
-    else:
-        for group in adam.param_groups:
-            group["step"] = step
-
-
-def _pair_mains(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each parameter with the tensor that the optimizer updates: an fp32 copy, or itself."""
-    if not optimizer.config.bf16:
-        for group in optimizer.optimizer.param_groups:
-            yield from ((parameter, parameter) for parameter in group["params"])
-        return
-    pairs = zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True)
-    for parameters, mains in pairs:
-        yield from zip(parameters, mains, strict=True)
-    for group in optimizer.fp32_from_fp32_groups:
-        yield from ((parameter, parameter) for parameter in group)
 
 
 def _held_mains(optimizer: Any) -> Iterator[tuple[Tensor, Tensor, int | None]]:
@@ -115,7 +95,14 @@ def _held_mains(optimizer: Any) -> Iterator[tuple[Tensor, Tensor, int | None]]:
     parameters of which Megatron's distributed optimizer has no slice on this rank.
     """
     if not isinstance(optimizer, DistributedOptimizer):
-        yield from ((parameter, main, None) for parameter, main in _pair_mains(optimizer))
+        groups: list[Any] = [(g["params"], g["params"]) for g in optimizer.optimizer.param_groups]
+        if optimizer.config.bf16:  # the optimizer updates fp32 copies
+            halves, copies = optimizer.float16_groups, optimizer.fp32_from_float16_groups
+            groups = list(zip(halves, copies, strict=True))
+            groups += [(group, group) for group in optimizer.fp32_from_fp32_groups]
+        for parameters, mains in groups:
+            for parameter, main in zip(parameters, mains, strict=True):
+                yield parameter, main, None
         return
     for by_dtype in optimizer.gbuf_ranges:
         for buckets in by_dtype.values():

@@ -1,7 +1,6 @@
 """A Megatron model with its schedule and, where it is trained, its optimizer.
 
-Implements the passes and steps of `protocol.TrainEngine` over tensor, pipeline and data parallel
-ranks.
+`TrainEngine` documents the methods of its interface.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ from mindspeed_rlxf.engine.offload import Offload, tensors_of
 from mindspeed_rlxf.engine.parallel import ParallelGroups
 from mindspeed_rlxf.engine.readouts import (
     Read,
-    log_prob_reader,
     loss_reader,
+    read_log_probs,
     read_log_probs_and_kl,
     read_scores,
     read_states,
@@ -149,7 +148,6 @@ class MegatronEngine:
         return made
 
     def offload(self) -> None:
-        """Move the parts that the role's key `offload` names to host memory."""
         self._offload.offload(self._offload.movable)
 
     def onload(self) -> None:
@@ -158,7 +156,7 @@ class MegatronEngine:
             pass
 
     def holding(self, *parts: Part, later: Part | None = None) -> AbstractContextManager[None]:
-        """Return a context manager that keeps parts on the device (see `residency.holding`).
+        """Return a context manager that keeps parts on the device (see `offload.holding`).
 
         later: a part whose copy may still run in the block, until `Offload.await_copies`
         """
@@ -171,11 +169,9 @@ class MegatronEngine:
 
     @property
     def config(self) -> TransformerConfig:
-        """Megatron's configuration, the same for all chunks."""
         return self.chunks[0].config
 
     def _load_weights(self, seed: int) -> None:
-        """Load the weights from `role.load`; draw a score head that is absent from `seed`."""
         assert self.role.load is not None, "checked beforehand"
         folder = open_weights(self.role.load, self.role.architecture, self.role.trust_files)
         absent = self.weights.load(folder)
@@ -202,12 +198,13 @@ class MegatronEngine:
 
     @property
     def is_leader(self) -> bool:
-        """Whether the results of this rank are used for its replica."""
         return self.groups.is_leader
 
     def log_probs(self, rollouts: Rollouts, temperature: float) -> LogProbs | None:
-        """Compute log-probs of the trained tokens, 0 elsewhere; None on ranks but the leader."""
-        flat = self._read_all(rollouts, log_prob_reader(temperature))
+        def read(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
+            return read_log_probs(model, batch, hidden, temperature).log_probs
+
+        flat = self._read_all(rollouts, read)
         return LogProbs(scatter_rows(flat, rollouts.trained_mask)) if self.is_leader else None
 
     def log_probs_with_kl(
@@ -218,17 +215,6 @@ class MegatronEngine:
         None on ranks other than the leader. Both engines must have the same layout, so that a rank
         has the same vocabulary shard of both.
         """
-        weights = [Part.WEIGHTS]
-        with offload.holding((self._offload, weights), (policy._offload, weights)):
-            return self._compare_with_policy(rollouts, temperature, policy)
-
-    def _compare_with_policy(
-        self, rollouts: Rollouts, temperature: float, policy: MegatronEngine
-    ) -> LogProbsWithKl | None:
-        """Compute `log_probs_with_kl`; None on ranks other than the leader."""
-        # Row after row, as the two engines may make different micro-batches.
-        parts = policy._read_all(rollouts, read_states)
-        states = torch.cat(parts) if parts else torch.empty(0)
         counts = rollouts.trained_mask.sum(1)
         starts = (counts.cumsum(0) - counts).tolist()
 
@@ -237,7 +223,12 @@ class MegatronEngine:
             own = states[first : first + len(batch.trained_ids)]
             return read_log_probs_and_kl(model, batch, hidden, policy.chunks[-1], own, temperature)
 
-        flat = self._read_all(rollouts, read)
+        weights = [Part.WEIGHTS]
+        with offload.holding((self._offload, weights), (policy._offload, weights)):
+            # Row after row, as the two engines may make different micro-batches.
+            parts = policy._read_all(rollouts, read_states)
+            states = torch.cat(parts) if parts else torch.empty(0)
+            flat = self._read_all(rollouts, read)
         if not self.is_leader:
             return None
         log_probs, kl = (
@@ -246,7 +237,6 @@ class MegatronEngine:
         return LogProbsWithKl(log_probs, kl)
 
     def values(self, rollouts: Rollouts) -> Values | None:
-        """Compute the values at `readable_slots`, 0 elsewhere; None on ranks but the leader."""
         slots = readable_slots(rollouts.trained_mask, rollouts.response_mask)
 
         def read(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
@@ -256,7 +246,6 @@ class MegatronEngine:
         return Values(scatter_rows(flat, slots)) if self.is_leader else None
 
     def scores(self, rollouts: Rollouts) -> Scores | None:
-        """Return the score head's output at each response's last token; None but on the leader."""
         flat = self._read_all(rollouts, read_scores)
         return Scores(torch.cat(flat).float().cpu()) if self.is_leader else None
 
@@ -311,7 +300,6 @@ class MegatronEngine:
         return metrics
 
     def end_iteration(self) -> float:
-        """Advance the learning-rate schedule; return the rate of the iteration that ends."""
         assert self.optimizer is not None and self.scheduler is not None
         set_gather_in_forward(self.models, False)
         rate = float(self.optimizer.param_groups[0]["lr"])
@@ -320,13 +308,11 @@ class MegatronEngine:
         return rate
 
     def sum_over_replicas(self, tensor: Tensor) -> Tensor:
-        """Return the sum of a small CPU tensor over the data-parallel ranks, as a new tensor."""
         total = tensor.clone()
         dist.all_reduce(total, group=self.groups.dp_host)
         return total
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield Hugging Face's name and the whole tensor of every weight, on every rank."""
         with self.holding(Part.WEIGHTS):
             yield from hf_tensors(self.weights, self.groups, self.role.model_chunks)
 
@@ -366,15 +352,12 @@ class MegatronEngine:
         return copy_side_files(self.source, folder, self.head, self.dtype)
 
     def begin_save(self, folder: Path) -> None:
-        """Copy the training state to the host, and start to write it (see `StateSaver.begin`)."""
         self._saver.begin(folder)
 
     def end_save(self) -> float:
-        """Wait for the files of all ranks; return the seconds (see `StateSaver.end`)."""
         return self._saver.end()
 
     def load_state(self, folder: Path) -> Loaded:
-        """Load weights, optimizer and random streams (see `train_state.load_state`)."""
         with self.holding(Part.WEIGHTS, Part.OPTIMIZER):
             self._offload.mark_changed(Part.WEIGHTS, Part.OPTIMIZER)
             return load_state(self.state, folder)

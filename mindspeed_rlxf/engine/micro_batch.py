@@ -7,6 +7,7 @@ states ([s, b] flattened; packed: b = 1).
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,66 +66,54 @@ def make_micro_batches(
     multiple_of: the token axis is padded to a multiple of it, as sequence parallel splits this axis
     """
     build = _pack_rows if packed else _pad_rows
-    return [build(rollouts, list(rows), multiple_of, device) for rows in groups]
-
-
-def _sequences(rollouts: Rollouts, rows: list[int]) -> list[Tensor]:
     prompts, responses = rollouts.prompt_lengths.tolist(), rollouts.response_lengths.tolist()
-    return [
-        torch.cat(
-            (rollouts.prompt_ids[row, : prompts[row]], rollouts.response_ids[row, : responses[row]])
+    batches = []
+    for rows in map(list, groups):
+        sequences = [
+            torch.cat(
+                (rollouts.prompt_ids[i, : prompts[i]], rollouts.response_ids[i, : responses[i]])
+            )
+            for i in rows
+        ]
+        trained = rollouts.trained_mask[rows]
+        batches.append(
+            MicroBatch(
+                rows=rows,
+                **build(sequences, multiple_of, device),
+                prompt_lengths=rollouts.prompt_lengths[rows],
+                response_lengths=rollouts.response_lengths[rows],
+                trained_mask=trained,
+                trained_ids=rollouts.response_ids[rows][trained].to(device),
+            )
         )
-        for row in rows
-    ]
+    return batches
 
 
-def _lengths_and_targets(
-    rollouts: Rollouts, rows: list[int], device: torch.device
-) -> dict[str, Tensor]:
-    trained = rollouts.trained_mask[rows]
-    return {
-        "prompt_lengths": rollouts.prompt_lengths[rows],
-        "response_lengths": rollouts.response_lengths[rows],
-        "trained_mask": trained,
-        "trained_ids": rollouts.response_ids[rows][trained].to(device),
-    }
-
-
-def _pack_rows(
-    rollouts: Rollouts, rows: list[int], multiple_of: int, device: torch.device
-) -> MicroBatch:
-    sequences = _sequences(rollouts, rows)
+def _pack_rows(sequences: list[Tensor], multiple_of: int, device: torch.device) -> dict[str, Any]:
     lengths = torch.tensor([len(s) for s in sequences])
     fill = -int(lengths.sum()) % multiple_of
     if fill:  # one more sequence, which is never read
         sequences.append(torch.zeros(fill, dtype=torch.long))
     parts = tuple(len(s) for s in sequences)
-    return MicroBatch(
-        rows=rows,
-        token_ids=torch.cat(sequences)[None, :].to(device),
-        positions=torch.cat([torch.arange(n) for n in parts]).to(device),
-        attend=PackedSequences(lengths=parts),
-        starts=lengths.cumsum(0) - lengths,
-        stride=1,
-        **_lengths_and_targets(rollouts, rows, device),
-    )
+    return {
+        "token_ids": torch.cat(sequences)[None, :].to(device),
+        "positions": torch.cat([torch.arange(n) for n in parts]).to(device),
+        "attend": PackedSequences(lengths=parts),
+        "starts": lengths.cumsum(0) - lengths,
+        "stride": 1,
+    }
 
 
-def _pad_rows(
-    rollouts: Rollouts, rows: list[int], multiple_of: int, device: torch.device
-) -> MicroBatch:
-    token_ids = pad_sequence(_sequences(rollouts, rows), batch_first=True)
-    fill = -token_ids.size(1) % multiple_of
-    token_ids = torch.nn.functional.pad(token_ids, (0, fill))
-    return MicroBatch(
-        rows=rows,
-        token_ids=token_ids.to(device),
-        positions=torch.arange(token_ids.size(1)).to(device),
-        attend=None,
-        starts=torch.arange(len(rows)),
-        stride=len(rows),
-        **_lengths_and_targets(rollouts, rows, device),
-    )
+def _pad_rows(sequences: list[Tensor], multiple_of: int, device: torch.device) -> dict[str, Any]:
+    token_ids = pad_sequence(sequences, batch_first=True)
+    token_ids = torch.nn.functional.pad(token_ids, (0, -token_ids.size(1) % multiple_of))
+    return {
+        "token_ids": token_ids.to(device),
+        "positions": torch.arange(token_ids.size(1)).to(device),
+        "attend": None,
+        "starts": torch.arange(len(sequences)),
+        "stride": len(sequences),
+    }
 
 
 Rows = Sequence[int]

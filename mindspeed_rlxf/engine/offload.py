@@ -44,21 +44,16 @@ class _Storage:
         """Return the whole storage as a tensor [elements]."""
         return self.tensor.as_strided((self.num_bytes // self.tensor.itemsize,), (1,), 0)
 
-    @property
-    def on_host(self) -> list[Tensor]:
-        """The host memory, piece by piece, in the dtype of `tensor`."""
-        return [piece.view(self.tensor.dtype) for piece in self.pieces]
-
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (range of the storage on the device, the host memory of the same range)."""
-        hosts = self.on_host
+        hosts = [piece.view(self.tensor.dtype) for piece in self.pieces]
         devices = self.on_device().split([host.numel() for host in hosts])
         yield from zip(devices, hosts, strict=True)
 
     def read(self, start: int, stop: int) -> Tensor:
         """Return a copy of elements `start` to `stop` of the host memory, [stop - start]."""
         copied, at = torch.empty(stop - start, dtype=self.tensor.dtype), 0
-        for piece in self.on_host:
+        for piece in (piece.view(self.tensor.dtype) for piece in self.pieces):
             first, last = max(start, at), min(stop, at + piece.numel())
             if first < last:
                 copied[first - start : last - start] = piece[first - at : last - at]
@@ -288,16 +283,9 @@ def tensors_of(
     }
 
 
-@dataclass(eq=False)
-class _Hold:
-    """Parts that an open `holding` block keeps on the device."""
-
-    offload: Offload
-    parts: frozenset[Part]
-
-
 _known: weakref.WeakSet[Offload] = weakref.WeakSet()
-_holds: list[_Hold] = []
+_holds: list[tuple[Offload, frozenset[Part]]] = []
+"""Engines and their parts that open `holding` blocks keep on the device."""
 
 
 def register(offload: Offload) -> None:
@@ -317,16 +305,16 @@ def holding(
     needs: (offload of an engine, its parts)
     later: parts whose copies may still run in the block; call `Offload.await_copies` before use
     """
-    holds = [_Hold(offload, frozenset(parts)) for offload, parts in needs]
+    holds = [(offload, frozenset(parts)) for offload, parts in needs]
     _holds.extend(holds)
     try:
         for offload in list(_known):  # make room
-            held = frozenset[Part]().union(*(h.parts for h in _holds if h.offload is offload))
+            held = frozenset[Part]().union(*(parts for o, parts in _holds if o is offload))
             offload.offload(offload.movable - held)
-        for hold in holds:
-            hold.offload.onload(hold.parts)
-        for hold in holds:
-            hold.offload.await_copies(*(hold.parts - frozenset(later)))
+        for offload, parts in holds:
+            offload.onload(parts)
+        for offload, parts in holds:
+            offload.await_copies(*(parts - frozenset(later)))
         yield
     finally:
         for hold in holds:

@@ -19,15 +19,6 @@ Read: TypeAlias = Callable[[TransformerModel, MicroBatch, Tensor], Tensor]
 """(last chunk of the model, micro-batch, its hidden states) -> result of the micro-batch."""
 
 
-def log_prob_reader(temperature: float) -> Read:
-    """Return a function that computes the trained tokens' log-probs from hidden states."""
-
-    def read(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
-        return read_log_probs(model, batch, hidden, temperature).log_probs
-
-    return read
-
-
 def loss_reader(
     step: PolicyStep | ValueStep,
 ) -> Callable[[TransformerModel, MicroBatch, Tensor], LossOutput]:

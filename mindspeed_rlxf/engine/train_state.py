@@ -52,7 +52,7 @@ from mindspeed_rlxf.weights.state_files import (
 )
 
 STATE = "state.json"
-RANDOM = "random"
+RANDOM_FILE = "random/rank_{:05d}.json"
 Read = Callable[[Tensor, int, int], Tensor]
 """(tensor, start, stop) -> copy on the host of elements start to stop, flattened."""
 
@@ -106,7 +106,7 @@ class StateSaver:
         """
         assert self._writing is None, "the save before this one has not been ended"
         state, rank = self._state, dist.get_rank()
-        texts = {_random_file(rank): json.dumps(_random_state(state.groups))}
+        texts = {RANDOM_FILE.format(rank): json.dumps(_random_state(state.groups))}
         if rank == 0:
             texts[STATE] = json.dumps(saved_numbers(state), indent=1)
         with state.groups.active():
@@ -165,7 +165,13 @@ def load_state(state: TrainState, folder: Path) -> Loaded:
     result is False. If the folder has damage, another model or no state, or cannot be read for some
     seconds, all ranks return that instead of raising; the state may be loaded in part then.
     """
-    checked = _agree(lambda: _check_share(folder))
+
+    def check() -> None:  # each rank hashes a part of all files
+        files = role_entries(folder)[dist.get_rank() :: dist.get_world_size()]
+        if damage := find_damage(folder, files):
+            raise ValueError("; ".join(f"{folder.name}/{problem}" for problem in damage))
+
+    checked = _agree(check)
     if checked.problem or checked.unreadable:
         return checked
     same: list[bool] = []
@@ -180,13 +186,6 @@ def _agree(step: Callable[[], None]) -> Loaded:
         "; ".join(dict.fromkeys(each.problem for each in found if each.problem)),
         "; ".join(dict.fromkeys(each.unreadable for each in found if each.unreadable)),
     )
-
-
-def _check_share(folder: Path) -> None:
-    """Read and hash this rank's part of all files. Raises ValueError that names damage."""
-    files = role_entries(folder)[dist.get_rank() :: dist.get_world_size()]
-    if damage := find_damage(folder, files):
-        raise ValueError("; ".join(f"{folder.name}/{problem}" for problem in damage))
 
 
 def _load_share(state: TrainState, folder: Path) -> bool:
@@ -204,8 +203,12 @@ def _load_share(state: TrainState, folder: Path) -> bool:
     state.scheduler.step(increment=0)  # the rates of the configuration at this step
     if numbers["layout"] != _layout_numbers(state):
         return False
-    streams = folder / _random_file(dist.get_rank())
-    return _load_random_state(state.groups, json.loads(streams.read_bytes()))
+    streams = json.loads((folder / RANDOM_FILE.format(dist.get_rank())).read_bytes())
+    if not facade.load_process_state(streams["process"]):
+        return False
+    megatron = {name: facade.from_text(text) for name, text in streams["megatron"].items()}
+    state.groups.random_states = megatron
+    return True
 
 
 def _copy_share(state: TrainState, read: Read) -> Iterator[HeldBox]:
@@ -229,11 +232,6 @@ def _copy_share(state: TrainState, read: Read) -> Iterator[HeldBox]:
 def _copy_range(
     read: Read, slot: str, shard: Shard, tensor: Tensor, start: int, flat: range
 ) -> Iterator[HeldBox]:
-    """Copy a range of a shard to the host; yield it as boxes, nothing for an empty range.
-
-    tensor: the elements of the shard from `start` on
-    flat:   the range, in elements of the flattened shard
-    """
     if flat:
         copied = read(tensor, flat.start - start, flat.stop - start)
         yield from shard.held_boxes(slot, copied, flat)
@@ -293,7 +291,6 @@ def saved_numbers(state: TrainState) -> dict[str, Any]:
 
 
 def _layout_numbers(state: TrainState) -> dict[str, int]:
-    """Return the world size, the role's tp, pp and ep sizes and its model chunks, as saved."""
     groups = state.groups
     return {
         "world_size": dist.get_world_size(),
@@ -304,26 +301,9 @@ def _layout_numbers(state: TrainState) -> dict[str, int]:
     }
 
 
-def _random_file(rank: int) -> str:
-    return f"{RANDOM}/rank_{rank:05d}.json"
-
-
 def _random_state(groups: ParallelGroups) -> dict[str, Any]:
-    """Return the states of the process's random generators and of this role's Megatron streams."""
     streams = groups.random_states
     return {
         "process": facade.process_state(),
         "megatron": {name: facade.to_text(state) for name, state in streams.items()},
     }
-
-
-def _load_random_state(groups: ParallelGroups, state: dict[str, Any]) -> bool:
-    """Set the random streams; change nothing and return False if another kind of device wrote them.
-
-    state: what `_random_state` returned
-    """
-    if not facade.load_process_state(state["process"]):
-        return False
-    texts = state["megatron"]
-    groups.random_states = {name: facade.from_text(text) for name, text in texts.items()}
-    return True

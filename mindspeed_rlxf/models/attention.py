@@ -200,22 +200,19 @@ class PackedSequences(Attend):
         if fused is not None:
             return fused(query, key, value, self.lengths)
         if self._padded:
-            return self._attend_padded(query, key, value)
+            gather, scatter = self._padding_index(query.device)
+            shape = len(self.lengths), max(self.lengths)
+            padded = (
+                x.index_select(0, gather).view(*shape, *x.shape[1:]).transpose(1, 2)
+                for x in (query, key, value)
+            )
+            out = causal_attention(*padded)
+            return out.transpose(1, 2).flatten(0, 1).index_select(0, scatter)
         outs = [
             causal_attention(*(x.transpose(0, 1).unsqueeze(0) for x in parts))
             for parts in zip(*(x.split(self.lengths) for x in (query, key, value)), strict=True)
         ]
         return torch.cat([out.squeeze(0).transpose(0, 1) for out in outs])
-
-    def _attend_padded(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        gather, scatter = self._padding_index(query.device)
-        rows, width = len(self.lengths), max(self.lengths)
-
-        def padded(x: Tensor) -> Tensor:
-            return x.index_select(0, gather).view(rows, width, *x.shape[1:]).transpose(1, 2)
-
-        out = causal_attention(padded(query), padded(key), padded(value))
-        return out.transpose(1, 2).flatten(0, 1).index_select(0, scatter)
 
     def _padding_index(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the indices that pad packed tokens, and those that pack padded tokens.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -51,11 +50,6 @@ class ExpertWeights:
             return None
         first, last = (experts[i].linear_fc1.weight.storage_offset() for i in (0, -1))
         return cls(widens, narrows, last < first)
-
-    @cached_property
-    def transposed(self) -> tuple[Tensor, Tensor]:
-        """Views of `widens` and `narrows` with the last two axes swapped, for rows @ weight."""
-        return self.widens.transpose(1, 2), self.narrows.transpose(1, 2)
 
 
 class GroupedExperts:
@@ -111,12 +105,12 @@ def gated_products(rows: Tensor, shares: Tensor, ends: Tensor, weights: ExpertWe
             results are undefined
     """
     assert _GROUPED is not None, "checked in `ExpertWeights.of`"
-    (widens, narrows), dtype = weights.transposed, rows.dtype
-    gate, up = _GROUPED(rows, widens, offs=ends).chunk(2, dim=-1)
+    dtype = rows.dtype
+    gate, up = _GROUPED(rows, weights.widens.transpose(1, 2), offs=ends).chunk(2, dim=-1)
     del rows  # in a prefill these tensors are large
     inner = (F.silu(gate) * up * shares[:, None]).to(dtype)
     del gate, up
-    return _GROUPED(inner, narrows, offs=ends)  # type: ignore[no-any-return]
+    return _GROUPED(inner, weights.narrows.transpose(1, 2), offs=ends)  # type: ignore[no-any-return]
 
 
 class GroupedMLP(SequentialMLP):  # type: ignore[misc]
@@ -148,11 +142,15 @@ class GroupedMLP(SequentialMLP):  # type: ignore[misc]
         counts = tokens_per_expert.to(hidden.device)
         if not weights.is_reversed:
             return _weighted_mlp(hidden, counts, probabilities, weights, experts), None
-        order = _reversed_order(counts, len(hidden))
+        first = (counts.cumsum(0) - counts).flip(0)
+        turned = counts.flip(0)
+        shift = first - (turned.cumsum(0) - turned)
+        index = torch.arange(len(hidden), device=counts.device)
+        order = index + torch.repeat_interleave(shift, turned, output_size=len(hidden))
         back = order.argsort()
         rows = (_Permute.apply(each, order, back) for each in (hidden, probabilities))
         hidden, probabilities = rows
-        out = _weighted_mlp(hidden, counts.flip(0), probabilities, weights, experts[::-1])
+        out = _weighted_mlp(hidden, turned, probabilities, weights, experts[::-1])
         return _Permute.apply(out, back, order), None
 
 
@@ -170,14 +168,6 @@ def _weighted_mlp(
     gate, up = _Product.apply(hidden, weights.widens, ends, *fc1).chunk(2, dim=-1)
     inner = (F.silu(gate) * up * probabilities[:, None]).to(hidden.dtype)
     return _Product.apply(inner, weights.narrows, ends, *fc2)  # type: ignore[no-any-return]
-
-
-def _reversed_order(counts: Tensor, tokens: int) -> Tensor:
-    first = (counts.cumsum(0) - counts).flip(0)
-    counts = counts.flip(0)
-    shift = first - (counts.cumsum(0) - counts)
-    index = torch.arange(tokens, device=counts.device)
-    return index + torch.repeat_interleave(shift, counts, output_size=tokens)
 
 
 class _Product(torch.autograd.Function):

@@ -141,16 +141,6 @@ MIXTRAL_MOE = (
 )
 
 
-def _layer_parameters(architecture: ArchitectureConfig) -> tuple[StageParameter, ...]:
-    mlp = MLP if architecture.num_experts is None else _moe_parameters(architecture)[0]
-    bias = QKV_BIAS if architecture.add_qkv_bias else ()
-    return ATTENTION + mlp + bias + (QK_NORM if architecture.qk_layernorm else ())
-
-
-def _moe_parameters(architecture: ArchitectureConfig) -> tuple[tuple[StageParameter, ...], ...]:
-    return QWEN_MOE if architecture.qk_layernorm else MIXTRAL_MOE
-
-
 def padded_vocab_size(architecture: ArchitectureConfig, tp: int) -> int:
     """Return the vocabulary's size rounded up to a multiple of tp: rows of the whole embedding."""
     return -(-architecture.vocab_size // tp) * tp
@@ -184,13 +174,17 @@ def stage_parameters(
     layers = equal_share(architecture.num_layers, pp_rank, pp) if layers is None else layers
     first, last = pp_rank == 0, pp_rank == pp - 1
     tied = head is Head.LANGUAGE_MODEL and not architecture.untie_embeddings_and_output_weights
+    router, experts = QWEN_MOE if architecture.qk_layernorm else MIXTRAL_MOE
+    per_layer = ATTENTION + (MLP if architecture.num_experts is None else router)
+    per_layer += QKV_BIAS if architecture.add_qkv_bias else ()
+    per_layer += QK_NORM if architecture.qk_layernorm else ()
     if first:
         yield EMBEDDING
     for local, layer in enumerate(layers):
-        for parameter in _layer_parameters(architecture):
+        for parameter in per_layer:
             yield _set_indices(parameter, local, layer)
         for index, expert in enumerate(equal_share(architecture.num_experts or 0, ep_rank, ep)):
-            for parameter in _moe_parameters(architecture)[1]:
+            for parameter in experts:
                 yield _set_indices(parameter, local, layer, index, expert)
     if last:
         yield FINAL_NORM

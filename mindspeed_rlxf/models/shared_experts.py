@@ -197,7 +197,6 @@ class SharedExperts(nn.Module):
 def _gather_rows(
     rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup, padding: float = 0.0
 ) -> Tensor:
-    """Return the rows of all ranks, rank after rank; a collective."""
     size = max(sizes)
     gathered = rows.new_empty(len(sizes) * size, rows.size(1))
     _ALL_GATHER(gathered, F.pad(rows, (0, 0, 0, size - len(rows)), value=padding), group=group)

@@ -68,7 +68,6 @@ def _same_number(answer: Fraction | None, ground_truth: str) -> RewardResult:
 
 
 def _as_rule(score: Callable[..., float]) -> Rule:
-    """Wrap a function that returns a score as a rule, with the score as its part `accuracy`."""
 
     @wraps(score)
     def rule(response: str, ground_truth: str, **arguments: Any) -> RewardResult:

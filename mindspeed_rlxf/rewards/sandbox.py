@@ -385,7 +385,6 @@ def _with_descendants(pid: int) -> list[psutil.Process]:
 
 
 def _open_read_only(stack: contextlib.ExitStack, data: bytes) -> int:
-    """Return a descriptor of a memory file that cannot be written to."""
     with os.fdopen(os.memfd_create("sandbox"), "wb") as file:
         file.write(data)
         file.flush()
@@ -395,7 +394,6 @@ def _open_read_only(stack: contextlib.ExitStack, data: bytes) -> int:
 
 
 def _fresh_uid() -> int:
-    """Return a random user id from the upper half of the ids of this user namespace."""
     lines = Path("/proc/self/uid_map").read_text(encoding="ascii").splitlines()
     ranges = [[int(part) for part in line.split()] for line in lines]
     first, _, count = max(ranges, key=lambda each: each[2])

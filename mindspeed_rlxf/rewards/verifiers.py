@@ -177,7 +177,6 @@ def final_answer(response: str) -> str | None:
 
 
 def _normalise_answer(answer: str) -> str:
-    """Return a number by its value (0.5 and 1/2 give "1/2"), other answers after `normalise`."""
     text = normalise(answer)
     number = to_number(text)
     return text if number is None else str(number)

@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-from torch import Tensor
-
 from mindspeed_rlxf.algorithms.losses import truncated_importance
 from mindspeed_rlxf.cluster.group import Pending, RoleGroup, Sharded
 from mindspeed_rlxf.cluster.interface import Pool, PoolPart, Request
@@ -13,7 +11,6 @@ from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import (
     Experience,
     ExperienceInputs,
-    LogProbs,
     RoleOutput,
     Rollouts,
     fit_columns,
@@ -132,10 +129,17 @@ class ActorRole:
         result = self.engine.log_probs(rollouts, self.config.logit_temperature)
         if result is None:
             return RoleOutput()
-        gaps = _measure_gaps(rollouts, result)
-        if self.algorithm.max_log_prob_gap is not None:
-            _check_gaps(gaps, rollouts, self.algorithm.max_log_prob_gap)
         mask, weight = rollouts.trained_mask, None
+        gaps = (result.log_probs - rollouts.rollout_log_probs).abs() * mask
+        limit = self.algorithm.max_log_prob_gap
+        if limit is not None and not bool((gaps <= limit).all()):  # also for nan
+            row, token = divmod(int(gaps.nan_to_num(nan=float("inf")).argmax()), gaps.size(1))
+            raise ValueError(
+                f"log-probs of generation and training differ by {gaps[row, token]:.3g} at "
+                f"response token {token} (id {rollouts.response_ids[row, token]}) of sample "
+                f"{rollouts.sample_ids[row]}, over algorithm.max_log_prob_gap={limit:g}; compare "
+                "precision and layout, or raise it"
+            )
         if (threshold := self.algorithm.rollout_is_threshold) is not None:
             ratio = truncated_importance(result.log_probs, rollouts.rollout_log_probs, threshold)
             weight = Summary.of(ratio[mask])
@@ -154,10 +158,6 @@ class ActorRole:
         return RoleOutput(report=texts)
 
     def make_experience(self, inputs: ExperienceInputs) -> RoleOutput:
-        """Compute rewards and advantages on the actor's ranks, for a run without a critic.
-
-        A collective over replicas.
-        """
         return self.experience.make(inputs)
 
     def update_policy(
@@ -187,24 +187,3 @@ class ActorRole:
             batches = self.engine.micro_batches(rollouts, rows)
             metrics.append(self.engine.train_step(batches, step))
         return RoleOutput(report=UpdateReport(metrics, self.engine.end_iteration()))
-
-
-def _measure_gaps(rollouts: Rollouts, recomputed: LogProbs) -> Tensor:
-    """Return [batch, response]: |log-prob of training - log-prob of generation|.
-
-    It is 0 at tokens that are not trained.
-    """
-    gaps = (recomputed.log_probs - rollouts.rollout_log_probs).abs()
-    return gaps * rollouts.trained_mask
-
-
-def _check_gaps(gaps: Tensor, rollouts: Rollouts, limit: float) -> None:
-    """Raise ValueError, naming the token with the largest gap, for a gap over the limit or NaN."""
-    if bool((gaps <= limit).all()):
-        return
-    row, token = divmod(int(gaps.nan_to_num(nan=float("inf")).argmax()), gaps.size(1))
-    raise ValueError(
-        f"log-probs of generation and training differ by {gaps[row, token]:.3g} at response token "
-        f"{token} (id {rollouts.response_ids[row, token]}) of sample {rollouts.sample_ids[row]}, "
-        f"over algorithm.max_log_prob_gap={limit:g}; compare precision and layout, or raise it"
-    )

@@ -80,10 +80,6 @@ class CriticRole:
         return RoleOutput(self.engine.values(rollouts))
 
     def make_experience(self, inputs: ExperienceInputs) -> RoleOutput:
-        """Compute rewards, advantages and returns (see `ExperienceMaker.make`).
-
-        A collective over replicas.
-        """
         return self.experience.make(inputs)
 
     def update_critic(

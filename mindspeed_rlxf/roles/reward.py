@@ -77,7 +77,6 @@ class RewardGroup:
         return self.group.call(RewardRole.score_by_rule, rollouts, True)
 
     def _score_by_functions(self, rollouts: RowsRef, find_answers: bool = False) -> Pending:
-        """Submit scoring by the scorers."""
         assert self.scorers is not None
         is_whole = rollouts.selection is None and len(rollouts.pieces) == self.scorers.layout.dp
         pieces = Sharded([RowsRef((piece,)) for piece in rollouts.pieces]) if is_whole else rollouts

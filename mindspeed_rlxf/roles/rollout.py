@@ -19,8 +19,7 @@ from mindspeed_rlxf.roles.requests import (
     validation_settings,
 )
 from mindspeed_rlxf.roles.scorer import ScorerRole
-from mindspeed_rlxf.rollout.fixed import answer_from_table
-from mindspeed_rlxf.rollout.rollout_engine import GenerationResult
+from mindspeed_rlxf.rollout.rollout_engine import GenerationResult, answer_from_table
 from mindspeed_rlxf.rollout.sampling import StopStrings
 
 

@@ -71,7 +71,6 @@ class NativeRollout:
 
     @property
     def weights_version(self) -> int:
-        """The version of the loaded weights. Raises AssertionError if there are none."""
         assert self._version is not None, "the rollout has not received its weights"
         return self._version
 
@@ -79,18 +78,15 @@ class NativeRollout:
         return self._stats
 
     def wake(self) -> None:
-        """Bring the weights of the source to the device; from then on the engine can compute."""
         self.source.wake()
         self._awake = True
 
     def sleep(self) -> None:
-        """Let the source free its weights; until the engine wakes it cannot compute."""
         self._awake = False
         self.source.sleep()
 
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
-        """Activate the module's parallel groups, without gradients, inside the block."""
         assert self._awake, "the rollout sleeps"
         with torch.no_grad(), self.source.active():
             yield

@@ -6,7 +6,7 @@ the same arguments, and take the same number of results from `generate`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, TypeAlias
@@ -121,6 +121,27 @@ class RolloutEngine(Protocol):
     @property
     def weights_version(self) -> int:
         """The version of the loaded weights, as given to `update_weights`."""
+
+
+def answer_from_table(
+    engine: RolloutEngine,
+    responses: Mapping[int, Sequence[int]],
+    requests: Sequence[GenerationRequest],
+) -> Iterator[GenerationResult]:
+    """Yield each request's given response as a result, to compare or replay runs.
+
+    The engine computes the log-probs of all responses before the first result.
+
+    responses: sample id -> token ids, EOS included, at least one
+    Raises KeyError for a sample without a response, AssertionError for two temperatures.
+    """
+    given = [list(responses[request.sample_id]) for request in requests]
+    temperatures = {request.settings.logit_temperature for request in requests}
+    assert len(temperatures) <= 1, f"one temperature for all of a batch, not {temperatures}"
+    scored = engine.score([request.prompt for request in requests], given, *temperatures)
+    for request, tokens, log_probs in zip(requests, given, scored, strict=True):
+        reason = FinishReason.of(tokens, request.settings)
+        yield GenerationResult(request.place, tokens, log_probs, reason, engine.weights_version)
 
 
 NATIVE = "native"

@@ -165,16 +165,12 @@ def _filter_top_k_and_p(logits: Tensor, top_k: int, top_p: float) -> Tensor:
         smallest_kept = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < smallest_kept, float("-inf"))
     if top_p < 1.0:
-        logits = logits.masked_fill(_outside_top_p(logits, top_p), float("-inf"))
+        ordered, order = logits.sort(dim=-1, descending=True)
+        probabilities = ordered.softmax(dim=-1)
+        del ordered
+        over = running_sum(probabilities).sub_(probabilities) >= top_p
+        logits = logits.masked_fill(over.scatter(-1, order, over), float("-inf"))
     return logits
-
-
-def _outside_top_p(logits: Tensor, top_p: float) -> Tensor:
-    ordered, order = logits.sort(dim=-1, descending=True)
-    probabilities = ordered.softmax(dim=-1)
-    del ordered
-    over = running_sum(probabilities).sub_(probabilities) >= top_p
-    return over.scatter(-1, order, over)
 
 
 def _draw_by_inverse_cdf(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,48 +1,24 @@
 """The Megatron module that generates, and the sources of its weights."""
 
 import contextlib
+import re
 from collections.abc import Iterable, Mapping
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.schema import ArchitectureConfig
+from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.parallel import ParallelGroups
+from mindspeed_rlxf.engine.train_engine import Part
 from mindspeed_rlxf.models.grouped_experts import stack_experts
-from mindspeed_rlxf.models.parameters import Head, hf_shapes, stage_parameters
+from mindspeed_rlxf.models.parameters import Head, StageParameter, hf_shapes, stage_parameters
 from mindspeed_rlxf.models.shared_experts import Exchange, share_experts
 from mindspeed_rlxf.models.transformer import TransformerModel, transformer_config
 from mindspeed_rlxf.rollout.rounds import Rounds
 from mindspeed_rlxf.weights.boxes import shard_boxes
-
-
-class WeightSource(Protocol):
-    """Gives the native engine its module, and brings or frees the module's weights."""
-
-    @property
-    def module(self) -> TransformerModel:
-        """The module with all layers; its parameters may be empty until `wake`."""
-
-    @property
-    def rounds(self) -> Rounds:
-        """Keeps the ranks that share the module's experts in step."""
-
-    def active(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager that activates the module's parallel groups for Megatron."""
-
-    def wake(self) -> None:
-        """Bring the weights into the module."""
-
-    def sleep(self) -> None:
-        """Free the memory that is not needed until `wake`."""
-
-    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all weights, as `RolloutEngine.update_weights` says.
-
-        A source that shares the trained weights reads no tensor.
-        """
 
 
 def build_rollout_module(
@@ -62,6 +38,83 @@ def build_rollout_module(
     exchange = Exchange(groups.ep, groups.tp)
     layers = share_experts(module, exchange) if ep > 1 else []
     return module.requires_grad_(False), Rounds(layers, exchange, groups.ep_host)
+
+
+class SharedWeights:
+    """Weights of all layers: shared with training, or while awake copied from other stages."""
+
+    def __init__(self, engine: MegatronEngine, seed: int) -> None:
+        """Build a module without weights, which sleeps; a collective over the world.
+
+        engine: trains the weights in this process
+        seed:   of Megatron's tensor-parallel random streams
+        """
+        self.engine = engine
+        experts = engine.groups.ep
+        self.groups = ParallelGroups(engine.groups.tp.size(), 1, seed, ep=experts.size())
+        architecture = engine.role.architecture
+        self.module, self.rounds = build_rollout_module(architecture, self.groups, engine.dtype)
+        share = {"ep_rank": experts.rank(), "ep": experts.size()}
+        self._table = list(stage_parameters(architecture, engine.head, **share))
+        self._parameters = dict(self.module.named_parameters())
+        self._shapes = {name: p.shape for name, p in self._parameters.items()}
+        self._kept_on_device = contextlib.ExitStack()
+        self.sleep()
+
+    def active(self) -> contextlib.AbstractContextManager[None]:
+        return self.groups.active()
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Read no tensor: training changes the weights, and `wake` gets those of other stages."""
+
+    def wake(self) -> None:
+        """Share this stage's weights and copy the other stages' from the stream of the engine.
+
+        With a pipeline a collective of the ranks of the role. The trained weights are moved to the
+        device, and stay there until `sleep`.
+        """
+        self._kept_on_device.enter_context(self.engine.holding(Part.WEIGHTS))
+        weights = self.engine.weights
+        trained = {p.sources: p.name for p in weights.table if not p.is_tied_output_layer}
+        copied, stacks = {}, dict[str, Tensor]()
+        for parameter in self._table:
+            target = self._parameters[parameter.name]
+            if parameter.sources in trained:
+                target.data = weights.tensors[trained[parameter.sources]].data
+            else:
+                target.data = copied[parameter.name] = self._allocate_parameter(parameter, stacks)
+        if copied:
+            stream = self.engine.hf_tensors()
+            load_hf_tensors(copied, weights.architecture, self.groups, stream)
+
+    def _allocate_parameter(self, parameter: StageParameter, stacks: dict[str, Tensor]) -> Tensor:
+        """Allocate a parameter of 0 on the device; the experts of a layer in one tensor.
+
+        Grouped products need the experts at equal distances in one memory.
+
+        stacks: that tensor [experts, ...] by the parameter's name without the expert's index; gets
+                an entry for the first expert of each layer
+        """
+        shape, where = self._shapes[parameter.name], device.current_device()
+        if parameter.expert is None:
+            return torch.zeros(shape, dtype=self.engine.dtype, device=where)
+        count = (self.engine.role.architecture.num_experts or 0) // self.engine.groups.ep.size()
+        layer = re.sub(r"local_experts\.\d+\.", "", parameter.name)
+        if layer not in stacks:
+            stacks[layer] = torch.zeros((count, *shape), dtype=self.engine.dtype, device=where)
+        return stacks[layer][parameter.expert % count]
+
+    def sleep(self) -> None:
+        """Detach all parameters, which become empty; frees the copies of other stages' weights.
+
+        The trained weights may leave the device again.
+        """
+        # Megatron makes parameters on the host. Empty ones must be on the device, as the generating
+        # engine reads the device of a sleeping module.
+        where = device.current_device()
+        for parameter in self._parameters.values():
+            parameter.data = parameter.data.new_empty(0, device=where)
+        self._kept_on_device.close()
 
 
 class OwnWeights:
@@ -95,6 +148,10 @@ class OwnWeights:
         """Copy this rank's slices of the tensors into the parameters (see `load_hf_tensors`)."""
         parameters = dict(self.module.named_parameters())
         load_hf_tensors(parameters, self.architecture, self.groups, tensors)
+
+
+WeightSource: TypeAlias = SharedWeights | OwnWeights
+"""Gives the native engine its module, and brings or frees the module's weights."""
 
 
 @torch.no_grad()

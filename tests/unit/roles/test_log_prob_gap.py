@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
+from mindspeed_rlxf.config.schema import AlgorithmConfig
 from mindspeed_rlxf.data.batch import LogProbs, Rollouts
-from mindspeed_rlxf.roles.actor import _check_gaps, _measure_gaps
+from mindspeed_rlxf.roles.actor import ActorRole
+from mindspeed_rlxf.roles.reports import LogProbReport
 from tests.rows import made_rollouts
 
 MASK = torch.tensor([[True, True, False], [True, True, True]])
@@ -34,9 +39,19 @@ def recomputed(**changes: float) -> LogProbs:
     return LogProbs(log_probs)
 
 
+def log_probs(limit: float | None, **changes: float) -> LogProbReport:
+    role: Any = SimpleNamespace(
+        engine=SimpleNamespace(log_probs=lambda *_: recomputed(**changes)),
+        config=SimpleNamespace(logit_temperature=1.0),
+        algorithm=AlgorithmConfig(max_log_prob_gap=limit),
+    )
+    report: LogProbReport = ActorRole.log_probs(role, rollouts()).report
+    return report
+
+
 def test_gaps_are_those_of_response_tokens() -> None:
-    gaps = _measure_gaps(rollouts(), recomputed(r0t1=-2.5, r0t2=9.0, r1t0=-2.0))
-    assert gaps.tolist() == [[0.0, 0.5, 0.0], [1.0, 0.0, 0.0]]
+    gap = log_probs(None, r0t1=-2.5, r0t2=9.0, r1t0=-2.0).gap
+    assert (gap.count, gap.total, gap.largest, gap.smallest) == (5, 1.5, 1.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -47,8 +62,8 @@ def test_gaps_are_those_of_response_tokens() -> None:
         ({"r1t2": float("nan")}, "differ by nan at response token 2 (id 9) of sample 41"),
     ],
 )
-def test_the_worst_token_is_named(changes: dict[str, float], place: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        _check_gaps(_measure_gaps(rollouts(), recomputed(**changes)), rollouts(), 0.5)
+def test_a_gap_over_the_limit_names_the_worst_token(changes: dict[str, float], place: str) -> None:
+    with pytest.raises(ValueError, match=r"over algorithm.max_log_prob_gap=0.5") as caught:
+        log_probs(0.5, **changes)
     assert place in str(caught.value)
-    assert "over algorithm.max_log_prob_gap=0.5" in str(caught.value)
+    log_probs(0.5, r0t1=-2.5)

@@ -12,7 +12,6 @@ ROLLOUT = f"{PACKAGE}.rollout"
 BORDER = {
     "rollout_engine",
     "sampling",
-    "fixed",
     "replica",
     "transfer",
 }

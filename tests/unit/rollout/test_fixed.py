@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mindspeed_rlxf.rollout.fixed import answer_from_table
-from mindspeed_rlxf.rollout.rollout_engine import FinishReason
+from mindspeed_rlxf.rollout.rollout_engine import FinishReason, answer_from_table
 from tests.unit.rollout.test_native import EOS, TinyModel, engine, requests, settings
 
 PROMPTS = [np.array(ids) for ids in ([3, 1, 4], [1, 5], [9])]
