@@ -153,22 +153,18 @@ class SharedExperts(nn.Module):
         Returns [tokens, 1, h].
         """
         tokens, exchange = hidden.flatten(0, 1), self.exchange
-        routes = self._route_tokens(hidden)
-        parts = []
+        topk, parts = self.router.topk, []
+        routes = hidden.new_zeros(0, 2 * topk, dtype=torch.float32)  # shares, then experts
+        if hidden.numel():
+            probabilities, _ = self.router(hidden)  # [tokens, experts], 0 where not chosen
+            shares, numbers = probabilities.topk(topk, dim=-1)
+            routes = torch.cat((shares.float(), numbers.float()), dim=-1)
         for start in range(0, max(exchange.sizes), exchange.chunk):
             part = slice(start, start + exchange.chunk)
             sizes = [min(max(size - start, 0), exchange.chunk) for size in exchange.sizes]
             parts.append(self._exchange_chunk(tokens[part], routes[part], sizes))
         out = torch.cat(parts) if len(parts) > 1 else parts[0]
         return out.view_as(hidden), None
-
-    def _route_tokens(self, hidden: Tensor) -> Tensor:
-        topk = self.router.topk
-        if not hidden.numel():
-            return hidden.new_zeros(0, 2 * topk, dtype=torch.float32)
-        probabilities, _ = self.router(hidden)  # [tokens, experts], 0 where not chosen
-        shares, numbers = probabilities.topk(topk, dim=-1)
-        return torch.cat((shares.float(), numbers.float()), dim=-1)
 
     def _exchange_chunk(self, hidden: Tensor, routes: Tensor, sizes: Sequence[int]) -> Tensor:
         """Compute the layer for one chunk of each rank's tokens; a collective of all ranks.
@@ -177,7 +173,7 @@ class SharedExperts(nn.Module):
         tokens, then over the tensor-parallel ranks.
 
         hidden: own tokens [tokens, h]
-        routes: of own tokens, as `_route_tokens` returns
+        routes: of own tokens [tokens, 2 * topk] fp32: shares, then numbers of experts
         sizes:  tokens of each rank in this chunk
         Returns [tokens, h] for own tokens.
         """

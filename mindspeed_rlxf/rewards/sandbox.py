@@ -148,18 +148,18 @@ class Sandbox:
         own = getattr(sys, "_base_executable", None) or sys.executable
         system = shutil.which("python3", path="/usr/bin:/bin:/usr/local/bin") or own
         pythons = [config.python] if config.python else map(os.path.realpath, (own, system))
-        for python in dict.fromkeys(pythons if bwrap else []):
+        candidates: list[tuple[str, str | None]] = [
+            (python, bwrap) for python in dict.fromkeys(pythons) if bwrap
+        ]
+        if config.unsafe:
+            candidates.append((config.python or sys.executable, None))
+        for python, isolation in candidates:
             try:
-                sandbox = cls(config, python, bwrap)
+                sandbox = cls(config, python, isolation)
                 sandbox.probe()
                 return sandbox
             except (OSError, subprocess.SubprocessError, SandboxError) as error:
                 reasons.append(f"{python}: {error}")
-        if config.unsafe:
-            try:
-                return cls(config, config.python or sys.executable, None)
-            except (OSError, subprocess.SubprocessError) as error:
-                reasons.append(str(error))
         raise UserError(
             Problem(
                 "reward.sandbox",

@@ -23,7 +23,6 @@ from mindspeed_rlxf.rewards.answers import (
 )
 from mindspeed_rlxf.rewards.rules import BUILTIN_SOURCES, RewardResult
 
-Score = float
 STEPS_FOR_ALL = 3  # number of steps that give the full score
 MAX_DIGITS = 200  # longer "numbers" are compared as text
 
@@ -37,7 +36,7 @@ _DROPPED = ("\\left", "\\right", "\\!", "\\,", "\\;", "\\ ", "\\$", "$", " ", "\
             "^{\\circ}", "^\\circ")  # fmt: skip
 
 
-def accuracy(response: str, ground_truth: str) -> Score:
+def accuracy(response: str, ground_truth: str) -> float:
     """Score 1 if the last \\boxed{} equals the ground truth, -0.5 if it does not, -1 without a box.
 
     Equal as `is_same_answer` says.
@@ -48,12 +47,12 @@ def accuracy(response: str, ground_truth: str) -> Score:
     return 1.0 if is_same_answer(answer, ground_truth) else -0.5
 
 
-def base_accuracy(response: str, ground_truth: str) -> Score:
+def base_accuracy(response: str, ground_truth: str) -> float:
     """Score 1 when the response's answer (`find_answer`) is the ground truth, else 0."""
     return 1.0 if is_same_answer(find_answer(response), ground_truth) else 0.0
 
 
-def strict_format(response: str, ground_truth: str = "") -> Score:
+def strict_format(response: str, ground_truth: str = "") -> float:
     """Score 1 if the response has each of _TAGS once, in order, from end to end; else -1."""
     text = response.strip()
     places = [text.find(tag) for tag in _TAGS]
@@ -62,12 +61,12 @@ def strict_format(response: str, ground_truth: str = "") -> Score:
     return 1.0 if once and whole and places == sorted(places) else -1.0
 
 
-def steps(response: str, ground_truth: str = "") -> Score:
+def steps(response: str, ground_truth: str = "") -> float:
     """Score 1/3 for each marker of a step ("Step 1:", "1.", a bullet, "First,"), at most 1."""
     return min(1.0, len(_STEP.findall(response)) / STEPS_FOR_ALL)
 
 
-FUNCTIONS: dict[Verifier, Callable[[str, str], Score]] = {
+FUNCTIONS: dict[Verifier, Callable[[str, str], float]] = {
     Verifier.ACC: accuracy,
     Verifier.BASE_ACC: base_accuracy,
     Verifier.FORMAT: format_score,

@@ -8,13 +8,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from mindspeed_rlxf.config.schema import ActorConfig, ValidationConfig
-from mindspeed_rlxf.data.batch import Prompts, RoleOutput, Rollouts
-from mindspeed_rlxf.roles.reports import GenerateReport
+from mindspeed_rlxf.data.batch import Prompts, Rollouts
 from mindspeed_rlxf.rollout.rollout_engine import (
     FinishReason,
     GenerationRequest,
     GenerationResult,
-    GenerationStats,
 )
 from mindspeed_rlxf.rollout.sampling import SamplingSettings, StopStrings
 
@@ -100,30 +98,6 @@ def version_span(rollouts: Rollouts, row: int) -> tuple[int, int]:
     """
     versions = rollouts.weights_version[row, : rollouts.response_lengths[row]]
     return int(versions.min()), int(versions.max())
-
-
-def make_output(
-    rows: Rollouts, stats: GenerationStats, sync_s: float, device: str = ""
-) -> RoleOutput:
-    """Return the rows of a replica with their GenerateReport.
-
-    stats:  counts of computed tokens
-    sync_s: seconds that the replica waited for weights
-    device: name of its device's model; "" on CPU
-    """
-    report = GenerateReport(
-        sample_ids=rows.sample_ids,
-        data_sources=rows.data_sources,
-        prompt_lengths=rows.prompt_lengths.tolist(),
-        response_lengths=rows.response_lengths.tolist(),
-        has_eos=rows.has_eos.tolist(),
-        prompt_tokens=stats.prompt_tokens,
-        decoded_tokens=stats.decoded_tokens,
-        sampled_tokens=stats.sampled_tokens,
-        sync_s=sync_s,
-        device=device,
-    )
-    return RoleOutput(rows, report)
 
 
 def _pad(rows: list[Tensor], dtype: torch.dtype = torch.long) -> Tensor:

@@ -11,9 +11,9 @@ from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts, RoleOutput
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
 from mindspeed_rlxf.roles.actor import ActorGroup, ActorRole
+from mindspeed_rlxf.roles.reports import GenerateReport
 from mindspeed_rlxf.roles.requests import (
     gather_rollouts,
-    make_output,
     make_requests,
     sampling_settings,
     validation_settings,
@@ -149,4 +149,17 @@ class RolloutRole:
         sync_s, self.sync_s = self.sync_s, 0.0
         if not self.replica.is_leader:
             return RoleOutput()
-        return make_output(rows, engine.stats(), sync_s, self.replica.device_name)
+        stats = engine.stats()
+        report = GenerateReport(
+            sample_ids=rows.sample_ids,
+            data_sources=rows.data_sources,
+            prompt_lengths=rows.prompt_lengths.tolist(),
+            response_lengths=rows.response_lengths.tolist(),
+            has_eos=rows.has_eos.tolist(),
+            prompt_tokens=stats.prompt_tokens,
+            decoded_tokens=stats.decoded_tokens,
+            sampled_tokens=stats.sampled_tokens,
+            sync_s=sync_s,
+            device=self.replica.device_name,
+        )
+        return RoleOutput(rows, report)

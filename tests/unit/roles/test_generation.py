@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from mindspeed_rlxf.data.batch import Prompts
-from mindspeed_rlxf.roles.requests import gather_rollouts, make_output, version_span
-from mindspeed_rlxf.rollout.rollout_engine import FinishReason, GenerationResult, GenerationStats
+from mindspeed_rlxf.roles.requests import gather_rollouts, version_span
+from mindspeed_rlxf.rollout.rollout_engine import FinishReason, GenerationResult
 
 PROMPTS = Prompts(
     [40, 41, 42], [np.array([1, 2]), np.array([3]), np.array([4, 5, 6])],
@@ -32,6 +32,3 @@ def test_rows_stand_in_the_order_of_the_prompts() -> None:
     assert rows.weights_version.dtype == torch.int32
     assert rows.weights_version.tolist() == [[4, 4, 4], [5, 0, 0], [5, 5, 0]]
     assert [version_span(rows, row) for row in range(3)] == [(4, 4), (5, 5), (5, 5)]
-    report = make_output(rows, GenerationStats(6, 3, 6), 0.5).report
-    assert (report.sample_ids, report.response_lengths) == ([40, 41, 42], [3, 1, 2])
-    assert (report.prompt_tokens, report.sync_s) == (6, 0.5)

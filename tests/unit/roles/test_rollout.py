@@ -57,7 +57,7 @@ class Scripted:
         return [[-1.0] * len(response) for response in responses]
 
     def stats(self) -> GenerationStats:
-        return GenerationStats()
+        return GenerationStats(prompt_tokens=6)
 
 
 def make(monkeypatch: pytest.MonkeyPatch, is_leader: bool = True) -> tuple[RolloutRole, Scripted]:
@@ -81,7 +81,10 @@ def test_weights_are_taken_apart_from_generation_and_their_time_is_reported(
     rows: Any = first.rows
     assert rows.weights_version.tolist() == [[3]] * 3 and rows.sample_ids == PROMPTS.sample_ids
     assert engine.calls == ["wake", "generate", "sleep"] * 2
-    assert (first.report.sync_s, second.report.sync_s) == (5.0, 1.0)
+    report = first.report
+    assert (report.sync_s, second.report.sync_s) == (5.0, 1.0)
+    assert (report.sample_ids, report.response_lengths) == (PROMPTS.sample_ids, [1, 1, 1])
+    assert report.prompt_tokens == 6
 
 
 def test_given_responses_take_the_place_of_generated_ones(monkeypatch: pytest.MonkeyPatch) -> None:
