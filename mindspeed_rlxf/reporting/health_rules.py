@@ -18,19 +18,8 @@ from mindspeed_rlxf.config.enums import HealthRule
 
 BASELINE = 5  # first iterations that later ones are compared with
 
-LOW_ENTROPY = 0.02  # nats; a policy that still explores has more
-ENTROPY_SHARE = 0.1  # of the baseline
 KL_LIMIT = 1.0  # nats per token
-FALL = 0.1  # of the range of all validation scores, and of the best one
-CUT_SHARE = 0.9
-EQUAL_SHARE = 0.9
-GAP_LIMIT = 0.05  # nats; bf16 rounds to about 0.01
-GAP_GROWTH = 10.0  # times the baseline
-GAP_FLOOR = 0.01  # nats; a gap below it may grow
-SKEW_LIMIT = 0.2
 LAG_ITERATIONS = 10
-LAG_SHARE = 0.1  # of the iteration's time, for a phase to matter
-CRITIC_ITERATIONS = 30
 
 
 @dataclass(frozen=True)
@@ -84,7 +73,7 @@ class History:
                 continue
             skew, seconds = metrics.get(f"skew/{phase}"), metrics.get(f"timing/{phase}") or 0.0
             before, skews = self.lagging.get(phase, (-1, []))
-            if skew is None or skew < SKEW_LIMIT or seconds < LAG_SHARE * whole:
+            if skew is None or skew < 0.2 or seconds < 0.1 * whole:
                 self.lagging[phase] = (-1, [])
             elif before == int(rank):
                 skews.append(skew)
@@ -106,7 +95,7 @@ def _entropy_collapse(history: History) -> Reading | None:
     if not (recent := history.last(ENTROPY, 5)):
         return None
     value, first = statistics.fmean(recent), history.first(ENTROPY)
-    ill = value < LOW_ENTROPY and value < ENTROPY_SHARE * first
+    ill = value < 0.02 and value < 0.1 * first  # a policy that still explores has more
     text = f"the policy's entropy is {value:.3g} nats per token, {first:.3g} at the start"
     return Reading(ill, ENTROPY, value, text)
 
@@ -127,7 +116,7 @@ def _falling_validation(history: History) -> Reading | None:
     falls = all(later < earlier for earlier, later in itertools.pairwise(validated))
     everything = history.values[VALIDATION]
     best, now = max(everything), validated[-1]
-    large = best - now >= FALL * max(best - min(everything), abs(best))
+    large = best - now >= 0.1 * max(best - min(everything), abs(best))
     text = (
         f"the validation score went from {validated[0]:.3g} to {now:.3g} over three validations, "
         f"the score of training from {trained[0]:.3g} to {trained[-1]:.3g}"
@@ -135,29 +124,15 @@ def _falling_validation(history: History) -> Reading | None:
     return Reading(falls and large and trained[-1] > trained[0], VALIDATION, now, text)
 
 
-def _mean_fraction(history: History, name: str, limit: float, text: str) -> Reading | None:
-    """Read the mean of 5 iterations, unhealthy from `limit` on; `{value}` stands in `text`."""
+def _mean_fraction(history: History, name: str, text: str) -> Reading | None:
     if not (recent := history.last(name, 5)):
         return None
     value = statistics.fmean(recent)
-    return Reading(value >= limit, name, value, text.format(value=value))
-
-
-def _cut_responses(history: History) -> Reading | None:
-    text = "{value:.0%} of the responses are cut at the limit"
-    return _mean_fraction(history, CUT, CUT_SHARE, text)
-
-
-def _equal_scores(history: History) -> Reading | None:
-    text = (
-        "for {value:.0%} of the prompts all responses score the same: estimators that compare "
-        "responses learn nothing from them"
-    )
-    return _mean_fraction(history, EQUAL, EQUAL_SHARE, text)
+    return Reading(value >= 0.9, name, value, text.format(value=value))
 
 
 def _idle_critic(history: History) -> Reading | None:
-    if not (recent := history.last(FIT, CRITIC_ITERATIONS)):
+    if not (recent := history.last(FIT, 30)):
         return None
     value = statistics.median(recent)
     text = f"the critic explains {value:.1%} of the variance of returns"
@@ -168,7 +143,8 @@ def _growing_gap(history: History) -> Reading | None:
     if not (recent := history.last(GAP, 3)):
         return None
     value, first = statistics.median(recent), history.first(GAP)
-    ill = value > GAP_LIMIT or (value > GAP_FLOOR and value > GAP_GROWTH * first)
+    # In nats: bf16 rounds to about 0.01, below which the gap may grow.
+    ill = value > 0.05 or (value > 0.01 and value > 10.0 * first)
     text = (
         f"log-probs of generation and training differ by {value:.3g} nats on average, "
         f"{first:.3g} at the start"
@@ -206,7 +182,11 @@ RULES: dict[HealthRule, tuple[Rule, str]] = {
         "or take the best checkpoint",
     ),
     HealthRule.ALL_CUT: (
-        _cut_responses,
+        functools.partial(
+            _mean_fraction,
+            name=CUT,
+            text="{value:.0%} of the responses are cut at the limit",
+        ),
         "raise actor_rollout.max_new_tokens, or set algorithm.missing_eos_penalty or "
         "algorithm.overlong_buffer_len",
     ),
@@ -215,7 +195,12 @@ RULES: dict[HealthRule, tuple[Rule, str]] = {
         "train the critic first (critic.warmup_iters), or change critic.lr",
     ),
     HealthRule.EQUAL_SCORES: (
-        _equal_scores,
+        functools.partial(
+            _mean_fraction,
+            name=EQUAL,
+            text="for {value:.0%} of the prompts all responses score the same: estimators that "
+            "compare responses learn nothing from them",
+        ),
         "use easier or harder prompts, algorithm.filter_groups=true, or more "
         "actor_rollout.n_samples_per_prompt",
     ),

@@ -38,13 +38,13 @@ class Batch:
 class Collected:
     """The samples of an iteration.
 
-    rollouts, scores:      references to the samples' rows in the workers
-    batches:               all batches that were generated
-    kept:                  indices, among all samples of `batches`, of those that are trained on;
-                           None = all
-    num_alike:             prompts kept although their responses all score the same
-    greedy, greedy_scores: for ReMax, rows of the greedy response to each sample's prompt
-    greedy_batch:          the batch of the greedy responses
+    Attributes:
+        rollouts, scores: references to the samples' rows in the workers.
+        batches: all batches that were generated.
+        kept: indices, among all samples of `batches`, of those that are trained on; None = all.
+        num_alike: prompts kept although their responses all score the same.
+        greedy, greedy_scores: for ReMax, rows of the greedy response to each sample's prompt.
+        greedy_batch: the batch of the greedy responses.
     """
 
     rollouts: RowsRef
@@ -154,8 +154,7 @@ class Collector:
         if self.algorithm.filter_groups:
             found = self._collect_differing_groups()
         else:
-            prompts = self.prompts.next_prompts()
-            batch = self._score(prompts, self.rollout.generate(prompts, self.seed))
+            batch = self._answer(self.prompts.next_prompts())
             found = Collected(batch.generated.rows(), batch.scored.rows(), [batch])
         return self._add_greedy(found) if self.algorithm.estimator.reads_greedy else found
 
@@ -171,8 +170,9 @@ class Collector:
             "rollout/alike_groups": float(found.num_alike),
         }
 
-    def _score(self, prompts: Prompts, generated: Pending) -> Batch:
-        """Start to score the responses of a batch, which are being generated."""
+    def _answer(self, prompts: Prompts, sampling: Sampling = Sampling.TRAINING) -> Batch:
+        """Start to generate and to score responses."""
+        generated = self.rollout.generate(prompts, self.seed, sampling)
         return Batch(prompts, generated, self.reward.score(generated.rows()))
 
     def _collect_differing_groups(self) -> Collected:
@@ -188,11 +188,10 @@ class Collector:
         batches: list[Batch] = []
         differing: list[int] = []
         while len(differing) < wanted and len(batches) < self.algorithm.max_num_gen_batches:
-            prompts = self.prompts.next_prompts()
-            batches.append(self._score(prompts, self.rollout.generate(prompts, self.seed)))
+            batches.append(self._answer(self.prompts.next_prompts()))
             offset = (len(batches) - 1) * wanted
-            given, algorithm = torch.tensor(batches[-1].scores()), self.algorithm
-            seen = shape_scores(given, algorithm.reward_scale, algorithm.reward_clip).tolist()
+            given, keys = torch.tensor(batches[-1].scores()), self.algorithm
+            seen = shape_scores(given, keys.reward_scale, keys.reward_clip).tolist()
             scored = [each for report in batches[-1].scored.result() for each in report.is_scored]
             differing += [offset + g for g in groups_that_differ(seen, scored, size)]
         alike = sorted(set(range(len(batches) * wanted)) - set(differing))
@@ -213,7 +212,7 @@ class Collector:
         kept = range(prompts.num_rows) if found.kept is None else found.kept
         firsts = prompts.select(kept[::size])
         firsts = replace(firsts, responses=[[]] * firsts.num_rows)
-        batch = self._score(firsts, self.rollout.generate(firsts, self.seed, Sampling.GREEDY))
+        batch = self._answer(firsts, Sampling.GREEDY)
         rows = [row // size for row in range(len(kept))]
         return replace(
             found,

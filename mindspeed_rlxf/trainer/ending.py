@@ -31,16 +31,17 @@ from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.trainer.preflight import Prepared
 from mindspeed_rlxf.weights.atomic import replace_file
 
+logger = logging.getLogger(__name__)
+
 NAMED = ("role", "rank", "host", "phase", "error", "errno", "cause", "missing", "remote_traceback")
 
 
 def report(directory: RunDirectory | None, error: BaseException, stop: StopRequest) -> None:
-    """Print the error to stderr; with `directory` also write failure.json.
+    """Print the error to stderr; with `directory` also the folder of the logs, and failure.json.
 
-    With `directory` prints the folder of the logs and the lost iterations too, and a warning if
-    failure.json cannot be written.
-    directory: None on the later ranks of torchrun, and before the run has one
-    stop:      knows the iterations in progress and saved
+    Args:
+        directory: None on the later ranks of torchrun, and before the run has one.
+        stop: knows the iterations in progress and saved.
     """
     is_whole = isinstance(error, (WorkerError, RuntimeTimeout, StoppedByRule))
     text = str(error) if is_whole else f"driver: {type(error).__name__}: {error}"
@@ -65,16 +66,15 @@ def report(directory: RunDirectory | None, error: BaseException, stop: StopReque
     }
     text = json.dumps(details, indent=2, ensure_ascii=False, default=str) + "\n"
     try:
-        content = text.encode("utf-8", "backslashreplace")
-        replace_file(directory.failure, content)
+        replace_file(directory.failure, text.encode("utf-8", "backslashreplace"))
     except OSError as problem:
         print(f"warning: {directory.failure} cannot be written: {problem}", file=sys.stderr)
 
 
 def archive_failure(file: Path, history: Path) -> None:
-    """Append the failure in `file` as a line to `history`, and remove `file`.
+    """Move the failure in `file`, if there is one, to a line of `history`.
 
-    Does nothing if `file` is absent. Text that is no JSON becomes {"message": text}.
+    Text that is no JSON becomes {"message": text}.
     """
     if not file.exists():
         return
@@ -86,9 +86,6 @@ def archive_failure(file: Path, history: Path) -> None:
     with open(history, "ab") as stream:
         stream.write((line + "\n").encode("utf-8", "backslashreplace"))
     file.unlink()
-
-
-logger = logging.getLogger(__name__)
 
 
 class Ending:
@@ -163,14 +160,16 @@ class Ending:
                 self._stopped(str(error))
             case StoppedByRule():
                 supervised.report_facts(no_restart="logging.stop_on ended the run")
-                self._failed(error)
+                report(self._directory, error, self.stop)
+                self.exit_code = EXIT_FAILED
             case Exception():
                 if not isinstance(error, (WorkerError, RuntimeTimeout)):
                     logger.error("the driver failed", exc_info=error)
                 if self._directory:  # makes room for the report on a full disk
                     with contextlib.suppress(OSError):
                         RunStore(self._directory.checkpoints).clear_unfinished()
-                self._failed(error)
+                report(self._directory, error, self.stop)
+                self.exit_code = EXIT_FAILED
             case _:
                 return False
         return True
@@ -178,10 +177,6 @@ class Ending:
     def _stopped(self, reason: str) -> None:
         print(f"stopped: {reason}", file=sys.stderr, flush=True)
         self.exit_code = EXIT_STOPPED
-
-    def _failed(self, error: Exception) -> None:
-        report(self._directory, error, self.stop)
-        self.exit_code = EXIT_FAILED
 
     def _release(self) -> None:
         """Unlock the run directory; one without metrics loses its configuration first."""

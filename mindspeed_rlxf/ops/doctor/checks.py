@@ -47,9 +47,10 @@ DEADLINE_S = 65.0  # torch of an NPU may load for 40 s, and npu-smi take 20 s
 class Subject:
     """The device kind and folder to check. Picklable: every host of a cluster gets it.
 
-    output_dir:    absolute path of the run directory
-    several_hosts: the run uses more than one host, so links between NPUs matter
-    resource:      name of the Ray resource for one device; None = the default name of the kind
+    Attributes:
+        output_dir: absolute path of the run directory.
+        several_hosts: the run uses more than one host, so links between NPUs matter.
+        resource: name of the Ray resource for one device; None = the default name of the kind.
     """
 
     kind: DeviceKind
@@ -61,7 +62,8 @@ class Subject:
 def choose_subject(config: RunConfig | None, kind: DeviceKind, several_hosts: bool) -> Subject:
     """Return what to check; without a configuration, `./outputs` as the run directory.
 
-    kind: replaces the configuration's; `auto` = take the configuration's
+    Args:
+        kind: replaces the configuration's; `auto` = take the configuration's.
     """
     if config is None:
         return Subject(kind, str(Path("outputs").absolute()), several_hosts)
@@ -79,9 +81,7 @@ def check_host(subject: Subject) -> list[Finding]:
             "devices": partial(check_devices, kind),
             "npu": partial(check_install, kind, several_hosts),
             "limits": check_limits,
-            "memory": lambda: [
-                shared_memory_finding(object_store_bytes(), shutil.disk_usage("/dev/shm").free)
-            ],
+            "memory": check_shared_memory,
             "disk": partial(check_disk, Path(subject.output_dir)),
         }
     )
@@ -227,39 +227,37 @@ def check_install(kind: DeviceKind, several_hosts: bool) -> list[Finding]:
 
 def check_limits(folder: Path = FOLDER) -> Iterator[Finding]:
     """Check the limits of open files and processes, also the container's."""
-    (files, most), (own, _) = map(
-        resource.getrlimit, (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC)
+    found = (
+        *resource.getrlimit(resource.RLIMIT_NOFILE),
+        *resource.getrlimit(resource.RLIMIT_NPROC),
     )
+    files, most, own, _ = (math.inf if n == resource.RLIM_INFINITY else n for n in found)
     remedy = (
         f"`ulimit -n {OPEN_FILES}` before `ray start` and before the run; the hard limit, now "
-        f"{_shown(_limit(most))}, is set in limits.conf or for the container"
+        f"{_shown(most)}, is set in limits.conf or for the container"
     )
-    value = f"{_shown(_limit(files))}, {OPEN_FILES} are wanted"
-    yield judge(_limit(files) >= OPEN_FILES, "limits.open_files", value, remedy)
+    value = f"{_shown(files)}, {OPEN_FILES} are wanted"
+    yield judge(files >= OPEN_FILES, "limits.open_files", value, remedy)
     used = read_amount(Amount.PIDS_USED, folder)
     allowed = read_amount(Amount.PIDS_LIMIT, folder)
-    left = min(allowed - (used if used < math.inf else 0), _limit(own))
+    left = min(allowed - (used if used < math.inf else 0), own)
     value = f"{_shown(left)} processes and threads, {PROCESSES} are wanted"
     remedy = f"`ulimit -u {PROCESSES}`; start a container with --pids-limit {2 * PROCESSES}"
     yield judge(left >= PROCESSES, "limits.processes", value, remedy)
-
-
-def _limit(number: int) -> float:
-    return math.inf if number == resource.RLIM_INFINITY else number
 
 
 def _shown(limit: float) -> str:
     return f"{limit:.0f}".replace("inf", "unlimited")
 
 
-def shared_memory_finding(wanted: int, free: int) -> Finding:
-    """Warn if /dev/shm has less free space than Ray's object store takes, `wanted`."""
-    return judge(
-        free >= wanted,
-        "memory.shared",
-        f"{format_bytes(free)} free in /dev/shm, Ray's object store takes {format_bytes(wanted)}",
-        "give the container --shm-size=16g, or remount /dev/shm larger; Ray uses /tmp else",
+def check_shared_memory() -> Iterator[Finding]:
+    """Check that /dev/shm has the free space that Ray's object store takes."""
+    wanted, free = object_store_bytes(), shutil.disk_usage("/dev/shm").free
+    sizes = (
+        f"{format_bytes(free)} free in /dev/shm, Ray's object store takes {format_bytes(wanted)}"
     )
+    remedy = "give the container --shm-size=16g, or remount /dev/shm larger; Ray uses /tmp else"
+    yield judge(free >= wanted, "memory.shared", sizes, remedy)
 
 
 def check_disk(output_dir: Path, wanted: int = LITTLE_FREE) -> Iterator[Finding]:

@@ -26,7 +26,7 @@ SHOWN = 8
 
 
 def survey_host(subject: Subject) -> tuple[list[Finding], dict[str, str]]:
-    """Run the checks of the host that this process is on; return its findings and its versions."""
+    """Run the checks of this host; return its findings and its versions."""
     return check_host(subject), versions()
 
 
@@ -40,9 +40,13 @@ def versions() -> dict[str, str]:
 def check_cluster(subject: Subject, address: str | None) -> list[Finding]:
     """Join a Ray cluster, return findings on its hosts and collectives, and leave it.
 
-    address: None = RAY_ADDRESS
-    Sets environment variables of Ray. Raises UserError when no cluster is named, or it cannot be
-    joined.
+    Sets environment variables of Ray.
+
+    Args:
+        address: None = RAY_ADDRESS.
+
+    Raises:
+        UserError: no cluster is named, or it cannot be joined.
     """
     if (address or os.environ.get("RAY_ADDRESS") or "local") == "local":
         remedy = "set RAY_ADDRESS, runtime.address or --address; auto is one that runs on this host"
@@ -101,7 +105,8 @@ def ray_finding(resource: str, count: int, most: int) -> Finding:
 def version_findings(by_host: Mapping[str, Mapping[str, str]]) -> list[Finding]:
     """Return an error per version that differs from that of most hosts; `ok` if none does.
 
-    by_host: host -> package -> version
+    Args:
+        by_host: host -> package -> version.
     """
     check, remedy = "cluster.versions", "install the same there, and start Ray there again"
     usual = node_check.usual_versions(list(by_host.values()))
