@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mindspeed_rlxf.checkpoint.directory import Change, find_changes, is_function_text
+from mindspeed_rlxf.checkpoint.directory import find_changes
 from mindspeed_rlxf.config.keys import to_yaml
 from mindspeed_rlxf.config.load import resolve
 from tests.unit.config.conftest import make_tree, no_cluster
@@ -99,10 +99,3 @@ def test_a_pool_section_that_was_emptied_by_hand_is_a_change(
 ) -> None:
     changes = find_changes({**tree, "resource_pool": value}, tree)
     assert ("resource_pool", value) in [(change.key, change.before) for change in changes]
-
-
-def test_reward_functions_that_are_no_tables_are_no_change_of_text() -> None:
-    entry = {"path": "a.py", "sha256": "1"}
-    other = {**entry, "sha256": "2"}
-    assert is_function_text(Change("reward.functions", [entry], [other], "fixed"))
-    assert not is_function_text(Change("reward.functions", ["a.py"], [entry], "fixed"))

@@ -185,22 +185,6 @@ def test_a_checkpoint_that_cannot_be_removed_is_a_warning_until_a_later_save_rem
     assert case.kept == [5, 4] and not list(case.store.folder.glob(".*"))
 
 
-def test_checkpoints_that_vanish_meanwhile_end_nothing(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case.iterate(1, 2)
-    replace = os.replace
-
-    def vanishing(source: Any, target: Any) -> None:
-        if str(target).endswith(".removed"):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(source))
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", vanishing)
-    case.iterate(3)
-    assert case.kept[:2] == [3, 2]
-
-
 def test_a_command_without_its_run_directory_counts_as_stopped(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,11 +230,6 @@ def test_other_prompts_are_refused(case: Case) -> None:
     with pytest.raises(UserError, match=r"data\.train_files must give the prompts of the run"):
         case.resume(prompts="others")
     assert not case.actor.loaded
-
-
-def test_two_checkpoints_are_kept(case: Case) -> None:
-    case.iterate(1, 2, 3, 4)
-    assert case.kept == [4, 3]
 
 
 def test_an_asynchronous_save_is_published_once_all_wrote(

@@ -77,18 +77,3 @@ def test_a_save_folder_that_holds_weights_is_refused(make_tree: MakeTree, tmp_pa
     (tmp_path / "c" / "megatron" / "x").write_text("")
     (problem,) = check_save_folders(config, RunDirectory(tmp_path / "run"))
     assert str(problem).startswith(f"critic.save={str(tmp_path / 'c')!r} must not hold weights")
-
-
-def test_a_save_interval_beyond_the_run_is_a_note(make_tree: MakeTree) -> None:
-    notes = {
-        interval: resolve_with_notes(make_tree({"training.save_interval": interval}), "test")[1]
-        for interval in (0, 3, 4)  # of 3 iterations
-    }
-    assert notes == {
-        0: [],
-        3: [],
-        4: [
-            "training.save_interval=4 is over training.train_iters=3: checkpoints are saved by "
-            "training.save_interval_s only, and at the end"
-        ],
-    }

@@ -231,15 +231,6 @@ def test_a_save_that_fails_at_any_step_leaves_a_whole_checkpoint(
     assert RunStore(tmp_path).newest_first()[0].iteration == 2
 
 
-def test_the_mark_of_an_export_names_its_iteration(tmp_path: Path) -> None:
-    store = RunStore(tmp_path)
-    assert store.exported() is None
-    store.set_exported(7)
-    assert store.exported() == 7
-    store.clear_exported()
-    assert store.exported() is None
-
-
 def test_a_manifest_names_the_versions_that_wrote_it(tmp_path: Path) -> None:
     tree = json.loads((save(RunStore(tmp_path), 1) / MANIFEST).read_text())
     assert tree["format_version"] == 1 and tree["versions"] == {"torch": "2"}

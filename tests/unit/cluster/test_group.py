@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import torch
 
 from mindspeed_rlxf.cluster.group import RoleGroup, Sharded, submit_together
 from mindspeed_rlxf.cluster.interface import PoolPart, Reply, Request
@@ -15,7 +14,6 @@ from mindspeed_rlxf.cluster.refs import Piece, RowsRef
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.rank_layout import ParallelLayout
 from mindspeed_rlxf.data.batch import RoleOutput
-from tests.distributed.cluster.stand_ins import Numbers
 
 
 class RecordingCall:
@@ -92,13 +90,6 @@ def test_a_call_does_not_wait_when_the_inputs_give_the_number_of_rows() -> None:
     assert [request.num_rows for request in pool.requests] == [3, 3]
 
 
-def test_rows_of_the_driver_count_as_those_behind_references() -> None:
-    group, _ = make_group(2, tp=1, pp=1)
-    parts = Sharded([Numbers(torch.zeros(2)), Numbers(torch.zeros(3))])
-    rows = group.call(SomeRole.work, parts).rows()
-    assert [piece.num_rows for piece in rows.pieces] == [2, 3]
-
-
 def test_the_number_of_rows_is_found_inside_sharded_containers() -> None:
     group, _ = make_group(2, tp=1, pp=1)
     parts = Sharded([(7, ref(2)), (7, ref(5))])
@@ -128,23 +119,6 @@ def test_rows_of_unknown_number_wait_for_the_replies_once() -> None:
     assert [piece.num_rows for piece in pending.rows().pieces] == [10, 11]
     pending.result()
     assert pool.calls[0].waits == 1
-
-
-def test_build_sends_the_factory_to_every_rank() -> None:
-    group, pool = make_group(2, tp=2, pp=1)
-    group.build(SomeRole, "config")
-    assert [(r.factory, r.args) for r in pool.requests] == [(SomeRole, ("config",))] * 2
-
-
-def test_a_layout_that_is_not_the_pools_is_refused() -> None:
-    with pytest.raises(AssertionError, match="critic is laid out over 4 ranks"):
-        RoleGroup(Role.CRITIC, ParallelLayout(4), RecordingPool(2))
-
-
-def test_sharded_arguments_must_fit_the_layout() -> None:
-    group, _ = make_group(4, tp=2, pp=1)
-    with pytest.raises(AssertionError, match="critic has 2 data-parallel ranks, got 3 parts"):
-        group.call(SomeRole.work, Sharded([1, 2, 3]))
 
 
 def test_a_part_of_a_pool_is_a_pool_whose_ranks_count_from_its_first() -> None:

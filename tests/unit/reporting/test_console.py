@@ -82,14 +82,6 @@ def test_a_stream_of_an_ascii_locale_becomes_utf8():
     assert raw.getvalue().decode("utf-8").endswith("größe\n")
 
 
-def test_lines_appear_at_once():
-    """A buffered stream, as standard output into a file is."""
-    raw = io.BytesIO()
-    stream = io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8")
-    started(1, NAMES, stream).update(1, {})
-    assert raw.getvalue().endswith(b"\n")
-
-
 @pytest.mark.parametrize(
     ("value", "shown"),
     [(0, "0"), (0.85156, "0.852"), (99.96, "100"), (1234.5, "1,234"), (2e-5, "2.0e-05"),

@@ -130,11 +130,6 @@ def test_an_adaptive_target_raises_the_limit_of_the_kl() -> None:
     assert made(lambda i: {"critic/kl": 8.0}, 9) == ["3 kl_runaway began"]
 
 
-def test_a_rule_that_stops_marks_its_finding_and_no_other() -> None:
-    found = findings("far_too_high_learning_rate", Health([HealthRule.ALL_CUT]))
-    assert [each.rule for each in found if each.stops] == ["all_cut"]
-
-
 def test_a_resumed_run_finds_what_an_uninterrupted_one_finds() -> None:
     lines = list(read_metrics(RECORDINGS / "far_too_high_learning_rate.jsonl"))
     for cut in (4, 8, 25):

@@ -7,17 +7,6 @@ import threading
 from mindspeed_rlxf.reporting.phases import Phases
 
 
-def test_the_outermost_phase_is_current_and_printed_once() -> None:
-    made, lines = Phases(), list[str]()
-    made.write = lines.append
-    with made.phase("outer", 4) as outer, made.phase("inner"):
-        outer.advance()
-        assert made.current is outer and str(outer) == "outer, 1 of 4, 0 s"
-    with made.phase("generate", prints=False):
-        pass
-    assert made.current is None and lines == ["outer ..."]
-
-
 def test_phases_of_other_threads_are_not_shown() -> None:
     made, seen = Phases(), list[object]()
 

@@ -74,9 +74,3 @@ def test_a_partial_event_is_dropped_by_the_next_write(tmp_path: Path, cut: int) 
     Timeline(tmp_path).write(2, spans(2))
     iterations = [event["args"]["iteration"] for event in events(file)]
     assert iterations[-3:] == [2, 2, 2] and 1 in iterations
-
-
-def test_of_a_large_pool_the_first_ranks_are_drawn(tmp_path: Path) -> None:
-    Timeline(tmp_path).write(1, [Span("x", "main", rank, 1.0, 1.0) for rank in range(512)])
-    (file,) = tmp_path.iterdir()
-    assert [event["args"]["rank"] for event in events(file)] == list(range(64))

@@ -144,19 +144,15 @@ def test_the_good_configuration_has_no_problem(good: Path) -> None:
         ("reward.load", "is not a folder"),
         ("training.tokenizer_name_or_path", "tokenizer"),
         ("data.train_files", "no such file"),
+        (
+            "data.train_files=[] data.data_path",
+            "must be the --output-prefix of an indexed data set",
+        ),
     ],
 )
 def test_missing_files_are_named(problems: Problems, key: str, rule: str) -> None:
-    (line,) = problems(f"{key}=./absent.jsonl")
+    (line,) = problems(*f"{key}=./absent.jsonl".split())
     assert "absent.jsonl" in line and rule in line
-
-
-@pytest.mark.parametrize(("name", "flag"), [("rm", " --reward-model"), ("sft", "")])
-def test_a_missing_tiny_model_is_reported_with_the_command_that_makes_it(
-    tmp_path: Path, problems: Problems, name: str, flag: str
-) -> None:
-    (line,) = problems(f"reward.load={tmp_path}/outputs/tiny/models/{name}")
-    assert line.endswith(f"make the tiny one with `python examples/tiny/make.py{flag}`")
 
 
 def test_contradicting_timeouts_of_hccl_are_refused(

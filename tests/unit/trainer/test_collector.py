@@ -99,11 +99,6 @@ def seconds(found: Collected) -> dict[str, float]:
     return {name: sum(call.seconds for call in calls) for name, calls in found.calls().items()}
 
 
-def test_without_filter_every_response_is_kept() -> None:
-    found, metrics = collect(Script([[1, 1, 0, 1]]), prompts=2)
-    assert found.score_report().scores == [1, 1, 0, 1] and metrics == {}
-
-
 def test_prompts_with_equal_scores_are_drawn_anew() -> None:
     script = Script([[1, 1, 0, 1, 0, 0], [1, 0, 1, 1, 0, 1]])
     found, metrics = collect(script, prompts=3, filter_groups=True)

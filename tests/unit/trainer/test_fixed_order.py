@@ -41,12 +41,6 @@ def check(prompts: Any = None, after: int = 0) -> list[str]:
     return [str(found) for found in find_order_problems(fixed, resumed, 4 - after)]
 
 
-def test_the_order_of_the_sampler_is_accepted() -> None:
-    samples = in_order(4)
-    assert check(prompts={i: p.token_ids.tolist() for i, p in enumerate(samples)}) == []
-    assert check() == []  # a file of responses alone
-
-
 def test_responses_to_other_prompts_are_counted_and_the_first_is_named() -> None:
     """Samples 4 and 5 belong to one prompt, 6 and 7 to the next."""
     samples = in_order(4)

@@ -83,12 +83,6 @@ def test_the_log_prob_gap_is_a_mean_over_tokens() -> None:
     }
 
 
-def test_reward_parts_are_averaged_over_samples() -> None:
-    report = ScoreReport([1.0, 0.0], [{"accuracy": 1.0}, {"format": 0.5}])
-    assert score_metrics(report) == {"reward/accuracy": 0.5, "reward/format": 0.25}
-    assert score_metrics(ScoreReport([1.0])) == {}
-
-
 def test_failed_samples_are_counted_by_cause_and_left_out_of_the_parts() -> None:
     parts = [{"mine": 1.0}, {}, {"mine": 0.5, "mine/length": 4.0}, {}]
     late, wrong = FailedSample(8, "timeout", ""), FailedSample(9, "wrong_result", "")

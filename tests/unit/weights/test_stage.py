@@ -25,7 +25,6 @@ from mindspeed_rlxf.models.parameters import (
 from mindspeed_rlxf.weights import stage_loader as weights
 from mindspeed_rlxf.weights.hf_folder import HfFolder
 from mindspeed_rlxf.weights.stage_loader import StageWeights
-from tests.unit.weights.folders_of import CountingFolder
 
 LM, SCORE = Head.LANGUAGE_MODEL, Head.SCORE
 
@@ -158,19 +157,6 @@ def test_what_is_written_is_what_was_read(
         index = json.loads((target / "model.safetensors.index.json").read_text())
         size = sum(t.numel() * t.element_size() for t in expected.values())
         assert index["metadata"]["total_size"] == size
-
-
-def test_a_rank_reads_its_share_of_the_bytes(monkeypatch: pytest.MonkeyPatch, source: Path) -> None:
-    ((first, second),) = ranks_of(monkeypatch, architecture(), LM, 2, 1)
-    read_by = []
-    for rank in (first, second):
-        folder = CountingFolder(source)
-        rank.load(folder)
-        read_by.append(folder.bytes_read)
-    tensors = read(source)
-    whole = {k: t.numel() * t.element_size() for k, t in tensors.items()}
-    norms = sum(size for name, size in whole.items() if "norm" in name)
-    assert sum(read_by) == sum(whole.values()) + norms  # norms are on both
 
 
 def test_vocabulary_padding_is_zero(monkeypatch: pytest.MonkeyPatch, source: Path) -> None:

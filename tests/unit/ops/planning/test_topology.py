@@ -24,22 +24,6 @@ def lines(make_tree: Callable[..., Any], changes: dict[str, Any]) -> list[str]:
     return [" ".join(line.split()) for line in text.splitlines()]
 
 
-def test_every_device_has_a_line_with_its_place_in_each_role(make_tree: Callable[..., Any]) -> None:
-    changes = {
-        "resource_pool.main": [4, 4],
-        "actor_rollout.tensor_model_parallel_size": 2,
-        "actor_rollout.pipeline_model_parallel_size": 2,
-    }
-    shown = lines(make_tree, changes)
-    assert shown[0] == (
-        "pool hosts devices ranks actor_rollout TP,PP,DP ref TP,PP,DP critic TP,PP,DP "
-        "reward TP,PP,DP"
-    )
-    # rank 6 = 0 + 2 x (1 + 2 x 1): TP 0, DP 1, PP 1; elsewhere data parallel only
-    assert "main 1 2 6 0,1,1 0,0,6 0,0,6 0,0,6" in shown
-    assert len(shown) == 2 + 8
-
-
 def test_like_hosts_share_a_line(make_tree: Callable[..., Any]) -> None:
     """512 ranks, TP 4 x PP 4 x DP 32: a stage is 128 ranks on 16 hosts."""
     shown = lines(make_tree, LARGE)
