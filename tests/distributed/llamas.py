@@ -29,6 +29,7 @@ from mindspeed_rlxf.config.schema import (
     OptimizerConfig,
     RefConfig,
     RewardConfig,
+    RoleConfig,
     RunConfig,
     RuntimeConfig,
     TrainingConfig,
@@ -154,6 +155,11 @@ def greedy_response(model: Any, prompt: Any, eos: list[int]) -> list[int]:
         )
     response: list[int] = found[0, len(prompt) :].tolist()
     return response
+
+
+def role_of(folder: Path, architecture: ArchitectureConfig, **keys: Any) -> RoleConfig:
+    """Return a role that loads the folder. keys: further keys of RoleConfig"""
+    return RoleConfig(model="t", architecture=architecture, load=str(folder), **keys)
 
 
 def with_local_runtime(config: RunConfig) -> RunConfig:

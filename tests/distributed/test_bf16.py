@@ -23,7 +23,7 @@ from mindspeed_rlxf.engine.train_engine import PolicyStep, TokenLogProbs
 from mindspeed_rlxf.models import heads
 from mindspeed_rlxf.models.parameters import Head
 from tests.distributed.groups import build_group, layout_of
-from tests.distributed.llamas import PLAIN, TIED, make_llama
+from tests.distributed.llamas import PLAIN, TIED, make_llama, role_of
 from tests.distributed.samples import make_rollouts
 from tests.golden import runs
 
@@ -94,10 +94,9 @@ def test_output_gradient_of_chunks_reaches_the_optimizer_once(
     make_llama(tmp_path, architecture)
 
     def gradient(bf16: bool, chunk: int, pp: int) -> torch.Tensor:
-        role = RoleConfig(
-            model="t", architecture=architecture, load=str(tmp_path), micro_batch_size=4, bf16=bf16,
-            pipeline_model_parallel_size=pp,
-        )  # fmt: skip
+        role = role_of(
+            tmp_path, architecture, micro_batch_size=4, bf16=bf16, pipeline_model_parallel_size=pp
+        )
         group = build_group(warm_runtime, layout_of(role), OutputGradient, role)
         return torch.tensor(group.call(OutputGradient.step, rollouts, chunk).result()[-1])
 

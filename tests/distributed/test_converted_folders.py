@@ -14,7 +14,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
 from mindspeed_rlxf.cli.convert import main
 from mindspeed_rlxf.config.rank_layout import ParallelLayout
-from mindspeed_rlxf.config.schema import ArchitectureConfig, RoleConfig
+from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.data.batch import RoleOutput
 from mindspeed_rlxf.device import megatron_versions
 from mindspeed_rlxf.engine.parallel import ParallelGroups
@@ -28,6 +28,7 @@ from tests.distributed.llamas import (
     QWEN3_MOE,
     TIED,
     make_llama,
+    role_of,
     same_tensors,
     shares_groups,
 )
@@ -171,7 +172,7 @@ def test_a_role_starts_from_a_folder_of_another_layout(
     method = Exporter.scores if scored else Exporter.logits
     for load, out in ((folder, "run"), (tmp_path / "run" / "megatron", "again")):
         layout = {"pipeline_model_parallel_size": 2}
-        role = RoleConfig(model="t", architecture=PLAIN, load=str(load), **layout)
+        role = role_of(load, PLAIN, **layout)
         group = build_group(warm_runtime, layout_of(role), Exporter, role, head)
         got = torch.tensor(group.call(method, rollouts).result()[0])
         error = (got - expected).abs().max() / expected.abs().max()

@@ -27,6 +27,7 @@ from tests.distributed.llamas import (
     QWEN3_MOE_UNNORMED,
     greedy_response,
     make_llama,
+    role_of,
     run_config,
     same_tensors,
 )
@@ -69,13 +70,7 @@ def test_forward_equals_transformers_wherever_the_experts_are(
     head = Head.SCORE if scored else Head.LANGUAGE_MODEL
     method = EngineProbe.scores if scored else EngineProbe.logits
     for name, (size, keys) in LAYOUTS.items():
-        role = RoleConfig(
-            model="test",
-            architecture=FAMILIES[family],
-            load=str(tmp_path),
-            micro_batch_size=3,
-            **keys,
-        )
+        role = role_of(tmp_path, FAMILIES[family], micro_batch_size=3, **keys)
         layout = layout_of(role, size)
         group = build_group(warm_runtime, layout, EngineProbe, role, head)
         reports = group.call(method, split_evenly(rollouts, layout.dp)).result()
@@ -149,9 +144,7 @@ class RoutingProbe(EngineProbe):
 
 def test_routing_of_a_bf16_model_is_computed_in_fp32(warm_runtime: Any, tmp_path: Path) -> None:
     make_llama(tmp_path, QWEN3_MOE)
-    role = RoleConfig(
-        model="t", architecture=QWEN3_MOE, load=str(tmp_path), micro_batch_size=8, bf16=True
-    )
+    role = role_of(tmp_path, QWEN3_MOE, micro_batch_size=8, bf16=True)
     layout = ParallelLayout(1, 1)
     group = build_group(warm_runtime, layout, RoutingProbe, role, Head.LANGUAGE_MODEL)
     (found,) = group.call(RoutingProbe.errors, make_rollouts()).result()
@@ -254,13 +247,7 @@ def test_gradients_of_both_losses_equal_transformers(
     assert len(routers) == 2 and all(gradient.norm() > 1e-3 for gradient in routers)
     for name in ("ep1", "ep2", "tp2-sp", "tp2-ep2-sp"):
         size, keys = LAYOUTS[name]
-        role = RoleConfig(
-            model="test",
-            architecture=balanced,
-            load=str(tmp_path / "lm"),
-            micro_batch_size=ROWS,
-            **keys,
-        )
+        role = role_of(tmp_path / "lm", balanced, micro_batch_size=ROWS, **keys)
         layout = layout_of(role, size)
         group = build_group(warm_runtime, layout, GradientProbe, role)
         shares = split_evenly(rollouts, layout.dp)

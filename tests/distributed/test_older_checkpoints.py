@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 
 from mindspeed_rlxf.cluster.group import RoleGroup
 from mindspeed_rlxf.config.rank_layout import ParallelLayout
-from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
+from mindspeed_rlxf.config.schema import OptimizerConfig
 from mindspeed_rlxf.data.batch import RoleOutput
 from mindspeed_rlxf.engine import train_state
 from mindspeed_rlxf.engine.adam_state import held_slots
@@ -24,7 +24,7 @@ from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.weights.role_state import file_of
 from mindspeed_rlxf.weights.state_files import Loaded
 from tests.distributed.groups import build_group
-from tests.distributed.llamas import QWEN3_MOE, make_llama
+from tests.distributed.llamas import QWEN3_MOE, make_llama, role_of
 from tests.distributed.test_resume import whole_tensors
 
 
@@ -33,7 +33,7 @@ class Older:
 
     def __init__(self, folder: Path, tp: int, ep: int, distributed: bool) -> None:
         layout = {"tensor_model_parallel_size": tp, "expert_model_parallel_size": ep, "bf16": True}
-        role = RoleConfig(model="t", architecture=QWEN3_MOE, load=str(folder), **layout)
+        role = role_of(folder, QWEN3_MOE, **layout)
         optimizer = OptimizerConfig(lr=0.01, use_distributed_optimizer=distributed)
         self.engine = MegatronEngine(role, Head.LANGUAGE_MODEL, 1, optimizer)
 

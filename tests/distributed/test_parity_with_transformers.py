@@ -11,7 +11,7 @@ import torch
 from mindspeed_rlxf.cluster.group import RoleGroup, Sharded
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.rank_layout import ParallelLayout
-from mindspeed_rlxf.config.schema import ArchitectureConfig, RoleConfig
+from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.data.batch import Prompts, RoleOutput, Rollouts
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.roles.actor import ActorGroup
@@ -28,6 +28,7 @@ from tests.distributed.llamas import (
     greedy_response,
     make_llama,
     make_pair,
+    role_of,
     run_config,
     same_tensors,
     shares_groups,
@@ -101,13 +102,7 @@ def test_forward_equals_transformers_in_every_layout(
     head = Head.SCORE if scored else Head.LANGUAGE_MODEL
     method = EngineProbe.scores if scored else EngineProbe.logits
     for name, layout in LAYOUTS.items():
-        role = RoleConfig(
-            model="test",
-            architecture=architecture,
-            load=str(tmp_path),
-            micro_batch_size=3,
-            **layout,
-        )
+        role = role_of(tmp_path, architecture, micro_batch_size=3, **layout)
         group = build_group(warm_runtime, layout_of(role), EngineProbe, role, head)
         got = torch.tensor(group.call(method, Sharded([rollouts])).result()[0])
         error = (got - expected).abs().max() / expected.abs().max()
@@ -136,7 +131,7 @@ def test_export_gives_back_every_tensor_byte_for_byte(
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
 def test_a_rank_reads_only_its_own_shard(warm_runtime: Any, tmp_path: Path, layout: str) -> None:
     make_llama(tmp_path, PLAIN)
-    role = RoleConfig(model="test", architecture=PLAIN, load=str(tmp_path), **LAYOUTS[layout])
+    role = role_of(tmp_path, PLAIN, **LAYOUTS[layout])
     # Every process leads a replica of its own as far as reports go, so that each one answers.
     group = build_group(warm_runtime, layout_of(role), EngineProbe, role, Head.LANGUAGE_MODEL)
     everyone = RoleGroup(Role.ACTOR_ROLLOUT, ParallelLayout(2, 1, 1), group.pool)
@@ -154,13 +149,9 @@ def test_greedy_generation_equals_transformers_token_by_token(
     eos = [3, 8, 17, 21, 26, 30, 34]
     model = make_llama(tmp_path, architecture)
     size = world_size(LAYOUTS[layout])
+    rows = {"num_samples_per_step": 3}
     config = run_config(
-        tmp_path,
-        tmp_path,
-        architecture,
-        LAYOUTS[layout],
-        pool=size,
-        actor_rollout={"num_samples_per_step": 3},
+        tmp_path, tmp_path, architecture, LAYOUTS[layout], pool=size, actor_rollout=rows
     )
     pool = warm_runtime.create_pools({"main": [size]})["main"]
     actor, rollout = build_policy(config, pool, eos)

@@ -7,78 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from mindspeed_rlxf.checkpoint.directory import RunDirectory
-from mindspeed_rlxf.cluster.group import RoleGroup, Sharded
-from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import ArchitectureConfig, RunConfig
-from mindspeed_rlxf.data.batch import Experience, RoleOutput, Rollouts
-from mindspeed_rlxf.roles import objectives
-from mindspeed_rlxf.roles.actor import ActorGroup, ActorRole
-from mindspeed_rlxf.roles.rollout import RolloutGroup
 from mindspeed_rlxf.trainer.preflight import prepare
-from tests.distributed.llamas import PLAIN, TIED, make_llama, make_pair, run_config
-from tests.distributed.samples import make_experience
-from tests.distributed.test_parity_with_transformers import make_prompts
+from tests.distributed.llamas import PLAIN, make_pair, run_config
 from tests.training import train
 
 VOCAB = 384
 LEARNERS = "actor_rollout", "critic"
-
-
-class RecordingActor(ActorRole):
-    """Notes how far each ratio of an update is from 1."""
-
-    def update_and_record(
-        self, rollouts: Rollouts, experience: Experience, steps: list[list[int]]
-    ) -> RoleOutput:
-        original, distances = objectives.clipped_policy_loss, []
-
-        def recording(log_probs: Any, old: Any, *arguments: Any) -> Any:
-            distances.append(float((torch.exp(log_probs - old) - 1).abs().max()))
-            return original(log_probs, old, *arguments)
-
-        objectives.clipped_policy_loss = recording
-        try:
-            report = self.update_policy(rollouts, experience, steps).report
-        finally:
-            objectives.clipped_policy_loss = original
-        return RoleOutput(report=(distances, report))
-
-    def with_own_log_probs(self, rollouts: Rollouts) -> RoleOutput:
-        """Experience whose old log-probs are what this actor computes now."""
-        old = self.log_probs(rollouts)
-        made = make_experience(rollouts)
-        experience = Experience(**{**vars(made), "old_log_probs": old.rows.log_probs})
-        return RoleOutput(experience)
-
-
-def test_first_mini_batch_has_ratio_one_and_no_clipping(warm_runtime: Any, tmp_path: Path) -> None:
-    make_llama(tmp_path, TIED)
-    settings = {"do_sample": True, "temperature": 0.7, "micro_batch_size": 2}
-    config = run_config(tmp_path, tmp_path, TIED, actor_rollout=settings)
-    pool = warm_runtime.create_pools({"main": [1]})["main"]
-    group = RoleGroup(Role.ACTOR_ROLLOUT, config.layout(Role.ACTOR_ROLLOUT), pool)
-    group.build(RecordingActor, config).result()
-    rollout = RolloutGroup(config, pool)
-    rollout.build((3,)).result()
-    rollout.update_weights(ActorGroup(config, pool), 0)
-    rollouts = rollout.generate(make_prompts(8), seed=3).rows()
-    experience = group.call(RecordingActor.with_own_log_probs, rollouts).rows()
-    steps = [[0, 1, 2, 3], [4, 5, 6, 7]]
-    pending = group.call(
-        RecordingActor.update_and_record,
-        Sharded([rollouts]),
-        Sharded([experience]),
-        Sharded([steps]),
-    )
-    distances, report = pending.result()[0]
-    assert max(distances[:2]) <= 1e-5  # two micro-batches of the first mini-batch
-    assert report.steps[0]["pg_clipfrac"] == 0.0
-    assert max(distances[2:]) > 1e-5, "the second mini-batch should see a changed policy"
 
 
 def test_kl_to_the_reference_starts_at_zero_and_saves_are_kept(
@@ -89,7 +28,7 @@ def test_kl_to_the_reference_starts_at_zero_and_saves_are_kept(
     write_prompts(tmp_path / "train.jsonl", [f"count to {n}" for n in range(40)])
     write_tokenizer(tmp_path / "tokenizer", [f"count to {n}" for n in range(40)])
     saving = {"save_interval": 2}
-    config = small_run(tmp_path, "run", lm, scored, architecture, {}, 1, training=saving)
+    config = small_run(tmp_path, lm, scored, architecture, training=saving)
     first = metrics_of(config, warm_runtime)
     saved = tmp_path / "run" / "checkpoints"
     pointer = "latest_checkpointed_iteration.txt"
@@ -143,34 +82,24 @@ def assert_timeline_is_that_of(metrics: list[dict[str, float]], run: RunDirector
 
 
 def small_run(
-    folder: Path,
-    name: str,
-    lm: Path,
-    scored: Path,
-    architecture: ArchitectureConfig,
-    layout: dict[str, Any],
-    pool: int,
+    folder: Path, lm: Path, scored: Path, architecture: ArchitectureConfig, pool: int = 1,
     **sections: Any,
-) -> RunConfig:
-    """Three iterations of eight prompts, two optimizer steps each."""
+) -> RunConfig:  # fmt: skip
+    """Three iterations of eight prompts, two optimizer steps each, in `run` below the folder."""
     merged: dict[str, Any] = {
         "training": {
             "train_iters": 3,
             "global_batch_size": 8,
             "tokenizer_name_or_path": str(folder / "tokenizer"),
-            "output_dir": str(folder / name),
+            "output_dir": str(folder / "run"),
             **sections.pop("training", {}),
         },
         "data": {"train_files": str(folder / "train.jsonl"), **sections.pop("data", {})},
-        "actor_rollout": {
-            "do_sample": True,
-            "ppo_mini_batch_size": 4,
-            **sections.pop("actor_rollout", {}),
-        },
+        "actor_rollout": {"do_sample": True, "ppo_mini_batch_size": 4},
         "critic": {"critic_mini_batch_size": 4},
         **sections,
     }
-    return run_config(lm, scored, architecture, layout, pool, None, **merged)
+    return run_config(lm, scored, architecture, {}, pool, None, **merged)
 
 
 def metrics_of(config: RunConfig, warm_runtime: Any) -> list[dict[str, float]]:

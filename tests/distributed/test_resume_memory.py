@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from mindspeed_rlxf.config.rank_layout import ParallelLayout
-from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
+from mindspeed_rlxf.config.schema import OptimizerConfig
 from mindspeed_rlxf.data.batch import RoleOutput
 from mindspeed_rlxf.engine.adam_state import held_slots, single_optimizers
 from mindspeed_rlxf.engine.engine import MegatronEngine
@@ -26,7 +26,7 @@ from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.weights.boxes import BoxedWeights
 from mindspeed_rlxf.weights.role_state import BUFFER_BYTES
 from tests.distributed.groups import build_group
-from tests.distributed.llamas import PLAIN, make_llama
+from tests.distributed.llamas import PLAIN, make_llama, role_of
 
 MIB = 1 << 20
 RANKS = 4
@@ -47,7 +47,7 @@ class Saver:
     """A model in fp32 whose optimizer is distributed."""
 
     def __init__(self, folder: Path) -> None:
-        role = RoleConfig(model="t", architecture=LARGE, load=str(folder))
+        role = role_of(folder, LARGE)
         optimizer = OptimizerConfig(lr=0.01, use_distributed_optimizer=True)
         self.engine = MegatronEngine(role, Head.LANGUAGE_MODEL, 1, optimizer)
 

@@ -19,7 +19,7 @@ from megatron.core import tensor_parallel
 from mindspeed_rlxf.cluster.errors import WorkerError
 from mindspeed_rlxf.cluster.group import RoleGroup
 from mindspeed_rlxf.config.rank_layout import ParallelLayout
-from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
+from mindspeed_rlxf.config.schema import OptimizerConfig
 from mindspeed_rlxf.data.batch import RoleOutput
 from mindspeed_rlxf.engine import train_state
 from mindspeed_rlxf.engine.engine import MegatronEngine
@@ -30,7 +30,7 @@ from mindspeed_rlxf.weights import stage_loader, state_files
 from mindspeed_rlxf.weights.hf_folder import HfFolder
 from mindspeed_rlxf.weights.state_files import Loaded
 from tests.distributed.groups import build_group
-from tests.distributed.llamas import TIED, make_llama
+from tests.distributed.llamas import TIED, make_llama, role_of
 
 MAX_SKIPPED = 2
 
@@ -39,7 +39,7 @@ class Drawer:
     """Draws from every stream of its process, and can be given wrong steps."""
 
     def __init__(self, folder: Path) -> None:
-        role = RoleConfig(model="t", architecture=TIED, load=str(folder))
+        role = role_of(folder, TIED)
         skipped = SkippedSteps("skip", MAX_SKIPPED, "actor")
         optimizer = OptimizerConfig(lr=0.01)
         self.engine = MegatronEngine(role, Head.LANGUAGE_MODEL, 1, optimizer, 9, skipped)

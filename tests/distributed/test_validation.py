@@ -33,7 +33,7 @@ def test_validation_alone_repeats_that_of_the_run(warm_runtime: Any, tmp_path: P
 
     def configured(ranks: int, new_run: bool = False, **validation: Any) -> RunConfig:
         config = small_run(
-            tmp_path, "run", lm, scored, architecture, {}, ranks,
+            tmp_path, lm, scored, architecture, ranks,
             training={"train_iters": 2, "new_run": new_run},
             data={"val_files": (str(tmp_path / "val.jsonl"),)},
             reward={"kind": RewardKind.RULE, "model": None, "architecture": None, "load": None},

@@ -13,11 +13,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.testing import assert_close
 
 from mindspeed_rlxf.cluster.group import Sharded
-from mindspeed_rlxf.config.schema import RoleConfig
 from mindspeed_rlxf.data.batch import RoleOutput
 from mindspeed_rlxf.models.parameters import Head
 from tests.distributed.groups import build_group, layout_of
-from tests.distributed.llamas import PLAIN, TIED, make_llama
+from tests.distributed.llamas import PLAIN, TIED, make_llama, role_of
 from tests.distributed.probe import EngineProbe
 from tests.distributed.samples import PROMPT_LENGTHS, RESPONSE_LENGTHS, make_rollouts
 from tests.distributed.test_parity_with_transformers import expected_logits
@@ -51,9 +50,7 @@ def test_forward_takes_any_number_of_rows(warm_runtime: Any, tmp_path: Path) -> 
     """Two stages take 2, 4, ... micro-batches: 7 rows by 3 are split, 1 or 3 by 1 are filled up."""
     model = make_llama(tmp_path, FOUR)
     for micro, counts in ((3, (7,)), (1, (1, 3))):
-        role = RoleConfig(
-            model="t", architecture=FOUR, load=str(tmp_path), micro_batch_size=micro, **VIRTUAL
-        )
+        role = role_of(tmp_path, FOUR, micro_batch_size=micro, **VIRTUAL)
         group = build_group(warm_runtime, layout_of(role), Exporter, role, LM)
         for count in counts:
             rollouts = make_rollouts().select(range(count))
@@ -68,9 +65,7 @@ def test_files_are_those_of_one_process(warm_runtime: Any, tmp_path: Path, score
     make_llama(tmp_path / "start", architecture, scored)
     head = Head.SCORE if scored else Head.LANGUAGE_MODEL
     for name, layout in (("one", {}), ("two", VIRTUAL)):
-        role = RoleConfig(
-            model="t", architecture=architecture, load=str(tmp_path / "start"), **layout
-        )
+        role = role_of(tmp_path / "start", architecture, **layout)
         group = build_group(warm_runtime, layout_of(role), Exporter, role, head)
         group.call(Exporter.export, tmp_path / name).result()
         group.call(Exporter.stream, tmp_path / name / "stream", 0).result()
@@ -105,8 +100,6 @@ def test_replicas_make_as_many_micro_batches(warm_runtime: Any, tmp_path: Path) 
         (31, [31, 19], [25, 21]),
         (30, [19, 22, 9], [10, 15, 21]),
     ):
-        role = RoleConfig(
-            model="t", architecture=PLAIN, load=str(tmp_path), max_tokens_per_micro_batch=limit
-        )
+        role = role_of(tmp_path, PLAIN, max_tokens_per_micro_batch=limit)
         group = build_group(warm_runtime, layout_of(role, 2), Exporter, role, LM)
         assert group.call(Exporter.group_sizes, Sharded(parts)).result() == [first, second]

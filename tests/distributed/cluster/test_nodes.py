@@ -11,7 +11,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Set
 from pathlib import Path
@@ -133,22 +132,6 @@ def make_pools(
     yield make
     for pool in made:
         pool.shutdown()
-
-
-@pytest.mark.long
-def test_two_runs_share_the_nodes_and_the_second_waits_for_the_first(
-    make_pools: Callable[..., Any],
-) -> None:
-    """The nodes may still be on their way: the first waits for them."""
-    first = make_pools(JOIN_S, {"a": [1]})["a"]
-    assert build(first).call(StandIn.rank).result() == [(0, 1)]
-    beside = make_pools(JOIN_S, {"b": [1]}, NCCL_RLXF_TEST="from the pool")["b"]
-    assert build(beside).call(StandIn.environment, "NCCL_RLXF_TEST").result() == ["from the pool"]
-    threading.Timer(2.0, first.shutdown).start()
-    started = time.monotonic()
-    later = make_pools(JOIN_S, {"c": [1], "d": [1]})
-    assert time.monotonic() - started > 1.5
-    assert [pool.world_size for pool in later.values()] == [1, 1]
 
 
 def test_a_mixture_of_device_models_is_refused(make_pools: Callable[..., Any]) -> None:

@@ -67,16 +67,6 @@ def test_rows_reach_consumers_of_another_layout(make_pools: MakePools) -> None:
     check_rows_between_layouts(one, two)
 
 
-def test_roles_on_different_pools_run_at_the_same_time(make_pools: MakePools) -> None:
-    groups = [build(pool) for pool in make_pools(1, 2)]
-    started = time.perf_counter()
-    calls = [group.call(StandIn.nap, 1.0) for group in groups]
-    for call in calls:
-        call.result()
-    assert time.perf_counter() - started < 2.0
-    assert all(1.0 <= call.seconds < 2.0 for call in calls)
-
-
 def test_calls_and_references_do_not_wait(make_pools: MakePools) -> None:
     producer, consumer = [build(pool) for pool in make_pools(1, 2)]
     numbers = Sharded([Numbers(torch.arange(4))])

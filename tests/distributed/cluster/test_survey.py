@@ -13,10 +13,6 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.cluster.nodes import Node
-from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.ops.doctor.hosts import _all_reduce
-
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 
@@ -45,18 +41,6 @@ def test_tasks_that_die_fail_or_hang_do_not_hold_up_the_others(ray_runtime: Any)
     assert pid not in (os.getpid(), *others)
     assert all(isinstance(reply, Failed) for reply in others)
     assert run_tasks([Task(node.id, hang)], {}, 1.0) == [Failed("no reply within 1 s")]
-
-
-@pytest.mark.long
-def test_groups_of_real_processes_pass_and_one_that_never_comes_is_named(ray_runtime: Any) -> None:
-    from mindspeed_rlxf.cluster.ray.node_tools import live_nodes
-
-    (node,) = live_nodes("rlxf_cpu")
-    there = Node(node.id, "host-0", node.ip, 0, 0)
-    gone = Node("ab" * 28, "host-1", node.ip, 0, 0)  # no such node: its task cannot run
-    assert _all_reduce(DeviceKind.CPU, "rlxf_cpu", [[there, there]], {}, 100.0) == [""]
-    (cause,) = _all_reduce(DeviceKind.CPU, "rlxf_cpu", [[there, gone]], {}, 20.0)
-    assert "rank 1 on host-1 never came; " in cause
 
 
 @pytest.mark.long

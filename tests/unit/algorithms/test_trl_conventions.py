@@ -15,7 +15,6 @@ from torch.testing import assert_close
 
 from mindspeed_rlxf.algorithms.masked import alone
 from mindspeed_rlxf.config.enums import (
-    AdvantageWhiten,
     OldLogProbs,
     Stage,
 )
@@ -105,27 +104,3 @@ def test_experience_is_trls_at_its_batch_width(gamma: float, lam: float) -> None
     assert not ours.value_mask[:, 5].any() and not ours.values[:, 5].any()
     for name in ("returns", "values", "value_mask"):
         assert_close(getattr(ours, name)[:, :5], theirs[name], msg=name)
-
-
-def test_score_on_eos_has_no_slot_more() -> None:
-    algorithm = AlgorithmConfig(score_position="eos", advantage_whiten=AdvantageWhiten.NONE)
-    rollouts = rollouts_of([3, 5], [True, False])
-    ours, _ = make_experience(rollouts, 8, algorithm)
-    _, values, scores = inputs(rollouts)
-    assert ours.value_mask.sum(1).tolist() == [3, 5]
-    # at the last slot: A = score - kl_coef * kl - V, so the return is the reward there
-    kl = rollouts.rollout_log_probs[0, 2] - inputs(rollouts)[0].log_probs[0, 2]
-    expected = scores.scores[0] - KL_COEF * kl - values.values[0, 2]
-    assert_close(ours.advantages[0, 2], expected)
-
-
-def test_without_eos_the_score_less_the_penalty_is_on_the_last_token() -> None:
-    plain = AlgorithmConfig(advantage_whiten=AdvantageWhiten.NONE)
-    fined = AlgorithmConfig(advantage_whiten=AdvantageWhiten.NONE, missing_eos_penalty=2.0)
-    rollouts = rollouts_of([4, 2], [False, True])
-    before, _ = make_experience(rollouts, 4, plain)
-    after, report = make_experience(rollouts, 4, fined)
-    assert_close(after.returns[0, 3], before.returns[0, 3] - 2.0)
-    assert_close(after.returns[1], before.returns[1], rtol=0, atol=0)
-    score = inputs(rollouts)[2].scores
-    assert report.score.total == pytest.approx(float(score.sum()) - 2.0)  # type: ignore[attr-defined]

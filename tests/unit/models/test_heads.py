@@ -256,27 +256,6 @@ def test_weight_gradient_of_many_chunks_is_as_exact_as_of_one_product(
     assert error(32) < 1.2 * error(tokens)
 
 
-def test_chunked_gradients_in_fp32_are_summed_from_the_last_chunk_on(
-    problem: tuple[Tensor, Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # autograd's own order: bit for bit the sum of one graph with a branch for each chunk
-    monkeypatch.setattr(heads, "CHUNK_TOKENS", 3)
-    hidden, weight, labels = problem
-    buffer = torch.full_like(weight, torch.nan)  # an fp32 weight goes through autograd
-    leaf = torch.nn.Parameter(weight.clone())
-    leaf.main_grad = buffer  # type: ignore[attr-defined]
-    values, entropy = token_log_probs(hidden, leaf, labels, VOCAB, Group(), 0.7)
-    (values.sum() + entropy.sum()).backward()
-    branches = torch.nn.Parameter(weight.clone())
-    parts = [
-        heads._chunk_log_probs(part, branches, ids, VOCAB, Group(), 0.7)  # type: ignore[arg-type]
-        for part, ids in zip(hidden.split(3), labels.split(3), strict=True)
-    ]
-    torch.cat([v + e for v, e in parts]).sum().backward()
-    assert leaf.grad is not None and branches.grad is not None
-    assert torch.equal(leaf.grad, branches.grad) and buffer.isnan().all()
-
-
 def test_no_logits_of_a_whole_micro_batch_are_kept_for_backward(
     problem: tuple[Tensor, Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:

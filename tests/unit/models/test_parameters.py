@@ -81,43 +81,34 @@ def coverage(
     tp=st.sampled_from([1, 2, 4]),
     groups_per_rank=st.integers(1, 2),
     ranks_per_group=st.sampled_from([1, 2, 4]),
-    heads_per_group=st.integers(1, 3),
-    head_dim=st.sampled_from([2, 4, 6]),
-    ffn_per_rank=st.integers(1, 3),
-    vocab=st.integers(1, 11),
+    sizes=st.tuples(st.integers(1, 3), st.sampled_from([2, 4, 6]), st.integers(1, 3)),
     head=st.sampled_from(list(Head)),
-    untied=st.booleans(),
     bias=st.booleans(),
-    norm=st.booleans(),
-    experts=st.sampled_from([None, 2, 3]),
+    keys=st.fixed_dictionaries(
+        {
+            "vocab_size": st.integers(1, 11),
+            "untie_embeddings_and_output_weights": st.booleans(),
+            "qk_layernorm": st.booleans(),
+            "num_experts": st.sampled_from([None, 2, 3]),
+        }
+    ),
 )
 def test_the_ranks_hold_every_element_once(
-    tp: int,
-    groups_per_rank: int,
-    ranks_per_group: int,
-    heads_per_group: int,
-    head_dim: int,
-    ffn_per_rank: int,
-    vocab: int,
-    head: Head,
-    untied: bool,
-    bias: bool,
-    norm: bool,
-    experts: int | None,
-) -> None:
+    tp: int, groups_per_rank: int, ranks_per_group: int, sizes: tuple[int, int, int],
+    head: Head, bias: bool, keys: dict[str, Any],
+) -> None:  # fmt: skip
+    """sizes: heads of a group, numbers of a head, numbers of the MLP on a rank"""
+    heads_per_group, head_dim, ffn_per_rank = sizes
     shared = min(ranks_per_group, tp)  # by that many ranks is each group
     a = architecture(
-        add_qkv_bias=bias and experts is None,
-        qk_layernorm=norm,
+        add_qkv_bias=bias and keys["num_experts"] is None,
         num_layers=1,
         hidden_size=5,
         num_query_groups=tp // shared * (groups_per_rank if shared == 1 else 1),
         num_attention_heads=tp * groups_per_rank * heads_per_group,
         kv_channels=head_dim * shared,  # so that the rows of keys and values divide too
         ffn_hidden_size=tp * ffn_per_rank,
-        num_experts=experts,
-        vocab_size=vocab,
-        untie_embeddings_and_output_weights=untied,
+        **keys,
     )
     shapes = hf_shapes(a, head)
     seen = set()
