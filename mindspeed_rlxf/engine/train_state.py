@@ -74,15 +74,6 @@ class TrainState:
     describe: Callable[[Path], list[Path]]
 
 
-@dataclass(frozen=True)
-class _Copy:
-    """This rank's share of the state on the host. texts: path within the folder -> content"""
-
-    rank: int
-    boxes: list[HeldBox]
-    texts: dict[str, str]
-
-
 class StateSaver:
     """Writes the role's training state, from copies on the host.
 
@@ -110,12 +101,12 @@ class StateSaver:
         if rank == 0:
             texts[STATE] = json.dumps(saved_numbers(state), indent=1)
         with state.groups.active():
-            copy = _Copy(rank, list(_copy_share(state, self._read)), texts)
+            boxes = list(_copy_share(state, self._read))
         # With `runtime: local` the first rank makes the folder of the checkpoint and removes
         # unfinished ones right before.
         dist.barrier()
         self._folder = folder
-        self._writing = _WRITER.submit(_write_and_hash, copy, folder, state.describe)
+        self._writing = _WRITER.submit(_write_and_hash, rank, boxes, texts, folder, state.describe)
 
     def end(self) -> float:
         """Wait for the files of all ranks; return the seconds that the slowest rank needed.
@@ -134,26 +125,33 @@ _WRITER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
 """One thread for all roles of the process, which share a disk."""
 
 
-def _write_and_hash(copy: _Copy, folder: Path, describe: Callable[[Path], list[Path]]) -> float:
+def _write_and_hash(
+    rank: int,
+    boxes: list[HeldBox],
+    texts: dict[str, str],
+    folder: Path,
+    describe: Callable[[Path], list[Path]],
+) -> float:
     """Write a rank's files, then its part of the index; return the seconds taken.
 
-    Makes the folder, and fsyncs it. Empties `copy.boxes` once they are written. Runs in a thread,
-    so it uses no collective.
+    Makes the folder, and fsyncs it. Runs in a thread, so it uses no collective.
+    boxes:    this rank's share of the state on the host; emptied once they are written
+    texts:    path within the folder -> content
     describe: called with the folder on rank 0; returns files, which get entries too
     """
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
-    file = file_of(folder, copy.rank)
-    rows = write_boxes(file, copy.boxes)
-    copy.boxes.clear()
-    for name, text in copy.texts.items():
+    file = file_of(folder, rank)
+    rows = write_boxes(file, boxes)
+    boxes.clear()
+    for name, text in texts.items():
         write_text(folder / name, text)
-    files = [file, *(folder / name for name in copy.texts)]
-    if copy.rank == 0:
+    files = [file, *(folder / name for name in texts)]
+    if rank == 0:
         files += describe(folder)
     entries = [entry_of(folder, file) for file in files]
     sync_folder(folder)
-    write_part(folder, copy.rank, entries, {file.name: rows})
+    write_part(folder, rank, entries, {file.name: rows})
     return time.monotonic() - started
 
 

@@ -38,12 +38,24 @@ A ground truth given as the response must score above 0, except for ACCEPTS and 
 """
 
 
-def exact_match(response: str, ground_truth: str) -> RewardResult:
+def _as_rule(score: Callable[..., float]) -> Rule:
+
+    @wraps(score)
+    def rule(response: str, ground_truth: str, **arguments: Any) -> RewardResult:
+        value = score(response, ground_truth, **arguments)
+        return RewardResult(score=value, parts={"accuracy": value})
+
+    return rule
+
+
+@_as_rule
+def exact_match(response: str, ground_truth: str) -> float:
     """Score 1 when response and ground truth are equal without white space at the ends, else 0."""
-    return _right_or_wrong(response.strip() == ground_truth.strip())
+    return float(response.strip() == ground_truth.strip())
 
 
-def gsm8k(response: str, ground_truth: str) -> RewardResult:
+@_as_rule
+def gsm8k(response: str, ground_truth: str) -> float:
     """Score 1 when both texts give the same number as their answer, else 0 (arXiv:2110.14168).
 
     The answer of a text is the number after its first `####`, else that in its last \\boxed{}, else
@@ -53,28 +65,20 @@ def gsm8k(response: str, ground_truth: str) -> RewardResult:
     return _same_number(final_number(response), ground_truth)
 
 
-def gsm8k_strict(response: str, ground_truth: str) -> RewardResult:
+@_as_rule
+def gsm8k_strict(response: str, ground_truth: str) -> float:
     """Score as `gsm8k`, but take only a number after the response's first `####` as its answer."""
     return _same_number(marked_number(response), ground_truth)
 
 
-def gsm8k_flexible(response: str, ground_truth: str) -> RewardResult:
+@_as_rule
+def gsm8k_flexible(response: str, ground_truth: str) -> float:
     """Score as `gsm8k`, but take the response's last number as its answer, whatever is marked."""
     return _same_number(last_number(response), ground_truth)
 
 
-def _same_number(answer: Fraction | None, ground_truth: str) -> RewardResult:
-    return _right_or_wrong(answer is not None and answer == final_number(ground_truth))
-
-
-def _as_rule(score: Callable[..., float]) -> Rule:
-
-    @wraps(score)
-    def rule(response: str, ground_truth: str, **arguments: Any) -> RewardResult:
-        value = score(response, ground_truth, **arguments)
-        return RewardResult(score=value, parts={"accuracy": value})
-
-    return rule
+def _same_number(answer: Fraction | None, ground_truth: str) -> float:
+    return float(answer is not None and answer == final_number(ground_truth))
 
 
 RULES: dict[str, Rule] = {
@@ -134,8 +138,3 @@ def register_rule(
         return rule
 
     return register
-
-
-def _right_or_wrong(right: bool) -> RewardResult:
-    accuracy = 1.0 if right else 0.0
-    return RewardResult(score=accuracy, parts={"accuracy": accuracy})

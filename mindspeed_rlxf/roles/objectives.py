@@ -4,7 +4,6 @@ Advantages are computed on the ranks that make experience (the critic's, or with
 actor's), the loss on the actor's ranks. Each of these ranks builds the objective by itself.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -159,7 +158,7 @@ class PairObjective:
 
     kl_in_reward, reads_reference = False, True
 
-    def __init__(self, config: RunConfig, sum_over_replicas: AllReduce) -> None:
+    def __init__(self, config: RunConfig) -> None:
         self.actor = config.actor_rollout
 
     def estimate(self, given: Rewarded) -> Estimate:
@@ -209,18 +208,11 @@ class PairObjective:
         return LossOutput(loss.sum(), pairs, metrics)
 
 
-OBJECTIVES: dict[str, Callable[[RunConfig, AllReduce], Objective]] = {
-    "ppo": ClippedObjective,
-    "gspo": ClippedObjective,
-    "dpo": PairObjective,
-}
-
-
 def make_objective(config: RunConfig, sum_over_replicas: AllReduce) -> Objective:
-    """Make the objective of a run: DPO for online DPO, else by `actor_rollout.policy_loss`.
+    """Make the objective of a run: preferences of pairs for online DPO, else the clipped one.
 
     sum_over_replicas: returns a tensor's sum over the data-parallel ranks
     """
-    pairs = config.training.stage is Stage.RAY_ONLINE_DPO
-    name = "dpo" if pairs else config.actor_rollout.policy_loss
-    return OBJECTIVES[name](config, sum_over_replicas)
+    if config.training.stage is Stage.RAY_ONLINE_DPO:
+        return PairObjective(config)
+    return ClippedObjective(config, sum_over_replicas)

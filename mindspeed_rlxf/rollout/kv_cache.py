@@ -76,20 +76,12 @@ class KvCache:
                 del old
         self.slots, self.capacity = slots, capacity
 
-    def write(self, layer: int, slot: Tensor, position: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store the key and value of each token at its slot and position.
+    def write(self, layer: int, index: tuple[Tensor, ...], key: Tensor, value: Tensor) -> None:
+        """Store the key and value of each token.
 
-        layer:          number of the layer, from 1
-        slot, position: [tokens] int64
-        key, value:     [tokens, groups, head_dim]
-        """
-        group = torch.arange(self.shape.groups, device=slot.device)
-        self.write_at(layer, (slot[:, None], group, position[:, None]), key, value)
-
-    def write_at(self, layer: int, index: tuple[Tensor, ...], key: Tensor, value: Tensor) -> None:
-        """Store key and value at `index`, as `write` with the index made beforehand.
-
-        index: (slot, group, position), int64 tensors that broadcast to [tokens, groups]
+        layer:      number of the layer, from 1
+        index:      (slot, group, position), int64 tensors that broadcast to [tokens, groups]
+        key, value: [tokens, groups, head_dim]
         """
         self.keys[layer - 1][index] = key
         self.values[layer - 1][index] = value
@@ -108,6 +100,11 @@ class Prefill(PackedSequences):
     slot: Tensor = None  # type: ignore[assignment]  # [tokens] int64, slot of each token's row
     position: Tensor = None  # type: ignore[assignment]  # [tokens] int64, in the row
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        group = torch.arange(self.cache.shape.groups, device=self.slot.device)
+        self._places = self.slot[:, None], group, self.position[:, None]
+
     def attend(
         self,
         layer: int,
@@ -117,7 +114,7 @@ class Prefill(PackedSequences):
         fused: PackedKernel | None = None,
     ) -> Tensor:
         """Write keys and values to the cache, then attend as `PackedSequences.attend`."""
-        self.cache.write(layer, self.slot, self.position, key, value)
+        self.cache.write(layer, self._places, key, value)
         return super().attend(layer, query, key, value, fused)
 
 
@@ -161,7 +158,7 @@ class DecodeStep(Attend):
         Returns the attended values in the shape of `query`.
         """
         rows, groups = key.size(0), key.size(1)
-        self.cache.write_at(layer, self._index, key, value)
+        self.cache.write(layer, self._index, key, value)
         keys, values = self.cache.keys[layer - 1], self.cache.values[layer - 1]
         if rows < self.cache.slots:
             keys, values = keys[:rows], values[:rows]

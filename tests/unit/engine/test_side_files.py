@@ -39,8 +39,8 @@ def test_every_rank_lists_its_files_and_the_first_rank_also_config_and_tokenizer
     engine: Any, tmp_path: Path
 ) -> None:
     for rank in (0, 1):
-        copy = train_state._Copy(rank, [], {train_state.RANDOM_FILE.format(rank): "{}"})
-        train_state._write_and_hash(copy, tmp_path, engine.describe)
+        texts = {train_state.RANDOM_FILE.format(rank): "{}"}
+        train_state._write_and_hash(rank, [], texts, tmp_path, engine.describe)
     merge_parts(tmp_path, 2)
     listed = role_entries(tmp_path)
     first, second = listed[:4], listed[4:]
