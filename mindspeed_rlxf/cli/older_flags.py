@@ -25,8 +25,6 @@ class OlderFlag:
 
 
 _ignored = partial(OlderFlag, allowed=None)
-_NO_BIAS = "no family here has a bias in the output"
-_ADAPTER = OlderFlag("merge the adapter first", "*")
 
 CONVERT_FLAGS: Mapping[str, OlderFlag] = {
     "--model-type": OlderFlag("GPT is the only one", None, ("GPT",)),
@@ -43,8 +41,8 @@ CONVERT_FLAGS: Mapping[str, OlderFlag] = {
     "--load-hf-from-config": _ignored("always: weights of the original are not read", 0),
     "--load-hf-weights": _ignored("never needed", 0),
     "--w-pack": OlderFlag("no family here packs query, key and value in Hugging Face", "*"),
-    "--add-dense-bias": OlderFlag(f"{_NO_BIAS} projection", "*"),
-    "--add-output-layer-bias": OlderFlag(f"{_NO_BIAS} layer", "*"),
+    "--add-dense-bias": OlderFlag("no family here has a bias in the output projection", "*"),
+    "--add-output-layer-bias": OlderFlag("no family here has a bias in the output layer", "*"),
     "--embed-layernorm": OlderFlag("no family here norms the embedding", "*"),
     "--post-norm": OlderFlag("no family here norms after attention or MLP", "*"),
     "--moe-grouped-gemm": OlderFlag("experts are written one by one; train without it", "*"),
@@ -56,54 +54,53 @@ CONVERT_FLAGS: Mapping[str, OlderFlag] = {
     "--load-from-legacy": OlderFlag("layers are read by the names of Megatron-core only", "*"),
     "--load-checkpoint-loosely": OlderFlag("a checkpoint has to fit its config.json", "*"),
     "--qlora-nf4": OlderFlag("quantised weights are not written; convert without it", "*"),
-    "--save-lora-to-hf": _ADAPTER,
-    "--lora-load": _ADAPTER,
-    "--lora-target-modules": _ADAPTER,
-    "--lora-r": _ADAPTER,
-    "--lora-alpha": _ADAPTER,
+    **dict.fromkeys(
+        ("--save-lora-to-hf", "--lora-load", "--lora-target-modules", "--lora-r", "--lora-alpha"),
+        OlderFlag("merge the adapter first", "*"),
+    ),
     "--target-data-parallel-size": OlderFlag("optimizer states are not converted", "*"),
 }
 """Flags of MindSpeed-LLM's convert_ckpt.py."""
 
-_MIX = "give the sets to data.data_path, which takes several prefixes; training shuffles them"
-_REGISTRY = "name the files with --input, and their columns with --map-keys"
-_PRETRAINING = OlderFlag("it is for pre-training, which is not preprocessed here; leave it out", 0)
-_STEPS = "rewards of single steps are not trained here; leave it out"
-_FOLDER = OlderFlag("give the Hugging Face folder as --tokenizer-name-or-path")
-_PACK = OlderFlag("training packs sequences itself, without padding; leave it out", 0)
-_NO_CACHE = "nothing is cached: rows are read from their files"
-_MODEL_PADS = _ignored("the vocabulary is padded by the model")
+_MIX = "give data.data_path several prefixes, which training shuffles"
+_FILES = "name the files with --input, and their columns with --map-keys"
 
 PREPROCESS_FLAGS: Mapping[str, OlderFlag] = {
     "--streaming": _ignored("rows are always read as a stream", 0),
-    "--cache-dir": _ignored(_NO_CACHE),
-    "--overwrite-cache": _ignored(f"{_NO_CACHE}; --overwrite replaces a data set", 0),
+    "--cache-dir": _ignored("nothing is cached"),
+    "--overwrite-cache": _ignored("nothing is cached; --overwrite replaces a data set", 0),
     "--n-subs": _ignored("the rows are not split first: --workers tokenize them"),
     "--seed": _ignored("nothing is drawn at random: rows keep their order"),
     "--tokenizer-not-use-fast": _ignored("training reads the rows with the fast tokenizer too", 0),
     "--pad-to-multiple-of": _ignored("sequences are stored without padding"),
-    "--make-vocab-size-divisible-by": _MODEL_PADS,
-    "--pad-vocab-size-to": _MODEL_PADS,
+    **dict.fromkeys(
+        ("--make-vocab-size-divisible-by", "--pad-vocab-size-to"),
+        _ignored("the vocabulary is padded by the model"),
+    ),
     "--dataset-impl": OlderFlag("data sets are memory-mapped; leave it out", None, ("mmap",)),
     "--mix-strategy": OlderFlag(f"files are read one after the other; {_MIX}", None, ("concat",)),
     "--interleave-probs": OlderFlag(_MIX),
-    "--datasets": OlderFlag(_REGISTRY, "*"),
-    "--dataset-dir": OlderFlag(_REGISTRY),
-    "--hf-datasets-params": OlderFlag(f"nothing is downloaded; {_REGISTRY}"),
-    "--script-data-dir": OlderFlag(f"no script is run; {_REGISTRY}"),
+    "--datasets": OlderFlag(_FILES, "*"),
+    "--dataset-dir": OlderFlag(_FILES),
+    "--hf-datasets-params": OlderFlag(f"nothing is downloaded; {_FILES}"),
+    "--script-data-dir": OlderFlag(f"no script is run; {_FILES}"),
     "--prompt-type-path": OlderFlag("templates come with the package; use --prompt-type"),
-    "--pack": _PACK,
-    "--neat-pack": _PACK,
+    **dict.fromkeys(
+        ("--pack", "--neat-pack"), OlderFlag("training packs sequences itself; leave it out", 0)
+    ),
     "--json-keys": OlderFlag(
         "the handler decides which columns are written; use --dataset-additional-keys", "*"
     ),
-    "--split-sentences": _PRETRAINING,
-    "--keep-newlines": _PRETRAINING,
-    "--placeholder-token": OlderFlag(_STEPS),
-    "--reward-tokens": OlderFlag(_STEPS, "*"),
-    "--vocab-file": _FOLDER,
-    "--merge-file": _FOLDER,
-    "--tokenizer-model": _FOLDER,
+    **dict.fromkeys(
+        ("--split-sentences", "--keep-newlines"),
+        OlderFlag("it is for pre-training; leave it out", 0),
+    ),
+    "--placeholder-token": OlderFlag("rewards of single steps are not trained here"),
+    "--reward-tokens": OlderFlag("rewards of single steps are not trained here", "*"),
+    **dict.fromkeys(
+        ("--vocab-file", "--merge-file", "--tokenizer-model"),
+        OlderFlag("give the Hugging Face folder as --tokenizer-name-or-path"),
+    ),
 }
 """Flags of MindSpeed-LLM's preprocess_data.py."""
 

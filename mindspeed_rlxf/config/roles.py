@@ -93,7 +93,10 @@ class RoleConfig(Section):
         only_if="pipeline_model_parallel_size>1",
     )
     expert_model_parallel_size: int = reshard(
-        1, "data-parallel ranks that share the experts of a layer", ge=1
+        1,
+        "data-parallel ranks that share the experts of a layer",
+        ge=1,
+        only_if="architecture.num_experts",
     )
     sequence_parallel: bool = reshard(
         False,
@@ -143,12 +146,8 @@ class RoleConfig(Section):
         if self.offload.optimizer and not isinstance(self, LearningConfig):
             yield Problem("offload.optimizer", "needs a role that is trained", True, "remove it")
         yield from self._check_pipeline()
-        tp, ep = self.tensor_model_parallel_size, self.expert_model_parallel_size
+        tp = self.tensor_model_parallel_size
         yield from find_uneven("tensor_model_parallel_size", tp, self.architecture, self.model)
-        if self.architecture.num_experts is None and ep > 1:
-            remedy = f"use 1, or set {ref('architecture.num_experts')}"
-            rule = f"needs experts, model.{self.model} is dense"
-            yield Problem("expert_model_parallel_size", rule, ep, remedy)
 
     def _check_pipeline(self) -> Iterator[Problem]:
         """Yield the first problem of pipeline stages and chunks, if there is one."""

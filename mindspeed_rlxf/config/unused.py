@@ -7,7 +7,6 @@ condition is a path from the key's section or from RunConfig, as `do_sample`, `!
 
 import re
 from collections.abc import Iterator
-from operator import attrgetter
 from typing import Any
 
 from mindspeed_rlxf.config.fields import Section, extra_of
@@ -35,6 +34,7 @@ TEXTS = {
     "reads_reward_rules": "a rule that scores in training or validation",
     "runs_code": "functions beside the reward model",
     "parts": "reward.functions",
+    "architecture.num_experts": "num_experts in its model",
     "compares_responses": "an algorithm.adv_estimator that compares responses, as grpo or rloo",
     "reward.runs_programs": "a rule of programs (code, code_all) in reward.rules or functions",
 }
@@ -97,7 +97,9 @@ def _fields(
 def _holds(condition: str, section: Section, config: RunConfig) -> bool:
     negated, path, sign, wanted = CONDITION.findall(condition)[0]
     owner: Any = section if hasattr(section, path.partition(".")[0]) else config
-    value = attrgetter(path)(owner)
+    value = owner
+    for part in path.split("."):
+        value = None if value is None else getattr(value, part)  # a rule has no architecture
     value = getattr(value, "value", value)
     if sign == ">":
         return bool(value > float(wanted))
