@@ -174,11 +174,18 @@ def to_tree(config: RunConfig) -> dict[str, Any]:
     """
     values = config.model_dump(mode="json", exclude={"name"})
     models: dict[str, dict[str, Any]] = {}
-    if config.critic is None:
-        del values["critic"]
     for role in CONFIGURED:  # also those that do not run, as a reference without a KL term
-        if values.get(role.value) is not None:
-            values[role.value] = _role_tree(config.role(role), values[role.value], models)
+        if (section := values[role.value]) is None:
+            del values[role.value]
+            continue
+        architecture, optimizer = section.pop("architecture"), section.pop("optimizer", {})
+        if architecture is None:
+            kept = WITHOUT_MODEL[config.reward.kind.value]
+            values[role.value] = {key: section[key] for key in kept}
+            continue
+        shared = models.setdefault(section["model"], architecture)
+        own = {key: value for key, value in architecture.items() if shared[key] != value}
+        values[role.value] = {**section, **own, **optimizer}
     values["resource_pool"] |= values.pop("pool_settings")
     return {"model": models, **values}
 
@@ -186,14 +193,3 @@ def to_tree(config: RunConfig) -> dict[str, Any]:
 def to_yaml(config: RunConfig) -> str:
     """Return the dict of `to_tree` as YAML text, in its order of keys."""
     return str(yaml.safe_dump(to_tree(config), sort_keys=False, allow_unicode=True, width=100))
-
-
-def _role_tree(
-    role: RoleConfig, values: dict[str, Any], models: dict[str, dict[str, Any]]
-) -> dict[str, Any]:
-    architecture, optimizer = values.pop("architecture"), values.pop("optimizer", {})
-    if isinstance(role, RewardConfig) and architecture is None:
-        return {key: values[key] for key in WITHOUT_MODEL[role.kind.value]}
-    shared = models.setdefault(role.model, architecture)
-    own = {key: value for key, value in architecture.items() if shared[key] != value}
-    return {**values, **own, **optimizer}
