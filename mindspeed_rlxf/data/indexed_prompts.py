@@ -54,8 +54,6 @@ DTYPES: dict[int, Any] = {
 }
 """Code in the file -> dtype."""
 
-AnyArray = np.ndarray[tuple[int, ...], np.dtype[Any]]
-
 
 class BrokenIndex(ValueError):
     """The files are not a complete indexed data set."""
@@ -115,7 +113,7 @@ class IndexedReader:
     def __len__(self) -> int:
         return len(self._lengths)
 
-    def __getitem__(self, row: int) -> AnyArray:
+    def __getitem__(self, row: int) -> np.ndarray[tuple[int, ...], np.dtype[Any]]:
         """Return one sequence as a read-only copy: [items] of the data set's dtype."""
         start = self._offsets[row]
         stop = start + int(self._lengths[row]) * self.dtype.itemsize
@@ -180,16 +178,13 @@ class _DataSet:
         self._ids_column = PAIR_IDS if self._is_pairs else TOKEN_IDS  # of the better response
         self._token_ids = self._open(self._ids_column)
         self.sidecar = read_sidecar(Path(prefix))
-        file = sidecar_path(Path(prefix)).name
-        if self.sidecar is None:
-            own = (TOKEN_IDS, MASK, *SEQUENCES[Output.PAIR])
-            names = {name: name for name in column_files(Path(prefix)) if name not in own}
-        else:
+        if self.sidecar is not None:
             self._check(self.sidecar)
             names = {c.name: c.file for c in self.sidecar.columns if c.encoding == "json"}
-        self._columns = {name: self._open(names[name]) for name in sorted(names)}
-        if self.sidecar is None:
-            if any(column.dtype == np.uint8 for column in self._columns.values()):
+        else:
+            file, own = sidecar_path(Path(prefix)).name, (TOKEN_IDS, MASK, *SEQUENCES[Output.PAIR])
+            names = {name: name for name in column_files(Path(prefix)) if name not in own}
+            if any(self._open(name).dtype == np.uint8 for name in names):
                 raise self._error(f"must be whole, there is no {file}")
             logger.warning(
                 "%s: no %s beside it, so nothing says which tokenizer and template made it; the "
@@ -197,6 +192,7 @@ class _DataSet:
                 prefix,
                 file,
             )
+        self._columns = {name: self._open(names[name]) for name in sorted(names)}
         for key in data.extra_columns or ():
             if not {key, key.split(".")[0]} & names.keys():
                 logger.warning("%s: it has no column data.extra_columns=[%s]", prefix, key)
@@ -209,17 +205,12 @@ class _DataSet:
         Without a sidecar, a column `labels` counts if its first row is as long as that of the token
         ids and contains IGNORED; any other column `labels` holds answers.
         """
-        if self._is_pairs:
-            return self._open(PAIR_LABELS)
-        if self.sidecar is not None:
-            is_ours = any(c.encoding == "labels" for c in self.sidecar.columns)
-            return self._open(LABELS) if is_ours else None
-        if LABELS not in column_files(Path(self._prefix)):
-            return None
-        labels = self._open(LABELS)
-        if len(labels[0]) == len(self._token_ids[0]) and IGNORED in labels[0]:
-            return labels
-        return None
+        of_sidecar = self.sidecar.columns if self.sidecar else ()
+        if self._is_pairs or any(column.encoding == "labels" for column in of_sidecar):
+            return self._open(PAIR_LABELS if self._is_pairs else LABELS)
+        labels = None if self.sidecar else self._columns.get(LABELS)
+        is_mask = labels and len(labels[0]) == len(self._token_ids[0]) and IGNORED in labels[0]
+        return labels if is_mask else None
 
     def read_prompts(self, prompts: PromptStore, max_prompt_length: int) -> None:
         """Add the data set's prompts to `prompts`, and log how many were over the limit.

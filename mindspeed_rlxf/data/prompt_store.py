@@ -13,8 +13,6 @@ import numpy as np
 
 from mindspeed_rlxf.data.files import as_text
 
-Int64Array = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
-
 STYLE = "reward_model"
 STYLES = ("rule", "model")
 
@@ -50,7 +48,7 @@ class Prompt:
 
     index: int
     text: str
-    token_ids: Int64Array
+    token_ids: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
     ground_truth: str
     data_source: str
     extra_info: dict[str, Any] = field(default_factory=dict)

@@ -64,7 +64,6 @@ def plan_conversion(arguments: argparse.Namespace) -> Conversion:
             arguments.make_vocab_size_divisible_by,
         )
     return Conversion(
-        source=source,
         config=config,
         target=target,
         to=to,

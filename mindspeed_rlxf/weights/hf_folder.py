@@ -59,19 +59,17 @@ class HfFolder(BoxedWeights):
 
     def __init__(self, folder: str | Path, trust_files: bool = False) -> None:
         super().__init__()
-        self.folder = Path(folder)
-        if not self.folder.is_dir():
-            raise ValueError(f"{self.folder} is not a folder; give the folder of a model")
+        place = Path(folder)
+        if not place.is_dir():
+            raise ValueError(f"{place} is not a folder; give the folder of a model")
         for name, single in ((INDEX, SINGLE), (PICKLED_INDEX, PICKLED)):
-            if (self.folder / name).exists():
-                self._open_all(self.folder / name, trust_files)
+            if (place / name).exists():
+                self._open_all(place / name, trust_files)
                 return
-            if (self.folder / single).exists():
-                self.update(_open_file(self.folder / single, trust_files))
+            if (place / single).exists():
+                self.update(_open_file(place / single, trust_files))
                 return
-        raise ValueError(
-            f"{self.folder} holds neither {SINGLE} nor {INDEX}; give the folder of a model"
-        )
+        raise ValueError(f"{place} holds neither {SINGLE} nor {INDEX}; give the folder of a model")
 
     def _open_all(self, index: Path, trust_files: bool) -> None:
         try:

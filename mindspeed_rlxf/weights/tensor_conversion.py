@@ -57,7 +57,6 @@ Progress = Callable[[int, int], None]
 class Conversion:
     """A conversion whose arguments are checked; `conversion.plan_conversion` makes it."""
 
-    source: Path
     config: Path  # folder of config.json and the tokenizer
     target: Path  # folder to write
     to: Format

@@ -51,7 +51,6 @@ from mindspeed_rlxf.weights.pickled import load_pickled, read_metadata
 
 LAYER = re.compile(r"^decoder\.layers\.(\d{1,9})\.")
 EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
-BACKEND = "metadata.json"
 EXTRA_STATES = "__extra_0.distcp"
 SMALL = 1 << 20  # bytes of a tensor that is written at once
 
@@ -297,7 +296,7 @@ def write_metadata(
     torch.save(common, folder / COMMON)
     backend: dict[str, Any] = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     backend |= {"common_backend": "torch", "common_backend_version": 1}
-    (folder / BACKEND).write_text(json.dumps(backend), encoding="utf-8")
+    (folder / "metadata.json").write_text(json.dumps(backend), encoding="utf-8")
 
 
 def _add_extra_states(

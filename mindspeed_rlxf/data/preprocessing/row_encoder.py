@@ -114,8 +114,11 @@ class RowEncoder:
         ]
         labelled = self.prompts.encode_labelled(conversations)
         if self.handler.output is Output.PAIR:
-            judged = [(each.token_ids, label_last_response(each.labels)) for each in labelled]
-            return [(*judged[i], *judged[i + 1]) for i in range(0, len(judged), 2)]
+            for each in labelled:  # the last response alone
+                start = max((i for i, n in enumerate(each.labels) if n == IGNORED), default=0)
+                each.labels[:start] = [IGNORED] * start
+            rows = [(each.token_ids, each.labels) for each in labelled]
+            return [(*rows[i], *rows[i + 1]) for i in range(0, len(rows), 2)]
         for each in labelled:
             if self.end_id is not None and each.token_ids[-1:] != [self.end_id]:
                 each.token_ids.append(self.end_id)
@@ -155,14 +158,6 @@ class RowEncoder:
                 if name not in consumed and (kept is None or name in kept):
                     columns.setdefault(name, [None] * len(rows))[i] = to_json(value)
         return columns
-
-
-def label_last_response(labels: list[int]) -> list[int]:
-    """Return a copy of the labels in which all but those of the last response are IGNORED."""
-    start = len(labels)
-    while start and labels[start - 1] != IGNORED:
-        start -= 1
-    return [IGNORED] * start + labels[start:]
 
 
 def to_json(value: Any) -> bytes:
