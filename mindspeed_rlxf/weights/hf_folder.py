@@ -73,12 +73,13 @@ class HfFolder(BoxedWeights):
 
     def _open_all(self, index: Path, trust_files: bool) -> None:
         try:
-            found = dict(json.loads(index.read_bytes())["weight_map"])
+            weight_map = dict(json.loads(index.read_bytes())["weight_map"])
+            found = {str(name): str(file) for name, file in weight_map.items()}
         except (ValueError, KeyError, TypeError) as error:
             rule = f"{index} has no readable weight_map ({error!r})"
             raise ValueError(f"{rule}; copy it again") from None
-        paths = {file: index.parent / str(file) for file in sorted({*found.values()})}
-        for file in map(str, paths):
+        paths = {file: index.parent / file for file in sorted({*found.values()})}
+        for file in paths:
             path = PurePosixPath(file)
             if not file or path.is_absolute() or ".." in path.parts or not file.isprintable():
                 rule = f"{index} must name files of its own folder, not {file[:200]!r}"
