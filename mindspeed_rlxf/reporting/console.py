@@ -27,7 +27,7 @@ class Console:
     def __init__(
         self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """stream: None = stdout; it is set to UTF-8. clock: seconds, monotonic"""
+        """Set the stream to UTF-8; None = stdout."""
         self._stream = sys.stdout if stream is None else stream
         use_utf8(self._stream)
         self._clock = clock
@@ -38,17 +38,15 @@ class Console:
     def begin(self, total: int, names: Sequence[str], done: int = 0, title: str = "") -> None:
         """Begin a run of `total` iterations, `done` of which were done earlier; print nothing.
 
-        names: metrics to show, in this order; a metric that an iteration lacks is left out
-        title: shown by a live view only
+        Args:
+            names: metrics to show, in this order; one that an iteration lacks is left out.
+            title: shown by a live view only.
         """
         self._total, self._names = total, tuple(names)
         self._start_s, self._before = self._clock(), done
 
     def update(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Print a finished iteration: the chosen metrics that it has (`begin`), and the time left.
-
-        iteration: from 1
-        """
+        """Print a finished iteration: the chosen metrics that it has, and the time left."""
         parts = [f"iteration: {iteration} / {self._total}"]
         parts += [
             f"{name} : {format_number(metrics[name])}" for name in self._names if name in metrics
@@ -93,7 +91,7 @@ def current() -> Console:
 def open_console(mode: str, stream: TextIO | None = None) -> Iterator[Console]:
     """Make a console and let `current` return it during the block; close it at the end.
 
-    stream: None = stdout. Phases are printed only without a live view, by the first rank.
+    Phases are printed only without a live view, by the first rank.
     """
     global _open
     console = make_console(mode, sys.stdout if stream is None else stream)
@@ -108,10 +106,7 @@ def open_console(mode: str, stream: TextIO | None = None) -> Iterator[Console]:
 
 
 def make_console(mode: str, stream: TextIO) -> Console:
-    """Make a live view, or a console of lines.
-
-    A live view needs a terminal that can move its cursor, and one rank only.
-    """
+    """Make a live view if the terminal can move its cursor and there is one rank, else lines."""
     alone = os.environ.get("WORLD_SIZE", "1") == "1"  # ranks of torchrun print there too
     can_move = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb" and alone
     if mode == "line" or not can_move:
@@ -131,20 +126,14 @@ def use_utf8(stream: TextIO) -> None:
 
 
 def format_number(value: float) -> str:
-    """Format with four decimals; below 1e-3 (except 0) and from 1e6 on as 1.00e-06.
-
-    The limits are for the absolute value.
-    """
+    """Format with four decimals; magnitudes below 1e-3 (except 0) and from 1e6 as 1.00e-06."""
     if value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e6):
         return f"{value:.2e}"
     return f"{value:.4f}"
 
 
 def format_short(value: float) -> str:
-    """Format in at most 8 characters: three significant digits, from 100 on whole with commas.
-
-    Below 1e-3 (but not 0) and from 1e6 on in the form 1.0e-06. The sign does not count.
-    """
+    """Format in at most 8 characters: three significant digits, from 100 on whole with commas."""
     if abs(value) >= 1e6 or (value != 0 and abs(value) < 1e-3):
         return f"{value:.1e}"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

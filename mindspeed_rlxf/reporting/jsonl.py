@@ -127,12 +127,19 @@ def write_tokens(
     """Append one line per sample to the file of a rank, which no other process writes.
 
     Makes the folder if needed. Ends a line that a killed process left incomplete.
-    samples: sample id -> name -> one number per token
+
+    Args:
+        samples: sample id -> name -> one number per token.
     """
     if not samples:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    lines = b"".join(_line(iteration, *sample) for sample in samples.items())
+    lines = b""
+    for sample_id, numbers in samples.items():
+        record: dict[str, Any] = {"iteration": iteration, "sample_id": sample_id}
+        for name, values in numbers.items():
+            record[name] = [float(f"{v:.4g}") if math.isfinite(v) else None for v in values]
+        lines += json.dumps(record).encode("ascii") + b"\n"
     with open(folder / f"rank_{rank:05d}.jsonl", "ab+") as stream:
         size = stream.seek(0, os.SEEK_END)
         if size and stream.seek(size - 1) is not None and stream.read(1) != b"\n":
@@ -159,12 +166,3 @@ def cut_token_files(folder: Path, iteration: int) -> None:
 def token_files(folder: Path) -> list[Path]:
     """Return the files of all ranks in `folder`, in order of rank."""
     return sorted(folder.glob("rank_*.jsonl"))
-
-
-def _line(iteration: int, sample_id: int, numbers: Mapping[str, Sequence[float]]) -> bytes:
-    columns = "".join(f', "{name}": [{_join(values)}]' for name, values in numbers.items())
-    return f'{{"iteration": {iteration}, "sample_id": {sample_id}{columns}}}\n'.encode("ascii")
-
-
-def _join(values: Sequence[float]) -> str:
-    return ", ".join(f"{value:.4g}" if math.isfinite(value) else "null" for value in values)

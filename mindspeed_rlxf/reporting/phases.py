@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Phase:
-    """A phase in progress. total: number of its steps, None = unknown; done: steps finished"""
+    """A phase in progress, with the number of its steps, None = unknown, and those finished."""
 
     what: str
     total: int | None = None
@@ -33,11 +33,10 @@ class Phase:
 
 
 class Phases:
-    """The current phases of this process, outermost first."""
+    """The current phases of this process, outermost first; `write` prints a line, if set."""
 
     def __init__(self) -> None:
         self.write: Callable[[str], None] | None = None
-        """Prints a line; None = print nothing."""
         self._stack: list[Phase] = []
 
     @property
@@ -49,7 +48,8 @@ class Phases:
     def phase(self, what: str, total: int | None = None, prints: bool = True) -> Iterator[Phase]:
         """Yield the `Phase` of the block; phases on other threads than the main one are not shown.
 
-        prints: False = shown by the live view only
+        Args:
+            prints: False = shown by the live view only.
         """
         each = Phase(what, total)
         if threading.current_thread() is not threading.main_thread():
@@ -64,7 +64,5 @@ class Phases:
             self._stack.remove(each)
 
 
-PHASES = Phases()
-"""Those of this process."""
-
+PHASES = Phases()  # those of this process
 phase = PHASES.phase

@@ -27,11 +27,11 @@ HEAD, BETWEEN, TAIL = b"[\n", b",\n", b"\n]\n"
 class Span:
     """One interval of work, or of waiting, on a rank.
 
-    name:    `role.method` of work on a rank
-    pool:    name, or `driver` for the driver's own work
-    rank:    in the pool
-    started: seconds since the epoch
-    kind:    category in the file; "" = the role
+    Attributes:
+        name: `role.method` of work on a rank.
+        pool: name, or `driver` for the driver's own work.
+        started: seconds since the epoch.
+        kind: category in the file; "" = the role.
     """
 
     name: str
@@ -55,14 +55,11 @@ class Timeline:
         self._numbers: dict[str, int] = {}  # of pools, in the order of their first span
         self._roles: dict[str, int] = {}  # of roles, likewise
         self._file = folder  # the last one that was written to
-        self._named: set[tuple[str, str, int]] = (
-            set()
-        )  # pools and ranks that this process has named in the file
+        self._named = set[tuple[str, str, int]]()  # pools and ranks, by this process in the file
 
     def write(self, iteration: int, spans: Iterable[Span]) -> None:
-        """Append an iteration's spans to the file of its 100 iterations. Raises OSError.
+        """Append an iteration's spans to the file of its 100 iterations.
 
-        iteration: from 1
         Before a new file, deletes the oldest, so that KEPT remain with it. Ranks from MOST_RANKS on
         are left out.
         """
@@ -83,10 +80,6 @@ class Timeline:
         _append_events(file, events)
 
     def _event(self, span: Span, iteration: int) -> dict[str, Any]:
-        """Return the trace event of a span, with times in microseconds.
-
-        The span's pool must have been named (`_name_events`).
-        """
         return {
             "name": span.name,
             "cat": span.kind or span.name.partition(".")[0],
@@ -99,10 +92,7 @@ class Timeline:
         }
 
     def _name_events(self, span: Span) -> Iterable[dict[str, Any]]:
-        """Yield the events that name the span's pool and rank, each only once per file.
-
-        Nothing for a span whose pool and rank have been named.
-        """
+        """Yield the events that name the span's pool and rank, each only once per file."""
         pid = self._numbers.setdefault(span.pool, len(self._numbers))
         place = {"pid": pid, "tid": self._lane(span)}
         named = {

@@ -24,11 +24,12 @@ RECORDED = "recorded.txt"  # the last iteration that the tracker was given
 class TrackedRun:
     """What a tracker is told about the run.
 
-    run_id:  the same for every start of the same run directory
-    folder:  this tracker's folder in the run directory
-    config:  the resolved configuration as a tree, without secrets
-    resumed: iteration from which the run resumes; 0 = a new run
-    offline: True = send nothing over the network; None = the tracker decides
+    Attributes:
+        run_id: the same for every start of the same run directory.
+        folder: this tracker's folder in the run directory.
+        config: the resolved configuration as a tree, without secrets.
+        resumed: iteration from which the run resumes; 0 = a new run.
+        offline: True = send nothing over the network; None = the tracker decides.
     """
 
     name: str
@@ -71,11 +72,14 @@ def register_tracker(
 ) -> Callable[[TrackerFactory], TrackerFactory]:
     """Return a decorator that registers a tracker class, or a function that makes a tracker.
 
-    module:  module that must be importable, checked before the run starts
-    package: its pip name, if that is another one
-    rewinds: True = it drops iterations after `TrackedRun.resumed` itself, and gets them again;
-             False = it gets no iteration a second time
-    The decorator raises ValueError for a name that is taken.
+    Args:
+        module: must be importable, checked before the run starts.
+        package: its pip name, if that is another one.
+        rewinds: True = it drops iterations after `TrackedRun.resumed` itself, and gets them again;
+            False = it gets no iteration a second time.
+
+    Raises:
+        ValueError: the decorator's, for a name that is taken.
     """
 
     def register(factory: TrackerFactory) -> TrackerFactory:
@@ -111,11 +115,11 @@ class Trackers:
     """All trackers of a run."""
 
     def __init__(self, names: Sequence[str], run: TrackedRun, warn: Callable[[str], None]) -> None:
-        """Make the trackers, each with a folder.
+        """Make the trackers, each with a subfolder of `run.folder`.
 
-        names:      registered, as in `logging.trackers`; `jsonl` and repeated names are left out
-        run.folder: folder for all trackers; each gets a subfolder
-        warn:       prints the first failure of each tracker
+        Args:
+            names: registered, as in `logging.trackers`; `jsonl` and repeated names are left out.
+            warn: prints the first failure of each tracker.
         """
         self._warn = warn
         self._trackers: dict[str, Tracker] = {}
@@ -258,9 +262,8 @@ class SwanLabTracker(_RunTracker):
 def _choose_mode(run: TrackedRun, prefix: str) -> str:
     """Return the mode of a tracker's package, by `logging.tracker_mode` and <prefix>_MODE.
 
-    `offline` if the key is that, but `disabled` if the variable says so. Otherwise what the
-    variable says; without it `online` if the key is that, or if it is `auto` and <prefix>_API_KEY
-    is set, else `offline`.
+    A run that is offline by the key stays so. Otherwise the variable decides; without it, `auto` is
+    online if <prefix>_API_KEY is set.
     """
     asked = os.environ.get(f"{prefix}_MODE")
     if run.offline:

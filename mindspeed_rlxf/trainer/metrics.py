@@ -29,8 +29,7 @@ SKIPPED = "skipped_steps"
 def rollout_metrics(lengths: ResponseLengths) -> dict[str, float]:
     """Return statistics of lengths in tokens, as `prompt_length/...` and `response_length/...`.
 
-    For both mean, max and min; for responses also p50, p90, `eos_fraction` (the share that ended
-    with an EOS or a stop string) and `truncated_fraction` (the rest).
+    `eos_fraction` counts responses that ended with an EOS or a stop string.
     """
     finished = sum(lengths.has_eos) / len(lengths.has_eos)
     p50, p90 = np.quantile(lengths.responses, (0.5, 0.9), method="inverted_cdf")
@@ -59,9 +58,8 @@ def log_prob_metrics(reports: Sequence[LogProbReport]) -> dict[str, float]:
 def score_metrics(report: ScoreReport) -> dict[str, float]:
     """Return the mean of each named part as `reward/<part>`, and counts of failed samples by cause.
 
-    Where functions score, a part's mean is over the samples that have it, and `reward/failed` and
-    `reward/failed_<cause>` are added; else a missing part counts as 0. The score itself is in
-    `experience_metrics`.
+    If functions score, a part's mean is over the samples that have it; else a missing part counts
+    as 0.
     """
     values: dict[str, list[float]] = {}
     for part in report.parts:
@@ -82,9 +80,10 @@ def score_metrics(report: ScoreReport) -> dict[str, float]:
 def source_metrics(report: ScoreReport, sources: Sequence[str]) -> dict[str, float]:
     """Return the means `train/<data source>/score` and `train/<data source>/<part>` of samples.
 
-    sources: data source of each sample
-    Failed samples are left out, and so is a source that has no others; a part's mean is over the
-    samples that have it.
+    Failed samples are left out; a part's mean is over the samples that have it.
+
+    Args:
+        sources: data source of each sample.
     """
     values: dict[str, list[float]] = {}
     failures = report.failures or [None] * len(report.scores)
@@ -98,8 +97,8 @@ def source_metrics(report: ScoreReport, sources: Sequence[str]) -> dict[str, flo
 def group_metrics(report: ScoreReport, group_size: int) -> dict[str, float]:
     """Return `rollout/equal_score_groups`, the share of prompts whose responses all score the same.
 
-    {} for group_size 1. Responses that could not be scored do not count, and neither do prompts
-    with less than two others; {} without other prompts.
+    Responses that could not be scored do not count, and neither do prompts with less than two
+    others; {} if no prompt counts.
     """
     scored = report.is_scored
     counts = [sum(scored[i : i + group_size]) for i in range(0, len(scored), group_size)]
@@ -111,12 +110,10 @@ def group_metrics(report: ScoreReport, group_size: int) -> dict[str, float]:
 
 
 def experience_metrics(reports: Sequence[ExperienceReport], kl_coef: float) -> dict[str, float]:
-    """Return metrics `critic/...` of KL, KL coefficient, scores, rewards and advantages.
+    """Return metrics `critic/...` of KL, scores, rewards and advantages, over all ranks.
 
-    Scores, rewards and advantages as mean, maximum and minimum over all ranks; KL as mean, left out
-    where the reports have none (no reference, or the update measures it); the coefficient as it is.
-    With a critic also returns and values, and the explained variance. If samples were masked out,
-    their number as `reward/masked`.
+    KL is left out if the reports have none (no reference, or the update measures it). With a critic
+    also returns, values and the explained variance.
     """
     kl = [value for report in reports for value in report.kl]
     metrics = {"critic/kl": sum(kl) / len(kl)} if kl else {}
@@ -135,11 +132,9 @@ def experience_metrics(reports: Sequence[ExperienceReport], kl_coef: float) -> d
 def update_metrics(role: str, report: UpdateReport) -> dict[str, float]:
     """Return the means of a role's metrics over the optimizer steps that were not skipped.
 
-    Names get the prefix `role/` unless they have a slash. A metric that only the first step has is
-    that step's. NaN where all steps were skipped.
-    Added: `role/lr`, the report's; with a policy loss `role/pg_loss_abs`, the mean of |mini-batch
-    loss| (the plain mean is near 0 with whitened advantages); with nan_policy skip the count
-    `role/skipped_steps`.
+    Names get the prefix `role/` unless they have a slash. NaN if all steps were skipped.
+    `role/pg_loss_abs` is the mean of |mini-batch loss|, as the plain mean is near 0 with whitened
+    advantages.
     """
     taken = [step for step in report.steps if not step.get(SKIPPED)]
 
@@ -194,18 +189,19 @@ FORWARD, TRAIN = 1, 3  # passes: a backward pass counts as two
 def iteration_flops(
     config: RunConfig,
     generated: Sequence[GenerateReport],
-    learnt: ResponseLengths,
+    kept: ResponseLengths,
     updates_actor: bool = True,
 ) -> float:
     """Return the floating-point operations of all passes over the samples of an iteration.
 
-    A pass is forward; an epoch of an update counts as three, since backward counts as two.
-    generated:     reports on all responses: a pass of the actor, and of a Megatron reward model
-    learnt:        lengths of the kept samples: a pass of reference, of critic, and of the actor if
-                   its log-probs are recomputed; then the epochs of actor and critic
-    updates_actor: whether the actor is updated
-    Model FLOPs (arXiv:2204.02311, appendix B): recomputed activations do not count. Neither do a
-    Hugging Face classifier and the actor's pass that `kl_penalty: full` needs.
+    Forward costs 1x and backward 2x, so an update epoch costs 3x. Model FLOPs (arXiv:2204.02311,
+    appendix B): recomputed activations do not count. Neither do a Hugging Face classifier and the
+    actor's pass that `kl_penalty: full` needs.
+
+    Args:
+        generated: reports on all responses: a pass of the actor, and of a Megatron reward model.
+        kept: lengths of the kept samples, for all other passes.
+        updates_actor: whether the actor is updated.
     """
     prompts = [n for report in generated for n in report.prompt_lengths]
     responses = [n for report in generated for n in report.response_lengths]
@@ -219,7 +215,7 @@ def iteration_flops(
         passes[Role.REF] = FORWARD
     if config.critic is not None:
         passes[Role.CRITIC] = FORWARD + TRAIN * config.critic.critic_update_epochs
-    rows = learnt.prompts, learnt.responses
+    rows = kept.prompts, kept.responses
     return total + sum(
         number * _forward_flops(config, role, *rows) for role, number in passes.items()
     )
@@ -230,8 +226,8 @@ def _forward_flops(
 ) -> float:
     """Return the operations of one forward pass of a role over all samples of these lengths.
 
-    prompts, responses: tokens of each sample. The output layer counts for responses only, and not
-    at all for critic and reward, whose heads are negligible.
+    The output layer counts for responses only, and not at all for critic and reward, whose heads
+    are negligible.
     """
     architecture = config.role(role).architecture
     assert architecture is not None, f"{role.value} has a model"

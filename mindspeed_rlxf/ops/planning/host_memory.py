@@ -60,7 +60,9 @@ def host_memory_needed(config: RunConfig, pools: list[PoolMemory]) -> HostMemory
 
     On our own cluster the processes of all pools are on one host and are added up; otherwise those
     of the largest pool count. Memory of devices and copies is added up for all pools.
-    pools: memory of the pools' devices; it counts as host memory on CPU
+
+    Args:
+        pools: memory of the pools' devices; it counts as host memory on CPU.
     """
     actor, algorithm = config.actor_rollout, config.algorithm
     sizes = {
@@ -97,7 +99,9 @@ def host_memory_needed(config: RunConfig, pools: list[PoolMemory]) -> HostMemory
         *(
             HostPart(
                 f"{role.value}: a checkpoint while it is written",
-                _checkpoint_on_one_host(config, role),
+                _checkpoint_bytes(config, role)
+                * _processes_on_one_host(config, config.processes_of(role))
+                // sum(config.processes_of(role)),
                 (CHECKPOINT,),
             )
             for role in trained
@@ -149,11 +153,6 @@ def _stored(config: RunConfig, role: Role) -> int:
 def _checkpoint_bytes(config: RunConfig, role: Role) -> int:
     section = config.role(role)
     return _numbers(config, role) * (itemsize(section) + optimizer_itemsize(section))
-
-
-def _checkpoint_on_one_host(config: RunConfig, role: Role) -> int:
-    ranks = config.processes_of(role)
-    return _checkpoint_bytes(config, role) * _processes_on_one_host(config, ranks) // sum(ranks)
 
 
 def _export_on_one_host(config: RunConfig, role: Role) -> int:

@@ -43,9 +43,11 @@ class RoleMemory:
     def on_device(self, phase: Phase | None = None) -> State:
         """Return the bytes of weights, gradients and optimizer on the device while `phase` runs.
 
-        phase: of this role; None = another role works
         Offloaded weights count only in phases of this role; gradients and optimizer, if offloaded,
         only in phases that learn.
+
+        Args:
+            phase: of this role; None = another role works.
         """
         here = not self.offload.weights or phase is not None
         rest = not self.offload.optimizer or (phase is not None and phase.learns)
@@ -63,10 +65,11 @@ class RoleMemory:
 class PoolMemory:
     """Bytes of one rank of a pool.
 
-    roles:     memory of each role with a model
-    process:   bytes of the process without roles
-    processes: number on each node, of the pool or of its part
-    part:      TRAINS or GENERATES if the pool is split, else ""
+    Attributes:
+        roles: memory of each role with a model.
+        process: bytes of the process without roles.
+        processes: number on each node, of the pool or of its part.
+        part: TRAINS or GENERATES if the pool is split, else "".
     """
 
     pool: str

@@ -38,8 +38,9 @@ class State(NamedTuple):
 class Phase:
     """Bytes that a phase of a role needs in addition to the role's lasting memory.
 
-    learns: the phase also uses gradients and optimizer
-    beside: another role whose weights must be on the device too
+    Attributes:
+        learns: the phase also uses gradients and optimizer.
+        beside: another role whose weights must be on the device too.
     """
 
     name: str
@@ -58,9 +59,10 @@ class Phase:
 class LayerBytes:
     """Activations of one layer for a micro-batch.
 
-    norm, attention, mlp: kept for the backward pass; a layer has two norms
-    sent:  copies of hidden states on the way to experts and back, 0 if dense
-    entry: hidden states that enter the layer
+    Attributes:
+        norm, attention, mlp: kept for the backward pass; a layer has two norms.
+        sent: copies of hidden states on the way to experts and back, 0 if dense.
+        entry: hidden states that enter the layer.
     """
 
     norm: int
@@ -170,9 +172,9 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 def in_flight(pp_rank: int, pp: int, micro_batches: int, chunks: int = 1) -> int:
-    """Return how many forward passes through a chunk a stage holds before the first backward pass.
+    """Return the forward passes that a stage holds before its first backward pass.
 
-    In the 1F1B schedule, interleaved for several chunks.
+    The schedule is 1F1B, interleaved for several chunks.
     """
     if chunks == 1:
         return min(pp - pp_rank, micro_batches)
@@ -277,7 +279,13 @@ class PipelineStage:
         grouped = device.resolve_kind(self.config.device.kind) is not DeviceKind.NPU
         together = (self.architecture.num_experts or 0) // self.ep if grouped else 1
         widest = max(max(self.shared, default=0), together * max(self.experts, default=0))
-        other = widest * self.itemsize + layer.sent + self._head_gradient_bytes(samples)
+        other = widest * self.itemsize + layer.sent
+        assert self.optimizer is not None, "it is trained"
+        chunked = self.last and self._head_tokens(samples) > CHUNK_TOKENS
+        if chunked and self.head is Head.LANGUAGE_MODEL and self.section.bf16:
+            # A gradient that is reduced early needs the sum of the chunks beside it.
+            early = self.optimizer.overlap_grad_reduce
+            other += early * FP32 * self.vocab * self.architecture.hidden_size
         # The head's activations are freed before the backward pass reaches a layer.
         activations = count * held + max(self._head_bytes(samples), again)
         return Phase("update", activations, other=other, learns=True)
@@ -302,14 +310,6 @@ class PipelineStage:
         if self.head is Head.SCORE:
             return held + FP32 * read * hidden
         return held + 4 * FP32 * min(read, CHUNK_TOKENS) * self.vocab
-
-    def _head_gradient_bytes(self, samples: int) -> int:
-        early = self.optimizer is not None and self.optimizer.overlap_grad_reduce
-        chunks = self._head_tokens(samples) > CHUNK_TOKENS
-        if early and self.section.bf16 and self.last and chunks:
-            is_lm = self.head is Head.LANGUAGE_MODEL
-            return FP32 * self.vocab * self.architecture.hidden_size * is_lm
-        return 0
 
     def _head_tokens(self, samples: int) -> int:
         slots = self.response if self.head is Head.LANGUAGE_MODEL else self.response + 1

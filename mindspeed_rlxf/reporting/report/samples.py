@@ -55,7 +55,9 @@ def cut_for_page(
 ) -> Records:
     """Return the samples in the form that the page reads, training samples first.
 
-    split: None = no tokens and no numbers; every: one in `every` training samples has them
+    Args:
+        split: None = no tokens and no numbers.
+        every: one in `every` training samples has them.
     """
     wanted = {(s.get("iteration"), s.get("sample_id")) for s in chosen.training[::every]}
     numbers = _read_token_numbers(run, wanted) if split else {}
