@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import os
 import re
 import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -59,18 +57,6 @@ def test_no_file_is_of_a_version_that_is_no_longer_named(locked: ModuleType) -> 
     }, "run python constraints/update_hashes.py"
 
 
-@pytest.mark.parametrize(
-    ("file", "package"),
-    [
-        ("antlr4-python3-runtime-4.9.3.tar.gz", ("antlr4-python3-runtime", "4.9.3")),
-        ("huggingface_hub-2.4.0-py3-none-any.whl", ("huggingface-hub", "2.4.0")),
-        ("a.b-1.0-1-cp311-cp311-linux_x86_64.whl", ("a-b", "1.0")),
-    ],
-)
-def test_the_package_of_a_file(locked: ModuleType, file: str, package: tuple[str, str]) -> None:
-    assert locked.package(file) == package
-
-
 def test_a_line_has_the_hash_of_every_file_of_its_version(locked: ModuleType) -> None:
     files = {"a_b-1-cp311-x.whl": A, "a_b-1-cp312-x.whl": B, "a_b-2-cp311-x.whl": "c" * 64}
     (line,) = locked.hashed(locked.pins('# x\n\nA.b==1; python_version < "3.13"\n'), files)
@@ -98,34 +84,6 @@ def test_torch_is_left_to_the_machine(options: list[str]) -> None:
     assert not re.search("^torch==", text, re.MULTILINE)
     assert ("--hash=sha256:" in text) is (options != ["--no-hashes"])
     assert ("numpy" in text) is ("--only" not in options)
-
-
-def test_pip_refuses_a_file_with_another_hash(locked: ModuleType, tmp_path: Path) -> None:
-    if locked.installed("pip") is None:  # to import it takes distutils from later tests
-        pytest.skip("no pip")
-    wheel = tmp_path / "demo-1.0-py3-none-any.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr("demo.py", "")
-        about = "Metadata-Version: 2.1\nName: demo\nVersion: 1.0\n"
-        archive.writestr("demo-1.0.dist-info/METADATA", about)
-        archive.writestr("demo-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
-        archive.writestr("demo-1.0.dist-info/RECORD", "")
-    files = {wheel.name: hashlib.sha256(wheel.read_bytes()).hexdigest()}
-    lines = tmp_path / "requirements.txt"
-    lines.write_text("\n".join(locked.hashed(locked.pins("demo==1.0"), files)))
-
-    def install(target: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "pip", "--isolated", "install", "--no-deps", "--no-index"]
-        command += ["--require-hashes", "--find-links", str(tmp_path), "-r", str(lines)]
-        command += ["--disable-pip-version-check", "--target", str(tmp_path / target)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120)
-
-    assert install("same").returncode == 0
-    with zipfile.ZipFile(wheel, "a") as archive:
-        archive.writestr("demo_more.py", "")
-    refused = install("other")
-    assert refused.returncode != 0 and "DO NOT MATCH THE HASHES" in refused.stderr
-    assert not (tmp_path / "other").exists()
 
 
 class Installed:

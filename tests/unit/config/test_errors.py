@@ -39,11 +39,6 @@ def test_a_problem_is_one_line(problem: Problem, line: str) -> None:
     assert str(UserError([problem, problem])) == f"{line}\n{line}"
 
 
-def test_user_error_refuses_a_text_in_place_of_problems() -> None:
-    with pytest.raises(AssertionError, match="parts, and not a text"):
-        UserError("a=2 must be 1; use 1")  # type: ignore[arg-type]
-
-
 def test_keys_are_renamed_wherever_they_stand() -> None:
     problem = Problem("a", f"needs {ref('b')}=b", 1, f"use {ref('a')}=2")
     renamed = problem.rename_keys({"a": "old.a", "b": "old.b"}.__getitem__)

@@ -10,7 +10,7 @@ import pytest
 from mindspeed_rlxf.checkpoint.directory import find_changes
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.keys import to_tree
-from mindspeed_rlxf.config.load import resolve, resolve_with_notes
+from mindspeed_rlxf.config.load import resolve
 
 MakeTree = Callable[..., dict[str, Any]]
 Problems = Callable[..., list[str]]
@@ -69,8 +69,3 @@ def test_a_run_from_before_the_key_resumes_with_its_default(make_tree: MakeTree)
     now = to_tree(resolve(make_tree(), "test"))
     del before["critic"]["offload"]
     assert find_changes(before, now) == []
-
-
-def test_a_rule_as_reward_has_nothing_to_offload(make_tree: MakeTree) -> None:
-    tree = make_tree({"reward.offload.weights": True})
-    assert "reward.offload" in "".join(resolve_with_notes(tree, "test")[1])

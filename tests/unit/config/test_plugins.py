@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.checkpoint.directory import find_changes
-from mindspeed_rlxf.config import plugins
 from mindspeed_rlxf.config.keys import to_tree
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.problems import ConfigError
@@ -108,20 +106,6 @@ def test_rules_read_what_an_estimator_needs(make_tree: MakeTree, tmp_path: Path)
     assert "must be 2 or more with algorithm.adv_estimator=sum" in problem
     (problem,) = found(False, **{"algorithm.adv_estimator": "sums"})
     assert problem.endswith("did you mean sum?")
-
-
-def test_another_process_needs_the_text_alone(tmp_path: Path) -> None:
-    source = plugins.Source(str(tmp_path / "gone.py"), RULE)
-    plugins.load(source)
-    made = plugins.with_plugins(dict)
-    with restored_registries():
-        plugins._loaded.clear()
-        RULES.pop("short")
-        assert made({"a": 1}) == {"a": 1}
-        with pytest.raises(ZeroDivisionError) as error:
-            RULES["short"]("", "")
-    shown = "".join(traceback.format_exception(error.value))
-    assert "return RewardResult(1.0 / len(response))" in shown
 
 
 def test_a_misspelt_hash_is_not_ignored(make_tree: MakeTree, tmp_path: Path) -> None:

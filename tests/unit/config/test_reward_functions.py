@@ -12,7 +12,6 @@ from mindspeed_rlxf.checkpoint.directory import RunDirectory, find_changes
 from mindspeed_rlxf.config import plugins
 from mindspeed_rlxf.config.keys import to_tree
 from mindspeed_rlxf.config.load import resolve
-from mindspeed_rlxf.config.plugins import with_plugins
 from mindspeed_rlxf.config.problems import ConfigError
 from mindspeed_rlxf.rewards.outcome import Sample
 from mindspeed_rlxf.rewards.plans import make_plan
@@ -162,16 +161,3 @@ def test_a_changed_text_is_another_run_unless_it_is_allowed(
         assert "weight" in str(problem) and "allow_changed_function" not in problem.remedy
     changed = find_changes(to_tree(before), to_tree(resolve(make_tree(given), "test")))
     assert [(change.key, change.rule) for change in changed] == [("reward.functions", "fixed")]
-
-
-def test_the_text_goes_to_other_processes_and_is_not_run_there(
-    make_tree: MakeTree, file: str
-) -> None:
-    resolve(make_tree({"reward.function": f"{file}:score"}), "test")
-    made = with_plugins(dict)
-    source = plugins.Source(file, TEXT)
-    Path(file).unlink()
-    with restored_registries():
-        plugins._carried.clear()
-        assert made({"a": 1}) == {"a": 1}
-        assert plugins.find_carried(file, source.sha256) == source

@@ -72,36 +72,22 @@ def seen() -> Seen:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_cuda_tensors_are_made_on_the_cpu(seen: Seen) -> None:
-    assert seen["made"] == ["cpu"] * 7 and seen["current"] == "cpu"
+FACTS = {
+    "made": ["cpu"] * 7,
+    "current": "cpu",
+    "type": "torch.cuda.FloatTensor",  # the distributed optimizer compares the prefix
+    "cast": True,
+    "random": True,  # the device's random state is the CPU's
+    "where": ["cpu", "cpu", "cpu"],
+    "threads": 2,  # of the second setup
+    "other": "device already set up as cpu, not cuda",
+    "event": None,  # there is nothing to wait for
+    "idle": None,
+    "within": ["meta"] * 3,  # transformers makes models there, and asks a tensor where it is
+    "compiler": [False, False],  # three of the four seconds of Megatron's import
+}
 
 
-def test_tensor_types_carry_the_prefix_that_the_distributed_optimizer_compares(
-    seen: Seen,
-) -> None:
-    assert seen["type"] == "torch.cuda.FloatTensor" and seen["cast"]
-
-
-def test_device_random_state_is_the_cpus(seen: Seen) -> None:
-    assert seen["random"]
-
-
-def test_setup_again_only_sets_threads_and_another_kind_is_refused(seen: Seen) -> None:
-    assert seen["where"] == ["cpu", "cpu", "cpu"] and seen["threads"] == 2
-    assert seen["other"] == "device already set up as cpu, not cuda"
-
-
-def test_a_stream_records_an_event_that_can_be_waited_for(seen: Seen) -> None:
-    assert seen["event"] is None and seen["idle"] is None  # there is nothing to wait for
-
-
-def test_a_block_of_another_device_still_acts_on_what_is_made_in_it(
-    seen: Seen,
-) -> None:
-    """transformers makes models on `meta`, and asks a tensor which device it is."""
-    assert seen["within"] == ["meta"] * 3
-
-
-def test_megatron_does_not_load_the_compiler(seen: Seen) -> None:
-    """It takes three of the four seconds of the import, and a CPU run uses none of it."""
-    assert seen["compiler"] == [False, False]
+@pytest.mark.parametrize("fact", FACTS)
+def test_cuda_is_the_cpu(seen: Seen, fact: str) -> None:
+    assert seen[fact] == FACTS[fact]

@@ -6,9 +6,11 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -16,10 +18,14 @@ from collections.abc import Callable
 from contextlib import chdir
 from functools import cache
 from pathlib import Path
+from typing import Any, NoReturn
+from unittest.mock import patch
 
 import click
+import pytest
 
 from mindspeed_rlxf.cli import COMMANDS, preprocess, train
+from mindspeed_rlxf.cli.command_line import Parser
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.load import resolve_with_notes
 from tests.registries import restored_registries
@@ -37,6 +43,34 @@ FOLDER_OF_MODEL = {
 """The config.json of the stand-in for a model folder that a command loads."""
 RESPONSE = {"prompt_id": 3, "iteration": 1, "sample_id": 0, "score": 1.0, "response": "46"}
 """The line of the stand-in for a val_samples.jsonl that a command reads."""
+
+
+class Parsed(Exception):
+    """Ends a command as soon as its arguments are parsed. args: the namespace"""
+
+
+class ParserAlone(Parser):
+    """Raises Parsed, and AssertionError for a bad command line."""
+
+    inner = False
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.inner = True
+        raise Parsed(super().parse_args(args))
+
+    def parse_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.inner = True
+        raise Parsed(super().parse_intermixed_args(args))
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = super().parse_known_args(args, namespace)
+        if self.inner:
+            return found, unknown
+        assert not unknown, f"no such option: {unknown}"
+        raise Parsed(found)
+
+    def error(self, message: str) -> NoReturn:
+        raise AssertionError(message)
 
 
 class Unchecked(AssertionError):
@@ -181,7 +215,10 @@ def _command(arguments: list[str], folder: Path) -> None:
     assert name in COMMANDS, f"mindspeed-rlxf has no command {name}"
     given = ["ppo_trainer_tiny" if word == "NAME" else word for word in given]
     module = importlib.import_module(f"mindspeed_rlxf.cli.{name}")
-    parsed = module._parse(given)
+    alone = patch.object(module, "Parser", ParserAlone)
+    with alone, patch.dict(os.environ), pytest.raises(Parsed) as found:
+        module.main(given)
+    parsed: argparse.Namespace = found.value.args[0]
     if name == train.__name__.rpartition(".")[2]:
         resolve_configuration(parsed.config_name, parsed.overrides, parsed.config_dir, folder)
     if name == "preprocess":

@@ -17,14 +17,6 @@ ENGLISH_ONLY = "\n## Sources\n"
 """From here on the Chinese page refers to the English one."""
 TARGET = re.compile(r"(?<=\])\([^)]*\)")
 FIGURE = re.compile(r"(?<![\w.])\d+(?:\.\d+)*(?:e-?\d+)?(?! 月)")
-HAN = "[\u4e00-\u9fff]"
-WIDE = "[\u3001\u3002\uff01-\uff1f]"  # punctuation
-TYPOGRAPHY = {
-    "full-width punctuation": re.compile(f"{HAN}[,:;?!()]|[,:;?!()]{HAN}"),
-    "a space between Chinese and Latin": re.compile(f"{HAN}[A-Za-z0-9`]|[A-Za-z0-9`%]{HAN}"),
-    "no space beside full-width punctuation": re.compile(f"{WIDE} (?!\\|)|(?<!\\|) {WIDE}"),
-    "no line break within a paragraph": re.compile(f"(?:{HAN}|{WIDE}) *\n *(?:{HAN}|`)"),
-}
 
 
 def headings(file: Path) -> list[int]:
@@ -72,11 +64,3 @@ def test_a_chinese_page_has_the_figures_of_the_english_one(pair: tuple[Path, Pat
     found = Counter(FIGURE.findall(chinese))
     assert found - expected == Counter(), "write the figures as the English page does"
     assert expected - found == Counter(), "figures of the English page are left out"
-
-
-@each_pair
-def test_a_chinese_page_follows_chinese_typography(pair: tuple[Path, Path]) -> None:
-    text = prose(pair[1])
-    for rule, wrong in TYPOGRAPHY.items():
-        places = [text[max(m.start() - 12, 0) : m.end() + 12] for m in wrong.finditer(text)]
-        assert places == [], rule

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from types import SimpleNamespace
 
 import torch
@@ -39,22 +38,6 @@ def test_greedy_accuracy_counts_rows_that_are_right_to_the_end() -> None:
     assert train_models.greedy_accuracy(Calculator(off=1), rows) == 0.0
     rows[0, 7] = ids_of("9")[0]  # 12+34=4[9]
     assert abs(train_models.greedy_accuracy(Calculator(), rows) - 2 / 3) < 1e-6
-
-
-def test_only_wrong_responses_are_mistakes() -> None:
-    assert train_models.sample_mistakes(Calculator(), PROBLEMS) == {}
-    found = train_models.sample_mistakes(Calculator(off=-1), PROBLEMS)
-    assert found == dict(zip(PROBLEMS, ["45", "99", "197"], strict=True))
-
-
-def test_pairs_hold_the_right_response_and_another_to_the_same_prompt() -> None:
-    mistakes = {PROBLEMS[0]: "47"}
-    right, wrong = train_models._pairs(PROBLEMS * 40, mistakes, random.Random(3))
-    assert right[0].tolist() == [*ids_of("12+34=46"), EOS_ID, *[PAD_ID] * 5]
-    assert torch.equal(right[:, :6], wrong[:, :6])
-    assert (right != wrong).any(dim=1).all()
-    mistake = torch.tensor([*ids_of("12+34=47"), EOS_ID, *[PAD_ID] * 5])
-    assert 10 < int((wrong[::3] == mistake).all(dim=1).sum()) < 35  # half of 40, and some by chance
 
 
 class Scorer(torch.nn.Module):
