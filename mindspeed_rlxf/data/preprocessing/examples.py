@@ -31,13 +31,16 @@ def make_example(row: Row, keys: Keys, handler: Handler) -> Example:
     """
     if isinstance(keys, MapKeys):
         turns = _read_prompt(row, keys)
-        turns = _add_system(turns, _read_text(row, keys.system, "system"), keys.system)
-        _check_order(turns)
+    else:
+        messages = _require(row, keys.messages, "messages")
+        turns = _read_messages(messages, keys.tags, "messages must be")
+    turns = _add_system(turns, _read_text(row, keys.system, "system"), keys.system)
+    if isinstance(keys, MapKeys):
         columns = {Output.PROMPT: (), Output.PAIR: (keys.chosen, keys.rejected)}
         used = filter(None, columns.get(handler.output, (keys.response,)))
         example = Example(turns, tuple(_read_response(row, column, turns) for column in used))
     else:
-        example = _make_sharegpt_example(row, keys, handler.output)
+        example = _split_messages(row, keys, turns, handler.output)
     for text in (*(turn.text for turn in example.turns), *example.responses):
         if problem := unicode_problem(text):
             raise UnusableRow("invalid unicode", problem.rule, problem.remedy)
@@ -46,15 +49,11 @@ def make_example(row: Row, keys: Keys, handler: Handler) -> Example:
     return example
 
 
-def _make_sharegpt_example(row: Row, keys: ShareGptKeys, output: Output) -> Example:
-    """Make the example of a row with a list of messages.
+def _split_messages(row: Row, keys: ShareGptKeys, turns: list[Turn], output: Output) -> Example:
+    """Split the turns of a sharegpt row in prompt and response; only a PAIR has columns for these.
 
-    The last message is the response, whatever the output; only PAIR has columns for responses.
+    The last message is the response, whatever the output.
     """
-    messages = _require(row, keys.messages, "messages")
-    turns = _read_messages(messages, keys.tags, "messages must be")
-    turns = _add_system(turns, _read_text(row, keys.system, "system"), keys.system)
-    _check_order(turns)
     if any(turn.role == "user" and not turn.text.strip() for turn in turns):
         raise _empty_text_error("prompt", "a prompt")
     if output is not Output.PAIR:
@@ -163,19 +162,17 @@ def _read_message(message: Any, tags: Tags, name: str) -> Turn:
 
 
 def _add_system(turns: Sequence[Turn], system: str, column: str | None) -> list[Turn]:
+    """Put the text of the system first, and check that user and assistant take turns after it."""
     own = [turn for turn in turns if turn.role == "system"]
     others = [turn for turn in turns if turn.role != "system"]
     if own and system:
         rule = f"a row must have one system text, its messages and {column!r} both have one"
         raise UnusableRow("two system texts", rule, "keep one")
-    return [*own, *([Turn("system", system)] if system else []), *others]
-
-
-def _check_order(turns: Sequence[Turn]) -> None:
-    roles = [turn.role for turn in turns if turn.role != "system"]
+    roles = [turn.role for turn in others]
     if roles != [("user", "assistant")[number % 2] for number in range(len(roles))]:
         rule = f"user and assistant must take turns, they are {', '.join(roles)}"
         raise UnusableRow("wrong roles", rule, "repair the row")
+    return [*own, *([Turn("system", system)] if system else []), *others]
 
 
 def _check_last(turns: Sequence[Turn], role: str, remedy: str) -> None:
