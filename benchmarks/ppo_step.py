@@ -148,8 +148,8 @@ def our_seconds(
     """
     from dataclasses import replace
 
+    from mindspeed_rlxf import device
     from mindspeed_rlxf.cli import train
-    from mindspeed_rlxf.device import facade
 
     out = Path(tempfile.mkdtemp(dir=folder))
     (folder / "ours.yaml").write_text(json.dumps(our_tree(folder, arguments)), encoding="utf-8")
@@ -160,7 +160,7 @@ def our_seconds(
     }
     from mindspeed_rlxf.config.enums import DeviceKind
 
-    facade.setup(DeviceKind.CPU, arguments.threads)
+    device.setup(DeviceKind.CPU, arguments.threads)
     from mindspeed_rlxf.roles import rollout
 
     make_requests = rollout.make_requests

@@ -103,7 +103,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Set up the device and measure the parts that are asked for, in this process."""
     device.setup(arguments.device)
     dist.init_process_group(
-        device.backend(arguments.device), store=dist.HashStore(), rank=0, world_size=1,
+        device.facts(arguments.device).backend, store=dist.HashStore(), rank=0, world_size=1,
         timeout=timedelta(minutes=5),
     )  # fmt: skip
     parts, repeats = arguments.parts.split(","), 1 if arguments.quick else arguments.repeats

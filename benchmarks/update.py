@@ -52,7 +52,7 @@ def main() -> None:
     arguments = parser.parse_args()
     device.setup(arguments.device, arguments.threads)
     dist.init_process_group(
-        device.backend(arguments.device), store=dist.HashStore(), rank=0, world_size=1,
+        device.facts(arguments.device).backend, store=dist.HashStore(), rank=0, world_size=1,
         timeout=timedelta(minutes=5),
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as name:

@@ -47,12 +47,13 @@ class Change:
 def find_changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
     """Return the keys that differ, in the order of `now`, then those that only `before` has.
 
-    COMMAND_KEYS, and keys that this version has no more, are left out.
-    before, now: nested dicts of `dump.to_tree` in plain YAML types. A key that one of them lacks,
-    because another version of the package wrote it, counts as its default; as ABSENT if it has
-    none or this version does not know it. Secret values of environment variables are masked. With
-    `reward.allow_changed_function` in `now`, a changed text of a reward function has the rule
-    "free".
+    COMMAND_KEYS and removed keys do not count. A key that one side lacks, because another version
+    of the package wrote it, counts as its default, or as ABSENT. Secrets are masked. With
+    `reward.allow_changed_function` the text of a reward function may change.
+
+    Args:
+        before: Nested dict of `keys.to_tree`, in plain YAML types.
+        now: The same.
     """
     old, new = dict(_iterate_leaves(before)), dict(_iterate_leaves(now))
     found = []
@@ -74,10 +75,7 @@ def find_changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
 
 
 def is_function_text(change: Change) -> bool:
-    """Return whether a change is only of the hash of reward function files, and of nothing else.
-
-    False if a function is new or gone.
-    """
+    """Return whether only hashes of reward function files changed; no function is new or gone."""
     if change.key == "reward.function.sha256":
         return isinstance(change.before, str) and isinstance(change.now, str)
     both = change.before, change.now
@@ -118,10 +116,6 @@ def _hide_secrets(path: tuple[str, ...], value: Any) -> Any:
 
 
 def _iterate_leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield (path of keys, value) of each leaf of nested dicts; an empty dict is a leaf.
-
-    A leaf at the top (empty `path`) is not yielded. Keys become texts.
-    """
     if isinstance(tree, dict) and tree:
         for name, item in tree.items():
             yield from _iterate_leaves(item, (*path, str(name)))
@@ -130,10 +124,6 @@ def _iterate_leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tup
 
 
 def _to_plain(value: Any) -> Any:
-    """Convert a default to plain YAML types: tuples to lists, enums to their values.
-
-    Other values, lists and dicts too, stay as they are.
-    """
     if isinstance(value, tuple):
         return [_to_plain(item) for item in value]
     return getattr(value, "value", value)
@@ -192,10 +182,8 @@ class RunDirectory:
     def create(cls, config: RunConfig) -> RunDirectory:
         """Make or reuse the run's folder: lock it for this process, make logs/, write config.yaml.
 
-        If the folder has a run already, keys that differ are stored in `changes`; if there are any,
-        the configuration is written to the next config.<n>.yaml, else it is not written. Writes
-        a new `mark`. Raises UserError (see
-        `check`), also for a folder that cannot be written, which is then unlocked.
+        If the folder has a run with other keys (`changes`), the configuration is written to the
+        next config.<n>.yaml. Writes a new `mark`. Raises UserError (see `check`).
         """
         if problems := cls.check(config):
             raise UserError(problems)
@@ -221,13 +209,12 @@ class RunDirectory:
         return directory
 
     def unlock(self) -> None:
-        """Release the lock of this process, if it has it."""
         lock.release(self.path)
 
     def release(self) -> None:
-        """Unlock the folder; first remove the config files if metrics.jsonl is empty or absent.
+        """Unlock the folder, and free its name if metrics.jsonl has no line.
 
-        An empty metrics.jsonl is removed with them. Only the process that has the lock may call it.
+        Only the process that has the lock may call it.
         """
         if not self.metrics.exists() or not self.metrics.stat().st_size:
             self.metrics.unlink(missing_ok=True)
@@ -239,8 +226,8 @@ class RunDirectory:
     def check(cls, config: RunConfig) -> list[Problem]:
         """Return [the problem that keeps this command from using the folder `choose`]; [] for none.
 
-        It is a run that cannot be resumed, a live run, or no right to write. Writes nothing. Raises
-        UserError where the run's last configuration cannot be read.
+        A run that cannot be resumed, a live run, or no right to write. Writes nothing. Raises
+        UserError if the run's last configuration cannot be read.
         """
         directory = cls.choose(config)
         if directory.is_used and not config.training.new_run:
@@ -250,11 +237,7 @@ class RunDirectory:
         return [_not_writable(directory.path, obstacle)] if obstacle else []
 
     def _find_resume_problem(self, config: RunConfig) -> Problem | None:
-        """Return why this configuration cannot resume the run in the folder; None = it can.
-
-        Reasons: resuming is off, there is no config.yaml, another process holds the lock, or keys
-        differ that must stay. Raises UserError where the last configuration cannot be read.
-        """
+        """Return why this configuration cannot resume the run in the folder; None = it can."""
         remedy = f"training.new_run=true to take {_find_free(self.path)}"
         if config.training.resume == "never" or not self.config.exists():
             there = self.config if self.config.exists() else self.metrics
@@ -280,10 +263,10 @@ class RunDirectory:
         )
 
     def compare_with(self, config: RunConfig) -> list[Change]:
-        """Return the keys that differ from the last configuration in this folder.
+        """Return the keys that differ from the last configuration in this folder; [] without one.
 
-        Those that have no effect in this run are free to change. [] without config.yaml. Raises
-        UserError where the last configuration cannot be read.
+        Keys that have no effect in this run are free to change. Raises UserError if the last
+        configuration cannot be read.
         """
         if not self.config.exists():
             return []
@@ -305,7 +288,6 @@ class RunDirectory:
         return [replace(each, rule="free") if each.key in idle else each for each in found]
 
     def _find_later_configs(self) -> dict[int, Path]:
-        """Return number -> config.<number>.yaml, in ascending order."""
         files = self.path.glob("config.*")
         found = {int(m[1]): file for file in files if (m := LATER_CONFIG.fullmatch(file.name))}
         return dict(sorted(found.items()))
@@ -314,24 +296,18 @@ class RunDirectory:
     def choose(cls, config: RunConfig) -> RunDirectory:
         """Return the folder that the command writes to; nothing is made.
 
-        It is the run's folder. With training.new_run it is the first of `<name>`, `<name>-2`, ...
-        without a run. With validation.only it is the first of validation, validation-2, ... without
-        a run, in the run's folder.
+        With training.new_run it is the first of NAME, NAME-2, ... without a run, with
+        validation.only the first of validation, validation-2, ... in the run's folder.
         """
         path, new = cls.of_run(config).path, config.training.new_run
         if config.validation.only:
             path, new = path / "validation", True
-        free = _find_free(path) if new else path
-        return cls(free)
+        return cls(_find_free(path) if new else path)
 
     @classmethod
     def of_run(cls, config: RunConfig) -> RunDirectory:
-        """Return the run's own folder, which `training.output_dir` names, whatever is in it.
-
-        `choose` may return another one. Makes nothing.
-        """
-        path = Path(config.training.output_dir).absolute()
-        return cls(path)
+        """Return the folder that `training.output_dir` names; `choose` may return another one."""
+        return cls(Path(config.training.output_dir).absolute())
 
 
 def readable(read: Callable[[], T]) -> T:
@@ -348,16 +324,12 @@ def readable(read: Callable[[], T]) -> T:
 
 
 def _find_free(path: Path) -> Path:
-    """Return the first of path, path-2, path-3, ... that has no run."""
     candidates = chain([path], (path.with_name(f"{path.name}-{n}") for n in count(2)))
     return next(p for p in candidates if not RunDirectory(p).is_used)
 
 
 def find_write_obstacle(folder: Path) -> str:
-    """Return why files cannot be written in a folder, which may not exist yet; "" if they can.
-
-    Looks at the rights of the nearest folder that exists; writes nothing.
-    """
+    """Return why files cannot be written in a folder, which may not exist yet; "" if they can."""
     parent = next(p for p in (folder, *folder.parents) if p.exists())
     if not parent.is_dir():
         return f"{parent} is a file"
@@ -365,7 +337,6 @@ def find_write_obstacle(folder: Path) -> str:
 
 
 def _not_writable(path: Path, reason: str) -> Problem:
-    """Make the problem of a folder that cannot be written."""
     return Problem(
         KEY,
         f"must be a folder that can be written: {reason}",

@@ -24,11 +24,10 @@ def export_weights(
     directory: RunDirectory,
     writes: bool = True,
 ) -> None:
-    """Write Hugging Face and Megatron folders of each role's weights; wait until they are written.
+    """Write the folders of `export_folders` for each role, and wait until they are written.
 
-    They are those of `export_folders`: in `ROLE.save`, else in final/ of the run's folder.
-    writes: whether this process first removes existing folders; False on all but the first rank of
-            torchrun
+    Args:
+        writes: Remove existing folders first; False on all but the first rank of torchrun.
     """
     pending = []
     for role, group in trained.items():
@@ -42,10 +41,7 @@ def export_weights(
 
 
 def export_folders(config: RunConfig, role: Role, final: Path) -> tuple[Path, Path]:
-    """Return the (Hugging Face, Megatron) folders of a role, without making them.
-
-    They are subfolders of the role's `save`; without it, of `final`, with the role in their names.
-    """
+    """Return the (Hugging Face, Megatron) folders of a role: in its `save`, else in `final`."""
     folder = config.save_folder(role)
     if folder is not None:
         return folder / HF, folder / MEGATRON
@@ -53,10 +49,9 @@ def export_folders(config: RunConfig, role: Role, final: Path) -> tuple[Path, Pa
 
 
 def check_save_folders(config: RunConfig, directory: RunDirectory) -> list[Problem]:
-    """Return problems of the `ROLE.save` folders that the run in `directory` did not have before.
+    """Return problems of the `ROLE.save` folders that are new to the run in `directory`.
 
-    A problem for each of its Hugging Face and Megatron subfolders that is not empty, and one if
-    the folder, which may not exist yet, cannot be written.
+    They are subfolders for weights that are not empty, and folders that cannot be written.
     """
     problems = []
     for role in _find_new_saves(config, directory):
@@ -88,8 +83,8 @@ def check_save_folders(config: RunConfig, directory: RunDirectory) -> list[Probl
 def _find_new_saves(config: RunConfig, directory: RunDirectory) -> list[Role]:
     """Return the trained roles whose folder for weights is new to the run: all of a new run.
 
-    Weights in the other folders are earlier exports of this run. A change of one role's key can
-    change both folders, because a folder that both roles name is divided.
+    The other folders may have earlier exports of this run. A change of one role's key can change
+    both folders, because a folder that both roles name is divided.
     """
     trained = [role for role in config.roles if role in SAVED_AS]
     if not directory.config.exists():

@@ -35,8 +35,7 @@ class LockLost(Exception):
 def take(folder: Path) -> None:
     """Lock the folder for this process, and keep counting in the lock file until `release`.
 
-    Does nothing if this process has the lock. Raises UserError that names a live holder (see
-    `find_holder`, which may wait).
+    Raises UserError that names a live holder (see `find_holder`, which may wait).
     """
     file = folder / LOCK
     if file in _held:
@@ -84,8 +83,7 @@ def require(folder: Path) -> None:
 def find_holder(folder: Path) -> Problem | None:
     """Return why this process cannot take the lock; None if it can, or has it already.
 
-    Waits if the lock is of another host: until it changes, or has been unchanged for STALE_S. A
-    lock file that cannot be opened is also a reason.
+    If the lock is of another host, waits until it changes, or has been unchanged for STALE_S.
     """
     try:
         return _find_other_holder(folder)
@@ -101,8 +99,7 @@ def find_holder(folder: Path) -> Problem | None:
 def is_locked(folder: Path) -> bool:
     """Return whether another process seems to have the lock; never waits, never takes it.
 
-    A lock of another host counts until this process has seen it unchanged for STALE_S. False if
-    there is no lock file, or it cannot be opened.
+    A lock of another host counts until this process has seen it unchanged for STALE_S.
     """
     try:
         return folder / LOCK not in _held and _look(folder / LOCK)[0] is not None
@@ -111,7 +108,6 @@ def is_locked(folder: Path) -> bool:
 
 
 def _find_other_holder(folder: Path) -> Problem | None:
-    """Return a problem that names the live process with the lock; None if no other one has it."""
     file = folder / LOCK
     if file in _held:
         return None
@@ -133,10 +129,7 @@ def _find_other_holder(folder: Path) -> Problem | None:
 
 
 def _look(file: Path) -> tuple[dict[str, Any] | None, bool]:
-    """Return (what the lock says of its holder, whether that one is known to live).
-
-    (None, True) if there is no lock or its holder is gone.
-    """
+    """Return (holder of the lock or None, whether that is sure)."""
     text = _read(file)
     if text is None:
         return None, True
@@ -152,7 +145,6 @@ def _look(file: Path) -> tuple[dict[str, Any] | None, bool]:
 
 
 def _count(file: Path, ended: threading.Event) -> None:
-    """Write an increasing number to the lock every BEAT_S, while this process has it."""
     number = 0
     while not ended.wait(BEAT_S):
         number += 1
@@ -163,7 +155,6 @@ def _count(file: Path, ended: threading.Event) -> None:
 
 
 def _note(number: int) -> str:
-    """Return the content of the lock file of this process."""
     holder = {
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -175,7 +166,6 @@ def _note(number: int) -> str:
 
 
 def _read(file: Path) -> str | None:
-    """Return the content of a lock file; None if there is none. Raises OSError."""
     try:
         return file.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
@@ -183,7 +173,6 @@ def _read(file: Path) -> str | None:
 
 
 def _parse(text: str) -> dict[str, Any]:
-    """Return what a lock file says; {} if it cannot be read."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -207,7 +196,6 @@ def _machine() -> str:
 
 
 def _start_time(pid: object) -> str:
-    """Return a process's start time in ticks since boot; "" if it has ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

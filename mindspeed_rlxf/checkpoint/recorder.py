@@ -3,7 +3,7 @@
 import io
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,10 @@ class Recorder:
     def __init__(
         self, config: RunConfig, directory: RunDirectory, tokenizer: Any, writes: bool = True
     ) -> None:
-        """Open the files, replay the metrics of a resumed run, start trackers and the console.
+        """Open the files, replay the health rules of a resumed run, start trackers and console.
 
-        Discards calls recorded by an earlier run of this process.
-        writes: False on all but the first rank of torchrun, which then write nowhere
+        Args:
+            writes: False on all but the first rank of torchrun, which write nowhere.
         """
         self.tokenizer = tokenizer
 
@@ -50,20 +50,26 @@ class Recorder:
         take_spans()  # those of another run of this process
         self.console = current() if writes else Console(io.StringIO())
         self.note = self.console.note  # prints a line beside the progress
-        self.health = Health(config.logging.stop_on, _kl_limit(config))
-        done = self._replay_health(directory)
-        self._trackers = _make_trackers(config, directory, done, self._warn_of_tracker, writes)
-        names = config.logging.console_metrics
+        control = config.algorithm.kl_ctrl
+        limit = runaway_limit(control.type == "adaptive", control.target_kl)
+        self.health, done = Health(config.logging.stop_on, limit), 0
+        for done, metrics in read_metrics(directory.metrics):
+            self.health.check(done, metrics)
+        for rule, finding in self.health.active.items():
+            if finding.stops and finding.iteration == done:
+                self.note(
+                    f"the run was stopped after iteration {done} by logging.stop_on ({rule}: "
+                    f"{finding.text}); it goes on from there, and is stopped by it again only "
+                    "after it has ended"
+                )
+        self._trackers = _start_trackers(config, directory, self.console, done, writes)
         path, here = directory.path, Path.cwd()
         title = str(path.relative_to(here) if path.is_relative_to(here) else path)
-        self.console.begin(config.training.train_iters, names, done, title)
+        shown = config.logging.console_metrics
+        self.console.begin(config.training.train_iters, shown, done, title)
 
     def write_iteration(self, iteration: int, metrics: dict[str, float], seconds: float) -> None:
-        """Write an iteration's metrics to file and trackers, and show them on the console.
-
-        Warns, the first time, if all responses of a prompt group score the same. seconds: of the
-        iteration
-        """
+        """Write an iteration's metrics to file and trackers, and show them on the console."""
         self._metrics.write(metrics_record(iteration, metrics, seconds))
         self._trackers.log(iteration, metrics)
         self.console.update(iteration, metrics)
@@ -76,10 +82,10 @@ class Recorder:
             )
 
     def check_health(self, iteration: int, metrics: Mapping[str, float]) -> Finding | None:
-        """Apply the health rules; write illnesses that begin or end with this iteration to a file.
+        """Apply the health rules; write problems that begin or end with this iteration to a file.
 
-        Prints those that begin, but each rule only once. Returns the first one that ends the run by
-        `logging.stop_on`, None without one.
+        Prints those that begin, each rule only once. Returns the first that ends the run by
+        `logging.stop_on`.
         """
         found = self.health.check(iteration, metrics)
         for finding in found:
@@ -89,35 +95,14 @@ class Recorder:
                 self.console.warn_once(finding.rule, text)
         return next((finding for finding in found if finding.stops), None)
 
-    def _warn_of_tracker(self, text: str) -> None:
-        self.console.warn_once(text, text)
-
-    def _replay_health(self, directory: RunDirectory) -> int:
-        """Apply the health rules to all iterations in metrics.jsonl, without writing findings.
-
-        Prints a note for each rule of `stop_on` whose illness began in the last of them. Returns
-        the last iteration, 0 for none.
-        """
-        last = 0
-        for last, metrics in read_metrics(directory.metrics):
-            self.health.check(last, metrics)
-        for rule, finding in self.health.active.items():
-            if finding.stops and finding.iteration == last:
-                self.note(
-                    f"the run was stopped after iteration {last} by logging.stop_on ({rule}: "
-                    f"{finding.text}); it goes on from there, and is stopped by it again only "
-                    "after it has ended"
-                )
-        return last
-
     def warn_of_non_finite(
         self, iteration: int, metrics: dict[str, float], scores: dict[int, float]
     ) -> None:
-        """Print a warning per role with skipped optimizer steps, and one if scores were not finite.
+        """Warn of skipped optimizer steps, and of scores that are not finite.
 
-        The latter names the first 8 samples with their scores.
-        metrics: of the iteration; `actor/skipped_steps` and `critic/skipped_steps` are read
-        scores:  sample id -> score that was not finite
+        Args:
+            metrics: Of the iteration.
+            scores: Score that is not finite, by sample id.
         """
         for role in ("critic", "actor"):
             if count := int(metrics.get(f"{role}/skipped_steps", 0)):
@@ -134,8 +119,9 @@ class Recorder:
     ) -> None:
         """Print one line of the metrics `val/...`, as a note.
 
-        own_line: for metrics that belong to no iteration of this run: also write all of them to
-                  metrics.jsonl and the trackers, and pass them to the health rules as replayed ones
+        Args:
+            own_line: The metrics belong to no iteration of this run: also write them to
+                metrics.jsonl and the trackers, and pass them to the health rules.
         """
         if own_line:
             self._metrics.write(metrics_record(iteration, metrics, metrics["timing/val"]))
@@ -158,9 +144,8 @@ class Recorder:
     def write_timeline(self, iteration: int, driver: Mapping[str, tuple[float, float]]) -> None:
         """Write phases of the driver and recorded calls to ranks to the timeline.
 
-        Takes the spans of `take_spans`, so the next call has only later ones. Does nothing with
-        `writes` False.
-        driver: phase -> (start in seconds of the epoch, seconds)
+        Args:
+            driver: Start, seconds of the epoch, and seconds, by phase.
         """
         if self._timeline is None:
             return
@@ -168,10 +153,10 @@ class Recorder:
         self._timeline.write(iteration, own + take_spans())
 
     def token_log(self, iteration: int, sample_ids: Sequence[int]) -> TokenLog | None:
-        """Return which samples of this iteration the ranks log token by token.
+        """Return which samples of this iteration the ranks log token by token; None for none.
 
-        None without `logging.sample_tokens`, or if no sample is logged.
-        sample_ids: of all samples of the iteration, in order; the first `logging.samples` count
+        Args:
+            sample_ids: Of the iteration, in order; the first `logging.samples` are logged.
         """
         chosen = frozenset(sample_ids[: self._num_kept(len(sample_ids))])
         if not chosen or not self._logging.sample_tokens:
@@ -180,7 +165,6 @@ class Recorder:
         return TokenLog(folder, iteration, chosen)
 
     def _num_kept(self, num_samples: int) -> int:
-        """Return how many of these samples are logged: the first ones."""
         limit = self._logging.samples
         return num_samples if limit == "all" else min(limit, num_samples)
 
@@ -207,10 +191,10 @@ class Recorder:
     ) -> None:
         """Fetch the texts of the first `logging.samples` samples, and append them to a sample file.
 
-        Does nothing if `logging.samples` is 0.
-        sources: data source of each sample
-        about:   more fields of each sample of a validation, written to val_samples.jsonl; None =
-                 samples of training
+        Args:
+            sources: Data source of each sample.
+            about: More fields of each sample of a validation, written to val_samples.jsonl; None =
+                samples of training.
         """
         writer = self._samples if about is None else self._val_samples
         count = self._num_kept(rollouts.num_rows if about is None else len(about))
@@ -239,44 +223,23 @@ class Recorder:
             writer.write(sample.record(iteration))
 
 
-def _kl_limit(config: RunConfig) -> float:
-    """Return the KL, in nats per token, above which the health rules report a runaway.
-
-    KL_LIMIT, or with an adaptive `kl_ctrl` twice its `target_kl` if that is larger.
-    """
-    control = config.algorithm.kl_ctrl
-    return runaway_limit(control.type == "adaptive", control.target_kl)
-
-
-def _make_trackers(
-    config: RunConfig,
-    directory: RunDirectory,
-    resumed: int,
-    warn: Callable[[str], None],
-    writes: bool,
+def _start_trackers(
+    config: RunConfig, directory: RunDirectory, console: Console, resumed: int, writes: bool
 ) -> Trackers:
-    """Start the trackers of `logging.trackers`, except for JSONL; none with `writes` False.
-
-    resumed: last iteration before a resume, 0 = new run; warn: called with a tracker's problems
-    """
+    """Start the trackers of `logging.trackers` but JSONL. resumed: last iteration before, or 0"""
     logging = config.logging
     names = [name for name in logging.trackers if name != JSONL] if writes else []
+    file = directory.trackers / "run_id"
+    if names and not file.exists():
+        directory.trackers.mkdir(parents=True, exist_ok=True)
+        replace_file(file, secrets.token_hex(8))
     run = TrackedRun(
         name=config.training.run_name if names else "",
         project=logging.tracker_project,
-        run_id=_find_run_id(directory) if names else "",
+        run_id=file.read_text(encoding="ascii").strip() if names else "",
         folder=directory.trackers,
         config=to_tree(config) if names else {},
         resumed=resumed,
         offline={"auto": None, "online": False, "offline": True}[logging.tracker_mode],
     )
-    return Trackers(names, run, warn)
-
-
-def _find_run_id(directory: RunDirectory) -> str:
-    """Return the run's id for trackers; the first call writes a random one to trackers/run_id."""
-    file = directory.trackers / "run_id"
-    if not file.exists():
-        directory.trackers.mkdir(parents=True, exist_ok=True)
-        replace_file(file, secrets.token_hex(8))
-    return file.read_text(encoding="ascii").strip()
+    return Trackers(names, run, lambda text: console.warn_once(text, text))

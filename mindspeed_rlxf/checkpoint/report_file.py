@@ -7,7 +7,7 @@ from typing import Any
 
 from mindspeed_rlxf.checkpoint import lock
 from mindspeed_rlxf.checkpoint.directory import RunDirectory
-from mindspeed_rlxf.checkpoint.store import EXPORTED
+from mindspeed_rlxf.checkpoint.store import RunStore
 from mindspeed_rlxf.config.problems import Problem, UserError, printable
 from mindspeed_rlxf.data.tokenizer import load_tokenizer, token_pieces
 from mindspeed_rlxf.reporting.report.page import RunFolder, make_report
@@ -27,9 +27,12 @@ def write_report(
 ) -> int:
     """Write one HTML report of several runs to `file`, replacing it; return its size in bytes.
 
-    max_samples: of all runs together
-    tokenizer:   of all runs; None = each run's own, where it can be loaded
-    Raises UserError for folders that have no iteration, and OSError.
+    Args:
+        max_samples: Of all runs together.
+        tokenizer: Of all runs; None = each run's own, if it can be loaded.
+
+    Raises:
+        UserError: A folder has no iteration.
     """
     split = None if tokenizer is None else functools.partial(token_pieces, tokenizer)
     folders = open_runs(runs, split)
@@ -39,9 +42,10 @@ def write_report(
 
 
 def open_runs(runs: Sequence[Path], split: TokenSplitter | None = None) -> list[RunFolder]:
-    """Return the runs to report on. Raises UserError that lists the folders without an iteration.
+    """Return the runs to report on; UserError for folders without an iteration.
 
-    split: for all runs; None = by each run's own tokenizer, if it can be loaded
+    Args:
+        split: For all runs; None = by each run's own tokenizer, if it can be loaded.
     """
     if problems := [found for run in runs if (found := find_problem(run))]:
         raise UserError(problems)
@@ -83,7 +87,8 @@ def find_state(run: Path) -> str:
         return "running"
     if directory.failure.exists():
         return "failed"
-    if (directory.checkpoints / EXPORTED).exists() and _is_exported(directory):
+    exported, iterations = RunStore(directory.checkpoints).exported(), read_iterations(run)
+    if exported is not None and iterations and exported >= iterations[-1].number:
         return "finished"
     return "stopped"
 
@@ -112,13 +117,3 @@ def load_split(run: Path) -> TokenSplitter | None:
 @functools.lru_cache(maxsize=4)
 def _load(path: str) -> Any:
     return load_tokenizer(path)
-
-
-def _is_exported(directory: RunDirectory) -> bool:
-    """Return whether the exported weights are of the last iteration with metrics, or later."""
-    try:
-        exported = int((directory.checkpoints / EXPORTED).read_text())
-    except ValueError:
-        return False
-    iterations = read_iterations(directory.path)
-    return bool(iterations) and exported >= iterations[-1].number

@@ -50,10 +50,13 @@ class StopRequest:
         clock: Callable[[], float] = time.monotonic,
         history: int = HISTORY,
     ) -> None:
-        """grace_s: `training.stop_grace_s`; wall_s: `training.max_wall_time`, None = no limit
-        started: time at which the command was given, by `clock`; None = now
-        history: number of past iterations to predict from, HISTORY at least; should include one
-                 with a validation
+        """Prepare; the context manager handles signals.
+
+        Args:
+            grace_s: `training.stop_grace_s`.
+            wall_s: `training.max_wall_time`, None = no limit.
+            started: When the command was given, by `clock`; None = now.
+            history: Past iterations to predict from, HISTORY at least; one should validate.
         """
         self.grace_s, self.wall_s, self._clock = grace_s, wall_s, clock
         self._started = clock() if started is None else started
@@ -76,7 +79,6 @@ class StopRequest:
         self._since = self._clock()
 
     def end_iteration(self, iteration: int) -> None:
-        """Record the iteration as ended, and its seconds; `begin_iteration` must come first."""
         assert self._since is not None, "begin_iteration() comes first"
         self._iterations.append(self._clock() - self._since)
         self.iteration, self._since = iteration, None
@@ -86,18 +88,14 @@ class StopRequest:
         self.saved = iteration
 
     def request(self, rule: str, text: str) -> None:
-        """Ask that the run is saved and ended after this iteration, by a rule of `logging.stop_on`.
-
-        Only sets what `is_due` returns. text: reason, for the message
-        """
+        """Ask to save and end the run after this iteration, by a rule of `logging.stop_on`."""
         self._rule = rule, text
 
     def is_due(self) -> bool:
         """Return whether to save and end now: by a signal, a rule or `max_wall_time`.
 
-        Call it at the end of an iteration, on every rank: under torchrun all get rank 0's answer,
-        and its rule, which `ended` names (none if a signal came). Sets `reason` for
-        `max_wall_time`, by this rank's own clock.
+        Call it at the end of an iteration, on every rank: under torchrun all get rank 0's answer
+        and its rule, which `ended` names (none if a signal came).
         """
         asked = self._asked is not None or self._rule is not None
         rule = self._rule if self._asked is None else None
@@ -106,18 +104,12 @@ class StopRequest:
         return due
 
     def ended(self) -> Stopped | StoppedByRule:
-        """Return the exception to raise after the save: StoppedByRule if a rule ended the run.
-
-        Stopped otherwise, also after both a signal and a rule.
-        """
+        """Return the exception to raise after the save; Stopped after both a signal and a rule."""
         return Stopped() if self._ends_by is None else StoppedByRule(*self._ends_by)
 
     @property
     def under_way(self) -> int:
-        """Number of the iteration in progress, or of the last one that ended, whose save may go on.
-
-        0 before the first iteration.
-        """
+        """Number of the iteration in progress, or of the last one, whose save may go on; or 0."""
         return self.iteration + (self._since is not None)
 
     @property
@@ -132,11 +124,7 @@ class StopRequest:
 
     @property
     def left_s(self) -> float | None:
-        """Predicted seconds until this iteration and its save are done.
-
-        The median of past iterations less the time since this one began, 0 at least, plus `save_s`.
-        None until this process has ended an iteration.
-        """
+        """Predicted seconds until this iteration and its save are done; None before one ended."""
         if not self._iterations:
             return None
         usual = statistics.median(self._iterations)
@@ -145,11 +133,7 @@ class StopRequest:
 
     @property
     def work_lost(self) -> str:
-        """Text on the iterations that a stop now would lose, and from where they would run again.
-
-        They are those after the last checkpoint, up to the one in progress.
-        "nothing is lost" if there are none.
-        """
+        """Text on the iterations that a stop now would lose, and where they run again from."""
         first, last = self.saved + 1, self.under_way
         if last < first:
             return "nothing is lost"
@@ -158,11 +142,7 @@ class StopRequest:
         return f"{iterations} will run again, from {start}"
 
     def _no_time_for_another(self) -> bool:
-        """Return whether `max_wall_time` leaves no time for another iteration and its save.
-
-        They are expected to take as long as the longest past iteration, plus `save_s`. False where
-        there is no limit or no iteration has ended. If True, also sets `reason`.
-        """
+        # Another iteration is expected to take as long as the longest past one.
         if self.wall_s is None or not self._iterations:
             return False
         needed = max(self._iterations) + self.save_s
@@ -177,10 +157,9 @@ class StopRequest:
     def on_signal(self, number: int, _frame: FrameType | None = None) -> None:
         """Handle a signal: end after this iteration if the grace time allows it, and print so.
 
-        Otherwise, and until the first iteration has ended, raises KeyboardInterrupt. A second
-        signal raises it too, but is ignored within ONE_SIGNAL_S of the first; SIGALRM never is.
-        Where the run goes on, starts a timer that sends SIGALRM one second before the grace time
-        ends. Sets `reason`.
+        Else, and until the first iteration has ended, raise KeyboardInterrupt. A second signal
+        raises it too, unless it follows within ONE_SIGNAL_S. If the run goes on, a timer sends
+        SIGALRM one second before the grace time ends. Sets `reason`.
         """
         name, now = signal.Signals(number).name, self._clock()
         if self._asked is not None:

@@ -44,10 +44,10 @@ class Checkpoint:
     iteration: int
 
     def read(self) -> Manifest:
-        """Read and return the manifest, after checking the sizes of the files that it lists.
+        """Read the manifest and check the sizes, not the contents, of the files that it lists.
 
-        Contents are not read. Raises ValueError where the manifest is damaged or of another
-        iteration, or a file is missing or of another size.
+        Raises ValueError if the manifest is damaged or of another iteration, or a file is missing
+        or of another size.
         """
         try:
             manifest = Manifest.from_json((self.path / MANIFEST).read_bytes(), MANIFEST)
@@ -55,8 +55,8 @@ class Checkpoint:
             raise ValueError(f"{MANIFEST} is missing") from None
         if manifest.iteration != self.iteration:
             raise ValueError(f"{MANIFEST} is of iteration {manifest.iteration}")
-        if found := manifest.find_missing(self.path):
-            raise ValueError(found)
+        if found := list(filter(None, (size_problem(self.path, e) for e in manifest.files))):
+            raise ValueError("; ".join(found))
         return manifest
 
 
@@ -71,12 +71,8 @@ class Manifest:
         """Return the entries of one subfolder, with paths relative to it; [] for none."""
         return entries_below(name, self.files)
 
-    def find_missing(self, folder: Path) -> str:
-        """Return a text on files that are missing or of another size, "" for none."""
-        return "; ".join(filter(None, (size_problem(folder, entry) for entry in self.files)))
-
     def to_json(self) -> str:
-        """Return the manifest as JSON text, with format version and a hash of all other content."""
+        """Return the manifest as JSON, with format version and a hash of all other content."""
         content = {
             "format_version": FORMAT_VERSION,
             "iteration": self.iteration,
@@ -89,7 +85,7 @@ class Manifest:
     def from_json(cls, text: str | bytes, name: str) -> Manifest:
         """Parse the text of `to_json` and check its hash. name: of the file, for errors
 
-        Raises ValueError where the text was changed, or is of another format version.
+        Raises ValueError if the text was changed, or has another format version.
         """
         try:
             tree = json.loads(text)
@@ -113,10 +109,7 @@ class RunStore:
         self.folder = folder
 
     def newest_first(self) -> list[Checkpoint]:
-        """Return the published checkpoints, newest first, unchecked; [] without the folder.
-
-        Raises OSError if the folder cannot be listed for some seconds.
-        """
+        """Return the published checkpoints, newest first, unchecked; [] without the folder."""
         try:
             names = patiently(lambda: os.listdir(self.folder))
         except (FileNotFoundError, NotADirectoryError):
@@ -142,18 +135,15 @@ class RunStore:
         return hidden
 
     def clear_unfinished(self) -> list[str]:
-        """Remove all hidden files and folders: unfinished and half-removed checkpoints.
-
-        Returns a line for each that cannot be removed.
-        """
+        """Remove unfinished and half-removed checkpoints; return a line for each that stays."""
         return [said for path in self.folder.glob(".*") if (said := self._remove(path))]
 
     def _remove(self, path: Path) -> str:
         """Remove a folder, a file or a link, not a link's target; return why it stays, else "".
 
-        It gets a hidden name first, so that a half-removed checkpoint never has a checkpoint's
-        name, and a later one can have its name. Network file systems keep files that are open
-        elsewhere (`.nfs*`); the next save tries again.
+        It gets a hidden name first, so that no half-removed checkpoint has a checkpoint's name.
+        Network file systems keep files that are open elsewhere (`.nfs*`): the next save tries
+        again.
         """
         going = path
         try:
@@ -190,10 +180,7 @@ class RunStore:
         write_text(self.folder / POINTER, f"{iteration}\n")
 
     def point_to_best(self, best: Sequence[int]) -> None:
-        """Write the best checkpoint's iteration to a file; remove the file for none.
-
-        best: [iteration] or []
-        """
+        """Write the best checkpoint's iteration to a file; [] removes the file."""
         if best:
             write_text(self.folder / BEST, f"{best[0]}\n")
         else:
@@ -210,7 +197,6 @@ class RunStore:
     def prune(self, keep_last: int, keep_every: int, best: Iterable[int] = ()) -> list[str]:
         """Remove all but the newest `keep_last`, multiples of `keep_every` (0 = none) and `best`.
 
-        `best`: iterations. Looks at the disk, so that checkpoints from before a restart count.
         Also removes checkpoints that were set aside (`NAME.unused`), if they are of earlier
         iterations than the two newest that remain. Returns a line for each that cannot be removed.
         """
@@ -228,10 +214,7 @@ class RunStore:
         return [said for path in going if (said := self._remove(path))]
 
     def exported(self) -> int | None:
-        """Return the iteration whose weights were exported; None if no file says so.
-
-        Raises OSError if the file cannot be read for some seconds.
-        """
+        """Return the iteration whose weights were exported; None if no file says so."""
         try:
             return int(patiently((self.folder / EXPORTED).read_text))
         except (FileNotFoundError, ValueError):

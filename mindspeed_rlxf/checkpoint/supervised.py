@@ -16,28 +16,22 @@ CHILD_OF = "RLXF_SUPERVISOR"  # "PID:TIME:FILE": the supervisor, when the comman
 
 
 def report_facts(**facts: Any) -> None:
-    """Add facts to the supervisor's JSON file, replacing those of equal names.
-
-    Does nothing without a supervisor.
-    """
+    """Add facts to the supervisor's JSON file, if there is a supervisor."""
     if given := read_supervision():
         file = Path(given[1])
         write_facts(file, {**read_facts(file), **facts})
 
 
 def find_command_start() -> float | None:
-    """Return the time at which the user gave the command, by `time.monotonic` of this host.
-
-    None without a supervisor.
-    """
+    """Return when the user gave the command, by `time.monotonic`; None without a supervisor."""
     given = read_supervision()
     return float(given[2]) if given else None
 
 
 def read_supervision() -> tuple[int, str, str] | None:
-    """Read the environment variable CHILD_OF: (supervisor's pid, file for facts, command's start).
+    """Read CHILD_OF: (supervisor's pid, file for facts, command's start).
 
-    None where it is not set, or that process is not this one's parent.
+    None if it is not set, or the process is not this one's parent.
     """
     pid, _, rest = os.environ.get(CHILD_OF, "").partition(":")
     started, _, file = rest.partition(":")
@@ -47,7 +41,7 @@ def read_supervision() -> tuple[int, str, str] | None:
 
 
 def read_facts(file: Path) -> dict[str, Any]:
-    """Return the facts in a JSON file; {} where it is absent, cannot be read or is no object."""
+    """Return the facts in a JSON file; {} if it cannot be read."""
     try:
         found = json.loads(file.read_bytes())
     except (OSError, ValueError):
@@ -56,5 +50,4 @@ def read_facts(file: Path) -> dict[str, Any]:
 
 
 def write_facts(file: Path, facts: Mapping[str, Any]) -> None:
-    """Replace a file by these facts as JSON."""
     replace_file(file, json.dumps(facts, indent=2, ensure_ascii=False) + "\n")

@@ -19,7 +19,7 @@ DIED = "the process died"  # start of the cause where a worker raised nothing
 
 @dataclass(frozen=True)
 class Origin:
-    """Names a rank and the method that it runs, for messages. log: its log file; empty = none"""
+    """Names a rank and its method, for messages. log: its log file; empty = none"""
 
     role: str
     rank: int
@@ -30,13 +30,7 @@ class Origin:
 
     @property
     def call(self) -> str:
-        """Name the call: `critic.values`."""
         return f"{self.role}.{self.phase}"
-
-    @property
-    def rows(self) -> str:
-        """Name the rows of the call: `rows of critic.values from rank 1`."""
-        return f"rows of {self.call} from rank {self.rank}"
 
     def make_error(self, cause: str, remote_traceback: str = "") -> WorkerError:
         return WorkerError(self.role, self.rank, self.host, self.phase, cause, remote_traceback)
@@ -169,12 +163,13 @@ def explain_timeout(
 ) -> RuntimeTimeout:
     """Return a new RuntimeTimeout that says what the late ranks do and names the ones to blame.
 
-    Those are the late ranks that do not wait for others; if all wait, the producers that do not;
-    else all late ranks.
+    To blame are the late ranks that do not wait for others; if all wait, the producers of rows that
+    do not; else all late ranks.
 
-    late:       the missing ranks
-    lacks_rows: the missing ranks, then those that have not made rows yet which ranks before them
-                read; whether each waits for such rows itself, so that its call has not begun
+    Args:
+        late: The missing ranks.
+        lacks_rows: The missing ranks, then the ranks whose rows they lack; True = waits for rows
+            itself, so its call has not begun.
     """
     ranks = list(lacks_rows)
     deadline = time.monotonic() + LOOK_S
@@ -212,10 +207,7 @@ def read_stack(log: str) -> str:
 
 
 def describe_stack(stack: str) -> tuple[str, bool]:
-    """Return what the thread that runs roles does, and whether it waits in torch.distributed.
-
-    stack: the stacks of all threads, as `faulthandler` writes them
-    """
+    """Return what the thread that runs roles does, and whether it waits in torch.distributed."""
     threads = THREAD.split(stack)[1:]
     ours = next((t for t in threads if "cluster/worker.py" in t), None)
     if ours is None:
@@ -229,34 +221,3 @@ def describe_stack(stack: str) -> tuple[str, bool]:
     caller = next((f"{Path(f).stem}.{n}" for f, n in frames if "mindspeed_rlxf" in f), "")
     inside = f" from {caller}" if caller and "mindspeed_rlxf" not in file else ""
     return f"is in {Path(file).stem}.{name}{inside}", False
-
-
-def explain_death(error: WorkerError, oom_kills: int) -> WorkerError:
-    """Return a copy of a dead process's error with a note that its host ran out of memory.
-
-    oom_kills: processes that the host's kernel killed for lack of memory since the worker started;
-               0 = return `error` itself
-    """
-    if not oom_kills:
-        return error
-    cause = f"{error.cause}; its host ran out of memory: the kernel killed {oom_kills} of its "
-    cause += "processes meanwhile"
-    return WorkerError(
-        error.role, error.rank, error.host, error.phase, cause, error.remote_traceback
-    )
-
-
-def oom_kills() -> int:
-    """Return how many processes of this host or container the kernel killed for lack of memory.
-
-    It is the larger count of /proc/vmstat and the cgroup's memory.events; 0 if neither is readable.
-    """
-    found = 0
-    for name in ("/proc/vmstat", "/sys/fs/cgroup/memory.events"):
-        try:
-            lines = Path(name).read_text(encoding="ascii").splitlines()
-        except (OSError, ValueError):
-            continue
-        counts = dict(line.split(maxsplit=1) for line in lines if " " in line)
-        found = max(found, int(counts.get("oom_kill", "0")))
-    return found

@@ -62,7 +62,7 @@ class Pending:
     def after(self, other: Pending) -> Pending:
         """Make waits for this call wait for `other` first, whose rows it reads; returns self.
 
-        So an error of `other` is raised as its own. Its check (`require`) is not called.
+        Its errors are raised then; its check (`require`) is not called.
         """
         self._before.append(other)
         return self
@@ -137,12 +137,12 @@ class RoleGroup:
     def call(self, method: Callable[..., Any] | str, *args: Any, **how: Any) -> Pending:
         """Submit a method of the role's class to every rank.
 
-        method: the plain function, as `RolloutRole.generate`; it returns as many rows as its part
-                of the first split argument that has rows, or no rows
-        args:   each replica gets its own part of a `Sharded`. A RowsRef, alone or in a field of a
-                dataclass, is split into equal contiguous parts; ValueError where their number does
-                not divide its rows. Any other value is the same for all ranks
-        how:    further fields of `Request`
+        Args:
+            method: The plain function, as `RolloutRole.generate`; it returns as many rows as its
+                part of the first split argument with rows, or no rows.
+            args: Each replica gets its part of a `Sharded`, and an equal contiguous part of a
+                RowsRef, alone or in a field of a dataclass. Other values are the same for all.
+            how: Further fields of `Request`.
         """
         requests, num_rows = self._make_requests(method, args, **how)
         names = _name_calls(requests)
@@ -161,59 +161,44 @@ class RoleGroup:
     def _make_requests(
         self, method: Callable[..., Any] | str, args: Sequence[Any], **how: Any
     ) -> tuple[list[Request], list[int | None]]:
-        """Return a request for each rank, and for each replica the number of rows that it returns.
+        """Return a request for each rank, and the number of rows that each replica returns.
 
-        The number is None where no split argument has rows. Only leaders keep rows.
-        how: further fields of `Request`
+        It is that of the first split argument with rows, else None. Only leaders keep rows.
         """
-        name = method if isinstance(method, str) else method.__name__
-        shards = [self._split_argument(arg) for arg in args]
-        by_dp = [tuple(shard[dp] for shard in shards) for dp in range(self.layout.dp)]
-        num_rows = [self._num_rows_in(shards, args, dp) for dp in range(self.layout.dp)]
+        name, size = method if isinstance(method, str) else method.__name__, self.layout.dp
+        shards: list[Sequence[Any]] = []
+        with_rows: list[Sequence[Any]] = []
+        for arg in args:
+            is_sharded = isinstance(arg, Sharded)
+            shards.append(arg.parts if is_sharded else split_refs(arg, size))
+            assert len(shards[-1]) == size, (
+                f"{self.role.value} has {size} data-parallel ranks, got {len(shards[-1])} parts"
+            )
+            if is_sharded or find_refs(arg):
+                with_rows.append(shards[-1])
+        by_dp = [tuple(shard[dp] for shard in shards) for dp in range(size)]
+        num_rows = [_find_num_rows([shard[dp] for shard in with_rows]) for dp in range(size)]
         requests = []
         for rank in range(self.layout.world_size):
             dp, leads = self.layout.dp_rank(rank), self.layout.is_leader(rank)
-            rows = num_rows[dp]
-            requests.append(Request(self.role, name, by_dp[dp], leads, rows, **how))
+            requests.append(Request(self.role, name, by_dp[dp], leads, num_rows[dp], **how))
         return requests, num_rows
-
-    def _split_argument(self, arg: Any) -> Sequence[Any]:
-        """Return the value of an argument for each data-parallel rank."""
-        if not isinstance(arg, Sharded):
-            return split_refs(arg, self.layout.dp)
-        assert len(arg.parts) == self.layout.dp, (
-            f"{self.role.value} has {self.layout.dp} data-parallel ranks, "
-            f"got {len(arg.parts)} parts"
-        )
-        return arg.parts
-
-    @staticmethod
-    def _num_rows_in(shards: Sequence[Sequence[Any]], args: Sequence[Any], dp: int) -> int | None:
-        """Return how many rows replica `dp` gets of the first split argument that has rows."""
-        for shard, arg in zip(shards, args, strict=True):
-            if isinstance(arg, Sharded) or find_refs(arg):
-                num_rows = _find_num_rows(shard[dp])
-                if num_rows is not None:
-                    return num_rows
-        return None
 
 
 def submit_together(pool: Pool, *parts: Sequence[Request]) -> Pending:
     """Submit the requests of all parts of a pool as one call; its ranks may wait for each other.
 
-    parts: the requests of `RoleGroup.prepare` for each part, in the order of ranks
+    parts: of `RoleGroup.prepare`, in the order of ranks
     """
     requests = [request for part in parts for request in part]
     return Pending(pool.submit(requests), [], [], pool.name, _name_calls(requests))
 
 
 def _name_calls(requests: Sequence[Request]) -> list[str]:
-    """Name the method of each request, as `critic.update_critic`."""
     return [f"{request.role.value}.{request.method}" for request in requests]
 
 
 def _find_num_rows(value: Any) -> int | None:
-    """Return the number of rows of the first Rows or RowsRef in `value`, also inside containers."""
     if isinstance(value, (RowsRef, Rows)):
         return value.num_rows
     counts = (_find_num_rows(item) for item in list_items(value))
@@ -221,12 +206,11 @@ def _find_num_rows(value: Any) -> int | None:
 
 
 def record_call(pool: str, names: Sequence[str], replies: Sequence[Reply], asked: float) -> None:
-    """Record spans of a call that has ended, for `take_spans`.
+    """Record the work of the first MOST_RANKS ranks and the driver's wait, for `take_spans`.
 
-    They are the work of each rank, and the driver's wait until now if it is not under 1 ms. Ranks
-    from MOST_RANKS on are left out.
-    names: `role.method` of each reply
-    asked: when the driver began to wait, seconds since the epoch
+    Args:
+        names: `role.method` of each reply.
+        asked: When the driver began to wait, seconds since the epoch.
     """
     for name, reply in zip(names, replies, strict=False):
         if reply.rank < MOST_RANKS:

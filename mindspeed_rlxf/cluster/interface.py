@@ -111,8 +111,9 @@ class Runtime(Protocol):
     ) -> dict[str, Any]:
         """Create all pools at the same time and wait; return them by name.
 
-        processes_per_node: pool -> number of processes on each node
-        parts:              pool -> sizes of its parts, for split pools
+        Args:
+            processes_per_node: Number of processes on each node, by pool.
+            parts: Sizes of the parts of split pools, by pool.
         """
 
     def shutdown(self) -> None:

@@ -19,10 +19,9 @@ from torch.distributed import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from mindspeed_rlxf import device
-from mindspeed_rlxf.cluster.environment import offload_environment
 from mindspeed_rlxf.cluster.errors import RuntimeTimeout, WorkerError, stacks_when_late
 from mindspeed_rlxf.cluster.interface import COLLECTIVE_MARGIN_S, Reply, Request
-from mindspeed_rlxf.cluster.worker import RoleHost
+from mindspeed_rlxf.cluster.worker import RoleHost, offload_environment
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.problems import Problem, UserError
 from mindspeed_rlxf.config.schema import RunConfig
@@ -62,12 +61,9 @@ class LocalCall:
 
 
 def claim_device(kind: DeviceKind, threads: int, timeout_s: float) -> None:
-    """Set up the device with index LOCAL_RANK of torchrun (default 0) for this process.
+    """Set up the device with index LOCAL_RANK of torchrun (default 0), before Megatron is imported.
 
-    Call it before Megatron is imported. Raises UserError where the process does not see the device,
-    or the installation lacks something.
-    threads:   CPU threads of torch
-    timeout_s: longest call; the timeout of collectives follows from it
+    Raises UserError as `device.setup` raises ValueError. timeout_s: longest call
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     try:
@@ -93,24 +89,24 @@ class LocalWorld:
             self._store, _, _ = next(rendezvous("env://", self.rank, self.size))
         timeout = timedelta(seconds=timeout_s + COLLECTIVE_MARGIN_S)
         store = PrefixStore("world", self._store)
-        worlds.join(device.backend(kind), store, self.rank, (self.size,), timeout)
+        worlds.join(device.facts(kind).backend, store, self.rank, (self.size,), timeout)
         self._host_group = dist.new_group(backend="gloo", timeout=timeout)
 
     def exchange(self, outcome: Outcome | WorkerError, what: str) -> list[Outcome]:
         """Wait for the outcomes of all ranks and return them, in the order of ranks; a collective.
 
         A rank that passes a failure raises it without waiting; every other rank waits for all ranks
-        and raises the failure of the lowest one. Raises RuntimeTimeout, which names the missing
-        ranks, after `timeout_s`.
-        what: what is waited for, for that message
+        and raises the failure of the lowest one. what: is waited for, for RuntimeTimeout
+
+        Raises:
+            RuntimeTimeout: After `timeout_s`; it names the missing ranks.
         """
         number = next(self._calls)
+        keys = [f"call/{number}/{rank}" for rank in range(self.size)]
         error = outcome if isinstance(outcome, WorkerError) else None
-        state = json.dumps(error.__reduce__()[1] if error else None)
-        self._store.set(self._key(number, self.rank), state)
+        self._store.set(keys[self.rank], json.dumps(error.__reduce__()[1] if error else None))
         if error:
             raise error
-        keys = [self._key(number, rank) for rank in range(self.size)]
         try:
             self._store.wait(keys, timedelta(seconds=self.timeout_s))
         except RuntimeError as late:
@@ -120,7 +116,7 @@ class LocalWorld:
             if failure := json.loads(self._store.get(key)):
                 raise WorkerError(*failure)
         if number > 0:  # every rank has read the flags of the call before
-            self._store.delete_key(self._key(number - 1, self.rank))
+            self._store.delete_key(f"call/{number - 1}/{self.rank}")
         outcomes: list[Any] = [outcome]
         if self.size > 1:
             outcomes = [None] * self.size
@@ -144,10 +140,6 @@ class LocalWorld:
     def close(self) -> None:
         """Drop all process groups and leave the torch world."""
         worlds.leave()
-
-    @staticmethod
-    def _key(number: int, rank: int) -> str:
-        return f"call/{number}/{rank}"
 
 
 class LocalPool:

@@ -13,9 +13,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-import torch
-
 from mindspeed_rlxf.data.batch import Rows
 
 Handle = Any  # hashable; what a runtime needs to find the rows again
@@ -52,11 +49,9 @@ class RowsRef:
         return _first_rows(self.pieces)
 
     def take(self, rows: Sequence[int]) -> RowsRef:
-        """Return a reference to these rows, in the given order.
+        """Return a reference to these rows, in the given order, with the pieces that it needs.
 
-        rows: indices into the rows of this reference, at least one; repeats are allowed
-        Raises IndexError, also for negative indices. The result names only the pieces that it
-        needs.
+        rows: indices, at least one, with repeats; IndexError if one is negative or too large
         """
         assert len(rows) > 0, "take needs at least one row"
         if min(rows) < 0 or max(rows) >= self.num_rows:
@@ -108,10 +103,8 @@ class RowsRef:
     def by_piece(self) -> list[tuple[Piece, list[int], list[int]]]:
         """Return (piece, rows, positions) for each piece with a selected row, in order of pieces.
 
-        For a reference without rows: its first piece, which gives the type of the rows.
-
-        rows: indices within the piece; positions: indices of the same rows in this reference,
-              ascending
+        Rows are indices within the piece, positions those of the same rows in this reference,
+        ascending. Without rows: the first piece, which gives the type of the rows.
         """
         everything = range(sum(piece.num_rows for piece in self.pieces))
         starts = self._starts
@@ -124,10 +117,7 @@ class RowsRef:
 
 
 def as_rows_field(ref: RowsRef | None) -> Any:
-    """Return `ref` unchanged, untyped: for a dataclass field whose type is rows.
-
-    The driver puts the reference there; a worker gets the dataclass with the rows.
-    """
+    """Return `ref` untyped, for a dataclass field of rows: workers get the rows in its place."""
     return ref
 
 
@@ -161,32 +151,12 @@ def list_items(value: Any) -> list[Any]:
 
 
 def find_refs(value: Any) -> list[RowsRef]:
-    """Return every RowsRef in a value: itself, or inside containers and dataclasses; with repeats.
-
-    In the order of `list_items`; Rows are not searched.
-    """
+    """Return every RowsRef in a value: itself, or inside containers and dataclasses."""
     if isinstance(value, RowsRef):
         return [value]
     if isinstance(value, (Rows, *PLAIN)):
         return []
     return [ref for item in list_items(value) for ref in find_refs(item)]
-
-
-def holds_array(value: Any) -> bool:
-    """Return whether a value is a tensor or numpy array, or has one inside."""
-    if isinstance(value, (torch.Tensor, np.ndarray, *PLAIN)):
-        return not isinstance(value, PLAIN)
-    keys = list(value) if isinstance(value, dict) else []
-    return any(map(holds_array, keys + list_items(value)))
-
-
-def check_report(report: Any, role: str, method: str) -> None:
-    """Raise TypeError if a report contains a tensor or numpy array, also inside containers."""
-    if holds_array(report):
-        raise TypeError(
-            f"{role}.{method} must report plain Python values, not tensors or arrays; return them "
-            "in RoleOutput.rows, or as .item() or .tolist()"
-        )
 
 
 def resolve_refs(value: Any, fetch: Fetch) -> Any:
@@ -218,8 +188,8 @@ def number_handles(value: Any) -> tuple[Any, list[Handle]]:
 def split_refs(value: Any, n: int) -> list[Any]:
     """Return the value for each of `n` replicas.
 
-    A RowsRef, alone or in a field of a dataclass, is split into equal contiguous parts; ValueError
-    where `n` does not divide its rows. Any other value is the same for all replicas.
+    A RowsRef, alone or in a field of a dataclass, is split into equal contiguous parts (ValueError
+    if `n` does not divide its rows). Other values are the same for all.
     """
     if isinstance(value, RowsRef):
         return list(value.split(n))
@@ -236,10 +206,7 @@ def split_refs(value: Any, n: int) -> list[Any]:
 
 
 def _replace_refs(value: Any, replace: Callable[[RowsRef], Any]) -> Any:
-    """Return the value with every RowsRef in it replaced by what `replace` returns for it.
-
-    Containers with a RowsRef are copied; values without one are returned as they are.
-    """
+    """Replace every RowsRef in a value. Containers with one are copied, others are not."""
     if isinstance(value, RowsRef):
         return replace(value)
     if isinstance(value, (Rows, *PLAIN)):
@@ -257,5 +224,4 @@ def _replace_refs(value: Any, replace: Callable[[RowsRef], Any]) -> Any:
 
 
 def _first_rows(pieces: Sequence[Piece]) -> list[int]:
-    """Return the index of each piece's first row among all pieces' rows; [0] without pieces."""
     return list(itertools.accumulate([0, *(piece.num_rows for piece in pieces[:-1])]))

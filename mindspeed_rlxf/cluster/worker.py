@@ -1,11 +1,12 @@
-"""The roles of one rank, and how their methods are run."""
+"""The roles of one rank, how their methods are run, and the environment variables of workers."""
 
 import dataclasses
+import os
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,23 @@ import torch.distributed as dist
 from mindspeed_rlxf import device
 from mindspeed_rlxf.cluster.errors import WorkerError
 from mindspeed_rlxf.cluster.interface import Peer, Reply, Request
-from mindspeed_rlxf.cluster.refs import Fetch, check_report, resolve_refs
-from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.cluster.refs import Fetch, resolve_refs
+from mindspeed_rlxf.config.enums import DeviceKind, Role
+from mindspeed_rlxf.config.problems import Problem
+from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.config.secrets import Secret, reveal, variable_secret
 from mindspeed_rlxf.data.batch import RoleOutput, Rows
 from mindspeed_rlxf.reporting.jsonl import write_tokens
 
+FORWARDED = ("HCCL_", "ASCEND_", "GLOO_", "TP_", "NCCL_")  # settings of communication libraries
+FORWARDED_NAMES = (  # torch on NPU, and what `training.deterministic` sets beside HCCL's
+    "TASK_QUEUE_ENABLE",
+    "CPU_AFFINITY_CONF",
+    "PYTORCH_NPU_ALLOC_CONF",
+    "CLOSE_MATMUL_K_SHIFT",
+    "ATB_MATMUL_SHUFFLE_K_ENABLE",
+    "LCCL_DETERMINISTIC",
+)
 # Messages of collectives that have lost another rank.
 LOST_PEER = (
     "Connection closed by peer",
@@ -34,76 +47,66 @@ class RoleHost:
     """Holds the role objects of one rank and runs their methods."""
 
     def __init__(self, rank: int, fetch: Fetch) -> None:
-        """Start without roles. rank: in the pool; fetch: returns the rows of handles"""
+        """rank: in the pool; fetch: returns the rows of handles"""
         self._rank, self._fetch = rank, fetch
         self._roles: dict[Role, Any] = {}
 
     def run(self, request: Request) -> tuple[Rows | None, Reply]:
         """Run the method on the rows it asks for; return its rows, and the reply to the driver.
 
-        Any Exception becomes a WorkerError, whose traceback is printed; that of a rank whose rows
-        are needed is raised unchanged. Only leaders (`keeps_rows`) return rows and a report.
+        Only leaders (`keeps_rows`) return rows and a report. Raises WorkerError for any Exception,
+        and prints its traceback; the WorkerError of a rank whose rows are needed stays as it is.
         """
         try:
             args = resolve_refs(request.args, self._fetch)
             device.reset_peak_memory()
             began, started = time.time(), time.perf_counter()
-            output = self._as_output(request, self._find_method(request)(*self._with_peers(args)))
+            output = self._call(request, args)
             device.synchronize()
             seconds = time.perf_counter() - started
-            check_report(output.report, request.role.value, request.method)
-            rows, report = (output.rows, output.report) if request.keeps_rows else (None, None)
-            if request.keeps_rows and (tokens := output.token_rows) is not None:
+            memory = device.peak_memory()
+            if not request.keeps_rows:
+                return None, Reply(None, None, seconds, self._rank, began, memory)
+            if (tokens := output.token_rows) is not None:
                 log = tokens.log
                 write_tokens(Path(log.folder), self._rank, log.iteration, tokens.as_lists())
-            found, wanted = None if rows is None else rows.num_rows, request.num_rows
-            assert wanted is None or found in (None, wanted), (
-                f"returned {found} rows, its inputs say {wanted}"
+            rows, wanted = output.rows, request.num_rows
+            count = None if rows is None else rows.num_rows
+            assert wanted is None or count in (None, wanted), (
+                f"returned {count} rows, its inputs say {wanted}"
             )
-            reply = Reply(report, found, seconds, self._rank, began, device.peak_memory())
+            reply = Reply(output.report, count, seconds, self._rank, began, memory)
             return None if rows is None else to_host(rows), reply
         except WorkerError:
             raise
         except Exception as error:
             raise worker_error(error, request.role.value, self._rank, request.method) from error
 
-    def _find_method(self, request: Request) -> Callable[..., Any]:
-        """Return the role's factory, or the method of the role or of its engine."""
+    def _call(self, request: Request, args: Sequence[Any]) -> RoleOutput:
+        """Build the role and keep it, or call a method of the role or of its engine."""
+        args = [self._get_role(arg.role) if isinstance(arg, Peer) else arg for arg in args]
         if request.factory is not None:
-            return request.factory
-        role = self._get_role(request.role)
-        found: Callable[..., Any] = getattr(
-            role.engine if request.of_engine else role, request.method
-        )
-        return found
-
-    def _with_peers(self, args: tuple[Any, ...]) -> list[Any]:
-        """Replace each Peer by this process's object of that role."""
-        return [self._get_role(arg.role) if isinstance(arg, Peer) else arg for arg in args]
-
-    def _as_output(self, request: Request, result: Any) -> RoleOutput:
-        """Keep a built role; make an engine's result a report. A role returns a RoleOutput."""
-        if request.factory is not None:
-            self._roles[request.role] = result
+            self._roles[request.role] = request.factory(*args)
             return RoleOutput()
+        role = self._get_role(request.role)
         if request.of_engine:
-            return RoleOutput(report=result)
-        assert isinstance(result, RoleOutput), (
-            f"{request.method} must return a RoleOutput, got {type(result).__name__}"
+            return RoleOutput(report=getattr(role.engine, request.method)(*args))
+        output = getattr(role, request.method)(*args)
+        assert isinstance(output, RoleOutput), (
+            f"{request.method} must return a RoleOutput, got {type(output).__name__}"
         )
-        return result
+        return output
 
     def _get_role(self, role: Role) -> Any:
-        hosted = self._roles.get(role)
-        assert hosted is not None, f"{role.value} has not been built in this process"
-        return hosted
+        assert role in self._roles, f"{role.value} has not been built in this process"
+        return self._roles[role]
 
 
 def worker_error(error: Exception, role: str, rank: int, phase: str) -> WorkerError:
     """Print the traceback to stderr, and return the WorkerError of this rank.
 
-    Its cause is `ValueError: text`; its `is_aftermath` is True for torch's network errors and
-    RuntimeErrors with a text of LOST_PEER, which the end of another rank causes.
+    `is_aftermath` is True for torch's network errors and texts of LOST_PEER, which the end of
+    another rank causes.
     """
     text = "".join(traceback.format_exception(error))
     print(text, file=sys.stderr, flush=True)
@@ -122,9 +125,9 @@ def worker_error(error: Exception, role: str, rank: int, phase: str) -> WorkerEr
 
 
 def to_host(rows: Rows) -> Rows:
-    """Return the rows with each tensor detached and on the host, in a storage of exactly its size.
+    """Detach tensors and move them to the host, in storages of exactly their size.
 
-    Pickling a view would send the whole storage. Other values are unchanged.
+    Pickling a view would send the whole storage.
     """
     columns = {field.name: getattr(rows, field.name) for field in dataclasses.fields(rows)}
     for name, column in columns.items():
@@ -133,3 +136,62 @@ def to_host(rows: Rows) -> Rows:
             if found.untyped_storage().nbytes() != found.numel() * found.element_size():
                 columns[name] = found.clone()
     return type(rows)(**columns)
+
+
+@dataclasses.dataclass(frozen=True)
+class Variable:
+    """An environment variable of the workers, for the plan. value: `***` for a secret"""
+
+    name: str
+    value: str
+    source: str
+
+
+def forwarded_environment(environment: Mapping[str, str]) -> dict[str, Secret]:
+    """Return the variables of FORWARDED and FORWARDED_NAMES, but no lists of visible devices."""
+    return {
+        name: variable_secret(name, value)
+        for name, value in environment.items()
+        if (name.startswith(FORWARDED) or name in FORWARDED_NAMES) and "VISIBLE_DEVICES" not in name
+    }
+
+
+def worker_environment(given: Mapping[str, Secret], inherits: bool) -> dict[str, Secret]:
+    """Return the variables to set for a worker.
+
+    Args:
+        given: `resource_pool.env`, which takes precedence over the driver's variables.
+        inherits: Workers inherit the driver's environment and need only `given`.
+    """
+    return dict(given) if inherits else {**forwarded_environment(os.environ), **given}
+
+
+def environment_problems(kind: DeviceKind, given: Mapping[str, Secret]) -> list[Problem]:
+    """Return a Problem for each contradiction between the variables that workers would get."""
+    variables = reveal(worker_environment(given, inherits=False))
+    return [Problem(*found) for found in device.environment_problems(kind, variables)]
+
+
+def offload_environment(config: RunConfig) -> dict[str, str]:
+    """Return the allocator's variables for a run with offload, except those the user has set."""
+    offloads = [config.role(role).offload for role in config.roles]
+    if not any(offload.weights or offload.optimizer for offload in offloads):
+        return {}
+    given = {*os.environ, *config.pool_settings.env}
+    wanted = device.shared_memory_environment(config.device.kind)
+    return {name: value for name, value in wanted.items() if name not in given}
+
+
+def list_variables(
+    given: Mapping[str, Secret], offloading: Mapping[str, str] | None = None
+) -> list[Variable]:
+    """Return the variables that workers get, sorted by name, each with its source."""
+    sources: dict[str, Mapping[str, object]] = {
+        "driver": forwarded_environment(os.environ),
+        "resource_pool.env": given,
+        "offload": offloading or {},
+    }
+    found = {
+        n: Variable(n, str(v), source) for source, held in sources.items() for n, v in held.items()
+    }
+    return [found[name] for name in sorted(found)]

@@ -199,7 +199,7 @@ class PoolSettings(Section):
     env: dict[str, Secret] = free(
         {}, "environment variables of every worker", used_if="runtime.kind=ray"
     )
-    bad_nodes: Literal["refuse", "leave_out"] = free(
+    bad_nodes: Literal["refuse", "exclude"] = free(
         "refuse", "nodes that do not answer or have sick devices", used_if="joins_cluster"
     )
     tensor_parallel_spans_nodes: bool = reshard(
@@ -219,6 +219,11 @@ class PoolSettings(Section):
             yield Problem(
                 f"env.{name}", "must not be set: Ray hands out devices", remedy="remove it"
             )
+
+    @field_validator("bad_nodes", mode="before")
+    @classmethod
+    def _read_older_word(cls, value: object) -> object:
+        return "exclude" if value == "leave_out" else value
 
 
 class RuntimeConfig(Section):

@@ -4,30 +4,339 @@
 applies its adaptor (MindSpeed's on NPU, none on CUDA, our own on CPU).
 """
 
-from mindspeed_rlxf.device.facade import (
-    backend as backend,
-    communicator_bytes as communicator_bytes,
-    count_by_torch as count_by_torch,
-    current_device as current_device,
-    device_count as device_count,
-    device_name as device_name,
-    environment_problems as environment_problems,
-    fuses_layers as fuses_layers,
-    host_memory as host_memory,
-    load_library as load_library,
-    memory_total as memory_total,
-    network_environment as network_environment,
-    peak_memory as peak_memory,
-    process_bytes as process_bytes,
-    ray_resource as ray_resource,
-    reset_peak_memory as reset_peak_memory,
-    resolve_kind as resolve_kind,
-    seed_all as seed_all,
-    select_first_device as select_first_device,
-    set_deterministic as set_deterministic,
-    setup as setup,
-    shared_memory_environment as shared_memory_environment,
-    smallest_device_memory as smallest_device_memory,
-    synchronize as synchronize,
-    visible_devices_variable as visible_devices_variable,
-)
+import importlib.util
+import os
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.device import control_group, driver, megatron_imports, npu, visible
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """Constants of a kind of device."""
+
+    torch_type: str  # torch.device type
+    backend: str  # torch.distributed backend
+    ray_resource: str  # resource that stands for one device
+    visible_devices: str | None  # variable that hides devices from a process
+    process_mib: int  # device memory of a process without tensors: context, libraries' workspace
+    communicator_mib: int  # device memory of one process group's buffers
+    allocator: str | None  # variable with settings of torch's allocator, read when it starts
+
+
+# Rules of thumb; for NPU, `npu.communicator_mib` gives the size of a communicator.
+FACTS = {
+    DeviceKind.CPU: DeviceFacts("cpu", "gloo", "rlxf_cpu", None, 0, 0, None),
+    DeviceKind.CUDA: DeviceFacts(
+        "cuda", "nccl", "GPU", "CUDA_VISIBLE_DEVICES", 512, 128, "PYTORCH_CUDA_ALLOC_CONF"
+    ),
+    DeviceKind.NPU: DeviceFacts(
+        "npu", "hccl", "NPU", "ASCEND_RT_VISIBLE_DEVICES", 512, 400, "PYTORCH_NPU_ALLOC_CONF"
+    ),
+}
+MIB = 1024**2
+DETERMINISTIC_CUDA = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
+
+_active: DeviceKind | None = None
+
+
+def resolve_kind(kind: DeviceKind) -> DeviceKind:
+    """Resolve `auto`: NPU if torch_npu is installed, else CUDA if available, else CPU."""
+    if kind is not DeviceKind.AUTO:
+        return kind
+    if importlib.util.find_spec("torch_npu") is not None:
+        return DeviceKind.NPU
+    return DeviceKind.CUDA if torch.cuda.is_available() else DeviceKind.CPU
+
+
+def device_count(kind: DeviceKind) -> int | None:
+    """Return the number of devices of this host that a process may use; None = no limit (CPU)."""
+    kind = resolve_kind(kind)
+    return npu.count_npus() if kind is DeviceKind.NPU else count_by_torch(kind)
+
+
+def count_by_torch(kind: DeviceKind) -> int | None:
+    """Return the number of devices that torch sees, on NPU in a separate process; None on CPU."""
+    kind = resolve_kind(kind)
+    if kind is DeviceKind.CPU:
+        return None
+    return npu.count_by_torch() if kind is DeviceKind.NPU else torch.cuda.device_count()
+
+
+def facts(kind: DeviceKind) -> DeviceFacts:
+    return FACTS[resolve_kind(kind)]
+
+
+def shared_memory_environment(kind: DeviceKind) -> dict[str, str]:
+    """Return the variable that makes torch's allocator use expandable segments; {} on CPU.
+
+    Freed memory can then serve blocks of other sizes.
+    """
+    name = facts(kind).allocator
+    return {} if name is None else {name: "expandable_segments:True"}
+
+
+def setup(
+    kind: DeviceKind,
+    threads: int = 1,
+    local_rank: int = 0,
+    assigned: str | None = None,
+    deadline_s: float | None = None,
+) -> torch.device:
+    """Select the device of this process, apply its adaptor, and return the device.
+
+    Call it before Megatron is imported. A second call only sets the threads; adaptors cannot be
+    removed. Also keeps Megatron from importing wandb and TensorBoard.
+
+    Args:
+        threads: CPU threads of torch.
+        local_rank: Index among the devices that this process sees; used if `assigned` is None.
+        assigned: The device's number on the host, from Ray.
+        deadline_s: Longest wait of ranks for each other in a collective; NPU only.
+
+    Raises:
+        ValueError: The process does not see the device, or NPU software is missing or does not fit.
+    """
+    global _active
+    kind = resolve_kind(kind)
+    torch.set_num_threads(threads)
+    if _active is not None:
+        assert _active is kind, f"device already set up as {_active.value}, not {kind.value}"
+        return current_device()
+    megatron_imports.hide_trackers()
+    if kind is DeviceKind.CPU:
+        from mindspeed_rlxf.device import cpu_adaptor
+
+        cpu_adaptor.apply()
+    elif kind is DeviceKind.CUDA:
+        seen = torch.cuda.device_count()
+        if assigned is not None:
+            local_rank = visible.index_within(assigned, FACTS[kind].visible_devices, seen)
+        torch.cuda.set_device(visible.check_index(local_rank, FACTS[kind].visible_devices, seen))
+    else:
+        npu.start(local_rank, assigned, deadline_s)
+    _active = kind
+    return current_device()
+
+
+def load_library(kind: DeviceKind) -> None:
+    """Import torch_npu if the kind is NPU, or raise ValueError; claims no device."""
+    if resolve_kind(kind) is DeviceKind.NPU:
+        npu.import_torch_npu()  # registers torch.npu
+
+
+def select_first_device(kind: DeviceKind) -> torch.device:
+    """Make the first visible device the current one and return it; needs no `setup`.
+
+    Raises ValueError if torch_npu cannot be imported.
+    """
+    kind = resolve_kind(kind)
+    if kind is DeviceKind.CPU:
+        return torch.device("cpu")
+    load_library(kind)
+    getattr(torch, FACTS[kind].torch_type).set_device(0)
+    return torch.device(FACTS[kind].torch_type, 0)
+
+
+def current_device() -> torch.device:
+    """Return the device that `setup` selected."""
+    assert _active is not None, "device.setup has not run in this process"
+    library = active_library()
+    if library is None:
+        return torch.device("cpu")
+    return torch.device(FACTS[_active].torch_type, library.current_device())
+
+
+def fuses_layers() -> bool:
+    """Return whether models use Megatron's layers, which MindSpeed fuses: only on NPU."""
+    return _active is DeviceKind.NPU
+
+
+def tries_kernels() -> bool:
+    """Return whether `kernels.find` should look for fused operators: only on CUDA."""
+    return _active is DeviceKind.CUDA
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python, numpy (modulo 2**32) and torch, but not Megatron's random streams."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def set_deterministic(wanted: bool | None) -> None:
+    """Make kernels and collectives of this process give bitwise equal results for equal inputs.
+
+    Sets environment variables that are absent, and torch's deterministic mode, in which operators
+    without a deterministic form raise RuntimeError. Call it before anything is computed: libraries
+    read their variables when they start.
+
+    Args:
+        wanted: None = on CPU and before `setup`, not on other devices.
+    """
+    if wanted is None:
+        wanted = _active in (None, DeviceKind.CPU)
+    if not wanted:
+        return
+    variables: dict[str, str] = {}
+    if _active is DeviceKind.CUDA:
+        variables = DETERMINISTIC_CUDA
+    elif _active is DeviceKind.NPU:
+        variables = npu.deterministic_variables(os.environ)
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+    torch.use_deterministic_algorithms(True)
+    # Slow, and only useful to find reads of memory that was never written.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def active_library() -> Any:
+    """Return torch's module of the device in use (`torch.npu`); None on CPU or before `setup`."""
+    if _active in (None, DeviceKind.CPU):
+        return None
+    return getattr(torch, FACTS[_active].torch_type)
+
+
+def synchronize() -> None:
+    """Block until the device has done all launched work, as for measuring time; not on CPU."""
+    library = active_library()
+    if library is not None:
+        library.synchronize()
+
+
+def device_name() -> str:
+    """Return the model of this process's device as its library names it; empty on CPU."""
+    library = active_library()
+    return "" if library is None else str(library.get_device_name())
+
+
+def reset_peak_memory() -> None:
+    """Reset the peak of this process's device memory. Does nothing on CPU."""
+    library = active_library()
+    if library is not None:
+        library.reset_peak_memory_stats()
+
+
+def peak_memory() -> int:
+    """Return the peak bytes since `reset_peak_memory`; on CPU the resident memory now."""
+    library = active_library()
+    if library is not None:
+        return int(library.max_memory_allocated())
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def memory_total() -> int:
+    """Return the total bytes of memory of this process's device; on CPU `host_memory`."""
+    library = active_library()
+    return host_memory() if library is None else int(library.mem_get_info()[1])
+
+
+def smallest_device_memory(kind: DeviceKind) -> int | None:
+    """Return the total bytes of memory of this host's smallest device; None = unknown, or CPU."""
+    view = driver.query_driver(resolve_kind(kind))
+    sizes = [each.memory_mib for each in view.devices if each.memory_mib] if view else []
+    return min(sizes) * MIB if sizes else None
+
+
+def network_environment(kind: DeviceKind, ip: str) -> dict[str, str]:
+    """Return variables that make gloo, and HCCL on NPU, use the interface with the address `ip`.
+
+    {} if no interface of this host has it. By default gloo uses the address of the host's name,
+    often a loopback address that other hosts cannot reach, and HCCL the first interface. NCCL finds
+    other hosts by itself.
+    """
+    import psutil
+
+    names = [
+        name
+        for name, addresses in psutil.net_if_addrs().items()
+        if any(address.address.partition("%")[0] == ip for address in addresses)
+    ]
+    if not names:
+        return {}
+    found = {"GLOO_SOCKET_IFNAME": names[0], "TP_SOCKET_IFNAME": names[0]}
+    if resolve_kind(kind) is DeviceKind.NPU and "HCCL_SOCKET_IFNAME" not in os.environ:
+        found["HCCL_IF_IP"] = ip
+    return found
+
+
+def environment_problems(
+    kind: DeviceKind, environment: Mapping[str, str]
+) -> list[npu.Contradiction]:
+    """Return the contradiction between HCCL's timeouts in the workers' variables, or []."""
+    if resolve_kind(kind) is not DeviceKind.NPU:
+        return []
+    problem = npu.timeout_problem(environment)
+    return [problem] if problem else []
+
+
+def process_bytes(kind: DeviceKind) -> int:
+    """Estimate the device memory of a process without tensors; 0 on CPU."""
+    return facts(kind).process_mib * MIB
+
+
+def communicator_bytes(kind: DeviceKind) -> int:
+    """Estimate the device memory for the buffers of one process group; 0 on CPU."""
+    if resolve_kind(kind) is DeviceKind.NPU:
+        return npu.communicator_mib(os.environ) * MIB
+    return facts(kind).communicator_mib * MIB
+
+
+def host_memory() -> int:
+    """Return the total bytes of this host's memory, or the container's limit if that is lower."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(min(total, control_group.read_amount(control_group.Amount.MEMORY_LIMIT)))
+
+
+def to_text(state: Tensor) -> str:
+    """Return a generator's state, [bytes] uint8, as hexadecimal digits."""
+    return bytes(state.cpu().numpy().tobytes()).hex()
+
+
+def from_text(text: str) -> Tensor:
+    """Return the state, [bytes] uint8, that `to_text` wrote."""
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+
+
+def process_state() -> dict[str, Any]:
+    """Return the random states of torch, the device (None on CPU), numpy and Python, for JSON."""
+    _, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    version, words, normal = random.getstate()
+    library = active_library()
+    return {
+        "torch": to_text(torch.get_rng_state()),
+        "device": None if library is None else to_text(library.get_rng_state()),
+        "numpy": [keys.tolist(), position, has_gauss, gauss],  # type: ignore[union-attr]
+        "python": [version, list(words), normal],
+    }
+
+
+def load_process_state(state: dict[str, Any]) -> bool:
+    """Set the random states that `process_state` returned.
+
+    Changes nothing and returns False if they are of another kind of device.
+    """
+    library = active_library()
+    device = None if state["device"] is None else from_text(state["device"])
+    if library is None or device is None:
+        if library is not device:
+            return False
+    elif library.get_rng_state().numel() != device.numel():
+        return False
+    else:
+        library.set_rng_state(device)
+    torch.set_rng_state(from_text(state["torch"]))
+    words, *place = state["numpy"]
+    np.random.set_state(("MT19937", np.array(words, dtype=np.uint32), *place))
+    version, words, normal = state["python"]
+    random.setstate((version, tuple(words), normal))
+    return True

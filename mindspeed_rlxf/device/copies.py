@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_rlxf.device import facade
+from mindspeed_rlxf import device
 
 
 def host_buffer(num_bytes: int) -> Tensor:
     """Allocate host memory, [num_bytes] uint8; pinned (and rounded up to 2**n) beside a device."""
-    pinned = facade.active_library() is not None
+    pinned = device.active_library() is not None
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
 
 
@@ -23,7 +23,7 @@ class CopyStream:
     """A device stream for copies, which run in the order of their launch. No stream on a CPU."""
 
     def __init__(self) -> None:
-        self._library = facade.active_library()
+        self._library = device.active_library()
         self._stream: Any = None if self._library is None else self._library.Stream()
 
     @contextlib.contextmanager

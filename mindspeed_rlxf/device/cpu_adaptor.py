@@ -55,9 +55,8 @@ def _uneven_all_gather(gather: Callable[..., Any]) -> Callable[..., Any]:
 def _uneven_reduce_scatter(scatter: Callable[..., Any]) -> Callable[..., Any]:
     """Return `scatter` (reduce_scatter) wrapped to accept inputs of different first dimensions.
 
-    These are summed with one all_reduce, of which each rank copies its own slice into the output;
-    the wrapper then returns None, and asserts a synchronous sum. Inputs of equal shape go to
-    `scatter`, unless this version of gloo has no reduce_scatter.
+    These are summed with one all_reduce, of which each rank copies its slice, as are all inputs if
+    this version of gloo has no reduce_scatter.
     """
 
     @functools.wraps(scatter)
@@ -79,10 +78,7 @@ def _uneven_reduce_scatter(scatter: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def share_device() -> None:
-    """Patch `ProcessGroupGloo` so that groups made from now on share this process's gloo devices.
-
-    A second call changes nothing.
-    """
+    """Patch `ProcessGroupGloo` so that new groups share this process's gloo devices, once."""
     gloo: Any = dist.ProcessGroupGloo
     make = gloo.__init__
     if getattr(make, "shares_devices", False):
@@ -100,7 +96,6 @@ def share_device() -> None:
 
 @functools.cache
 def _make_devices() -> list[Any]:
-    """Make the gloo devices that torch would: those of GLOO_SOCKET_IFNAME, or the default."""
     gloo: Any = dist.ProcessGroupGloo
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     return [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
@@ -133,7 +128,6 @@ def apply() -> None:
     torch.Tensor.type = _type_with_cuda_prefix(torch.Tensor.type)
     torch.compile = _uncompiled  # type: ignore[assignment]
     _patch_runtime()
-    _patch_random_state()
     wrap_collectives()
     share_device()
 
@@ -155,11 +149,8 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _uncompiled(function: Callable[..., Any] | None = None, **_: Any) -> Callable[..., Any]:
-    """Stand in for `torch.compile`, as on NPU; return the function, or a decorator that does.
-
-    Megatron decorates its fused functions when it is imported. A CPU run uses none of them, and
-    loading the compiler takes three of the four seconds of that import.
-    """
+    # For `torch.compile`, as on NPU: loading the compiler takes three of the four seconds of
+    # Megatron's import, which decorates fused functions that a CPU run does not use.
     return function if function is not None else _uncompiled
 
 
@@ -195,8 +186,6 @@ def _patch_runtime() -> None:
     cuda.get_device_capability = lambda device=None: (0, 0)
     cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *args, **kwargs: None
 
-
-def _patch_random_state() -> None:
     for module in (torch.cuda, torch.cuda.random):
         module.get_rng_state = lambda device=None: torch.get_rng_state()
         module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)

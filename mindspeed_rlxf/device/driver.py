@@ -55,7 +55,7 @@ class DriverView:
 def query_driver(kind: DeviceKind) -> DriverView | None:
     """Run the driver's tool; return the driver's version and devices, or why they are unknown.
 
-    Returns None for a kind without a driver: CPU, and AUTO, which must be resolved first.
+    None for a kind without a driver: CPU, and AUTO, which must be resolved first.
     """
     if kind not in TOOLS:
         return None
@@ -92,7 +92,7 @@ def run_tool(command: Sequence[str]) -> str:
 def run_within(command: Sequence[str], limit_s: float) -> subprocess.CompletedProcess[str]:
     """Run a program for `limit_s` at most; return its status, stdout and stderr.
 
-    Raises TimeoutExpired, also where the program cannot be killed, as one that waits for a driver:
+    Raises TimeoutExpired, also if the program cannot be killed, as one that waits for a driver:
     `subprocess.run` would wait for its end.
     """
     process = subprocess.Popen(
@@ -111,8 +111,7 @@ def run_within(command: Sequence[str], limit_s: float) -> subprocess.CompletedPr
 def parse_nvidia(text: str) -> Parsed:
     """Return (driver version, devices) from lines `0, NVIDIA H100 80GB HBM3, 81559, 4, 550.54`.
 
-    The columns are index, name, total and used memory (MiB; 0 if no number) and version. Every
-    device is "OK". The last device's version is returned, "" without any. Other lines are ignored.
+    The columns are index, name, total and used memory (MiB) and version.
     """
     version, devices = "", []
     for line in text.splitlines():
@@ -127,8 +126,8 @@ def parse_nvidia(text: str) -> Parsed:
 def parse_ascend(text: str) -> Parsed:
     """Return driver version ("" = not in the text) and chips from the table of `npu-smi info`.
 
-    A chip has two rows; the table of processes below is not read. A chip's index is the second
-    number in its second row (`Phy-ID`), which counts across cards; without one, the card's number.
+    A chip has two rows. Its index is the second number in its second row (`Phy-ID`), which counts
+    across cards; without one, the card's number.
     """
     found = re.search(r"Version:\s*(\S+)", text)
     table, devices = text.partition("Process id")[0], []

@@ -4,7 +4,7 @@ Each row of TABLE names an operator and a package that has it. `find` tries the 
 imports the operator, runs it forward and backward on a small input, and compares the result with
 plain torch. Attention is tried with the heads of the model, as kernels refuse some sizes. An
 operator that fails is left out, with one line in the log. This module is not used on NPU, where
-MindSpeed's operators replace Megatron's own (`facade.fuses_layers`), nor on a CPU.
+MindSpeed's operators replace Megatron's own (`device.fuses_layers`), nor on a CPU.
 """
 
 import functools
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mindspeed_rlxf.device import facade
+from mindspeed_rlxf import device
 
 logger = logging.getLogger(__name__)
 
@@ -54,21 +54,21 @@ class Source:
 
 @functools.cache
 def find(operator: Operator, *shape: int) -> Any:
-    """Return the first implementation of an operator in TABLE that works on this device.
+    """Return the first implementation of an operator in TABLE that works on this device, cached.
 
     None = use plain torch: on CPU and NPU, before `device.setup`, in deterministic mode (backward
-    passes of fused attention add in any order), or where no implementation loads and passes its
-    probe.
-    shape: sizes of the model for the probe, as an operator may refuse some; () = the probe's own
-    The first call for an operator and shape tries them, up to the first that works, and logs a line
-    for each; later calls return the same result, None too, whatever has changed since.
+    passes of fused attention add in any order), or if no implementation passes its probe. Logs a
+    line for each that is tried.
+
+    Args:
+        shape: Sizes of the model for the probe, as an operator may refuse some; () = the probe's.
     """
-    if not facade.tries_kernels() or torch.are_deterministic_algorithms_enabled():
+    if not device.tries_kernels() or torch.are_deterministic_algorithms_enabled():
         return None
     for source in (row for row in TABLE if row.operator is operator):
         try:
             found = source.load()
-            source.probe(found, facade.current_device(), *shape)
+            source.probe(found, device.current_device(), *shape)
         except Exception as error:  # whatever a library of the device raises
             cause = str(error).strip().splitlines()[:1]
             why = f"{type(error).__name__}: {cause[0] if cause else ''}"
@@ -107,23 +107,6 @@ def _flash_attention() -> Any:
 @functools.lru_cache(maxsize=8)
 def _ends(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-
-
-def _engine_norm() -> Any:
-    return importlib.import_module("transformer_engine.pytorch").RMSNorm
-
-
-def _engine_rotary() -> Any:
-    module = importlib.import_module("megatron.core.extensions.transformer_engine")
-    return module.fused_apply_rotary_pos_emb
-
-
-def _megatron_swiglu() -> Any:
-    return importlib.import_module("megatron.core.fusions.fused_bias_swiglu").bias_swiglu_impl
-
-
-def _apex_gradient() -> Any:
-    return importlib.import_module("fused_weight_gradient_mlp_cuda").wgrad_gemm_accum_fp32
 
 
 def _noise(device: torch.device, *shape: int) -> Tensor:
@@ -190,8 +173,32 @@ def _probe_gradient(accumulate_fp32: Any, device: torch.device) -> None:
 TABLE = (
     Source(Operator.ATTENTION, "torch.nn.attention.varlen", _torch_varlen, _probe_attention),
     Source(Operator.ATTENTION, "flash_attn", _flash_attention, _probe_attention),
-    Source(Operator.NORM, "transformer_engine", _engine_norm, _probe_norm),
-    Source(Operator.ROTARY, "transformer_engine", _engine_rotary, _probe_rotary),
-    Source(Operator.SWIGLU, "megatron.core", _megatron_swiglu, _probe_swiglu),
-    Source(Operator.GRADIENT, "apex", _apex_gradient, _probe_gradient),
+    Source(
+        Operator.NORM,
+        "transformer_engine",
+        lambda: importlib.import_module("transformer_engine.pytorch").RMSNorm,
+        _probe_norm,
+    ),
+    Source(
+        Operator.ROTARY,
+        "transformer_engine",
+        lambda: (
+            importlib.import_module(
+                "megatron.core.extensions.transformer_engine"
+            ).fused_apply_rotary_pos_emb
+        ),
+        _probe_rotary,
+    ),
+    Source(
+        Operator.SWIGLU,
+        "megatron.core",
+        lambda: importlib.import_module("megatron.core.fusions.fused_bias_swiglu").bias_swiglu_impl,
+        _probe_swiglu,
+    ),
+    Source(
+        Operator.GRADIENT,
+        "apex",
+        lambda: importlib.import_module("fused_weight_gradient_mlp_cuda").wgrad_gemm_accum_fp32,
+        _probe_gradient,
+    ),
 )

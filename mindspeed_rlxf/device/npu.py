@@ -63,13 +63,16 @@ DETERMINISTIC_IN_AIV: Mapping[str, str] = {"LCCL_DETERMINISTIC": "1"}
 def start(index: int, assigned: str | None, deadline_s: float | None) -> None:
     """Set up the NPU of this process: select it, compile no operators, apply MindSpeed's adaptor.
 
-    Asserts that no module of Megatron is imported yet; logs warnings about versions.
-    index:      index among the devices that the process sees; used if `assigned` is None (torchrun)
-    assigned:   the device's number on the host, as Ray assigned it
-    deadline_s: longest time that ranks may wait for each other; those of HCCL's timeouts that are
-                absent from os.environ are set from it, None = they stay absent
-    Raises ValueError with a remedy when a part of the installation is missing or does not fit, or
-    the process does not see the device.
+    Call it before Megatron is imported.
+
+    Args:
+        index: Among the devices that the process sees; used if `assigned` is None (torchrun).
+        assigned: The device's number on the host, from Ray.
+        deadline_s: Longest wait of ranks for each other, for HCCL's timeouts; None = HCCL's own.
+
+    Raises:
+        ValueError: A part of the installation is missing or does not fit, or the process does not
+            see the device.
     """
     # Looking up a version imports the namespace `megatron`, which holds nothing.
     early = sorted(name for name in sys.modules if name.startswith("megatron."))
@@ -89,11 +92,7 @@ def start(index: int, assigned: str | None, deadline_s: float | None) -> None:
 
 
 def check_cann(environment: Mapping[str, str]) -> None:
-    """Raise ValueError unless CANN's set_env.sh has been sourced and its library is found.
-
-    The first variable of HOME that is set must name an existing folder; LIBRARY must be in a folder
-    of LD_LIBRARY_PATH or where the linker finds it.
-    """
+    """Raise ValueError unless CANN's set_env.sh has been sourced and LIBRARY is found."""
     homes = [environment[name] for name in HOME if environment.get(name)]
     if not homes:
         raise ValueError(f"CANN needs {' or '.join(HOME)}, neither is set; {SOURCE_IT}")
@@ -121,8 +120,8 @@ def count_npus() -> int:
     """Return the number of NPUs that npu-smi lists, or ASCEND_RT_VISIBLE_DEVICES names if fewer.
 
     Imports no torch_npu: that takes seconds, cannot be undone, and may claim device memory. If
-    npu-smi is missing, fails or lists none, torch_npu counts them in a separate process. Raises
-    ValueError when CANN or torch_npu is missing, or neither npu-smi nor torch_npu answers.
+    npu-smi gives no answer, torch_npu counts them in a separate process. Raises ValueError if CANN
+    or torch_npu is missing, or neither answers.
     """
     check_installed()
     view = driver.query_driver(DeviceKind.NPU)
@@ -143,10 +142,9 @@ def check_installed() -> None:
 
 
 def count_by_torch(reason: str = "") -> int:
-    """Return the number of NPUs that torch_npu sees, counted in a separate process.
+    """Return the number of NPUs that torch_npu sees in a separate process, or raise ValueError.
 
-    reason: why npu-smi did not answer, for the message of the error
-    Raises ValueError when CANN or torch_npu is missing, or the process fails or hangs.
+    reason: why npu-smi did not answer, for the error
     """
     check_installed()
     try:
@@ -170,9 +168,9 @@ def count_by_torch(reason: str = "") -> int:
 def set_timeouts(environment: Any, deadline_s: float) -> None:
     """Set HCCL's timeouts (CONNECT, EXECUTE, EVENT) that are absent from `environment`.
 
-    They are at least `deadline_s`, where HCCL allows it: the run's own timeout should come first,
+    They are at least `deadline_s`, if HCCL allows it: the run's own timeout should come first,
     because its error names the missing ranks. EVENT must be greater than EXECUTE; if only EVENT is
-    set, it limits EXECUTE. Warns in the log of set variables that are too short or contradict.
+    set, it limits EXECUTE. Warns of variables that are too short.
     """
     deadline = math.ceil(deadline_s)
     wanted = {
@@ -194,9 +192,6 @@ def set_timeouts(environment: Any, deadline_s: float) -> None:
                 "%s=%s is less than the %s s that this run waits: HCCL gives up first, without "
                 "naming the missing ranks", name, value, wanted[name],
             )  # fmt: skip
-    if problem := timeout_problem(environment):
-        key, rule, value, remedy = problem
-        logger.warning("%s=%s %s; %s", key, value, rule, remedy)
 
 
 Contradiction: TypeAlias = tuple[str, str, str, str]
@@ -204,10 +199,9 @@ Contradiction: TypeAlias = tuple[str, str, str, str]
 
 
 def timeout_problem(environment: Mapping[str, str]) -> Contradiction | None:
-    """Return a problem unless HCCL_EVENT_TIMEOUT is greater than HCCL_EXEC_TIMEOUT, else None.
+    """Return a problem unless HCCL_EVENT_TIMEOUT is greater than HCCL_EXEC_TIMEOUT (0 = no limit).
 
-    0 = no limit: an event timeout of 0 is no problem, an execution timeout of 0 beside another
-    event timeout is. None also if one is absent, as `set_timeouts` chooses it to match the other.
+    None if one is absent: `set_timeouts` chooses it to match the other.
     """
     execute, event = _read_seconds(environment, EXECUTE), _read_seconds(environment, EVENT)
     if execute is None or not event or event > execute > 0:
@@ -222,7 +216,6 @@ def timeout_problem(environment: Mapping[str, str]) -> Contradiction | None:
 
 
 def _read_seconds(environment: Mapping[str, str], name: str) -> float | None:
-    """Return a variable as seconds; None if absent, negative or no number, which HCCL reports."""
     try:
         found = float(environment.get(name, ""))
     except ValueError:
@@ -251,7 +244,7 @@ def communicator_mib(environment: Mapping[str, str]) -> int:
 def _patch_megatron() -> None:
     """Apply MindSpeed's patches to Megatron with ARGUMENTS, and fix its all-reduce of fp64.
 
-    sys.argv has the program's name alone meanwhile, as MindSpeed would parse Ray's arguments. The
+    Meanwhile sys.argv has the program's name only, as MindSpeed would parse Ray's arguments. The
     root logger, which MindSpeed changes, keeps its handlers and level.
     """
     all_reduce, argv, root = dist.all_reduce, sys.argv, logging.getLogger()

@@ -172,10 +172,7 @@ def cann_version() -> str | None:
 
 
 def require_versions() -> list[str]:
-    """Return warnings about versions that were not tried together.
-
-    Raises ValueError, with all errors, if the installation cannot work.
-    """
+    """Return warnings about versions; raise ValueError with all errors if they cannot work."""
     found = find_problems()
     if errors := [f"{f.value}; {f.remedy}" for f in found if f.status is Status.ERROR]:
         raise ValueError("; ".join(errors))
@@ -227,11 +224,7 @@ def find_set(megatron_core: str) -> VersionSet | None:
 
 
 def pair_problems(versions: Installed) -> Iterator[Finding]:
-    """Yield a problem for each pair of versions that do not fit, or were not tried together.
-
-    Errors are torch_npu and torch of different numbers, and MindSpeed and Megatron-LM of different
-    minor versions.
-    """
+    """Yield a problem for each pair of versions that do not fit, or were not tried together."""
     torch, torch_npu, core, mindspeed, cann = versions
     if torch and torch_npu and Version(torch).release != Version(torch_npu).release:
         yield error(
@@ -271,7 +264,7 @@ def _read_text(file: Path) -> str:
 def check_host(host: Host, several_hosts: bool) -> list[Finding]:
     """Return all results of this host but `find_problems`: driver, CANN, Python, links.
 
-    several_hosts: the run uses more than one, which the devices' own network ports connect
+    several_hosts: the devices' own network ports connect them
     """
     return [
         *check_driver(host),
@@ -314,8 +307,7 @@ def check_driver(host: Host) -> Iterator[Finding]:
 def check_cann(host: Host) -> Iterator[Finding]:
     """Yield the results for CANN's environment, its Python folder, its operators and ATB.
 
-    The environment passes if the variables of HOME name one folder, links followed; if they name
-    none, only this result is yielded.
+    The environment passes if the variables of HOME name one folder, links followed.
     """
     given = host.environment
     homes = {name: given[name] for name in HOME if given.get(name)}
@@ -369,8 +361,7 @@ def check_cann(host: Host) -> Iterator[Finding]:
 def check_python(versions: Installed) -> Iterator[Finding]:
     """Yield the results for Python, the build of torch, and the packages of CANN and MindSpeed.
 
-    Python is compared with the set for the installed Megatron, else with DEFAULT. triton-ascend is
-    checked only for core 0.16, whose MindSpeed imports it when it starts.
+    triton-ascend is checked only for core 0.16, whose MindSpeed imports it when it starts.
     """
     chosen = (find_set(versions.megatron_core) if versions.megatron_core else None) or DEFAULT
     here = _minor(platform.python_version())
@@ -429,7 +420,7 @@ def check_python(versions: Installed) -> Iterator[Finding]:
 def check_links(host: Host, several_hosts: bool) -> Iterator[Finding]:
     """Yield `npu.links` (is every port's link up?) and `npu.tls` (is the TLS switch equal on all?).
 
-    Links matter between hosts only. A state that hccn_tool does not tell is a warning there.
+    Links matter between hosts only. An unknown state is a warning.
     """
     tool, states, switches = shutil.which("hccn_tool") or HCCN_TOOL, {}, set()
     for device in host.devices():

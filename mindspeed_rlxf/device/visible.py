@@ -12,12 +12,14 @@ def list_visible(variable: str | None) -> list[str]:
 def index_within(assigned: str, variable: str | None, seen: int) -> int:
     """Return the index, among the devices that this process sees, of the device that Ray assigned.
 
-    assigned: the device's number on the host (on CUDA it may be a UUID)
-    variable: name of the variable that hides devices. Ray sets it to the one device that it
-              assigned; with RAY_EXPERIMENTAL_NOSET_... Ray leaves it as the node has it. Without it
-              the number is the index
-    seen:     number of devices that the process sees
-    Raises ValueError if the process does not see the device.
+    Args:
+        assigned: The device's number on the host (on CUDA it may be a UUID).
+        variable: Hides devices. Ray sets it to the assigned device; with
+            RAY_EXPERIMENTAL_NOSET_... it stays as the node has it. Without it the number counts.
+        seen: Number of devices that the process sees.
+
+    Raises:
+        ValueError: The process does not see the device.
     """
     numbers = list_visible(variable)
     if numbers and assigned not in numbers:

@@ -29,10 +29,14 @@ def open_store(
 ) -> tuple[dist.TCPStore, int]:
     """Start a rendezvous store on a free port of `ip`; return it and the port without waiting.
 
-    world_size: None = not fixed
-    timeout:    longest wait for a key of the store
     The port is bound before the store is made, so that no other process can take it in between.
-    Raises OSError where this host cannot listen on `ip`.
+
+    Args:
+        world_size: None = not fixed.
+        timeout: Longest wait for a key of the store.
+
+    Raises:
+        OSError: This host cannot listen on `ip`.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET)
     listener.bind((ip, 0))
@@ -60,10 +64,7 @@ def open_store(
 
 
 def part_rank(rank: int, parts: Sequence[int]) -> tuple[int, int]:
-    """Return (index of the part, rank in it) of a rank of the pool.
-
-    Raises AssertionError if the parts have fewer ranks. parts: number of ranks of each part
-    """
+    """Return (index of the part, rank in it) of a rank of the pool. parts: sizes"""
     for part, end in enumerate(accumulate(parts)):
         if rank < end:
             return part, rank - (end - parts[part])
@@ -77,9 +78,11 @@ def join(
 
     In a pool with several parts, also create `weights_group`. With gloo it blocks until every rank
     of the groups has called it; NCCL and HCCL connect at the first collective.
-    rank:    in the pool
-    parts:   number of ranks of each part, in the order of ranks; one number = the pool is not split
-    timeout: of these groups; `timeout_minutes` returns it for groups that are created later
+
+    Args:
+        rank: In the pool.
+        parts: Number of ranks of each part, in the order of ranks.
+        timeout: Of these groups; `timeout_minutes` returns it for groups that are created later.
     """
     global _weights_group, _timeout
     _timeout = timeout
@@ -118,12 +121,12 @@ def timeout_minutes() -> int:
 
 
 def set_timeout(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Set the timeout of gloo and NCCL groups to that which `timeout_minutes` returns.
+    """Set the timeout of gloo and NCCL groups to that of `timeout_minutes`.
 
     Megatron gives the groups for gradients of experts no timeout, and torch's default is half an
-    hour. HCCL groups stay: HCCL uses its variables (`npu.set_timeouts`). For a gloo group the
-    timeout is set on its CPU backend: torch's own function would also look up the CUDA backend, for
-    which torch_npu substitutes NPU, and gloo has none.
+    hour. HCCL uses its variables (`npu.set_timeouts`). For a gloo group the timeout is set on its
+    CPU backend: torch's own function would also look up the CUDA backend, for which torch_npu
+    substitutes NPU, and gloo has none.
     """
     timeout = timedelta(minutes=timeout_minutes())
     for group in groups:

@@ -24,7 +24,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
-from mindspeed_rlxf.device import facade
+from mindspeed_rlxf import device
 from mindspeed_rlxf.engine.adam_state import count_steps, held_slots, make_slots
 from mindspeed_rlxf.engine.finite import SkippedSteps
 from mindspeed_rlxf.engine.hf_stream import Shard, shards
@@ -202,9 +202,9 @@ def _load_share(state: TrainState, folder: Path) -> bool:
     if numbers["layout"] != _layout_numbers(state):
         return False
     streams = json.loads((folder / RANDOM_FILE.format(dist.get_rank())).read_bytes())
-    if not facade.load_process_state(streams["process"]):
+    if not device.load_process_state(streams["process"]):
         return False
-    megatron = {name: facade.from_text(text) for name, text in streams["megatron"].items()}
+    megatron = {name: device.from_text(text) for name, text in streams["megatron"].items()}
     state.groups.random_states = megatron
     return True
 
@@ -302,6 +302,6 @@ def _layout_numbers(state: TrainState) -> dict[str, int]:
 def _random_state(groups: ParallelGroups) -> dict[str, Any]:
     streams = groups.random_states
     return {
-        "process": facade.process_state(),
-        "megatron": {name: facade.to_text(state) for name, state in streams.items()},
+        "process": device.process_state(),
+        "megatron": {name: device.to_text(state) for name, state in streams.items()},
     }

@@ -231,7 +231,7 @@ class Supervisor:
         changes.append(f"training.output_dir={directory}")
         if self._facts.get("joined"):
             wait_s = self._facts["node_wait_s"]
-            changes += [f"++resource_pool.wait_s={wait_s}", "++resource_pool.bad_nodes=leave_out"]
+            changes += [f"++resource_pool.wait_s={wait_s}", "++resource_pool.bad_nodes=exclude"]
         return changes
 
     def _wait_for(self, child: subprocess.Popen[bytes], limit_s: float = float("inf")) -> int:

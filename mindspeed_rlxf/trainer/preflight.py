@@ -9,12 +9,11 @@ from typing import Any, TypeVar
 
 from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from mindspeed_rlxf.checkpoint.driver_state import (
-    check_checkpoints,
-    check_train_iters,
-    find_newest_checkpoint,
+    check_resume,
+    find_resumable,
 )
 from mindspeed_rlxf.checkpoint.exports import check_save_folders
-from mindspeed_rlxf.cluster import environment
+from mindspeed_rlxf.cluster import worker
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.hf_config import OF_WEIGHTS, find_disagreements, read_hf_config
 from mindspeed_rlxf.config.problems import Problem, UserError, closest
@@ -80,9 +79,8 @@ def prepare(config: RunConfig) -> Prepared:
     directory, data = RunDirectory.choose(config), config.data
     problems = [
         *RunDirectory.check(config),
-        *environment.find_problems(config.device.kind, config.pool_settings.env),
-        *check_train_iters(config, find_newest_checkpoint(config, directory)),
-        *check_checkpoints(config, directory),
+        *worker.environment_problems(config.device.kind, config.pool_settings.env),
+        *check_resume(config, directory),
     ]
     if not config.validation.only:
         problems += check_save_folders(config, directory)
@@ -288,10 +286,10 @@ def _load_fixed_responses(
     if not prepared.train_prompts:
         return []
     source, done = PromptSource.from_config(config, prepared.train_prompts), 0
-    if newest := find_newest_checkpoint(config, directory):
-        done = newest.checkpoint.iteration
+    if resumable := find_resumable(config, directory)[0]:
+        done = resumable[0].checkpoint.iteration
         try:
-            source.load_state_dict(newest.state["trainer"]["prompts"])
+            source.load_state_dict(resumable[0].state["trainer"]["prompts"])
         except ValueError:  # other data or seed than those of the run: reported when it resumes
             return []
     return find_order_problems(fixed, source, training.train_iters - done)

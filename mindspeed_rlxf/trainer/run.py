@@ -13,9 +13,8 @@ from mindspeed_rlxf.checkpoint.driver_state import hash_prompts, is_finished
 from mindspeed_rlxf.checkpoint.exports import export_weights
 from mindspeed_rlxf.checkpoint.recorder import Recorder
 from mindspeed_rlxf.checkpoint.stopping import StopRequest
-from mindspeed_rlxf.cluster.errors import WorkerError
 from mindspeed_rlxf.cluster.interface import Runtime
-from mindspeed_rlxf.cluster.node_check import sees_file, unshared
+from mindspeed_rlxf.cluster.nodes import sees_file, unshared
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.config.schema import RunConfig
@@ -91,10 +90,7 @@ def open_runtime(config: RunConfig, ending: Ending) -> Iterator[tuple[Runtime, R
             runtime = RayRuntime.from_config(config, directory.logs, directory.mark)
         opened.callback(runtime.shutdown)
         supervised.report_facts(joined=not runtime.cluster.own)
-        try:
-            yield runtime, directory, True
-        except WorkerError as error:
-            raise runtime.explain_death(error) from None
+        yield runtime, directory, True
 
 
 @contextlib.contextmanager

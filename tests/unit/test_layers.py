@@ -21,7 +21,7 @@ HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}
 # (importing module, imported module): `device` reads the device kinds, and the checks of a config
 # ask the facade how many devices there are.
 SIDEWAYS = {
-    ("mindspeed_rlxf.device.facade", "mindspeed_rlxf.config.enums"),
+    ("mindspeed_rlxf.device", "mindspeed_rlxf.config.enums"),
     ("mindspeed_rlxf.device.driver", "mindspeed_rlxf.config.enums"),
     ("mindspeed_rlxf.device.npu", "mindspeed_rlxf.config.enums"),
     ("mindspeed_rlxf.config.rules.this_host", "mindspeed_rlxf.device"),

@@ -50,7 +50,7 @@ def test_mindspeed_on_the_path_tells_its_version_in_its_setup(sources: Path) -> 
 def test_report_node_imports_neither_torch_nor_megatron_nor_ray() -> None:
     code = (
         "import sys\n"
-        "from mindspeed_rlxf.cluster.node_check import report_node\n"
+        "from mindspeed_rlxf.cluster.nodes import report_node\n"
         "report_node([], None)\n"
         "print([n for n in ('torch', 'megatron.core', 'ray') if n in sys.modules])"
     )

@@ -36,7 +36,6 @@ QUIET = {
 OBJECT_STORE_LIMIT = 2 * 2**30  # bytes; what does not fit is spilled to disk
 LOOPBACK = "127.0.0.1"
 KNOCK_S = 10.0
-PROBE_S = 60.0
 GUARD = Path(__file__).with_name("orphan_guard.py")
 GUARD_END_S, GUARD_PAUSE_S = 30.0, 0.5
 START_ATTEMPTS = 2  # of our own cluster
@@ -103,16 +102,20 @@ class RayCluster:
 
 def resource_name(device: DeviceConfig) -> str:
     """Return Ray's name of a device: `device.resource_name`, or that of the device kind."""
-    return device.resource_name or device_facade.ray_resource(device.kind)
+    return device.resource_name or device_facade.facts(device.kind).ray_resource
 
 
 def open_cluster(address: str | None, resources: dict[str, float]) -> RayCluster:
-    """Join the cluster that `config.cluster.choose_cluster` names; if it names none, start our own.
+    """Join the cluster that `choose_cluster` names; if it names none, start our own.
 
-    Sets the environment variables in QUIET that are not set yet. Raises UserError where the cluster
-    cannot be joined, and what Ray raises where our own does not start.
-    address:   `runtime.address`
-    resources: devices that our own cluster registers beside those that Ray finds; not used to join
+    Sets the environment variables in QUIET that are not set yet, and patches Ray (`_keep_quiet`).
+
+    Args:
+        address: `runtime.address`.
+        resources: Devices that our own cluster registers beside those that Ray finds.
+
+    Raises:
+        UserError: The cluster cannot be joined. If our own does not start, Ray's error.
     """
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
@@ -130,18 +133,17 @@ def open_cluster(address: str | None, resources: dict[str, float]) -> RayCluster
 
 
 def _join_cluster(address: str) -> RayCluster:
-    """Connect this process to a running cluster, which must accept a TCP connection in KNOCK_S.
+    """Connect this process to a running cluster, with the user's token if it asks for one.
 
-    Switches Ray to tokens if the cluster uses them and RAY_AUTH_MODE is not set. Patches Ray (see
-    `_keep_quiet`). Raises UserError if none answers (also if `auto` found none), or it refuses.
+    Raises UserError if none answers (also if `auto` found none), or it refuses.
     """
     try:
         if address == AUTO:
             raise ValueError("no `ray start` of this user runs on this host")
         connect_once(address, KNOCK_S)
-        if not asks_for_token(address):
-            logger.info("the cluster is open: whoever reaches it can run code in this run")
-        elif "RAY_AUTH_MODE" not in os.environ:
+        asks = asks_for_token(address)  # also if it is Ray: `ray.init` tries for many minutes
+        if asks and "RAY_AUTH_MODE" not in os.environ:
+            logger.info("the cluster asks for a token: that of this user is given")
             _set_token_mode()  # Ray looks for the user's token by itself for `auto` only
         import ray
 
@@ -168,30 +170,20 @@ def _join_cluster(address: str) -> RayCluster:
 
 
 def asks_for_token(address: str) -> bool:
-    """Ask a cluster for its nodes without a token, in a child process; return whether it refuses.
+    """Ask a cluster for its nodes without a token; return whether it refuses.
 
-    Raises ConnectionError if it does not answer as Ray does, or not within PROBE_S.
+    A client with a token cannot use a cluster without (Ray 2.60): its actors never start. Raises
+    one of Ray's errors after 40 s if no Ray answers.
     """
-    private = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS")
-    environment = {name: value for name, value in os.environ.items() if name not in private}
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
+
     try:
-        found = subprocess.run(
-            [sys.executable, str(Path(__file__).with_name("probe.py")), address],
-            env={**environment, "RAY_AUTH_MODE": "disabled"},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=PROBE_S,  # its own limit begins once it has imported Ray
-        )
-    except subprocess.TimeoutExpired:
-        raise ConnectionError(f"no answer within {PROBE_S:g} s") from None
-    answer = found.stdout.strip()
-    if answer not in ("open", "tokens"):
-        alarm = found.returncode == -signal.SIGALRM
-        said = [] if alarm else found.stderr.strip().splitlines()[-1:]
-        said = said or ["it does not answer as Ray does"]
-        raise ConnectionError(said[0][:300])
-    return answer == "tokens"
+        GcsClient(address=address).get_all_node_info(timeout=KNOCK_S)
+    except Exception as error:  # the class is Ray's own, and its text gRPC's in the first versions
+        if type(error).__name__ != "AuthenticationError" and "Unauthenticated" not in str(error):
+            raise
+        return True
+    return False
 
 
 def _set_token_mode(**token: str) -> None:
@@ -210,11 +202,8 @@ def _set_token_mode(**token: str) -> None:
 def _start_own(resources: dict[str, float]) -> RayCluster:
     """Start our own cluster, with a token and an orphan guard; return it.
 
-    It listens on the loopback interface only if Ray has not been imported in this process before.
-    Sets environment variables of Ray in this process, and patches Ray (see `_keep_quiet`). Where
-    Ray's processes do not answer in its own limit, as on a busy host, tries START_ATTEMPTS times,
-    with a warning for each failure but the last, which is raised; other errors are raised at once.
-    resources: devices that it registers beside those that Ray finds
+    Sets environment variables of Ray in this process. If Ray's processes do not answer in time, as
+    on a busy host, tries START_ATTEMPTS times.
     """
     if "ray" not in sys.modules:  # too late otherwise: Ray's own defaults hold
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray's word for: loopback only
@@ -238,11 +227,7 @@ def _start_own(resources: dict[str, float]) -> RayCluster:
 
 
 def _try_to_start(resources: dict[str, float]) -> RayCluster:
-    """Start our own cluster; after an error none of its processes and files is left.
-
-    The ends of Ray's error logs are logged then, as they are removed.
-    resources: devices that it registers beside those that Ray finds
-    """
+    """Start our own cluster; after an error log the ends of Ray's error logs and remove all."""
     import ray
 
     root = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
@@ -265,23 +250,17 @@ def _try_to_start(resources: dict[str, float]) -> RayCluster:
             )
     except BaseException:
         ray.shutdown()
-        _log_ends(temp_dir)
+        for file in sorted(temp_dir.glob(f"{SESSIONS}/session_2*/logs/*.err")):
+            if text := file.read_text(encoding="utf-8", errors="replace").strip():
+                logger.warning("Ray's %s ends with:\n%s", file.name, printable(text[-LOG_TAIL:]))
         guard.end()
         raise
     address = context.address_info["address"]
     return RayCluster(own=True, address=address, temp_dir=temp_dir, guard=guard)
 
 
-def _log_ends(temp_dir: Path) -> None:
-    """Log the end of each error log of Ray below its folder that is not empty."""
-    for file in sorted(temp_dir.glob(f"{SESSIONS}/session_2*/logs/*.err")):
-        with contextlib.suppress(OSError):
-            if text := file.read_text(encoding="utf-8", errors="replace").strip():
-                logger.warning("Ray's %s ends with:\n%s", file.name, printable(text[-LOG_TAIL:]))
-
-
 def _keep_quiet() -> None:
-    """Patch Ray to print nothing when a worker dies, and to show no arguments of this process."""
+    # Ray prints when a worker dies, and shows the arguments of this process.
     import ray._private.utils
     import ray._private.worker
 
@@ -297,7 +276,7 @@ def object_store_bytes() -> int:
 
 @contextlib.contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Restore this process's SIGTERM handler after the block, in which Ray replaces it."""
+    # `ray.init` replaces the handler.
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield

@@ -13,14 +13,13 @@ from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mindspeed_rlxf.cluster.errors import DevicesMissing, TooFewDevices
-from mindspeed_rlxf.cluster.node_check import NodeCheck
 from mindspeed_rlxf.cluster.nodes import (
     MODEL_PREFIX,
     Node,
+    NodeCheck,
     choose_model,
     describe_shortage,
-    find_unplaced_pools,
-    make_node,
+    fits,
     sort_by_address,
     take_devices,
 )
@@ -40,10 +39,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def live_nodes(resource: str) -> list[Node]:
-    """List the nodes that are alive, also those without devices, sorted by address.
+    """List the live nodes, also those without devices, sorted by address.
 
-    Hosts of equal names get a part of their node id: `node1/3f2a91`.
-    resource: Ray's name of a device
+    Hosts of equal names get a part of their node id: `node1/3f2a91`. resource: of a device
     """
     free = ray._private.state.available_resources_per_node()
     alive = [facts for facts in ray.nodes() if facts["Alive"]]
@@ -53,8 +51,10 @@ def live_nodes(resource: str) -> list[Node]:
         host, totals = facts["NodeManagerHostname"], facts["Resources"]
         name = host if hosts[host] == 1 else f"{host}/{facts['NodeID'][:6]}"
         available = free.get(facts["NodeID"], totals).get(resource, 0)
-        named = {**facts, "NodeManagerHostname": name}
-        found.append(make_node(named, resource, totals, available))
+        models = sorted(each for each in totals if each.startswith(MODEL_PREFIX))
+        model = models[0].removeprefix(MODEL_PREFIX) if models else ""
+        count, ip = int(totals.get(resource, 0)), facts["NodeManagerAddress"]
+        found.append(Node(facts["NodeID"], name, ip, count, int(available), model))
     return sort_by_address(found)
 
 
@@ -74,10 +74,9 @@ class Failed(NamedTuple):
 
 
 def run_tasks(tasks: Sequence[Task], environment: Mapping[str, str], timeout_s: float) -> list[Any]:
-    """Run all tasks at once; return the result of each, or Failed, in order. Kill late tasks.
+    """Run all tasks at once, and kill late ones; return the result of each, or Failed, in order.
 
     A task takes no CPU, so that it also runs on a busy node, and one device if it names a resource.
-    environment: variables of their processes
     """
     refs = []
     for task in tasks:
@@ -91,12 +90,17 @@ def run_tasks(tasks: Sequence[Task], environment: Mapping[str, str], timeout_s: 
         )
         refs.append(remote(task.function).remote(*task.args))
     _, late = ray.wait(refs, num_returns=len(refs), timeout=max(timeout_s, 0), fetch_local=False)
-    for ref in late:
-        ray.cancel(ref, force=True)
-    return [
-        Failed(f"no reply within {timeout_s:.0f} s") if ref in late else _result(ref)
-        for ref in refs
-    ]
+    results: list[Any] = []
+    for ref in refs:
+        if ref in late:
+            ray.cancel(ref, force=True)
+            results.append(Failed(f"no reply within {timeout_s:.0f} s"))
+            continue
+        try:
+            results.append(ray.get(ref))
+        except RayError as error:
+            results.append(Failed(str(error).strip().splitlines()[-1]))
+    return results
 
 
 def ask_nodes(
@@ -104,13 +108,6 @@ def ask_nodes(
 ) -> list[Any]:
     """Call a function on each node; return the results, or Failed, in order."""
     return run_tasks([Task(node.id, function, args) for node in nodes], {}, timeout_s)
-
-
-def _result(ref: Any) -> Any:
-    try:
-        return ray.get(ref)
-    except RayError as error:
-        return Failed(str(error).strip().splitlines()[-1])
 
 
 def node_address() -> str:
@@ -121,7 +118,7 @@ def node_address() -> str:
 def device_options(resource: str | None, environment: Mapping[str, str]) -> dict[str, Any]:
     """Return Ray's options of a process without CPUs, with one device of `resource` or none.
 
-    environment: variables of its process, without secrets: Ray shows and logs them
+    The environment must have no secrets: Ray shows and logs it.
     """
     options: dict[str, Any] = {"num_cpus": 0}
     if resource == "GPU":
@@ -145,10 +142,11 @@ class DeviceClaim:
     ) -> None:
         """Store what `reserve` needs; nothing is reserved yet.
 
-        resource: Ray's name of a device
-        logical:  True on our own CPU cluster, where one host stands for all nodes
-        wait_s:   longest wait for devices; None on our own cluster, which never grows
-        check:    compares the nodes of a joined cluster with the driver's
+        Args:
+            resource: Ray's name of a device.
+            logical: True on our own CPU cluster, where one host stands for all nodes.
+            wait_s: Longest wait for devices; None on our own cluster, which never grows.
+            check: Compares the nodes of a joined cluster with the driver's.
         """
         self._address, self._resource = address, resource
         self._logical, self._wait_s, self._check = logical, wait_s, check
@@ -156,11 +154,13 @@ class DeviceClaim:
     def reserve(self, shapes: Shapes) -> dict[str, Any]:
         """Reserve devices for all pools, wait for missing ones; return the placement group by pool.
 
-        A group has a bundle for each entry of the pool's shape. Warns while it waits.
+        A group has a bundle for each entry of the pool's shape. Warns while it waits. The deadline
+        does not cut short the comparison of new nodes (`NodeCheck.check`), which has its own.
 
-        Raises DevicesMissing (joined cluster) or TooFewDevices (own) at the deadline; UserError
-        when a node differs from the driver's, or a pool would mix device models. The deadline does
-        not cut short the comparison of new nodes (`NodeCheck.check`), which has its own.
+        Raises:
+            DevicesMissing: At the deadline, on a joined cluster.
+            TooFewDevices: At the deadline, on our own.
+            UserError: A node differs from the driver's, or a pool would mix device models.
         """
         limit = OWN_WAIT_S if self._wait_s is None else self._wait_s
         deadline = time.monotonic() + limit
@@ -175,11 +175,10 @@ class DeviceClaim:
             self._report_shortage(shapes, late, nodes, is_last=time.monotonic() >= deadline)
 
     def _try_to_reserve(self, shapes: Shapes, wait_s: float) -> tuple[dict[str, Any], list[str]]:
-        """Ask Ray for a placement group per pool; wait for all as `_find_late_pools` does.
+        """Ask Ray for a placement group per pool, and wait; return (groups, late pools).
 
-        Returns (groups, names of pools that were not placed, or are on a node that was left out
-        meanwhile). If there is such a pool, all groups have been
-        removed again and must not be used.
+        Late are pools that were not placed, or are on a node that was excluded meanwhile. If there
+        is one, all groups have been removed again.
         """
         nodes = self._list_nodes()
         groups: dict[str, Any] = {}
@@ -192,7 +191,7 @@ class DeviceClaim:
             late = _find_late_pools(groups, wait_s)
             if not late:  # a node may have joined meanwhile
                 self._list_nodes()
-                late = _find_pools_on(groups, self._check.left_out)
+                late = _find_pools_on(groups, self._check.excluded)
         except BaseException:
             _remove(groups)
             raise
@@ -201,52 +200,34 @@ class DeviceClaim:
         return groups, [name for name in shapes if name in late]
 
     def _list_nodes(self) -> list[Node]:
-        """Compare the nodes that have devices with the driver's; return those that may be used.
-
-        `NodeCheck.check` does so and may raise UserError. Returns [] on our own cluster, which is
-        one host.
-        """
         if self._wait_s is None:
-            return []
+            return []  # our own cluster is one host
         return self._check.check([node for node in live_nodes(self._resource) if node.count])
 
     def _request_group(self, shape: tuple[int, ...], model: str | None) -> Any:
-        """Ask Ray for a placement group with a bundle for each entry of `shape`, without waiting.
-
-        Each bundle goes to a node of its own, except on our own CPU cluster; nodes that the check
-        has left out are avoided.
-        model: the device model that it must have; None = any
-        """
         bundle = {f"{MODEL_PREFIX}{model}": A_LITTLE} if model else {}
         strategy = "PACK" if self._logical or len(shape) == 1 else "STRICT_SPREAD"
         bundles = [{self._resource: count, **bundle} for count in shape]
-        if not self._check.left_out:
-            return placement_group(bundles, strategy=strategy)
-        others = {NODE_ID: f"!in({','.join(sorted(self._check.left_out))})"}
-        return placement_group(
-            bundles, strategy=strategy, bundle_label_selector=[others] * len(bundles)
-        )
+        excluded, labels = sorted(self._check.excluded), None
+        if excluded:
+            labels = [{NODE_ID: f"!in({','.join(excluded)})"}] * len(bundles)
+        return placement_group(bundles, strategy=strategy, bundle_label_selector=labels)
 
     def _report_shortage(
         self, shapes: Shapes, late: list[str], nodes: Sequence[Node], is_last: bool
     ) -> None:
-        """Log a warning that describes the shortage of late pools, with the nodes that may be used.
-
-        Of the late pools it names those that `find_unplaced_pools` chooses.
-        late:    pools that wait for devices
-        nodes:   all nodes of the cluster, as they were before the attempt
-        is_last: raise the text instead, as DevicesMissing (joined cluster) or TooFewDevices (own)
-        """
-        left_out = self._check.left_out
-        usable = [n for n in nodes if n.count and n.id not in left_out]
-        unplaced = find_unplaced_pools(late, shapes, usable)
+        """Warn of late pools, with the nodes that may be used; raise the text if `is_last`."""
+        usable = [n for n in nodes if n.count and n.id not in self._check.excluded]
+        free = [node.free for node in usable]
+        # Each fits alone: together they do not, or another run has taken what was free.
+        unplaced = [name for name in late if not fits(shapes[name], free)] or late
         found = [
-            describe_shortage(n, shapes[n], self._resource, self._address, usable) for n in unplaced
+            describe_shortage(name, shapes[name], self._resource, self._address, usable)
+            for name in unplaced
         ]
         if not is_last:
             logger.warning("waiting for devices: %s", "; ".join(found))
             return
-        free = [node.free for node in usable]
         if self._wait_s is None:
             raise TooFewDevices([Problem("", text) for text in found], free)
         waited = f"waited {self._wait_s:g} s (resource_pool.wait_s) for devices: "
@@ -254,11 +235,10 @@ class DeviceClaim:
 
 
 def _find_late_pools(groups: Mapping[str, Any], wait_s: float) -> list[str]:
-    """Wait until Ray has placed all groups, up to `wait_s`, or PLACE_S if that is longer.
+    """Wait until Ray has placed all groups, `wait_s` at most; return the names of the others.
 
-    Returns the names of those that it has not placed, in the order of `groups` (name -> placement
-    group). Not by `PlacementGroup.wait`, which cuts its limit to whole seconds, and calls a placed
-    group late where no time is left (Ray 2.60).
+    `PlacementGroup.wait` truncates its limit to whole seconds, and calls a placed group late if no
+    time is left (Ray 2.60).
     """
     deadline = time.monotonic() + max(wait_s, PLACE_S)
     while True:
@@ -270,7 +250,6 @@ def _find_late_pools(groups: Mapping[str, Any], wait_s: float) -> list[str]:
 
 
 def _find_pools_on(groups: Mapping[str, Any], nodes: set[str]) -> list[str]:
-    """Return the names of pools that Ray placed on any of these nodes. nodes: their ids"""
     tables = {name: ray.util.placement_group_table(group) for name, group in groups.items()}
     return [n for n, found in tables.items() if nodes & {*found["bundles_to_node_id"].values()}]
 

@@ -19,10 +19,9 @@ QUIET_S = 0.5  # the guard ends when it has seen no process of the cluster for t
 
 
 def main(temp_dir: str) -> None:
-    """Wait until stdin closes, then kill the cluster's processes and remove `temp_dir`.
+    """Wait until stdin closes, then kill all processes that mention `temp_dir`, and remove it.
 
-    The processes are all that mention `temp_dir` except this one and its parent. Searches and
-    removes repeatedly, until no process and no folder was there for QUIET_S, at most GRACE_S.
+    Repeats that until no process and no folder was there for QUIET_S, at most for GRACE_S.
     """
     spared = {os.getpid(), os.getppid()}  # the driver lives when it closes the pipe itself
     word = os.fsencode(temp_dir)  # a random name: no other run mentions it
@@ -49,8 +48,7 @@ def kill(pid: int) -> None:
 def mentions(pid: int, word: bytes) -> bool:
     """Return whether the word is in a process's command line, environment, or open files' paths.
 
-    What cannot be read does not count: all of a process that has ended; of another user's
-    process, which may have a readable command line, the rest.
+    What cannot be read, as of another user's process, does not count.
     """
     for name in ("cmdline", "environ"):
         try:

@@ -39,7 +39,6 @@ from mindspeed_rlxf.cluster.errors import (
     RuntimeTimeout,
     WorkerError,
     explain_timeout,
-    oom_kills,
     stacks_when_late,
 )
 from mindspeed_rlxf.cluster.interface import Reply, Request
@@ -85,9 +84,8 @@ class RayWorker:
         context = ray.get_runtime_context()
         ids = [i for found in context.get_accelerator_ids().values() for i in found]
         devices = tuple(int(i) for i in ids if i.isdigit())
-        ip = ray.util.get_node_ip_address()
-        node, kills = context.get_node_id(), oom_kills()
-        return Place(socket.gethostname(), ip, entry, devices, os.getpid(), node, kills)
+        ip, node = ray.util.get_node_ip_address(), context.get_node_id()
+        return Place(socket.gethostname(), ip, entry, devices, os.getpid(), node)
 
     def open_store(self, ip: str, world_size: int, timeout_s: float) -> int:
         """Open and keep the rendezvous store of the pool on rank 0, at `ip`; return its port."""
@@ -98,10 +96,12 @@ class RayWorker:
     def join(self, setup: ProcessSetup, ip: str, port: int, secrets: Mapping[str, str]) -> None:
         """Redirect output, set up network and device, and join the world of the pool or part.
 
-        Waits until all ranks of the pool join. Raises WorkerError, as where the device cannot be
-        set up.
-        ip, port: of the rendezvous store, which rank 0 opened
-        secrets:  variables for os.environ that are not given to Ray as such: it would show them
+        Waits until all ranks of the pool join. Raises WorkerError.
+
+        Args:
+            ip: Address of the rendezvous store, which rank 0 opened.
+            port: Its port.
+            secrets: Variables for os.environ, hidden from Ray, which would show them.
         """
         os.environ.update(secrets)
         try:
@@ -111,11 +111,14 @@ class RayWorker:
             for name, value in device.network_environment(kind, setup.ip).items():
                 os.environ.setdefault(name, value)
             faulthandler.enable(STDERR)
-            device.setup(kind, setup.threads, assigned=assigned_device(kind), deadline_s=deadline_s)
+            given = ray.get_runtime_context().get_accelerator_ids()
+            ids = given.get(device.facts(kind).ray_resource)
+            assigned = str(ids[0]) if ids else None  # number on the host, or a UUID on CUDA
+            device.setup(kind, setup.threads, assigned=assigned, deadline_s=deadline_s)
             timeout = timedelta(seconds=deadline_s)
             store = self._store or dist.TCPStore(ip, port, setup.world_size, timeout=timeout)
             parts = setup.parts or (setup.world_size,)
-            worlds.join(device.backend(kind), store, setup.rank, parts, timeout)
+            worlds.join(device.facts(kind).backend, store, setup.rank, parts, timeout)
         except Exception as error:
             raise worker_error(error, setup.pool, setup.rank, "start") from None
         self._host = RoleHost(setup.rank, lambda handles: [self._rows[i] for i in handles])
@@ -134,16 +137,6 @@ class RayWorker:
                 return self._host.run(pickle.loads(message))
         finally:
             self._rows = ()
-
-
-def assigned_device(kind: DeviceKind) -> str | None:
-    """Return the id of the first device that Ray gave this process; None if it gave none.
-
-    An id is the device's number on the host, or on CUDA a UUID. Logical devices have none.
-    """
-    resource = device.ray_resource(kind)
-    found = ray.get_runtime_context().get_accelerator_ids().get(resource, [])
-    return str(found[0]) if found else None
 
 
 def redirect_output(path: Path) -> None:
@@ -173,7 +166,7 @@ class RankCall:
     inputs: list[RankCall] = field(default_factory=list)
 
     def __repr__(self) -> str:
-        return self.origin.rows
+        return f"rows of {self.origin.call} from rank {self.origin.rank}"
 
     def late_inputs(self) -> list[RankCall]:
         """Return the calls that have not made the rows yet which this one reads."""
@@ -187,9 +180,9 @@ class RankCall:
 def gather(calls: Sequence[RankCall], timeout_s: float) -> list[Any]:
     """Wait for all calls; return their replies in order.
 
-    A failed call is noticed within LONGEST_LOOK_S. Then raises the WorkerError that
-    `_find_first_cause` chooses, which may wait FIRST_CAUSE_S for others. At the deadline raises
-    RuntimeTimeout with the late ranks.
+    Raises:
+        WorkerError: A call failed, noticed within LONGEST_LOOK_S; see `_find_first_cause`.
+        RuntimeTimeout: At the deadline, with the late ranks.
     """
     by_ref = {call.reply: call for call in calls}
     values: dict[Any, Any] = {}
@@ -230,10 +223,9 @@ def _read_values(refs: Sequence[Any], by_ref: dict[Any, RankCall]) -> dict[Any, 
 
 
 def as_worker_error(error: RayError, call: RankCall) -> WorkerError:
-    """Return the WorkerError for what Ray raised for a call.
+    """Return the WorkerError of the rank that raised, whose process died or whose rows were lost.
 
-    That of a rank which raised, also if this call only reads its rows; else a new one of the rank
-    whose process died, with its log, or whose rows were lost.
+    It may be another rank, whose rows this call reads.
     """
     cause: Any = error
     while isinstance(cause, RayTaskError) and cause.cause is not None:
@@ -241,7 +233,7 @@ def as_worker_error(error: RayError, call: RankCall) -> WorkerError:
     if isinstance(cause, WorkerError):
         return cause
     lost = getattr(cause, "object_ref_hex", None) or getattr(cause, "actor_id", None)
-    ids = ((each, {each.rows.hex(), _actor_id(each)}) for each in call.inputs)
+    ids = ((i, {i.rows.hex(), i.reply.task_id().actor_id().hex()}) for i in call.inputs)
     origin = next((each for each, known in ids if lost in known), call).origin
     text = describe_end(cause)
     if not text.startswith(DIED):
@@ -251,15 +243,8 @@ def as_worker_error(error: RayError, call: RankCall) -> WorkerError:
     return origin.make_error(text, remote_traceback=str(cause))
 
 
-def _actor_id(call: RankCall) -> str:
-    return str(call.reply.task_id().actor_id().hex())
-
-
 def describe_end(cause: Exception) -> str:
-    """Return what a task raised, as `ValueError: text`, or why it has no result.
-
-    The text begins with DIED if the process of the task has died.
-    """
+    """Return what a task raised, or why it has no result; begins with DIED if its process died."""
     text = str(cause)
     if not isinstance(cause, RayError):
         return f"{type(cause).__name__}: {text}"
@@ -280,10 +265,9 @@ def describe_end(cause: Exception) -> str:
 def _find_first_cause(
     failed: list[WorkerError], waiting: list[Any], by_ref: dict[Any, RankCall]
 ) -> WorkerError:
-    """Return the failure that caused the others: of those that are no aftermath the lowest rank's.
+    """Return the failure that caused the others: the lowest rank's that is no aftermath.
 
-    While all are aftermath, waits up to FIRST_CAUSE_S for more; then the lowest rank's is returned.
-    waiting: replies that are not there yet
+    While all are aftermath, waits up to FIRST_CAUSE_S for more. waiting: replies not there yet
     """
     deadline = time.monotonic() + FIRST_CAUSE_S
     while waiting and all(error.is_aftermath for error in failed):
@@ -303,10 +287,9 @@ class RayCall:
         self.handles, self._timeout_s = handles, timeout_s
 
     def wait(self) -> list[Reply]:
-        """Wait for the replies of all ranks and return them in order.
+        """Wait for the replies of all ranks, from now; return them in order.
 
-        The deadline counts from here. Raises WorkerError, or after the deadline RuntimeTimeout with
-        what the late ranks do, as their logs show it.
+        Raises WorkerError; after the deadline RuntimeTimeout with what the late ranks do.
         """
         try:
             replies: list[Reply] = gather(self.handles, self._timeout_s)
@@ -356,16 +339,12 @@ class RayPool:
             pickler = ray.cloudpickle if request.factory else pickle
             message = pickler.dumps(dataclasses.replace(request, args=args))
             rows, reply = self._run[rank](message, *[call.rows for call in inputs])
-            origin = self._all_origins(request.role.value, request.method)[rank]
-            calls.append(RankCall(origin, reply, rows, inputs))
+            role, method = request.role.value, request.method
+            if (role, method) not in self._origins:  # of all ranks, for later calls too
+                every = range(self.world_size)
+                self._origins[role, method] = [self.origin(i, role, method) for i in every]
+            calls.append(RankCall(self._origins[role, method][rank], reply, rows, inputs))
         return RayCall(calls, self.timeout_s)
-
-    def _all_origins(self, role: str, phase: str) -> list[Origin]:
-        """Return the Origin of `role` and `phase` on each rank, in order; later calls reuse it."""
-        if (role, phase) not in self._origins:
-            ranks = range(self.world_size)
-            self._origins[role, phase] = [self.origin(rank, role, phase) for rank in ranks]
-        return self._origins[role, phase]
 
     def origin(self, rank: int, role: str, phase: str) -> Origin:
         """Return where a call runs, for messages. phase: name of the method"""

@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mindspeed_rlxf.cluster.environment import offload_environment, worker_environment
-from mindspeed_rlxf.cluster.errors import DIED, Origin, WorkerError, explain_death, oom_kills
+from mindspeed_rlxf.cluster.errors import Origin
 from mindspeed_rlxf.cluster.interface import COLLECTIVE_MARGIN_S
-from mindspeed_rlxf.cluster.node_check import NodeCheck
-from mindspeed_rlxf.cluster.nodes import describe_places, order_ranks
+from mindspeed_rlxf.cluster.nodes import NodeCheck, describe_places, order_ranks
 from mindspeed_rlxf.cluster.ray.cluster import LOOPBACK, RayCluster, open_cluster, resource_name
+from mindspeed_rlxf.cluster.worker import offload_environment, worker_environment
 from mindspeed_rlxf.config.enums import DeviceKind, RewardKind, Role
 from mindspeed_rlxf.config.schema import DeviceConfig, PoolSettings, RunConfig, RuntimeConfig
 from mindspeed_rlxf.config.secrets import Secret, reveal
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FOUND_BY_RAY = ("GPU", "NPU")  # devices that Ray counts itself; our own cluster declares others
-ANSWER_S = 30.0  # of a host, which may have to start a process first
 
 
 class RayRuntime:
@@ -43,12 +41,15 @@ class RayRuntime:
     ) -> None:
         """Join the Ray cluster that `settings.address` names, or start our own.
 
-        num_devices: devices of the run; our own cluster declares as many of a kind unknown to Ray
-        log_dir: gets one folder per pool; None leaves the output of workers to Ray
-        pool_settings: None = the defaults, with the wait of `settings.start_timeout_s`
-        read_by_workers: folder -> the configuration keys that name it; compared on every node
-        run_file: a file of the run directory; hosts that see it share the directory
-        Raises UserError where the cluster cannot or must not be joined.
+        Args:
+            num_devices: Devices of the run; our own cluster declares those unknown to Ray.
+            log_dir: Gets one folder per pool; None leaves the output of workers to Ray.
+            pool_settings: None = the defaults, with the wait of `settings.start_timeout_s`.
+            read_by_workers: Folder -> configuration keys that name it; compared on every node.
+            run_file: A file of the run directory; hosts that see it share the directory.
+
+        Raises:
+            UserError: The cluster cannot be joined.
         """
         self._resource, self._threads = resource_name(device), device.cpu_threads
         own = {} if self._resource in FOUND_BY_RAY else {self._resource: float(num_devices)}
@@ -64,7 +65,7 @@ class RayRuntime:
         # Ray shows and logs what it sets itself.
         self._environment = reveal({n: v for n, v in environment.items() if v.is_open})
         self._secrets = reveal({n: v for n, v in environment.items() if not v.is_open})
-        probe = self._kind if pool_settings.bad_nodes == "leave_out" else None
+        probe = self._kind if pool_settings.bad_nodes == "exclude" else None
         wait_s = settings.start_timeout_s
         self.check = NodeCheck(ask_nodes, read_by_workers or {}, run_file, wait_s, probe)
         self.claim = DeviceClaim(
@@ -100,11 +101,15 @@ class RayRuntime:
         """Create all pools at the same time and wait; return them by name.
 
         After an error no process of these pools is left.
-        processes_per_node: pool -> number of processes on each node
-        parts:              pool -> sizes of its parts, where it is split
-        Raises DevicesMissing (joined cluster) or UserError (own) where devices are missing,
-        UserError where nodes differ (see `DeviceClaim.reserve`), WorkerError where a process cannot
-        start, RuntimeTimeout where it does not answer.
+
+        Args:
+            processes_per_node: Number of processes on each node, by pool.
+            parts: Sizes of the parts of split pools, by pool.
+
+        Raises:
+            WorkerError: A process cannot start.
+            RuntimeTimeout: A process does not answer.
+            UserError: See `DeviceClaim.reserve`, whose other errors are raised too.
         """
         import ray
 
@@ -127,7 +132,6 @@ class RayRuntime:
         """Start the processes of pools on their reserved devices and wait; return the pools.
 
         On a joined cluster logs the placement, and raises UserError if a host does not see the run.
-        groups: placement group of each pool
         """
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -195,23 +199,8 @@ class RayRuntime:
                 joining.append(RankCall(pool.origin(rank, name, "start"), reply))
         gather(joining, limit)
 
-    def explain_death(self, error: WorkerError) -> WorkerError:
-        """Return `error`, or a new one if the process died and its host ran out of memory."""
-        from mindspeed_rlxf.cluster.ray.node_tools import Failed, Task, run_tasks
-
-        there = [p for pool in self._pools for p in pool.places if p.host == error.host]
-        if not error.cause.startswith(DIED) or not there:
-            return error
-        (kills,) = run_tasks([Task(there[0].node, oom_kills)], {}, ANSWER_S)
-        if isinstance(kills, Failed):  # the host went away
-            return error
-        return explain_death(error, max(kills - place.oom_kills for place in there))
-
     def shutdown(self) -> None:
-        """Kill all processes of the pools, then leave the cluster, even if killing fails.
-
-        If the cluster is our own, it ends.
-        """
+        """Kill the processes of all pools, and leave the cluster, which ends if it is our own."""
         try:
             for pool in self._pools:
                 pool.shutdown()

@@ -43,7 +43,7 @@ def check_host(config: RunConfig) -> list[Problem]:
         found = device.device_count(kind) if wanted else None
     except ValueError as error:
         return [*problems, Problem("", str(error))]
-    own, things = device.ray_resource(kind), f"{kind.value} devices"
+    own, things = device.facts(kind).ray_resource, f"{kind.value} devices"
     if not is_local and kind is not DeviceKind.CPU and name not in (None, own):
         rule = f"must be {own} with {ref('device.kind')}={kind.value}"
         problems.append(Problem("device.resource_name", rule, name, "remove it"))

@@ -32,7 +32,7 @@ def all_reduce(
         store.set(arrival_key(rank), "")
         place = device.select_first_device(kind)
         dist.init_process_group(
-            device.backend(kind),
+            device.facts(kind).backend,
             store=dist.PrefixStore("group", store),
             rank=rank,
             world_size=world_size,

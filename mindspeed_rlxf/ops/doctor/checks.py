@@ -177,7 +177,7 @@ def check_devices(kind: DeviceKind) -> Iterator[Finding]:
         return
     yield ok("devices.kind", kind.value)
     yield from driver_findings(view)
-    variable = device.visible_devices_variable(kind) or ""
+    variable = device.facts(kind).visible_devices or ""
     yield count_finding(counted, view, variable, os.environ.get(variable))
 
 

@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from mindspeed_rlxf import device
-from mindspeed_rlxf.cluster import node_check
-from mindspeed_rlxf.cluster.environment import forwarded_environment
+from mindspeed_rlxf.cluster import nodes as cluster_nodes
 from mindspeed_rlxf.cluster.nodes import Node
 from mindspeed_rlxf.cluster.ray.cluster import open_cluster
+from mindspeed_rlxf.cluster.worker import forwarded_environment
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.problems import Problem, UserError
 from mindspeed_rlxf.config.secrets import reveal
@@ -32,8 +32,8 @@ def survey_host(subject: Subject) -> tuple[list[Finding], dict[str, str]]:
 
 def versions() -> dict[str, str]:
     """Return name -> version of what must be equal on all hosts: packages, `python`, `cann`."""
-    cann = npu_versions.cann_version() or node_check.NONE
-    found = node_check.versions(npu_versions.PACKAGES)
+    cann = npu_versions.cann_version() or cluster_nodes.NONE
+    found = cluster_nodes.versions(npu_versions.PACKAGES)
     return {**found, "python": platform.python_version(), "cann": cann}
 
 
@@ -71,7 +71,7 @@ def _check_joined(subject: Subject, found: list[Finding]) -> None:
     from mindspeed_rlxf.cluster.ray.node_tools import Failed, Task, live_nodes, run_tasks
 
     kind = device.resolve_kind(subject.kind)
-    resource = subject.resource or device.ray_resource(kind)
+    resource = subject.resource or device.facts(kind).ray_resource
     nodes = live_nodes(resource)
     forwarded = forwarded_environment(os.environ).items()
     environment = reveal({name: value for name, value in forwarded if value.is_open})
@@ -109,10 +109,10 @@ def version_findings(by_host: Mapping[str, Mapping[str, str]]) -> list[Finding]:
         by_host: host -> package -> version.
     """
     check, remedy = "cluster.versions", "install the same there, and start Ray there again"
-    usual = node_check.usual_versions(list(by_host.values()))
+    usual = cluster_nodes.usual_versions(list(by_host.values()))
     odd = defaultdict[str, list[str]](list)
     for host, there in by_host.items():
-        for name, value, wanted in node_check.find_differences(there, usual):
+        for name, value, wanted in cluster_nodes.find_differences(there, usual):
             odd[f"{name} {value}, on most hosts {wanted}"].append(host)
     found = [Finding(check, Status.ERROR, value, remedy, tuple(odd[value])) for value in odd]
     return found or [ok(check, f"the same on {len(by_host)} hosts")]

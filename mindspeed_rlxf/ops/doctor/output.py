@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from typing import Any
 
-from mindspeed_rlxf.cluster.node_check import build_id
+from mindspeed_rlxf.cluster.nodes import build_id
 from mindspeed_rlxf.device.findings import Finding, Status
 
 SCHEMA = 1  # of `as_json`: rises when a field changes its meaning or goes away

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeAlias
 
-from mindspeed_rlxf.cluster.environment import list_variables, offload_environment
+from mindspeed_rlxf.cluster.worker import list_variables, offload_environment
 from mindspeed_rlxf.config.enums import OldLogProbs, Role
 from mindspeed_rlxf.config.problems import Problem
 from mindspeed_rlxf.config.rank_layout import ParallelLayout

@@ -73,10 +73,6 @@ class StandIn:
         """Return rows, on one rank after some seconds, on the others at once."""
         return self.make_late(numbers, seconds if dist.get_rank() == rank else 0.0)
 
-    def leak(self) -> RoleOutput:
-        """Report a tensor, which a report must not contain."""
-        return RoleOutput(report={"losses": [torch.zeros(1)]})
-
     def fail_on(self, rank: int) -> RoleOutput:
         """Raise ValueError on one rank while the others wait for it in a barrier."""
         if dist.get_rank() == rank:

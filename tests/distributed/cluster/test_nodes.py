@@ -115,7 +115,7 @@ def make_pools(
     def make(
         wait_s: float,
         shapes: dict[str, list[int]],
-        leave_out: Set[str] = frozenset(),
+        exclude: Set[str] = frozenset(),
         **environment: str,
     ) -> Any:
         run = runtime.RayRuntime(
@@ -124,7 +124,7 @@ def make_pools(
             num_devices=0,
             pool_settings=PoolSettings(wait_s=wait_s, env=environment),
         )
-        run.check.left_out |= leave_out
+        run.check.excluded |= exclude
         pools = run.create_pools(shapes)
         made.extend(pools.values())
         return pools
@@ -157,8 +157,7 @@ def test_a_late_node_is_waited_for_and_ranks_follow_the_list(
     large = make_pools(JOIN_S, {"main": [2, 2]})["main"]
     assert build(large).call(StandIn.rank).result() == [(rank, 4) for rank in range(4)]
     large.shutdown()
-    left_out = large.places[0].node
-    other = make_pools(JOIN_S, {"main": [2]}, leave_out={left_out})["main"]
+    other = make_pools(JOIN_S, {"main": [2]}, exclude={large.places[0].node})["main"]
     assert {place.node for place in other.places} == {large.places[-1].node}
     other.shutdown()
     pools = make_pools(JOIN_S, {"one": [1], "main": [2, 1]})

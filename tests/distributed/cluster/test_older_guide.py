@@ -67,5 +67,5 @@ def test_the_commands_of_the_older_guide_train(environment: dict[str, str], tmp_
             words, env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=300
         )
         assert done.returncode == 0, done.stdout + done.stderr
-    assert "the cluster is open" in done.stdout and "joined the Ray cluster" in done.stdout
+    assert "joined the Ray cluster" in done.stdout
     assert "done: 1 iterations" in done.stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -17,11 +18,35 @@ from typing import Any
 import psutil
 import pytest
 
-from mindspeed_rlxf.cluster.ray.cluster import asks_for_token
 from tests.distributed.cluster.group_checks import build
 from tests.distributed.cluster.stand_ins import StandIn
 
 REPOSITORY = Path(__file__).resolve().parents[3]
+SOCKET_BYTES = 107  # of the path of a unix socket
+ASK = "import sys; from mindspeed_rlxf.cluster.ray.cluster import asks_for_token as asks; "
+ASK += "print(asks(sys.argv[1]))"
+
+
+def asks_for_token(address: str) -> bool:
+    """Ask in a process without tokens."""
+    environment = {n: v for n, v in os.environ.items() if not n.startswith("RAY_")}
+    done = subprocess.run(
+        [sys.executable, "-c", ASK, address],
+        env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    return done.stdout.strip() == "True"
+
+
+def test_no_other_user_enters_an_own_cluster(ray_runtime: Any) -> None:
+    folder = ray_runtime.cluster.temp_dir
+    found = folder.lstat()
+    assert stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    assert stat.S_IMODE(found.st_mode) == 0o700
+    sockets = [path for path in folder.rglob("*") if stat.S_ISSOCK(path.lstat().st_mode)]
+    assert {path.name for path in sockets} >= {"raylet", "plasma_store"}  # Ray works in there
+    assert max(len(os.fsencode(path)) for path in sockets) <= SOCKET_BYTES
+    assert list(folder.rglob("logs/raylet.out"))
+    assert asks_for_token(ray_runtime.cluster.address)
 
 
 @contextmanager

@@ -19,9 +19,8 @@ import pytest
 from mindspeed_rlxf.checkpoint import checkpoints
 from mindspeed_rlxf.checkpoint.checkpoints import RunCheckpoints
 from mindspeed_rlxf.checkpoint.driver_state import (
-    check_checkpoints,
-    check_train_iters,
-    find_newest_checkpoint,
+    check_resume,
+    find_resumable,
     hash_prompts,
     is_finished,
 )
@@ -190,7 +189,7 @@ def test_a_command_without_its_run_directory_counts_as_stopped(
 ) -> None:
     case.iterate(1)
     BrokenStorage(case.directory.path, math.inf, monkeypatch)
-    for check in (find_newest_checkpoint, check_checkpoints, is_finished):
+    for check in (check_resume, is_finished):
         with pytest.raises(StorageUnreadable):
             check(case.config, case.directory)
 
@@ -376,13 +375,9 @@ def test_a_run_is_finished_when_its_weights_are_exported(new_case: NewCase) -> N
     shorter = new_case(train_iters=1)
     with pytest.raises(UserError, match="must be at least the 2 iterations that the run"):
         is_finished(shorter.config, shorter.directory)
-    newest = find_newest_checkpoint(shorter.config, shorter.directory)
-    assert newest is not None and newest.checkpoint.iteration == 2
-    assert [len(check_train_iters(each.config, newest)) for each in (longer, case, shorter)] == [
-        0, 0, 1,
-    ]  # fmt: skip
-    new = new_case(train_iters=1, new_run=True)
-    assert find_newest_checkpoint(new.config, new.directory) is None
+    cases = longer, case, shorter, new_case(train_iters=1, new_run=True)
+    assert [len(check_resume(each.config, each.directory)) for each in cases] == [0, 0, 1, 0]
+    assert [len(find_resumable(each.config, each.directory)[0]) for each in cases] == [2, 2, 2, 0]
 
 
 def test_samples_that_were_removed_or_shortened_keep_no_run_from_resuming(case: Case) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,6 @@ import pytest
 from mindspeed_rlxf.checkpoint import store as run_store
 from mindspeed_rlxf.checkpoint.store import MANIFEST, POINTER, Checkpoint, Manifest, RunStore
 from mindspeed_rlxf.weights.state_files import (
-    content_problem,
     entry_of,
     under,
     write_text,
@@ -87,14 +85,6 @@ def test_removing_a_linked_checkpoint_removes_the_link_alone(tmp_path: Path) -> 
     store.clear_unfinished()
     assert sorted(path.name for path in store.folder.glob("*iter*")) == ["iter_0000002", POINTER]
     assert (elsewhere / MANIFEST).exists(), "the user moved it there"
-
-
-def test_a_flipped_bit_is_found_by_the_hash(tmp_path: Path) -> None:
-    folder = save(RunStore(tmp_path), 1)
-    (entry,) = Checkpoint(folder, 1).read().files
-    assert content_problem(folder, entry) is None
-    (folder / WEIGHTS).write_text("weightr")
-    assert content_problem(folder, entry) == "actor/w.distcp differs from what was written (sha256)"
 
 
 def test_a_checkpoint_renamed_to_another_iteration_is_refused(tmp_path: Path) -> None:
@@ -229,8 +219,3 @@ def test_a_save_that_fails_at_any_step_leaves_a_whole_checkpoint(
     assert [entry["path"] for entry in newest.read().files] == ["actor/w.distcp"]
     save(RunStore(tmp_path), 2)  # the next save succeeds
     assert RunStore(tmp_path).newest_first()[0].iteration == 2
-
-
-def test_a_manifest_names_the_versions_that_wrote_it(tmp_path: Path) -> None:
-    tree = json.loads((save(RunStore(tmp_path), 1) / MANIFEST).read_text())
-    assert tree["format_version"] == 1 and tree["versions"] == {"torch": "2"}

@@ -31,17 +31,30 @@ def setups(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
-def test_a_worker_hands_on_its_device_and_how_long_it_waits(
-    setups: list[Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("kind", "ids", "assigned"),
+    [
+        (DeviceKind.NPU, {"NPU": ["5"], "GPU": []}, "5"),
+        (DeviceKind.CUDA, {"NPU": [], "GPU": ["2"]}, "2"),
+        (DeviceKind.CPU, {}, None),
+    ],
+)
+def test_a_worker_hands_on_the_device_that_ray_gave_it_and_how_long_it_waits(
+    setups: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: DeviceKind,
+    ids: dict[str, Any],
+    assigned: str | None,
 ) -> None:
     from mindspeed_rlxf.cluster.ray import pool as ray_pool
 
-    monkeypatch.setattr(ray_pool, "assigned_device", lambda kind: "5")
-    setup = ray_pool.ProcessSetup("main", 0, 1, DeviceKind.NPU, 2, 1800.0, 1860.0, "", "")
+    context = SimpleNamespace(get_accelerator_ids=lambda: ids)
+    monkeypatch.setattr(ray_pool.ray, "get_runtime_context", lambda: context)
+    setup = ray_pool.ProcessSetup("main", 0, 1, kind, 2, 1800.0, 1860.0, "", "")
     with pytest.raises(WorkerError, match=r"main rank 0 on .* failed in start: Stop"):
         ray_pool.RayWorker().join(setup, "127.0.0.1", 1, {})
     # longer than the driver waits, whose message names the ranks
-    assert setups == [((DeviceKind.NPU, 2), {"assigned": "5", "deadline_s": 1860.0})]
+    assert setups == [((kind, 2), {"assigned": assigned, "deadline_s": 1860.0})]
 
 
 def test_a_process_of_torchrun_takes_its_local_rank(
@@ -60,22 +73,3 @@ def test_a_failed_device_setup_is_a_user_error(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(device, "setup", setup)
     with pytest.raises(UserError, match="no CANN"):
         local.claim_device(DeviceKind.NPU, 1, 60.0)
-
-
-@pytest.mark.parametrize(
-    ("kind", "ids", "assigned"),
-    [
-        (DeviceKind.NPU, {"NPU": ["5"], "GPU": []}, "5"),
-        (DeviceKind.CUDA, {"NPU": [], "GPU": ["2"]}, "2"),
-        (DeviceKind.CPU, {"NPU": [], "GPU": []}, None),
-        (DeviceKind.CPU, {}, None),
-    ],
-)
-def test_the_number_that_ray_gave_is_of_the_devices_kind(
-    monkeypatch: pytest.MonkeyPatch, kind: DeviceKind, ids: dict[str, Any], assigned: str | None
-) -> None:
-    context = SimpleNamespace(get_accelerator_ids=lambda: ids)
-    from mindspeed_rlxf.cluster.ray import pool as ray_pool
-
-    monkeypatch.setattr(ray_pool.ray, "get_runtime_context", lambda: context)
-    assert ray_pool.assigned_device(kind) == assigned

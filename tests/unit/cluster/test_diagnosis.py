@@ -11,11 +11,8 @@ import pytest
 
 from mindspeed_rlxf.cluster import errors
 from mindspeed_rlxf.cluster.errors import (
-    DIED,
     Origin,
     RuntimeTimeout,
-    WorkerError,
-    explain_death,
     explain_timeout,
     read_stack,
 )
@@ -122,9 +119,3 @@ def test_ranks_that_wait_for_rows_name_the_rank_that_makes_them(tmp_path: Path) 
     found = explain_timeout(late(0), waits[:1], lacks_rows)
     assert (found.what, found.missing) == ("actor.generate", [1])
     assert "critic.values rank 0: waits for rows; ref.log_probs rank 0: waits for" in found.hint
-
-
-def test_a_death_on_a_host_without_memory_says_so() -> None:
-    died = WorkerError("critic", 1, "b", "values", f"{DIED} (killed)", "all that is known")
-    assert explain_death(died, 0) is died
-    assert "ran out of memory: the kernel killed 2" in explain_death(died, 2).cause

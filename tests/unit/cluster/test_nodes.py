@@ -11,9 +11,10 @@ from mindspeed_rlxf.cluster.nodes import (
     Place,
     choose_model,
     describe_places,
-    find_unplaced_pools,
+    describe_shortage,
     fits,
     order_ranks,
+    sort_by_address,
     take_devices,
 )
 from mindspeed_rlxf.config.problems import UserError
@@ -47,14 +48,9 @@ def test_a_pool_asks_for_one_model_where_there_are_several() -> None:
     assert choose_model("main", [8], [new, old]) == "A2"  # the first by address, on every start
     assert choose_model("main", [8, 8], [old, new, node(3, 8, model="A3")]) == "A3"
     assert choose_model("main", [8, 8, 8], [old, new]) is None  # more nodes may come
-
-
-def test_devices_that_are_free_come_first() -> None:
-    old, new = node(1, 8, 0, "A2"), node(2, 8, 8, "A3")
-    assert choose_model("main", [8], [old, new]) == "A3"
-    assert (
-        choose_model("main", [8], take_devices([old, new], [4], "A3")) == "A2"
-    )  # none is free: by address
+    free = node(2, 8, 8, "A3")
+    assert choose_model("main", [8], [old, free]) == "A3"  # free devices come first
+    assert choose_model("main", [8], take_devices([old, free], [4], "A3")) == "A2"
 
 
 def test_a_pool_takes_the_nodes_that_it_fills_best() -> None:
@@ -75,12 +71,18 @@ def test_a_mixture_of_models_is_refused_by_name() -> None:
     )
 
 
-def test_only_pools_with_too_few_devices_are_reported() -> None:
-    nodes = [node(1, 4, 4), node(2, 4, 2)]
-    shapes = {"small": [2], "big": [3, 3], "wide": [4]}
-    assert find_unplaced_pools(["small", "big"], shapes, nodes) == ["big"]
-    # Each of them fits alone: together they do not, or another run has taken what was free.
-    assert find_unplaced_pools(["small", "wide"], shapes, nodes) == ["small", "wide"]
+def test_nodes_that_lack_devices_are_named_in_the_order_of_their_addresses() -> None:
+    nodes = [node(10, 4, 1), node(9, 8, 8)]
+    assert [n.host for n in sort_by_address(nodes)] == ["node9", "node10"]
+    text = describe_shortage("main", [8, 8], "NPU", "head:1", nodes)
+    assert text.startswith(
+        "resource_pool.main needs NPU: [8, 8], one entry per node; the cluster at head:1 has "
+        "node9 (10.0.0.9): 8 of 8 free, node10 (10.0.0.10): 1 of 4 free; ask for less"
+    )
+    assert "and 4 more nodes" in describe_shortage(
+        "m", [1], "NPU", "a:1", [node(n, 1) for n in range(1, 21)]
+    )
+    assert "has no node that has any; ask" in describe_shortage("m", [1], "NPU", "a:1", [])
 
 
 def test_ranks_go_by_node_then_device_whatever_the_order_of_start() -> None:

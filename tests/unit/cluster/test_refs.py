@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -14,7 +13,6 @@ from mindspeed_rlxf.cluster.refs import (
     Piece,
     RowsRef,
     find_refs,
-    holds_array,
     number_handles,
     resolve,
     resolve_refs,
@@ -48,6 +46,13 @@ def numbers(rows: Rows) -> list[int]:
     return rows.numbers.tolist()
 
 
+def test_take_gives_rows_in_any_order_and_repeats() -> None:
+    store = Store([3, 2])  # rows 0 1 2 | 3 4
+    ref = store.ref.take([4, 0, 4, 2])
+    assert ref.num_rows == 4
+    assert numbers(resolve(ref, store.fetch)) == [4, 0, 4, 2]
+
+
 def test_refs_are_joined_row_after_row() -> None:
     store = Store([3, 2, 4])  # rows 0 1 2 | 3 4 | 5 6 7 8
     whole = store.ref
@@ -67,6 +72,15 @@ def test_only_pieces_with_a_wanted_row_travel_and_are_fetched() -> None:
     assert store.fetched == ["piece 0", "piece 2"]
 
 
+@pytest.mark.parametrize("parts", [1, 2, 3, 6])
+def test_split_is_contiguous_whatever_the_pieces(parts: int) -> None:
+    store = Store([4, 2])
+    split = store.ref.split(parts)
+    assert [ref.num_rows for ref in split] == [6 // parts] * parts
+    found = [number for ref in split for number in numbers(resolve(ref, store.fetch))]
+    assert found == list(range(6))
+
+
 def test_split_into_unequal_parts_is_refused() -> None:
     with pytest.raises(ValueError, match="6 rows must be a multiple of 4"):
         Store([4, 2]).ref.split(4)
@@ -81,6 +95,17 @@ def test_take_refuses_a_row_that_is_not_there(row: int) -> None:
 def test_a_replica_without_samples_has_rows_of_the_same_type() -> None:
     store = Store([3, 0])
     assert numbers(resolve(RowsRef(store.ref.pieces[1:]), store.fetch)) == []
+
+
+def test_a_piece_that_changed_size_is_noticed() -> None:
+    ref = RowsRef((Piece("piece 0", 3),))
+    with pytest.raises(AssertionError, match="holds 2 rows, not 3"):
+        resolve(ref, Store([2]).fetch)
+
+
+def test_a_method_without_rows_is_noticed() -> None:
+    with pytest.raises(AssertionError, match="returned no rows"):
+        resolve(Store([2]).ref, lambda handles: [None])  # type: ignore[list-item]
 
 
 @given(st.data())
@@ -132,28 +157,6 @@ def test_handles_are_replaced_by_their_places_in_a_list() -> None:
 def test_a_value_without_references_is_left_as_it_is() -> None:
     value = [Numbers(torch.zeros(1)), {"a": 1}]
     assert resolve_refs(value, lambda handles: []) is value
-
-
-@dataclass
-class Report:
-    losses: Any
-
-
-@pytest.mark.parametrize(
-    "report",
-    [
-        torch.zeros(1),
-        {"kl": [1.0, np.zeros(2)]},
-        (Report({"a": torch.tensor(1.0)}),),
-        {"a": Report((1, {2: torch.zeros(1)}))},
-    ],
-)
-def test_a_tensor_is_found_wherever_it_hides(report: Any) -> None:
-    assert holds_array(report)
-
-
-class Role:
-    """Some other object."""
 
 
 def test_a_value_without_references_is_one_object_for_all_replicas() -> None:

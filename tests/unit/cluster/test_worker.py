@@ -29,9 +29,6 @@ class Doubler:
     def double(self, rows: Numbers) -> RoleOutput:
         return RoleOutput(Numbers(rows.numbers * self.factor), {"count": rows.num_rows})
 
-    def leak(self) -> RoleOutput:
-        return RoleOutput(report={"loss": torch.zeros(1)})
-
     def fail(self, message: str) -> RoleOutput:
         raise RuntimeError(message)
 
@@ -57,6 +54,13 @@ def failure(method: str, *args: Any, rows: int | None = None) -> WorkerError:
     with pytest.raises(WorkerError) as caught, redirect_stderr(io.StringIO()):
         run(method, *args, rows=rows)
     return caught.value
+
+
+def test_references_are_resolved_before_the_method_runs() -> None:
+    rows, reply = run("double", RowsRef((Piece("piece", 3),)).take([2, 1]))
+    assert rows.numbers.tolist() == [4, 2]
+    assert (reply.report, reply.num_rows) == ({"count": 2}, 2)
+    assert 0 <= reply.seconds < 10
 
 
 def test_a_rank_that_does_not_lead_sends_neither_rows_nor_report() -> None:
@@ -89,8 +93,13 @@ def test_a_lost_peer_is_no_first_cause() -> None:
     assert failure("fail", "[gloo] Connection closed by peer [127.0.0.1]:1").is_aftermath
 
 
-def test_a_tensor_in_a_report_is_refused() -> None:
-    assert "critic.leak must report plain Python values" in failure("leak").cause
+def test_a_number_of_rows_that_was_not_announced_is_refused() -> None:
+    cause = failure("double", Numbers(torch.arange(3)), rows=4).cause
+    assert "returned 3 rows, its inputs say 4" in cause
+
+
+def test_a_method_that_returns_no_role_output_is_refused() -> None:
+    assert "forget must return a RoleOutput, got NoneType" in failure("forget").cause
 
 
 def test_a_role_is_built_with_the_object_of_another_in_its_process() -> None:

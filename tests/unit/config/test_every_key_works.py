@@ -301,7 +301,7 @@ DEVICE: dict[str, Any] = {
 }  # fmt: skip
 POOL_SETTINGS: dict[str, Any] = {
     "wait_s": Case(7.0, see.joined), "env": Case({"A": "b"}),
-    "bad_nodes": Case("leave_out", see.joined),
+    "bad_nodes": Case("exclude", see.joined),
     "tensor_parallel_spans_nodes": Refuses(True,
      base={**TWO_NODES, "training.tensor_model_parallel_size": 8}),
 }  # fmt: skip

@@ -10,7 +10,6 @@ import torch
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.device import facade
 
 CUDA = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
 NPU = {
@@ -54,7 +53,7 @@ def test_torch_and_the_libraries_of_the_device_repeat_their_sums(
     variables: dict[str, str] | None,
 ) -> None:  # fmt: skip
     """variables: None = nothing is set"""
-    monkeypatch.setattr(facade, "_active", kind)
+    monkeypatch.setattr(device, "_active", kind)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     device.set_deterministic(wanted)

@@ -14,7 +14,6 @@ import torch
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.device import facade
 from tests.unit.device import npu_recorder
 
 CPU, CUDA, NPU, AUTO = DeviceKind.CPU, DeviceKind.CUDA, DeviceKind.NPU, DeviceKind.AUTO
@@ -45,7 +44,7 @@ def test_auto_prefers_npu_then_cuda_then_cpu(
     machine(torch_npu, gpus)
     assert device.resolve_kind(AUTO) is kind
     assert [device.resolve_kind(k) for k in (CPU, CUDA, NPU)] == [CPU, CUDA, NPU]
-    assert device.backend(AUTO) == device.backend(kind)
+    assert device.facts(AUTO).backend == device.facts(kind).backend
     if kind is not NPU:
         assert device.device_count(AUTO) == (gpus or None)
 
@@ -54,7 +53,7 @@ def test_npu_without_torch_npu_is_an_error_that_asks_to_install_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     npu_recorder.install(monkeypatch, tmp_path)
-    monkeypatch.setattr(facade, "_active", None)
+    monkeypatch.setattr(device, "_active", None)
     monkeypatch.setitem(sys.modules, "torch_npu", None)
     for use in (device.device_count, device.setup):
         with pytest.raises(ValueError, match=r"device\.kind=npu needs torch_npu.*install it"):
@@ -73,7 +72,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(torch, "cuda", library)
         monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
         monkeypatch.setattr(torch, "device", lambda name, number: (name, number))
-        monkeypatch.setattr(facade, "_active", None)
+        monkeypatch.setattr(device, "_active", None)
         return chosen
 
     return make
@@ -136,7 +135,7 @@ def accelerator(monkeypatch: pytest.MonkeyPatch, request: Any) -> Accelerator:
     found = Accelerator()
     monkeypatch.setattr(torch, "npu", found if request.param is NPU else None, raising=False)
     monkeypatch.setattr(torch, "cuda", found if request.param is CUDA else None)
-    monkeypatch.setattr(facade, "_active", request.param)
+    monkeypatch.setattr(device, "_active", request.param)
     return found
 
 
@@ -147,27 +146,27 @@ def test_the_library_of_the_device_is_asked(accelerator: Accelerator) -> None:
 
 
 def test_the_devices_own_random_stream_is_saved_and_restored(accelerator: Accelerator) -> None:
-    state = json.loads(json.dumps(facade.process_state()))
+    state = json.loads(json.dumps(device.process_state()))
     assert state["device"] == "010203"
     accelerator.set_rng_state(torch.tensor([9, 9, 9], dtype=torch.uint8))
-    assert facade.load_process_state(state)
+    assert device.load_process_state(state)
     assert accelerator.state.tolist() == [1, 2, 3]
 
 
 def test_random_streams_of_another_kind_of_device_are_recognised(accelerator: Accelerator) -> None:
     for text, known in (("010203", True), ("0102", False), (None, False)):
-        state = facade.process_state() | {"device": text}
-        assert facade.load_process_state(state) is known
+        state = device.process_state() | {"device": text}
+        assert device.load_process_state(state) is known
 
 
 def test_a_cpu_has_no_memory_or_random_stream_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(facade, "_active", CPU)
+    monkeypatch.setattr(device, "_active", CPU)
     for name in ("npu", "cuda"):
         monkeypatch.setattr(torch, name, None, raising=False)
     device.synchronize()
-    state = facade.process_state()
+    state = device.process_state()
     assert state["device"] is None
-    assert not facade.load_process_state({**state, "device": "010203"})
+    assert not device.load_process_state({**state, "device": "010203"})
     assert device.memory_total() == device.host_memory()
 
 

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from mindspeed_rlxf.device import facade, kernels
+from mindspeed_rlxf import device
+from mindspeed_rlxf.device import kernels
 from mindspeed_rlxf.device.kernels import Operator, Source
 from mindspeed_rlxf.models.attention import CoreAttention, PackedSequences, causal_attention
 
@@ -24,8 +25,8 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The process believes that it has a device whose kernels may be tried."""
-    monkeypatch.setattr(facade, "tries_kernels", lambda: True)
-    monkeypatch.setattr(facade, "current_device", lambda: CPU)
+    monkeypatch.setattr(device, "tries_kernels", lambda: True)
+    monkeypatch.setattr(device, "current_device", lambda: CPU)
     deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(False)
     kernels.find.cache_clear()
@@ -221,4 +222,4 @@ def test_no_kernel_is_tried_on_cpu_or_in_deterministic_mode(
     assert kernels.find(Operator.SWIGLU) is swiglu
     monkeypatch.undo()
     kernels.find.cache_clear()
-    assert not facade.tries_kernels() and kernels.find(Operator.SWIGLU) is None
+    assert not device.tries_kernels() and kernels.find(Operator.SWIGLU) is None

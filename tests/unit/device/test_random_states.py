@@ -8,7 +8,7 @@ import random
 import numpy as np
 import torch
 
-from mindspeed_rlxf.device.facade import load_process_state, process_state
+from mindspeed_rlxf.device import load_process_state, process_state
 
 
 def draw() -> list[float]:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.device import facade
 from mindspeed_rlxf.engine import offload
 from mindspeed_rlxf.engine.offload import Offload
 from mindspeed_rlxf.engine.train_engine import Part
@@ -21,7 +21,7 @@ W, G, O = Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER  # noqa: E741
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(facade, "_active", DeviceKind.CPU)  # its setup rewrites torch for good
+    monkeypatch.setattr(device, "_active", DeviceKind.CPU)  # its setup rewrites torch for good
     monkeypatch.setattr(offload, "CHUNK_BYTES", 1024)  # storages below lie across chunks
     monkeypatch.setattr(offload, "_known", type(offload._known)())
 

@@ -100,7 +100,7 @@ def failed(iteration: int, error: str, **more: Any) -> dict[str, Any]:
 
 SHRINKS = {"allow_shrink": True, "pools": {"main": {"processes": [8], "step": 4}}}
 JOINED = {"joined": True, "node_wait_s": 7.0}
-WAITS = ["++resource_pool.wait_s=7.0", "++resource_pool.bad_nodes=leave_out"]
+WAITS = ["++resource_pool.wait_s=7.0", "++resource_pool.bad_nodes=exclude"]
 REFUSED = {"exit": 2, "facts": {**FACTS, "free": [5]}}  # with the devices that are free
 
 

@@ -42,7 +42,7 @@ ray_runtime.open_cluster, ray_runtime.RayRuntime.create_pools = no_cluster, reac
 assert main([*line, f"training.output_dir={sys.argv[2]}/run"]) == 2
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.ops.doctor import checks
-from mindspeed_rlxf.cluster.node_check import report_node
+from mindspeed_rlxf.cluster.nodes import report_node
 report_node([], None, DeviceKind.NPU)
 list(checks.check_devices(DeviceKind.NPU))
 list(checks.check_software(DeviceKind.NPU))

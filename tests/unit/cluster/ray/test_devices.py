@@ -33,14 +33,14 @@ def test_devices_of_removed_groups_count_as_free_in_a_report(
     monkeypatch.setattr(claim, "placement_group", Mock())
     monkeypatch.setattr(claim, "_remove", Mock())
     monkeypatch.setattr(claim, "_find_late_pools", lambda groups, _: list(groups))
-    check = Mock(left_out=set(), check=list)
+    check = Mock(excluded=set(), check=list)
     with pytest.raises(DevicesMissing) as missing:
         claim.DeviceClaim("here", "lab", False, 0.0, check).reserve({"small": (2,), "big": (3,)})
     assert "2 of 2 free" in str(missing.value)
     assert "resource_pool.small" not in str(missing.value)
 
 
-def test_a_pool_on_a_node_that_was_left_out_meanwhile_is_placed_again(
+def test_a_pool_on_a_node_that_was_excluded_meanwhile_is_placed_again(
     claim: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     places = {"here": {0: "a"}, "there": {0: "a", 1: "b"}}
