@@ -170,13 +170,9 @@ def pack_by_tokens(rows: Rows, lengths: Sequence[int], limit: int) -> list[Rows]
     """Divide rows into few groups of nearly equal token counts, at most `limit` tokens each.
 
     A row longer than the limit is alone. Rows of a group keep their order; groups are in the order
-    of their first rows.
-
-    lengths: tokens of every row of the batch, indexed by row
-
-    Greedy: rows go, longest first, to the group with the fewest tokens. Where a group exceeds the
-    limit, one group is added and all is repeated. The result never has more groups than
-    `group_by_tokens` needs, and is its result where packing fails.
+    of their first rows. Rows go, longest first, to the group with the fewest tokens; while a group
+    exceeds the limit, all is repeated with one more group, up to the number that `group_by_tokens`
+    needs, whose result is then returned.
     """
     tokens, consecutive = [lengths[row] for row in rows], group_by_tokens(rows, lengths, limit)
     least = -(-sum(min(n, limit) for n in tokens) // limit)

@@ -99,11 +99,7 @@ class FusedAttention(DotProductAttention):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Attend with the arguments and results of `CoreAttention.forward`, by the fused operator.
-
-        An `Attend` as `packed_seq_params` may use another operator. `attn_mask_type` is ignored.
-        Raises AssertionError for a mask or a bias.
-        """
+        """Attend as `CoreAttention.forward`, by the fused operator; an `Attend` may use another."""
         assert attention_mask is None and attention_bias is None, "the mask is causal, nothing else"
         if isinstance(packed_seq_params, Attend):
             attended = packed_seq_params.attend(

@@ -29,13 +29,7 @@ def shard_sizes(
     chunks: int = 1,
     ep: int = 1,
 ) -> tuple[int, ...]:
-    """Return the number of elements of each parameter on a pipeline rank, padding included.
-
-    The parameters of experts come last.
-
-    chunks: chunks of the model on a pipeline rank
-    ep:     expert-parallel size; every expert-parallel rank has the same sizes
-    """
+    """Return the elements of each parameter on a pipeline rank, padding included, experts last."""
     shared, experts = split_sizes(architecture, head, tp, pp_rank, pp, chunks, ep)
     return shared + experts
 

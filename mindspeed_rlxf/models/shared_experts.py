@@ -79,13 +79,9 @@ class LocalExperts:
         return compute(hidden, numbers, shares.flatten())
 
     def _in_grouped_products(self, hidden: Tensor, numbers: Tensor, shares: Tensor) -> Tensor:
-        """Return the weighted sum of each token's experts on this rank, [tokens, h] fp32.
+        """Compute grouped products of pairs of a token and an expert; never waits for the device.
 
-        Computes grouped products, without a wait for the device, of pairs of a token and one of its
-        experts. Pairs of other ranks' experts are sorted to the end, left out, and count as 0.
-
-        numbers: [tokens, topk] int64, experts as in `__call__`
-        shares:  [tokens * topk] fp32, the weight of each expert's result
+        Pairs of other ranks' experts are sorted to the end, left out, and count as 0.
         """
         assert self.weights is not None, "checked by the caller"
         topk, elsewhere = numbers.size(1), numbers.flatten() == self.count
@@ -100,14 +96,9 @@ class LocalExperts:
         return pairs.unflatten(0, (-1, topk)).sum(1, dtype=torch.float32)
 
     def _with_megatron(self, hidden: Tensor, numbers: Tensor, shares: Tensor) -> Tensor:
-        """Return the weighted sum of each token's experts on this rank, [tokens, h] fp32.
+        """Compute the experts with Megatron's module; sorts on the host, which waits for the device.
 
-        Megatron's module computes the experts. The pairs are sorted on the host, which waits for
-        the device. Experts of other ranks count as 0. An NPU cannot sum in another dtype than its
-        input's, so results become fp32 before the sum.
-
-        numbers: [tokens, topk] int64, experts as in `__call__`
-        shares:  [tokens * topk] fp32, the weight of each expert's result
+        Results become fp32 before the sum: an NPU cannot sum in another dtype than its input's.
         """
         topk, flat = numbers.size(1), numbers.flatten().cpu()
         counts = flat.bincount(minlength=self.count + 1)[: self.count]

@@ -19,14 +19,12 @@ _THOUSANDS = re.compile(r"(?<=[0-9])(?:\{,\}|\\,|\\!,|\\ )(?=[0-9]{3}(?![0-9]))"
 
 def marked_number(text: str) -> Fraction | None:
     """Return the first number after the first `####` of a text, None without one."""
-    numbers = find_numbers(text.partition(ANSWER_MARK)[2])
-    return numbers[0] if numbers else None
+    return next(iter(find_numbers(text.partition(ANSWER_MARK)[2])), None)
 
 
 def boxed_number(text: str) -> Fraction | None:
     """Return the last number in the last `\\boxed{...}`; None without a number or a box."""
-    numbers = find_numbers(find_boxed(text) or "")
-    return numbers[-1] if numbers else None
+    return last_number(find_boxed(text) or "")
 
 
 def last_number(text: str) -> Fraction | None:
@@ -39,10 +37,8 @@ def final_number(text: str) -> Fraction | None:
 
     None without a number.
     """
-    for find in (marked_number, boxed_number, last_number):
-        if (number := find(text)) is not None:
-            return number
-    return None
+    found = (find(text) for find in (marked_number, boxed_number, last_number))
+    return next((number for number in found if number is not None), None)
 
 
 def find_numbers(text: str) -> list[Fraction]:

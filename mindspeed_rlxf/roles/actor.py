@@ -146,10 +146,7 @@ class ActorRole:
         return RoleOutput(result, LogProbReport(Summary.of(gaps[mask]), weight))
 
     def describe(self, rollouts: Rollouts) -> RoleOutput:
-        """Return a report with what the sample log needs of each row.
-
-        Its sample id, the token ids of prompt and response, and the span of its weights versions.
-        """
+        """Report what the sample log needs of each row (`SampleText`)."""
         prompts, responses = rollouts.prompt_tokens(), rollouts.response_tokens()
         texts = [
             SampleText(sample_id, prompts[row], responses[row], version_span(rollouts, row))

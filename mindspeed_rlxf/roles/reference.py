@@ -49,10 +49,8 @@ class ReferenceRole:
         return RoleOutput(self.engine.log_probs(rollouts, self.temperature))
 
     def log_probs_with_kl(self, rollouts: Rollouts, actor: ActorRole) -> RoleOutput:
-        """Compute log-probs as `log_probs` does, and the KL between actor and reference.
+        """Compute log-probs, and KL(actor || reference) of each token over the whole vocabulary.
 
-        KL(actor || reference) of each token, summed over the whole vocabulary.
-        actor: role of the same process, with the current policy
         Rows: LogProbsWithKl, only on the leader of a replica.
         """
         policy = actor.engine

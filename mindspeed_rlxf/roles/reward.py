@@ -178,11 +178,9 @@ class RewardRole:
         return RoleOutput(both, ScoreReport(scores, parts, failures))
 
     def score_by_rule(self, rollouts: Rollouts, find_answers: bool = False) -> RoleOutput:
-        """Score responses, as text, by the verifiers or the rule of each sample's data source.
+        """Score responses by the verifiers or the rule of each sample's data source.
 
-        Rows: Scores. Report: ScoreReport with the parts.
-
-        find_answers: also report the answer extracted from each response
+        Rows: Scores. Report: ScoreReport with parts, and with `find_answers` the answers found.
         """
         texts = self._decode(rollouts.response_tokens())
         results = self.rules.score(texts, rollouts.ground_truths, rollouts.data_sources)

@@ -152,10 +152,8 @@ class DecodeStep(Attend):
     ) -> Tensor:
         """Write each row's new key and value to the cache, and attend to all tokens of its slot.
 
-        query:      [n, heads, d] or [n, groups, heads of a group, d]
+        query:      [n, heads, d] or [n, groups, heads of a group, d], the shape of the result
         key, value: [n, groups, d]
-        fused:      ignored
-        Returns the attended values in the shape of `query`.
         """
         rows, groups = key.size(0), key.size(1)
         self.cache.write(layer, self._index, key, value)

@@ -60,11 +60,7 @@ class NativeRollout:
         return self.source.module
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace all weights as `RolloutEngine.update_weights` says.
-
-        After an error the engine has no version: generation and `weights_version` fail with an
-        AssertionError.
-        """
+        """Replace all weights; after an error the engine has no version and cannot generate."""
         self._version = None
         self.source.load(tensors)
         self._version = version

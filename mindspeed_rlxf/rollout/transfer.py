@@ -63,7 +63,7 @@ def receive(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that the first rank of the group sends; a collective with `send`.
 
-    Raises WeightsDiffer, before it yields a tensor of the bucket, where a checksum differs.
+    Raises ValueError, before it yields a tensor of the bucket, where a checksum differs.
     """
     for bucket in buckets:
         sizes = [prod(shape) for shape in bucket.values()]
@@ -75,18 +75,12 @@ def receive(
         dist.broadcast(sent, 0, group)
         if not torch.equal(torch.cat(arrived), sent):
             both = zip(bucket, arrived, sent.split([len(sums) for sums in arrived]), strict=True)
-            raise WeightsDiffer([name for name, a, b in both if not torch.equal(a, b)])
+            names = ", ".join(name for name, a, b in both if not torch.equal(a, b))
+            raise ValueError(
+                "weights of the first training rank arrived changed, by the sums of their bits: "
+                f"{names}; look for faults of memory and network between the two ranks"
+            )
         yield from ((name, tensor.view(bucket[name])) for name, tensor in part.items())
-
-
-class WeightsDiffer(ValueError):
-    """Received weights are not those that were sent. names: of the changed tensors"""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        super().__init__(
-            "weights of the first training rank arrived changed, by the sums of their bits: "
-            f"{', '.join(names)}; look for faults of memory and network between the two ranks"
-        )
 
 
 def block_sums(tensor: Tensor) -> Tensor:
