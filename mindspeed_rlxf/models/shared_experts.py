@@ -96,7 +96,7 @@ class LocalExperts:
         return pairs.unflatten(0, (-1, topk)).sum(1, dtype=torch.float32)
 
     def _with_megatron(self, hidden: Tensor, numbers: Tensor, shares: Tensor) -> Tensor:
-        """Compute the experts with Megatron's module; sorts on the host, which waits for the device.
+        """Compute the experts with Megatron's module; the sort on the host waits for the device.
 
         Results become fp32 before the sum: an NPU cannot sum in another dtype than its input's.
         """

@@ -5,7 +5,7 @@ actor's), the loss on the actor's ranks. Each of these ranks builds the objectiv
 """
 
 from functools import partial
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,31 +30,13 @@ from mindspeed_rlxf.data.batch import Experience, Rollouts, fit_columns
 from mindspeed_rlxf.engine.train_engine import PolicyStep, TokenLogProbs
 
 
-class Objective(Protocol):
-    """The advantages and the loss of one algorithm."""
-
-    kl_in_reward: bool
-    """Whether the KL penalty is part of the token rewards."""
-
-    reads_reference: bool
-    """Whether the loss reads the reference's log-probs."""
-
-    def estimate(self, given: Rewarded) -> Estimate:
-        """Return advantages of the trained tokens of all samples; a collective over replicas."""
-
-    def step(
-        self, rollouts: Rollouts, experience: Experience, rows: list[int], kl_coef: float
-    ) -> PolicyStep:
-        """Return loss function and temperature of an optimizer step on these rows; take no step.
-
-        A collective over replicas. kl_coef: weight of the KL where it is part of the loss
-        """
-
-
 class ClippedObjective:
     """PPO and GSPO: advantages by `adv_estimator`, whitened if configured, and the clipped loss.
 
     The ratio of probabilities is that of a token (ppo) or of a response (gspo).
+
+    kl_in_reward:    whether the KL penalty is part of the token rewards
+    reads_reference: whether the loss reads the reference's log-probs
     """
 
     def __init__(self, config: RunConfig, sum_over_replicas: AllReduce) -> None:
@@ -76,7 +58,7 @@ class ClippedObjective:
         )
 
     def estimate(self, given: Rewarded) -> Estimate:
-        """Return advantages and returns by `algorithm.adv_estimator`.
+        """Return advantages and returns by `algorithm.adv_estimator`; a collective over replicas.
 
         Advantages are whitened over the batch of all replicas with `advantage_whiten: batch`.
         """
@@ -89,6 +71,10 @@ class ClippedObjective:
     def step(
         self, rollouts: Rollouts, experience: Experience, rows: list[int], kl_coef: float
     ) -> PolicyStep:
+        """Return loss function and temperature of an optimizer step on these rows; take no step.
+
+        A collective over replicas. kl_coef: weight of the KL where it is part of the loss
+        """
         advantages = experience.advantages
         if self.algorithm.advantage_whiten is AdvantageWhiten.MINIBATCH:
             advantages = torch.zeros_like(advantages)
@@ -206,6 +192,10 @@ class PairObjective:
             "entropy": Mean.of(entropy, len(entropy)),
         }
         return LossOutput(loss.sum(), pairs, metrics)
+
+
+Objective: TypeAlias = ClippedObjective | PairObjective
+"""The advantages and the loss of one algorithm."""
 
 
 def make_objective(config: RunConfig, sum_over_replicas: AllReduce) -> Objective:
