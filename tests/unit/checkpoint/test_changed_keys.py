@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mindspeed_rlxf.checkpoint.directory import Change, find_changes, is_function_text
+from mindspeed_rlxf.checkpoint.directory import find_changes
 from mindspeed_rlxf.config.keys import to_yaml
 from mindspeed_rlxf.config.load import resolve
 from tests.unit.config.conftest import make_tree, no_cluster
@@ -87,10 +87,3 @@ def test_a_key_that_this_version_does_not_have_is_refused(tree: dict[str, Any]) 
     newer = changed(tree, "algorithm.of_a_later_version", 1)
     (found,) = find_changes(newer, tree)
     assert (found.rule, str(found)) == ("fixed", "algorithm.of_a_later_version: 1 -> absent")
-
-
-def test_reward_functions_that_are_no_tables_are_no_change_of_text() -> None:
-    entry = {"path": "a.py", "sha256": "1"}
-    other = {**entry, "sha256": "2"}
-    assert is_function_text(Change("reward.functions", [entry], [other], "fixed"))
-    assert not is_function_text(Change("reward.functions", ["a.py"], [entry], "fixed"))

@@ -8,13 +8,11 @@ import pytest
 
 from mindspeed_rlxf.cluster.worker import (
     Variable,
-    environment_problems,
     forwarded_environment,
     list_variables,
     offload_environment,
     worker_environment,
 )
-from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.secrets import Secret, reveal
 from tests.unit.config.conftest import TREE
@@ -60,13 +58,6 @@ def test_variables_of_the_pool_come_before_the_drivers(monkeypatch: pytest.Monke
     assert Variable("TP_TOKEN", "***", "driver") in list_variables({})
     found = worker_environment({}, inherits=False)
     assert reveal(found)["TP_TOKEN"] == "canary" and not found["TP_TOKEN"].is_open
-
-
-def test_a_contradiction_is_found_between_driver_and_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HCCL_EVENT_TIMEOUT", "1868")
-    problem = str(*environment_problems(DeviceKind.NPU, opened({"HCCL_EXEC_TIMEOUT": "3600"})))
-    assert problem.startswith("HCCL_EVENT_TIMEOUT=1868 must be greater than HCCL_EXEC_TIMEOUT=3600")
-    assert environment_problems(DeviceKind.NPU, opened({"HCCL_EXEC_TIMEOUT": "60"})) == []
 
 
 def test_a_run_that_offloads_gets_segments_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:

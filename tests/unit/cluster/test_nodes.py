@@ -11,10 +11,8 @@ from mindspeed_rlxf.cluster.nodes import (
     Place,
     choose_model,
     describe_places,
-    describe_shortage,
     fits,
     order_ranks,
-    sort_by_address,
     take_devices,
 )
 from mindspeed_rlxf.config.problems import UserError
@@ -69,20 +67,6 @@ def test_a_mixture_of_models_is_refused_by_name() -> None:
         "node1 (10.0.0.1): 8 of 8 A2 free, node2 (10.0.0.2): 8 of 8 A3 free; "
         "make the pool smaller, or add nodes of the same model"
     )
-
-
-def test_nodes_that_lack_devices_are_named_in_the_order_of_their_addresses() -> None:
-    nodes = [node(10, 4, 1), node(9, 8, 8)]
-    assert [n.host for n in sort_by_address(nodes)] == ["node9", "node10"]
-    text = describe_shortage("main", [8, 8], "NPU", "head:1", nodes)
-    assert text.startswith(
-        "resource_pool.main needs NPU: [8, 8], one entry per node; the cluster at head:1 has "
-        "node9 (10.0.0.9): 8 of 8 free, node10 (10.0.0.10): 1 of 4 free; ask for less"
-    )
-    assert "and 4 more nodes" in describe_shortage(
-        "m", [1], "NPU", "a:1", [node(n, 1) for n in range(1, 21)]
-    )
-    assert "has no node that has any; ask" in describe_shortage("m", [1], "NPU", "a:1", [])
 
 
 def test_ranks_go_by_node_then_device_whatever_the_order_of_start() -> None:

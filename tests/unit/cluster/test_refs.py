@@ -46,13 +46,6 @@ def numbers(rows: Rows) -> list[int]:
     return rows.numbers.tolist()
 
 
-def test_take_gives_rows_in_any_order_and_repeats() -> None:
-    store = Store([3, 2])  # rows 0 1 2 | 3 4
-    ref = store.ref.take([4, 0, 4, 2])
-    assert ref.num_rows == 4
-    assert numbers(resolve(ref, store.fetch)) == [4, 0, 4, 2]
-
-
 def test_refs_are_joined_row_after_row() -> None:
     store = Store([3, 2, 4])  # rows 0 1 2 | 3 4 | 5 6 7 8
     whole = store.ref
@@ -72,15 +65,6 @@ def test_only_pieces_with_a_wanted_row_travel_and_are_fetched() -> None:
     assert store.fetched == ["piece 0", "piece 2"]
 
 
-@pytest.mark.parametrize("parts", [1, 2, 3, 6])
-def test_split_is_contiguous_whatever_the_pieces(parts: int) -> None:
-    store = Store([4, 2])
-    split = store.ref.split(parts)
-    assert [ref.num_rows for ref in split] == [6 // parts] * parts
-    found = [number for ref in split for number in numbers(resolve(ref, store.fetch))]
-    assert found == list(range(6))
-
-
 def test_split_into_unequal_parts_is_refused() -> None:
     with pytest.raises(ValueError, match="6 rows must be a multiple of 4"):
         Store([4, 2]).ref.split(4)
@@ -95,17 +79,6 @@ def test_take_refuses_a_row_that_is_not_there(row: int) -> None:
 def test_a_replica_without_samples_has_rows_of_the_same_type() -> None:
     store = Store([3, 0])
     assert numbers(resolve(RowsRef(store.ref.pieces[1:]), store.fetch)) == []
-
-
-def test_a_piece_that_changed_size_is_noticed() -> None:
-    ref = RowsRef((Piece("piece 0", 3),))
-    with pytest.raises(AssertionError, match="holds 2 rows, not 3"):
-        resolve(ref, Store([2]).fetch)
-
-
-def test_a_method_without_rows_is_noticed() -> None:
-    with pytest.raises(AssertionError, match="returned no rows"):
-        resolve(Store([2]).ref, lambda handles: [None])  # type: ignore[list-item]
 
 
 @given(st.data())

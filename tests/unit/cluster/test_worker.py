@@ -37,8 +37,6 @@ class Doubler:
         columns = (torch.ones(3, dtype=torch.long), numbers, None, 2 * numbers)
         return RoleOutput(rows, token_rows=TokenRows(log, [10, 11, 12], *columns))
 
-    def forget(self) -> None: ...
-
 
 def make_host() -> RoleHost:
     host = RoleHost(3, lambda handles: [Numbers(torch.arange(3)) for _ in handles])
@@ -91,15 +89,6 @@ def test_a_failure_says_role_rank_host_phase_and_cause() -> None:
 
 def test_a_lost_peer_is_no_first_cause() -> None:
     assert failure("fail", "[gloo] Connection closed by peer [127.0.0.1]:1").is_aftermath
-
-
-def test_a_number_of_rows_that_was_not_announced_is_refused() -> None:
-    cause = failure("double", Numbers(torch.arange(3)), rows=4).cause
-    assert "returned 3 rows, its inputs say 4" in cause
-
-
-def test_a_method_that_returns_no_role_output_is_refused() -> None:
-    assert "forget must return a RoleOutput, got NoneType" in failure("forget").cause
 
 
 def test_a_role_is_built_with_the_object_of_another_in_its_process() -> None:

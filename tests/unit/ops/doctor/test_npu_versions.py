@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rlxf.cluster.nodes import find_node_problems, report_node
 from mindspeed_rlxf.config import packages
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.device import npu_versions
-from mindspeed_rlxf.ops.doctor import checks, hosts
+from mindspeed_rlxf.ops.doctor import checks
 from tests.unit.device import npu_recorder
 
 
@@ -49,16 +48,6 @@ def test_mindspeed_and_another_megatron_are_an_error_with_its_remedy(host: Path)
     assert findings_of("versions.pairs") == [("error", what, "check out MindSpeed core_r0.16.0")]
     with pytest.raises(ValueError, match=what):
         npu_versions.require_versions()  # as a worker does
-
-
-def test_nodes_with_different_checkouts_are_named(host: Path) -> None:
-    before, ours = hosts.versions(), report_node([], None)
-    check_out(host, (0, 12, 2))
-    after, theirs = hosts.versions(), report_node([], None)
-    found = [f.value for f in hosts.version_findings({"a": before, "b": before, "c": after})]
-    assert found == ["megatron-core 0.12.2, on most hosts 0.12.1"]
-    (problem,) = find_node_problems(ours, theirs, {})
-    assert "must be that of the driver (0.12.1), not 0.12.2" in problem
 
 
 def test_the_version_of_cann_is_read_from_the_folder_of_set_env(
