@@ -56,9 +56,8 @@ def call_balanced(
 def _estimate_costs(config: RunConfig, role: Role, lengths: Lengths) -> list[int] | None:
     """Return the estimated floating-point operations of each sample; waits for the lengths.
 
-    Logits of the responses count except for the critic. None, without waiting, where the role's
-    `balance_by_length` is off (the actor's for roles that do not learn), or there is one replica:
-    replicas then get consecutive samples.
+    None, without waiting, if the role's `balance_by_length` is off (the actor's for roles that do
+    not learn), or there is one replica: replicas then get consecutive samples.
     """
     section = config.role(role)
     learner = section if isinstance(section, LearningConfig) else config.actor_rollout
