@@ -154,7 +154,8 @@ class Collector:
         if self.algorithm.filter_groups:
             found = self._collect_differing_groups()
         else:
-            batch = self._answer(self.prompts.next_prompts())
+            prompts = self.prompts.next_prompts()
+            batch = self._score(prompts, self.rollout.generate(prompts, self.seed))
             found = Collected(batch.generated.rows(), batch.scored.rows(), [batch])
         return self._add_greedy(found) if self.algorithm.estimator.reads_greedy else found
 
@@ -170,9 +171,7 @@ class Collector:
             "rollout/alike_groups": float(found.num_alike),
         }
 
-    def _answer(self, prompts: Prompts, sampling: Sampling = Sampling.TRAINING) -> Batch:
-        """Start to generate and to score responses."""
-        generated = self.rollout.generate(prompts, self.seed, sampling)
+    def _score(self, prompts: Prompts, generated: Pending) -> Batch:
         return Batch(prompts, generated, self.reward.score(generated.rows()))
 
     def _collect_differing_groups(self) -> Collected:
@@ -188,7 +187,8 @@ class Collector:
         batches: list[Batch] = []
         differing: list[int] = []
         while len(differing) < wanted and len(batches) < self.algorithm.max_num_gen_batches:
-            batches.append(self._answer(self.prompts.next_prompts()))
+            prompts = self.prompts.next_prompts()
+            batches.append(self._score(prompts, self.rollout.generate(prompts, self.seed)))
             offset = (len(batches) - 1) * wanted
             given, keys = torch.tensor(batches[-1].scores()), self.algorithm
             seen = shape_scores(given, keys.reward_scale, keys.reward_clip).tolist()
@@ -212,7 +212,7 @@ class Collector:
         kept = range(prompts.num_rows) if found.kept is None else found.kept
         firsts = prompts.select(kept[::size])
         firsts = replace(firsts, responses=[[]] * firsts.num_rows)
-        batch = self._answer(firsts, Sampling.GREEDY)
+        batch = self._score(firsts, self.rollout.generate(firsts, self.seed, Sampling.GREEDY))
         rows = [row // size for row in range(len(kept))]
         return replace(
             found,
