@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -66,31 +65,12 @@ def test_a_decode_step_gives_a_mask_row_to_each_query(put_fault: Any) -> None:
         step.attend(1, *heads)
 
 
-def test_a_slot_of_the_cache_is_no_index_of_the_host() -> None:
-    cache, _, (_, key, value) = cache_and_step()
-    place = torch.tensor([0, 1])
-    with pytest.raises(RuntimeError, match="tensors of the host and of npu:0 in one call"):
-        cache.write(1, place, place, key, value)
-    cache.write(1, place.npu(), place.npu(), key, value)
-
-
 def test_sums_of_weights_take_no_integers_on_the_device(put_fault: Any) -> None:
     weights = torch.randn(5, 3)
     assert torch.equal(transfer.block_sums(weights.npu()).cpu(), transfer.block_sums(weights))
     put_fault(transfer, "block_sums", ".sum(dim=1)", ".long().sum(dim=1, dtype=torch.int64)")
     with pytest.raises(RuntimeError, match="sum does not support the argument dtype"):
         transfer.block_sums(weights.npu())
-
-
-def test_weights_are_written_from_the_host(tmp_path: Path) -> None:
-    from mindspeed_rlxf.weights.boxes import PlannedTensor
-
-    tensor = torch.ones(3, device="npu")
-    planned = PlannedTensor.of(tensor)
-    from mindspeed_rlxf.weights.hf_folder import write_safetensors
-
-    with pytest.raises(TypeError, match=r"can't convert npu:0 device type tensor to numpy"):
-        write_safetensors(tmp_path / "a.safetensors", {"a": planned}, lambda _: None)
 
 
 def test_a_pack_is_attended_sequence_by_sequence(put_fault: Any) -> None:

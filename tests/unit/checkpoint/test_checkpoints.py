@@ -30,9 +30,7 @@ from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.weights import state_files
 from tests.unit.checkpoint.runs import Case, MakeTree
-from tests.unit.config.conftest import make_tree, no_cluster
 
-__all__ = ["make_tree", "no_cluster"]
 NewCase = Callable[..., Case]
 
 

@@ -51,11 +51,6 @@ def test_validation_alone_leaves_the_folder_of_the_run_free(make_config):
     directory.unlock()
 
 
-def test_check_writes_nothing(make_config, tmp_path):
-    assert RunDirectory.check(make_config()) == []
-    assert os.listdir(tmp_path) == []
-
-
 def test_release_frees_the_folder_of_a_run_that_has_not_trained(make_config):
     config = make_config()
     directory = RunDirectory.create(config)
@@ -65,16 +60,6 @@ def test_release_frees_the_folder_of_a_run_that_has_not_trained(make_config):
     RunDirectory.create(config).metrics.write_text("{}\n")
     directory.release()
     assert directory.is_used and directory.metrics.read_text() == "{}\n"
-
-
-def test_the_same_run_may_use_its_folder_again(make_config):
-    config = make_config()
-    first = RunDirectory.create(config)
-    text = first.config.read_text()
-    assert RunDirectory.check(config) == []
-    again = RunDirectory.create(config)
-    assert again.path == first.path and again.changes == []
-    assert again.config.read_text() == text
 
 
 def test_free_keys_that_changed_are_kept_beside_the_first_configuration(make_config):

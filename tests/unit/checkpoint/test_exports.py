@@ -12,9 +12,6 @@ from mindspeed_rlxf.checkpoint.exports import check_save_folders, export_folders
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.load import resolve, resolve_with_notes
 from tests.unit.checkpoint.runs import MakeTree
-from tests.unit.config.conftest import make_tree, no_cluster
-
-__all__ = ["make_tree", "no_cluster"]
 
 
 class Group:

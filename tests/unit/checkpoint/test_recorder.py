@@ -14,9 +14,7 @@ from mindspeed_rlxf.checkpoint.recorder import Recorder
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.reporting.trackers import TrackedRun, Tracker, register_tracker
 from tests.registries import restored_registries
-from tests.unit.config.conftest import make_tree, no_cluster
 
-__all__ = ["make_tree", "no_cluster"]
 Make = Callable[..., Recorder]
 
 

@@ -145,13 +145,6 @@ def test_all_ranks_take_the_answer_of_the_first(clock: Clock, stop: StopRequest)
     assert stop.is_due() and isinstance(stop.ended(), StoppedByRule)
 
 
-def test_iterations_before_a_resume_do_not_count_as_lost(stop: StopRequest) -> None:
-    stop.record_resume(7)
-    assert stop.work_lost == "nothing is lost"
-    stop.begin_iteration()
-    assert stop.work_lost.startswith("iteration 8 will run again")
-
-
 def test_signals_are_handled_inside_the_block_alone(clock: Clock, stop: StopRequest) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     run_iterations(clock, stop, 1.0)

@@ -167,19 +167,6 @@ def test_vocabulary_padding_is_zero(monkeypatch: pytest.MonkeyPatch, source: Pat
     assert embedding[:3].any(dim=1).all() and not embedding[3].any()
 
 
-def test_tied_output_layer_of_a_later_stage_is_the_embedding_and_is_written_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: Path
-) -> None:
-    ranks = ranks_of(monkeypatch, architecture(untied=False), LM, 1, 2)
-    for row in ranks:
-        row[0].load(HfFolder(source))
-    embedding = ranks[0][0].tensors["embedding.word_embeddings.weight"]
-    assert_close(ranks[1][0].tensors["output_layer.weight"], embedding, rtol=0, atol=0)
-    export(monkeypatch, ranks, tmp_path / "target", source)
-    written = [k for f in (tmp_path / "target").glob("*.safetensors") for k in load_file(f)]
-    assert sorted(written) == sorted(set(read(source)) - {"lm_head.weight"})
-
-
 def test_a_missing_score_head_is_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: Path
 ) -> None:
