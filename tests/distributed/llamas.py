@@ -46,15 +46,9 @@ shares_groups = pytest.mark.skipif(
 MAX_NEW_TOKENS = 16
 VOCAB = 37  # odd, so that tensor-parallel ranks have to pad the vocabulary
 PLAIN = ArchitectureConfig(
-    num_layers=2,
-    hidden_size=32,
-    ffn_hidden_size=48,
-    num_attention_heads=4,
-    num_query_groups=2,
-    vocab_size=VOCAB,
-    max_position_embeddings=128,
-    untie_embeddings_and_output_weights=True,
-)
+    num_layers=2, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4, num_query_groups=2,
+    vocab_size=VOCAB, max_position_embeddings=128, untie_embeddings_and_output_weights=True,
+)  # fmt: skip
 TIED = PLAIN.model_copy(update={"untie_embeddings_and_output_weights": False})
 QWEN2 = PLAIN.model_copy(update={"add_qkv_bias": True})
 QWEN3 = PLAIN.model_copy(update={"qk_layernorm": True, "kv_channels": 12})

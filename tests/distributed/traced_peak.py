@@ -38,27 +38,15 @@ from tests.distributed.test_memory_plan import measured
 from tests.rows import made_rollouts
 
 WIDE = ArchitectureConfig(
-    num_layers=4,
-    hidden_size=256,
-    ffn_hidden_size=704,
-    num_attention_heads=4,
-    num_query_groups=2,
-    vocab_size=4096,
-    max_position_embeddings=4096,
-    untie_embeddings_and_output_weights=True,
-)
+    num_layers=4, hidden_size=256, ffn_hidden_size=704, num_attention_heads=4, num_query_groups=2,
+    vocab_size=4096, max_position_embeddings=4096, untie_embeddings_and_output_weights=True,
+)  # fmt: skip
 # The width and the vocabulary of Qwen2.5-7B, with the embedding as output layer.
 REAL = ArchitectureConfig(
-    num_layers=1,
-    hidden_size=3584,
-    ffn_hidden_size=18944,
-    num_attention_heads=28,
-    num_query_groups=4,
-    vocab_size=152064,
-    max_position_embeddings=4096,
-    untie_embeddings_and_output_weights=False,
-    add_qkv_bias=True,
-)
+    num_layers=1, hidden_size=3584, ffn_hidden_size=18944, num_attention_heads=28,
+    num_query_groups=4, vocab_size=152064, max_position_embeddings=4096,
+    untie_embeddings_and_output_weights=False, add_qkv_bias=True,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,9 @@ from mindspeed_rlxf.models.parameters import Head
 
 LM, SCORE = Head.LANGUAGE_MODEL, Head.SCORE
 MODEL = ArchitectureConfig(
-    num_layers=2,
-    hidden_size=8,
-    ffn_hidden_size=12,
-    num_attention_heads=4,
-    num_query_groups=2,
-    vocab_size=7,
-    max_position_embeddings=64,
-    untie_embeddings_and_output_weights=True,
-)
+    num_layers=2, hidden_size=8, ffn_hidden_size=12, num_attention_heads=4, num_query_groups=2,
+    vocab_size=7, max_position_embeddings=64, untie_embeddings_and_output_weights=True,
+)  # fmt: skip
 TIED = MODEL.model_copy(update={"untie_embeddings_and_output_weights": False})
 
 # heads of width 2. norms 8 + 8; q, k, v 8 x (8 + 4 + 4); o 8 x 8; gate, up, down 3 x 8 x 12

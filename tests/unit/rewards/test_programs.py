@@ -9,14 +9,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.config.reward_section import SandboxConfig
-from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.rewards import programs
-from mindspeed_rlxf.rewards.manager import RewardManager
 from mindspeed_rlxf.rewards.programs import Case, code, code_all, find_program, read_cases
 from mindspeed_rlxf.rewards.sandbox import Outcome, SandboxError
 
@@ -135,17 +132,6 @@ def test_cases_end_with_the_time_of_a_response() -> None:
     ran.clear()
     shared.config = SandboxConfig(response_s=1e-9)
     assert shared.count_passed("", cases) == 0 and ran == []
-
-
-def test_rows_without_test_cases_are_found_beforehand_and_nothing_runs() -> None:
-    def row(index: int, truth: str) -> Prompt:
-        return Prompt(index, f"question {index}", np.array([1]), truth, "mine")
-
-    manager = RewardManager({"mine": "code"})
-    assert programs.SHARED._sandbox is None or programs.SHARED.config == SandboxConfig()
-    assert manager.check([row(0, ADD), row(1, CALLS)]) == []
-    (problem,) = map(str, manager.check([row(0, ADD), row(1, "3")]))
-    assert "the first without is prompt 1" in problem
 
 
 def test_a_sandbox_that_stopped_working_is_no_score(rules: programs.CodeRules) -> None:
