@@ -130,7 +130,8 @@ ALGORITHM: dict[str, Any] = {
     "score_slot_limit": Case("batch_width", see.driven), "advantage_whiten": Case("none", see.loss),
     "loss_normalizer": Case("sequence_means", see.loss),
     "old_log_probs": Case("rollout", see.driven), "rollout_is_threshold": Case(1.5, see.loss),
-    "max_log_prob_gap": Shown("roles/test_log_prob_gap.py", "test_the_worst_token_is_named"),
+    "max_log_prob_gap": Shown("roles/test_log_prob_gap.py",
+     "test_a_gap_over_the_limit_names_the_worst_token"),
 }  # fmt: skip
 KL_CTRL: dict[str, Any] = {
     "type": Case("adaptive", see.driven), "kl_coef": Case(0.5, see.driven),
