@@ -42,18 +42,10 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with everything that a run needs, and its configuration `good.yaml`."""
     folder = tmp_path_factory.mktemp("good")
     config = LlamaConfig(
-        num_hidden_layers=2,
-        hidden_size=16,
-        intermediate_size=24,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=VOCAB,
-        max_position_embeddings=32,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        num_labels=1,
-    )
+        num_hidden_layers=2, hidden_size=16, intermediate_size=24, num_attention_heads=2,
+        num_key_value_heads=1, vocab_size=VOCAB, max_position_embeddings=32, rms_norm_eps=1e-5,
+        tie_word_embeddings=True, pad_token_id=0, num_labels=1,
+    )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder / "lm")
     LlamaForSequenceClassification(config).save_pretrained(folder / "scored")
     write_tokenizer(folder / "tokenizer", VOCAB)
@@ -72,38 +64,25 @@ def write_tokenizer(folder: Path, size: int) -> None:
 
 
 def write_config(folder: Path) -> None:
+    small = {
+        "num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 24, "num_attention_heads": 2,
+        "num_query_groups": 1, "vocab_size": VOCAB, "max_position_embeddings": 32,
+    }  # fmt: skip
+    lm = str(folder / "lm")
     tree = {
-        "model": {
-            "small": {
-                "num_layers": 2,
-                "hidden_size": 16,
-                "ffn_hidden_size": 24,
-                "num_attention_heads": 2,
-                "num_query_groups": 1,
-                "vocab_size": VOCAB,
-                "max_position_embeddings": 32,
-            }
-        },
+        "model": {"small": small},
         "training": {
-            "model": "small",
-            "train_iters": 1,
-            "global_batch_size": 2,
-            "seq_length": 16,
-            "tokenizer_name_or_path": str(folder / "tokenizer"),
-            "output_dir": str(folder / "run"),
+            "model": "small", "train_iters": 1, "global_batch_size": 2, "seq_length": 16,
+            "tokenizer_name_or_path": str(folder / "tokenizer"), "output_dir": str(folder / "run"),
         },
-        "actor_rollout": {
-            "load": str(folder / "lm"),
-            "max_prompt_length": 8,
-            "ppo_mini_batch_size": 2,
-        },
-        "ref": {"load": str(folder / "lm")},
-        "critic": {"load": str(folder / "lm"), "critic_mini_batch_size": 2},
+        "actor_rollout": {"load": lm, "max_prompt_length": 8, "ppo_mini_batch_size": 2},
+        "ref": {"load": lm},
+        "critic": {"load": lm, "critic_mini_batch_size": 2},
         "reward": {"load": str(folder / "scored")},
         "data": {"train_files": str(folder / "train.jsonl")},
         "device": {"kind": "cpu"},
         "resource_pool": {"actor_rollout": 1, "ref": 1, "critic": 1, "reward": 1},
-    }
+    }  # fmt: skip
     (folder / "good.yaml").write_text(json.dumps(tree), encoding="utf-8")
 
 
