@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from mindspeed_rlxf.cluster.refs import Handle
 from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.engine.work import NONE, Work
 
 BUILD = "build"
 COLLECTIVE_MARGIN_S = 60.0  # the driver's deadline passes first, and its message names the ranks
@@ -54,6 +55,7 @@ class Reply:
     rank: int = 0  # in the pool
     started: float = 0.0  # start of the method, epoch seconds by the clock of the rank's host
     memory: int = 0  # peak of the device in the method, bytes; on CPU resident memory after it
+    work: Work = NONE  # of the training engines; all of a replica by its leader
 
 
 class Call(Protocol):

@@ -6,7 +6,8 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from mindspeed_rlxf.config.problems import Problem
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.config.secrets import Secret, reveal, variable_secret
 from mindspeed_rlxf.data.batch import RoleOutput, Rows
+from mindspeed_rlxf.engine import work
 from mindspeed_rlxf.reporting.jsonl import write_tokens
 
 FORWARDED = ("HCCL_", "ASCEND_", "GLOO_", "TP_", "NCCL_")  # settings of communication libraries
@@ -58,15 +60,19 @@ class RoleHost:
         and prints its traceback; the WorkerError of a rank whose rows are needed stays as it is.
         """
         try:
-            args = resolve_refs(request.args, self._fetch)
+            call = self._bind(request, resolve_refs(request.args, self._fetch))
             device.reset_peak_memory()
+            work.take()
             began, started = time.time(), time.perf_counter()
-            output = self._call(request, args)
+            output = call()
+            assert isinstance(output, RoleOutput), (
+                f"{request.method} must return a RoleOutput, got {type(output).__name__}"
+            )
             device.synchronize()
             seconds = time.perf_counter() - started
-            memory = device.peak_memory()
+            memory, done = device.peak_memory(), work.take()
             if not request.keeps_rows:
-                return None, Reply(None, None, seconds, self._rank, began, memory)
+                return None, Reply(None, None, seconds, self._rank, began, memory, done)
             if (tokens := output.token_rows) is not None:
                 log = tokens.log
                 write_tokens(Path(log.folder), self._rank, log.iteration, tokens.as_lists())
@@ -75,27 +81,24 @@ class RoleHost:
             assert wanted is None or count in (None, wanted), (
                 f"returned {count} rows, its inputs say {wanted}"
             )
-            reply = Reply(output.report, count, seconds, self._rank, began, memory)
+            reply = Reply(output.report, count, seconds, self._rank, began, memory, done)
             return None if rows is None else to_host(rows), reply
         except WorkerError:
             raise
         except Exception as error:
             raise worker_error(error, request.role.value, self._rank, request.method) from error
 
-    def _call(self, request: Request, args: Sequence[Any]) -> RoleOutput:
-        """Build the role and keep it, or call a method of the role or of its engine."""
+    def _bind(self, request: Request, args: Sequence[Any]) -> Callable[[], Any]:
+        """Return what builds the role and keeps it, or calls it or its engine; a RoleOutput."""
         args = [self._get_role(arg.role) if isinstance(arg, Peer) else arg for arg in args]
-        if request.factory is not None:
-            self._roles[request.role] = request.factory(*args)
-            return RoleOutput()
-        role = self._get_role(request.role)
+        factory, of = request.factory, request.role
+        if factory is not None:
+            return lambda: RoleOutput(report=self._roles.update({of: factory(*args)}))
+        role = self._get_role(of)
         if request.of_engine:
-            return RoleOutput(report=getattr(role.engine, request.method)(*args))
-        output = getattr(role, request.method)(*args)
-        assert isinstance(output, RoleOutput), (
-            f"{request.method} must return a RoleOutput, got {type(output).__name__}"
-        )
-        return output
+            method = getattr(role.engine, request.method)
+            return lambda: RoleOutput(report=method(*args))
+        return partial(getattr(role, request.method), *args)
 
     def _get_role(self, role: Role) -> Any:
         assert role in self._roles, f"{role.value} has not been built in this process"

@@ -111,6 +111,9 @@ class RoleConfig(Section):
     )
     bf16: bool = key(False, "weights and activations in bfloat16")
     packed_sequences: bool = free(True, "no padding in forward and backward")
+    share_prompts: bool = free(
+        True, "responses to one prompt compute it once", used_if="packed_sequences"
+    )
     offload: OffloadConfig = free(
         OffloadConfig(), "parts that leave the device outside of the role's phases"
     )

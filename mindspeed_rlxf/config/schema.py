@@ -3,6 +3,7 @@
 `resolve` builds it from a composed YAML tree; nothing changes it afterwards.
 """
 
+from math import gcd
 from pathlib import Path
 from typing import Annotated
 
@@ -173,6 +174,23 @@ class RunConfig(Section):
         `n_samples_per_prompt` if the estimator compares a group, and in online DPO; else 1.
         """
         return self.actor_rollout.n_samples_per_prompt if self.compares_responses else 1
+
+    def shared_samples(self, role: Role, samples: int) -> int:
+        """Return how many consecutive samples of a prompt a rank computes it for once, 1 = none.
+
+        samples: of an epoch or mini-batch on one rank. Consecutive samples of that number stay on
+        one rank, so it divides `samples`.
+        """
+        section = self.role(role)
+        if not (section.share_prompts and section.packed_sequences):
+            return 1
+        return gcd(self.actor_rollout.n_samples_per_prompt, samples)
+
+    def shares_in_updates(self, role: Role) -> bool:
+        """Whether responses to a prompt are certainly neighbours in the updates of a role."""
+        section = self.role(role)
+        assert isinstance(section, LearningConfig) and section.architecture is not None
+        return not (section.shuffle_minibatch or section.architecture.balances_experts)
 
     def kept_together(self, role: Role) -> int:
         """Return how many consecutive samples of a mini-batch must be in one micro-batch.

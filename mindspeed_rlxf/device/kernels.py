@@ -3,8 +3,8 @@
 Each row of TABLE names an operator and a package that has it. `find` tries the rows in order: it
 imports the operator, runs it forward and backward on a small input, and compares the result with
 plain torch. Attention is tried with the heads of the model, as kernels refuse some sizes. An
-operator that fails is left out, with one line in the log. This module is not used on NPU, where
-MindSpeed's operators replace Megatron's own (`device.fuses_layers`), nor on a CPU.
+operator that fails is left out, with one line in the log. On NPU, where MindSpeed's operators
+replace Megatron's own (`device.fuses_layers`), only SHARED_PROMPTS is tried; on a CPU nothing.
 """
 
 import functools
@@ -21,10 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_rlxf import device
+from mindspeed_rlxf.device import npu
 
 logger = logging.getLogger(__name__)
 
 HALF = torch.bfloat16
+Lengths = tuple[int, ...]
 TOLERANCE = 0.05  # for bf16 results with elements of about 1
 
 
@@ -32,6 +34,7 @@ class Operator(str, Enum):
     """An operation that may be fused; the value is its name in the log."""
 
     ATTENTION = "attention of packed sequences"
+    SHARED_PROMPTS = "attention of responses to one prompt"
     NORM = "root-mean-square norm"
     ROTARY = "rotary embedding"
     SWIGLU = "gated activation"
@@ -56,14 +59,17 @@ class Source:
 def find(operator: Operator, *shape: int) -> Any:
     """Return the first implementation of an operator in TABLE that works on this device, cached.
 
-    None = use plain torch: on CPU and NPU, before `device.setup`, in deterministic mode (backward
-    passes of fused attention add in any order), or if no implementation passes its probe. Logs a
-    line for each that is tried.
+    None = use plain torch: on CPU, before `device.setup`, in deterministic mode (backward passes of
+    fused attention add in any order), or if no implementation passes its probe. Logs a line for
+    each that is tried.
 
     Args:
         shape: Sizes of the model for the probe, as an operator may refuse some; () = the probe's.
     """
-    if not device.tries_kernels() or torch.are_deterministic_algorithms_enabled():
+    tried = device.tries_kernels() or (
+        device.fuses_layers() and operator is Operator.SHARED_PROMPTS
+    )
+    if not tried or torch.are_deterministic_algorithms_enabled():
         return None
     for source in (row for row in TABLE if row.operator is operator):
         try:
@@ -83,10 +89,12 @@ def find(operator: Operator, *shape: int) -> Any:
 def _torch_varlen() -> Any:
     varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> Tensor:
-        ends, longest = _ends(lengths, query.device), max(lengths)
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, key_lengths: Lengths
+    ) -> Tensor:
         how = {"window_size": (-1, 0), "enable_gqa": query.size(1) != key.size(1)}  # causal
-        out: Tensor = varlen_attn(query, key, value, ends, ends, longest, longest, **how)
+        ends = [_ends(each, query.device) for each in (lengths, key_lengths)]
+        out: Tensor = varlen_attn(query, key, value, *ends, max(lengths), max(key_lengths), **how)
         return out
 
     return attend
@@ -95,17 +103,25 @@ def _torch_varlen() -> Any:
 def _flash_attention() -> Any:
     flash = importlib.import_module("flash_attn").flash_attn_varlen_func
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> Tensor:
-        ends, longest = _ends(lengths, query.device), max(lengths)
-        out: Tensor = flash(query, key, value, ends, ends, longest, longest, causal=True)
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, key_lengths: Lengths
+    ) -> Tensor:
+        ends = [_ends(each, query.device) for each in (lengths, key_lengths)]
+        out: Tensor = flash(query, key, value, *ends, max(lengths), max(key_lengths), causal=True)
         return out
 
     return attend
 
 
+def _npu_attention() -> Any:
+    if not device.fuses_layers():
+        raise ImportError("only on NPU")
+    return npu.attend_to_longer_keys
+
+
 # Cached, because every layer asks for those of the same pack, and an upload blocks the host.
 @functools.lru_cache(maxsize=8)
-def _ends(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+def _ends(lengths: Lengths, device: torch.device) -> Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
@@ -127,13 +143,37 @@ def _probe_attention(
 ) -> None:
     """Raise AssertionError unless causal attention over two packed sequences is torch's."""
     query, key, value = (_noise(device, 24, count, width) for count in (heads, groups, groups))
-    found = attend(query, key, value, (5, 19))
+    found = attend(query, key, value, (5, 19), (5, 19))
     outs = []
     for one, keys, values in zip(*(x.split((5, 19)) for x in (query, key, value)), strict=True):
         rows = [x.transpose(0, 1)[None] for x in (one, keys, values)]
         outs.append(
             F.scaled_dot_product_attention(
                 rows[0], rows[1], rows[2], is_causal=True, enable_gqa=True
+            )
+        )
+    expected = torch.cat([out[0].transpose(0, 1) for out in outs])
+    _assert_close(found, expected, (query, key, value))
+
+
+def _probe_shared_prompts(
+    attend: Any, device: torch.device, heads: int = 4, groups: int = 2, width: int = 64
+) -> None:
+    """Raise AssertionError unless two responses to one prompt attend as in plain torch."""
+    query, key, value = (_noise(device, 24, count, width) for count in (heads, groups, groups))
+    prompt, first, second = torch.arange(24, device=device).split((7, 5, 12))
+    keys = [prompt, torch.cat((prompt, first)), torch.cat((prompt, second))]
+    found = attend(
+        query, *(x[torch.cat(keys)] for x in (key, value)), (7, 5, 12), tuple(map(len, keys))
+    )
+    outs = []
+    for own, seen in zip((prompt, first, second), keys, strict=True):
+        rows = [x.transpose(0, 1)[None] for x in (query[own], key[seen], value[seen])]
+        mask = torch.ones(len(own), len(seen), dtype=torch.bool, device=device)
+        mask = mask.tril(len(seen) - len(own))[None, None]
+        outs.append(
+            F.scaled_dot_product_attention(
+                rows[0], rows[1], rows[2], attn_mask=mask, enable_gqa=True
             )
         )
     expected = torch.cat([out[0].transpose(0, 1) for out in outs])
@@ -173,6 +213,14 @@ def _probe_gradient(accumulate_fp32: Any, device: torch.device) -> None:
 TABLE = (
     Source(Operator.ATTENTION, "torch.nn.attention.varlen", _torch_varlen, _probe_attention),
     Source(Operator.ATTENTION, "flash_attn", _flash_attention, _probe_attention),
+    *(
+        Source(Operator.SHARED_PROMPTS, name, load, _probe_shared_prompts)
+        for name, load in (
+            ("torch.nn.attention.varlen", _torch_varlen),
+            ("flash_attn", _flash_attention),
+            ("torch_npu", _npu_attention),
+        )
+    ),
     Source(
         Operator.NORM,
         "transformer_engine",

@@ -20,7 +20,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from functools import wraps
+from functools import cache, wraps
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -281,3 +282,36 @@ def _reduce_fp64_in_place(patched: Callable[..., Any], plain: Callable[..., Any]
         return None
 
     return all_reduce
+
+
+def attend_to_longer_keys(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: tuple[int, ...],
+    key_lengths: tuple[int, ...],
+) -> torch.Tensor:
+    """Attend in packed sequences with more keys than queries, causal to the last key.
+
+    query: [tokens, heads, d]; key, value: [keys, groups, d]; returns [tokens, heads, d]
+    Source: npu_fusion_attention of Ascend/op-plugin, layout TND with sparse_mode 3, whose mask is
+    the compressed one and whose ends have no leading 0.
+    """
+    out: torch.Tensor = import_torch_npu().npu_fusion_attention(
+        query,
+        key,
+        value,
+        query.size(1),
+        "TND",
+        atten_mask=_compressed_mask(query.device),
+        scale=query.size(2) ** -0.5,
+        actual_seq_qlen=list(accumulate(lengths)),
+        actual_seq_kvlen=list(accumulate(key_lengths)),
+        sparse_mode=3,
+    )[0]
+    return out
+
+
+@cache
+def _compressed_mask(where: torch.device) -> torch.Tensor:
+    return torch.ones(2048, 2048, dtype=torch.bool, device=where).triu(1)

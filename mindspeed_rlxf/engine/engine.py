@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -22,7 +23,7 @@ from mindspeed_rlxf.algorithms.slots import readable_slots
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import LogProbs, LogProbsWithKl, Rollouts, Scores, Values
 from mindspeed_rlxf.device import megatron_versions
-from mindspeed_rlxf.engine import offload
+from mindspeed_rlxf.engine import offload, work
 from mindspeed_rlxf.engine.adam_state import single_optimizers
 from mindspeed_rlxf.engine.build import (
     build_chunks,
@@ -34,7 +35,14 @@ from mindspeed_rlxf.engine.build import (
 )
 from mindspeed_rlxf.engine.finite import GuardedOptimizer, SkippedSteps
 from mindspeed_rlxf.engine.hf_stream import hf_tensors
-from mindspeed_rlxf.engine.micro_batch import MicroBatch, group_rows, make_micro_batches
+from mindspeed_rlxf.engine.micro_batch import (
+    MicroBatch,
+    bring_together,
+    group_rows,
+    make_micro_batches,
+    number_prompts,
+    saved_tokens,
+)
 from mindspeed_rlxf.engine.offload import Offload, tensors_of
 from mindspeed_rlxf.engine.parallel import ParallelGroups
 from mindspeed_rlxf.engine.readouts import (
@@ -48,14 +56,17 @@ from mindspeed_rlxf.engine.readouts import (
     scatter_rows,
 )
 from mindspeed_rlxf.engine.schedule import average_metrics, run_schedule
-from mindspeed_rlxf.engine.sharded_files import fail_together, save_sharded
+from mindspeed_rlxf.engine.sharded_files import fail_together, gather_all, save_sharded
 from mindspeed_rlxf.engine.train_engine import Part, PolicyStep, ValueStep
 from mindspeed_rlxf.engine.train_state import StateSaver, TrainState, load_state
+from mindspeed_rlxf.models.attention import shares_prompts
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.models.transformer import TransformerModel
 from mindspeed_rlxf.weights.folders import copy_side_files, find_description, open_weights
 from mindspeed_rlxf.weights.stage_loader import StageWeights
 from mindspeed_rlxf.weights.state_files import Loaded
+
+logger = logging.getLogger(__name__)
 
 
 class MegatronEngine:
@@ -74,6 +85,7 @@ class MegatronEngine:
         skipped: SkippedSteps | None = None,
         deterministic: bool | None = None,
         tokenizer: str | None = None,
+        brings_together: bool = True,
     ) -> None:
         """Build the model, load its weights, and move offloaded parts away; a collective.
 
@@ -83,6 +95,8 @@ class MegatronEngine:
         skipped:       counts skipped steps and decides if the run goes on; None = raise at once
         deterministic: see `device.set_deterministic`; it holds for the whole process
         tokenizer:     its folder, for side files that `load` lacks; None = nothing is exported
+        brings_together: True = an update may compute the rows of a mini-batch in any order, so that
+                       those of one prompt are neighbours
         """
         assert role.architecture is not None and role.load is not None, "checked beforehand"
         megatron_versions.apply_patches()
@@ -134,7 +148,19 @@ class MegatronEngine:
                     self.describe,
                 )
                 self._saver = StateSaver(self.state, lambda *part: self._offload.read(*part))
+            self._shares = self._agree_on_sharing()
+        self._brings_together = brings_together
         self._offload = self._make_offload()
+
+    def _agree_on_sharing(self) -> bool:
+        """Return whether prompts are shared: if the role asks for it, and all its ranks can."""
+        if not (self.role.share_prompts and self.role.packed_sequences):
+            return False
+        attention = self.chunks[0].decoder.layers[0].self_attention.core_attention
+        able = all(gather_all([shares_prompts(attention)]))
+        if not able:
+            logger.info("%s: prompts are not shared, see the lines above", self.role.model)
+        return able
 
     def _make_offload(self) -> Offload:
         """Make the parts that the role's key `offload` names movable, and move them to the host."""
@@ -190,10 +216,21 @@ class MegatronEngine:
         in_order: True = consecutive rows in each micro-batch, whatever `balance_by_length` says
         """
         lengths = rollouts.prompt_lengths + rollouts.response_lengths
-        groups = group_rows(self.role, rows, lengths.tolist(), in_order, self.groups.dp_host)
-        multiple = self.groups.tp.size() if self.config.sequence_parallel else 1
+        balances = self.role.architecture is not None and self.role.architecture.balances_experts
+        prompts = saved = None
+        if self._shares and (in_order or not balances):  # which counts the tokens of each expert
+            prompts = number_prompts(rollouts)
+            if self._brings_together and not in_order:
+                rows = bring_together(rows, prompts)
+            saved = saved_tokens(rows, prompts, rollouts.prompt_lengths.tolist())
+        groups = group_rows(self.role, rows, lengths.tolist(), in_order, self.groups.dp_host, saved)
         return make_micro_batches(
-            rollouts, groups, self.role.packed_sequences, multiple, device.current_device()
+            rollouts,
+            groups,
+            self.role.packed_sequences,
+            self.groups.tp.size() if self.config.sequence_parallel else 1,
+            device.current_device(),
+            prompts,
         )
 
     @property
@@ -268,7 +305,15 @@ class MegatronEngine:
             outputs = run_schedule(
                 self.models, self.chunks[-1], [*micro_batches, *fill], read, forward_only=True
             )
+        self._count(micro_batches, work.FORWARD)
         return outputs[: len(micro_batches)]
+
+    def _count(self, micro_batches: Sequence[MicroBatch], passes: int) -> None:
+        if self.is_leader and self.role.architecture is not None:
+            reads_logits = self.head is Head.LANGUAGE_MODEL
+            for batch in micro_batches:
+                tokens, flops = batch.work(self.role.architecture, reads_logits)
+                work.add(work.Work(tokens, passes * flops))
 
     def train_step(
         self, micro_batches: Sequence[MicroBatch], step: PolicyStep | ValueStep
@@ -294,6 +339,7 @@ class MegatronEngine:
             done = self._guarded.step([output.loss.detach() for output in outputs])
             self.skipped.judge(done, self.state.scheduler.num_steps + 1, self._mini_batch)
             metrics = average_metrics(outputs, self.sum_over_replicas)
+        self._count(micro_batches, work.TRAIN)
         metrics["grad_norm"] = done.grad_norm
         if self.skipped.policy == "skip":
             metrics["skipped_steps"] = float(bool(done.wrong))

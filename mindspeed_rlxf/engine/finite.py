@@ -53,8 +53,9 @@ class GuardedOptimizer:
         self._losses_finite, self._checked = True, False
 
     def step(self, losses: Sequence[Tensor]) -> Step:
-        """Take an optimizer step, or skip it if a number is not finite on any rank; a collective.
+        """Take an optimizer step, or skip it where a number is not finite; a collective.
 
+        Returns the gradient norm, and which numbers were not finite on any rank.
         losses: of this rank's micro-batches, scalars
         """
         self._losses_finite = all(bool(loss.isfinite()) for loss in losses)

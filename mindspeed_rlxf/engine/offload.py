@@ -69,7 +69,11 @@ class _HostMemory:
         self._free = 0  # bytes of the last chunk
 
     def assign(self, storages: list[_Storage]) -> None:
-        """Append host memory for each storage to its `pieces`: several if a chunk is used up."""
+        """Append host memory, as many bytes as each storage has, to its `pieces`.
+
+        Allocates chunks as needed. A storage gets several pieces where a chunk is used up before
+        its end.
+        """
         wanted = sum(_round_to_alignment(each.num_bytes) for each in storages) - self._free
         for each in storages:
             missing = each.num_bytes
@@ -106,7 +110,10 @@ class _MovedPart:
         self.is_away, self.is_changed = False, True
 
     def offload(self) -> None:
-        """Copy the part to the host if it has changed, wait, and free it on the device."""
+        """Copy the part to the host if it has changed, wait, and free it on the device.
+
+        Without `is_copied` it is only freed. Does nothing if it is not on the device.
+        """
         if self.is_away:
             return
         self._add_new_storages()
@@ -147,7 +154,10 @@ class _MovedPart:
         self.is_away = False
 
     def await_copies(self) -> None:
-        """Make device work launched from now on wait for the copies of the last `onload`."""
+        """Make device work launched from now on wait for the copies of the last `onload`.
+
+        Does nothing if there were none, or in a second call for the same copies.
+        """
         arrived, self._arrived = self._arrived, None
         if arrived is not None:
             self._copies.join(arrived)
@@ -193,12 +203,18 @@ class Offload:
         }
 
     def offload(self, parts: Collection[Part]) -> None:
-        """Copy changed parts but gradients to the host, and free all given parts on the device."""
+        """Copy changed parts to the host, and free the memory of all given parts on the device.
+
+        Gradients are not copied. Skips parts that the engine lacks or that are on the host already.
+        """
         for part in self._own_parts(parts):
             self._parts[part].offload()
 
     def onload(self, parts: Collection[Part]) -> None:
-        """Allocate these parts on the device and start copying them; gradients become zeros."""
+        """Allocate these parts on the device and start to copy them back; gradients become zeros.
+
+        Skips parts that the engine lacks or that are there. `await_copies` waits for the copies.
+        """
         for part in self._own_parts(parts):
             self._parts[part].onload()
 

@@ -1,6 +1,5 @@
 """Functions that compute results from a micro-batch's hidden states, on the last pipeline stage.
 
-With sequence parallelism they are collectives of the tensor-parallel ranks.
 Axes: tokens = trained tokens of the micro-batch, row after row; slots = positions with a value.
 """
 
@@ -61,7 +60,8 @@ def read_values(
 ) -> Tensor:
     """Compute the values of the marked slots, row after row, fp32.
 
-    A slot's value is the score head's output one token before it (`prediction_places`).
+    A slot's value is the score head's output one token before it (`prediction_places`). With
+    sequence parallelism a collective of the tensor-parallel ranks.
     slots: [rows, slots] bool of this micro-batch, True = wanted
     """
     full = model.full_hidden(hidden, partial_gradient=False)
@@ -69,13 +69,19 @@ def read_values(
 
 
 def read_scores(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
-    """Compute the score at the last token of each row, [rows] fp32."""
+    """Compute the score at the last token of each row, [rows] fp32.
+
+    With sequence parallelism a collective of the tensor-parallel ranks.
+    """
     full = model.full_hidden(hidden, partial_gradient=False)
     return model.score(full.index_select(0, batch.last_places()))
 
 
 def read_states(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
-    """Return the hidden states that predict the trained tokens, [tokens, hidden], on the host."""
+    """Return the hidden states that predict the trained tokens, [tokens, hidden], on the host.
+
+    With sequence parallelism a collective.
+    """
     places = batch.prediction_places(batch.trained_mask)
     return model.full_hidden(hidden, partial_gradient=False).index_select(0, places).cpu()
 

@@ -6,11 +6,13 @@ heads, head_dim], after the rotary embedding. Rows of equal length come without
 `attend` computes the attention.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, groupby
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.device import kernels
@@ -27,14 +30,16 @@ from mindspeed_rlxf.device import kernels
 MAX_PADDED_AREA = 2.0
 MAX_FUSED_SEQUENCES = 1024  # most sequences in one call of the NPU's fused attention
 
-# causal attention of packed sequences: (query, key, value, lengths) -> [tokens, heads, d]
-PackedKernel = Callable[[Tensor, Tensor, Tensor, tuple[int, ...]], Tensor]
+# Attention of packed sequences: (query, key, value, lengths of queries, lengths of keys) ->
+# [tokens, heads, d]. Query i of n attends to all keys of its sequence but the last n - 1 - i.
+PackedKernel = Callable[[Tensor, Tensor, Tensor, tuple[int, ...], tuple[int, ...]], Tensor]
 
 
 class CoreAttention(MegatronModule):
     """Causal scaled-dot-product attention; takes the place of Megatron's DotProductAttention."""
 
     packed_kernel: PackedKernel | None = None  # the device's fused operator for this model, if any
+    shared_kernel: PackedKernel | None = None  # the same for `SharedPrompts`
 
     def __init__(
         self,
@@ -48,11 +53,9 @@ class CoreAttention(MegatronModule):
         super().__init__(config=config)
         self.layer_number = layer_number
         self.softmax_scale = softmax_scale
-        half = config.params_dtype in (torch.bfloat16, torch.float16)  # what such kernels take
-        tp = config.tensor_model_parallel_size
-        groups = max(config.num_query_groups // tp, 1)  # ranks may share one
-        shape = config.num_attention_heads // tp, groups, config.kv_channels  # on this rank
-        self.packed_kernel = kernels.find(kernels.Operator.ATTENTION, *shape) if half else None
+        if config.params_dtype in (torch.bfloat16, torch.float16):  # what such kernels take
+            self.packed_kernel = kernels.find(kernels.Operator.ATTENTION, *rank_heads(config))
+            self.shared_kernel = kernels.find(kernels.Operator.SHARED_PROMPTS, *rank_heads(config))
 
     def forward(
         self,
@@ -74,9 +77,9 @@ class CoreAttention(MegatronModule):
         assert attention_mask is None and attention_bias is None, "the mask is causal, nothing else"
         if isinstance(packed_seq_params, Attend):
             assert query.dim() == 3, "Megatron drops the batch axis of packed tokens"
-            attended = packed_seq_params.attend(
-                self.layer_number, query, key, value, self.packed_kernel
-            )
+            shared = isinstance(packed_seq_params, SharedPrompts)
+            kernel = self.shared_kernel if shared else self.packed_kernel
+            attended = packed_seq_params.attend(self.layer_number, query, key, value, kernel)
             return attended.flatten(1)
         out = causal_attention(*(x.permute(1, 2, 0, 3) for x in (query, key, value)))
         return out.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
@@ -109,23 +112,56 @@ class FusedAttention(DotProductAttention):
         return super().forward(query, key, value, None, self.attn_mask_type)
 
     def _attend_packed(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        lengths: tuple[int, ...],
+        key_lengths: tuple[int, ...],
     ) -> Tensor:
-        step = MAX_FUSED_SEQUENCES
-        packs = [lengths[i : i + step] for i in range(0, len(lengths), step)]
-        tokens = [sum(pack) for pack in packs]
-        parts = zip(*(x.split(tokens) for x in (query, key, value)), packs, strict=True)
-        outs = [self._attend_pack(*part) for part in parts]
+        packs = [
+            tuple(of[i : i + MAX_FUSED_SEQUENCES] for of in (lengths, key_lengths))
+            for i in range(0, len(lengths), MAX_FUSED_SEQUENCES)
+        ]
+        queries = query.split([sum(pack) for pack, _ in packs])
+        keys = [sum(pack) for _, pack in packs]
+        outs = [
+            self._attend_pack(*part)
+            for part in zip(queries, key.split(keys), value.split(keys), packs, strict=True)
+        ]
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _attend_pack(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]
+        self, query: Tensor, key: Tensor, value: Tensor, pack: tuple[tuple[int, ...], ...]
     ) -> Tensor:
+        lengths, key_lengths = pack
+        if lengths != key_lengths:  # MindSpeed's replacement takes one list of ends for both
+            kernel = kernels.find(kernels.Operator.SHARED_PROMPTS, *rank_heads(self.config))
+            attended: Tensor = kernel(query, key, value, lengths, key_lengths)
+            return attended
         ends = list(accumulate(lengths))  # as the operator wants them: a list without a leading 0
         packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
         return super().forward(
             query, key, value, None, self.attn_mask_type, packed_seq_params=packed
         )
+
+
+def rank_heads(config: Any) -> tuple[int, int, int]:
+    """Return heads, query groups and head width of a model on this rank."""
+    tp = config.tensor_model_parallel_size
+    groups = max(config.num_query_groups // tp, 1)  # ranks may share one
+    return config.num_attention_heads // tp, groups, config.kv_channels
+
+
+def shares_prompts(layer: CoreAttention | FusedAttention) -> bool:
+    """Return whether responses can attend to one copy of their prompt on this device.
+
+    False if the layer's packed sequences use a fused operator that has no equal for this.
+    """
+    if isinstance(layer, CoreAttention):
+        return layer.packed_kernel is None or layer.shared_kernel is not None
+    shape = rank_heads(layer.config)
+    return kernels.find(kernels.Operator.SHARED_PROMPTS, *shape) is not None
 
 
 @dataclass
@@ -194,7 +230,7 @@ class PackedSequences(Attend):
         more than needed (MAX_PADDED_AREA); else once for each sequence.
         """
         if fused is not None:
-            return fused(query, key, value, self.lengths)
+            return fused(query, key, value, self.lengths, self.lengths)
         if self._padded:
             gather, scatter = self._padding_index(query.device)
             shape = len(self.lengths), max(self.lengths)
@@ -226,6 +262,114 @@ class PackedSequences(Attend):
             scatter = valid.flatten().nonzero().squeeze(1)
             self._index = (gather.flatten().to(device), scatter.to(device))
         return self._index
+
+
+@dataclass
+class SharedPrompts(Attend):
+    """Packed sequences, some of which are responses that also attend to their whole prompt.
+
+    Responses to one prompt are neighbours, somewhere behind the prompt's own sequence.
+
+    lengths: tokens of each sequence, at least one
+    prompts: for each sequence the number of its prompt's sequence; None = it is no such response
+    """
+
+    lengths: tuple[int, ...] = ()
+    prompts: tuple[int | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.starts = tuple(accumulate(self.lengths, initial=0))[:-1]
+        self.key_lengths = tuple(
+            length if prompt is None else self.lengths[prompt] + length
+            for length, prompt in zip(self.lengths, self.prompts, strict=True)
+        )
+        self._keys: Tensor | None = None
+        self._plan: _Plan | None = None
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        fused: PackedKernel | None = None,
+    ) -> Tensor:
+        """Attend by `fused`, or else by torch's operator, once for the responses to a prompt."""
+        if fused is not None:
+            if self._keys is None:
+                numbers = range(len(self.lengths))
+                self._keys = torch.cat([self._keys_of(i) for i in numbers]).to(query.device)
+            keys, values = (x.index_select(0, self._keys) for x in (key, value))
+            return fused(query, keys, values, self.lengths, self.key_lengths)
+        if self._plan is None:
+            self._plan = self._make_plan(query.device)
+        whole, tokens, responses, order = self._plan
+        own = [x.index_select(0, tokens) for x in (query, key, value)]
+        outs = [whole.attend(layer, own[0], own[1], own[2])]
+        outs += [each.attend(query, key, value) for each in responses]
+        return torch.cat(outs).index_select(0, order)
+
+    def _tokens_of(self, number: int) -> Tensor:
+        return torch.arange(self.starts[number], self.starts[number] + self.lengths[number])
+
+    def _keys_of(self, number: int) -> Tensor:
+        prompt, own = self.prompts[number], self._tokens_of(number)
+        return own if prompt is None else torch.cat((self._tokens_of(prompt), own))
+
+    def _make_plan(self, where: torch.device) -> _Plan:
+        whole = [i for i, prompt in enumerate(self.prompts) if prompt is None]
+        responses = [i for i, prompt in enumerate(self.prompts) if prompt is not None]
+        calls: list[list[int]] = []
+        for prompt, run in groupby(responses, key=self.prompts.__getitem__):
+            numbers, shared = list(run), self.lengths[prompt or 0]
+            longest = max(self.lengths[i] for i in numbers)
+            exact = sum(self.lengths[i] * self.key_lengths[i] for i in numbers)
+            padded = len(numbers) * longest * (shared + longest) <= MAX_PADDED_AREA * exact
+            calls += [numbers] if padded else [[i] for i in numbers]
+        order = torch.cat([self._tokens_of(i) for numbers in (whole, *calls) for i in numbers])
+        return (
+            PackedSequences(lengths=tuple(self.lengths[i] for i in whole)),
+            torch.cat([self._tokens_of(i) for i in whole]).to(where),
+            [self._responses(numbers, where) for numbers in calls],
+            order.argsort().to(where),
+        )
+
+    def _responses(self, numbers: list[int], where: torch.device) -> _Responses:
+        """Pad responses to one prompt; a padded key is behind what any query sees."""
+        queries = pad_sequence([self._tokens_of(i) for i in numbers], batch_first=True)
+        keys = pad_sequence([self._keys_of(i) for i in numbers], batch_first=True)
+        width, lengths = queries.size(1), torch.tensor([self.lengths[i] for i in numbers])
+        results = (torch.arange(width) < lengths[:, None]).flatten().nonzero().squeeze(1)
+        mask = torch.ones(width, keys.size(1), dtype=torch.bool).tril(keys.size(1) - width)
+        return _Responses(*(x.to(where) for x in (queries, keys, results, mask)))
+
+
+class _Responses(NamedTuple):
+    """Responses to one prompt, padded to the longest.
+
+    queries: [responses, longest] index of each padded query; keys: [responses, prompt + longest]
+    results: [tokens] index of each token's result among the padded ones
+    mask:    [longest, prompt + longest] bool, True = a query attends to a key
+    """
+
+    queries: Tensor
+    keys: Tensor
+    results: Tensor
+    mask: Tensor
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        q, k, v = (
+            x.index_select(0, index.flatten()).view(*index.shape, *x.shape[1:]).transpose(1, 2)
+            for x, index in ((query, self.queries), (key, self.keys), (value, self.keys))
+        )
+        gqa = query.size(1) != key.size(1)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, enable_gqa=gqa)
+        return out.transpose(1, 2).flatten(0, 1).index_select(0, self.results)
+
+
+# Sequences without a prompt and their tokens, calls for responses, and where each token of the pack
+# is in all results end to end. The same for all layers.
+_Plan: TypeAlias = tuple[PackedSequences, Tensor, list[_Responses], Tensor]
 
 
 def inverse_frequencies(architecture: ArchitectureConfig) -> Tensor:

@@ -63,7 +63,11 @@ class Router(TopKRouter):
     def apply_load_balancing_loss(
         self, activation: Tensor, load_balancing_loss_func: Callable[..., Tensor]
     ) -> Tensor:
-        """Do the same in megatron-core 0.12 and 0.13, which leave the loss to be computed here."""
+        """Compute the balance loss; return `activation`, whose backward pass adds its gradient.
+
+        With a coefficient of 0 only returns `activation`. Only megatron-core 0.12 and 0.13 call
+        this.
+        """
         coefficient, group = self.config.moe_aux_loss_coeff, None
         if coefficient == 0:
             return activation

@@ -152,6 +152,8 @@ SPEED = (
     Metric("throughput/tflops_per_device", "TFLOP/s", "operations that the models need, of "
            "generation, forward passes and updates, per second and device; recomputation does not "
            "count"),
+    Metric("throughput/computed_tokens", "tokens", "prompt and response tokens that the passes of "
+           "training engines computed, a shared prompt once; without generation and padding"),
     Metric("throughput/mfu", "share", "the same over the peak of the device; absent where the "
            "peak is not known", (0.05, 1.0),
            "see timing/, idle/ and skew/ for where the time goes"),

@@ -126,7 +126,7 @@ def _work(shared: _Shared) -> None:
 
 
 class _Process:
-    """A process that runs `scoring.main`; on Linux it ends with the thread that made it."""
+    """A process that runs `scorer.main`; on Linux it ends with the thread that made it."""
 
     def __init__(self, shared: _Shared) -> None:
         self.channel, theirs = Pipe()

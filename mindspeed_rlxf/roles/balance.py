@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from mindspeed_rlxf.cluster.group import Pending, RoleGroup
 from mindspeed_rlxf.cluster.refs import RowsRef
 from mindspeed_rlxf.config.enums import Role
@@ -26,7 +28,11 @@ def balanced_steps(
     mini_batch_size: samples of all replicas in one optimizer step
     """
     replicas, together = config.layout(role).dp, config.kept_together(role)
-    costs = _estimate_costs(config, role, lengths)
+    if together == 1 and config.shares_in_updates(role):
+        together = config.shared_samples(role, mini_batch_size // replicas)
+        costs = _estimate_costs(config, role, lengths, together)
+    else:
+        costs = _estimate_costs(config, role, lengths)
     return rank_steps(orders, mini_batch_size, replicas, costs, together)
 
 
@@ -44,20 +50,27 @@ def call_balanced(
     contiguous parts. `Pending.rows` has the order of `rollouts`; reports are not reordered.
     args: further arguments, the same for all
     """
-    costs = _estimate_costs(config, group.role, lengths)
+    unit = config.shared_samples(group.role, rollouts.num_rows // group.layout.dp)
+    costs = _estimate_costs(config, group.role, lengths, unit)
     if costs is None:
         return group.call(method, rollouts, *args)
-    order = [row for part in equal_parts(costs, group.layout.dp) for row in part]
+    units = np.reshape(np.arange(len(costs)), (-1, unit))
+    parts = equal_parts(np.asarray(costs)[units].sum(1), group.layout.dp)
+    order = [row for part in parts for row in units[part].flatten().tolist()]
     position = {row: i for i, row in enumerate(order)}
     pending = group.call(method, rollouts.take(order), *args)
     return pending.reorder([position[row] for row in range(len(order))])
 
 
-def _estimate_costs(config: RunConfig, role: Role, lengths: Lengths) -> list[int] | None:
+def _estimate_costs(
+    config: RunConfig, role: Role, lengths: Lengths, unit: int = 1
+) -> list[int] | None:
     """Return the estimated floating-point operations of each sample; waits for the lengths.
 
-    None, without waiting, if the role's `balance_by_length` is off (the actor's for roles that do
-    not learn), or there is one replica: replicas then get consecutive samples.
+    unit: number of consecutive samples that share their prompt, which counts for the first alone
+    Logits of the responses count except for the critic. None, without waiting, where the role's
+    `balance_by_length` is off (the actor's for roles that do not learn), or there is one replica:
+    replicas then get consecutive samples.
     """
     section = config.role(role)
     learner = section if isinstance(section, LearningConfig) else config.actor_rollout
@@ -66,4 +79,7 @@ def _estimate_costs(config: RunConfig, role: Role, lengths: Lengths) -> list[int
     assert section.architecture is not None, "the role has a model"
     a, found, reads_logits = section.architecture, lengths(), role is not Role.CRITIC
     both = zip(found.prompts, found.responses, strict=True)
-    return [sample_flops(a, p + r, r if reads_logits else 0) for p, r in both]
+    return [
+        sample_flops(a, p + r, r if reads_logits else 0) - (i % unit > 0) * sample_flops(a, p, 0)
+        for i, (p, r) in enumerate(both)
+    ]

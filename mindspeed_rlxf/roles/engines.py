@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
-from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.enums import LossNormalizer, Role
 from mindspeed_rlxf.config.schema import LearningConfig, RunConfig
 from mindspeed_rlxf.engine.train_engine import TrainEngine
 from mindspeed_rlxf.models.parameter_counts import HEADS
@@ -40,4 +40,5 @@ def megatron_engine(config: RunConfig, role: Role) -> MegatronEngine:
         SkippedSteps(training.nan_policy, training.max_skipped, name),
         training.deterministic,
         training.tokenizer_name_or_path,
+        config.algorithm.loss_normalizer is not LossNormalizer.MICRO_BATCH_MEAN,
     )

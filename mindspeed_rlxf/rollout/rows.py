@@ -173,7 +173,10 @@ class RowStates:
     def append(
         self, tokens: Tensor, log_probs: Tensor, slots: slice, groups: Sequence[RowGroup]
     ) -> None:
-        """Append a token to each row that has not ended, by an EOS of its group or at its limit."""
+        """Append a token to each row in these slots that has not ended.
+
+        A row ends with an EOS of its group, or at its limit. Does not wait for the device.
+        """
         count, going = self.count[slots], self.going[slots]
         self.tokens[slots].scatter_(1, count[:, None], tokens[:, None])
         self.log_probs[slots].scatter_(1, count[:, None], log_probs[:, None])
@@ -198,7 +201,10 @@ class RowStates:
         return count, going > 0
 
     def read(self, slots: Sequence[int], most: int) -> tuple[Tensor, Tensor]:
-        """Wait for the device; return `most` tokens and log-probs of slots, [slots, most] each."""
+        """Return the first `most` tokens and log-probs of slots on the host, [slots, most] each.
+
+        Waits for the device.
+        """
         at = torch.tensor(slots).to(self.where)
         return self.tokens[at, :most].cpu(), self.log_probs[at, :most].cpu()
 

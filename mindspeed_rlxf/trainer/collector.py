@@ -155,7 +155,9 @@ class Collector:
             found = self._collect_differing_groups()
         else:
             prompts = self.prompts.next_prompts()
-            batch = self._score(prompts, self.rollout.generate(prompts, self.seed))
+            batch = self._score(
+                prompts, self.rollout.generate(prompts, self.seed, Sampling.TRAINING)
+            )
             found = Collected(batch.generated.rows(), batch.scored.rows(), [batch])
         return self._add_greedy(found) if self.algorithm.estimator.reads_greedy else found
 
@@ -172,6 +174,7 @@ class Collector:
         }
 
     def _score(self, prompts: Prompts, generated: Pending) -> Batch:
+        """Start to score responses that are being generated."""
         return Batch(prompts, generated, self.reward.score(generated.rows()))
 
     def _collect_differing_groups(self) -> Collected:
@@ -188,7 +191,8 @@ class Collector:
         differing: list[int] = []
         while len(differing) < wanted and len(batches) < self.algorithm.max_num_gen_batches:
             prompts = self.prompts.next_prompts()
-            batches.append(self._score(prompts, self.rollout.generate(prompts, self.seed)))
+            generated = self.rollout.generate(prompts, self.seed, Sampling.TRAINING)
+            batches.append(self._score(prompts, generated))
             offset = (len(batches) - 1) * wanted
             given, keys = torch.tensor(batches[-1].scores()), self.algorithm
             seen = shape_scores(given, keys.reward_scale, keys.reward_clip).tolist()

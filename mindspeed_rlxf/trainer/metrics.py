@@ -9,9 +9,9 @@ import numpy as np
 
 from mindspeed_rlxf.algorithms.group_advantages import groups_that_differ
 from mindspeed_rlxf.cluster.group import Pending
-from mindspeed_rlxf.config.enums import OldLogProbs, RewardKind, Role
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.mini_batches import sample_flops
+from mindspeed_rlxf.engine.work import Work
 from mindspeed_rlxf.roles.reports import (
     ExperienceReport,
     GenerateReport,
@@ -183,59 +183,27 @@ def _summary(values: Sequence[int]) -> Summary:
     return Summary(len(values), float(sum(values)), float(max(values)), float(min(values)))
 
 
-FORWARD, TRAIN = 1, 3  # passes: a backward pass counts as two
+Phases = Mapping[str, Sequence[Pending]]
+"""Name of a phase, as in `timing/<phase>` -> the calls of that phase."""
 
 
-def iteration_flops(
-    config: RunConfig,
-    generated: Sequence[GenerateReport],
-    kept: ResponseLengths,
-    updates_actor: bool = True,
-) -> float:
-    """Return the floating-point operations of all passes over the samples of an iteration.
+def generation_flops(config: RunConfig, generated: Sequence[GenerateReport]) -> float:
+    """Return the floating-point operations that generating the responses needs."""
+    a = config.actor_rollout.architecture
+    assert a is not None, "the actor has a model"
+    prompts = np.array([n for report in generated for n in report.prompt_lengths], np.float64)
+    outputs = np.array([n for report in generated for n in report.response_lengths], np.float64)
+    return float(np.sum(sample_flops(a, prompts + outputs, outputs)))  # type: ignore[arg-type]
 
-    Forward costs 1x and backward 2x, so an update epoch costs 3x. Model FLOPs (arXiv:2204.02311,
-    appendix B): recomputed activations do not count. Neither do a Hugging Face classifier and the
-    actor's pass that `kl_penalty: full` needs.
 
-    Args:
-        generated: reports on all responses: a pass of the actor, and of a Megatron reward model.
-        kept: lengths of the kept samples, for all other passes.
-        updates_actor: whether the actor is updated.
+def done_work(phases: Phases) -> Work:
+    """Wait for the calls; return what their training engines computed.
+
+    Model FLOPs (arXiv:2204.02311, appendix B): recomputed activations do not count, and a backward
+    pass counts as two forward passes. A Hugging Face classifier does not count.
     """
-    prompts = [n for report in generated for n in report.prompt_lengths]
-    responses = [n for report in generated for n in report.response_lengths]
-    total = _forward_flops(config, Role.ACTOR_ROLLOUT, prompts, responses)
-    if config.reward.kind is RewardKind.MODEL:
-        total += _forward_flops(config, Role.REWARD, prompts, responses)
-    passes = {Role.ACTOR_ROLLOUT: updates_actor * TRAIN * config.actor_rollout.ppo_epochs}
-    if config.old_log_probs is OldLogProbs.RECOMPUTE:
-        passes[Role.ACTOR_ROLLOUT] += FORWARD
-    if Role.REF in config.roles:
-        passes[Role.REF] = FORWARD
-    if config.critic is not None:
-        passes[Role.CRITIC] = FORWARD + TRAIN * config.critic.critic_update_epochs
-    rows = kept.prompts, kept.responses
-    return total + sum(
-        number * _forward_flops(config, role, *rows) for role, number in passes.items()
-    )
-
-
-def _forward_flops(
-    config: RunConfig, role: Role, prompts: Sequence[int], responses: Sequence[int]
-) -> float:
-    """Return the operations of one forward pass of a role over all samples of these lengths.
-
-    The output layer counts for responses only, and not at all for critic and reward, whose heads
-    are negligible.
-    """
-    architecture = config.role(role).architecture
-    assert architecture is not None, f"{role.value} has a model"
-    outputs = np.asarray(responses, dtype=np.float64)
-    tokens = outputs + np.asarray(prompts, dtype=np.float64)
-    if role in (Role.CRITIC, Role.REWARD):
-        outputs = 0.0 * outputs
-    return float(np.sum(sample_flops(architecture, tokens, outputs)))  # type: ignore[arg-type]
+    replies = [r.work for calls in phases.values() for call in calls for r in call.replies()]
+    return Work(sum(work.tokens for work in replies), sum(work.flops for work in replies))
 
 
 # Pattern of the name in lower case -> dense bf16 TFLOPS. NVIDIA's PCIe cards are clocked lower.
@@ -261,9 +229,6 @@ def find_peak(name: str) -> float | None:
 
 
 GIB = 1024**3
-
-Phases = Mapping[str, Sequence[Pending]]
-"""Name of a phase, as in `timing/<phase>` -> the calls of that phase."""
 
 
 def phase_metrics(phases: Phases) -> dict[str, float]:

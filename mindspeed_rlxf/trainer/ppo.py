@@ -17,7 +17,7 @@ from mindspeed_rlxf.reporting.metric_table import validation_score
 from mindspeed_rlxf.roles.all_roles import RoleGroups
 from mindspeed_rlxf.trainer import metrics as names
 from mindspeed_rlxf.trainer.collector import Collected, Collector
-from mindspeed_rlxf.trainer.metrics import idle_metrics, iteration_flops, phase_metrics
+from mindspeed_rlxf.trainer.metrics import done_work, generation_flops, idle_metrics, phase_metrics
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
 from mindspeed_rlxf.trainer.validation import Validator
 
@@ -166,8 +166,8 @@ class PpoTrainer:
         """
         lock.require(self.checkpoints.directory.path)  # first of all: the rest writes files there
         driver = {"iteration": (time.time() - all_s, all_s)}
-        reports, updates = collected.generate_reports(), "update_actor" in phases
-        flops = iteration_flops(self.config, reports, collected.responses(), updates)
+        reports, work = collected.generate_reports(), done_work(phases)
+        flops = generation_flops(self.config, reports) + work.flops
         peak = names.find_peak(reports[0].device) if self.config.actor_rollout.bf16 else None
         sizes = {pool: sum(processes) for pool, processes in self.config.resource_pool.items()}
         # Pools of a local runtime are the same processes and count once.
@@ -176,6 +176,7 @@ class PpoTrainer:
         measured |= phase_metrics(phases)
         measured |= {"timing/sync": collected.sync_s(), "timing/all": all_s}
         measured |= idle_metrics(phases, sizes, all_s)
+        measured["throughput/computed_tokens"] = float(work.tokens)
         measured |= names.throughput_metrics(reports, flops, all_s, num_devices, peak)
         self.recorder.write_samples(
             self.iteration,

@@ -95,6 +95,27 @@ SPARSE: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "pp2 dp2 ep2": (4, {**PP2, **EP2}, {}),
     "dp2 ep2 padded": (2, {**EP2, "packed_sequences": False}, {}),
 }
+# Four responses to a prompt.
+FOUR: dict[str, dict[str, Any]] = {
+    "training": {"global_batch_size": BATCH // 4},
+    "actor_rollout": {"n_samples_per_prompt": 4},
+}
+UNSHUFFLED = {
+    **FOUR,
+    "actor_rollout": {**FOUR["actor_rollout"], "shuffle_minibatch": False},
+    "critic": {"shuffle_minibatch": False},
+}
+FOURS, APART = {"micro_batch_size": 4}, {"micro_batch_size": 4, "share_prompts": False}
+GROUPS = {
+    "shuffled, apart": (1, APART, FOUR),
+    "shuffled": (1, FOURS, FOUR),
+    "shuffled dp2": (2, FOURS, FOUR),
+    "apart": (1, APART, UNSHUFFLED),
+    "in order": (1, FOURS, UNSHUFFLED),
+    "in order dp2": (2, FOURS, UNSHUFFLED),
+    "in order tp2 sequence parallel pp2": (4, {**FOURS, **SP2, **PP2}, UNSHUFFLED),
+    "in order by tokens dp2": (2, TOKENS, UNSHUFFLED),
+}
 ALONE = ("dp2", "pp2", "tp2 pp2")  # what the other architectures are run in
 PAIRWISE = [
     ("untied", "dp2 distributed optimizer"),
@@ -233,7 +254,7 @@ def outcome(
     pools: list[list[Role]] | None = None,
 ) -> Outcome:  # fmt: skip
     """pools: the roles of each pool, which get equal parts of the devices; None = one pool."""
-    size, keys, sections = (LAYOUTS | SPARSE)[layout] if layout else (1, {}, {})
+    size, keys, sections = (LAYOUTS | SPARSE | GROUPS)[layout] if layout else (1, {}, {})
     config, prepared = fixed_run(
         folder, out, ARCHITECTURES[name], size, keys, {**sections, **WHITENED}
     )
@@ -311,6 +332,36 @@ def test_balance_by_length_changes_nothing(
     for role, weights in in_order.weights.items():
         for name, tensor in weights.items():
             assert (balanced.weights[role][name] - tensor).abs().max() < 1e-5, name
+
+
+@pytest.mark.parametrize(
+    ("apart", "shared"),
+    [
+        ("apart", "in order dp2"),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                ("apart", "in order"),
+                ("apart", "in order tp2 sequence parallel pp2"),
+                ("apart", "in order by tokens dp2"),
+                ("shuffled, apart", "shuffled"),
+                ("shuffled, apart", "shuffled dp2"),
+            )
+        ),
+    ],
+)
+def test_sharing_prompts_changes_nothing(
+    warm_runtime: Any, tmp_path: Path, models: dict[str, Path], apart: str, shared: str
+) -> None:
+    one, other = (
+        outcome(warm_runtime, models["untied"], tmp_path / name, "untied", name)
+        for name in (apart, shared)
+    )
+    compare(one, other, models["untied"])
+    computed = [
+        sum(line["throughput/computed_tokens"] for line in each.metrics) for each in (one, other)
+    ]
+    assert computed[1] < 0.9 * computed[0]
 
 
 def one_process(runtime: Any, tmp_path: Path, folder: Path, name: str) -> Outcome:

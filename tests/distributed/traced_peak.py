@@ -60,8 +60,11 @@ class Shape:
     keys: dict[str, Any] = field(default_factory=dict)  # further keys of the role
 
 
+GROUP = {"n_samples_per_prompt": 4, "do_sample": True}
 SHAPES = {
     "actor": Shape(),
+    "actor, shared prompt": Shape(prompt=448, response=64, keys=GROUP),
+    "actor, shared short prompt": Shape(prompt=256, response=256, keys=GROUP),
     "actor, long prompts": Shape(prompt=448, response=64),
     "actor, recompute full": Shape(keys={"recompute": "full"}),
     "actor, recompute selective": Shape(keys={"recompute": "selective"}),
@@ -143,9 +146,12 @@ def make_rows(shape: Shape) -> tuple[Rollouts, Experience]:
     def tokens(width: int) -> torch.Tensor:
         return torch.randint(0, vocab, (rows, width), generator=generator)
 
+    prompts = tokens(shape.prompt)
+    if shape.keys.get("n_samples_per_prompt"):
+        prompts = prompts[:1].expand(rows, -1)
     mask = torch.ones(rows, shape.response, dtype=torch.bool)
     rollouts = made_rollouts(
-        prompt_ids=tokens(shape.prompt),
+        prompt_ids=prompts,
         prompt_lengths=torch.full((rows,), shape.prompt),
         response_ids=tokens(shape.response),
         response_mask=mask,

@@ -28,6 +28,7 @@ SMALL = {
     "model.tiny.hidden_size": 48,
     "model.tiny.ffn_hidden_size": 96,
     "training.train_iters": ITERATIONS,
+    "training.share_prompts": False,  # as the older code that made the traces
     "training.tokenizer_name_or_path": START,
     "actor_rollout.load": START,
     "actor_rollout.ppo_mini_batch_size": 32,
@@ -53,6 +54,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gae": ("ppo_trainer_tiny", PPO),
     "gae_full_kl": ("ppo_trainer_tiny", {**PPO, "algorithm.kl_penalty": "full"}),
     "grpo": ("grpo_trainer_tiny", GROUPS),
+    "grpo_shared_prompts": ("grpo_trainer_tiny", {**GROUPS, "training.share_prompts": True}),
     "dapo": (
         "grpo_trainer_tiny",
         {

@@ -10,7 +10,7 @@ from mindspeed_rlxf.config.enums import OldLogProbs, Role
 from mindspeed_rlxf.config.problems import Problem
 from mindspeed_rlxf.config.rank_layout import ParallelLayout
 from mindspeed_rlxf.config.ray_cluster import choose_cluster
-from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
+from mindspeed_rlxf.config.schema import SAVED_AS, LearningConfig, RunConfig
 from mindspeed_rlxf.ops.planning import available
 from mindspeed_rlxf.ops.planning.fit import check_fit
 from mindspeed_rlxf.ops.planning.memory import cache_rows, has_model
@@ -129,11 +129,15 @@ def plan(config: RunConfig, nested: bool = False, note: Note = lambda _: None) -
     per_rank = config.samples_per_iteration // config.layout(Role.ACTOR_ROLLOUT).dp
     per_replica = -(-config.samples_per_iteration // config.rollout_layout.dp)
     rows = cache_rows(config)
-    forwards: list[list[object]] = [["role", "samples per rank", "micro-batch", "micro-batches"]]
+    groups = actor.n_samples_per_prompt > 1
+    titles = ["role", "samples per rank", "micro-batch", "micro-batches"]
+    forwards: list[list[object]] = [[*titles, *["a prompt is computed"] * groups]]
     for role in config.roles:
         if has_model(config, role):
             samples = config.samples_per_iteration // config.layout(role).dp
-            forwards.append([role.value, samples, *_describe_micro_batches(config, role, samples)])
+            sizes = _describe_micro_batches(config, role, samples)
+            sharing = [_describe_sharing(config, role, samples)] * groups
+            forwards.append([role.value, samples, *sizes, *sharing])
     variables = list_variables(config.pool_settings.env, offload_environment(config))
     sections = {
         f"Run {config.training.run_name}": pairs(
@@ -255,6 +259,24 @@ def _describe_micro_batches(config: RunConfig, role: Role, samples: int) -> tupl
     if limit is None:
         return str(min(section.micro_batch_size, samples)), str(count)
     return f"<= {limit} tokens", f"<= {count}"
+
+
+def _describe_sharing(config: RunConfig, role: Role, samples: int) -> str:
+    """Return how often the prompt of several responses is computed, and which key changes that."""
+    section, together = config.role(role), config.shared_samples(role, samples)
+    if together == 1:
+        off = "packed_sequences" if section.share_prompts else "share_prompts"
+        return f"for each response: {off}=false"
+    size = section.micro_batch_size
+    if section.max_tokens_per_micro_batch is None and size == 1:
+        return "for each response: micro_batch_size=1"
+    if section.max_tokens_per_micro_batch is None:
+        together = min(together, size)
+    text = f"once for {together} responses"
+    if isinstance(section, LearningConfig) and not config.shares_in_updates(role):
+        key = "shuffle_minibatch" if section.shuffle_minibatch else "moe_aux_loss_coeff"
+        text += f", in updates for fewer: {key}"
+    return text
 
 
 def _updates_table(config: RunConfig) -> list[list[object]]:

@@ -4,8 +4,8 @@
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from math import lcm
+from dataclasses import dataclass, replace
+from math import gcd, lcm
 from typing import NamedTuple
 
 from mindspeed_rlxf import device
@@ -240,7 +240,7 @@ class PipelineStage:
         count = sum(groups) + POOL_GROUP * is_split(config, config.placement[self.role])
         held = count * device.communicator_bytes(config.device.kind)
         if self.sequence_parallel:  # Megatron's permanent buffer for gathers
-            tokens = micro_batch_tokens(self.section, self.samples, self.length)
+            tokens, _ = self._tokens(self.samples)
             held += tokens * self.architecture.hidden_size * self.itemsize
         return held
 
@@ -268,7 +268,7 @@ class PipelineStage:
     def _update(self, samples: int) -> Phase:
         """Return the memory of forward and backward passes with `samples` per step on this rank."""
         assert isinstance(self.section, LearningConfig), "frozen roles have no update"
-        layer, layout = self._layer(samples), self.layout
+        layer, layout = self._layer(samples, updates=True), self.layout
         held, again = recompute_bytes(self.section, layer)
         if layout.pp > 1:  # received and sent hidden states
             held += 2 * layer.entry
@@ -287,15 +287,35 @@ class PipelineStage:
             early = self.optimizer.overlap_grad_reduce
             other += early * FP32 * self.vocab * self.architecture.hidden_size
         # The head's activations are freed before the backward pass reaches a layer.
-        activations = count * held + max(self._head_bytes(samples), again)
+        activations = count * held + max(self._head_bytes(samples, updates=True), again)
         return Phase("update", activations, other=other, learns=True)
 
-    def _layer(self, samples: int) -> LayerBytes:
-        tokens = micro_batch_tokens(self.section, samples, self.length)
-        sizes = tokens, self.layout.tp, self.sequence_parallel, self.itemsize
-        return layer_bytes(self.architecture, *sizes)
+    def _tokens(self, samples: int, updates: bool = False) -> tuple[int, int]:
+        """Return the computed tokens of the largest micro-batch, and its rows that share prompts.
 
-    def _head_bytes(self, samples: int) -> int:
+        samples: of an epoch or mini-batch on this rank. Prompts count as shared only where they
+        certainly are; a limit by tokens counts computed tokens.
+        """
+        tokens, size = micro_batch_tokens(self.section, samples, self.length), 0
+        certain = not updates or self.config.shares_in_updates(self.role)
+        if certain and self.section.max_tokens_per_micro_batch is None:
+            size = min(self.section.micro_batch_size, samples)
+            together = gcd(size, self.config.shared_samples(self.role, samples))
+            tokens -= (size - size // together) * (self.length - self.response)
+            size *= together > 1
+        return tokens, size
+
+    def _layer(self, samples: int, updates: bool = False) -> LayerBytes:
+        tokens, rows = self._tokens(samples, updates)
+        a, tp = self.architecture, self.layout.tp
+        layer = layer_bytes(a, tokens, tp, self.sequence_parallel, self.itemsize)
+        # Of rows that share a prompt: keys and values with the prompt of each, queries and results.
+        keys = rows * self.length * groups_per_rank(a.kv_heads, tp)
+        queries = rows * self.response * a.num_attention_heads // tp
+        shared = 2 * (keys + queries) * a.head_dim * self.itemsize
+        return replace(layer, attention=layer.attention + shared)
+
+    def _head_bytes(self, samples: int, updates: bool = False) -> int:
         """Return the bytes of a micro-batch's last hidden states and head; 0 before the last stage.
 
         The final norm's input in fp32, its normed value and output, and a copy of the tokens read.
@@ -305,7 +325,7 @@ class PipelineStage:
         if not self.last:
             return 0
         hidden, read = self.architecture.hidden_size, self._head_tokens(samples)
-        tokens = micro_batch_tokens(self.section, samples, self.length)
+        tokens, _ = self._tokens(samples, updates)
         held = hidden * (tokens * (FP32 + 2 * self.itemsize) + read * self.itemsize)
         if self.head is Head.SCORE:
             return held + FP32 * read * hidden

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -99,6 +99,20 @@ def test_a_pack_is_attended_sequence_by_sequence(put_fault: Any) -> None:
         attention(*heads, None, packed_seq_params=pack)
 
 
+def test_responses_share_a_prompt_by_the_operator_of_the_device() -> None:
+    from mindspeed_rlxf.device import kernels
+    from mindspeed_rlxf.models.attention import SharedPrompts, shares_prompts
+
+    attention = fused_attention()
+    assert shares_prompts(attention)
+    pack = SharedPrompts(lengths=(3, 2, 4), prompts=(None, 0, 0))
+    heads = [torch.randn(9, n, 4, device="npu") for n in (4, 2, 2)]
+    found = attention(*heads, None, packed_seq_params=pack)
+    expected = pack.attend(1, *(x.cpu() for x in heads))
+    torch.testing.assert_close(found.cpu(), expected.flatten(1))
+    assert kernels.find(kernels.Operator.SHARED_PROMPTS, 4, 2, 4) is not None
+
+
 def fused_attention() -> Any:
     from megatron.core.transformer.enums import AttnMaskType
 
@@ -108,6 +122,9 @@ def fused_attention() -> Any:
     torch.nn.Module.__init__(made)
     made.softmax_scale, made.layer_number = 0.5, 1
     made.attn_mask_type = AttnMaskType.causal
+    made.config = SimpleNamespace(
+        tensor_model_parallel_size=1, num_attention_heads=4, num_query_groups=2, kv_channels=4
+    )
     return made
 
 

@@ -185,6 +185,7 @@ def micro_batches(config: RunConfig) -> Any:
             groups=MagicMock(**{"tp.size.return_value": 1}),
             config=SimpleNamespace(sequence_parallel=False),
             role=config.role(role),
+            _shares=False,
         )
         one_group = patch.object(engine, "group_rows", lambda role, rows, *_: [rows])
         cpu = patch.object(engine.device, "current_device", lambda: torch.device("cpu"))
@@ -253,7 +254,7 @@ def validated(config: RunConfig) -> list[Any]:
         trainer.fit()
     trainer.stop.is_due.return_value = trainer.stop.agree.return_value = False
     trainer.recorder.check_health.return_value = None
-    with patch.object(ppo, "names"), patch.object(ppo, "iteration_flops"):
+    with patch.object(ppo, "names"), patch.object(ppo, "generation_flops"):
         for trainer.iteration in range(1, config.training.train_iters + 1):
             with contextlib.suppress(Stopped):
                 trainer._finish_iteration({}, MagicMock(), {}, 1.0)

@@ -46,6 +46,7 @@ ROLES = ("actor_rollout", "ref", "critic", "reward")
 ACTOR, CRITIC = "actor_rollout.", "critic."
 SAMPLE = {f"{ACTOR}do_sample": True}
 GROUPS = {"training.stage": "ray_grpo", **SAMPLE, f"{ACTOR}n_samples_per_prompt": 2}
+SHARING = {**SAMPLE, f"{ACTOR}n_samples_per_prompt": 2, "training.micro_batch_size": 2}
 PAIRS = {**GROUPS, "training.stage": "ray_online_dpo", f"{ACTOR}micro_batch_size": 2}
 VERIFIER = {"reward": {"verifier": True}}
 JOINED = {"runtime.address": "head:6379"}
@@ -181,6 +182,7 @@ EVERY_ROLE: dict[str, Any] = {
      "critic.critic_mini_batch_size": 48}),
     "micro_batch_size": Case(2), "max_tokens_per_micro_batch": Case(64), "bf16": Case(True),
     "packed_sequences": Case(False, see.micro_batches),
+    "share_prompts": Case(False, see.planned, SHARING),
 }  # fmt: skip
 OFFLOAD: dict[str, Any] = {"weights": Case(True), "optimizer": Case(True)}
 FULL = {"training.recompute": "full"}

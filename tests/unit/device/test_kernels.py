@@ -35,11 +35,40 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(deterministic)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, lengths: Any) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, lengths: Any, _: Any = None) -> Tensor:
     return PackedSequences(lengths=tuple(lengths)).attend(1, query, key, value)
 
 
-def attend_across(query: Tensor, key: Tensor, value: Tensor, lengths: Any) -> Tensor:
+def attend_to_longer_keys(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Any, key_lengths: Any
+) -> Tensor:
+    return torch.cat([
+        F.scaled_dot_product_attention(
+            *(x.transpose(0, 1)[None] for x in (q, k, v)), enable_gqa=True,
+            attn_mask=torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q)),
+        )[0].transpose(0, 1)
+        for q, k, v in zip(
+            query.split(lengths), key.split(key_lengths), value.split(key_lengths), strict=True
+        )
+    ])  # fmt: skip
+
+
+def attend_from_the_first_key(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Any, key_lengths: Any
+) -> Tensor:
+    """Causal from the top left, as some kernels are."""
+    outs = [
+        F.scaled_dot_product_attention(
+            *(x.transpose(0, 1)[None] for x in parts), is_causal=True, enable_gqa=True
+        )[0].transpose(0, 1)
+        for parts in zip(
+            query.split(lengths), key.split(key_lengths), value.split(key_lengths), strict=True
+        )
+    ]
+    return torch.cat(outs)
+
+
+def attend_across(query: Tensor, key: Tensor, value: Tensor, lengths: Any, _: Any = None) -> Tensor:
     """Tokens see the sequences before their own."""
     rows = (x.transpose(0, 1)[None] for x in (query, key, value))
     return causal_attention(*rows)[0].transpose(0, 1)
@@ -93,6 +122,7 @@ def overwrite(inputs: Tensor, grads: Tensor, total: Tensor) -> None:
     ("operator", "right", "wrong"),
     [
         (Operator.ATTENTION, attend, attend_across),
+        (Operator.SHARED_PROMPTS, attend_to_longer_keys, attend_from_the_first_key),
         (Operator.NORM, Norm, LayerNorm),
         (Operator.ROTARY, rotate, rotate_rows_alone),
         (Operator.SWIGLU, swiglu, swiglu_without_gradient),
@@ -174,7 +204,7 @@ def test_the_offsets_of_a_pack_are_uploaded_once_for_all_layers(
     monkeypatch.setitem(
         sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=attend_by_ends)
     )
-    (kernel,) = (row.load() for row in kernels.TABLE if row.name == "flash_attn")
+    kernel = next(row.load() for row in kernels.TABLE if row.name == "flash_attn")
     monkeypatch.setattr(torch, "tensor", counted)
     qkv = [torch.randn(28, 2, 8) for _ in range(3)]
     for lengths in ((21, 7), (28,)):
@@ -190,7 +220,7 @@ def test_a_kernel_that_refuses_the_heads_of_a_model_is_left_out_for_it_alone(
     """Models of 8 heads on two ranks; the width of a head and the groups on a rank differ."""
     asked: list[tuple[int, ...]] = []
 
-    def narrow(query: Tensor, key: Tensor, value: Tensor, lengths: Any) -> Tensor:
+    def narrow(query: Tensor, key: Tensor, value: Tensor, lengths: Any, _: Any) -> Tensor:
         asked.append((query.size(1), key.size(1), query.size(2)))
         assert query.size(2) <= 256, "head dimension over 256"
         return attend(query, key, value, lengths)

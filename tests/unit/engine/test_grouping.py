@@ -7,9 +7,11 @@ from itertools import chain
 from hypothesis import given, strategies as st
 
 from mindspeed_rlxf.engine.micro_batch import (
+    bring_together,
     chunk_rows,
     group_by_tokens,
     pack_by_tokens,
+    saved_tokens,
     split_groups,
 )
 
@@ -97,3 +99,16 @@ def test_replicas_with_as_many_rows_come_to_as_many_groups(
         assert len(split) == count
         assert list(chain.from_iterable(split)) == list(rows)
         assert all(split) and max(sum(lengths[r] for r in group) for group in split) <= LIMIT
+
+
+def test_a_shared_prompt_counts_once_in_a_group() -> None:
+    """Prompts of 5 and 1 tokens, responses of 2 to each: rows of 7, 7, 7 and 3, 3 tokens."""
+    prompts, lengths = [0, 1, 0, 1, 0], [7, 3, 7, 3, 7]
+    rows = bring_together([1, 0, 2, 3, 4], prompts)
+    assert rows == [1, 3, 0, 2, 4]
+    saved = saved_tokens(rows, prompts, [5, 1, 5, 1, 5])
+    assert saved == [0, 1, 0, 5, 5]
+    assert group_by_tokens(rows, lengths, 9, saved) == [[1, 3], [0, 2], [4]]
+    assert group_by_tokens(rows, lengths, 11, saved) == [[1, 3], [0, 2, 4]]
+    assert pack_by_tokens(rows, lengths, 16, saved) == [[1, 3, 0, 2, 4]]
+    assert pack_by_tokens(rows, lengths, 12, saved) == [[1, 3], [0, 2, 4]]

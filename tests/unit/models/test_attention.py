@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from mindspeed_rlxf.models import attention
-from mindspeed_rlxf.models.attention import CoreAttention, PackedSequences
+from mindspeed_rlxf.models.attention import CoreAttention, PackedSequences, SharedPrompts
 
 HEADS, GROUPS, DIM = 4, 2, 8
 
@@ -49,6 +49,36 @@ def test_packed_sequences_attend_as_each_alone(lengths: list[int], limit: float)
         patch.setattr(attention, "MAX_PADDED_AREA", limit)
         got = PackedSequences(lengths=tuple(lengths)).attend(1, *qkv)
     assert_close(got, each_alone(lengths, qkv))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    groups=st.lists(
+        st.tuples(st.integers(1, 9), st.lists(st.integers(1, 9), max_size=9)),
+        min_size=1,
+        max_size=3,
+    ),
+    limit=st.sampled_from([0.0, 2.0, float("inf")]),
+)
+def test_responses_attend_to_one_copy_of_their_prompt(
+    groups: list[tuple[int, list[int]]], limit: float
+) -> None:
+    lengths: list[int] = []
+    prompts: list[int | None] = []
+    for prompt, responses in groups:
+        prompts += [None, *[len(lengths)] * len(responses)]
+        lengths += [prompt, *responses]
+    qkv = random_tokens(sum(lengths))
+    parts = [t.split(lengths) for t in qkv]
+    expected = []
+    for i, prompt_of in enumerate(prompts):
+        whole = [i] if prompt_of is None else [prompt_of, i]
+        expected.append(written_out(*(torch.cat([x[j] for j in whole]) for x in parts)))
+        expected[-1] = expected[-1][-lengths[i] :]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "MAX_PADDED_AREA", limit)
+        pack = SharedPrompts(lengths=tuple(lengths), prompts=tuple(prompts))
+        assert_close(pack.attend(1, *qkv), torch.cat(expected))
 
 
 @pytest.mark.parametrize(

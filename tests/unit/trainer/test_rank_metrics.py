@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from mindspeed_rlxf.cluster.group import Pending
 from mindspeed_rlxf.cluster.interface import Reply
 from mindspeed_rlxf.config.load import resolve
-from mindspeed_rlxf.roles.reports import GenerateReport, ResponseLengths
+from mindspeed_rlxf.engine.work import Work
+from mindspeed_rlxf.roles.reports import GenerateReport
 from mindspeed_rlxf.trainer.metrics import (
+    done_work,
     find_peak,
+    generation_flops,
     idle_metrics,
-    iteration_flops,
     phase_metrics,
     throughput_metrics,
 )
@@ -80,25 +83,21 @@ def report(prompts: list[int], responses: list[int]) -> GenerateReport:
     return GenerateReport([], [], prompts, responses, [], 0, 0, 0, 0.0)
 
 
-def test_operations_are_those_of_all_passes(make_tree: Callable[..., Any]) -> None:
-    """4 layers of width 64, 8 heads of 8, 4 of keys, MLP 96, 32 tokens, all roles the same."""
+def test_operations_of_generation_and_of_the_passes_that_ranks_report(
+    make_tree: Callable[..., Any],
+) -> None:
+    """4 layers of width 64, 8 heads of 8, 4 of keys, MLP 96, 32 tokens."""
     config = resolve(make_tree(), "test")
-    prompts, responses = [4, 2], [2, 6]
     weights = 2 * 64 * (64 + 32) + 3 * 64 * 96
 
     def forward(tokens: int, outputs: int) -> int:
         return 4 * (2 * tokens * weights + 2 * 64 * tokens**2) + 2 * outputs * 64 * 32
 
-    policy = forward(6, 2) + forward(8, 6)
-    value = forward(6, 0) + forward(8, 0)
-    # Generation, old log-probs, reference, three for the update; values, three for the update.
-    expected = (1 + 1 + 1 + 3) * policy + (1 + 3) * value
-    lengths = ResponseLengths(prompts, responses, [True, True])
-    assert iteration_flops(config, [report(prompts, responses)], lengths) == expected
-    warm_up = iteration_flops(config, [report(prompts, responses)], lengths, updates_actor=False)
-    assert warm_up == expected - 3 * policy
-    twice = [report(prompts, responses)] * 2  # drawn again by algorithm.filter_groups
-    assert iteration_flops(config, twice, lengths) == expected + policy
+    expected = forward(6, 2) + forward(8, 6)
+    assert generation_flops(config, [report([4, 2], [2, 6])]) == expected
+    replies = [Reply(None, None, 1.0, rank, work=Work(3, 10 + rank)) for rank in (0, 1)]
+    phases = {"ref": [MagicMock(replies=lambda: replies)], "adv": [MagicMock(replies=list)]}
+    assert done_work(phases) == Work(6, 21)
 
 
 def test_the_share_of_the_peak_is_there_where_the_peak_is_known() -> None:

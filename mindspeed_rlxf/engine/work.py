@@ -1,0 +1,28 @@
+"""Count what the passes of training engines compute in this process, until `take` is called."""
+
+from typing import NamedTuple
+
+FORWARD, TRAIN = 1, 3  # operations of a pass, in those of a forward pass
+
+
+class Work(NamedTuple):
+    """tokens: of prompts and responses, padding left out; flops: floating-point operations"""
+
+    tokens: int = 0
+    flops: int = 0
+
+
+NONE = Work()
+_done: list[Work] = []
+
+
+def add(work: Work) -> None:
+    """Add the work of a pass of a whole replica; called by its leader alone."""
+    _done.append(work)
+
+
+def take() -> Work:
+    """Return the work since the last call of this function."""
+    found = Work(*map(sum, zip(*_done, strict=True))) if _done else NONE
+    _done.clear()
+    return found
