@@ -7,6 +7,11 @@ take turns; medians of 5. Prompts have 64 tokens, responses the lengths of `roll
 Ends with an error if their log-probs differ before the measurement. Prints one JSON line.
 
     python benchmarks/update.py [--device cpu|cuda|npu] [--bf16] [--size 19m|100m] [--batch 16]
+    python benchmarks/update.py --prompts 4 --samples 8 --prompt 256 --response 64
+
+With `--prompts` there are so many prompts of `--prompt` tokens, each with `--samples` responses of
+half to one and a half of `--response` tokens, all samples of a prompt in one micro-batch. `apart`
+is then our side with `share_prompts: false`.
 """
 
 from __future__ import annotations
@@ -49,7 +54,15 @@ def main() -> None:
     parser.add_argument(
         "--limit", type=int, default=LIMIT, help="most response tokens; scales all lengths"
     )
+    parser.add_argument("--prompts", type=int, default=0)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--prompt", type=int, default=PROMPT)
+    parser.add_argument("--response", type=int, default=64)
     arguments = parser.parse_args()
+    arguments.micro = MICRO
+    if arguments.prompts:
+        arguments.batch = arguments.prompts * arguments.samples
+        arguments.micro, arguments.limit = arguments.samples, 3 * arguments.response // 2
     device.setup(arguments.device, arguments.threads)
     dist.init_process_group(
         device.facts(arguments.device).backend, store=dist.HashStore(), rank=0, world_size=1,
@@ -63,11 +76,22 @@ def main() -> None:
 
 def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     make_models(folder, SHAPES[arguments.size])
-    write_inputs(folder, BASE["vocab_size"], PROMPT)
+    write_inputs(folder, BASE["vocab_size"], arguments.prompt)
     stored = json.loads(LENGTHS.read_text(encoding="utf-8"))["responses"][: arguments.batch]
     lengths = [max(2, n * arguments.limit // LIMIT) for n in stored]
-    rollouts = make_rollouts(lengths)
+    if arguments.prompts:
+        low, high = arguments.response // 2, 3 * arguments.response // 2
+        drawn = torch.randint(
+            low, high + 1, (arguments.batch,), generator=torch.Generator().manual_seed(3)
+        )
+        lengths = drawn.tolist()
+    rollouts = make_rollouts(lengths, arguments)
     ours, theirs = Ours(folder, rollouts, arguments), Plain(folder, rollouts, arguments)
+    all_sides: dict[str, Any] = {"ours": ours, "plain": theirs}
+    prompt_tokens = len(lengths) * arguments.prompt
+    if arguments.prompts:
+        all_sides["apart"] = Ours(folder, rollouts, arguments, share=False)
+        shared_tokens = arguments.prompts * arguments.prompt + sum(lengths)
     gap = float((ours.forward() - theirs.forward()).abs().max())
     assert gap < (0.5 if arguments.bf16 else 1e-3), f"the log-probs differ by {gap}"
     found: dict[str, Any] = {
@@ -75,24 +99,26 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         "device": str(device.current_device()),
         "dtype": "bf16" if arguments.bf16 else "fp32",
         "parameters_m": round(sum(p.numel() for p in theirs.model.parameters()) / 1e6, 1),
-        "tokens": len(lengths) * PROMPT + sum(lengths),
-        "padded_tokens": len(lengths) * (PROMPT + max(lengths)),
+        "tokens": prompt_tokens + sum(lengths),
+        "padded_tokens": prompt_tokens + len(lengths) * max(lengths),
         "largest_log_prob_gap": gap,
         "threads": arguments.threads,
         "cores": os.cpu_count(),
         "torch": torch.__version__,
     }
+    if arguments.prompts:
+        found["tokens_ratio"] = round(found["tokens"] / shared_tokens, 2)
     for part in ("forward", "update"):
-        sides = {"ours": getattr(ours, part), "plain": getattr(theirs, part)}
+        sides = {name: getattr(side, part) for name, side in all_sides.items()}
         found |= race(part, sides, arguments.repeats)
     return found
 
 
 def race(part: str, sides: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Run both sides in turn, the first time unmeasured; return their median seconds and ratio.
+    """Run the sides in turn, the first time unmeasured; return their median seconds and ratios.
 
     part:  name of the figures
-    sides: "ours" and "plain"; the ratio is plain / ours
+    sides: "ours" and others; a ratio is the other's seconds / ours
     """
     times: dict[str, list[float]] = {side: [] for side in sides}
     for turn in range(repeats + 1):
@@ -104,20 +130,25 @@ def race(part: str, sides: dict[str, Callable[[], Any]], repeats: int) -> dict[s
                 times[side].append(time.perf_counter() - started)
     medians = {side: statistics.median(all_s) for side, all_s in times.items()}
     found = {f"{part}_{side}_s": round(seconds, 4) for side, seconds in medians.items()}
-    return {**found, f"{part}_ratio": round(medians["plain"] / medians["ours"], 2)}
+    for side in sides.keys() - {"ours"}:
+        name = f"{part}_ratio" if side == "plain" else f"{part}_{side}_ratio"
+        found[name] = round(medians[side] / medians["ours"], 2)
+    return found
 
 
-def make_rollouts(lengths: list[int]) -> Rollouts:
+def make_rollouts(lengths: list[int], arguments: argparse.Namespace) -> Rollouts:
     """Make random prompts, and random responses of these lengths."""
-    rows, width = len(lengths), max(lengths)
+    rows, width, prompt = len(lengths), max(lengths), arguments.prompt
     generator = torch.Generator().manual_seed(1)
     mask = torch.arange(width) < torch.tensor(lengths)[:, None]
-    ids = torch.randint(2, BASE["vocab_size"], (rows, PROMPT + width), generator=generator)
+    ids = torch.randint(2, BASE["vocab_size"], (rows, prompt + width), generator=generator)
+    if arguments.prompts:
+        ids[:, :prompt] = ids[:: arguments.samples, :prompt].repeat_interleave(arguments.samples, 0)
     return Rollouts(
         sample_ids=list(range(rows)),
-        prompt_ids=ids[:, :PROMPT],
-        prompt_lengths=torch.full((rows,), PROMPT),
-        response_ids=ids[:, PROMPT:] * mask,
+        prompt_ids=ids[:, :prompt],
+        prompt_lengths=torch.full((rows,), prompt),
+        response_ids=ids[:, prompt:] * mask,
         response_mask=mask,
         trained_mask=mask,
         has_eos=torch.zeros(rows, dtype=torch.bool),
@@ -137,7 +168,9 @@ def make_advantages(rollouts: Rollouts) -> Tensor:
 class Ours:
     """The policy in the actor of this package."""
 
-    def __init__(self, folder: Path, rollouts: Rollouts, arguments: argparse.Namespace) -> None:
+    def __init__(
+        self, folder: Path, rollouts: Rollouts, arguments: argparse.Namespace, share: bool = True
+    ) -> None:
         from mindspeed_rlxf.roles.actor import ActorRole
 
         given = SimpleNamespace(
@@ -145,7 +178,14 @@ class Ours:
         )
         tree = our_tree(folder, given)  # type: ignore[arg-type]
         tree["device"]["kind"] = arguments.device.value
-        tree["training"] |= {"bf16": arguments.bf16, "output_dir": str(folder / "run")}
+        tree["actor_rollout"] |= {
+            "max_prompt_length": arguments.prompt, "micro_batch_size": arguments.micro,
+            "share_prompts": share,
+        }  # fmt: skip
+        tree["training"] |= {
+            "bf16": arguments.bf16, "output_dir": str(folder / "run"),
+            "seq_length": arguments.prompt + arguments.limit,
+        }  # fmt: skip
         tree["algorithm"] = {"kl_ctrl": {"kl_coef": 0.0}, "old_log_probs": "recompute"}
         self.role = ActorRole(resolve(tree, "update"))
         self.rollouts, self.all_rows = rollouts, [list(range(rollouts.num_rows))]
@@ -174,7 +214,9 @@ class Plain:
 
     def __init__(self, folder: Path, rollouts: Rollouts, arguments: argparse.Namespace) -> None:
         dtype = torch.bfloat16 if arguments.bf16 else torch.float32
-        self.where = device.current_device()
+        self.where, self.prompt, self.micro = (
+            device.current_device(), arguments.prompt, arguments.micro,
+        )  # fmt: skip
         self.model: Any = LlamaForCausalLM.from_pretrained(
             folder / "policy", attn_implementation="sdpa", dtype=dtype
         ).to(self.where)
@@ -192,14 +234,14 @@ class Plain:
         0 behind the end of a response.
         """
         width = int(self.mask[rows].sum(1).max())
-        ids = self.ids[rows, : PROMPT + width]
-        mask = self.attention_mask[rows, : PROMPT + width]
-        logits = self.model(ids, attention_mask=mask).logits[:, PROMPT - 1 : -1].float()
-        chosen = logits.gather(-1, ids[:, PROMPT:, None])[..., 0]
+        ids = self.ids[rows, : self.prompt + width]
+        mask = self.attention_mask[rows, : self.prompt + width]
+        logits = self.model(ids, attention_mask=mask).logits[:, self.prompt - 1 : -1].float()
+        chosen = logits.gather(-1, ids[:, self.prompt :, None])[..., 0]
         return (chosen - logits.logsumexp(-1)) * self.mask[rows, :width]
 
     def _micro_batches(self) -> list[slice]:
-        return [slice(i, i + MICRO) for i in range(0, self.rollouts.num_rows, MICRO)]
+        return [slice(i, i + self.micro) for i in range(0, self.rollouts.num_rows, self.micro)]
 
     @torch.no_grad()
     def forward(self) -> Tensor:
