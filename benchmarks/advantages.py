@@ -7,8 +7,6 @@ the largest distance from the loop in fp64, relative to each advantage. Prints o
     python benchmarks/advantages.py [--rows 64] [--tokens 32768] [--threads 1] [--repeats 5]
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -9,8 +9,6 @@ tokens on a rank (`micro_batches`): in order, and packed.
     python benchmarks/balance.py [--write-lengths SEED]
 """
 
-from __future__ import annotations
-
 import argparse
 import heapq
 import itertools

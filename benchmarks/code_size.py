@@ -7,8 +7,6 @@ a node of Python's syntax tree that is not a docstring; layout and comments do n
 include scripts and templates. Folders named `vendor` are left out.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import statistics

@@ -5,8 +5,6 @@
 With a checkout of another project as a second folder, the numbers stand side by side.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -12,8 +12,6 @@ line. A real worker needs about 0.2 GiB and 3 s of CPU time to start.
     python benchmarks/driver.py [--workers 32] [--stand-ins 512] [--iterations 10]
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -7,8 +7,6 @@ transformers, without generation, roles or runtime.
     python benchmarks/iteration.py [--iterations 12] [--devices 2] [--runtime ray|local]
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -8,8 +8,6 @@ process (needs matplotlib). Ends with 1 when a slope is over the limit.
     python benchmarks/long_run.py [--iterations 500] [--warm-up 100] [--picture memory.png]
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

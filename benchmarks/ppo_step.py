@@ -14,8 +14,6 @@ datasets pyarrow pandas dill multiprocess xxhash` leaves the environment as it i
     python benchmarks/ppo_step.py [--trl FOLDER] [--size 19m|100m] [--batch 16] [--rounds 3]
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import itertools

@@ -5,8 +5,6 @@ Prints one JSON line.
     python benchmarks/precision.py [--hidden-size 768] [--layers 8] [--iterations 4]
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -8,8 +8,6 @@ between nine times the rows and the rows once, which leaves the start out.
     python benchmarks/preprocess.py [--data FOLDER_OF_GSM8K]
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

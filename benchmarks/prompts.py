@@ -8,8 +8,6 @@ all rows as a list of Python objects, estimated from 10,000 rows.
     python benchmarks/prompts.py [--rows 1000000] [--chat]
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

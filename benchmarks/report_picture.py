@@ -5,8 +5,6 @@ python benchmarks/report_picture.py RUN/report.html docs/report.png
 Needs Chromium and Playwright (`pip install -e .[browser]`).
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 from pathlib import Path

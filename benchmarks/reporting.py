@@ -7,8 +7,6 @@ per iteration over the median time of an iteration. Makes the demo's models wher
     python benchmarks/reporting.py [--iterations 30]
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json

@@ -8,8 +8,6 @@ the last response, and 10% for everything else (`bound_s`); rewards one after th
     python benchmarks/rewards.py [--generation 20] [--reward 1] [--workers 8] [--samples 64]
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile

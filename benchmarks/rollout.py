@@ -18,8 +18,6 @@ package, measured in a process of its own before and after, and the ratios to th
     python benchmarks/rollout.py [--device cpu|cuda|npu] [--quick] [--parts equal,mix,cost]
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -14,8 +14,6 @@ half to one and a half of `--response` tokens, all samples of a prompt in one mi
 is then our side with `share_prompts: false`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -9,8 +9,6 @@ processor seconds of both processes, which other programs disturb less. Medians 
     python benchmarks/weights.py [--layers 23] [--dtype float32|bfloat16] [--threads 1]
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import socket

@@ -1,7 +1,5 @@
 """The classes of transformers for each model family: configuration, language model, scorer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

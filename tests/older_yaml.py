@@ -1,8 +1,6 @@
 """Five configurations of MindSpeed-LLM as trees of keys and values: three of PPO, one of GRPO and
 one of online DPO."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Start commands that log to a file, wait for their output, and read the files of runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

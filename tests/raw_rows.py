@@ -1,7 +1,5 @@
 """Small artificial data sets in the published formats of GSM8K, MATH, HellaSwag and HH-RLHF."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Iterable

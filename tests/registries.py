@@ -1,7 +1,5 @@
 """Undo what plugins register, so that one test does not change the next."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Write the files of an artificial run of any size, for tests of the report."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

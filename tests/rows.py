@@ -1,7 +1,5 @@
 """Artificial rollouts for tests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Log metrics to trackers in a process of its own, and read back the files of each tracker."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable, Iterator

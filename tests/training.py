@@ -1,7 +1,5 @@
 """Run a whole training in one call, on the runtime of a test."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from mindspeed_rlxf.checkpoint.directory import RunDirectory

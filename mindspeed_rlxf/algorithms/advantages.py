@@ -57,7 +57,7 @@ def _one_by_one(inputs: Tensor, factors: Tensor) -> Tensor:
 def token_rewards(kl: Tensor, scores: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
     """Return [batch, slots] rewards: -kl_coef * kl, plus the score on each row's last True slot.
 
-    kl:     [batch, slots] fp32, 0 where not learnt from
+    kl:     [batch, slots] fp32, 0 where not trained
     scores: [batch]
     mask:   [batch, slots] bool, `slots.value_mask`; a row without True has its score on slot 0
     """
@@ -73,7 +73,7 @@ def estimate_gae(
     Both are 0 where `mask` is False. Advantages are not whitened; returns are advantages + values.
     rewards: [batch, slots] fp32, KL penalty already added
     values:  [batch, slots] fp32
-    mask:    [batch, slots] bool, True = slot that is learnt from. Other slots are skipped, as if
+    mask:    [batch, slots] bool, True = slot that is trained. Other slots are skipped, as if
              they were cut out of the row: the slot after a True slot is the next True slot
     lam:     one for all responses, or [batch] fp32
     """
@@ -141,7 +141,7 @@ def rewards_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     0 where `mask` is False. This is the return of REINFORCE. A False slot is skipped as if cut out:
     its reward does not count and it does not discount.
     rewards: [batch, slots] fp32
-    mask:    [batch, slots] bool, True = slot that is learnt from
+    mask:    [batch, slots] bool, True = slot that is trained
     gamma:   discount per True slot
     """
     _, returns = estimate_gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)

@@ -35,8 +35,8 @@ class Rewarded:
     scores:        [batch] fp32, penalties included
     rewards:       [batch, slots] fp32: the score on the last True slot, and the KL penalty if it is
                    in the reward; whitened with `whiten_rewards`
-    value_mask:    [batch, slots] bool, True = slot that is learnt from
-    trained_mask:  [batch, response] bool, True = token that is learnt from; a row without True is
+    value_mask:    [batch, slots] bool, True = slot that is trained
+    trained_mask:  [batch, response] bool, True = token that is trained; a row without True is
                    masked out (`is_scored`): it must not change the advantages of others
     values:        [batch, slots] fp32, 0 where masked; None without a critic
     greedy_scores: [batch], of the greedy response to the same prompt, penalties included; None

@@ -32,7 +32,7 @@ def value_mask(
 
     The slots of trained tokens. With position AFTER_EOS also slot n of a response of n <
     `slot_limit` tokens that ends with a trained EOS.
-    trained_mask:  [batch, response] bool, True = token that is learnt from
+    trained_mask:  [batch, response] bool, True = token that is trained
     response_mask: [batch, response] bool, True = token of the response, at least one per row
     has_eos:       [batch] bool, the last token is an EOS
     slot_limit:    most slots of a response (`max_new_tokens`, or TRL's batch width)

@@ -126,7 +126,7 @@ class StorageUnreadable(RuntimeError):
 
 
 class TooFewDevices(UserError):
-    """Our own cluster, which never grows, has too few devices. free: free devices of each node"""
+    """Our private cluster never grows, and has too few devices. free: free devices of each node"""
 
     def __init__(self, problems: Sequence[Problem], free: Sequence[int] = ()) -> None:
         super().__init__(problems)

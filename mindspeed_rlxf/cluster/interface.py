@@ -115,7 +115,7 @@ class Runtime(Protocol):
 
         Args:
             processes_per_node: Number of processes on each node, by pool.
-            parts: Sizes of the parts of split pools, by pool.
+            parts: Sizes of the parts of disaggregated pools, by pool.
         """
 
     def shutdown(self) -> None:

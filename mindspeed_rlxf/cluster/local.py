@@ -196,7 +196,7 @@ class LocalRuntime:
         parts: Mapping[str, Sequence[int]] | None = None,
     ) -> dict[str, LocalPool]:
         """Return one pool for each name, all of the same processes."""
-        assert not parts, "the rules of the configuration refuse split pools"
+        assert not parts, "the rules of the configuration refuse disaggregated pools"
         size = self.world.size
         problems = [
             Problem(

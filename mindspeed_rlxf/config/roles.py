@@ -231,13 +231,13 @@ class ActorConfig(LearningConfig):
     )
     num_gpus_for_train: int | None = reshard(
         None,
-        "split pool: its first devices, which only train; null = all train and generate",
+        "disaggregated pool: its first devices, which only train; null = all train and generate",
         ge=1,
         only_if="num_gpus_for_infer",
     )
     num_gpus_for_infer: int | None = reshard(
         None,
-        "split pool: its other devices, which only generate; null = all train and generate",
+        "disaggregated pool: its other devices, which only generate; null = all train and generate",
         ge=1,
         only_if="num_gpus_for_train; runtime.kind=ray",
     )

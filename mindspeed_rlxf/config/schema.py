@@ -257,8 +257,8 @@ class RunConfig(Section):
     def processes_of(self, role: Role) -> list[int]:
         """Return how many processes a role has on each node of its pool.
 
-        Of the actor in a split pool only the first processes count, which train, and nodes without
-        any are left out. KeyError if the role does not run or its pool does not exist.
+        Of the actor in a disaggregated pool only the first processes count, which train, and nodes
+        without any are left out. KeyError if the role does not run or its pool does not exist.
         """
         processes = self.resource_pool[self.placement[role]]
         if role is Role.ACTOR_ROLLOUT and self.parts:
@@ -284,7 +284,7 @@ class RunConfig(Section):
     def rollout_ep(self) -> int:
         """Number of replicas that share the experts of a layer in generation; 1 = not shared.
 
-        That of `rollout` if set; else 1 in a split pool, and otherwise the actor's.
+        That of `rollout` if set; else 1 in a disaggregated pool, and otherwise the actor's.
         """
         usual = 1 if self.parts else self.actor_rollout.expert_model_parallel_size
         return self.rollout.expert_model_parallel_size or usual
@@ -293,7 +293,7 @@ class RunConfig(Section):
     def rollout_layout(self) -> ParallelLayout:
         """Parallel layout of the ranks that generate, with `rollout_tp` and without a pipeline.
 
-        The ranks are those of the actor, or in a split pool those that only generate.
+        The ranks are those of the actor, or in a disaggregated pool those that only generate.
         """
         generating = self.parts[1] if self.parts else self.layout(Role.ACTOR_ROLLOUT).world_size
         return ParallelLayout(generating, self.rollout_tp)

@@ -157,7 +157,7 @@ class LoggingConfig(Section):
     )
     console_metrics: Strings = free(CONSOLE_METRICS, "metrics on the console")
     stop_on: Annotated[tuple[Annotated[HealthRule, Word], ...], Word] = free(
-        (), "illnesses that save and end the run, by their names in docs/running.md"
+        (), "training problems that save and end the run, by their names in docs/running.md"
     )
     trackers: Strings = free(
         ("jsonl",), "jsonl (always), tensorboard, wandb, swanlab, or trackers of plugins"

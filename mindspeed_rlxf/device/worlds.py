@@ -1,6 +1,7 @@
-"""The torch.distributed world of a process, and the group between the worlds of a split pool.
+"""The torch.distributed world of a process, and the group between worlds of a disaggregated pool.
 
-The processes of each part of a split pool form a world. Its ranks count from 0, and Megatron sees
+The processes of each part of a disaggregated pool form a world. Its ranks count from 0, and
+Megatron sees
 only these. One more group takes weights from the first part to the others: it has the first rank of
 the pool and all ranks of the other parts. torch makes groups only inside a world, so this group is
 made by the function that `init_process_group` calls.
@@ -138,7 +139,7 @@ def set_timeout(groups: Iterable[dist.ProcessGroup]) -> None:
 
 
 def weights_group() -> dist.ProcessGroup | None:
-    """Return the group of a split pool's first rank, which is its rank 0, and the other parts.
+    """Return the group of a disaggregated pool's first rank, its rank 0, and the other parts.
 
     None = this rank is not in it, or the pool is not split.
     """

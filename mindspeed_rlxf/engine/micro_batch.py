@@ -38,7 +38,7 @@ class MicroBatch:
     stride: int  # flat distance between neighbouring tokens of a row
     prompt_lengths: Tensor  # [rows]
     response_lengths: Tensor  # [rows]
-    trained_mask: Tensor  # [rows, response] bool, True = token that is learnt from
+    trained_mask: Tensor  # [rows, response] bool, True = token that is trained
     trained_ids: Tensor  # [trained tokens of all rows] int64
 
     def prediction_places(self, slots: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 The weights are those of Megatron's modules, and the operators and their order are Megatron's, so
 that bf16 rounds in the same way. Megatron's checks and reshaping in every layer are left out, which
 cost most of a decode step's time on the host. The model's own modules compute norms, MLPs where the
-device fuses them, and experts whose weights no grouped product can take. Experts that ranks share
+device fuses them, and experts whose weights no grouped GEMM can take. Experts that ranks share
 are computed as in a prefill (`shared_experts.py`).
 
 Axes: rows = sequences, groups = key-value groups of this rank, d = width of a head.

@@ -1,7 +1,7 @@
-"""The experts of a layer in grouped products: one call for all experts of a rank.
+"""The experts of a layer in grouped GEMMs: one call for all experts of a rank.
 
 Megatron's module computes one expert after the other, some hundred operators a layer if there are
-many experts. The parameters stay Megatron's, one MLP per expert. A grouped product views the
+many experts. The parameters stay Megatron's, one MLP per expert. A grouped GEMM views the
 weights of all experts as one tensor, which needs them at equal distances in one memory; so
 `stack_experts` puts them, and so they are in the buffers of the distributed optimizer.
 """
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
-GROUPED_BYTES = 16  # a grouped product needs rows of weights that begin at multiples of it
+GROUPED_BYTES = 16  # a grouped GEMM needs rows of weights that begin at multiples of it
 _GROUPED = getattr(F, "grouped_mm", None)  # None = this version of torch is too old
 
 
@@ -39,7 +39,7 @@ class ExpertWeights:
     def of(cls, experts: Sequence[Any]) -> ExpertWeights | None:
         """View the weights of Megatron's MLPs, one for each expert, in their order in memory.
 
-        None if torch has no grouped product, or cannot use the weights where they lie in memory.
+        None if torch has no grouped GEMM, or cannot use the weights where they lie in memory.
         """
         widens = view_as_stack([expert.linear_fc1.weight for expert in experts])
         narrows = view_as_stack([expert.linear_fc2.weight for expert in experts])
@@ -114,7 +114,7 @@ def gated_products(rows: Tensor, shares: Tensor, ends: Tensor, weights: ExpertWe
 
 
 class GroupedMLP(SequentialMLP):  # type: ignore[misc]
-    """Megatron's module of experts, but with grouped products where torch and weights allow them.
+    """Megatron's module of experts, but with grouped GEMMs where torch and weights allow them.
 
     The results are those of Megatron's own forward pass.
     """

@@ -53,7 +53,7 @@ class Exchange:
 
 
 class LocalExperts:
-    """This rank's experts of a layer; in grouped products where torch and the weights allow it."""
+    """This rank's experts of a layer; in grouped GEMMs where torch and the weights allow it."""
 
     def __init__(self, module: Any) -> None:
         """View the weights of Megatron's module of experts, which must not be moved afterwards.
@@ -79,7 +79,7 @@ class LocalExperts:
         return compute(hidden, numbers, shares.flatten())
 
     def _in_grouped_products(self, hidden: Tensor, numbers: Tensor, shares: Tensor) -> Tensor:
-        """Compute grouped products of pairs of a token and an expert; never waits for the device.
+        """Compute grouped GEMMs of pairs of a token and an expert; never waits for the device.
 
         Pairs of other ranks' experts are sorted to the end, left out, and count as 0.
         """

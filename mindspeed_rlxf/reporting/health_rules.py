@@ -24,9 +24,9 @@ LAG_ITERATIONS = 10
 
 @dataclass(frozen=True)
 class Reading:
-    """The measurement of a rule. ill: the run is unhealthy; text: a sentence with the value"""
+    """The measurement of a rule. unhealthy: the rule fires; text: a sentence with the value"""
 
-    ill: bool
+    unhealthy: bool
     metric: str
     value: float
     text: str
@@ -95,9 +95,9 @@ def _entropy_collapse(history: History) -> Reading | None:
     if not (recent := history.last(ENTROPY, 5)):
         return None
     value, first = statistics.fmean(recent), history.first(ENTROPY)
-    ill = value < 0.02 and value < 0.1 * first  # a policy that still explores has more
+    unhealthy = value < 0.02 and value < 0.1 * first  # a policy that still explores has more
     text = f"the policy's entropy is {value:.3g} nats per token, {first:.3g} at the start"
-    return Reading(ill, ENTROPY, value, text)
+    return Reading(unhealthy, ENTROPY, value, text)
 
 
 def measure_kl_runaway(history: History, limit: float = KL_LIMIT) -> Reading | None:
@@ -144,12 +144,12 @@ def _growing_gap(history: History) -> Reading | None:
         return None
     value, first = statistics.median(recent), history.first(GAP)
     # In nats: bf16 rounds to about 0.01, below which the gap may grow.
-    ill = value > 0.05 or (value > 0.01 and value > 10.0 * first)
+    unhealthy = value > 0.05 or (value > 0.01 and value > 10.0 * first)
     text = (
         f"log-probs of generation and training differ by {value:.3g} nats on average, "
         f"{first:.3g} at the start"
     )
-    return Reading(ill, GAP, value, text)
+    return Reading(unhealthy, GAP, value, text)
 
 
 def _lagging_rank(history: History) -> Reading | None:
@@ -266,8 +266,8 @@ class Health:
             if reading is None:
                 continue
             name, measured = rule.value, (reading.metric, reading.value, reading.text)
-            self._clear[name] = 0 if reading.ill else self._clear.get(name, 0) + 1
-            if reading.ill and name not in self.active:
+            self._clear[name] = 0 if reading.unhealthy else self._clear.get(name, 0) + 1
+            if reading.unhealthy and name not in self.active:
                 stops = rule in self._stop_on
                 self.active[name] = Finding(iteration, name, "began", *measured, remedy, stops)
                 found.append(self.active[name])

@@ -44,7 +44,7 @@ class ActorGroup(TrainedGroup):
         return self.train.build(ActorRole, self.run)
 
     def prepare_send_weights(self) -> list[Request]:
-        """Return the requests with which a split pool sends weights, for `submit_together`."""
+        """Return the requests that send weights in a disaggregated pool, for `submit_together`."""
         return self.train.prepare(ActorRole.send_weights)
 
     def log_probs(self, rollouts: RowsRef, lengths: Lengths) -> Pending:
@@ -112,7 +112,7 @@ class ActorRole:
     def send_weights(self) -> RoleOutput:
         """Send the weights to the ranks that generate, which call `RolloutRole.update_weights`.
 
-        Only for a split pool.
+        Only for a disaggregated pool.
         """
         from mindspeed_rlxf.rollout.replica import send_weights  # brings in Megatron
 

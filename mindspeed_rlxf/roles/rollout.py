@@ -32,7 +32,7 @@ class Sampling(Enum):
 
 
 class RolloutGroup:
-    """The ranks that generate: those of the actor, or the other part of a split pool.
+    """The ranks that generate: those of the actor, or the other part of a disaggregated pool.
 
     A replica is a tensor-parallel group of these ranks.
     """

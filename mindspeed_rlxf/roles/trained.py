@@ -1,4 +1,4 @@
-"""What the driver asks of the ranks of every role that learns."""
+"""What the driver asks of the ranks of every trained role."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from mindspeed_rlxf.engine.train_engine import TrainEngine
 
 
 class TrainedGroup:
-    """Base of the groups of roles that learn: exports, saves and loads their training state."""
+    """Base of the groups of trained roles: exports, saves and loads their training state."""
 
     learners: RoleGroup  # the ranks that hold the state
 

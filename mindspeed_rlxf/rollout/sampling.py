@@ -214,7 +214,7 @@ def _find_crossing(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, T
 
 
 def running_sum(numbers: Tensor) -> Tensor:
-    """Return the running sums (cumsum) of the last dimension, in the shape of `numbers`.
+    """Return the cumulative sums (cumsum) of the last dimension, in the shape of `numbers`.
 
     Uses `fixed_order_sum` where torch runs deterministic algorithms on another device than the CPU,
     because torch refuses its own cumsum there.
@@ -225,7 +225,7 @@ def running_sum(numbers: Tensor) -> Tensor:
 
 
 def fixed_order_sum(numbers: Tensor) -> Tensor:
-    """Return the inclusive running sums along the last dimension, added in a fixed order.
+    """Return the inclusive cumulative sums along the last dimension, added in a fixed order.
 
     A scan by doubling: step k adds to each element the element 2^k positions before it.
     """

@@ -194,8 +194,8 @@ class PpoTrainer:
             version = self.config.count_updates(self.iteration)
             measured.update(self.validator.validate(self.iteration, version))
             driver["validation"] = began, time.time() - began
-        if ill := self.recorder.check_health(self.iteration, measured):
-            self.stop.request(ill.rule, f"{ill.text}; {ill.remedy}")
+        if found := self.recorder.check_health(self.iteration, measured):
+            self.stop.request(found.rule, f"{found.text}; {found.remedy}")
         self.stop.end_iteration(self.iteration)
         stops, note = not last and self.stop.is_due(), self.recorder.note
         saves = self.stop.agree(self.checkpoints.is_due(self.iteration, stops))

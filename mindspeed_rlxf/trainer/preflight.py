@@ -169,7 +169,7 @@ def _attempt(problems: list[Problem], action: Callable[[], T]) -> T | None:
 
 
 def _check_engine(config: RunConfig) -> list[Problem]:
-    """Return a problem if the rollout engine is unknown, or cannot run in a split pool."""
+    """Return a problem if the rollout engine is unknown, or cannot run in a disaggregated pool."""
     key, name, known = "rollout.engine", config.rollout.engine, [NATIVE, *ENGINES]
     if name not in known:
         remedy = f"use {closest(name, known) or NATIVE}, or add its file to training.plugins"

@@ -10,8 +10,6 @@ docs/results.md; exits with 1 at the first difference. The seed fixes kinds and 
 kills; which processes exist at that moment depends on the speed of the machine.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import random

@@ -6,8 +6,6 @@ Each start is a fork of this process, as in `tests.chaos.forked`. OUTPUT gets th
 nothing disturbs, and the run `failed`. Prints a line for each failure.
 """
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 from pathlib import Path

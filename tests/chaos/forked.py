@@ -8,8 +8,6 @@ mini-batches, adaptive KL. OUTPUT gets the run `whole`, which nothing disturbs, 
 `killed`. Prints a line for each kill.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

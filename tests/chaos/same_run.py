@@ -1,7 +1,5 @@
 """Compare two runs: weights, optimizers, random streams, metrics, samples and consumed prompts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 It starts from the weights of tests/golden/start, which solve about half of the problems.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """One Ray session for all distributed tests, and pools of workers that tests share."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Build role groups for tests, and call the methods that several tests need."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 Most are Llamas; the architectures also cover Qwen2, Qwen3 and mixtures of experts.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 python -m tests.distributed.local_run MODELS OUTPUT RANKS
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

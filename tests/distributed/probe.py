@@ -1,7 +1,5 @@
 """A role for tests that reports what its engine computes: logits, scores, weights."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

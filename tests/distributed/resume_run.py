@@ -3,8 +3,6 @@
 python -m tests.distributed.resume_run MODELS STEPS
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Artificial rollouts and experience, with responses of very different lengths."""
 
-from __future__ import annotations
-
 import torch
 
 from mindspeed_rlxf.data.batch import Experience, Rollouts

@@ -5,8 +5,6 @@ sampled tokens, so the curves differ; they have to stay nearer to fp32 than fp32
 does, and in a band.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

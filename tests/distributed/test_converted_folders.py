@@ -1,7 +1,5 @@
 """Stock Megatron loads converted folders, roles start from them, and runs write them."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from pathlib import Path
 from typing import Any

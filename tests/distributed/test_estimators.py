@@ -1,7 +1,5 @@
 """Five iterations of each estimator on fixed responses, in two layouts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Mixtures of experts compute what transformers computes, on whatever ranks the experts are."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

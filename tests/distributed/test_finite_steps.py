@@ -3,8 +3,6 @@
 The same engine also writes a checkpoint by megatron-core, which our reader of pickles must accept.
 """
 
-from __future__ import annotations
-
 import math
 import pickle
 from argparse import Namespace

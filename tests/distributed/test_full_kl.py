@@ -1,7 +1,5 @@
 """The KL over the whole vocabulary, through the workers, against transformers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

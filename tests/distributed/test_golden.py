@@ -4,8 +4,6 @@ Exactly on a machine with the recorded fingerprint, within 1e-4 elsewhere. After
 meant to change them, record them again: `python -m tests.golden.record` prints what has changed.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 `make chaos` does the same with many kills of whole runs under Ray.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

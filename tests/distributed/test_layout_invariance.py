@@ -1,8 +1,6 @@
 """Five iterations on fixed responses end at the same weights in every layout, placement of the
 roles and runtime."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -234,7 +232,7 @@ START = {"actor": "lm", "critic": "value"}  # role -> folder of the model that i
 
 
 class Outcome:
-    """Metrics of every iteration and the final weights of the roles that learn."""
+    """Metrics of every iteration and the final weights of the trained roles."""
 
     def __init__(self, directory: RunDirectory) -> None:
         self.metrics = read_metrics(directory.path)

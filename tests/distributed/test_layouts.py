@@ -5,8 +5,6 @@ difference of the exported weights is the gradient that the optimizer saw - afte
 data, tensor and pipeline parallel reduction, and through the distributed optimizer where it is on.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The planned bytes of weights, gradients and optimizer are those allocated, within 5%."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

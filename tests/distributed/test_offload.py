@@ -1,7 +1,5 @@
 """Runs with offloaded roles equal runs without, bit by bit, and free the memory meanwhile."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterable
 from functools import partial

@@ -1,7 +1,5 @@
 """With one step per iteration the update computes old log-probs itself, with equal results."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

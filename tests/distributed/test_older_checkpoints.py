@@ -1,7 +1,5 @@
 """Runs resume from the sharded checkpoints that older versions wrote by megatron-core."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace

@@ -4,8 +4,6 @@
 `grpo_trainer_tiny` in /srv/rlxf, with the keys below; `iteration_3.jsonl` is that version's next.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

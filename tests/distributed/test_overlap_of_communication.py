@@ -1,7 +1,5 @@
 """Overlapping communication with computation changes no number."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

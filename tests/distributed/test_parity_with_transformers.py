@@ -1,7 +1,5 @@
 """Megatron stages compute what transformers computes, in every layout, from the same files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Roles compute the same losses on Megatron and on an engine of plain torch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The peak memory of a role is the planned one, within 10%."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A run trains with the estimator, reward rule and rollout engine of examples/plugins/parts.py."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Gradients of every policy loss through Megatron workers against loops over transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whole PPO runs on random Llamas: what must hold from the first iteration on."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Recomputing activations changes no number, and keeps as many bytes as planned."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An interrupted and resumed run equals an uninterrupted one, bit by bit."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A resumed rank reads only the slices that it needs, and unpickles nothing."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import pickle

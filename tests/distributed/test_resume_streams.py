@@ -1,7 +1,5 @@
 """A resumed rank continues its random streams and its count of skipped steps."""
 
-from __future__ import annotations
-
 import errno
 import math
 import random

@@ -1,7 +1,5 @@
 """A reward function that scores like a built-in rule trains the same policy."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

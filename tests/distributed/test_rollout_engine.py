@@ -1,7 +1,5 @@
 """The native rollout engine generates with a real model behind the engine protocol."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

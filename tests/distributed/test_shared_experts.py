@@ -1,7 +1,5 @@
 """Ranks that share experts generate what one rank with all experts does."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -46,7 +44,7 @@ class Seen:
     awake:     numbers of the parameters while it generates; asleep: afterwards
     copies:    storages that it freed on falling asleep, and that something keeps
     own, idle: passes with tokens of its own, and those for other ranks
-    grouped:   of each layer, whether it computed grouped products
+    grouped:   of each layer, whether it computed grouped GEMMs
     """
 
     responses: list[tuple[list[int], list[float]]]

@@ -1,7 +1,5 @@
 """Roles of one layout share their process groups and nothing else."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

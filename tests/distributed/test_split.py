@@ -1,7 +1,5 @@
 """A rollout on ranks of its own gives the same samples and metrics, and its faults are reported."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A run that meets a rule of `logging.stop_on` is saved and stopped, and can be resumed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

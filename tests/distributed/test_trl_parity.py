@@ -4,8 +4,6 @@ and on greedy ones that each side generates.
 TRL's numbers are in tests/trl/traces, written by tests/trl/record.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Sampled validations during a run, and the same ones by `validation.only`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A rank with several chunks of the model takes any number of rows, and writes the same files."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

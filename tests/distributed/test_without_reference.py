@@ -1,7 +1,5 @@
 """A run that does not read a reference builds none, and its numbers are the same."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

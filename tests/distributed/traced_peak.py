@@ -6,8 +6,6 @@ NAME is a key of SHAPES. Prints a line of JSON for each phase: its name, allocat
 bytes. The peak is computed from the allocations that torch's profiler reports.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import sys

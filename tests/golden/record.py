@@ -6,8 +6,6 @@ NAME is a key of `runs.SETTINGS`, default all. --start first trains the start we
 changes every trace.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

@@ -5,8 +5,6 @@
 One JSON object per configuration. Keys of a role include its architecture and optimizer.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """Run twenty iterations of the tiny task for an estimator, from stored weights, on one process."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import platform

@@ -5,8 +5,6 @@ host. A program that succeeds prints HARM, or a secret of the host. A program th
 `stopped: ...` for each attempt, or is ended by a limit.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Enum
 

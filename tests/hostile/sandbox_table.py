@@ -1,7 +1,5 @@
 """Write the table of hostile programs into docs/data_and_rewards.md."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A run joins a Ray that was started by the commands of the documents, with tokens."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import socket

@@ -1,7 +1,5 @@
 """Secrets of the workers' variables reach no run directory, plan or console."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

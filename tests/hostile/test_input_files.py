@@ -1,7 +1,5 @@
 """FIFOs, sockets, devices, folders and absurd numbers in place of files that a command opens."""
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import Iterator

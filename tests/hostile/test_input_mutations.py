@@ -1,7 +1,5 @@
 """Valid files of data, models and tokenizers with bytes flipped, doubled, cut and swapped."""
 
-from __future__ import annotations
-
 import json
 import random
 import time

@@ -1,7 +1,5 @@
 """Configurations, templates, prompts and logs that try to hang, fill memory or steer a terminal."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

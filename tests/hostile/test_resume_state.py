@@ -4,8 +4,6 @@ A small run is made once. Each case changes a copy of it, and gives the command 
 process.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

@@ -1,7 +1,5 @@
 """The sandbox stops hostile programs."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import secrets

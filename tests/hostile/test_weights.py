@@ -3,8 +3,6 @@
 Ten programs for the pickle machine in each place of a checkpoint that is pickled.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

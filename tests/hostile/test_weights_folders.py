@@ -1,7 +1,5 @@
 """Valid weight folders with changed bytes, and indexes with impossible entries, are refused."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import random

@@ -1,7 +1,5 @@
 """Run code that reads hostile files, with canaries in place of dangerous calls and with limits."""
 
-from __future__ import annotations
-
 import builtins
 import io
 import os

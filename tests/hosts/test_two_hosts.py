@@ -4,8 +4,6 @@ One cluster serves all tests, in their order. The first test adds the second hos
 some tests must select it too.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

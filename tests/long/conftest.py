@@ -1,7 +1,5 @@
 """Start whole runs under Ray, into which tests then put faults."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import time

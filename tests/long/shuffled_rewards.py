@@ -1,9 +1,7 @@
 """Run `ray_gpt.py` in one process with the training scores of a batch shuffled among its samples.
 
-Validation scores stay correct. `test_demo_learns` expects that nothing is learnt from such rewards.
+Validation scores stay correct. `test_demo_learns` expects that nothing is trained such rewards.
 """
-
-from __future__ import annotations
 
 import sys
 

@@ -3,8 +3,6 @@
 The policy is a small Llama that was taught to give one of a few answers at random.
 """
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys

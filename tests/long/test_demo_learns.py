@@ -1,7 +1,5 @@
 """PPO learns the tiny task of the demo, and learns it only from a correct reward."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The commands of the documents that need no download run on the tiny models."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 The runs do not restart; `tests/unit/ops/test_supervisor.py` tests restarts.
 """
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Faults from outside the training loop: a reward function, memory, a disk, a role that stops."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -4,8 +4,6 @@ The scripts of a folder for one node run in order and with their defaults, but w
 and lengths. The scripts for two nodes start a configuration with one device on each node.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import subprocess
@@ -52,7 +50,7 @@ MEGATRON = ("llama3", "qwen3")  # the weights are converted first, and loaded so
 
 
 def start(script: Path, log: Path, *arguments: str, **variables: str) -> subprocess.Popen[bytes]:
-    """In the folder of the log, without what an own cluster has set for Ray in this process."""
+    """In the folder of the log, without what a private cluster has set for Ray in this process."""
     own = {"DEVICE": "cpu", "MASTER_PORT": PORT, "PYTHON": sys.executable}
     environment = {k: v for k, v in with_sources(**own).items() if not k.startswith("RAY_")}
     environment |= variables

@@ -1,7 +1,5 @@
 """The configurations of MindSpeed-LLM run: paths, tokenizer, sizes and length are ours."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -5,8 +5,6 @@ No set of constraints/ has it; the test is skipped if it is not installed:
 TensorBoard and wandb are in the sets: `tests/unit/reporting/test_tracker_packages.py`.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

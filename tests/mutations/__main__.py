@@ -10,8 +10,6 @@ test fails for some fault. `recorded.json` has the functions that failed when th
 `recorded_latest.json` those of the latest run over all faults.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Build the simulated device, once for each content of its sources and version of torch."""
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import hashlib

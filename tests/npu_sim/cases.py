@@ -1,7 +1,5 @@
 """The cases that `run` compares: layouts, architectures and options of a run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

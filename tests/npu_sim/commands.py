@@ -1,7 +1,5 @@
 """Run `ray_gpt.py` with `runtime: local` on a CPU and on a simulated NPU, and compare the runs."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The simulated device, built once for all tests."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

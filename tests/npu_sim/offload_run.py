@@ -6,8 +6,6 @@ MODE is a key of MODES. Prints a JSON list: bytes planned, without those of the 
 HCCL, and the measured peak.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

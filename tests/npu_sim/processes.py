@@ -1,7 +1,5 @@
 """Return the environment of processes that have simulated NPUs."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from collections.abc import Sequence

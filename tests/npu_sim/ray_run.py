@@ -6,8 +6,6 @@
 NPUs, the driver counts them by `npu-smi`, and each worker sets up its device and MindSpeed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

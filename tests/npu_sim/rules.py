@@ -5,8 +5,6 @@ that the vendor documents; an operator without an entry takes every dtype. The r
 `device/module.cpp`, those of memory and copies in `device/device.cpp`.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable

@@ -7,8 +7,6 @@ them the small adaptor runs with the installed megatron-core. The real ones also
 scipy, sentencepiece and six, which have to be installed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """The bring-up of an NPU runs on the simulated one and agrees with its trace."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

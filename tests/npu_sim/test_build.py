@@ -1,7 +1,5 @@
 """What tests report where the simulated device cannot be built."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Commands of users give the same results on a simulated NPU as on a CPU."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from typing import Any

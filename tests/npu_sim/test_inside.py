@@ -1,7 +1,5 @@
 """The tests of `inside/`, in one process with two simulated NPUs."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

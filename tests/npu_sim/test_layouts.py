@@ -1,7 +1,5 @@
 """PPO with four roles ends at the same weights on the simulated device as on a CPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Four roles need as much memory of a device as planned, whatever they offload."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

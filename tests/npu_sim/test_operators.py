@@ -1,7 +1,5 @@
 """Operators of the simulated torch_npu against torch's own, and gradients against differences."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

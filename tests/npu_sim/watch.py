@@ -1,7 +1,5 @@
 """Checks that a real device does not make, for faults that would stay unnoticed on it."""
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 python -m tests.npu_sim.worker KIND MODELS OUTPUT CASE
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import importlib.util

@@ -8,8 +8,6 @@ recorded run of its trainer. `greedy` also has the length of the responses. Prin
 with the relative differences. Needs the extra `docs`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -13,8 +13,6 @@ Setting `greedy`: as `minibatch`, but TRL generates, with `do_sample=False` in p
 Its policy starts with an output row of zeros for PAD: TRL takes a generated PAD for the end.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import sys

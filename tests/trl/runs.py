@@ -1,7 +1,5 @@
 """Read TRL's recorded traces, and configure runs of ours that compute the same."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A small complete configuration whose run directory is below `tmp_path`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """From the loop to the loss and to a drawn token there are few calls of this package."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`tests.chaos.moments.Watch` reads lost iterations, recovery and phase from a run's folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from mindspeed_rlxf.checkpoint.directory import RunDirectory

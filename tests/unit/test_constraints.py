@@ -1,7 +1,5 @@
 """The files that `make STACK=...` installs from."""
 
-from __future__ import annotations
-
 import platform
 import re
 import runpy

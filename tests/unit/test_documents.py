@@ -1,7 +1,5 @@
 """Keys, defaults, configurations and tests that the documents name exist."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`constraints/SHA256SUMS`, and the requirements that `make install` gives to pip from it."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Imports point downward only; each device library and Ray is imported by one package."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

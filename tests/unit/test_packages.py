@@ -1,7 +1,5 @@
 """Versions of installed packages: a checkout on the path counts before an installed wheel."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Nothing in the package runs text as code, and every name that it reads exists."""
 
-from __future__ import annotations
-
 import ast
 import builtins
 import dis

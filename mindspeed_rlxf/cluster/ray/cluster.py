@@ -1,6 +1,6 @@
 """Join a running Ray cluster, or start our own, which ends with this process.
 
-Our own cluster listens on the loopback interface only (unless Ray was imported before), needs a
+Our private cluster listens on the loopback interface only (unless Ray was imported before), needs a
 token made here, and keeps its files in one temporary folder that no other user can enter.
 `orphan_guard` ends it if this process is killed. Ray is imported inside the functions, because it
 reads its environment on import.
@@ -38,7 +38,7 @@ LOOPBACK = "127.0.0.1"
 KNOCK_S = 10.0
 GUARD = Path(__file__).with_name("orphan_guard.py")
 GUARD_END_S, GUARD_PAUSE_S = 30.0, 0.5
-START_ATTEMPTS = 2  # of our own cluster
+START_ATTEMPTS = 2  # of our private cluster
 # In what Ray raises when its processes do not answer within 30 s, most of which has no option.
 START_TIMED_OUT = "timed out during startup", "Timed out waiting for file", "Failed to start GCS"
 LOG_TAIL = 2_000  # characters of a log of Ray that did not start
@@ -92,7 +92,7 @@ class RayCluster:
     guard: OrphanGuard | None = None
 
     def close(self) -> None:
-        """Disconnect from Ray; of our own cluster the guard ends all processes and files."""
+        """Disconnect from Ray; of our private cluster the guard ends all processes and files."""
         import ray
 
         ray.shutdown()
@@ -112,7 +112,7 @@ def open_cluster(address: str | None, resources: dict[str, float]) -> RayCluster
 
     Args:
         address: `runtime.address`.
-        resources: Devices that our own cluster registers beside those that Ray finds.
+        resources: Devices that our private cluster registers beside those that Ray finds.
 
     Raises:
         UserError: The cluster cannot be joined. If our own does not start, Ray's error.
@@ -200,7 +200,7 @@ def _set_token_mode(**token: str) -> None:
 
 
 def _start_own(resources: dict[str, float]) -> RayCluster:
-    """Start our own cluster, with a token and an orphan guard; return it.
+    """Start our private cluster, with a token and an orphan guard; return it.
 
     Sets environment variables of Ray in this process. If Ray's processes do not answer in time, as
     on a busy host, tries START_ATTEMPTS times.
@@ -227,7 +227,7 @@ def _start_own(resources: dict[str, float]) -> RayCluster:
 
 
 def _try_to_start(resources: dict[str, float]) -> RayCluster:
-    """Start our own cluster; after an error log the ends of Ray's error logs and remove all."""
+    """Start our private cluster; after an error log the ends of Ray's error logs and remove all."""
     import ray
 
     root = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
@@ -269,7 +269,7 @@ def _keep_quiet() -> None:
 
 
 def object_store_bytes() -> int:
-    """Return the bytes for the object store of our own cluster: a tenth of the host's memory."""
+    """Return the object store size of our private cluster: a tenth of the host memory, bytes."""
     tenth = device_facade.host_memory() // 10
     return max(min(OBJECT_STORE_LIMIT, tenth), 100 * 2**20)
 

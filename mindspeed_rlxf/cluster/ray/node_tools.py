@@ -27,7 +27,7 @@ from mindspeed_rlxf.config.problems import Problem
 
 logger = logging.getLogger(__name__)
 
-OWN_WAIT_S = 30.0  # longest wait on our own cluster, which never grows
+OWN_WAIT_S = 30.0  # longest wait on our private cluster, which never grows
 SAY_MISSING_EVERY_S = 15.0
 PAUSE_S = (0.2, 2.0)  # between attempts; random, so that two runs do not collide again
 PLACE_S = 0.5  # shortest wait for groups: Ray needs a moment to place one that fits
@@ -145,7 +145,7 @@ class DeviceClaim:
         Args:
             resource: Ray's name of a device.
             logical: True on our own CPU cluster, where one host stands for all nodes.
-            wait_s: Longest wait for devices; None on our own cluster, which never grows.
+            wait_s: Longest wait for devices; None on our private cluster, which never grows.
             check: Compares the nodes of a joined cluster with the driver's.
         """
         self._address, self._resource = address, resource
@@ -201,7 +201,7 @@ class DeviceClaim:
 
     def _list_nodes(self) -> list[Node]:
         if self._wait_s is None:
-            return []  # our own cluster is one host
+            return []  # our private cluster is one host
         return self._check.check([node for node in live_nodes(self._resource) if node.count])
 
     def _request_group(self, shape: tuple[int, ...], model: str | None) -> Any:

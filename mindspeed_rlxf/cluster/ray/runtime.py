@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FOUND_BY_RAY = ("GPU", "NPU")  # devices that Ray counts itself; our own cluster declares others
+FOUND_BY_RAY = ("GPU", "NPU")  # devices that Ray counts itself; our private cluster declares others
 
 
 class RayRuntime:
@@ -42,7 +42,7 @@ class RayRuntime:
         """Join the Ray cluster that `settings.address` names, or start our own.
 
         Args:
-            num_devices: Devices of the run; our own cluster declares those unknown to Ray.
+            num_devices: Devices of the run; our private cluster declares those unknown to Ray.
             log_dir: Gets one folder per pool; None leaves the output of workers to Ray.
             pool_settings: None = the defaults, with the wait of `settings.start_timeout_s`.
             read_by_workers: Folder -> configuration keys that name it; compared on every node.
@@ -104,7 +104,7 @@ class RayRuntime:
 
         Args:
             processes_per_node: Number of processes on each node, by pool.
-            parts: Sizes of the parts of split pools, by pool.
+            parts: Sizes of the parts of disaggregated pools, by pool.
 
         Raises:
             WorkerError: A process cannot start.

@@ -134,7 +134,7 @@ def _check_split(config: RunConfig) -> Iterator[Problem]:
         rule = f"and {ref(INFER)}={infer} must add up to {key}={size}"
         yield Problem(TRAIN, rule, train, f"use {other}{key}={train + infer}")
     for role in (role for role in config.roles_of(pool) if role is not Role.ACTOR_ROLLOUT):
-        # The ranks of a split pool form two process groups, which fit no other role.
+        # The ranks of a disaggregated pool form two process groups, which fit no other role.
         rule = f"must be another pool, as {ref(INFER)} splits this one"
         yield Problem(f"placement.{role.value}", rule, pool, f"add resource_pool.{role.value}")
     yield from _check_generating(config, train, infer)

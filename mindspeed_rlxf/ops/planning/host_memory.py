@@ -58,8 +58,8 @@ def _trained_roles(config: RunConfig) -> list[Role]:
 def host_memory_needed(config: RunConfig, pools: list[PoolMemory]) -> HostMemory:
     """Return the bytes that each consumer takes of the memory of the host with most processes.
 
-    On our own cluster the processes of all pools are on one host and are added up; otherwise those
-    of the largest pool count. Memory of devices and copies is added up for all pools.
+    On our private cluster the processes of all pools are on one host and are added up; otherwise
+    those of the largest pool count. Memory of devices and copies is added up for all pools.
 
     Args:
         pools: memory of the pools' devices; it counts as host memory on CPU.

@@ -114,7 +114,7 @@ def has_model(config: RunConfig, role: Role) -> bool:
 def pool_memories(config: RunConfig, pool: str) -> list[PoolMemory]:
     """Return the memory of a pool in a list of one item: of the rank with the largest need.
 
-    A split pool has two items: of its ranks that train, then of those that generate.
+    A disaggregated pool has two items: of its ranks that train, then of those that generate.
     """
     if not is_split(config, pool):
         return [pool_memory(config, pool)]
@@ -147,7 +147,7 @@ def pool_memories(config: RunConfig, pool: str) -> list[PoolMemory]:
 
 
 def bucket_bytes(config: RunConfig) -> int:
-    """Return the bytes of the largest bucket in which a split pool sends weights."""
+    """Return the bytes of the largest bucket in which a disaggregated pool sends weights."""
     actor = config.actor_rollout
     shapes = hf_shapes(actor.architecture, Head.LANGUAGE_MODEL)
     buckets = make_buckets(shapes, itemsize(actor))

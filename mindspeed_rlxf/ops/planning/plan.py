@@ -27,7 +27,7 @@ MAX_LINES = 32  # with more devices, hosts with the same layout share a line
 
 
 def topology(config: RunConfig) -> str:
-    """Return a table per pool as text, two for a split pool: of ranks that train and that generate.
+    """Return a text table per pool; two for a disaggregated one, ranks that train and generate.
 
     A line per device; over MAX_LINES devices in all, a line per range of hosts with equal layout.
     """
@@ -113,7 +113,7 @@ def plan(config: RunConfig, nested: bool = False, note: Note = lambda _: None) -
         note: called with lines of progress while layouts are suggested (key `plan.suggest`).
     """
     chosen = choose_cluster(config.runtime.address)
-    cluster = f"cluster at {chosen.address}" if chosen.address else "own cluster on this host"
+    cluster = f"cluster at {chosen.address}" if chosen.address else "private cluster on this host"
     config = available.look_once(config)
     fitting = check_fit(config)
     problems = fitting.problems

@@ -23,7 +23,7 @@ from mindspeed_rlxf.models.parameter_counts import HEADS, split_sizes
 from mindspeed_rlxf.models.parameters import Head, padded_vocab_size
 
 FP32 = 4
-POOL_GROUP = 1  # a split pool has one more communicator, for weights
+POOL_GROUP = 1  # a disaggregated pool has one more communicator, for weights
 
 
 class State(NamedTuple):
@@ -245,7 +245,7 @@ class PipelineStage:
         return held
 
     def phases(self) -> Iterator[Phase]:
-        """Yield forward and, for a role that learns, update and optimizer step.
+        """Yield forward and, for a trained role, update and optimizer step.
 
         A reference that computes the full KL also needs the actor's weights on the device.
         """
@@ -274,7 +274,7 @@ class PipelineStage:
             held += 2 * layer.entry
         count = micro_batches(self.section, samples, self.length)
         count = in_flight(self.pp_rank, layout.pp, count, self.section.model_chunks)
-        # The gradient of one parameter before it is added to the buffer; a grouped product has
+        # The gradient of one parameter before it is added to the buffer; a grouped GEMM has
         # those of all experts of a layer at once.
         grouped = device.resolve_kind(self.config.device.kind) is not DeviceKind.NPU
         together = (self.architecture.num_experts or 0) // self.ep if grouped else 1

@@ -27,7 +27,7 @@ PHASES = {
 def judge(
     iterations: Sequence[Iteration], config: Mapping[str, Any], failures: Rows | None = None
 ) -> dict[str, Any]:
-    """Return "answers" {q, short, text, level} and "illnesses" {level, iteration, text, remedy}.
+    """Return "answers" {q, short, text, level} and "problems" {level, iteration, text, remedy}.
 
     Illnesses are failures, findings of the health rules and metrics that are not finite; bad ones
     come first.
@@ -36,11 +36,11 @@ def judge(
     target = config.get("algorithm.kl_ctrl.target_kl")
     adapts = config.get("algorithm.kl_ctrl.type") == "adaptive"
     kl_limit = runaway_limit(adapts, float(target) if isinstance(target, (int, float)) else 0.0)
-    illnesses = []
+    problems = []
     for each in failures or ():
         level, text = ("bad", "") if each.get("last") else ("watch", ", then started again")
         text = f"failed{text}: {each.get('message', '')}"
-        illnesses.append(_illness(level, each.get("iteration"), text, "see failures below"))
+        problems.append(_problem(level, each.get("iteration"), text, "see failures below"))
     health, active, missing = Health(kl_limit=kl_limit), dict[str, Finding](), dict[str, int]()
     for iteration in iterations:
         found = health.check(iteration.number, iteration.metrics) if iteration.number > 0 else []
@@ -50,15 +50,15 @@ def judge(
             else:
                 began = active.pop(event.rule)
                 text = f"{began.rule}: {began.text} (ended in iteration {event.iteration})"
-                illnesses.append(_illness("watch", began.iteration, text, began.remedy))
+                problems.append(_problem("watch", began.iteration, text, began.remedy))
         for name, value in iteration.metrics.items():
             if value is None:
                 missing.setdefault(name, iteration.number)
     for event in active.values():
         text = f"{event.rule}: {event.text}"
-        illnesses.append(_illness("bad", event.iteration, text, event.remedy))
+        problems.append(_problem("bad", event.iteration, text, event.remedy))
     for name, number in missing.items():
-        illnesses.append(_illness("bad", number, f"{name} is not finite", "training.nan_policy"))
+        problems.append(_problem("bad", number, f"{name} is not finite", "training.nan_policy"))
     return {
         "answers": [
             did_it_learn(iterations, metric),
@@ -66,7 +66,7 @@ def judge(
             what_takes_the_time(iterations),
             how_far_from_the_reference(iterations, kl_limit),
         ],
-        "illnesses": sorted(illnesses, key=lambda row: row["level"]),
+        "problems": sorted(problems, key=lambda row: row["level"]),
     }
 
 
@@ -198,7 +198,7 @@ def _answer(question: str, short: str, text: str, level: str = "plain") -> dict[
     return {"q": question, "short": short, "text": text, "level": level}
 
 
-def _illness(level: str, iteration: Any, text: str, remedy: str) -> dict[str, Any]:
+def _problem(level: str, iteration: Any, text: str, remedy: str) -> dict[str, Any]:
     return {"level": level, "iteration": iteration, "text": text, "remedy": remedy}
 
 

@@ -499,12 +499,12 @@ const STATES = { finished: 'good', running: 'plain', failed: 'bad', stopped: 'wa
 
 /** The answers of a run in words, and what is unhealthy. */
 function runSummary(run, color, several) {
-  const { illnesses } = run, of = (rows, level) => rows.filter((each) => each.level === level).length, bad = of(illnesses, 'bad'), watch = of(illnesses, 'watch');
+  const { problems } = run, of = (rows, level) => rows.filter((each) => each.level === level).length, bad = of(problems, 'bad'), watch = of(problems, 'watch');
   const health = { q: 'Is anything unhealthy?', short: [bad && `${bad} unhealthy`, watch && `${watch} to watch`].filter(Boolean).join(', ') || 'nothing found', level: bad ? 'bad' : watch ? 'watch' : 'good',
-    text: illnesses.length ? illnesses[0].text : 'No health rule has a finding.' };
+    text: problems.length ? problems[0].text : 'No health rule has a finding.' };
   return h('div', {}, h('p', {}, several ? h('b', {}, runSwatch(color), run.name, ' ') : null, h('span', { class: `tag ${STATES[run.state]}` }, run.state), ` ${run.done}${run.planned ? ` of ${run.planned}` : ''} iterations, ${seconds(run.seconds)}`),
     h('div', { class: 'answers' }, [...run.answers, health].map(({ q, short, text, level }) => h('div', { class: 'card answer' }, h('h3', {}, q), h('p', { class: `short ${level}` }, short), h('p', { class: 'small' }, text)))),
-    illnesses.length ? card({}, 'Health', h('ul', { class: 'ills' }, illnesses.map(({ level, iteration, text, remedy }) => h('li', {}, h('span', { class: `tag ${level}` }, level === 'bad' ? 'unhealthy' : 'watch'), ' ', text, iteration ? h('span', { class: 'soft' }, ` (iteration ${iteration})`) : '', h('div', { class: 'small soft' }, remedy))))) : null);
+    problems.length ? card({}, 'Health', h('ul', { class: 'ills' }, problems.map(({ level, iteration, text, remedy }) => h('li', {}, h('span', { class: `tag ${level}` }, level === 'bad' ? 'unhealthy' : 'watch'), ' ', text, iteration ? h('span', { class: 'soft' }, ` (iteration ${iteration})`) : '', h('div', { class: 'small soft' }, remedy))))) : null);
 }
 
 function recordSection(runs) {

@@ -1,7 +1,5 @@
 """Checks of role groups that every runtime has to pass: Ray's and the local one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

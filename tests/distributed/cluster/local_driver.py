@@ -3,8 +3,6 @@
 `test_local_runtime` starts it.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -4,8 +4,6 @@ It starts a Ray cluster, or joins the one at RAY_ADDRESS, prints a line of JSON 
 busy, and waits. After the first SIGINT it shuts its runtime down and does the same once more.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import signal

@@ -1,7 +1,5 @@
 """Roles whose methods succeed, fail, wait or die, for tests of runtimes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

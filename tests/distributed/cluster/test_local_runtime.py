@@ -1,7 +1,5 @@
 """The local runtime passes the checks of role groups, alone and under torchrun."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

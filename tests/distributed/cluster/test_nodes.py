@@ -4,8 +4,6 @@ The nodes join the cluster of the session and declare the resource `lab`; runs o
 on a cluster that was joined.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

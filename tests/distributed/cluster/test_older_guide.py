@@ -1,7 +1,5 @@
 """The three commands of MindSpeed-LLM's guide run as they are typed, with CPU stand-ins."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import socket

@@ -1,7 +1,5 @@
 """A cluster that a driver started ends with it; a cluster that it joined stays unharmed."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

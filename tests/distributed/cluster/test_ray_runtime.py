@@ -1,7 +1,5 @@
 """The Ray runtime: calls, rows between roles, failures, deadlines and lost workers."""
 
-from __future__ import annotations
-
 import gc
 import pickle
 import time

@@ -1,7 +1,5 @@
 """The cluster checks of `doctor`, on real processes of Ray nodes."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Set up the simulated device of this process, and put faults into functions of the package."""
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import os

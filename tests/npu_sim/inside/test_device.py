@@ -1,7 +1,5 @@
 """The simulated device: memory, copies, streams, and the calls that it refuses."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

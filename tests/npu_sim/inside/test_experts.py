@@ -1,7 +1,5 @@
 """Megatron's experts copy their sizes to the host asynchronously, and wait for the copies."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The simulated HCCL checks dtypes, reductions, devices, groups and timeouts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -59,7 +57,7 @@ def test_tensors_with_gaps_are_refused() -> None:
 
 
 def test_a_group_without_ranks_is_the_global_one(put_fault: Any) -> None:
-    """With the list of ranks left out, as it once was, the group of a split pool is refused."""
+    """Without the list of ranks the group of a disaggregated pool is refused."""
     worlds.leave()
     put_fault(worlds, "_group_across", "ranks = list(range(size))", "ranks = []")
     with pytest.raises(RuntimeError, match="a group with an empty list of ranks"):

@@ -1,7 +1,5 @@
 """Offloading on the simulated device: freed memory, and copies that end late."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The package works on the simulated device, and fails there when a needed line is removed."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import sys

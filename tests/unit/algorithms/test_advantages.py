@@ -1,7 +1,5 @@
 """Slots, token rewards and GAE, against hand-worked numbers and a slow double loop."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.testing import assert_close

@@ -1,7 +1,5 @@
 """Advantages of long rows against a loop over their tokens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Every advantage estimator is known everywhere that names one."""
 
-from __future__ import annotations
-
 import torch
 from torch.testing import assert_close
 

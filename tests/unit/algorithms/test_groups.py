@@ -1,7 +1,5 @@
 """Advantages within a group, against loops that use nothing but the statistics module."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable
 from math import nan

@@ -1,7 +1,5 @@
 """KL estimates against their formulas, and the controllers of the KL coefficient."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Policy and value losses against numbers worked out by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Masked mean and whitening, on one process and over several ranks."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

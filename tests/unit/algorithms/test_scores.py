@@ -1,7 +1,5 @@
 """Scaling and clipping of scores, and the penalty for overlong responses."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

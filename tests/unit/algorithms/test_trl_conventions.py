@@ -4,8 +4,6 @@ In TRL (experimental.ppo 1.12.0) padded log-probs are 1, the score is one slot a
 batch is wide enough, and GAE runs over the whole width without a mask.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """A run directory with checkpoints whose roles are stand-ins: each has a text as its state."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which keys a resumed run may change."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable

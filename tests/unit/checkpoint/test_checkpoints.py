@@ -1,7 +1,5 @@
 """When a run is saved, which checkpoint it resumes from, and when it is finished."""
 
-from __future__ import annotations
-
 import builtins
 import errno
 import io

@@ -1,7 +1,5 @@
 """A run directory belongs to one run. Creating it writes config.yaml, checking writes nothing."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

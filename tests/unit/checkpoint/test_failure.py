@@ -1,7 +1,5 @@
 """A failure is one line on the console, and all its details in failure.json."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A run directory has one live run; a holder that is gone does not keep others out."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What the recorder writes beside metrics: warnings, illnesses, trackers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path

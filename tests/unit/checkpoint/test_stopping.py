@@ -1,7 +1,5 @@
 """A signal lets the iteration end where that fits into the grace of the scheduler."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Checkpoints on the disk: named when whole, checked when read, pruned."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools

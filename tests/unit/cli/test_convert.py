@@ -1,7 +1,5 @@
 """The command line of `convert`: options, refusals and their messages."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 from typing import Any

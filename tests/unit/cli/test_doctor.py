@@ -1,7 +1,5 @@
 """The doctor command: exit codes, the report for programs, what of a configuration is looked at."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Each example script gives `preprocess` a command that runs, here on a few rows."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The preprocess command: its flags, exit codes and one line per problem; the guide's command."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Every flag of the older toolkit's `preprocess_data.py` works, is noted, or is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The train command: exit codes, one line per problem, and nothing on disk for a refused run."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A worker sets up its device before anything of Megatron is imported."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

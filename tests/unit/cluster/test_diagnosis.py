@@ -1,7 +1,5 @@
 """The logs of late ranks say which of them the others wait for."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

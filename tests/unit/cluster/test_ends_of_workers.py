@@ -1,7 +1,5 @@
 """Messages of Ray about a lost worker become one line of ours."""
 
-from __future__ import annotations
-
 from unittest.mock import Mock
 
 import pytest

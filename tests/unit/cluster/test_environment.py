@@ -1,7 +1,5 @@
 """Which variables workers get."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

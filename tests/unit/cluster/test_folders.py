@@ -1,7 +1,5 @@
 """Which folders every node must have."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

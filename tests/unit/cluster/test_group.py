@@ -1,7 +1,5 @@
 """Role groups split arguments over ranks and join what the ranks return."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Nodes that do not answer, differ, or have sick devices are refused, or excluded."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import re

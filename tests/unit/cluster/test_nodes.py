@@ -1,7 +1,5 @@
 """What a cluster offers, in words and numbers."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

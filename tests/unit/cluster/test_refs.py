@@ -1,7 +1,5 @@
 """References to rows: taking, splitting and joining them without moving rows."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 

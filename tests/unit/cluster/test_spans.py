@@ -1,7 +1,5 @@
 """Calls that the driver waits for are recorded once, with waits that matter and no large pools."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

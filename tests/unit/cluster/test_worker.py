@@ -1,7 +1,5 @@
 """A worker builds roles, calls them, and reports results and failures."""
 
-from __future__ import annotations
-
 import io
 import json
 import pickle

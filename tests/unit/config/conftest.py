@@ -1,7 +1,5 @@
 """A small valid tree, and fixtures that change it and return the problems of resolving it."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -5,8 +5,6 @@ function runs the code of the package that reads certain keys, with stand-ins fo
 device, and returns its results. No function returns the configuration itself.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from pathlib import Path

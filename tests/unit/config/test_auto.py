@@ -1,7 +1,5 @@
 """`model: auto`: the architecture comes from the folder that the role loads."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

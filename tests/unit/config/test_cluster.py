@@ -1,7 +1,5 @@
 """Which cluster a run joins."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Composition: model files, overrides of new keys, search order, and mistakes in files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

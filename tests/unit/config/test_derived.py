@@ -1,7 +1,5 @@
 """Values that follow from other keys."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The printed YAML is complete and gives the same configuration again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Problems: their text, the keys that they name, and how keys are renamed in them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

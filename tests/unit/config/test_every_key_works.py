@@ -3,8 +3,6 @@
 A key without a case here is a failure. So is a case whose key changes nothing that is seen.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The size of the KV cache and its rows, worked out by hand."""
 
-from __future__ import annotations
-
 from mindspeed_rlxf.config.generation_memory import (
     kv_cache_bytes,
     kv_cache_rows,

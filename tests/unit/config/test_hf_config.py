@@ -1,7 +1,5 @@
 """config.json of transformers 5 and of older versions, and what disagrees with the YAML."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Ranks of the tp-dp-pp order, worked out by hand."""
 
-from __future__ import annotations
-
 import pytest
 
 from mindspeed_rlxf.config.rank_layout import ParallelLayout

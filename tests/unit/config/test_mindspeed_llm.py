@@ -1,7 +1,5 @@
 """Every key of MindSpeed-LLM's Ray PPO is used, noted or refused; none is ignored silently."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

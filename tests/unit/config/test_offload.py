@@ -1,7 +1,5 @@
 """The section `offload` of a role: layers, refusals, and what a resumed run may change."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Python files of the user are loaded once, stored as text, and their errors named by line."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path

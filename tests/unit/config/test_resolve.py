@@ -1,7 +1,5 @@
 """Layering, spellings, defaults that depend on other keys, and the messages of bad values."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Keys that were added since do not count, nor do keys of REMOVED.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reward functions of the user are found, run and checked when the configuration is resolved."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

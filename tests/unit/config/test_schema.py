@@ -1,7 +1,5 @@
 """The schema states defaults of the old toolkit and describes each key."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Workers and servers get secrets, but no file or message shows them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

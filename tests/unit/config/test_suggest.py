@@ -1,7 +1,5 @@
 """Numbers and words that error messages recommend."""
 
-from __future__ import annotations
-
 from mindspeed_rlxf.config.problems import closest, divisors, multiples_around, neighbours, use
 
 

@@ -1,7 +1,5 @@
 """A key without effect is noted with its value and the condition that it needs."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Preprocess rows, and read back the files that this writes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

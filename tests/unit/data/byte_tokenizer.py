@@ -1,7 +1,5 @@
 """A tokenizer with one id per byte, and the special tokens of all prompt templates."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors

@@ -1,7 +1,5 @@
 """A small tokenizer with one id per character, a folder with a byte tokenizer, and prompt files."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

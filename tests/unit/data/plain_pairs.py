@@ -1,7 +1,5 @@
 """Write indexed data sets in Megatron's format without the code of the package."""
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Samples of equal count and nearly equal cost for each data-parallel rank."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings, strategies as st
 

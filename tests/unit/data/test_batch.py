@@ -1,7 +1,5 @@
 """Rows: selection, splitting and joining along the sample axis."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Each handler writes the columns of its table, and every row it cannot use is counted."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

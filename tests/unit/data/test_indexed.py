@@ -1,7 +1,5 @@
 """Our files are those of megatron-core, byte by byte, and broken ones are refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

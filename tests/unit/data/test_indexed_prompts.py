@@ -1,7 +1,5 @@
 """Prompts from an indexed data set are those from the files that it was made of."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which samples make up each step, whatever the number of data-parallel ranks."""
 
-from __future__ import annotations
-
 from hypothesis import given, settings, strategies as st
 
 from mindspeed_rlxf.data.mini_batches import RankSteps, mini_batch_order, rank_steps

@@ -1,7 +1,5 @@
 """Token ids of prompts: the template's special tokens, the tokenizer's text, and nothing else."""
 
-from __future__ import annotations
-
 import pytest
 from tokenizers import Tokenizer, models, normalizers
 from transformers import PreTrainedTokenizerFast

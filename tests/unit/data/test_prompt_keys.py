@@ -1,7 +1,5 @@
 """Keys of `data` that say how rows become prompts: templates, other columns, cuts, bad rows."""
 
-from __future__ import annotations
-
 import datetime
 import logging
 import math

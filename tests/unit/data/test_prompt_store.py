@@ -1,7 +1,5 @@
 """Prompts in a temporary file: what was added comes back, and memory stays as it is."""
 
-from __future__ import annotations
-
 import tracemalloc
 
 import numpy as np

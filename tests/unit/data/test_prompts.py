@@ -1,7 +1,5 @@
 """Rows become prompts, or every problem is named with its file and row."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every epoch shows every prompt once, and a saved position continues the same stream."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

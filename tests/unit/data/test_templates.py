@@ -1,7 +1,5 @@
 """Templates give the text of their family, with the special tokens set apart."""
 
-from __future__ import annotations
-
 import pytest
 
 from mindspeed_rlxf.data.templates import TEMPLATES, Piece, Turn, render, render_segments

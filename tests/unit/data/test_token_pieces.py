@@ -1,7 +1,5 @@
 """The texts of tokens are the response again, whatever the kind of tokenizer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Loading a tokenizer from a folder, its EOS set, and its fit to the model."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -6,8 +6,6 @@ Wheels and source folders are read as text (zip and ast), and never imported. Pr
 lacks; exits with 1 where one lacks a name.
 """
 
-from __future__ import annotations
-
 import ast
 import sys
 import zipfile

@@ -1,7 +1,5 @@
 """What the CPU adaptor patches, tested in a process of its own, as it cannot be undone."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

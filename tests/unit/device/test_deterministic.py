@@ -1,7 +1,5 @@
 """Deterministic mode sets torch and the variables of the device's libraries."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

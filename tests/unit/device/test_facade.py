@@ -1,7 +1,5 @@
 """The device facade: which device a process uses, its memory and its random streams."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

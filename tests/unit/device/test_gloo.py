@@ -1,7 +1,5 @@
 """gloo takes parts of different sizes, and its groups share one device."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

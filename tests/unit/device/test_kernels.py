@@ -1,7 +1,5 @@
 """Fused operators are used only where they compute what plain torch computes."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Modules of Megatron cannot import trackers; all other modules can."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

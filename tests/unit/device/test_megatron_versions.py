@@ -1,7 +1,5 @@
 """Each version of megatron-core gets the patches that it needs."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

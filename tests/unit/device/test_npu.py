@@ -1,7 +1,5 @@
 """The start of a process on NPU, against stand-ins that refuse a wrong order."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import os

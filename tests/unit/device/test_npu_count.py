@@ -1,7 +1,5 @@
 """Devices of an NPU host are counted without torch_npu in this process."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """docs/npu.md and the doctor name the same checks, each with a source."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ A folder with the files that the vendor's guides name stands in for `/`, and the
 guides print stand in for npu-smi and hccn_tool.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 

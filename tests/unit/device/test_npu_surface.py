@@ -3,8 +3,6 @@
 RLXF_NPU_PACKAGES names wheels and source folders, separated as in PATH.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

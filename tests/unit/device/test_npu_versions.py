@@ -1,7 +1,5 @@
 """Versions of an NPU installation that go together pass; others are refused or warned about."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

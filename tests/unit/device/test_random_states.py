@@ -1,7 +1,5 @@
 """Random streams of a process can be stored as JSON and restored."""
 
-from __future__ import annotations
-
 import json
 import random
 

@@ -1,7 +1,5 @@
 """Process groups of a layout are made once, and dropped when the process leaves its world."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from mindspeed_rlxf.device import worlds

@@ -1,7 +1,5 @@
 """Memory of a device as the tool of its driver reports it."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from types import SimpleNamespace

@@ -3,8 +3,6 @@
 Transfers between worlds need several processes: `tests/distributed/test_split.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from copy import copy
 from datetime import timedelta

@@ -4,8 +4,6 @@
 `check_exists` is for commands that a sentence mentions: it looks for their scripts and options.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import importlib

@@ -4,8 +4,6 @@ A block that no test runs has a mark with the reason in the line before it:
 `<!-- not run: needs an NPU -->`.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Every command of the documents works, or carries a mark that says why it is not tried."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Pages of the site: the navigation has each of them, and their links lead somewhere."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

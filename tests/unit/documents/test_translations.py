@@ -1,7 +1,5 @@
 """A Chinese page has the headings, commands, names and figures of its English page."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """No rank writes before the first rank has removed the files of an earlier export or save."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 from types import SimpleNamespace

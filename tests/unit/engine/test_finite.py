@@ -1,7 +1,5 @@
 """Steps with a number that is not finite stop the run or are counted."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Rows that share a micro-batch: every row once, within the limit, as many groups."""
 
-from __future__ import annotations
-
 from itertools import chain
 
 from hypothesis import given, strategies as st

@@ -1,7 +1,5 @@
 """Every number of the model is written once, whatever the layout, and read where it belongs."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """How token losses are averaged, against loops over responses."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

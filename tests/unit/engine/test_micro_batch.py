@@ -1,7 +1,5 @@
 """Indices into packed and padded micro-batches, checked by the tokens at these indices."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st

@@ -1,7 +1,5 @@
 """Parts leave the device and come back into the same tensors; on a CPU, by the same code."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The learning rate of each iteration, whatever the number of optimizer steps in it."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

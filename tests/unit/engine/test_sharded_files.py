@@ -1,7 +1,5 @@
 """A failed write of a checkpoint is an error of the worker, and does not end its process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

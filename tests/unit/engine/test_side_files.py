@@ -1,7 +1,5 @@
 """A role's folder in a checkpoint says what model it holds."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

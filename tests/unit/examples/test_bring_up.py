@@ -1,7 +1,5 @@
 """The bring-up names the stage that fails, and the first number that differs from the trace."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The example scripts convert a tiny model to Megatron and back."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

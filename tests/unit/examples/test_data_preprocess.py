@@ -1,7 +1,5 @@
 """Raw rows of the four data sets become prompts with the answers that their rules compare."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import sys

@@ -3,8 +3,6 @@
 `ssh`, `srun`, `scontrol` and the interpreter are stand-ins: Ray's head is a port that listens.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """What the demo makes, and what it makes only on request."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The shell scripts of `examples/mcore` start the right command with a valid configuration."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The demo's report."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Every script of the examples is clean under shellcheck."""
 
-from __future__ import annotations
-
 import platform
 import subprocess
 import sys

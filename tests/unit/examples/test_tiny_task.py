@@ -1,7 +1,5 @@
 """The demo's task: data, tokenizer, wrong responses."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The training data and losses of the demo's models; no model is trained to its full accuracy."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

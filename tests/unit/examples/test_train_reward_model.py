@@ -1,7 +1,5 @@
 """A reward model learns to prefer polite responses, and a run that stopped goes on."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

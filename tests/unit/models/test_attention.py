@@ -1,7 +1,5 @@
 """Packed and padded attention against masked softmax written out for each sequence."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Products of a decode step: grouped ones of experts, and those of a large weight."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +15,7 @@ from mindspeed_rlxf.models.grouped_experts import GroupedExperts, stack_experts,
 
 EXPERTS, HIDDEN, WIDTH, TOPK = 5, 8, 12, 2
 grouped = pytest.mark.skipif(
-    not hasattr(F, "grouped_mm"), reason=f"torch {torch.__version__} has no grouped product"
+    not hasattr(F, "grouped_mm"), reason=f"torch {torch.__version__} has no grouped GEMM"
 )
 
 

@@ -1,7 +1,5 @@
 """Calls of Megatron's core attention where MindSpeed computes it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

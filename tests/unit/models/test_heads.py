@@ -1,7 +1,5 @@
 """Chunked, vocabulary-parallel log-probs against torch's log_softmax."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

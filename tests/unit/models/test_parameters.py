@@ -1,7 +1,5 @@
 """The parameter map: names and shapes of transformers, Megatron's order, an exact tiling."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

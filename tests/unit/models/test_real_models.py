@@ -1,7 +1,5 @@
 """The shipped architectures, from 0.5 B to 70 B: transformers' names and shapes, tiled by ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

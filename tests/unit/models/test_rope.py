@@ -1,7 +1,5 @@
 """Frequencies against transformers' LlamaRotaryEmbedding."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

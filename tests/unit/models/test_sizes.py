@@ -1,7 +1,5 @@
 """Parameter counts against the arithmetic of a small model."""
 
-from __future__ import annotations
-
 import pytest
 
 from mindspeed_rlxf.config.schema import ArchitectureConfig

@@ -1,7 +1,5 @@
 """The supervisor starts a stand-in for the training command, which follows a plan."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """What the console shows of a run, by its mode, without a terminal and on one."""
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Sequence

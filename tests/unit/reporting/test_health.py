@@ -1,7 +1,5 @@
 """Health rules find the faults of recorded runs, and none in healthy runs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The live view: its lines, what is printed beside it, and that nothing controls the terminal."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

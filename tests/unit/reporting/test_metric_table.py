@@ -1,7 +1,5 @@
 """The document of metrics is made from the table, and names of metrics are found in it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Metric and sample files: valid JSON lines, readable while the run goes on."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Phases: the outermost one of the main thread is the current one."""
 
-from __future__ import annotations
-
 import threading
 
 from mindspeed_rlxf.reporting.phases import Phases

@@ -1,7 +1,5 @@
 """Numbers per token are files of whole lines, which a resume cuts to its iteration."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

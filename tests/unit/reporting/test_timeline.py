@@ -1,7 +1,5 @@
 """The timeline is whole JSON after each iteration, goes on after a kill, and does not grow."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """TensorBoard and wandb, offline: the metrics of a run can be read back from their files."""
 
-from __future__ import annotations
-
 import importlib.util
 from importlib.machinery import ModuleSpec
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Trackers get every iteration once; their failures are warnings."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The built-in rules on answers that were written by hand."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

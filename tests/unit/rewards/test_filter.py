@@ -1,7 +1,5 @@
 """The filter of system calls on both architectures, by an interpreter of its own instructions."""
 
-from __future__ import annotations
-
 import errno
 import re
 import struct

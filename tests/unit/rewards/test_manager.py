@@ -1,7 +1,5 @@
 """The data source chooses the rule; samples that no rule can score are found before training."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

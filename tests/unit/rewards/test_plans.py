@@ -1,7 +1,5 @@
 """Which rules and functions a configuration scores by, and where they run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

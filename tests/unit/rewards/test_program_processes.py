@@ -1,7 +1,5 @@
 """Rules of programs in scoring processes: settings reach them, and nothing is left running."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import time

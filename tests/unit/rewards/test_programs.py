@@ -1,7 +1,5 @@
 """Rules of programs: which code block is run, how test cases are read, which outcomes pass."""
 
-from __future__ import annotations
-
 import copy
 import json
 import subprocess
@@ -135,7 +133,7 @@ def test_cases_end_with_the_time_of_a_response() -> None:
 
 
 def test_a_sandbox_that_stopped_working_is_no_score(rules: programs.CodeRules) -> None:
-    """A zero for a program that never ran would be learnt from."""
+    """A zero for a program that never ran would be trained."""
     sandbox = rules._sandbox
     assert sandbox is not None
     broken = copy.copy(sandbox)

@@ -1,7 +1,5 @@
 """Scoring by a server: the requests that it gets, and the handling of its errors."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """Verifiers of the older toolkit, against scores worked out by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

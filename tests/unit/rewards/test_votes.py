@@ -1,7 +1,5 @@
 """Responses vote for the same answer where their rule takes the answers for equal."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

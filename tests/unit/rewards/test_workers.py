@@ -1,7 +1,5 @@
 """Whatever a reward function does, its sample fails with a cause, and nothing is left running."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

@@ -1,7 +1,5 @@
 """Which samples each replica gets in an update, and the order in which rows come back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Advantages without a critic: which rewards, spread over which tokens, whitened when."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

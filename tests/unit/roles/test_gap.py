@@ -3,8 +3,6 @@
 Row 0: a, (x, y given), EOS. Row 1: c, (z given), without EOS. Numbers of given tokens are junk.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import exp, log, log1p
 from typing import Any

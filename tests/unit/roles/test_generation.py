@@ -1,7 +1,5 @@
 """Results of an engine become the rows of a batch."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -1,7 +1,5 @@
 """The gate on the gap between the log-probs of generation and of training."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

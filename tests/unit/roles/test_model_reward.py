@@ -1,7 +1,5 @@
 """A sequence classifier of Hugging Face scores; functions may score beside a model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

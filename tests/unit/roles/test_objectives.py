@@ -1,7 +1,5 @@
 """What an optimizer step of the clipped objective reads."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How many samples may fail before the run stops, and what it says then."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the groups ask of their ranks."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The rollout role, with an engine that returns prepared responses."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The sampling keys of the configuration reach generation."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Responses are scored while others are generated; a failure is that of one sample."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from pathlib import Path

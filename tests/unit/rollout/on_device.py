@@ -1,7 +1,5 @@
 """A tensor on the CPU that checks two rules of NPUs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Code outside `rollout/` does not depend on how responses are generated."""
 
-from __future__ import annotations
-
 import ast
 
 from tests.unit.test_layers import FILES, PACKAGE, imports_of, layer

@@ -1,7 +1,5 @@
 """Fixed responses are returned in the form of an engine's results."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Rows that share prompts, are set back or are computed beyond their end change no response."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Prefill and decode through the cache against causal attention over the whole sequence."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

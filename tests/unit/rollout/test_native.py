@@ -1,7 +1,5 @@
 """The generation loop with a tiny model whose next token depends on the whole sequence."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field

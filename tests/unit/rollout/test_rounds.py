@@ -1,7 +1,5 @@
 """Ranks that share experts keep no memory of a rollout that sleeps."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Token choice against transformers' filters and against the probabilities themselves."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

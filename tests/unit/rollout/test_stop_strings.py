@@ -1,7 +1,5 @@
 """A stop string ends a response wherever token borders cut the string."""
 
-from __future__ import annotations
-
 import pytest
 
 from mindspeed_rlxf.rollout.rollout_engine import FinishReason

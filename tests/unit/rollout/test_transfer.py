@@ -1,7 +1,5 @@
 """Tensors arrive in buckets as they were sent; the sums that check them are exact."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import hypothesis

@@ -1,7 +1,5 @@
 """A rollout rank copies its own slices of whole Hugging Face tensors, each to its place."""
 
-from __future__ import annotations
-
 import re
 from math import prod
 from types import SimpleNamespace

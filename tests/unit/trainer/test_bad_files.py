@@ -1,7 +1,5 @@
 """Files that a run cannot use are refused with exit 2, one line each; nothing is written."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

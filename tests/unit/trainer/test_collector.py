@@ -1,7 +1,5 @@
 """Which responses an iteration keeps, with roles that return prepared results."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any

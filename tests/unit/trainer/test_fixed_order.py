@@ -1,7 +1,5 @@
 """Fixed responses and the prompts of the sampler are compared before a worker starts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Metrics of an iteration by the names of the run directory's contract."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """On NPU the driver counts, plans, checks and starts without importing torch_npu or MindSpeed."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

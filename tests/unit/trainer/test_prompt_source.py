@@ -1,7 +1,5 @@
 """The training prompts of each iteration, and the numbers of their samples."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from pydantic import ValidationError

@@ -1,7 +1,5 @@
 """Times, skew, memory and idle shares from replies; operations of an iteration by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -59,7 +57,7 @@ def test_a_phase_has_its_time_its_peak_and_its_slowest_rank() -> None:
 
 
 def test_ranks_are_named_as_their_pool_counts() -> None:
-    """The ranks that generate are the last ones of a split pool."""
+    """The ranks that generate are the last ones of a disaggregated pool."""
     found = phase_metrics({"gen": [pending("main", 1.0, 5.0, first=4)]})
     assert found["slowest_rank/gen"] == 5.0
 

@@ -1,7 +1,5 @@
 """A command from its configuration to its exit code, without a cluster; training is one save."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """Which rows a validation generates, scores and logs, in what order, and with which ids."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

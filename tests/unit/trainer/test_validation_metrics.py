@@ -1,7 +1,5 @@
 """Metrics over several responses to a prompt, worked by hand and against every choice of K."""
 
-from __future__ import annotations
-
 import math
 from itertools import combinations
 

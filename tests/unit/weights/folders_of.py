@@ -1,7 +1,5 @@
 """Write Hugging Face folders of random tensors without transformers, and read and compare them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Megatron folders that are damaged, incomplete, or hold another model."""
 
-from __future__ import annotations
-
 import shutil
 from argparse import Namespace
 from collections import OrderedDict

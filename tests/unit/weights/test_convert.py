@@ -1,7 +1,5 @@
 """Conversions from Hugging Face to every layout and back keep every bit."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A conversion holds a few tensors at a time, however large the model is."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

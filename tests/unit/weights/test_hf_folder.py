@@ -1,7 +1,5 @@
 """Hugging Face folders: boxes that are read, and errors of folders that cannot be read."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Pickled files of checkpoints: their data is read, Megatron is not imported, no code is run."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

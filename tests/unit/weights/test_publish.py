@@ -1,7 +1,5 @@
 """A folder appears whole; what was not written by us is never removed."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

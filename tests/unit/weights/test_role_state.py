@@ -1,7 +1,5 @@
 """Any box of a role's tensors can be read from whatever boxes were written."""
 
-from __future__ import annotations
-
 import builtins
 import io
 import os

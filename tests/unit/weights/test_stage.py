@@ -1,7 +1,5 @@
 """Loading shards and writing them back, with ranks whose collectives read each other's tensors."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

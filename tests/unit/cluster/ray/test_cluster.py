@@ -1,7 +1,5 @@
 """Opening a Ray cluster, as far as it works without Ray; see also `tests/distributed/cluster`."""
 
-from __future__ import annotations
-
 import os
 import socket
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """Devices that are missing, as a run reports them."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import Mock
 
@@ -13,7 +11,7 @@ from mindspeed_rlxf.cluster.nodes import Node
 
 @pytest.fixture
 def claim() -> Any:
-    """The module. It imports Ray, which must not happen before an own cluster is started."""
+    """The module. It imports Ray, which must not happen before a private cluster is started."""
     from mindspeed_rlxf.cluster.ray import node_tools
 
     return node_tools

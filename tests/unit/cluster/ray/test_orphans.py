@@ -1,7 +1,5 @@
 """The guard process ends a cluster's processes when the driver is gone."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

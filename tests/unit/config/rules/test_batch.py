@@ -1,7 +1,5 @@
 """Rules of batch, mini-batch and micro-batch sizes, for 96 samples, 8 ranks and 4 layers."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

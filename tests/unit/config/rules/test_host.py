@@ -1,7 +1,5 @@
 """More processes than devices or memory; the local runtime and joined clusters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

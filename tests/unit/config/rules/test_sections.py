@@ -1,7 +1,5 @@
 """Rules across sections; the tree has 96 samples, 8 ranks, 8 heads, 4 groups and 4 layers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

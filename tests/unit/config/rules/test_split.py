@@ -1,7 +1,5 @@
 """A pool whose first devices train and whose others generate."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -53,7 +51,7 @@ OLDER_TP = "actor_rollout.inference_tensor_model_parallel_size"
 
 
 def parts(train: int, infer: int, **more: Any) -> dict[str, Any]:
-    """A split pool of that many devices; `more`: other keys, `__` for the dot."""
+    """A disaggregated pool of that many devices; `more`: other keys, `__` for the dot."""
     sizes = {"actor_rollout.num_gpus_for_train": train, "actor_rollout.num_gpus_for_infer": infer}
     return SPLIT | sizes | {key.replace("__", "."): value for key, value in more.items()}
 
@@ -69,7 +67,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "numbers add up to the pool: too few": (parts(4, 3), ["actor_rollout.num_gpus_for_train=4"]),
     "numbers add up to the pool: too many": (parts(8, 4), ["actor_rollout.num_gpus_for_train=8"]),
-    "no other role lives on a split pool": (SPLIT | {"placement.ref": "actor",
+    "no other role lives on a disaggregated pool": (SPLIT | {"placement.ref": "actor",
      "placement.reward": "main"}, ["placement.ref=actor"]),
     "the local runtime cannot split": (SPLIT | {"runtime.kind": "local"},
      ["resource_pool.main=8", "resource_pool.actor=8", "actor_rollout.num_gpus_for_infer=4"]),

@@ -1,7 +1,5 @@
 """Rules of stages and estimators, for 96 prompts and 8 ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Indexed data sets of a folder become one; anything that would lose a row is an error."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

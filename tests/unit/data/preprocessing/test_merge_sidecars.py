@@ -1,7 +1,5 @@
 """Merging indexed data sets merges their sidecars, or is refused where these differ."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

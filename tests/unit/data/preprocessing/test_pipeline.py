@@ -1,7 +1,5 @@
 """Files of rows become a whole data set, or none; every row is written or counted."""
 
-from __future__ import annotations
-
 import datetime
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Rows become turns by the map keys, or name the reason why not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """One rank's part of an all-reduce, with real gloo in this process."""
 
-from __future__ import annotations
-
 import time
 
 import torch.distributed as dist

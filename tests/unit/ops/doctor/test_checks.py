@@ -1,7 +1,5 @@
 """Checks of one host, with the numbers given."""
 
-from __future__ import annotations
-
 import json
 import math
 import threading

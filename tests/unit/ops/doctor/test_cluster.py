@@ -1,7 +1,5 @@
 """Differences between hosts are reported with the hosts that differ from most."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any

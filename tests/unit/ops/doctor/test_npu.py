@@ -1,7 +1,5 @@
 """The doctor on an NPU host checks the lines of the guide, and on another device none of them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The doctor on NPU: the same rules by which a worker refuses to start, without starting one."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

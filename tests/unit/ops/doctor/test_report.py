@@ -1,7 +1,5 @@
 """The report keeps its form."""
 
-from __future__ import annotations
-
 import json
 
 from mindspeed_rlxf.device.findings import Finding, error, ok

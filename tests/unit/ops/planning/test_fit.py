@@ -1,7 +1,5 @@
 """A plan that does not fit says so, with a remedy, where the memory is known."""
 
-from __future__ import annotations
-
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path

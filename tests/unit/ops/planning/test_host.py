@@ -1,7 +1,5 @@
 """Host memory and disk of small runs, by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

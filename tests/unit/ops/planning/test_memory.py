@@ -1,7 +1,5 @@
 """How roles and phases of a pool add up."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The plan states every size of a run, as worked out by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -63,7 +61,7 @@ CHUNKS = {
         ),
         (
             {"training.output_dir": "/somewhere/run"},
-            ["output /somewhere/run", "runtime ray, own cluster on this host ("],
+            ["output /somewhere/run", "runtime ray, private cluster on this host ("],
         ),
         (
             {"resource_pool.env": {"HCCL_BUFFSIZE": 256}},

@@ -1,7 +1,5 @@
 """The shipped configurations of real models plan, and fit devices of 64 GiB."""
 
-from __future__ import annotations
-
 import pytest
 
 from mindspeed_rlxf.config.compose import builtin_config_dir, compose, config_names

@@ -1,7 +1,5 @@
 """Formulas of `docs/models_and_weights.md` against numbers worked out by hand."""
 
-from __future__ import annotations
-
 import pytest
 
 from mindspeed_rlxf.config.schema import (

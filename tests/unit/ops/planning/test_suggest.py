@@ -1,7 +1,5 @@
 """Suggested layouts of real models: what they promise holds when they are pasted."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Ranks stand where `ParallelLayout` puts them; many hosts stay readable."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

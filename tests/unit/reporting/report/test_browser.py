@@ -3,8 +3,6 @@
 Needs Chromium and Playwright; skipped with the name of what is missing.
 """
 
-from __future__ import annotations
-
 import shutil
 import threading
 from collections.abc import Iterator

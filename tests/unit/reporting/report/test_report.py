@@ -1,7 +1,5 @@
 """The report reads a run whatever its state, answers from its numbers, and stays small."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import itertools
@@ -84,7 +82,7 @@ def test_the_report_of_a_killed_run_has_all_whole_lines_and_names_missing_number
     (main_part,) = found["main"]["runs"]
     assert main_part["done"] == 41 and len(found["samples"][0]["samples"]) == 175
     assert main_part["curves"]["critic/score/mean"]["y"][-1] is None
-    texts = [each["text"] for each in main_part["illnesses"]]
+    texts = [each["text"] for each in main_part["problems"]]
     assert "critic/score/mean is not finite" in texts
     assert read_schedules(run)["iterations"].keys() == before["iterations"].keys()
 
@@ -181,13 +179,13 @@ def test_the_answer_follows_validation_where_it_disagrees_with_training() -> Non
 
 def test_a_health_finding_names_the_iteration_in_which_it_ended() -> None:
     kl = [0.1] * 5 + [3.0] * 5 + [0.1] * 8
-    (found,) = judge(iterations(kl, "critic/kl"), {})["illnesses"]
+    (found,) = judge(iterations(kl, "critic/kl"), {})["problems"]
     assert (found["level"], found["iteration"]) == ("watch", 8)
     first = found["text"]
     assert "(ended in" in first
-    (found,) = judge(iterations(kl[:10], "critic/kl"), {})["illnesses"][:1]
+    (found,) = judge(iterations(kl[:10], "critic/kl"), {})["problems"][:1]
     assert found["level"] == "bad" and "algorithm.kl_ctrl.kl_coef" in found["remedy"]
-    again = judge(iterations(kl * 2, "critic/kl"), {})["illnesses"]
+    again = judge(iterations(kl * 2, "critic/kl"), {})["problems"]
     ends = [re.findall(r"ended in iteration (\d+)", each["text"]) for each in again]
     assert len(ends) == 2 and ends[0] == re.findall(r"ended in iteration (\d+)", first)
     assert ends[0] != ends[1]
@@ -217,7 +215,7 @@ def test_the_state_of_a_run_is_seen_from_its_folder(tmp_path: Path) -> None:
     assert find_state(run) == "finished"
     (run / "failure.json").write_text(json.dumps({"message": "lost", "iteration": 3}))
     assert find_state(run) == "failed"
-    assert report_of(run)["main"]["runs"][0]["illnesses"][0]["text"] == "failed: lost"
+    assert report_of(run)["main"]["runs"][0]["problems"][0]["text"] == "failed: lost"
     (run / lock.LOCK).write_text('{"machine": "another"}')
     assert find_state(run) == "running"
     (run / lock.LOCK).unlink()

@@ -1,7 +1,5 @@
 """A live page is served to this host alone, and follows what the run writes."""
 
-from __future__ import annotations
-
 import http.client
 import os
 import signal
