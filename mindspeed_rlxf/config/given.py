@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from mindspeed_rlxf.config.enums import CONFIGURED
-from mindspeed_rlxf.config.keys import INLINED, NESTED_ROLES, TOP_LEVEL, unknown_key
+from mindspeed_rlxf.config.keys import NESTED_ROLES, TOP_LEVEL, unknown_key
 from mindspeed_rlxf.config.problems import Problem, format_value, ref
 
 Tree: TypeAlias = dict[str, Any]
@@ -93,8 +93,8 @@ class Given:
         """
         section, *keys = path.split(".")
         section = "resource_pool" if section == "pool_settings" else section
-        group = keys[0] if keys and keys[0] in INLINED else None
-        keys = keys[1:] if group else keys
+        of_architecture = keys[:1] == ["architecture"]
+        keys = keys[of_architecture:]
         if section in ROLES and keys:
             homes = self.homes(section)
             found = [
@@ -103,7 +103,7 @@ class Given:
                 if keys[0] in values  # which may be a section of its own, as `offload`
                 and (len(keys) == 1 or values[keys[0]] is None or keys[1] in values[keys[0]])
             ]
-            absent = [*homes][-1] if group == "architecture" else section
+            absent = [*homes][-1] if of_architecture else section
             section = found[0] if found else absent
         parts = [*section.split("."), *keys]
         for end in range(len(parts), 1, -1):

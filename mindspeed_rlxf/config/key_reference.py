@@ -84,7 +84,7 @@ def sections() -> dict[str, dict[str, FieldInfo]]:
 
     Keys that several roles share have a table of their own; a role without own keys has none.
     """
-    elsewhere = {*OptimizerConfig.model_fields, "architecture", "offload", "optimizer", "sandbox"}
+    elsewhere = {*OptimizerConfig.model_fields, "architecture", "offload", "sandbox"}
     shared = {name: (f.description, _resume(f)) for name, f in RoleConfig.model_fields.items()}
     own = {
         role.value: {

@@ -12,14 +12,12 @@ import yaml
 from pydantic.fields import FieldInfo
 
 from mindspeed_rlxf.config.enums import CONFIGURED, RewardKind, Role
-from mindspeed_rlxf.config.fields import Section
 from mindspeed_rlxf.config.problems import Problem, closest
 from mindspeed_rlxf.config.schema import (
     ActorConfig,
     ArchitectureConfig,
     CriticConfig,
     FunctionConfig,
-    OptimizerConfig,
     PoolSettings,
     RefConfig,
     RewardConfig,
@@ -48,21 +46,18 @@ ROLE_SECTIONS: dict[Role, type[RoleConfig]] = {
     Role.CRITIC: CriticConfig,
     Role.REWARD: RewardConfig,
 }
-INLINED: dict[str, type[Section]] = {
-    "architecture": ArchitectureConfig,
-    "optimizer": OptimizerConfig,
-}
-"""Groups of a role whose keys stand directly in the role's section of the YAML."""
 NESTED_ROLES = "actor_rollout_ref"
 """The older toolkit nests `actor_rollout` and `ref` under this key."""
 
 
 def fields_of(section: Any) -> Fields:
-    """Return the keys of a section as the YAML has them; {} for what is no section."""
+    """Return the keys of a section as the YAML has them; {} for what is no section.
+
+    A role may have keys of its model's architecture, which are laid over the model's.
+    """
     found: Fields = {}
     for name, field in getattr(section, "model_fields", {}).items():
-        inlined = name in INLINED and issubclass(section, RoleConfig)
-        found |= INLINED[name].model_fields if inlined else {name: field}
+        found |= ArchitectureConfig.model_fields if name == "architecture" else {name: field}
     return found
 
 
@@ -178,14 +173,14 @@ def to_tree(config: RunConfig) -> dict[str, Any]:
         if (section := values[role.value]) is None:
             del values[role.value]
             continue
-        architecture, optimizer = section.pop("architecture"), section.pop("optimizer", {})
+        architecture = section.pop("architecture")
         if architecture is None:
             kept = WITHOUT_MODEL[config.reward.kind.value]
             values[role.value] = {key: section[key] for key in kept}
             continue
         shared = models.setdefault(section["model"], architecture)
         own = {key: value for key, value in architecture.items() if shared[key] != value}
-        values[role.value] = {**section, **own, **optimizer}
+        values[role.value] = {**section, **own}
     values["resource_pool"] |= values.pop("pool_settings")
     return {"model": models, **values}
 

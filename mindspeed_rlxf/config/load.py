@@ -31,7 +31,6 @@ from mindspeed_rlxf.config.hf_config import (
     read_hf_config,
 )
 from mindspeed_rlxf.config.keys import (
-    INLINED,
     PLAIN_SECTIONS,
     ROLE_SECTIONS,
     SHARED,
@@ -53,7 +52,12 @@ from mindspeed_rlxf.config.problems import (
 )
 from mindspeed_rlxf.config.rules.between_sections import check_sections
 from mindspeed_rlxf.config.rules.this_host import check_host
-from mindspeed_rlxf.config.schema import RunConfig, TrainingConfig
+from mindspeed_rlxf.config.schema import (
+    ArchitectureConfig,
+    LearningConfig,
+    RunConfig,
+    TrainingConfig,
+)
 from mindspeed_rlxf.config.unused import note_unused
 
 AUTO = "auto"
@@ -168,17 +172,16 @@ def _build_role(given: Given, role: Role) -> Tree:
     merged["offload"] = _merge_offload(role, layers, own)
     if merged.get("micro_batch_size", 0) is None and merged.get("max_tokens_per_micro_batch"):
         del merged["micro_batch_size"]  # max_tokens_per_micro_batch replaces it
-    for group in INLINED.keys() & ROLE_SECTIONS[role].model_fields.keys():
-        keys = INLINED[group].model_fields.keys() & merged.keys()
-        merged[group] = {key: merged.pop(key) for key in keys}
-    if architecture is None:
-        del merged["architecture"]  # it is reported already
+    keys = ArchitectureConfig.model_fields.keys() & merged.keys()
+    found = {key: merged.pop(key) for key in keys}
+    if architecture is not None:  # its absence is reported already
+        merged["architecture"] = found
     return merged
 
 
 def _merge_offload(role: Role, shared: Iterable[Tree], own: Tree) -> Any:
     """Return `offload`, merged key by key; a shared `optimizer` is for trained roles only."""
-    trained = "optimizer" in ROLE_SECTIONS[role].model_fields
+    trained = issubclass(ROLE_SECTIONS[role], LearningConfig)
     merged: Tree = {}
     for layer in (*shared, own):
         part = {} if layer.get("offload") is None else layer["offload"]
@@ -272,7 +275,7 @@ def _problems_of(errors: list[ErrorDetails], payload: Tree, given: Given) -> Ite
             for problem in error["ctx"]["error"].problems:
                 yield problem.rename_keys(lambda key, at=section: given.written(f"{at}.{key}"))
         elif error["type"] == "extra_forbidden":
-            *parents, name = [part for part in place if part not in INLINED]
+            *parents, name = [part for part in place if part != "architecture"]
             home = ".".join(parents)
             yield unknown_key(home, name, keys_of(home), given.written(section))
         elif place[-1] not in ("architecture", "model"):  # a missing model is reported already

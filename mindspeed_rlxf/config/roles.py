@@ -163,10 +163,9 @@ class RoleConfig(Section):
             yield from divides(CHUNK, per_chunk, part, layers // pp)
 
 
-class LearningConfig(RoleConfig):
+class LearningConfig(RoleConfig, OptimizerConfig):
     """Keys of the roles that are trained."""
 
-    optimizer: OptimizerConfig = key(..., "optimizer of the role")
     save: FilePath | None = free(
         None, "folder of the trained weights; null = final/ in the run directory"
     )
@@ -186,8 +185,14 @@ class LearningConfig(RoleConfig):
         1, "layers of a group (uniform), or of a stage (block)", ge=1, used_if="recompute=full"
     )
 
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        """The role's keys of its optimizer, which stand among the others."""
+        return self
+
     def broken_rules(self) -> Iterator[Problem]:
-        yield from super().broken_rules()
+        yield from RoleConfig.broken_rules(self)
+        yield from OptimizerConfig.broken_rules(self)
         a, tp = self.architecture, self.tensor_model_parallel_size
         if a.num_experts is not None and tp > 1 and not self.sequence_parallel:
             yield Problem(

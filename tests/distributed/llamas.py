@@ -176,7 +176,7 @@ def run_config(
     sections:   further keys, by name of the section
     """
     role = {"model": "test", "architecture": architecture, **(layout or {})}
-    learn = {"optimizer": optimizer or OptimizerConfig(lr=1e-3)}
+    learn = (optimizer or OptimizerConfig(lr=1e-3)).model_dump()
     actor = {
         "max_prompt_length": 32,
         "max_new_tokens": MAX_NEW_TOKENS,

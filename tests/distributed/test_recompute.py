@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mindspeed_rlxf.algorithms.losses import LossOutput, normalised_loss
 from mindspeed_rlxf.config.enums import LossNormalizer
-from mindspeed_rlxf.config.schema import ArchitectureConfig, LearningConfig, OptimizerConfig
+from mindspeed_rlxf.config.schema import ArchitectureConfig, LearningConfig
 from mindspeed_rlxf.data.batch import RoleOutput, Rollouts
 from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.train_engine import PolicyStep, TokenLogProbs
@@ -87,7 +87,7 @@ class Learner:
 
 def role_of(folder: Path, architecture: ArchitectureConfig, keys: dict[str, Any]) -> LearningConfig:
     base = {"model": "t", "architecture": architecture, "load": str(folder), "micro_batch_size": 8}
-    base["optimizer"] = OptimizerConfig(lr=1e-2)
+    base["lr"] = 1e-2
     return LearningConfig(**{**base, **keys})
 
 

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from mindspeed_rlxf.algorithms.losses import LossOutput, normalised_loss
 from mindspeed_rlxf.config.enums import LossNormalizer
-from mindspeed_rlxf.config.schema import ArchitectureConfig, LearningConfig, OptimizerConfig
+from mindspeed_rlxf.config.schema import ArchitectureConfig, LearningConfig
 from mindspeed_rlxf.data.batch import RoleOutput, Rollouts
 from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.train_engine import PolicyStep, TokenLogProbs, ValueStep
@@ -88,7 +88,7 @@ def results(
     runtime: Any, folder: Path, architecture: ArchitectureConfig, rollouts: Rollouts, **keys: Any
 ) -> dict[str, Any]:
     base = {"model": "t", "architecture": architecture, "load": str(folder), "micro_batch_size": 4}
-    role = LearningConfig(**{**base, "optimizer": OptimizerConfig(lr=0.0), **keys})
+    role = LearningConfig(**{**base, "lr": 0.0, **keys})
     group = build_group(runtime, layout_of(role), Probe, role)
     found: dict[str, Any] = group.call(Probe.run, rollouts).result()[0]
     return found

@@ -315,6 +315,6 @@ def with_keys(config: RunConfig, changes: dict[str, dict[str, Any]]) -> RunConfi
     for name, section in sections.items():
         keys = dict(changes.get(name, {}))
         if hasattr(section, "optimizer"):
-            keys["optimizer"] = section.optimizer.model_copy(update=optimizer)
+            keys |= optimizer
         sections[name] = section.model_copy(update=keys)
     return config.model_copy(update=sections)

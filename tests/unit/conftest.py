@@ -11,7 +11,6 @@ from mindspeed_rlxf.config.schema import (
     ArchitectureConfig,
     CriticConfig,
     DataConfig,
-    OptimizerConfig,
     RefConfig,
     RewardConfig,
     RunConfig,
@@ -38,8 +37,8 @@ def make_config(tmp_path: Path) -> MakeConfig:
         }  # fmt: skip
         return RunConfig(
             name="tiny", training=TrainingConfig(**{**defaults, **training}),
-            actor_rollout=ActorConfig(**model, optimizer=OptimizerConfig(), max_new_tokens=8),
-            ref=RefConfig(**model), critic=CriticConfig(**model, optimizer=OptimizerConfig()),
+            actor_rollout=ActorConfig(**model, max_new_tokens=8),
+            ref=RefConfig(**model), critic=CriticConfig(**model),
             reward=RewardConfig(**model), placement=dict.fromkeys(CONFIGURED, "all"),
             resource_pool={"all": [1]}, data=DataConfig(train_files=["train.jsonl"]),
         )  # fmt: skip

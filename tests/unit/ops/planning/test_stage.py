@@ -5,7 +5,6 @@ import pytest
 from mindspeed_rlxf.config.schema import (
     ArchitectureConfig,
     LearningConfig,
-    OptimizerConfig,
     RoleConfig,
 )
 from mindspeed_rlxf.ops.planning.stage_memory import (
@@ -36,7 +35,6 @@ NORMED = MODEL.model_copy(update={"qk_layernorm": True})
 def role(recompute: str = "none", method: str = "uniform", size: int = 1) -> LearningConfig:
     return LearningConfig(
         model="m",
-        optimizer=OptimizerConfig(),
         architecture=MODEL,
         recompute=recompute,
         recompute_method=method,
