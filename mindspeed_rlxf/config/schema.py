@@ -178,13 +178,14 @@ class RunConfig(Section):
     def shared_samples(self, role: Role, samples: int) -> int:
         """Return how many consecutive samples of a prompt a rank computes it for once, 1 = none.
 
-        samples: of an epoch or mini-batch on one rank. Consecutive samples of that number stay on
-        one rank, so it divides `samples`.
+        samples: of an epoch or mini-batch on one rank. Consecutive samples of the returned number
+        stay in one micro-batch, so it divides `samples`.
         """
         section = self.role(role)
         if not (section.share_prompts and section.packed_sequences):
             return 1
-        return gcd(self.actor_rollout.n_samples_per_prompt, samples)
+        size = 0 if section.max_tokens_per_micro_batch else section.micro_batch_size
+        return gcd(self.actor_rollout.n_samples_per_prompt, samples, size)
 
     def shares_in_updates(self, role: Role) -> bool:
         """Whether responses to a prompt are certainly neighbours in the updates of a role."""

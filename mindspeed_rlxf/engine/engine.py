@@ -159,7 +159,7 @@ class MegatronEngine:
         attention = self.chunks[0].decoder.layers[0].self_attention.core_attention
         able = all(gather_all([shares_prompts(attention)]))
         if not able:
-            logger.info("%s: prompts are not shared, see the lines above", self.role.model)
+            logger.warning("%s: prompts are not shared, no operator does it here", self.role.model)
         return able
 
     def _make_offload(self) -> Offload:

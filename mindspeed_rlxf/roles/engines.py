@@ -40,5 +40,6 @@ def megatron_engine(config: RunConfig, role: Role) -> MegatronEngine:
         SkippedSteps(training.nan_policy, training.max_skipped, name),
         training.deterministic,
         training.tokenizer_name_or_path,
-        config.algorithm.loss_normalizer is not LossNormalizer.MICRO_BATCH_MEAN,
+        config.algorithm.loss_normalizer is not LossNormalizer.MICRO_BATCH_MEAN
+        and not config.compares_pairs,
     )

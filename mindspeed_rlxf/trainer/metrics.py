@@ -188,7 +188,10 @@ Phases = Mapping[str, Sequence[Pending]]
 
 
 def generation_flops(config: RunConfig, generated: Sequence[GenerateReport]) -> float:
-    """Return the floating-point operations that generating the responses needs."""
+    """Return the floating-point operations that generating the responses needs.
+
+    Each response counts with its prompt, although an engine may compute a shared one once.
+    """
     a = config.actor_rollout.architecture
     assert a is not None, "the actor has a model"
     prompts = np.array([n for report in generated for n in report.prompt_lengths], np.float64)

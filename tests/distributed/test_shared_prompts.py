@@ -125,3 +125,14 @@ def test_results_are_those_of_whole_rows(
     for name in shared:
         if name.endswith("tokens"):
             assert shared[name] < 0.8 * apart[name]
+
+
+def test_in_bf16_results_are_as_near_as_its_rounding(warm_runtime: Any, tmp_path: Path) -> None:
+    """Both round each of some ten operations of two layers to 8 bits, 0.4%, in another order."""
+    make_llama(tmp_path, PLAIN)
+    rollouts = make_groups((4, 2), (12, 5))
+    apart, shared = (
+        results(warm_runtime, tmp_path, PLAIN, rollouts, bf16=True, share_prompts=share)
+        for share in (False, True)
+    )
+    close(shared, apart, tolerance=0.04)

@@ -264,18 +264,22 @@ def _describe_micro_batches(config: RunConfig, role: Role, samples: int) -> tupl
 def _describe_sharing(config: RunConfig, role: Role, samples: int) -> str:
     """Return how often the prompt of several responses is computed, and which key changes that."""
     section, together = config.role(role), config.shared_samples(role, samples)
-    if together == 1:
+    if not (section.share_prompts and section.packed_sequences):
         off = "packed_sequences" if section.share_prompts else "share_prompts"
         return f"for each response: {off}=false"
-    size = section.micro_batch_size
-    if section.max_tokens_per_micro_batch is None and size == 1:
-        return "for each response: micro_batch_size=1"
-    if section.max_tokens_per_micro_batch is None:
-        together = min(together, size)
+    if together == 1:
+        size = f"micro_batch_size={section.micro_batch_size}"
+        return f"for each response: {size} of {samples} samples per rank"
     text = f"once for {together} responses"
     if isinstance(section, LearningConfig) and not config.shares_in_updates(role):
         key = "shuffle_minibatch" if section.shuffle_minibatch else "moe_aux_loss_coeff"
         text += f", in updates for fewer: {key}"
+    elif isinstance(section, LearningConfig):
+        mini_batch = config.actor_rollout.ppo_mini_batch_size
+        if role is Role.CRITIC:
+            mini_batch = config.value_model.critic_mini_batch_size
+        updates = config.shared_samples(role, mini_batch // config.layout(role).dp)
+        text += f", in updates for {updates}" if updates < together else ""
     return text
 
 

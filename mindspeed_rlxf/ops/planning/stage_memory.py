@@ -5,7 +5,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import gcd, lcm
+from math import lcm
 from typing import NamedTuple
 
 from mindspeed_rlxf import device
@@ -240,8 +240,12 @@ class PipelineStage:
         count = sum(groups) + POOL_GROUP * is_split(config, config.placement[self.role])
         held = count * device.communicator_bytes(config.device.kind)
         if self.sequence_parallel:  # Megatron's permanent buffer for gathers
-            tokens, _ = self._tokens(self.samples)
-            held += tokens * self.architecture.hidden_size * self.itemsize
+            shared = all(all(self._sharing(updates)) for updates in (False, trains))
+            held += (
+                self._tokens(self.samples, shared)[0]
+                * self.architecture.hidden_size
+                * self.itemsize
+            )
         return held
 
     def phases(self) -> Iterator[Phase]:
@@ -249,26 +253,48 @@ class PipelineStage:
 
         A reference that computes the full KL also needs the actor's weights on the device.
         """
-        layer, config = self._layer(self.samples), self.config
+        config = self.config
         compares = config.algorithm.kl_penalty is KlPenalty.FULL
         beside = Role.ACTOR_ROLLOUT if self.role is Role.REF and compares else None
-        held = max(layer.forward, self._head_bytes(self.samples))
-        yield Phase("forward", held, other=layer.sent, beside=beside)
+        yield max(
+            (self._forward(shared, beside) for shared in self._sharing(updates=False)),
+            key=lambda phase: phase.total,
+        )
         if self.optimizer is None:
             return
         mini_batch = config.actor_rollout.ppo_mini_batch_size
         if self.role is Role.CRITIC:
             mini_batch = config.value_model.critic_mini_batch_size
-        yield self._update(mini_batch // self.layout.dp)
+        samples = mini_batch // self.layout.dp
+        yield max(
+            (self._update(samples, shared) for shared in self._sharing(updates=True)),
+            key=lambda phase: phase.total,
+        )
         # torch's Adam takes the roots of all second moments at once.
         distributed = self.optimizer.use_distributed_optimizer
         roots = [sum(sizes) // (n if distributed else 1) * FP32 for sizes, n in self.buffers]
         yield Phase("optimizer step", other=max(roots), learns=True)
 
-    def _update(self, samples: int) -> Phase:
+    def _sharing(self, updates: bool) -> list[bool]:
+        """Return whether prompts are shared: one value if it is certain, else both."""
+        config = self.config
+        on_npu = device.resolve_kind(config.device.kind) is DeviceKind.NPU
+        if config.shared_samples(self.role, 0) == 1 or (on_npu and config.training.deterministic):
+            return [False]
+        # A reward model also scores samples whose prompts differ, of validation.
+        certain = self.role is not Role.REWARD
+        certain &= not updates or config.shares_in_updates(self.role)
+        return [True] if certain else [False, True]
+
+    def _forward(self, shared: bool, beside: Role | None) -> Phase:
+        layer = self._layer(self.samples, shared)
+        held = max(layer.forward, self._head_bytes(self.samples, shared))
+        return Phase("forward", held, other=layer.sent, beside=beside)
+
+    def _update(self, samples: int, shared: bool) -> Phase:
         """Return the memory of forward and backward passes with `samples` per step on this rank."""
         assert isinstance(self.section, LearningConfig), "frozen roles have no update"
-        layer, layout = self._layer(samples, updates=True), self.layout
+        layer, layout = self._layer(samples, shared), self.layout
         held, again = recompute_bytes(self.section, layer)
         if layout.pp > 1:  # received and sent hidden states
             held += 2 * layer.entry
@@ -287,35 +313,36 @@ class PipelineStage:
             early = self.optimizer.overlap_grad_reduce
             other += early * FP32 * self.vocab * self.architecture.hidden_size
         # The head's activations are freed before the backward pass reaches a layer.
-        activations = count * held + max(self._head_bytes(samples, updates=True), again)
+        activations = count * held + max(self._head_bytes(samples, shared), again)
         return Phase("update", activations, other=other, learns=True)
 
-    def _tokens(self, samples: int, updates: bool = False) -> tuple[int, int]:
+    def _tokens(self, samples: int, shared: bool) -> tuple[int, int]:
         """Return the computed tokens of the largest micro-batch, and its rows that share prompts.
 
-        samples: of an epoch or mini-batch on this rank. Prompts count as shared only where they
-        certainly are; a limit by tokens counts computed tokens.
+        samples: of an epoch or mini-batch on this rank
         """
-        tokens, size = micro_batch_tokens(self.section, samples, self.length), 0
-        certain = not updates or self.config.shares_in_updates(self.role)
-        if certain and self.section.max_tokens_per_micro_batch is None:
-            size = min(self.section.micro_batch_size, samples)
-            together = gcd(size, self.config.shared_samples(self.role, samples))
-            tokens -= (size - size // together) * (self.length - self.response)
-            size *= together > 1
-        return tokens, size
+        tokens = micro_batch_tokens(self.section, samples, self.length)
+        together = self.config.shared_samples(self.role, samples)
+        if not shared or together == 1:
+            return tokens, 0
+        prompt, limit = self.length - self.response, self.section.max_tokens_per_micro_batch
+        if limit is not None:  # which counts computed tokens
+            rows = together * (limit // (prompt + together * self.response))
+            return tokens, min(samples, max(rows, limit // self.length))
+        rows = min(self.section.micro_batch_size, samples)
+        return tokens - (rows - rows // together) * prompt, rows
 
-    def _layer(self, samples: int, updates: bool = False) -> LayerBytes:
-        tokens, rows = self._tokens(samples, updates)
+    def _layer(self, samples: int, shared: bool) -> LayerBytes:
+        tokens, rows = self._tokens(samples, shared)
         a, tp = self.architecture, self.layout.tp
         layer = layer_bytes(a, tokens, tp, self.sequence_parallel, self.itemsize)
         # Of rows that share a prompt: keys and values with the prompt of each, queries and results.
         keys = rows * self.length * groups_per_rank(a.kv_heads, tp)
         queries = rows * self.response * a.num_attention_heads // tp
-        shared = 2 * (keys + queries) * a.head_dim * self.itemsize
-        return replace(layer, attention=layer.attention + shared)
+        copies = 2 * (keys + queries) * a.head_dim * self.itemsize
+        return replace(layer, attention=layer.attention + copies)
 
-    def _head_bytes(self, samples: int, updates: bool = False) -> int:
+    def _head_bytes(self, samples: int, shared: bool) -> int:
         """Return the bytes of a micro-batch's last hidden states and head; 0 before the last stage.
 
         The final norm's input in fp32, its normed value and output, and a copy of the tokens read.
@@ -325,7 +352,7 @@ class PipelineStage:
         if not self.last:
             return 0
         hidden, read = self.architecture.hidden_size, self._head_tokens(samples)
-        tokens, _ = self._tokens(samples, updates)
+        tokens, _ = self._tokens(samples, shared)
         held = hidden * (tokens * (FP32 + 2 * self.itemsize) + read * self.itemsize)
         if self.head is Head.SCORE:
             return held + FP32 * read * hidden
