@@ -135,4 +135,7 @@ def test_in_bf16_results_are_as_near_as_its_rounding(warm_runtime: Any, tmp_path
         results(warm_runtime, tmp_path, PLAIN, rollouts, bf16=True, share_prompts=share)
         for share in (False, True)
     )
-    close(shared, apart, tolerance=0.04)
+    for name, value in apart.items():
+        if not name.endswith("tokens"):
+            one, other = torch.tensor(shared[name]), torch.tensor(value)
+            assert (one - other).norm() <= 0.03 * other.norm() + 1e-6, name
