@@ -59,7 +59,7 @@ def test_the_twelve_lines_of_the_quick_start_are_a_configuration(
     (tmp_path / "model_from_hf").mkdir()
     write_config(tmp_path / "model_from_hf" / "my_model", max_position_embeddings=2048)
     (tmp_path / "mine.yaml").write_text(text, encoding="utf-8")
-    overrides = ["device.kind=cpu", "resource_pool.main=1"]
+    overrides = ["device.kind=cpu"]
     config = resolve(compose("mine", overrides, str(tmp_path)), "mine")
     assert config.actor_rollout.do_sample and config.actor_rollout.architecture.num_layers == 2
     assert config.ref.load == config.actor_rollout.load
