@@ -91,14 +91,17 @@ class RoleHost:
     def _bind(self, request: Request, args: Sequence[Any]) -> Callable[[], Any]:
         """Return what builds the role and keeps it, or calls it or its engine; a RoleOutput."""
         args = [self._get_role(arg.role) if isinstance(arg, Peer) else arg for arg in args]
-        factory, of = request.factory, request.role
-        if factory is not None:
-            return lambda: RoleOutput(report=self._roles.update({of: factory(*args)}))
-        role = self._get_role(of)
+        if request.factory is not None:
+            return partial(self._build, request.role, request.factory, args)
+        role = self._get_role(request.role)
         if request.of_engine:
             method = getattr(role.engine, request.method)
             return lambda: RoleOutput(report=method(*args))
         return partial(getattr(role, request.method), *args)
+
+    def _build(self, role: Role, factory: Callable[..., Any], args: Sequence[Any]) -> RoleOutput:
+        self._roles[role] = factory(*args)
+        return RoleOutput()
 
     def _get_role(self, role: Role) -> Any:
         assert role in self._roles, f"{role.value} has not been built in this process"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, TypeAlias
 
 from mindspeed_rlxf.config.enums import LossNormalizer, Role
 from mindspeed_rlxf.config.schema import LearningConfig, RunConfig
+from mindspeed_rlxf.engine import offload
 from mindspeed_rlxf.engine.train_engine import TrainEngine
 from mindspeed_rlxf.models.parameter_counts import HEADS
 
@@ -14,6 +16,14 @@ if TYPE_CHECKING:
     from mindspeed_rlxf.engine.engine import MegatronEngine
 
 EngineFactory: TypeAlias = Callable[[RunConfig, Role], TrainEngine]
+
+
+def room_on_device() -> AbstractContextManager[None]:
+    """Return a block on whose entry the engines of this process move their parts to the host.
+
+    For a model that is no engine and needs the device's memory.
+    """
+    return offload.holding()
 
 
 def megatron_engine(config: RunConfig, role: Role) -> MegatronEngine:

@@ -10,11 +10,10 @@ from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import RoleOutput, Rollouts, RuleScores, Scores
 from mindspeed_rlxf.data.prompt_store import reward_style
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
-from mindspeed_rlxf.engine import offload
 from mindspeed_rlxf.rewards.classifier import Classifier
 from mindspeed_rlxf.rewards.manager import RewardManager
 from mindspeed_rlxf.rewards.verifiers import AnswerFinder
-from mindspeed_rlxf.roles.engines import EngineFactory, megatron_engine
+from mindspeed_rlxf.roles.engines import EngineFactory, megatron_engine, room_on_device
 from mindspeed_rlxf.roles.reports import FailedSample, ScoreReport
 from mindspeed_rlxf.roles.scorer import ScorerRole
 
@@ -134,7 +133,7 @@ class RewardRole:
             prompts = self._decode(rollouts.prompt_tokens())
             responses = self._decode(rollouts.response_tokens())
             pairs = zip(prompts, responses, strict=True)
-            with offload.holding():  # engines make room on the device
+            with room_on_device():
                 found = self.classifier.score([prompt + response for prompt, response in pairs])
             return RoleOutput(Scores(torch.tensor(found, dtype=torch.float32)), ScoreReport(found))
         if self.engine is None:

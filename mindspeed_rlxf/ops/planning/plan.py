@@ -125,19 +125,6 @@ def plan(config: RunConfig, nested: bool = False, note: Note = lambda _: None) -
     if 0 < training.save_interval <= training.train_iters:
         saves.insert(0, f"every {training.save_interval} iterations")
     rules = ", ".join(f"{weight:g} x {rule.value}" for rule, weight in config.verifiers)
-    actor = config.actor_rollout
-    per_rank = config.samples_per_iteration // config.layout(Role.ACTOR_ROLLOUT).dp
-    per_replica = -(-config.samples_per_iteration // config.rollout_layout.dp)
-    rows = cache_rows(config)
-    groups = actor.n_samples_per_prompt > 1
-    titles = ["role", "samples per rank", "micro-batch", "micro-batches"]
-    forwards: list[list[object]] = [[*titles, *["a prompt is computed"] * groups]]
-    for role in config.roles:
-        if has_model(config, role):
-            samples = config.samples_per_iteration // config.layout(role).dp
-            sizes = _describe_micro_batches(config, role, samples)
-            sharing = [_describe_sharing(config, role, samples)] * groups
-            forwards.append([role.value, samples, *sizes, *sharing])
     variables = list_variables(config.pool_settings.env, offload_environment(config))
     sections = {
         f"Run {config.training.run_name}": pairs(
@@ -172,24 +159,8 @@ def plan(config: RunConfig, nested: bool = False, note: Note = lambda _: None) -
         )
         if variables
         else pairs([("no variables", "add some with resource_pool.env")]),
-        "Batch of an iteration": pairs(
-            [
-                ("prompts (global_batch_size)", config.training.global_batch_size),
-                ("samples per prompt", actor.n_samples_per_prompt),
-                ("samples", config.samples_per_iteration),
-                ("samples per actor replica", per_rank),
-                (
-                    "generated at once per rollout replica",
-                    f"{rows} (rounds: {-(-per_replica // rows)})",
-                ),
-                (
-                    "longest prompt + response",
-                    f"{actor.max_prompt_length} + {actor.max_new_tokens} tokens",
-                ),
-                ("decoding", _describe_decoding(actor.do_sample, actor.temperature)),
-            ]
-        ),
-        "Forward passes": table(forwards),
+        "Batch of an iteration": pairs(_batch_sizes(config)),
+        "Forward passes": table(_forwards_table(config)),
         "Optimizer": table(_updates_table(config)),
         **fitting.sections,
     }
@@ -249,6 +220,42 @@ def _roles_table(config: RunConfig) -> list[list[object]]:
             sizes = [generating.world_size, generating.tp, generating.pp, generating.dp]
             ends = [config.rollout_ep, precision, "the actor's, after each update"]
             rows.append(["rollout", section.model, config.placement[role], *sizes, *ends])
+    return rows
+
+
+def _batch_sizes(config: RunConfig) -> list[tuple[str, object]]:
+    """Return the sizes of an iteration's batch, by what they count."""
+    actor, rows = config.actor_rollout, cache_rows(config)
+    per_rank = config.samples_per_iteration // config.layout(Role.ACTOR_ROLLOUT).dp
+    per_replica = -(-config.samples_per_iteration // config.rollout_layout.dp)
+    return [
+        ("prompts (global_batch_size)", config.training.global_batch_size),
+        ("samples per prompt", actor.n_samples_per_prompt),
+        ("samples", config.samples_per_iteration),
+        ("samples per actor replica", per_rank),
+        (
+            "generated at once per rollout replica",
+            f"{rows} (rounds: {-(-per_replica // rows)})",
+        ),
+        (
+            "longest prompt + response",
+            f"{actor.max_prompt_length} + {actor.max_new_tokens} tokens",
+        ),
+        ("decoding", _describe_decoding(actor.do_sample, actor.temperature)),
+    ]
+
+
+def _forwards_table(config: RunConfig) -> list[list[object]]:
+    """Return the table of forward passes: a heading row, and a row for each role with a model."""
+    groups = config.actor_rollout.n_samples_per_prompt > 1
+    titles = ["role", "samples per rank", "micro-batch", "micro-batches"]
+    rows: list[list[object]] = [[*titles, *["a prompt is computed"] * groups]]
+    for role in config.roles:
+        if has_model(config, role):
+            samples = config.samples_per_iteration // config.layout(role).dp
+            sizes = _describe_micro_batches(config, role, samples)
+            sharing = [_describe_sharing(config, role, samples)] * groups
+            rows.append([role.value, samples, *sizes, *sharing])
     return rows
 
 
