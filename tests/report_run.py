@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rlxf.reporting.jsonl import JsonlWriter, Sample, metrics_record, write_tokens
-from mindspeed_rlxf.reporting.timeline import Span, Timeline
 
 CONFIG = """\
 training: {{train_iters: {iterations}, run_name: {name}}}
@@ -54,14 +53,13 @@ def write_run(
     run: Path, iterations: int = 40, samples: int = 4, rise: float = 0.5, lr: float = 0.5,
     texts: tuple[str, ...] = (HAN, EVIL, "plain"), validations: int = 4,
 ) -> Path:  # fmt: skip
-    """Write metrics, samples, tokens and timeline of a run that ended without failure."""
+    """Write metrics, samples and tokens of a run that ended without failure."""
     run.mkdir(parents=True)
     config = CONFIG.format(iterations=iterations, name=run.name, lr=lr)
     (run / "config.yaml").write_text(config, encoding="utf-8")
     metrics = JsonlWriter(run / "metrics.jsonl")
     training = JsonlWriter(run / "samples.jsonl")
     validation = JsonlWriter(run / "val_samples.jsonl")
-    timeline = Timeline(run / "timeline")
     every = max(iterations // validations, 1)
     for iteration in range(iterations + 1):
         numbers = metrics_of(iteration, rise) if iteration else {}
@@ -80,21 +78,9 @@ def write_run(
         write_tokens(run / "samples_tokens", 0, iteration, {
             s.sample_id: _numbers(s) for s in written
         })  # fmt: skip
-        timeline.write(iteration, spans_of(iteration))
     for writer in (metrics, training, validation):
         writer.close()
     return run
-
-
-def spans_of(iteration: int) -> list[Span]:
-    """Return the timeline of an iteration: the driver's 2 s, and the phases of two ranks."""
-    at = 1_700_000_000.0 + 3.0 * iteration
-    work = [("rollout.generate", 0.0), ("critic.values", 0.6), ("critic.update_critic", 1.1)]
-    return [
-        Span("iteration", "driver", 0, at, 2.0),
-        *(Span(name, "main", rank, at + start, 0.5) for name, start in work for rank in range(2)),
-        Span("critic.inputs", "main", 0, at + 0.5, 0.1, "wait"),
-    ]
 
 
 def _numbers(sample: Sample) -> dict[str, list[float]]:
@@ -113,5 +99,3 @@ def damage(run: Path) -> None:
     for name in ("samples.jsonl", "val_samples.jsonl", "samples_tokens/rank_00000.jsonl"):
         with (run / name).open("a", encoding="utf-8") as file:
             file.write('{"iteration": 41, "sample_id": 9, "prom')
-    (timeline,) = (run / "timeline").iterdir()
-    timeline.write_bytes(timeline.read_bytes()[:-40])

@@ -97,8 +97,8 @@ import sys
 from pathlib import Path
 import psutil
 from mindspeed_rlxf.reporting.trackers import TrackedRun, Trackers
-folder, first, last, resumed = Path(sys.argv[2]), *map(int, sys.argv[3:])
-run = TrackedRun("mine", "sums", "abc123", folder, {"training": {"seed": 7}}, resumed, True)
+folder, first, last = Path(sys.argv[2]), *map(int, sys.argv[3:])
+run = TrackedRun("mine", "sums", "abc123", folder, {"training": {"seed": 7}}, True)
 trackers = Trackers(sys.argv[1].split(","), run, lambda text: print("WARNING", text))
 for i in range(first, last):
     trackers.log(i, {"critic/score/mean": i / 8, "other": 1.0, "wrong": float("nan")})
@@ -107,11 +107,10 @@ print(*(f"LEFT {process.cmdline()}" for process in psutil.Process().children(rec
 """
 
 
-def start(names: str, folder: Path, first: int, last: int, resumed: int, home: Path) -> str:
+def start(names: str, folder: Path, first: int, last: int, home: Path) -> str:
     """Log iterations first to last - 1 to trackers, in a process of its own; return its output.
 
     names:   names of the trackers, joined by commas
-    resumed: iteration of the checkpoint that the run resumes from, 0 = a new run
     home:    home and working directory of the process
     """
     proxy = "http://127.0.0.1:9"  # nothing listens there, so the process has no network
@@ -120,7 +119,7 @@ def start(names: str, folder: Path, first: int, last: int, resumed: int, home: P
         "http_proxy": proxy, "https_proxy": proxy,
         "WANDB_API_KEY": SECRET, "SWANLAB_API_KEY": SECRET, "HF_TOKEN": f"hf_{SECRET}",
     }  # fmt: skip
-    command = [sys.executable, "-c", MAIN, names, str(folder), str(first), str(last), str(resumed)]
+    command = [sys.executable, "-c", MAIN, names, str(folder), str(first), str(last)]
     done = subprocess.run(
         command, env=environment, cwd=home, capture_output=True, text=True, timeout=180
     )
@@ -136,7 +135,7 @@ def check_resumed_run(names: str, folder: Path) -> None:
     trackers, home = folder / "trackers", folder / "home"
     trackers.mkdir()
     home.mkdir()
-    printed = start(names, trackers, 1, 6, 0, home) + start(names, trackers, 4, 8, 3, home)
+    printed = start(names, trackers, 1, 6, home) + start(names, trackers, 4, 8, home)
     assert not any(word in printed for word in ("WARNING", "LEFT", SECRET)), printed
     for name in names.split(","):
         assert READ[name](trackers / name) == {i: i / 8 for i in range(1, 8)}

@@ -62,7 +62,7 @@ class Recorder:
                     f"{finding.text}); it goes on from there, and is stopped by it again only "
                     "after it has ended"
                 )
-        self._trackers = _start_trackers(config, directory, self.console, done, writes)
+        self._trackers = _start_trackers(config, directory, self.console, writes)
         path, here = directory.path, Path.cwd()
         title = str(path.relative_to(here) if path.is_relative_to(here) else path)
         shown = config.logging.console_metrics
@@ -224,9 +224,9 @@ class Recorder:
 
 
 def _start_trackers(
-    config: RunConfig, directory: RunDirectory, console: Console, resumed: int, writes: bool
+    config: RunConfig, directory: RunDirectory, console: Console, writes: bool
 ) -> Trackers:
-    """Start the trackers of `logging.trackers` but JSONL. resumed: last iteration before, or 0"""
+    """Start the trackers of `logging.trackers` but JSONL."""
     logging = config.logging
     names = [name for name in logging.trackers if name != JSONL] if writes else []
     file = directory.trackers / "run_id"
@@ -239,7 +239,6 @@ def _start_trackers(
         run_id=file.read_text(encoding="ascii").strip() if names else "",
         folder=directory.trackers,
         config=to_tree(config) if names else {},
-        resumed=resumed,
         offline={"auto": None, "online": False, "offline": True}[logging.tracker_mode],
     )
     return Trackers(names, run, lambda text: console.warn_once(text, text))

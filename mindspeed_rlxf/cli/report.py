@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
         OPTIONS,
         prog="mindspeed-rlxf report",
-        description="Writes one HTML file with curves, schedule and samples; it needs no network.",
+        description="Writes one HTML file with curves, times and samples; it needs no network.",
     )
     arguments = parser.parse_args(argv)
     runs = [Path(run) for run in arguments.runs]

@@ -3,14 +3,14 @@
     timeline/iterations_0000001.json      iterations 1 to 100, timeline/iterations_0000101.json, ...
 
 The format is Google's Trace Event Format: an array of events, with times in microseconds since the
-epoch. A pool of devices is shown as a process, each role on each rank as a thread of it. The
-category is the role, or `wait`. Each rank uses the clock of its host: if clocks of hosts differ,
-their events are shifted against each other.
+epoch. A device pool is shown as a process, each role on each rank as one of its threads. The
+category is the role, or `wait`. Each rank uses its host's clock, so events of hosts whose clocks
+differ are shifted against each other.
 """
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from typing import Any
 ITERATIONS = 100  # of a file
 KEPT = 5  # files
 MOST_RANKS = 64  # of a pool that are drawn, the first ones
-LONGER_THAN_AN_EVENT = 4096  # bytes
 DRIVER = "driver"  # the pool of the driver's own work
 HEAD, BETWEEN, TAIL = b"[\n", b",\n", b"\n]\n"
 
@@ -41,21 +40,16 @@ class Span:
     seconds: float
     kind: str = ""
 
-    @property
-    def role(self) -> str:
-        """Return the name up to its first dot, or the whole name; "" for the driver's own work."""
-        return "" if self.pool == DRIVER else self.name.partition(".")[0]
-
 
 class Timeline:
     """Writes the files of a folder, which are valid JSON after each write."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._numbers: dict[str, int] = {}  # of pools, in the order of their first span
-        self._roles: dict[str, int] = {}  # of roles, likewise
+        self._pools: dict[str, int] = {}  # numbers, in the order of their first span
+        self._roles: dict[str, int] = {}  # likewise
         self._file = folder  # the last one that was written to
-        self._named = set[tuple[str, str, int]]()  # pools and ranks, by this process in the file
+        self._named = set[tuple[int, int]]()  # processes and threads that have a name in it
 
     def write(self, iteration: int, spans: Iterable[Span]) -> None:
         """Append an iteration's spans to the file of its 100 iterations.
@@ -67,65 +61,36 @@ class Timeline:
         file = self._folder / f"iterations_{first:07d}.json"
         if file != self._file:
             self._file, self._named = file, set()
-        if not file.exists():
             self._folder.mkdir(parents=True, exist_ok=True)
-            for old in sorted(self._folder.glob("iterations_*.json"))[: -(KEPT - 1)]:
+            others = [old for old in self._folder.glob("iterations_*.json") if old != file]
+            for old in sorted(others)[: 1 - KEPT]:
                 old.unlink()
-        events = [
-            event
-            for span in spans
-            if span.rank < MOST_RANKS
-            for event in (*self._name_events(span), self._event(span, iteration))
-        ]
-        _append_events(file, events)
-
-    def _event(self, span: Span, iteration: int) -> dict[str, Any]:
-        return {
-            "name": span.name,
-            "cat": span.kind or span.name.partition(".")[0],
-            "ph": "X",
-            "ts": round(span.started * 1e6),
-            "dur": round(span.seconds * 1e6),
-            "pid": self._numbers[span.pool],
-            "tid": self._lane(span),
-            "args": {"iteration": iteration, "rank": span.rank},
-        }
-
-    def _name_events(self, span: Span) -> Iterable[dict[str, Any]]:
-        """Yield the events that name the span's pool and rank, each only once per file."""
-        pid = self._numbers.setdefault(span.pool, len(self._numbers))
-        place = {"pid": pid, "tid": self._lane(span)}
-        named = {
-            "process_name": (span.pool, ("", -1)),
-            "thread_name": (f"{span.role} rank {span.rank}".strip(), (span.role, span.rank)),
-        }
-        for kind, (text, lane) in named.items():
-            if (key := (span.pool, *lane)) not in self._named:
-                self._named.add(key)
-                yield {"name": kind, "ph": "M", **place, "args": {"name": text}}
-
-    def _lane(self, span: Span) -> int:
-        """Return the thread number of the span's role on its rank; a role's ranks are adjacent."""
-        return self._roles.setdefault(span.role, len(self._roles)) * MOST_RANKS + span.rank
-
-
-def _append_events(file: Path, events: Iterable[Mapping[str, Any]]) -> None:
-    """Append events to the JSON list in a file, which is created if absent and stays valid JSON.
-
-    Bytes of an event that a kill left incomplete are overwritten. Does nothing without events.
-    """
-    new = BETWEEN.join(json.dumps(event, ensure_ascii=False).encode() for event in events)
-    if not new:
-        return
-    file.touch()
-    with open(file, "r+b") as stream:
-        start = max(stream.seek(0, os.SEEK_END) - LONGER_THAN_AN_EVENT, 0)
-        stream.seek(start)
-        data = stream.read()
-        # Without TAIL a write was cut off: after the last whole event, or else from the start.
-        closed = data.endswith(TAIL)
-        end = len(data) - len(TAIL) if closed else data.rfind(BETWEEN)
-        kept = stream.seek(start + end if end >= 0 else 0)
-        stream.truncate()
-        stream.write((BETWEEN if kept else HEAD) + new + TAIL)
-        stream.flush()
+        events: list[dict[str, Any]] = []
+        for span in spans:
+            if span.rank >= MOST_RANKS:
+                continue
+            role = "" if span.pool == DRIVER else span.name.partition(".")[0]
+            pid = self._pools.setdefault(span.pool, len(self._pools))
+            tid = self._roles.setdefault(role, len(self._roles)) * MOST_RANKS + span.rank
+            place = {"pid": pid, "tid": tid}
+            if (pid, tid) not in self._named:
+                self._named.add((pid, tid))
+                lane = f"{role} rank {span.rank}".strip()
+                names = {"process_name": span.pool, "thread_name": lane}
+                events += [
+                    {"name": kind, "ph": "M", **place, "args": {"name": name}}
+                    for kind, name in names.items()
+                ]
+            event = {
+                "name": span.name, "cat": span.kind or span.name.partition(".")[0], "ph": "X",
+                "ts": round(span.started * 1e6), "dur": round(span.seconds * 1e6), **place,
+                "args": {"iteration": iteration, "rank": span.rank},
+            }  # fmt: skip
+            events.append(event)
+        new = BETWEEN.join(json.dumps(event, ensure_ascii=False).encode() for event in events)
+        file.touch()
+        with open(file, "r+b") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            # One write over the closing bracket: a kill leaves the old end or the new one.
+            stream.seek(max(size - len(TAIL), 0))
+            stream.write((BETWEEN if size else HEAD) + new + TAIL)

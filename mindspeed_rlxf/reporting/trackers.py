@@ -28,7 +28,6 @@ class TrackedRun:
         run_id: the same for every start of the same run directory.
         folder: this tracker's folder in the run directory.
         config: the resolved configuration as a tree, without secrets.
-        resumed: iteration from which the run resumes; 0 = a new run.
         offline: True = send nothing over the network; None = the tracker decides.
     """
 
@@ -37,7 +36,6 @@ class TrackedRun:
     run_id: str
     folder: Path
     config: Mapping[str, Any]
-    resumed: int = 0
     offline: bool | None = None
 
 
@@ -61,22 +59,21 @@ class Registered:
     factory: TrackerFactory
     module: str = ""
     package: str = ""
-    rewinds: bool = False
 
 
 TRACKERS: dict[str, Registered] = {}
 
 
 def register_tracker(
-    name: str, module: str = "", package: str = "", rewinds: bool = False
+    name: str, module: str = "", package: str = ""
 ) -> Callable[[TrackerFactory], TrackerFactory]:
     """Return a decorator that registers a tracker class, or a function that makes a tracker.
+
+    A tracker gets each iteration once, also in a run that is resumed from an earlier checkpoint.
 
     Args:
         module: must be importable, checked before the run starts.
         package: its pip name, if that is another one.
-        rewinds: True = it drops iterations after `TrackedRun.resumed` itself, and gets them again;
-            False = it gets no iteration a second time.
 
     Raises:
         ValueError: the decorator's, for a name that is taken.
@@ -85,8 +82,7 @@ def register_tracker(
     def register(factory: TrackerFactory) -> TrackerFactory:
         if name == JSONL:
             raise ValueError(f"tracker {name!r} is the package's own; choose another name")
-        registered = Registered(factory, module, package or module, rewinds)
-        register_part(TRACKERS, name, registered, "tracker")
+        register_part(TRACKERS, name, Registered(factory, module, package or module), "tracker")
         return factory
 
     return register
@@ -99,15 +95,12 @@ def find_problems(names: Sequence[str]) -> list[Problem]:
         if name not in known:
             remedy = f"use {closest(name, known) or JSONL}, or add its file to training.plugins"
             problems.append(Problem(KEY, f"must be of {', '.join(known)}", name, remedy))
-        elif name != JSONL and (module := TRACKERS[name].module):
-            try:
-                spec = importlib.util.find_spec(module)
-            except ModuleNotFoundError:  # of a parent package
-                spec = None
-            if spec is None:
-                package = TRACKERS[name].package
-                remedy = f"run `pip install {package}`, or remove it from {KEY}"
-                problems.append(Problem(KEY, f"needs the package {package}", name, remedy))
+            continue
+        module = "" if name == JSONL else TRACKERS[name].module.partition(".")[0]
+        if module and importlib.util.find_spec(module) is None:
+            package = TRACKERS[name].package
+            remedy = f"run `pip install {package}`, or remove it from {KEY}"
+            problems.append(Problem(KEY, f"needs the package {package}", name, remedy))
     return problems
 
 
@@ -131,7 +124,7 @@ class Trackers:
             folder = run.folder / name
             folder.mkdir(parents=True, exist_ok=True)
             recorded = folder / RECORDED
-            if recorded.exists() and not TRACKERS[name].rewinds:
+            if recorded.exists():
                 numbers = recorded.read_text(encoding="ascii").split()
                 self._last[name] = max(map(int, numbers), default=-1)
             with self._warning_of(name):
@@ -140,7 +133,7 @@ class Trackers:
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Give the finite metrics of an iteration to each tracker.
 
-        A tracker that cannot rewind gets no iteration that an earlier start gave it.
+        A tracker gets no iteration that an earlier start gave it.
         """
         finite = {name: float(v) for name, v in metrics.items() if math.isfinite(v)}
         for name, tracker in self._trackers.items():
@@ -168,19 +161,19 @@ class Trackers:
             self._warn(f"tracker {name} failed: {text}; training goes on, metrics.jsonl has all")
 
 
-@register_tracker("tensorboard", module="tensorboard", rewinds=True)
+@register_tracker("tensorboard", module="tensorboard")
 class TensorBoardTracker(Tracker):
-    """Writes event files; on a resume, hides events after the checkpoint (`purge_step`)."""
+    """Writes event files."""
 
     def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        first = run.resumed + 1 if run.resumed else 0
-        self._writer: Any = SummaryWriter(str(run.folder), purge_step=first, flush_secs=10)
+        self._writer: Any = SummaryWriter(str(run.folder))
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, iteration)
+        self._writer.flush()  # the iteration counts as recorded from now on
 
     def finish(self) -> None:
         self._writer.close()

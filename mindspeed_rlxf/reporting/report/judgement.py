@@ -40,7 +40,7 @@ def judge(
     for each in failures or ():
         level, text = ("bad", "") if each.get("last") else ("watch", ", then started again")
         text = f"failed{text}: {each.get('message', '')}"
-        problems.append(_problem(level, each.get("iteration"), text, "see failures below"))
+        problems.append(_problem(level, each.get("iteration"), text, "see the files in logs/"))
     health, active, missing = Health(kl_limit=kl_limit), dict[str, Finding](), dict[str, int]()
     for iteration in iterations:
         found = health.check(iteration.number, iteration.metrics) if iteration.number > 0 else []

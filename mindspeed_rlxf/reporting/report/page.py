@@ -24,12 +24,9 @@ from mindspeed_rlxf.reporting.metric_table import find_metric, show_range
 from mindspeed_rlxf.reporting.report.judgement import judge, wall_seconds
 from mindspeed_rlxf.reporting.report.records import (
     make_curves,
-    read_checkpoints,
     read_configs,
     read_failures,
     read_iterations,
-    read_resumes,
-    read_schedules,
 )
 from mindspeed_rlxf.reporting.report.samples import (
     MAX_SAMPLES,
@@ -96,10 +93,8 @@ def make_report(
 
 def _gather(run: RunFolder) -> dict[str, Any]:
     """Read the files of a run; return everything that the page shows except samples."""
-    iterations, failures = read_iterations(run.path), read_failures(run.path)
-    configs = read_configs(run.path)
+    iterations, configs = read_iterations(run.path), read_configs(run.path)
     config = configs[-1][1] if configs else {}
-    checkpoints, environment = read_checkpoints(run.path)
     curves = make_curves(iterations)
     stage, estimator = config.get("training.stage"), config.get("algorithm.adv_estimator")
     method = METHODS.get(str(stage)) or METHODS.get(str(estimator), estimator)
@@ -112,24 +107,19 @@ def _gather(run: RunFolder) -> dict[str, Any]:
         "planned": config.get("training.train_iters"),
         "seconds": wall_seconds(iterations),
         "subject": printable(f"{method}, model {model}{folder}") if model and method else "",
-        **judge(iterations, config, failures),
+        **judge(iterations, config, read_failures(run.path)),
         "curves": curves,
         "about": {
             name: {"unit": metric.unit, "meaning": metric.meaning, "healthy": metric.healthy,
                    "range": show_range(metric.healthy), "remedy": metric.remedy}
             for name in curves if (metric := find_metric(name))
         },
-        "schedules": read_schedules(run.path),
         "config": config,
         "changes": [
             {"file": file, "key": key, "before": before.get(key), "after": after.get(key)}
             for (_, before), (file, after) in itertools.pairwise(configs)
             for key in sorted({*before, *after}) if before.get(key) != after.get(key)
         ],
-        "environment": environment,
-        "checkpoints": checkpoints,
-        "failures": failures,
-        "resumes": read_resumes(run.path),
     }  # fmt: skip
 
 
@@ -155,10 +145,8 @@ def _pack_samples(runs: Sequence[RunFolder], max_samples: int, room: int) -> byt
 
 def _pack(value: Any) -> bytes:
     r"""Return a value as compressed JSON: NaN and infinity null, lone surrogates `\udXXX`."""
-
-    text = json.dumps(
-        null_non_finite(value), ensure_ascii=False, separators=(",", ":"), default=str
-    )
+    value = null_non_finite(value)
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
     return gzip.compress(text.encode("utf-8", "backslashreplace"), 6, mtime=0)
 
 

@@ -2,8 +2,6 @@
 
 import contextlib
 import json
-import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,17 +10,10 @@ from typing import Any
 import yaml
 
 from mindspeed_rlxf.reporting.jsonl import read_jsonl
-from mindspeed_rlxf.reporting.timeline import DRIVER
 
-LOG_TAIL = 4 * 2**20  # bytes at the end of driver.log that are searched
-RESUMED = "resumed from "
 MAX_POINTS = 2000  # of a curve
-MAX_ITERATIONS = 60  # with a schedule in the report
-MAX_SPANS = 40_000  # of all of them
-MAX_LANES = 64
 
 Point = tuple[int, float | None]
-Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -103,85 +94,4 @@ def read_failures(run: Path) -> list[dict[str, Any]]:
     found = list(read_jsonl(run / "logs" / "failures.jsonl"))
     with contextlib.suppress(OSError, ValueError):
         found.append({**json.loads((run / "failure.json").read_bytes()), "last": True})
-    names = ("time", "role", "rank", "host", "phase", "iteration", "message", "last")
-    return [{name: each[name] for name in names if name in each} for each in found]
-
-
-def read_resumes(run: Path) -> list[str]:
-    """Return the last 100 lines of driver.log that contain RESUMED, oldest first."""
-    with contextlib.suppress(OSError), open(run / "logs" / "driver.log", "rb") as stream:
-        stream.seek(max(stream.seek(0, 2) - LOG_TAIL, 0))
-        lines = stream.read().decode("utf-8", "replace").splitlines()
-        return [line for line in lines if RESUMED in line][-100:]
-    return []
-
-
-def read_checkpoints(run: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return the checkpoints by name, and "versions" and "layouts" of the last, flattened."""
-    folder, found, about, best = run / "checkpoints", [], {}, -1
-    with contextlib.suppress(OSError, ValueError):
-        best = int((folder / "best_checkpointed_iteration.txt").read_text())
-    for path in sorted(folder.glob("iter_*")):
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            manifest = json.loads((path / "manifest.json").read_bytes())
-            size = sum(entry["size"] for entry in manifest["files"])
-            is_best = int(manifest["iteration"]) == best
-            found.append({"name": path.name, "bytes": size, "best": is_best})
-            about = {k: v for k, v in manifest.items() if k in ("versions", "layouts")}
-    return found, flatten(about)
-
-
-def read_schedules(run: Path) -> dict[str, Any]:
-    """Return the spans of the run's timeline as the page reads them.
-
-    iterations: iteration -> [[lane, name, 1 for a wait else 0, start, length], ...], with indices
-    of lanes (`pool, role rank` or DRIVER) and names, and ms from the start of the first span
-    """
-    by_iteration, labels = _read_events(run / "timeline")
-    numbers = sorted(by_iteration)
-    if len(numbers) > MAX_ITERATIONS:
-        evenly = MAX_ITERATIONS - 3
-        slowest = max(numbers, key=lambda n: max(e["dur"] for e in by_iteration[n]))
-        chosen = {numbers[i * len(numbers) // evenly] for i in range(evenly)}
-        numbers = sorted(chosen | {numbers[0], numbers[-1], slowest})
-    lanes: dict[str, int] = {}
-    names: dict[str, int] = {}
-    found: dict[str, list[list[Any]]] = {}
-    left = MAX_SPANS
-    for iteration in numbers:
-        events = sorted(by_iteration[iteration], key=lambda e: (e["ts"], -e["dur"]))[:left]
-        left -= len(events)
-        spans = found[str(iteration)] = []
-        for event in events:
-            label = labels.get((event["pid"], event["tid"]), "?")
-            lane = lanes.setdefault(label, len(lanes))
-            name = names.setdefault(str(event["name"]), len(names))
-            began, length = (event["ts"] - events[0]["ts"]) / 1e3, event["dur"] / 1e3
-            if lane < MAX_LANES:
-                waits = int(event.get("cat") == "wait")
-                spans.append([lane, name, waits, round(began, 2), round(length, 2)])
-    return {"lanes": list(lanes)[:MAX_LANES], "names": list(names), "iterations": found,
-            "seen": len(by_iteration)}  # fmt: skip
-
-
-def _read_events(folder: Path) -> tuple[dict[int, list[Event]], dict[tuple[int, int], str]]:
-    """Return iteration -> spans, and (pid, tid) -> label; lines that cannot be read are skipped."""
-    spans: dict[int, list[Event]] = defaultdict(list)
-    pools: dict[int, str] = {}
-    threads: dict[tuple[int, int], str] = {}
-    for file in sorted(folder.glob("iterations_*.json")):
-        for line in file.read_bytes().splitlines():
-            with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
-                event = json.loads(line.rstrip(b","))
-                args, place = event["args"], (event["pid"], event["tid"])
-                if event["ph"] == "M" and event["name"] == "process_name":
-                    pools[event["pid"]] = str(args["name"])
-                elif event["ph"] == "M":
-                    threads[place] = str(args["name"])
-                elif event["name"] and math.isfinite(event["ts"] + event["dur"]):
-                    spans[int(args["iteration"])].append(event)
-    labels = {
-        (pid, tid): DRIVER if pools.get(pid) == DRIVER else f"{pools.get(pid, '?')}, {text}"
-        for (pid, tid), text in threads.items()
-    }
-    return spans, labels
+    return found

@@ -1,4 +1,4 @@
-// The report: answers, curves, time, samples, record, configuration. Texts of a run become text nodes, never markup.
+// The report: answers, curves, time, samples, configuration. Texts of a run become text nodes, never markup.
 
 const html = document.documentElement, LIVE = Boolean(html.dataset.live), COLORS = 11, PAGE = 100, HEIGHT = 205;
 /** What the user has chosen; it outlives a redraw of a live page. */
@@ -267,16 +267,11 @@ function curvesSection(runs, charts) {
   return section('curves', 'Curves', h('div', { class: 'controls' }, labelled('Find (/)', search)), body);
 }
 
-// Time: phases of each iteration, stacked, and the schedule of one iteration
-/** Phase -> number of its colour, its calls in the schedule. */
-const PHASES = {
-  gen: [0, 'generate'], sync: [10, 'update_weights'], reward: [3, 'score'], old_log_prob: [7, 'actor_rollout.log_probs'], ref: [5, 'ref.log_probs'],
-  values: [4, 'values'], adv: [9, 'make_experience'], update_critic: [2, 'update_critic'], update_actor: [1, 'update_policy'],
-  val: [8, 'answer_validation', 'score_by_rule', 'validation'], save: [6, 'begin_save', 'end_save', 'save'],
-};
-const colorOf = (phase) => (phase ? `c${PHASES[phase][0]}` : 'soft');
+/** Phase -> number of its colour. */
+const PHASES = { gen: 0, sync: 10, reward: 3, old_log_prob: 7, ref: 5, values: 4, adv: 9, update_critic: 2, update_actor: 1, val: 8, save: 6 };
+const colorOf = (phase) => `c${PHASES[phase]}`;
 
-/** The legend of both charts, and the seconds of each phase, stacked: the sum of all is drawn first, those of fewer over it. */
+/** The seconds of each phase of an iteration, stacked: the sum of all is drawn first, those of fewer over it. */
 function phaseCards(run) {
   const xs = run.curves['timing/all']?.x;
   if (!xs) return [soft('No iteration has its times.')];
@@ -290,49 +285,9 @@ function phaseCards(run) {
   const read = (i) => `iteration ${xs[i]}: ${phases.filter(({ ys }) => ys[i] > 0).map(({ phase, ys }) => `${phase} ${num(ys[i], 3)}`).join(', ')} s`;
   const chart = card({ class: 'card chart', id: 'phases' }, 'Phases of each iteration, seconds');
   addPlot(chart, { xs, label: `Seconds of each phase by iteration. Means: ${phases.map((each) => `${each.phase} ${num(each.mean, 3)} s`).join(', ')}.`, describe, read, values: (v) => `${num(v, 3)} s` });
-  chart.append(note('val and save are stacked on top; timing/all leaves them out. A phase lasts as long as its slowest rank. Phases of roles on different devices overlap, so that a bar may be higher than the iteration was long.'));
-  return [card({ id: 'time-legend' }, 'Phases, in both charts: mean seconds of the iterations that have them',
-    h('ul', { class: 'legend' }, phases.map((each) => h('li', { title: each.meaning }, swatch(colorOf(each.phase)), `${each.phase} `, h('span', { class: 'soft' }, `${num(each.mean, 3)} s${each.count < xs.length ? ` in ${each.count} of ${xs.length}` : ''}`)))),
-    h('details', {}, h('summary', {}, 'What they are, and their calls in the schedule'), table(['Phase', 'Calls', 'What it is'], [...phases.map(({ phase, meaning }) => [breakable(phase), breakable(PHASES[phase].slice(1).join(', ')), meaning]),
-      ['', 'inputs', 'a rank waits for what its call reads'], ['', 'describe', 'texts and numbers of samples are gathered'], ['', 'wait for ...', 'the driver waits for the call']], 'Phases'))), chart];
-}
-
-/** Draw the lanes of one iteration. spans: [lane, name, waits, start, length] in ms */
-function gantt({ lanes, names }, spans) {
-  const end = Math.max(...spans.map((span) => span[3] + span[4]), 1), share = (ms) => `${(100 * ms) / end}%`, ms = (t) => (t >= 1000 ? `${num(t / 1000, 3)} s` : `${num(t, 3)} ms`);
-  const readout = h('output', { 'aria-live': 'polite', class: 'small soft' }, 'Point at a span, or reach it with Tab and the arrow keys.'), order = (lane) => (lanes[lane] === 'driver' ? '' : lanes[lane]);
-  const used = [...new Set(spans.map((span) => span[0]))].sort((a, b) => (order(a) < order(b) ? -1 : 1));
-  const rows = used.map((lane) => h('div', { class: 'row' }, h('span', { class: 'lane' }, lanes[lane]), h('div', { class: 'track' }, spans.filter((span) => span[0] === lane).map(([, name, waits, start, length]) => {
-    const text = names[name], short = text.split('.').pop(), phase = Object.keys(PHASES).find((each) => PHASES[each].includes(text) || PHASES[each].includes(short));
-    const said = `${lanes[lane]}: ${text}, ${num(length, 3)} ms, begins at ${num(start, 3)} ms`, speak = () => { readout.textContent = said; };
-    return h('div', { class: `block ${waits || ['validation', 'save'].includes(text) ? 'thin' : ''}`, tabindex: '-1', role: 'img', 'aria-label': said, title: said, on: { pointerenter: speak, focus: speak },
-      style: { left: share(start), width: share(length), background: `var(--${waits ? 'wait' : colorOf(phase)})` } }, waits || lanes[lane] === 'driver' || length < 0.08 * end ? '' : short);
-  }))));
-  const made = h('div', { class: 'gantt', role: 'group', 'aria-label': `Schedule, ${used.length} lanes, ${ms(end)}`, on: { keydown: (event) => blocks[placeOf(event, blocks.indexOf(document.activeElement), blocks.length)]?.focus() } }, rows, h('div', { class: 'row soft' }, h('span', { class: 'lane' }), h('div', { class: 'ticks' }, [0, 0.25, 0.5, 0.75, 1].map((part) => h('span', {}, ms(part * end))))));
-  const blocks = [...made.querySelectorAll('.block')];
-  blocks[0].setAttribute('tabindex', '0');
-  return [made, readout];
-}
-
-function scheduleCard({ schedules, config }) {
-  const iterations = Object.keys(schedules.iterations).map(Number).sort((a, b) => a - b), body = h('div');
-  if (!iterations.length) return card({ id: 'schedule' }, 'Schedule of one iteration', soft('The run has no timeline.'));
-  let at = 0;
-  const select = selectOf(iterations.map((iteration, i) => [String(iteration), `iteration ${iteration}`]), '', (value) => show(iterations.indexOf(Number(value))), 'Iteration of the schedule');
-  const earlier = button({}, () => show(at - 1), 'Earlier'), later = button({}, () => show(at + 1), 'Later');
-  function show(i) {
-    at = i;
-    select.value = state.scheduled = String(iterations[at]);
-    [earlier.disabled, later.disabled] = [at === 0, at === iterations.length - 1];
-    body.replaceChildren(...gantt(schedules, schedules.iterations[iterations[at]]));
-  }
-  const before = iterations.indexOf(Number(state.scheduled)), pools = new Map();
-  show(before >= 0 ? before : Math.min(1, iterations.length - 1));
-  for (const [key, pool] of Object.entries(config)) if (key.startsWith('placement.')) pools.set(pool, [...(pools.get(pool) || []), key.slice('placement.'.length)]);
-  const each = [...pools].map(([pool, roles]) => `${pool} (${roles.join(', ')}${roles.length > 1 ? ': the same devices, in turns' : ''})`);
-  const kept = schedules.seen > iterations.length ? `Schedules of ${iterations.length} of ${schedules.seen} iterations are kept: the first, the last, the slowest, and others evenly. ` : '';
-  return card({ id: 'schedule' }, 'Schedule of one iteration', h('div', { class: 'controls' }, earlier, select, later, h('ul', { class: 'legend' }, h('li', {}, swatch('wait'), 'waits'), h('li', {}, swatch('soft'), 'driver and other calls'))), body,
-    note(`A lane is the resource pool, the role and its rank. ${each.length ? `Pools: ${each.join('; ')}. ` : ''}${kept}Each rank uses the clock of its host. The files in timeline/ open in ui.perfetto.dev too.`));
+  chart.append(note('val and save are stacked on top; timing/all leaves them out. A phase lasts as long as its slowest rank. Phases of roles on different devices overlap, so that a bar may be higher than the iteration was long. The work of each rank is in timeline/, for ui.perfetto.dev.'));
+  return [card({ id: 'time-legend' }, 'Phases: mean seconds of the iterations that have them',
+    h('ul', { class: 'legend' }, phases.map((each) => h('li', { title: each.meaning }, swatch(colorOf(each.phase)), `${each.phase} `, h('span', { class: 'soft' }, `${num(each.mean, 3)} s${each.count < xs.length ? ` in ${each.count} of ${xs.length}` : ''}`))))), chart];
 }
 
 // Samples: filters and a list, one sample in full with its tokens, a validation prompt over iterations
@@ -494,7 +449,7 @@ function samplesSection(runs, loaded) {
   return made;
 }
 
-// Summary, record, configuration
+// Summary, configuration
 const STATES = { finished: 'good', running: 'plain', failed: 'bad', stopped: 'watch' };
 
 /** The answers of a run in words, and what is unhealthy. */
@@ -505,16 +460,6 @@ function runSummary(run, color, several) {
   return h('div', {}, h('p', {}, several ? h('b', {}, runSwatch(color), run.name, ' ') : null, h('span', { class: `tag ${STATES[run.state]}` }, run.state), ` ${run.done}${run.planned ? ` of ${run.planned}` : ''} iterations, ${seconds(run.seconds)}`),
     h('div', { class: 'answers' }, [...run.answers, health].map(({ q, short, text, level }) => h('div', { class: 'card answer' }, h('h3', {}, q), h('p', { class: `short ${level}` }, short), h('p', { class: 'small' }, text)))),
     problems.length ? card({}, 'Health', h('ul', { class: 'ills' }, problems.map(({ level, iteration, text, remedy }) => h('li', {}, h('span', { class: `tag ${level}` }, level === 'bad' ? 'unhealthy' : 'watch'), ' ', text, iteration ? h('span', { class: 'soft' }, ` (iteration ${iteration})`) : '', h('div', { class: 'small soft' }, remedy))))) : null);
-}
-
-function recordSection(runs) {
-  const place = ({ role, rank, host }) => [role, known([rank]).length && `rank ${rank}`, host && `on ${host}`].filter(Boolean).join(' ');
-  return section('record', 'Record', h('div', { class: 'grid' }, runs.map(({ name, checkpoints, failures, resumes, environment }) => {
-    const of = runs.length > 1 ? `, ${name}` : '';
-    return [card({}, `Checkpoints${of}`, checkpoints.length ? table(['Name', 'Size', ''], checkpoints.map((c) => [c.name, c.bytes < 1e9 ? `${num(c.bytes / 1e6, 3)} MB` : `${num(c.bytes / 1e9, 3)} GB`, c.best ? 'best by validation' : '']), 'Checkpoints') : soft('None on the disk.')),
-      card({}, `Failures and restarts${of}`, failures.length ? table(['Time', 'Iteration', 'Role', 'Message'], failures.map((f) => [f.time, f.iteration, place(f), f.message]), 'Failures') : null, failures.length + resumes.length ? h('ul', { class: 'small' }, resumes.map((line) => h('li', {}, line))) : soft('None.')),
-      card({}, `Environment${of}`, Object.keys(environment).length ? table(['', ''], Object.entries(environment), 'Environment') : soft('Known from the first checkpoint on.'))];
-  })));
 }
 
 function configSection(runs) {
@@ -534,14 +479,14 @@ function configSection(runs) {
 // The page, its theme, and the updates of a live page
 async function show(page) {
   const { runs, made } = await load('main', page), charts = chartsOf(runs), top = html.scrollTop, names = runs.map((run) => run.name).join(', ');
-  const links = [['summary', 'Summary'], ['curves', 'Curves'], ['time', 'Time'], ['samples', 'Samples'], ['record', 'Record'], ['config', 'Configuration']];
+  const links = [['summary', 'Summary'], ['curves', 'Curves'], ['time', 'Time'], ['samples', 'Samples'], ['config', 'Configuration']];
   state.listeners.clear();
   document.getElementById('head').replaceChildren(h('div', { class: 'bar' }, h('h1', {}, names), h('span', { class: 'small', id: 'subject' }, [...new Set(runs.map((run) => run.subject).filter(Boolean))].join('; ')), h('span', { class: 'soft small', id: 'made' }, `${LIVE ? 'live, ' : ''}${made}`),
     h('nav', { 'aria-label': 'Sections' }, links.map(([id, text]) => h('a', { href: `#${id}` }, text)), button({ id: 'theme', 'aria-label': 'Switch between light and dark' }, () => setTheme(html.dataset.theme !== 'dark'), 'Light / dark'))));
   document.getElementById('main').replaceChildren(
     section('summary', 'Summary', runs.map((run, color) => runSummary(run, color, runs.length > 1)), h('div', {}, curveControls(runs)), h('div', { class: 'grid', id: 'key-charts' }, KEY_CHARTS.flatMap((test) => charts.find((chart) => test.test(chart.name)) || []).map((chart) => chartOf(chart, runs)))),
-    curvesSection(runs, charts), section('time', 'Time', oneOf(runs, 'timeOf', 'Run whose time is shown', (at) => [...phaseCards(runs[at]), scheduleCard(runs[at])])),
-    samplesSection(runs, load('samples', page)), recordSection(runs), configSection(runs));
+    curvesSection(runs, charts), section('time', 'Time', oneOf(runs, 'timeOf', 'Run whose time is shown', (at) => phaseCards(runs[at]))),
+    samplesSection(runs, load('samples', page)), configSection(runs));
   html.scrollTop = top;
   document.body.dataset.ready = 'yes';
 }

@@ -44,10 +44,10 @@ def kept() -> Iterator[type[Kept]]:
         yield made
 
 
-def track(folder: Path, iterations: range, resumed: int = 0, *names: str) -> list[str]:
+def track(folder: Path, iterations: range, *names: str) -> list[str]:
     """Give the trackers these iterations, and end; returns the warnings."""
     warnings: list[str] = []
-    run = TrackedRun("run", "project", "id", folder, {"a": 1}, resumed)
+    run = TrackedRun("run", "project", "id", folder, {"a": 1})
     made = Trackers(names or ("jsonl", "kept", "kept"), run, warnings.append)
     for i in iterations:
         made.log(i, {"x": float(i), "nan": float("nan"), "inf": float("-inf")})
@@ -66,16 +66,8 @@ def test_a_run_resumed_from_an_earlier_checkpoint_keeps_the_first_record(
     tmp_path: Path, kept: type[Kept]
 ) -> None:
     track(tmp_path, range(6))
-    track(tmp_path, range(4, 8), 3)  # iterations 4 and 5 were there
+    track(tmp_path, range(4, 8))  # iterations 4 and 5 were there
     assert [i for i, _ in kept.got] == [0, 1, 2, 3, 4, 5, 6, 7]
-    assert [run.resumed for run in kept.runs] == [0, 3]
-
-
-def test_a_tracker_that_rewinds_gets_the_iterations_again(tmp_path: Path, kept: type[Kept]) -> None:
-    register_tracker("rewound", rewinds=True)(kept)
-    track(tmp_path, range(1, 6), 0, "rewound")
-    track(tmp_path, range(4, 7), 3, "rewound")
-    assert [i for i, _ in kept.got] == [1, 2, 3, 4, 5, 4, 5, 6]
 
 
 def test_a_failure_is_warned_of_once(tmp_path: Path, kept: type[Kept]) -> None:
@@ -83,7 +75,7 @@ def test_a_failure_is_warned_of_once(tmp_path: Path, kept: type[Kept]) -> None:
     (warning,) = track(tmp_path, range(1, 7))
     assert [i for i, _ in kept.got] == [1, 4, 6] and "refused" in warning
     kept.fails_at = ()
-    track(tmp_path, range(5, 9), 4)
+    track(tmp_path, range(5, 9))
     assert [i for i, _ in kept.got] == [1, 4, 6, 7, 8]
 
 
@@ -95,7 +87,7 @@ def test_a_tracker_that_does_not_start_is_warned_of_once(
         raise error
 
     register_tracker("broken")(broken)
-    (warning,) = track(tmp_path, range(1, 4), 0, "broken", "kept")
+    (warning,) = track(tmp_path, range(1, 4), "broken", "kept")
     assert warning.startswith(f"tracker broken failed: {type(error).__name__}")
     assert len(kept.got) == 3, "the others go on"
 

@@ -18,7 +18,6 @@ from mindspeed_rlxf.reporting.report.records import (
     Iteration,
     make_curves,
     read_iterations,
-    read_schedules,
     thin,
 )
 from mindspeed_rlxf.reporting.report.samples import choose_samples, cut_for_page
@@ -66,7 +65,6 @@ def test_a_report_of_a_whole_run_answers_and_holds_its_samples(tmp_path: Path) -
     assert re.fullmatch(r"half by \d+, nine tenths by \d+", when["short"])
     assert "rollout 13%" in time_["text"], "7 phases of 0.25 s in iterations of 2 s"
     assert main_part["subject"] == "PPO, model tiny (sft)"
-    assert main_part["schedules"]["seen"] == 40
     assert samples["seen"] == len(samples["samples"]) == 40 * 4 + 5 * 3
     assert found["main"]["runs"][0]["config"]["actor_rollout.lr"] == 0.5
     assert main_part["about"]["critic/kl"]["unit"] == "nats per token"
@@ -76,7 +74,6 @@ def test_the_report_of_a_killed_run_has_all_whole_lines_and_names_missing_number
     tmp_path: Path,
 ) -> None:
     run = write_run(tmp_path / "run")
-    before = read_schedules(run)
     damage(run)
     found = report_of(run)
     (main_part,) = found["main"]["runs"]
@@ -84,26 +81,6 @@ def test_the_report_of_a_killed_run_has_all_whole_lines_and_names_missing_number
     assert main_part["curves"]["critic/score/mean"]["y"][-1] is None
     texts = [each["text"] for each in main_part["problems"]]
     assert "critic/score/mean is not finite" in texts
-    assert read_schedules(run)["iterations"].keys() == before["iterations"].keys()
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        '"ph": "M", "name": "process_name", "pid": 0',
-        '"ph": "M", "name": "thread_name", "pid": [0], "args": {"name": "a"}',
-        '"ph": "i", "name": "mark", "pid": 0, "args": {}',
-        '"ph": "X", "pid": 0, "ts": 0, "dur": 1, "args": {"iteration": 1}',
-        '"ph": "X", "name": "a", "pid": 0, "ts": 0, "dur": 1, "args": {"iteration": 1e999}',
-        '"ph": "X", "name": "a", "pid": 0, "ts": NaN, "dur": 1, "args": {"iteration": 1}',
-    ],
-)
-def test_an_event_without_its_fields_is_left_out(tmp_path: Path, fields: str) -> None:
-    run = write_run(tmp_path / "run")
-    before = read_schedules(run)
-    file = min((run / "timeline").glob("iterations_*.json"))
-    file.write_text(file.read_text().replace("[\n", f'[\n{{"tid": 0, {fields}}},\n', 1))
-    assert read_schedules(run) == before
 
 
 def test_texts_of_a_run_are_escaped_in_the_report(tmp_path: Path) -> None:
