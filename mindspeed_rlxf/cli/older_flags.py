@@ -72,6 +72,7 @@ PREPROCESS_FLAGS: Mapping[str, OlderFlag] = {
     "--n-subs": _ignored("the rows are not split first: --workers tokenize them"),
     "--seed": _ignored("nothing is drawn at random: rows keep their order"),
     "--tokenizer-not-use-fast": _ignored("training reads the rows with the fast tokenizer too", 0),
+    "--append-eod": _ignored("prompts end with the header of the response", 0),
     "--pad-to-multiple-of": _ignored("sequences are stored without padding"),
     **dict.fromkeys(
         ("--make-vocab-size-divisible-by", "--pad-vocab-size-to"),
@@ -80,6 +81,7 @@ PREPROCESS_FLAGS: Mapping[str, OlderFlag] = {
     "--dataset-impl": OlderFlag("data sets are memory-mapped; leave it out", None, ("mmap",)),
     "--mix-strategy": OlderFlag(f"files are read one after the other; {_MIX}", None, ("concat",)),
     "--interleave-probs": OlderFlag(_MIX),
+    "--merge-group-keys": OlderFlag(_MIX, "*"),
     "--datasets": OlderFlag(_FILES, "*"),
     "--dataset-dir": OlderFlag(_FILES),
     "--hf-datasets-params": OlderFlag(f"nothing is downloaded; {_FILES}"),

@@ -10,7 +10,6 @@ import sys
 import warnings
 from collections.abc import Sequence
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict
 
 from mindspeed_rlxf.cli.command_line import (
     Parser,
@@ -31,22 +30,19 @@ from mindspeed_rlxf.data.handlers import (
     REFUSED_HANDLERS,
     Keys,
     MapKeys,
-    Output,
     parse_map_keys,
 )
 from mindspeed_rlxf.data.preprocessing.pipeline import Counts, PreprocessOptions, preprocess
-from mindspeed_rlxf.data.preprocessing.writer import merge
 from mindspeed_rlxf.data.templates import TEMPLATES
 
 OVERLONG = {policy.value.replace("_", "-"): policy for policy in OverlongPrompts}
-CUTS = ("keep-head", "keep-tail", "keep-ends")
 EPILOG = (
     "Text that spells a special token is ordinary text, unless --allow-special-tokens is given. "
     "Other flags of the older toolkit are refused, or accepted with a note that says why they have "
     "no effect."
 )
 
-DEFAULT_KEYS = ", ".join(f"{key}={column or ''!r}" for key, column in asdict(MapKeys()).items())
+DEFAULT_KEYS = ", ".join(f"{key}={column or ''!r}" for key, column in MapKeys())
 OPTIONS = (
     option("--input", nargs="+", required=True, help="parquet, json or jsonl files, or folders"),
     option("--tokenizer-name-or-path", help="Hugging Face folder of the tokenizer (required)"),
@@ -63,7 +59,7 @@ OPTIONS = (
     option("--prompt-type", choices=TEMPLATES, default="empty", help="template (empty)"),
     option("--map-keys", default="{}", help=f"JSON, {DEFAULT_KEYS}; an empty name = unused"),
     option("--dataset-additional-keys", nargs="*", help="further columns to keep (all)"),
-    option("--seq-length", type=number(1), help="longest prompt or conversation, tokens (any)"),
+    option("--seq-length", type=number(1), help="longest prompt in tokens (any)"),
     option("--overlong", choices=OVERLONG, help="what to do with longer ones (drop)"),
     option("--max-samples", type=number(1), help="rows that are read (all)"),
     option(
@@ -71,12 +67,8 @@ OPTIONS = (
         action="store_true",
         help="special tokens that the text of a row spells are tokens",
     ),
-    option("--append-eod", action="store_true", help="EOS after each conversation with responses"),
     option("--strict", action="store_true", help="a dropped row is an error"),
     option("--overwrite", action="store_true", help="replace a data set of this prefix"),
-    option(
-        "--merge-group-keys", nargs="*", help="merge the .bin/.idx of --input with these in names"
-    ),
 )
 
 
@@ -84,9 +76,8 @@ OPTIONS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the data set and print how many rows were written or dropped; return 0.
 
-    With --merge-group-keys, merge existing data sets instead; other flags than --input,
-    --output-prefix and --overwrite are then ignored. Errors are printed, not raised: it returns 2
-    for mistakes, 75 if interrupted, 1 if a worker process was killed.
+    Errors are printed, not raised: it returns 2 for mistakes, 75 if interrupted, 1 if a worker
+    process was killed.
     Sets TOKENIZERS_PARALLELISM and TORCH_DEVICE_BACKEND_AUTOLOAD in this process.
     """
     # Megatron, whose builder writes the data set, says at every import that Apex is missing.
@@ -105,17 +96,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments, unknown = parser.parse_known_args(argv)
         if unknown:
             return fail(unknown_options(parser, unknown))
-        if arguments.merge_group_keys is not None:
-            if len(arguments.input) != 1 or not arguments.merge_group_keys:
-                rule = "needs one --input folder and at least one key"
-                raise UserError(Problem("--merge-group-keys", rule, remedy="give both"))
-            folder, keys = arguments.input[0], arguments.merge_group_keys
-            merged = merge(folder, keys, arguments.output_prefix, arguments.overwrite)
-            for output, size in merged.items():
-                print(f"written: {output}.bin and .idx, {size} sequences")
-            return 0
-        if arguments.tokenizer_name_or_path is None:
-            parser.error("these are required: --tokenizer-name-or-path")
         options = _check_options(arguments)
         with progress_bar(" rows", arguments.log_interval) as progress:
             counts = preprocess(options, progress)
@@ -132,11 +112,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _check_options(arguments: argparse.Namespace) -> PreprocessOptions:
     """Check and convert the flags; print those without effect. Raises UserError for wrong ones."""
     problems, ignored = check_flags(arguments, PREPROCESS_FLAGS)
+    if arguments.tokenizer_name_or_path is None:
+        problems.append(Problem("--tokenizer-name-or-path", "is required", remedy="give a folder"))
     name = arguments.handler_name
     if name not in HANDLERS:
-        guess = closest(name, HANDLERS) or DEFAULT_HANDLER
-        rule = f"is not supported: {REFUSED_HANDLERS.get(name, 'there is no such handler')}"
-        problems.append(Problem("--handler-name", rule, name, f"did you mean {guess}?"))
+        reason, guess = REFUSED_HANDLERS.get(name), closest(name, HANDLERS) or DEFAULT_HANDLER
+        reason = reason or f"there is no such handler; did you mean {guess}?"
+        problems.append(Problem("--handler-name", f"is not supported: {reason}", name))
     handler = HANDLERS.get(name, HANDLERS[DEFAULT_HANDLER])
     keys: Keys = handler.keys()
     try:
@@ -146,13 +128,8 @@ def _check_options(arguments: argparse.Namespace) -> PreprocessOptions:
     if arguments.overlong and arguments.seq_length is None:
         remedy = "give the longest prompt in tokens"
         problems.append(Problem("--overlong", "needs --seq-length", arguments.overlong, remedy))
-    if handler.has_responses and arguments.overlong in CUTS:
-        rule = f"is for prompts, and {handler.name} writes responses too"
-        problems.append(Problem("--overlong", rule, arguments.overlong, "use drop or error"))
     if problems:
         raise UserError(problems)
-    if arguments.append_eod and handler.output is not Output.INSTRUCTION:
-        _note(f"--append-eod has no effect: {handler.name} writes no conversations")
     for flag, why in ignored.items():
         _note(f"{flag} has no effect: {why}")
     additional = arguments.dataset_additional_keys
@@ -170,7 +147,6 @@ def _check_options(arguments: argparse.Namespace) -> PreprocessOptions:
         strict=arguments.strict,
         overwrite=arguments.overwrite,
         additional_columns=None if additional is None else tuple(additional),
-        append_eod=arguments.append_eod and handler.output is Output.INSTRUCTION,
         allow_special_tokens=arguments.allow_special_tokens,
     )
 

@@ -20,8 +20,7 @@ import numpy as np
 from mindspeed_rlxf.config.problems import Problem, UserError, format_value
 from mindspeed_rlxf.config.schema import DataConfig
 from mindspeed_rlxf.data.files import FileProblems, fault
-from mindspeed_rlxf.data.handlers import LABELS, SEQUENCES, Output
-from mindspeed_rlxf.data.prompt_encoder import IGNORED
+from mindspeed_rlxf.data.handlers import LABELS
 from mindspeed_rlxf.data.prompt_rows import LengthLimit, read_labels
 from mindspeed_rlxf.data.prompt_store import Labels, Prompt, PromptStore
 from mindspeed_rlxf.data.prompts import ENCODE_CHUNK
@@ -78,10 +77,6 @@ class IndexedWriter:
             self._builder.add_item(sequence)
             self._builder.end_document()
 
-    def add_set(self, path: Path) -> None:
-        """Append every sequence of another data set of the same dtype, in order."""
-        self._builder.add_index(str(path))
-
     def close(self) -> None:
         self._builder.finalize(f"{self._path}.idx")
 
@@ -123,7 +118,9 @@ class IndexedReader:
 logger = logging.getLogger(__name__)
 
 REMEDY = "run preprocess_data.py again"
-PAIR_IDS, PAIR_LABELS = SEQUENCES[Output.PAIR][:2]
+PAIR_COLUMNS = ("chosen_input_ids", "chosen_labels", "rejected_input_ids", "rejected_labels")
+PAIR_IDS, PAIR_LABELS = PAIR_COLUMNS[:2]
+IGNORED = -100  # label of a token that is not trained on
 
 
 @dataclass(frozen=True)
@@ -182,7 +179,7 @@ class _DataSet:
             self._check(self.sidecar)
             names = {c.name: c.file for c in self.sidecar.columns if c.encoding == "json"}
         else:
-            file, own = sidecar_path(Path(prefix)).name, (TOKEN_IDS, MASK, *SEQUENCES[Output.PAIR])
+            file, own = sidecar_path(Path(prefix)).name, (TOKEN_IDS, MASK, *PAIR_COLUMNS)
             names = {name: name for name in column_files(Path(prefix)) if name not in own}
             if any(self._open(name).dtype == np.uint8 for name in names):
                 raise self._error(f"must be whole, there is no {file}")

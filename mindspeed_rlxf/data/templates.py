@@ -30,13 +30,6 @@ class Piece(NamedTuple):
     is_token: bool
 
 
-class Segment(NamedTuple):
-    """Consecutive pieces. is_response: written by the assistant, its end token included"""
-
-    pieces: tuple[Piece, ...]
-    is_response: bool
-
-
 @dataclass(frozen=True)
 class Template:
     """Patterns of the turns and of the text around them."""
@@ -139,25 +132,8 @@ TEMPLATES: Mapping[str, Template] = {
 def render(template: Template, turns: Sequence[Turn]) -> list[Piece]:
     """Render a conversation as a prompt, which ends with the header of the next response.
 
-    The text between two special tokens is one piece, so that it is tokenized as a whole.
-    """
-    pieces = [piece for _, segment in _split(template, turns) for piece in segment]
-    return _join_text([*pieces, *_fill(template, template.header)])
-
-
-def render_segments(template: Template, turns: Sequence[Turn]) -> list[Segment]:
-    """Render a conversation that ends with the assistant's turn as segments, in order.
-
-    Each response is a segment, and so is what stands before it.
-    """
-    segments = _split(template, turns)
-    return [Segment(tuple(_join_text(pieces)), is_r) for is_r, pieces in segments if pieces]
-
-
-def _split(template: Template, turns: Sequence[Turn]) -> list[tuple[bool, list[Piece]]]:
-    """Return (whether it is a response, its pieces) for each segment; the last is no response.
-
-    A missing system turn is replaced by the template's default.
+    The text between two special tokens is one piece, so that it is tokenized as a whole. A missing
+    system turn is replaced by the template's default.
     """
     system = turns[0].text if turns[0].role == "system" else template.default_system
     has_system = system or turns[0].role == "system"
@@ -165,20 +141,15 @@ def _split(template: Template, turns: Sequence[Turn]) -> list[tuple[bool, list[P
     pieces = _fill(template, template.start)
     if "{system}" not in template.user:
         pieces, pending = [*pieces, *pending], []
-    segments = []
-    for i, (role, text) in enumerate(turns):
+    for role, text in turns:
+        own = [Piece(text, False)]
         if role == "user":
-            pieces += _fill(template, template.user, text=[Piece(text, False)], system=pending)
+            pieces += _fill(template, template.user, text=own, system=pending)
             pending = []
         elif role == "assistant":
-            pieces += _fill(template, template.header)
-            response = _fill(template, template.response, text=[Piece(text, False)])
-            segments += [(False, pieces), (True, response)]
-            pieces = _fill(template, template.separator) if i + 1 < len(turns) else []
-    return [*segments, (False, pieces)]
-
-
-def _join_text(pieces: Sequence[Piece]) -> list[Piece]:
+            pattern = template.header + template.response + template.separator
+            pieces += _fill(template, pattern, text=own)
+    pieces += _fill(template, template.header)
     joined: list[Piece] = []
     for is_token, group in groupby(pieces, key=lambda piece: piece.is_token):
         if is_token:

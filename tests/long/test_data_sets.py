@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mindspeed_rlxf.config.schema import DataConfig
-from mindspeed_rlxf.data.prompt_encoder import IGNORED
 from mindspeed_rlxf.data.prompts import load_prompts
 from tests import raw_rows
 from tests.processes import ROOT, read_lines, read_metrics, with_sources
@@ -28,7 +27,7 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-STEPS, MAX_NEW_TOKENS = 80, 16
+STEPS, MAX_NEW_TOKENS, IGNORED = 80, 16, -100
 SCRIPTS = ROOT / "examples"
 
 

@@ -1,4 +1,4 @@
-"""Convert a row into what its handler encodes: the turns of the prompt, and its responses.
+"""Convert a row into what its handler encodes: the turns of the prompt, and the answer.
 
 Alpaca rows have separate columns for instruction, input, output and so on. Sharegpt rows have one
 column with a list of messages, whose keys and roles are named in `Tags`.
@@ -9,22 +9,29 @@ from typing import Any, NamedTuple
 
 from mindspeed_rlxf.config.problems import shorten_value
 from mindspeed_rlxf.data.files import Row, UnusableRow, describe_keys, look_up, unicode_problem
-from mindspeed_rlxf.data.handlers import Handler, Keys, MapKeys, Output, ShareGptKeys, Tags
+from mindspeed_rlxf.data.handlers import Handler, Keys, MapKeys, Tags
 from mindspeed_rlxf.data.templates import Turn
 
-CHAT_TAGS = Tags("role", "content", "user", "assistant", observation_tag="", function_tag="")
+CHAT_TAGS = Tags(
+    role_tag="role",
+    content_tag="content",
+    user_tag="user",
+    assistant_tag="assistant",
+    observation_tag="",
+    function_tag="",
+)
 """Names in chat messages of alpaca rows, which have no roles for tools."""
 
 
 class Example(NamedTuple):
-    """The turns of a prompt, and none, one or two responses (the better and the worse)."""
+    """The turns of a prompt, and the answer that the handler writes."""
 
     turns: list[Turn]
-    responses: tuple[str, ...] = ()
+    answer: str | None = None
 
 
 def make_example(row: Row, keys: Keys, handler: Handler) -> Example:
-    """Make the prompt of a row, and the responses that the handler writes.
+    """Make the prompt of a row, and the answer if the handler writes it.
 
     Raises UnusableRow for a column that is missing or of a wrong type, an empty prompt or answer,
     turns in a wrong order and invalid Unicode.
@@ -35,40 +42,24 @@ def make_example(row: Row, keys: Keys, handler: Handler) -> Example:
         messages = _require(row, keys.messages, "messages")
         turns = _read_messages(messages, keys.tags, "messages must be")
     turns = _add_system(turns, _read_text(row, keys.system, "system"), keys.system)
-    if isinstance(keys, MapKeys):
-        columns = {Output.PROMPT: (), Output.PAIR: (keys.chosen, keys.rejected)}
-        used = filter(None, columns.get(handler.output, (keys.response,)))
-        example = Example(turns, tuple(_read_response(row, column, turns) for column in used))
-    else:
-        example = _split_messages(row, keys, turns, handler.output)
-    for text in (*(turn.text for turn in example.turns), *example.responses):
+    answer: Any = None
+    if not isinstance(keys, MapKeys):
+        if any(turn.role == "user" and not turn.text.strip() for turn in turns):
+            raise _empty_text_error("prompt", "a prompt")
+        _check_last(turns, "assistant", "complete or remove the row")
+        answer = turns.pop().text
+    elif handler.writes_answers and keys.response:
+        answer = _require(row, keys.response, "response")
+        if isinstance(answer, bool) or not isinstance(answer, (str, int, float)):
+            rule = f"an answer must be text or a number, this one is {shorten_value(answer)}"
+            raise UnusableRow("wrong type", rule, "write it as text")
+        answer = str(answer)
+    for text in (*(turn.text for turn in turns), answer or ""):
         if problem := unicode_problem(text):
             raise UnusableRow("invalid unicode", problem.rule, problem.remedy)
-    if handler.output is Output.ANSWERED and example.responses and not example.responses[0].strip():
+    if answer is not None and not answer.strip():
         raise _empty_text_error("response", "an answer")
-    return example
-
-
-def _split_messages(row: Row, keys: ShareGptKeys, turns: list[Turn], output: Output) -> Example:
-    """Split the turns of a sharegpt row in prompt and response; only a PAIR has columns for these.
-
-    The last message is the response, whatever the output.
-    """
-    if any(turn.role == "user" and not turn.text.strip() for turn in turns):
-        raise _empty_text_error("prompt", "a prompt")
-    if output is not Output.PAIR:
-        _check_last(turns, "assistant", "complete or remove the row")
-        return Example(turns[:-1], (turns[-1].text,))
-    _check_last(turns, "user", "complete or remove the row")
-    responses = []
-    for column in filter(None, (keys.chosen, keys.rejected)):
-        value = _require(row, column, "response")
-        if not isinstance(value, str):
-            turn = _read_message(value, keys.tags, repr(column))
-            _check_last([turn], "assistant", "repair the row")
-            value = turn.text
-        responses.append(value)
-    return Example(turns, tuple(responses))
+    return Example(turns, answer)
 
 
 def _read_prompt(row: Row, keys: MapKeys) -> list[Turn]:
@@ -90,27 +81,6 @@ def _read_prompt(row: Row, keys: MapKeys) -> list[Turn]:
     if not text.strip():
         raise _empty_text_error("prompt", "a prompt")
     return [*turns, *messages[:-1], Turn("user", text)]
-
-
-def _read_response(row: Row, column: str, turns: list[Turn]) -> str:
-    """Return a response as text: a text, a number, a list of one text, or chat messages.
-
-    The last message must be the assistant's, those before it, if any, the prompt's `turns`.
-    """
-    value = _require(row, column, "response")
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
-        value = value[0]
-    if isinstance(value, (str, int, float)) and not isinstance(value, bool):
-        return str(value)
-    messages = _read_messages(value, CHAT_TAGS, "a response must be text or")
-    _check_last(messages, "assistant", "complete the row")
-    if messages[:-1] and messages[:-1] != turns:
-        raise UnusableRow(
-            "another prompt",
-            f"messages of the response {column!r} must begin with those of the prompt, or be one",
-            'name the column of the prompt, and its system and history, or "" for none',
-        )
-    return messages[-1].text
 
 
 def _require(row: Row, column: str, part: str) -> Any:

@@ -22,7 +22,6 @@ from mindspeed_rlxf.data.handlers import (
     LABELS,
     Keys,
     MapKeys,
-    Output,
     missing_columns,
 )
 from mindspeed_rlxf.data.preprocessing.row_encoder import (
@@ -34,7 +33,6 @@ from mindspeed_rlxf.data.preprocessing.row_encoder import (
 from mindspeed_rlxf.data.preprocessing.writer import (
     PromptSetWriter,
     existing_files,
-    exists_problem,
     partial_folder,
 )
 from mindspeed_rlxf.data.prompt_encoder import PromptEncoder
@@ -62,9 +60,9 @@ class Counts:
 
     def add(self, chunk: EncodedChunk) -> None:
         """Add the counts of an encoded chunk; `rows_read` is counted by `read_chunks`."""
-        self.rows_written += chunk.num_rows
+        self.rows_written += len(chunk.token_ids)
         self.cut += chunk.num_cut
-        self.num_tokens += chunk.num_tokens
+        self.num_tokens += sum(map(len, chunk.token_ids))
         for row in chunk.rejected:
             self.dropped[row.reason] += 1
             found = self.refusals.setdefault((row.reason, row.file), FileProblems(row.file))
@@ -136,13 +134,12 @@ class PreprocessOptions:
     map_keys: Keys = field(default_factory=MapKeys)
     handler: str = DEFAULT_HANDLER
     workers: int = 1
-    max_prompt_length: int | None = None  # tokens of a prompt, or of a conversation; None = any
+    max_prompt_length: int | None = None  # in tokens; None = any
     overlong: OverlongPrompts = OverlongPrompts.DROP
     max_samples: int | None = None  # rows to read, None = all
     strict: bool = False  # no row may be dropped
     overwrite: bool = False  # replace an older data set of the prefix
     additional_columns: tuple[str, ...] | None = None  # beside the handler's own, None = all
-    append_eod: bool = False  # the tokenizer's EOS ends each conversation
     allow_special_tokens: bool = False  # those that the text of a row spells are tokens
 
 
@@ -165,30 +162,25 @@ def preprocess(options: PreprocessOptions, progress: Progress = lambda rows: Non
     prefix = Path(os.path.abspath(os.path.expanduser(shown)))
     existing = existing_files(prefix)
     if existing and not options.overwrite:
-        raise UserError(exists_problem(shown, existing[0].name))
+        remedy = "take another prefix or give --overwrite"
+        raise UserError(
+            Problem("--output-prefix", f"must be new, {existing[0].name} exists", shown, remedy)
+        )
     counts = Counts()
     files = find_files(options.inputs, counts.skipped)
     tokenizer = load_tokenizer(options.tokenizer_path, "--tokenizer-name-or-path")
     handler = HANDLERS[options.handler]
-    eos = tokenizer.eos_token_id
-    if options.append_eod and eos is None:
-        rule = "needs the tokenizer's EOS token, it has none"
-        remedy = "set eos_token in its tokenizer_config.json or leave --append-eod out"
-        raise UserError(Problem("--append-eod", rule, remedy=remedy))
     encoder = RowEncoder(
-        PromptEncoder(
-            tokenizer, options.template, handler.has_responses, options.allow_special_tokens
-        ),
+        PromptEncoder(tokenizer, options.template, options.allow_special_tokens),
         options.map_keys,
         handler,
         options.max_prompt_length,
         options.overlong,
         None if options.additional_columns is None else {*options.additional_columns, LABELS},
-        end_id=eos if options.append_eod else None,
     )
     rows = read_chunks(files, options.max_samples, counts, progress)
-    with partial_folder(prefix, str(prefix)) as folder:
-        writer = PromptSetWriter(folder, handler)
+    with partial_folder(prefix) as folder:
+        writer = PromptSetWriter(folder)
         with closing(_encode_chunks(rows, encoder, options.workers)) as chunks:
             for chunk in chunks:
                 writer.add(chunk)
@@ -263,7 +255,7 @@ def _check_result(options: PreprocessOptions, counts: Counts) -> None:
         summary = Problem("--strict", rule, remedy="mend them", colon=True)
         raise UserError([summary, *counts.list_problems()])
     handler, extra = HANDLERS[options.handler], options.additional_columns or ()
-    answers = handler.output is Output.ANSWERED
+    answers = handler.writes_answers
     others = [column for column in extra if not (answers and column == LABELS)]
     problems = list(missing_columns(options.map_keys, handler, counts.columns, others))
     response = getattr(options.map_keys, "response", "")

@@ -17,7 +17,6 @@ from mindspeed_rlxf import cli
 from mindspeed_rlxf.cli import command_line
 from mindspeed_rlxf.cli.preprocess import main
 from tests.unit.data.byte_tokenizer import byte_tokenizer, write_tokenizer
-from tests.unit.data.plain_pairs import write_pair
 
 REPO = Path(__file__).parents[3]
 PROMPTS = ["The film was", "电影 was a", "I felt that"]
@@ -118,8 +117,6 @@ def test_dropped_rows_and_skipped_files_are_reported(
          "--handler-name=AlpacaStyleProcessRewardHandler is not supported: rewards of single "),
         (["--handler-name", "PPOAlpacaStyleHandler"],
          "--handler-name=PPOAlpacaStyleHandler is not supported: "),
-        (["--handler-name=AlpacaStyleInstructionHandler", "--seq-length=9", "--overlong=keep-tail"],
-         "--overlong=keep-tail is for prompts"),
         (["--dataset-additional-keys", "labels"],
          "--dataset-additional-keys must name columns, no row has 'labels' (there are "),
         (["--prompt-type", "lama3"], "argument --prompt-type: invalid choice"),
@@ -144,21 +141,6 @@ def test_a_mistake_exits_2_with_error_lines_and_leaves_nothing(
     assert all(line.startswith("error: ") for line in lines) and output.out == ""
     assert lines[0].startswith(f"error: {problem}"), lines
     assert [path for path in (tmp_path / "new").rglob("*") if path.is_file()] == []
-
-
-def test_merging_needs_one_folder_a_key_and_no_tokenizer(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "parts").mkdir()
-    for name in ("a", "b"):
-        write_pair(tmp_path / "parts" / f"{name}_packed_input_ids_document", [[1, 2], [3]])
-    command = ["--input", "parts", "--output-prefix", "out/all", "--merge-group-keys"]
-    assert main(command) == 2
-    assert "needs one --input folder and at least one key" in capsys.readouterr().err
-    assert main([*command, "packed_input_ids_document"]) == 0
-    output = capsys.readouterr().out
-    assert output == "written: out/all_packed_input_ids_document.bin and .idx, 4 sequences\n"
-    assert len(IndexedDataset("out/all_packed_input_ids_document")) == 4
 
 
 def test_a_required_flag_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,14 +9,11 @@ from mindspeed_rlxf.cli.older_flags import PREPROCESS_FLAGS
 from mindspeed_rlxf.cli.preprocess import main
 from tests.unit.data.byte_tokenizer import write_tokenizer
 
-CONVERSATIONS = "--handler-name AlpacaStyleInstructionHandler"
-# Typed from the parser of the older toolkit, not taken from our lists: what is given, and behind
-# the bar what has to be given with it.
+# Typed from the parser of the older toolkit, not taken from our lists.
 OTHER_DATA = [
     "--input more.jsonl", "--handler-name R1AlpacaStyleInstructionHandler", "--prompt-type llama3",
     "--dataset-additional-keys input", "--max-samples 1", '--map-keys {"query":""}',
-    f"--append-eod | {CONVERSATIONS} --prompt-type llama3", "--tokenizer-name-or-path framed",
-    "--seq-length 9",
+    "--tokenizer-name-or-path framed", "--seq-length 9",
 ]  # fmt: skip
 SAME_DATA = [
     "--tokenizer-type PretrainedFromHF", "--workers 2", "--log-interval 7",
@@ -33,10 +30,9 @@ REFUSED = [
     "--mix-strategy interleave_over", "--dataset-dir folder", "--pack", "--neat-pack",
     "--script-data-dir folder", "--vocab-file vocab.json", "--merge-file merges.txt",
     "--tokenizer-model tokenizer.model", "--placeholder-token x", "--reward-tokens + -",
-    "--dataset-impl lazy",
+    "--dataset-impl lazy", "--merge-group-keys packed_input_ids_document",
 ]  # fmt: skip
-OF_THEIR_OWN = ["--output-prefix", "--merge-group-keys"]  # tests
-NAMES = {words.split()[0] for words in OTHER_DATA + SAME_DATA + NO_EFFECT + REFUSED + OF_THEIR_OWN}
+NAMES = {words.split()[0] for words in OTHER_DATA + SAME_DATA + NO_EFFECT + REFUSED}
 PREFIX = "new/set"
 
 
@@ -65,15 +61,14 @@ def notes(capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def test_each_flag_is_on_a_list_and_no_list_has_another() -> None:
-    assert len(NAMES) == 41
+    assert len(NAMES) == 40
     assert set(PREPROCESS_FLAGS) <= NAMES
 
 
 @pytest.mark.parametrize("words", OTHER_DATA)
 def test_a_flag_changes_the_data(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    given, _, context = (part.split() for part in words.partition("|"))
-    before = data(*context)
-    assert data(*context, *given) != before
+    before = data()
+    assert data(*words.split()) != before
     assert notes(capsys) == []
 
 

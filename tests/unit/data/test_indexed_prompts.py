@@ -38,7 +38,7 @@ def config(**keys: Any) -> DataConfig:
 
 def make(folder: Path, tokenizer: str, rows: list[Any], name: str = "set", **options: Any) -> str:
     bench, prefix = Bench(folder, tokenizer), str(folder / name)
-    values = {"map_keys": MapKeys("prompt", None), "output_prefix": prefix, **options}
+    values = {"map_keys": MapKeys(prompt="prompt", query=None), "output_prefix": prefix, **options}
     bench.run(bench.write(f"{name}.jsonl", *rows), **values)
     return prefix
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mindspeed_rlxf.data.templates import TEMPLATES, Piece, Turn, render, render_segments
+from mindspeed_rlxf.data.templates import TEMPLATES, Piece, Turn, render
 
 USER = [Turn("user", "Hi")]
 CHAT = [Turn("system", "Be kind."), Turn("user", "A"), Turn("assistant", "B"), Turn("user", "C")]
@@ -98,15 +98,4 @@ def test_only_the_template_writes_special_tokens() -> None:
         Piece("\n", False),
         Piece("<|im_start|>", True),
         Piece("assistant\n", False),
-    ]
-
-
-def test_segments_are_the_prompt_cut_where_responses_begin_and_end() -> None:
-    segments = render_segments(TEMPLATES["qwen3"], [*CHAT[1:], Turn("assistant", "D")])
-    found = [("".join(p.text for p in s.pieces), s.is_response) for s in segments]
-    assert found == [
-        ("<|im_start|>user\nA<|im_end|>\n<|im_start|>assistant\n", False),
-        ("B<|im_end|>", True),
-        ("\n<|im_start|>user\nC<|im_end|>\n<|im_start|>assistant\n", False),
-        ("D<|im_end|>", True),
     ]

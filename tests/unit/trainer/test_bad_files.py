@@ -150,7 +150,7 @@ def test_stop_tokens_of_indexed_data_sets_end_responses(good: Path, tmp_path: Pa
             (str(good / "train.jsonl"),),
             str(tmp_path / name),
             str(good / "tokenizer"),
-            map_keys=MapKeys("prompt"),
+            map_keys=MapKeys(prompt="prompt"),
         )
         preprocess(options)
         sidecar = tmp_path / f"{name}_packed_meta.json"

@@ -9,7 +9,7 @@ from mindspeed_rlxf.data.handlers import HANDLERS, MapKeys, parse_map_keys
 from mindspeed_rlxf.data.preprocessing.examples import UnusableRow, make_example
 
 PPO = HANDLERS["PPOAlpacaStyleInstructionHandler"]
-KEYS = MapKeys("p", "q", "r", "h", "s")
+KEYS = MapKeys(prompt="p", query="q", response="r", history="h", system="s")
 
 
 def turns_of(row: dict[str, Any], keys: MapKeys = KEYS) -> list[tuple[str, str]]:
@@ -80,7 +80,7 @@ def test_a_row_that_makes_no_prompt_has_a_reason(row: dict[str, Any], reason: st
     assert "; " in str(error.value)  # rule, value; remedy
 
 
-ALPACA, SHAREGPT = "AlpacaStyleInstructionHandler", "SharegptStyleInstructionHandler"
+ALPACA, SHAREGPT = "R1AlpacaStyleInstructionHandler", "R1SharegptStyleInstructionHandler"
 
 
 @pytest.mark.parametrize(
@@ -89,20 +89,19 @@ ALPACA, SHAREGPT = "AlpacaStyleInstructionHandler", "SharegptStyleInstructionHan
         (PPO.name, "{prompt: x}", "--map-keys must be a JSON object such as"),
         (PPO.name, "[1]", "--map-keys must be a JSON object such as"),
         (PPO.name, '{"promt": "x"}', "did you mean prompt?"),
-        (PPO.name, '{"chosen": "x"}', "must be one of prompt, query, response, history, system"),
-        (PPO.name, '{"query": 3}', "query=3 must be a text"),
-        (PPO.name, '{"prompt": ""}', "prompt must name a column for"),
-        (PPO.name, '{"query": "instruction"}', "prompt must name a column for"),
-        (SHAREGPT, '{"system": "conversations"}', "messages must name a column for"),
+        (PPO.name, '{"chosen": "x"}', "'chosen' has no use here: pairs are not preprocessed"),
+        (PPO.name, '{"query": 3}', "query=3 must be a name"),
+        (PPO.name, '{"prompt": ""}', "prompt='' must be a name"),
+        (PPO.name, '{"query": "instruction"}', "prompt=null must be a name"),
+        (SHAREGPT, '{"system": "conversations"}', "messages=null must be a name"),
         (SHAREGPT, '{"mesages": "x"}', "did you mean messages?"),
         (SHAREGPT, '{"tags": {"user": "x"}}', "did you mean user_tag?"),
-        (SHAREGPT, '{"tags": {"user_tag": 1}}', "user_tag=1 must be a text"),
+        (SHAREGPT, '{"tags": {"user_tag": 1}}', "user_tag=1 must be a name"),
         (SHAREGPT, '{"tags": "user"}', "tags='user' must be an object"),
         (SHAREGPT, '{"tools": "tools"}', "descriptions of tools are not"),
         (SHAREGPT, '{"kto_tag": "k"}', "single judged responses"),
-        (SHAREGPT, '{"messages": ""}', "messages must name a column"),
-        ("AlpacaStylePairwiseHandler", '{"rejected": ""}', "rejected must name a column for"),
-        (f"R1{ALPACA}", '{"prompt": "p", "response": "p"}', "both are 'p'"),
+        (SHAREGPT, '{"messages": ""}', "messages='' must be a name"),
+        (ALPACA, '{"prompt": "p", "response": "p"}', "both are 'p'"),
     ],
 )
 def test_wrong_map_keys_are_named(handler: str, text: str, problem: str) -> None:
@@ -112,6 +111,6 @@ def test_wrong_map_keys_are_named(handler: str, text: str, problem: str) -> None
 
 
 def test_defaults_are_kept_unless_another_key_names_their_column() -> None:
-    assert parse_map_keys("{}", PPO) == MapKeys("instruction", "input", "output", None, None)
+    assert parse_map_keys('{"tools": "", "chosen": ""}', PPO) == MapKeys()
     assert parse_map_keys('{"prompt": "input"}', PPO).query is None
     assert parse_map_keys('{"prompt": "question"}', PPO).query == "input"
