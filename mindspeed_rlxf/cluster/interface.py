@@ -11,7 +11,7 @@ A pool may be split into parts. The neighbouring ranks of a part form a world of
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from mindspeed_rlxf.cluster.refs import Handle
 from mindspeed_rlxf.config.enums import Role
@@ -28,8 +28,7 @@ class Peer:
     role: Role
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """A call of one role method on one rank.
 
     The rank replaces each RowsRef in `args` by its rows, and each argument that is a Peer by the
@@ -45,8 +44,7 @@ class Request:
     of_engine: bool = False  # a method of the role's engine, whose result is the report
 
 
-@dataclass(frozen=True)
-class Reply:
+class Reply(NamedTuple):
     """The reply of one rank to the driver."""
 
     report: Any  # None where the rank is no leader

@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cache, cached_property
+from typing import Any, NamedTuple
 
 from mindspeed_rlxf.data.batch import Rows
 
 Handle = Any  # hashable; what a runtime needs to find the rows again
 Fetch = Callable[[list[Handle]], list[Rows]]
-PLAIN = (str, int, float, bool, type(None))
+PLAIN = (Rows, str, int, float, bool, type(None))  # hold no references
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """The rows that one rank returned."""
 
     handle: Handle
@@ -146,7 +146,7 @@ def list_items(value: Any) -> list[Any]:
     if isinstance(value, (list, tuple, set, frozenset)):
         return list(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, f.name) for f in dataclasses.fields(value)]
+        return [getattr(value, name) for name in _field_names(value.__class__)]
     return []
 
 
@@ -154,7 +154,7 @@ def find_refs(value: Any) -> list[RowsRef]:
     """Return every RowsRef in a value: itself, or inside containers and dataclasses."""
     if isinstance(value, RowsRef):
         return [value]
-    if isinstance(value, (Rows, *PLAIN)):
+    if isinstance(value, PLAIN):
         return []
     return [ref for item in list_items(value) for ref in find_refs(item)]
 
@@ -178,8 +178,7 @@ def number_handles(value: Any) -> tuple[Any, list[Handle]]:
     index: dict[Handle, int] = {}
 
     def number(ref: RowsRef) -> RowsRef:
-        numbers = [index.setdefault(piece.handle, len(index)) for piece in ref.pieces]
-        pieces = map(Piece, numbers, (piece.num_rows for piece in ref.pieces))
+        pieces = [Piece(index.setdefault(handle, len(index)), n) for handle, n in ref.pieces]
         return RowsRef(tuple(pieces), ref.selection)
 
     return _replace_refs(value, number), list(index)
@@ -195,7 +194,7 @@ def split_refs(value: Any, n: int) -> list[Any]:
         return list(value.split(n))
     if not dataclasses.is_dataclass(value) or isinstance(value, (type, Rows)):
         return [value] * n
-    held = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    held = {name: getattr(value, name) for name in _field_names(value.__class__)}
     parts = {k: v.split(n) for k, v in held.items() if isinstance(v, RowsRef)}
     if not parts:
         return [value] * n  # the same object: Ray sends it once
@@ -209,18 +208,25 @@ def _replace_refs(value: Any, replace: Callable[[RowsRef], Any]) -> Any:
     """Replace every RowsRef in a value. Containers with one are copied, others are not."""
     if isinstance(value, RowsRef):
         return replace(value)
-    if isinstance(value, (Rows, *PLAIN)):
+    if isinstance(value, PLAIN):
         return value
     items = list_items(value)
-    changed = [_replace_refs(item, replace) for item in items]
-    if all(new is old for new, old in zip(changed, items, strict=True)):
+    # Most items are numbers; a call for each would be much of the driver's work.
+    changed = [item if type(item) in PLAIN else _replace_refs(item, replace) for item in items]
+    if all(map(operator.is_, changed, items)):
         return value
     if isinstance(value, dict):
         return dict(zip(value, changed, strict=True))
     if isinstance(value, (list, tuple)):
         return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
-    names = [field.name for field in dataclasses.fields(value)]
-    return dataclasses.replace(value, **dict(zip(names, changed, strict=True)))
+    return dataclasses.replace(
+        value, **dict(zip(_field_names(value.__class__), changed, strict=True))
+    )
+
+
+@cache
+def _field_names(kind: Any) -> tuple[str, ...]:  # of a dataclass
+    return tuple(field.name for field in dataclasses.fields(kind))
 
 
 def _first_rows(pieces: Sequence[Piece]) -> list[int]:

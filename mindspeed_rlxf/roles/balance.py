@@ -80,6 +80,7 @@ def _estimate_costs(
     a, found, reads_logits = section.architecture, lengths(), role is not Role.CRITIC
     both = zip(found.prompts, found.responses, strict=True)
     return [
-        sample_flops(a, p + r, r if reads_logits else 0) - (i % unit > 0) * sample_flops(a, p, 0)
+        sample_flops(a, p + r, r if reads_logits else 0)
+        - (sample_flops(a, p, 0) if i % unit else 0)
         for i, (p, r) in enumerate(both)
     ]

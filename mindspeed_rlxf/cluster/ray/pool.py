@@ -8,7 +8,6 @@ of that rank.
 
 from __future__ import annotations
 
-import dataclasses
 import faulthandler
 import os
 import pickle
@@ -124,7 +123,7 @@ class RayWorker:
         self._host = RoleHost(setup.rank, lambda handles: [self._rows[i] for i in handles])
         self._timeout_s = setup.timeout_s
 
-    @ray.method(num_returns=2)
+    @ray.method(num_returns=2, enable_task_events=False)  # our timeline has the calls
     def run_request(self, message: bytes, *rows: Rows) -> tuple[Rows | None, Reply]:
         """Run a pickled request (see `RoleHost.run`), whose handles are indices into `rows`.
 
@@ -151,7 +150,7 @@ def redirect_output(path: Path) -> None:
     os.close(log)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class RankCall:
     """A call of one rank; also the driver's handle of the rows that it returns.
 
@@ -337,7 +336,7 @@ class RayPool:
             args, inputs = sent[id(request.args)]
             # Ray's own pickler takes as long as the rest of a call. A factory may need it.
             pickler = ray.cloudpickle if request.factory else pickle
-            message = pickler.dumps(dataclasses.replace(request, args=args))
+            message = pickler.dumps(request._replace(args=args))
             rows, reply = self._run[rank](message, *[call.rows for call in inputs])
             role, method = request.role.value, request.method
             if (role, method) not in self._origins:  # of all ranks, for later calls too

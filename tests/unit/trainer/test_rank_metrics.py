@@ -1,7 +1,6 @@
 """Times, skew, memory and idle shares from replies; operations of an iteration by hand."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -33,7 +32,7 @@ class Call:
 
     def __init__(self, *seconds: float, memory: float = 1.0, first: int = 0) -> None:
         replies = [Reply(None, None, s, first + i) for i, s in enumerate(seconds)]
-        self.replies = [replace(reply, memory=round(memory * GIB)) for reply in replies]
+        self.replies = [reply._replace(memory=round(memory * GIB)) for reply in replies]
 
     def wait(self) -> list[Reply]:
         return self.replies
