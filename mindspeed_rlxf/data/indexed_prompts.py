@@ -21,9 +21,8 @@ from mindspeed_rlxf.config.problems import Problem, UserError, format_value
 from mindspeed_rlxf.config.schema import DataConfig
 from mindspeed_rlxf.data.files import FileProblems, fault
 from mindspeed_rlxf.data.handlers import LABELS
-from mindspeed_rlxf.data.prompt_rows import LengthLimit, read_labels
 from mindspeed_rlxf.data.prompt_store import Labels, Prompt, PromptStore
-from mindspeed_rlxf.data.prompts import ENCODE_CHUNK
+from mindspeed_rlxf.data.prompts import ENCODE_CHUNK, LengthLimit, read_labels
 from mindspeed_rlxf.data.sidecar import (
     MASK,
     TOKEN_IDS,

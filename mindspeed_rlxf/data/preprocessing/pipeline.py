@@ -35,8 +35,8 @@ from mindspeed_rlxf.data.preprocessing.writer import (
     existing_files,
     partial_folder,
 )
-from mindspeed_rlxf.data.prompt_encoder import PromptEncoder
 from mindspeed_rlxf.data.sidecar import Sidecar, TokenizerId
+from mindspeed_rlxf.data.templates import PromptEncoder
 from mindspeed_rlxf.data.tokenizer import load_tokenizer, vocabulary_hash
 
 CHUNK_ROWS = 512

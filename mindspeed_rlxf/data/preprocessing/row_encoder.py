@@ -10,8 +10,8 @@ from mindspeed_rlxf.config.problems import Problem
 from mindspeed_rlxf.data.files import Row, UnusableRow, as_text
 from mindspeed_rlxf.data.handlers import LABELS, Handler, Keys
 from mindspeed_rlxf.data.preprocessing.examples import Example, make_example
-from mindspeed_rlxf.data.prompt_encoder import PromptEncoder
-from mindspeed_rlxf.data.prompt_rows import NO_TOKEN, cut
+from mindspeed_rlxf.data.prompts import NO_TOKEN, cut
+from mindspeed_rlxf.data.templates import PromptEncoder
 
 TOO_LONG = "too long"
 MAX_RAW = 2000  # characters of a rejected row that are kept

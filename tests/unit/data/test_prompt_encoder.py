@@ -3,8 +3,7 @@
 import pytest
 
 from mindspeed_rlxf.config.problems import UserError
-from mindspeed_rlxf.data.prompt_encoder import PromptEncoder
-from mindspeed_rlxf.data.templates import TEMPLATES, Turn, render
+from mindspeed_rlxf.data.templates import TEMPLATES, PromptEncoder, Turn, render
 from tests.unit.data.byte_tokenizer import SPECIAL, byte_tokenizer
 
 CHAT = [Turn("user", "größe?"), Turn("assistant", "数学"), Turn("user", "\nand 2+2")]
