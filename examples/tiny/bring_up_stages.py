@@ -97,11 +97,11 @@ def collective(kind: str, _work: Path) -> Numbers:
     import torch.distributed as dist
 
     where = claim(kind)
-    from mindspeed_rlxf.cluster.local import LocalWorld
+    from mindspeed_rlxf.cluster.local import LocalRuntime
     from mindspeed_rlxf.config.enums import DeviceKind
 
-    world = LocalWorld(DeviceKind(kind), 1, TIMEOUT_S)
-    rank, size = world.rank, world.size
+    runtime = LocalRuntime(DeviceKind(kind), 1, TIMEOUT_S)
+    rank, size = runtime.rank, runtime.size
     mine, parts = torch.arange(4.0, device=where) + rank, torch.zeros(4 * size, device=where)
     results = {}
     dist.all_reduce(total := mine.clone())
@@ -129,7 +129,7 @@ def collective(kind: str, _work: Path) -> Numbers:
     exact = torch.tensor([1 + 2.0**-40], dtype=torch.double)
     dist.all_reduce(exact, group=host)
     results["fp64_on_host"] = (float(exact) / size - 1) * 2.0**40
-    world.close()
+    runtime.shutdown()
     return results
 
 

@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindspeed_rlxf.config.problems import Problem, UserError
-
 DIED = "the process died"  # start of the cause where a worker raised nothing
 
 
@@ -123,14 +121,6 @@ class StorageUnreadable(RuntimeError):
 
     The same command may succeed later.
     """
-
-
-class TooFewDevices(UserError):
-    """Our private cluster never grows, and has too few devices. free: free devices of each node"""
-
-    def __init__(self, problems: Sequence[Problem], free: Sequence[int] = ()) -> None:
-        super().__init__(problems)
-        self.free = list(free)
 
 
 STDERR = 2

@@ -72,10 +72,38 @@ def claim_device(kind: DeviceKind, threads: int, timeout_s: float) -> None:
         raise UserError(Problem("", str(error))) from error
 
 
-class LocalWorld:
-    """The ranks of torchrun, or this process alone, and how they exchange results."""
+class LocalPool:
+    """Implements `protocol.Pool` in the processes of torchrun, or in this one."""
 
-    def __init__(self, kind: DeviceKind, threads: int, timeout_s: float) -> None:
+    def __init__(self, name: str, runtime: LocalRuntime) -> None:
+        self.name, self.world_size, self._runtime = name, runtime.size, runtime
+        self._host = RoleHost(runtime.rank, lambda handles: [handle.rows for handle in handles])
+
+    def submit(self, requests: Sequence[Request], first_rank: int = 0) -> LocalCall:
+        """Run this rank's request, wait for the other ranks, and return the ended call.
+
+        Raises the WorkerError of a rank on every rank, RuntimeTimeout on one that waits too long.
+        """
+        assert first_rank == 0 and len(requests) == self.world_size, "a local pool has no parts"
+        mine = requests[self._runtime.rank]
+        outcome: Outcome | WorkerError
+        try:
+            with stacks_when_late(self._runtime.timeout_s):
+                outcome = self._host.run(mine)
+        except WorkerError as error:
+            outcome = error
+        return LocalCall(
+            requests, self._runtime.exchange(outcome, f"{mine.role.value}.{mine.method}")
+        )
+
+    def shutdown(self) -> None:
+        """Do nothing: the processes belong to torchrun."""
+
+
+class LocalRuntime:
+    """Implements `protocol.Runtime` in the processes of torchrun, or in this one."""
+
+    def __init__(self, kind: DeviceKind, threads: int = 1, timeout_s: float = 1800.0) -> None:
         """Set up the device and join the torch world of all ranks; waits for them.
 
         timeout_s: longest wait for the other ranks in an exchange; collectives have a minute more
@@ -91,6 +119,17 @@ class LocalWorld:
         store = PrefixStore("world", self._store)
         worlds.join(device.facts(kind).backend, store, self.rank, (self.size,), timeout)
         self._host_group = dist.new_group(backend="gloo", timeout=timeout)
+
+    @classmethod
+    def from_config(cls, config: RunConfig) -> LocalRuntime:
+        """Make the runtime of this process, and wait for the other ranks."""
+        os.environ.update(offload_environment(config))  # read when the device starts
+        return cls(config.device.kind, config.device.cpu_threads, config.runtime.timeout_s)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes the files of the run."""
+        return self.rank == 0
 
     def exchange(self, outcome: Outcome | WorkerError, what: str) -> list[Outcome]:
         """Wait for the outcomes of all ranks and return them, in the order of ranks; a collective.
@@ -137,59 +176,6 @@ class LocalWorld:
             raise result[1]
         return result[0]
 
-    def close(self) -> None:
-        """Drop all process groups and leave the torch world."""
-        worlds.leave()
-
-
-class LocalPool:
-    """Implements `protocol.Pool` in the processes of torchrun, or in this one."""
-
-    def __init__(self, name: str, world: LocalWorld) -> None:
-        self.name, self.world_size, self._world = name, world.size, world
-        self._host = RoleHost(world.rank, lambda handles: [handle.rows for handle in handles])
-
-    def submit(self, requests: Sequence[Request], first_rank: int = 0) -> LocalCall:
-        """Run this rank's request, wait for the other ranks, and return the ended call.
-
-        Raises the WorkerError of a rank on every rank, RuntimeTimeout on one that waits too long.
-        """
-        assert first_rank == 0 and len(requests) == self.world_size, "a local pool has no parts"
-        mine = requests[self._world.rank]
-        outcome: Outcome | WorkerError
-        try:
-            with stacks_when_late(self._world.timeout_s):
-                outcome = self._host.run(mine)
-        except WorkerError as error:
-            outcome = error
-        return LocalCall(
-            requests, self._world.exchange(outcome, f"{mine.role.value}.{mine.method}")
-        )
-
-    def shutdown(self) -> None:
-        """Do nothing: the processes belong to torchrun."""
-
-
-class LocalRuntime:
-    """Implements `protocol.Runtime` in the processes of torchrun, or in this one."""
-
-    def __init__(self, kind: DeviceKind, threads: int = 1, timeout_s: float = 1800.0) -> None:
-        self.world = LocalWorld(kind, threads, timeout_s)
-
-    @classmethod
-    def from_config(cls, config: RunConfig) -> LocalRuntime:
-        """Make the runtime of this process, and wait for the other ranks; see `LocalWorld`."""
-        os.environ.update(offload_environment(config))  # read when the device starts
-        return cls(config.device.kind, config.device.cpu_threads, config.runtime.timeout_s)
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this process writes the files of the run."""
-        return self.world.rank == 0
-
-    def from_first(self, make: Callable[[], T]) -> T:
-        return self.world.from_first(make)
-
     def create_pools(
         self,
         processes_per_node: Mapping[str, Sequence[int]],
@@ -197,7 +183,7 @@ class LocalRuntime:
     ) -> dict[str, LocalPool]:
         """Return one pool for each name, all of the same processes."""
         assert not parts, "the rules of the configuration refuse disaggregated pools"
-        size = self.world.size
+        size = self.size
         problems = [
             Problem(
                 f"resource_pool.{name}",
@@ -210,8 +196,8 @@ class LocalRuntime:
         ]
         if problems:
             raise UserError(problems)
-        return {name: LocalPool(name, self.world) for name in processes_per_node}
+        return {name: LocalPool(name, self) for name in processes_per_node}
 
     def shutdown(self) -> None:
         """Leave the torch world; the processes go on."""
-        self.world.close()
+        worlds.leave()

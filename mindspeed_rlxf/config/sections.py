@@ -200,7 +200,7 @@ class PoolSettings(Section):
         {}, "environment variables of every worker", used_if="runtime.kind=ray"
     )
     bad_nodes: Literal["refuse", "exclude"] = free(
-        "refuse", "nodes that do not answer or have sick devices", used_if="joins_cluster"
+        "refuse", "nodes that do not answer, or differ from the driver's", used_if="joins_cluster"
     )
     tensor_parallel_spans_nodes: bool = reshard(
         False, "allow tensor parallel over nodes (slow)", used_if="has_pools_of_several_nodes"

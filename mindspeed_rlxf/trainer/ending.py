@@ -23,7 +23,6 @@ from mindspeed_rlxf.cluster.errors import (
     DevicesMissing,
     RuntimeTimeout,
     StorageUnreadable,
-    TooFewDevices,
     WorkerError,
 )
 from mindspeed_rlxf.config.problems import UserError
@@ -145,8 +144,6 @@ class Ending:
                     print(f"done: {self.done}, {self._directory.path}", flush=True)
             case UserError():
                 self._release()
-                if isinstance(error, TooFewDevices):
-                    supervised.report_facts(free=error.free)
                 return False
             case KeyboardInterrupt() | Stopped():
                 self._stopped(f"{self.stop.reason or 'SIGINT'}; {self.stop.work_lost}")

@@ -71,7 +71,7 @@ def open_runtime(config: RunConfig, ending: Ending) -> Iterator[tuple[Runtime, R
 
             local = LocalRuntime.from_config(config)
             opened.callback(local.shutdown)
-            if local.world.size > 1:
+            if local.size > 1:
                 ending.stop.agree = lambda mine: local.from_first(lambda: mine)
             directory = local.from_first(lambda: RunDirectory.create(config))
             if local.is_first:

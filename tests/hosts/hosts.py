@@ -104,17 +104,10 @@ class Host:
         assert found == code, f"{' '.join(command)} on {self.name} ended with {found}:\n{text}"
         return text
 
-    def start_ray(
-        self, output: Path, devices: int, head: Host | None = None, model: str | None = None
-    ) -> None:
-        """Run `ray start` as users write it.
-
-        head:  host to join, None = start the head here
-        model: accelerator type that Ray reports for the devices
-        """
+    def start_ray(self, output: Path, devices: int, head: Host | None = None) -> None:
+        """Run `ray start` as users write it. head: host to join, None = start the head here"""
         where = [f"--address={head.ip}:6344"] if head else ["--head", "--port", "6344"]
-        found = {"rlxf_cpu": devices} if devices else {}
-        resources = json.dumps(found | ({f"accelerator_type:{model}": 1} if model else {}))
+        resources = json.dumps({"rlxf_cpu": devices} if devices else {})
         own = ["--include-dashboard=false"] if head is None else []
         self.run(
             ["ray", "start", *where, *own, "--num-cpus=1", f"--resources={resources}",

@@ -153,20 +153,9 @@ def test_a_run_goes_on_without_a_host_that_was_lost(lab: Lab) -> None:
     assert [line["iteration"] for line in lines] == list(range(1, 61)), "each once"
 
 
-def test_devices_of_two_models_are_not_mixed_in_one_pool(lab: Lab) -> None:
+def test_two_runs_beside_each_other_under_a_head_without_devices(lab: Lab) -> None:
     for host in (lab.worker, lab.head):
         host.stop_ray(lab.log("ray"))
-    lab.head.start_ray(lab.log("ray"), devices=1, model="910B")
-    lab.worker.start_ray(lab.log("ray"), devices=1, head=lab.head, model="910C")
-    changes = {"placement.critic": "main", "resource_pool": "{main: [1, 1], wait_s: 5}"}
-    line = only_line("error: ", lab.run("models", 2, **changes))
-    assert "resource_pool.main=[1, 1] must be on devices of one model" in line
-    assert "910B" in line and "910C" in line
-
-
-def test_two_runs_beside_each_other_under_a_head_without_devices(lab: Lab) -> None:
-    lab.worker.stop_ray(lab.log("ray"))
-    lab.head.stop_ray(lab.log("ray"))
     lab.head.start_ray(lab.log("ray"), devices=0)
     lab.worker.start_ray(lab.log("ray"), devices=2, head=lab.head)
     changes = {"placement.critic": "main", "resource_pool": "{main: [1], wait_s: 60}"}

@@ -42,7 +42,7 @@ def main(kind: DeviceKind, folder: Path, out: Path, name: str) -> None:
     directory = runtime.from_first(lambda: RunDirectory.create(config))
     passes = record_forward_passes()
     train(config, prepared, directory, runtime, writes=runtime.is_first)
-    write(out, runtime.world.rank, passes)
+    write(out, runtime.rank, passes)
     runtime.shutdown()
 
 

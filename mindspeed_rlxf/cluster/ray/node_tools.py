@@ -1,10 +1,11 @@
-"""The nodes of a Ray cluster: list them, run functions there, and reserve their devices."""
+"""The nodes of a Ray cluster: list them, run functions there, compare and reserve them."""
 
 import logging
 import random
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
@@ -12,18 +13,18 @@ from ray.exceptions import RayError
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from mindspeed_rlxf.cluster.errors import DevicesMissing, TooFewDevices
+from mindspeed_rlxf.cluster.errors import DevicesMissing
 from mindspeed_rlxf.cluster.nodes import (
-    MODEL_PREFIX,
     Node,
-    NodeCheck,
-    choose_model,
+    NodeReport,
+    address_key,
+    build_id,
     describe_shortage,
-    fits,
-    sort_by_address,
-    take_devices,
+    find_node_problems,
+    report_node,
+    unshared,
 )
-from mindspeed_rlxf.config.problems import Problem
+from mindspeed_rlxf.config.problems import Problem, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,6 @@ PAUSE_S = (0.2, 2.0)  # between attempts; random, so that two runs do not collid
 PLACE_S = 0.5  # shortest wait for groups: Ray needs a moment to place one that fits
 LOOK_EVERY_S = 0.1
 NODE_ID = "ray.io/node-id"  # a label that Ray gives each node
-A_LITTLE = 0.001  # of a node's model resource: chooses the model, leaves room for all pools
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -51,11 +51,9 @@ def live_nodes(resource: str) -> list[Node]:
         host, totals = facts["NodeManagerHostname"], facts["Resources"]
         name = host if hosts[host] == 1 else f"{host}/{facts['NodeID'][:6]}"
         available = free.get(facts["NodeID"], totals).get(resource, 0)
-        models = sorted(each for each in totals if each.startswith(MODEL_PREFIX))
-        model = models[0].removeprefix(MODEL_PREFIX) if models else ""
         count, ip = int(totals.get(resource, 0)), facts["NodeManagerAddress"]
-        found.append(Node(facts["NodeID"], name, ip, count, int(available), model))
-    return sort_by_address(found)
+        found.append(Node(facts["NodeID"], name, ip, count, int(available)))
+    return sorted(found, key=lambda node: (address_key(node.ip), node.host))
 
 
 class Task(NamedTuple):
@@ -103,13 +101,6 @@ def run_tasks(tasks: Sequence[Task], environment: Mapping[str, str], timeout_s: 
     return results
 
 
-def ask_nodes(
-    nodes: Sequence[Node], function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float
-) -> list[Any]:
-    """Call a function on each node; return the results, or Failed, in order."""
-    return run_tasks([Task(node.id, function, args) for node in nodes], {}, timeout_s)
-
-
 def node_address() -> str:
     """Return this node's address, by which other nodes reach it."""
     return str(ray.util.get_node_ip_address())
@@ -134,104 +125,139 @@ class DeviceClaim:
     """Reserves placement groups for the pools of one run: all of them or none.
 
     A run that waits holds no devices, so that two runs with half of their devices each do not wait
-    for each other.
+    for each other. On a joined cluster each node is compared once with the driver's.
     """
 
     def __init__(
-        self, address: str, resource: str, logical: bool, wait_s: float | None, check: NodeCheck
+        self,
+        address: str,
+        resource: str,
+        logical: bool,
+        wait_s: float | None,
+        keys: Mapping[str, str],
+        run_file: Path | None,
+        check_s: float,
+        excludes: bool,
     ) -> None:
-        """Store what `reserve` needs; nothing is reserved yet.
+        """Store what `reserve` needs; nothing is compared or reserved yet.
 
         Args:
             resource: Ray's name of a device.
             logical: True on our own CPU cluster, where one host stands for all nodes.
             wait_s: Longest wait for devices; None on our private cluster, which never grows.
-            check: Compares the nodes of a joined cluster with the driver's.
+            keys: Folders that workers read, with the configuration keys that name each.
+            run_file: A file of the run directory, which all nodes of the run should see.
+            check_s: Longest wait for the reports of new nodes.
+            excludes: True = nodes that differ are not used; False = they are refused.
         """
         self._address, self._resource = address, resource
-        self._logical, self._wait_s, self._check = logical, wait_s, check
+        self._logical, self._wait_s = logical, wait_s
+        self._keys, self._check_s, self._excludes = dict(keys), check_s, excludes
+        self._run_file = None if run_file is None else str(run_file)
+        self.excluded: set[str] = set()  # ids of nodes
+        self._driver: NodeReport | None = None
+        self._seen: dict[str, NodeReport] = {}
 
     def reserve(self, shapes: Shapes) -> dict[str, Any]:
         """Reserve devices for all pools, wait for missing ones; return the placement group by pool.
 
         A group has a bundle for each entry of the pool's shape. Warns while it waits. The deadline
-        does not cut short the comparison of new nodes (`NodeCheck.check`), which has its own.
+        does not cut short the comparison of new nodes, which has its own.
 
         Raises:
             DevicesMissing: At the deadline, on a joined cluster.
-            TooFewDevices: At the deadline, on our own.
-            UserError: A node differs from the driver's, or a pool would mix device models.
+            UserError: At the deadline, on our own; a node differs from the driver's.
         """
         limit = OWN_WAIT_S if self._wait_s is None else self._wait_s
         deadline = time.monotonic() + limit
         while True:
             left = max(deadline - time.monotonic(), 0)
             # Not afterwards: Ray lists the devices of removed groups as used for some time.
-            nodes = live_nodes(self._resource)
-            groups, late = self._try_to_reserve(shapes, min(left, SAY_MISSING_EVERY_S))
+            nodes = [node for node in live_nodes(self._resource) if node.count]
+            if self._wait_s is not None:
+                nodes = self.check(nodes)
+            groups, late = self._try_to_reserve(shapes, nodes, min(left, SAY_MISSING_EVERY_S))
             if not late:
                 return groups
             time.sleep(min(random.uniform(*PAUSE_S), left))
-            self._report_shortage(shapes, late, nodes, is_last=time.monotonic() >= deadline)
+            text = "; ".join(
+                describe_shortage(name, shapes[name], self._resource, self._address, nodes)
+                for name in late
+            )
+            if time.monotonic() < deadline:
+                logger.warning("waiting for devices: %s", text)
+            elif self._wait_s is None:
+                raise UserError([Problem("", text)])
+            else:
+                waited = f"waited {limit:g} s (resource_pool.wait_s) for devices: "
+                raise DevicesMissing(waited + text, [node.free for node in nodes])
 
-    def _try_to_reserve(self, shapes: Shapes, wait_s: float) -> tuple[dict[str, Any], list[str]]:
-        """Ask Ray for a placement group per pool, and wait; return (groups, late pools).
+    def check(self, nodes: list[Node]) -> list[Node]:
+        """Compare new nodes with the driver's; return `nodes` without the excluded ones.
 
-        Late are pools that were not placed, or are on a node that was excluded meanwhile. If there
-        is one, all groups have been removed again.
+        Waits up to `check_s` for their reports. Warns once of a node to exclude.
+
+        Raises:
+            UserError: A node has a fault, and faulty nodes are refused.
         """
-        nodes = self._list_nodes()
+        new = [n for n in nodes if n.id not in self._seen and n.id not in self.excluded]
+        if new:
+            arguments = list(self._keys), self._run_file
+            driver = self._driver = self._driver or report_node(*arguments)
+            replies = run_tasks(
+                [Task(n.id, report_node, arguments) for n in new], {}, self._check_s
+            )
+            faults: dict[Node, list[str]] = {}
+            for node, reply in zip(new, replies, strict=True):
+                if isinstance(reply, NodeReport):
+                    self._seen[node.id] = reply
+                    faults[node] = find_node_problems(driver, reply, self._keys)
+                else:  # an import that fails there, or the node went away
+                    faults[node] = [
+                        f"mindspeed_rlxf on {node.host} ({node.ip}) must be that of the driver "
+                        f"({build_id()}): {reply.cause}; install the same there, and start Ray on "
+                        "that host from that environment again"
+                    ]
+            texts = dict.fromkeys(text for found in faults.values() for text in found)
+            if texts and not self._excludes:
+                raise UserError([Problem("", text) for text in texts])
+            for node, found in faults.items():
+                if found:
+                    self.excluded.add(node.id)
+                    logger.warning("%s (%s) is excluded: %s", node.host, node.ip, "; ".join(found))
+        return [node for node in nodes if node.id not in self.excluded]
+
+    def require_shared_folder(self, hosts: set[str]) -> None:
+        """Raise UserError if one of the hosts of the run does not see the run directory."""
+        apart = sorted({r.host for r in self._seen.values() if not r.sees_run} & hosts)
+        if apart:
+            raise UserError(unshared(", ".join(apart)))
+
+    def _try_to_reserve(
+        self, shapes: Shapes, nodes: Sequence[Node], wait_s: float
+    ) -> tuple[dict[str, Any], list[str]]:
+        """Ask Ray for a placement group per pool on the nodes, and wait; return (groups, late).
+
+        If a pool was not placed, all groups have been removed again.
+        """
+        ids = ",".join(node.id for node in nodes) or "none"  # not nodes that join meanwhile
         groups: dict[str, Any] = {}
+        late: list[str] = list(shapes)
         try:
             # The largest first: small pools fit into what is left, not the other way round.
             for name in sorted(shapes, key=lambda name: -max(shapes[name])):
-                model = choose_model(name, shapes[name], nodes)
-                nodes = take_devices(nodes, shapes[name], model)
-                groups[name] = self._request_group(shapes[name], model)
+                shape = shapes[name]
+                packs = self._logical or len(shape) == 1
+                groups[name] = placement_group(
+                    [{self._resource: count} for count in shape],
+                    strategy="PACK" if packs else "STRICT_SPREAD",
+                    bundle_label_selector=[{NODE_ID: f"in({ids})"}] * len(shape),
+                )
             late = _find_late_pools(groups, wait_s)
-            if not late:  # a node may have joined meanwhile
-                self._list_nodes()
-                late = _find_pools_on(groups, self._check.excluded)
-        except BaseException:
-            _remove(groups)
-            raise
-        if late:
-            _remove(groups)
+        finally:
+            for group in groups.values() if late else ():
+                ray.util.remove_placement_group(group)
         return groups, [name for name in shapes if name in late]
-
-    def _list_nodes(self) -> list[Node]:
-        if self._wait_s is None:
-            return []  # our private cluster is one host
-        return self._check.check([node for node in live_nodes(self._resource) if node.count])
-
-    def _request_group(self, shape: tuple[int, ...], model: str | None) -> Any:
-        bundle = {f"{MODEL_PREFIX}{model}": A_LITTLE} if model else {}
-        strategy = "PACK" if self._logical or len(shape) == 1 else "STRICT_SPREAD"
-        bundles = [{self._resource: count, **bundle} for count in shape]
-        excluded, labels = sorted(self._check.excluded), None
-        if excluded:
-            labels = [{NODE_ID: f"!in({','.join(excluded)})"}] * len(bundles)
-        return placement_group(bundles, strategy=strategy, bundle_label_selector=labels)
-
-    def _report_shortage(
-        self, shapes: Shapes, late: list[str], nodes: Sequence[Node], is_last: bool
-    ) -> None:
-        """Warn of late pools, with the nodes that may be used; raise the text if `is_last`."""
-        usable = [n for n in nodes if n.count and n.id not in self._check.excluded]
-        free = [node.free for node in usable]
-        # Each fits alone: together they do not, or another run has taken what was free.
-        unplaced = [name for name in late if not fits(shapes[name], free)] or late
-        found = [
-            describe_shortage(name, shapes[name], self._resource, self._address, usable)
-            for name in unplaced
-        ]
-        if not is_last:
-            logger.warning("waiting for devices: %s", "; ".join(found))
-            return
-        if self._wait_s is None:
-            raise TooFewDevices([Problem("", text) for text in found], free)
-        waited = f"waited {self._wait_s:g} s (resource_pool.wait_s) for devices: "
-        raise DevicesMissing(waited + "; ".join(found), free)
 
 
 def _find_late_pools(groups: Mapping[str, Any], wait_s: float) -> list[str]:
@@ -247,13 +273,3 @@ def _find_late_pools(groups: Mapping[str, Any], wait_s: float) -> list[str]:
         if not late or time.monotonic() >= deadline:
             return late
         time.sleep(LOOK_EVERY_S)
-
-
-def _find_pools_on(groups: Mapping[str, Any], nodes: set[str]) -> list[str]:
-    tables = {name: ray.util.placement_group_table(group) for name, group in groups.items()}
-    return [n for n, found in tables.items() if nodes & {*found["bundles_to_node_id"].values()}]
-
-
-def _remove(groups: Mapping[str, Any]) -> None:
-    for group in groups.values():
-        ray.util.remove_placement_group(group)

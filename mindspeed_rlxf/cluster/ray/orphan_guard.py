@@ -32,36 +32,25 @@ def main(temp_dir: str) -> None:
         pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
         found = [pid for pid in pids if pid not in spared and mentions(pid, word)]
         for pid in found:
-            kill(pid)
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # gone, another user's
+                os.kill(pid, signal.SIGKILL)
         shutil.rmtree(temp_dir, ignore_errors=True)
         if found or os.path.isdir(temp_dir):
             last = time.monotonic()
         time.sleep(0.2)
 
 
-def kill(pid: int) -> None:
-    """Send SIGKILL; does nothing where the process is gone or another user's."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, signal.SIGKILL)
-
-
 def mentions(pid: int, word: bytes) -> bool:
-    """Return whether the word is in a process's command line, environment, or open files' paths.
-
-    What cannot be read, as of another user's process, does not count.
-    """
-    for name in ("cmdline", "environ"):
-        try:
-            with open(f"/proc/{pid}/{name}", "rb") as file:
+    """Return whether the word is in a process's command line, environment, or open files' paths."""
+    folder = f"/proc/{pid}"
+    with contextlib.suppress(OSError):  # ended meanwhile, or another user's
+        for name in ("cmdline", "environ"):
+            with open(f"{folder}/{name}", "rb") as file:
                 if word in file.read():
                     return True
-        except OSError:  # ended meanwhile, or another user's
-            continue
-    folder = f"/proc/{pid}/fd"
-    with contextlib.suppress(OSError):
-        for name in os.listdir(folder):
-            with contextlib.suppress(OSError):
-                if word in os.fsencode(os.readlink(f"{folder}/{name}")):
+        for name in os.listdir(f"{folder}/fd"):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if word in os.fsencode(os.readlink(f"{folder}/fd/{name}")):
                     return True
     return False
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed_rlxf.cluster.errors import Origin
 from mindspeed_rlxf.cluster.interface import COLLECTIVE_MARGIN_S
-from mindspeed_rlxf.cluster.nodes import NodeCheck, describe_places, order_ranks
+from mindspeed_rlxf.cluster.nodes import describe_places, order_ranks
 from mindspeed_rlxf.cluster.ray.cluster import LOOPBACK, RayCluster, open_cluster, resource_name
 from mindspeed_rlxf.cluster.worker import offload_environment, worker_environment
 from mindspeed_rlxf.config.enums import DeviceKind, RewardKind, Role
@@ -55,7 +55,7 @@ class RayRuntime:
         own = {} if self._resource in FOUND_BY_RAY else {self._resource: float(num_devices)}
         self.cluster: RayCluster = open_cluster(settings.address, own)
         # Only now: Ray reads its environment, which depends on the cluster, when it is imported.
-        from mindspeed_rlxf.cluster.ray.node_tools import DeviceClaim, ask_nodes
+        from mindspeed_rlxf.cluster.ray.node_tools import DeviceClaim
 
         pool_settings = pool_settings or PoolSettings(wait_s=settings.start_timeout_s)
         self.timeout_s, self.start_timeout_s = settings.timeout_s, settings.start_timeout_s
@@ -65,15 +65,15 @@ class RayRuntime:
         # Ray shows and logs what it sets itself.
         self._environment = reveal({n: v for n, v in environment.items() if v.is_open})
         self._secrets = reveal({n: v for n, v in environment.items() if not v.is_open})
-        probe = self._kind if pool_settings.bad_nodes == "exclude" else None
-        wait_s = settings.start_timeout_s
-        self.check = NodeCheck(ask_nodes, read_by_workers or {}, run_file, wait_s, probe)
         self.claim = DeviceClaim(
             self.cluster.address,
             self._resource,
             logical=self.cluster.own and self._kind is DeviceKind.CPU,
             wait_s=None if self.cluster.own else pool_settings.wait_s,
-            check=self.check,
+            keys=read_by_workers or {},
+            run_file=run_file,
+            check_s=settings.start_timeout_s,
+            excludes=pool_settings.bad_nodes == "exclude",
         )
         self._pools: list[RayPool] = []
 
@@ -159,9 +159,8 @@ class RayRuntime:
             if not self.cluster.own:
                 logger.info("pool %s: %s", name, describe_places(pools[name].places))
         if not self.cluster.own:
-            self.check.require_shared_folder(
-                {p.host for pool in pools.values() for p in pool.places}
-            )
+            hosts = {place.host for pool in pools.values() for place in pool.places}
+            self.claim.require_shared_folder(hosts)
         return pools
 
     def _join_worlds(

@@ -2,7 +2,7 @@
 
 import os
 import platform
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from mindspeed_rlxf import device
@@ -109,7 +109,9 @@ def version_findings(by_host: Mapping[str, Mapping[str, str]]) -> list[Finding]:
         by_host: host -> package -> version.
     """
     check, remedy = "cluster.versions", "install the same there, and start Ray there again"
-    usual = cluster_nodes.usual_versions(list(by_host.values()))
+    names = dict.fromkeys(name for there in by_host.values() for name in there)
+    counts = {n: Counter(v.get(n, cluster_nodes.NONE) for v in by_host.values()) for n in names}
+    usual = {name: count.most_common(1)[0][0] for name, count in counts.items()}
     odd = defaultdict[str, list[str]](list)
     for host, there in by_host.items():
         for name, value, wanted in cluster_nodes.find_differences(there, usual):

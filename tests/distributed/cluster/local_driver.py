@@ -45,7 +45,7 @@ def check_hang(runtime: LocalRuntime, rank: int) -> None:
     if rank == 1:
         time.sleep(3)
         return
-    runtime.world.timeout_s = 1.0
+    runtime.timeout_s = 1.0
     with pytest.raises(RuntimeTimeout, match=r"actor_rollout\.rank: rank 1 did not arrive"):
         group.call(StandIn.rank)
 

@@ -348,21 +348,21 @@ def sandboxed(config: RunConfig) -> list[Any]:
 
 def started(config: RunConfig) -> Any:
     """Return how the local runtime starts its world, and the resource that the doctor looks for."""
-    with patch.object(local, "LocalWorld") as world:
+    with patch.object(local.LocalRuntime, "__init__", return_value=None) as made:
         local.LocalRuntime.from_config(config)
     kind = DeviceKind.AUTO
-    return world.call_args.args, doctor_checks.choose_subject(config, kind, False).resource
+    return made.call_args.args, doctor_checks.choose_subject(config, kind, False).resource
 
 
 def joined(config: RunConfig) -> Any:
     """Return how the Ray runtime opens a cluster, checks nodes, and sets deadlines, threads and
     environment."""
-    from mindspeed_rlxf.cluster.ray import runtime as ray_runtime
+    from mindspeed_rlxf.cluster.ray import node_tools, runtime as ray_runtime
 
     cluster = SimpleNamespace(own=False, address="head:1")
     opens = patch.object(ray_runtime, "open_cluster", return_value=cluster)
-    with opens as opened, patch.object(ray_runtime, "NodeCheck") as check:
+    with opens as opened, patch.object(node_tools, "DeviceClaim") as claim:
         made: Any = ray_runtime.RayRuntime.from_config(config, Path("logs"), Path("file"))
-    waits = made.timeout_s, made.start_timeout_s, made.claim._wait_s
+    waits = made.timeout_s, made.start_timeout_s
     environment = sorted(made._environment.items())
-    return opened.call_args, check.call_args.args[3:], waits, made._threads, environment
+    return opened.call_args, claim.call_args, waits, made._threads, environment

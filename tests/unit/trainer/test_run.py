@@ -16,9 +16,8 @@ from mindspeed_rlxf.checkpoint.checkpoints import RunCheckpoints
 from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from mindspeed_rlxf.checkpoint.stopping import Stopped, StoppedByRule
 from mindspeed_rlxf.checkpoint.supervised import CHILD_OF
-from mindspeed_rlxf.cluster.errors import DevicesMissing, TooFewDevices
+from mindspeed_rlxf.cluster.errors import DevicesMissing
 from mindspeed_rlxf.config.load import resolve
-from mindspeed_rlxf.config.problems import Problem, UserError
 from mindspeed_rlxf.trainer import run as run_module
 from mindspeed_rlxf.trainer.preflight import Prepared
 from tests.unit.checkpoint.runs import stand_ins, trainer_state
@@ -136,14 +135,6 @@ def test_missing_devices_are_reported_and_end_with_75(
     assert capsys.readouterr().err == "stopped: 8 devices are needed\n"
     assert command.facts()["free"] == FREE
     assert not RunDirectory(command.folder).is_used, "the same command may take it again"
-
-
-def test_too_few_devices_of_an_own_cluster_are_reported_and_a_user_error(command: Command) -> None:
-    command.lacking = TooFewDevices([Problem("", "8 devices are needed")], FREE)
-    with pytest.raises(UserError, match="8 devices are needed"):
-        command.run()
-    assert command.facts()["free"] == FREE
-    assert not RunDirectory(command.folder).is_used
 
 
 def test_validation_only_trains_nothing(

@@ -1,14 +1,10 @@
 """The guard process ends a cluster's processes when the driver is gone."""
 
-import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import pytest
-
-from mindspeed_rlxf.cluster.ray import orphan_guard
 from mindspeed_rlxf.cluster.ray.cluster import OrphanGuard
 
 
@@ -37,11 +33,3 @@ def test_a_killed_guard_is_replaced_and_ends_the_processes_of_its_cluster_alone(
             process.kill()
             process.wait()
         guard.end()
-
-
-def test_a_process_of_another_user_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(pid: int, signal: int) -> None:
-        raise PermissionError(f"{pid} is root's")  # as `sudo tail` of a file in the folder
-
-    monkeypatch.setattr(os, "kill", refuse)
-    orphan_guard.kill(1)
