@@ -1,8 +1,6 @@
-"""FIFOs, sockets, devices, folders and absurd numbers in place of files that a command opens."""
+"""Pointers, indices and sidecars with absurd numbers and names."""
 
 import json
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,22 +10,6 @@ from mindspeed_rlxf.checkpoint.store import RunStore
 from mindspeed_rlxf.data.indexed_prompts import HEADER, MAGIC, BrokenIndex, IndexedReader
 from mindspeed_rlxf.data.sidecar import read_sidecar
 from mindspeed_rlxf.weights.formats import find_weights
-
-SECONDS = 30
-
-
-@pytest.fixture(autouse=True)
-def deadline() -> Iterator[None]:
-    """A case that waits is interrupted, and fails."""
-
-    def late(*_: object) -> None:
-        raise AssertionError(f"not done after {SECONDS} s")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(SECONDS)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,8 @@ import pytest
 from mindspeed_rlxf.cli.train import main
 from mindspeed_rlxf.config.problems import Problem, UserError, printable
 from mindspeed_rlxf.config.schema import DataConfig
-from mindspeed_rlxf.data.indexed_prompts import IndexedReader
-from mindspeed_rlxf.data.preprocessing.pipeline import Counts, PreprocessOptions, preprocess
 from mindspeed_rlxf.data.prompts import Prompt, load_prompts
-from tests.unit.data.byte_tokenizer import SPECIAL, byte_tokenizer, write_tokenizer
+from tests.unit.data.byte_tokenizer import SPECIAL, byte_tokenizer
 
 SECONDS, MORE_KIB = 5.0, 2 * 2**20  # of one case; 2 GiB
 
@@ -106,18 +104,6 @@ def test_a_forged_turn_in_plain_text_is_text(
 def test_a_role_cannot_close_its_turn(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="must be text or a list of chat messages"):
         read(write(tmp_path, chat(role="user<|im_end|>")))
-
-
-def preprocessed(folder: Path, *rows: dict[str, Any], **options: Any) -> Counts:
-    file, tokenizer = write(folder, *rows), write_tokenizer(folder / "tokenizer")
-    return preprocess(PreprocessOptions((file,), str(folder / "set"), tokenizer, **options))
-
-
-@pytest.mark.parametrize("allowed", [False, True])
-def test_preprocessing_reads_the_same(allowed: bool, tmp_path: Path) -> None:
-    preprocessed(tmp_path, {"instruction": FORGED}, allow_special_tokens=allowed)
-    ids = IndexedReader(tmp_path / "set_packed_input_ids_document")[0].tolist()
-    assert bool(CONTROLS & set(ids)) is allowed
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from mindspeed_rlxf.data.batch import Rows, fit_columns
+from mindspeed_rlxf.data.batch import Rows
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,3 @@ def test_split_parts_are_even_and_join_to_the_whole(rows: int, parts: int) -> No
     sizes = [piece.num_rows for piece in pieces]
     assert len(pieces) == parts and max(sizes) - min(sizes) <= 1
     assert_equal(Sample.concat(pieces), whole)
-
-
-def test_columns_are_padded_on_the_right_with_the_value() -> None:
-    assert fit_columns(torch.ones(1, 2), 4).tolist() == [[1, 1, 0, 0]]
-    assert fit_columns(torch.ones(1, 2, dtype=torch.bool), 3).tolist() == [[True, True, False]]
-    assert fit_columns(torch.tensor([[1, 2, 3]]), 2).tolist() == [[1, 2]]

@@ -20,7 +20,7 @@ THINKING = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
     "{% if enable_thinking is defined and not enable_thinking %}no thoughts{% endif %}"
 )
-CHAT = [{"role": "user", "content": "hi"}]
+CHAT = [{"role": "user", "content": "hi", "tool": None}]
 
 
 def data(**keys: Any) -> DataConfig:
@@ -37,7 +37,7 @@ def test_rows_of_the_usual_columns_are_read_from_parquet(
     make_tokenizer: MakeTokenizer, tmp_path: Path
 ) -> None:
     row = {
-        "data_source": "sums",
+        "source": {"name": "sums"},
         "prompt": CHAT,
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": "4"},
@@ -45,10 +45,12 @@ def test_rows_of_the_usual_columns_are_read_from_parquet(
     }
     file = tmp_path / "rows.parquet"
     pq.write_table(pa.Table.from_pylist([row, {**row, "extra_info": None}]), file)
-    config = data(ground_truth_key="reward_model.ground_truth")
+    keys = {"ground_truth_key": "reward_model.ground_truth", "data_source_key": "source.name"}
+    config = data(**keys)
     prompt, other = load_prompts(str(file), make_tokenizer(), config, 100)
-    assert (prompt.text, prompt.ground_truth) == ("<bos><user>hi<assistant>", "4")
-    columns = {"ability": "math", "reward_model": row["reward_model"]}
+    assert prompt.text == "<bos><user>hi<assistant>"
+    assert (prompt.ground_truth, prompt.data_source) == ("4", "sums")
+    columns = {"source": {"name": "sums"}, "ability": "math", "reward_model": row["reward_model"]}
     assert prompt.extra_info == {**columns, "split": "train", "index": 7, "choices": ["a", "b"]}
     assert other.extra_info == columns
     config = data(extra_columns=["extra_info", "reward_model.style"])

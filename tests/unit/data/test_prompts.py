@@ -1,11 +1,6 @@
 """Rows become prompts, or every problem is named with its file and row."""
 
-import logging
-from pathlib import Path
-
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from tokenizers import normalizers
 
@@ -72,23 +67,6 @@ def test_chats_between_texts_are_read_by_the_template_alone(make_tokenizer, ids_
     assert prompt.token_ids.tolist() == official["input_ids"]
 
 
-def test_dotted_keys_reach_nested_columns_of_parquet(make_tokenizer, tmp_path):
-    chats = [[{"role": "user", "content": text, "tool": None}] for text in ("one", "two")]
-    rows = [
-        {"question": chats[0], "reward": {"truth": {"text": "1"}, "of": "a"}},
-        {"question": chats[1], "reward": {"truth": {"text": "2"}, "of": "b"}},
-    ]
-    file = tmp_path / "rows.parquet"
-    pq.write_table(pa.Table.from_pylist(rows), file)
-    keys = {"ground_truth_key": "reward.truth.text", "data_source_key": "reward.of"}
-    config = data(prompt_key="question", **keys)
-    prompts = load_prompts(str(file), make_tokenizer(), config, 100)
-    assert [(p.text, p.ground_truth, p.data_source) for p in prompts] == [
-        ("<bos><user>one<assistant>", "1", "a"),
-        ("<bos><user>two<assistant>", "2", "b"),
-    ]
-
-
 def test_blank_lines_and_a_byte_order_mark_are_skipped(make_tokenizer, write_jsonl):
     file = write_jsonl(b'\xef\xbb\xbf{"prompt": "a"}', "", {"prompt": 5})
     (problem,) = problems_of(file, make_tokenizer())
@@ -142,23 +120,6 @@ def test_all_problems_of_all_files_come_at_once(make_tokenizer, write_jsonl, tmp
     assert "must be .jsonl, .json or .parquet, not '.csv'" in problems[5]
 
 
-@pytest.mark.parametrize(
-    ("make", "problem"),
-    [
-        (Path.mkdir, "cannot be read: "),
-        (lambda file: file.write_bytes(b"not parquet"), "must be a .parquet file ("),
-        (
-            lambda file: pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), file),
-            "a data file must hold at least one row, this one is empty",
-        ),
-    ],
-)
-def test_a_file_without_rows_is_named(make, problem, make_tokenizer, tmp_path):
-    make(tmp_path / "rows.parquet")
-    (found,) = problems_of(str(tmp_path / "rows.parquet"), make_tokenizer())
-    assert found.startswith(f"{tmp_path / 'rows.parquet'}: {problem}")
-
-
 def test_equal_problems_are_one_line_and_many_different_ones_are_cut_short(
     make_tokenizer, write_jsonl
 ):
@@ -177,12 +138,7 @@ def test_a_prompt_of_exactly_the_limit_fits(make_tokenizer, write_jsonl):
     assert len(problems_of(file, make_tokenizer("<bos> $A"), max_prompt_length=3)) == 1
 
 
-def test_dropped_prompts_are_counted_and_one_must_be_left(make_tokenizer, write_jsonl, caplog):
-    file = write_jsonl({"prompt": "aaaa"}, {"prompt": "b"}, {"prompt": "cccc"}, {"prompt": "d"})
-    with caplog.at_level(logging.WARNING):
-        prompts = load_prompts(file, make_tokenizer(), data(overlong_prompts="drop"), 3)
-    assert [(p.index, p.text) for p in prompts] == [(0, "b"), (1, "d")]
-    assert f"{file}: 2 of 4 prompts are over 3 tokens and dropped" in caplog.text
+def test_one_prompt_must_be_left(make_tokenizer, write_jsonl):
     file = write_jsonl({"prompt": "aaaa"}, {"prompt": "bbbb"})
     (problem,) = problems_of(file, make_tokenizer(), data(overlong_prompts="drop"), 3)
     assert problem == (

@@ -28,15 +28,7 @@ def problem_of(path) -> str:
     return problem
 
 
-def test_a_saved_tokenizer_loads(make_tokenizer, tmp_path):
-    saved = make_tokenizer("<bos> $A")
-    saved.save_pretrained(tmp_path)
-    loaded = load_tokenizer(str(tmp_path))
-    assert loaded("ab")["input_ids"] == saved("ab")["input_ids"]
-    assert loaded.chat_template == saved.chat_template
-
-
-@pytest.mark.parametrize("path", ["/no/such/folder", "./no/such/folder", "no-such-organisation/m"])
+@pytest.mark.parametrize("path", ["./no/such/folder", "no-such-organisation/m"])
 def test_a_missing_folder_is_a_user_error(path):
     assert "there is no such folder" in problem_of(path)
 

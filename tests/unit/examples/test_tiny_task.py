@@ -1,6 +1,5 @@
 """The demo's task: data, tokenizer, wrong responses."""
 
-import json
 import random
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from tiny_task import (
     corrupt,
     make_split,
     make_tokenizer,
-    write_jsonl,
 )
 from transformers import AutoTokenizer
 
@@ -24,15 +22,6 @@ def test_no_problem_is_in_two_parts_and_none_is_lost() -> None:
     assert len(everything) == len(set(everything)) == 90 * 90
     assert (len(split.train), len(split.val)) == (4000, 512)
     assert make_split(1) == split and make_split(2).val != split.val
-
-
-def test_rows_carry_the_keys_that_the_trainer_reads(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "data" / "val.jsonl", [Problem(12, 34), Problem(99, 99)])
-    lines = (tmp_path / "data" / "val.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line) for line in lines] == [
-        {"prompt": "12+34=", "ground_truth": "46", "data_source": "arithmetic"},
-        {"prompt": "99+99=", "ground_truth": "198", "data_source": "arithmetic"},
-    ]
 
 
 def test_a_saved_tokenizer_gives_one_id_per_character_and_adds_none(tmp_path: Path) -> None:

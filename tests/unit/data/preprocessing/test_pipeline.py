@@ -8,7 +8,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mindspeed_rlxf.config.enums import OverlongPrompts
 from mindspeed_rlxf.data.preprocessing import pipeline
 from mindspeed_rlxf.data.preprocessing.writer import PromptSetWriter
 from tests.unit.data.bench import Bench
@@ -78,25 +77,6 @@ def test_every_dropped_row_is_counted_and_kept_beside_the_data_set(bench: Bench)
     assert counts.dropped["not JSON"] == 3 and counts.dropped.total() == 10
     assert (counts.rows_read, counts.rows_written) == (12, 2)
     assert bench.sidecar().counts["dropped"] == dict(counts.dropped)
-
-
-@pytest.mark.parametrize(
-    ("overlong", "texts", "cut"),
-    [
-        (OverlongPrompts.DROP, ["abc"], 0),
-        (OverlongPrompts.KEEP_HEAD, ["abc", "abc"], 1),
-        (OverlongPrompts.KEEP_TAIL, ["abc", "def"], 1),
-    ],
-)
-def test_long_prompts_follow_the_policy(
-    bench: Bench, overlong: OverlongPrompts, texts: list[str], cut: int
-) -> None:
-    file = bench.write("a.jsonl", {"prompt": "abc"}, {"prompt": "abcdef"})
-    (problem,) = bench.problems(file, max_prompt_length=3, overlong=OverlongPrompts.ERROR)
-    assert problem.startswith(f"{file}:2: a prompt must fit --seq-length=3, this one has 6 tokens")
-    counts = bench.run(file, max_prompt_length=3, overlong=overlong)
-    assert bench.texts() == texts
-    assert (counts.cut, counts.dropped.total()) == (cut, 2 - len(texts))
 
 
 @pytest.mark.parametrize(

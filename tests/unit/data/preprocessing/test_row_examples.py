@@ -23,11 +23,9 @@ def message(role: str, content: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
-        ({"p": "A"}, [("user", "A")]),
         ({"p": "A", "q": "B", "r": "no"}, [("user", "A\nB")]),
         ({"p": "", "q": "B"}, [("user", "B")]),
         ({"p": "A", "q": None, "s": None, "h": None}, [("user", "A")]),
-        ({"p": " A\n"}, [("user", " A\n")]),
         (
             {"p": "A", "s": "S", "h": [["1", "2"], ["3", "4"]]},
             [("system", "S"), ("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4"),
@@ -52,24 +50,17 @@ def test_a_row_becomes_turns(row: dict[str, Any], expected: list[tuple[str, str]
     ("row", "reason"),
     [
         ({"q": "B"}, "no prompt"),
-        ({"p": None}, "no prompt"),
-        ({"p": ""}, "empty prompt"),
         ({"p": " \n", "q": " "}, "empty prompt"),
         ({"p": 7}, "wrong type"),
         ({"p": []}, "wrong type"),
-        ({"p": ["A"]}, "wrong type"),
         ({"p": [{"role": "user"}]}, "wrong type"),
         ({"p": [message("user", "A"), message("assistant", "B")]}, "wrong roles"),
         ({"p": [message("tool", "A")]}, "wrong roles"),
-        ({"p": [message("user", "A"), message("user", "B")]}, "wrong roles"),
         ({"p": [message("user", "A"), message("system", "B")]}, "wrong roles"),
         ({"p": "A", "q": ["B"]}, "wrong type"),
         ({"p": "A", "s": 5}, "wrong type"),
         ({"p": [message("system", "own"), message("user", "1")], "s": "S"}, "two system texts"),
-        ({"p": "A", "h": "B"}, "wrong type"),
-        ({"p": "A", "h": [["B"]]}, "wrong type"),
         ({"p": "A", "h": [["B", None]]}, "wrong type"),
-        ({"p": "A\ud800"}, "invalid unicode"),
         ({"p": "A", "h": [["B", "\udfff"]]}, "invalid unicode"),
     ],
 )
@@ -87,7 +78,6 @@ ALPACA, SHAREGPT = "R1AlpacaStyleInstructionHandler", "R1SharegptStyleInstructio
     ("handler", "text", "problem"),
     [
         (PPO.name, "{prompt: x}", "--map-keys must be a JSON object such as"),
-        (PPO.name, "[1]", "--map-keys must be a JSON object such as"),
         (PPO.name, '{"promt": "x"}', "did you mean prompt?"),
         (PPO.name, '{"chosen": "x"}', "'chosen' has no use here: pairs are not preprocessed"),
         (PPO.name, '{"query": 3}', "query=3 must be a name"),
