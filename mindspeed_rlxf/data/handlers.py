@@ -81,35 +81,13 @@ HANDLERS: Mapping[str, Handler] = {
     )
 }
 
-_PRETRAIN = "texts for pre-training are not preprocessed here; use the tools of Megatron-LM"
 _PROMPTS = "only prompts and answers are written; use "
-_OWN_FORMAT = (
-    "rewrite the rows as alpaca or sharegpt rows and use R1AlpacaStyleInstructionHandler or "
-    "R1SharegptStyleInstructionHandler"
-)
 REFUSED_HANDLERS: Mapping[str, str] = {
-    "GeneralPretrainHandler": _PRETRAIN,
-    "AlpacaPretrainHandler": _PRETRAIN,
     "AlpacaStyleInstructionHandler": f"{_PROMPTS}R1AlpacaStyleInstructionHandler",
     "LlamaFactoryInstructionHandler": f"{_PROMPTS}R1AlpacaStyleInstructionHandler",
     "SharegptStyleInstructionHandler": f"{_PROMPTS}R1SharegptStyleInstructionHandler",
     "AlpacaStylePairwiseHandler": f"{_PAIRS}, and {DEFAULT_HANDLER} writes their prompts",
     "SharegptStylePairwiseHandler": _PAIRS,
-    "AlpacaStyleProcessRewardHandler": "rewards of single steps are not trained here; score whole "
-    "responses",
-    "HunyuanInstructionHandler": "models of this family cannot be loaded; use "
-    "R1SharegptStyleInstructionHandler with the template of a family that can",
-    **dict.fromkeys(
-        (
-            "GeneralInstructionHandler",
-            "BelleMultiTurnInstructionHandler",
-            "MOSSInstructionHandler",
-            "MOSSMultiTurnHandler",
-            "LeetcodePythonInstructionHandler",
-            "StackOverflowPythonPretrainHandler",
-        ),
-        _OWN_FORMAT,
-    ),
 }
 """Handlers of the older toolkit that are not supported -> remedy."""
 

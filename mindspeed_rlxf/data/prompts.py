@@ -113,7 +113,7 @@ class _Reader:
             good: list[TextRow] = []
             for row in chunk:
                 if not self._data.allow_special_tokens:
-                    num_spelled += self._special.are_in(row.prompt)
+                    num_spelled += self._special.hide(row.prompt) != row.prompt
                 if problem := self._fill_template(row):
                     problems.add(row.row, problem)
                 else:

@@ -145,10 +145,6 @@ class SpecialTokens:
         self._tokenizer, self._nonce = tokenizer, secrets.token_hex(12)
         self._words = re.compile(rf"zq{self._nonce}n(\d+)z")
 
-    def are_in(self, value: Any) -> bool:
-        """Whether a text, or a text inside lists and dicts, contains a special token."""
-        return bool(self.hide(value) != value)
-
     def hide(self, value: Any) -> Any:
         """Replace each special token in texts, lists and dicts of texts by its random word."""
         if isinstance(value, str):
