@@ -124,14 +124,11 @@ class StorageUnreadable(RuntimeError):
 
 
 STDERR = 2
-EARLY = 0.9  # fraction of the deadline after which the stacks are written
-LOOK_S = 2.0  # longest wait for stacks that are not there yet
+EARLY = 0.8  # fraction of the deadline after which the stacks are written
 TAIL_BYTES = 256 * 1024
 DUMP, ENDED = "Timeout (", "the call that wrote its stacks has ended"
-WAITS_FOR_ROWS = "waits for rows"
-NO_STACK = "wrote no stack (stopped, gone, or its log is not on shared storage)"
 
-FRAME = re.compile(r'^  File "(?P<file>.+)", line \d+ in (?P<function>.+)$', re.MULTILINE)
+FRAME = re.compile(r'^  File "(.+)", line \d+ in (.+)$', re.MULTILINE)
 THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
 
 
@@ -151,7 +148,7 @@ def stacks_when_late(timeout_s: float) -> Iterator[None]:
 def explain_timeout(
     error: RuntimeTimeout, late: Sequence[Origin], lacks_rows: Mapping[Origin, bool]
 ) -> RuntimeTimeout:
-    """Return a new RuntimeTimeout that says what the late ranks do and names the ones to blame.
+    """Return a new RuntimeTimeout that names the ranks to blame, and says what they do.
 
     To blame are the late ranks that do not wait for others; if all wait, the producers of rows that
     do not; else all late ranks.
@@ -161,27 +158,17 @@ def explain_timeout(
         lacks_rows: The missing ranks, then the ranks whose rows they lack; True = waits for rows
             itself, so its call has not begun.
     """
-    ranks = list(lacks_rows)
-    deadline = time.monotonic() + LOOK_S
-    while True:
-        stacks = {each: read_stack(each.log) for each in ranks if not lacks_rows[each]}
-        if all(stacks.values()) or time.monotonic() >= deadline:
-            break
-        time.sleep(0.1)
-    states = dict.fromkeys(ranks, (WAITS_FOR_ROWS, True))
-    states |= {e: describe_stack(s) if s else (NO_STACK, False) for e, s in stacks.items()}
+    waits = ("waiting for rows", True)
+    states = {
+        each: waits if lacks else describe_stack(read_stack(each.log))
+        for each, lacks in lacks_rows.items()
+    }
     blamed = [each for each in late if not states[each][1]]
-    blamed = blamed or [each for each in ranks if not states[each][1]] or list(late)
+    blamed = blamed or [each for each in states if not states[each][1]] or list(late)
     blamed = list({each.rank: each for each in blamed if each.call == blamed[0].call}.values())
-    by_state: dict[tuple[str, str], list[str]] = {}
-    for each in ranks:
-        by_state.setdefault((each.call, states[each][0]), []).append(str(each.rank))
-    parts = [
-        f"{call} {'rank' if len(numbers) == 1 else 'ranks'} {', '.join(numbers)}: {state}"
-        for (call, state), numbers in by_state.items()
-    ]
-    numbers, hosts = [each.rank for each in blamed], [each.host for each in blamed]
-    return RuntimeTimeout(blamed[0].call, error.seconds, numbers, "; ".join(parts), hosts)
+    hint = "; ".join(dict.fromkeys(states[each][0] for each in blamed))
+    ranks, hosts = [each.rank for each in blamed], [each.host for each in blamed]
+    return RuntimeTimeout(blamed[0].call, error.seconds, ranks, hint, hosts)
 
 
 def read_stack(log: str) -> str:
@@ -198,16 +185,13 @@ def read_stack(log: str) -> str:
 
 def describe_stack(stack: str) -> tuple[str, bool]:
     """Return what the thread that runs roles does, and whether it waits in torch.distributed."""
-    threads = THREAD.split(stack)[1:]
-    ours = next((t for t in threads if "cluster/worker.py" in t), None)
+    if not stack:
+        return "no stack in its log: stopped, gone, or no shared storage", False
+    ours = next((t for t in THREAD.split(stack) if "cluster/worker.py" in t), None)
     if ours is None:
-        return "has no call to work on", False
-    frames = [(f["file"], f["function"]) for f in FRAME.finditer(ours)]
-    collective = [name for file, name in frames if "torch/distributed/" in file]
-    if collective:
-        named = [name for name in collective if not name.startswith(("wrapper", "_", "<"))]
-        return f"waits for others in {(named or collective)[-1]}", True
-    file, name = frames[0]
-    caller = next((f"{Path(f).stem}.{n}" for f, n in frames if "mindspeed_rlxf" in f), "")
-    inside = f" from {caller}" if caller and "mindspeed_rlxf" not in file else ""
-    return f"is in {Path(file).stem}.{name}{inside}", False
+        return "no call to work on", False
+    frames = FRAME.findall(ours)
+    if any("torch/distributed/" in file for file, _ in frames):
+        return "waiting for others in a collective", True
+    within = [f"{Path(file).stem}.{name}" for file, name in frames if "mindspeed_rlxf" in file]
+    return f"in {within[0]} (innermost frame: {frames[0][1]})", False

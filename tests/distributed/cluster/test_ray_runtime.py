@@ -36,12 +36,12 @@ def make_pools(warm_runtime: Any) -> MakePools:
 
 @pytest.fixture
 def make_hasty(ray_runtime: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakePools]:
-    """Pools whose workers write their stacks after 1.8 s; the driver's deadline is 2 s."""
+    """Pools whose workers write their stacks after 2.4 s; the driver's deadline is 3 s."""
     made: list[Any] = []
 
     def make(*sizes: int) -> list[Any]:
         with monkeypatch.context() as patch:
-            patch.setattr(ray_runtime, "timeout_s", 2.0)
+            patch.setattr(ray_runtime, "timeout_s", 3.0)
             pools = ray_runtime.create_pools({f"hasty_{i}": [n] for i, n in enumerate(sizes)})
         made.extend(pools.values())
         return list(pools.values())
@@ -153,8 +153,7 @@ def test_a_hang_ends_and_names_the_ranks_that_did_not_arrive(make_hasty: MakePoo
     rows = producer.call(StandIn.make_late, Sharded([Numbers(torch.arange(2))]), 20.0).rows()
     with pytest.raises(RuntimeTimeout) as hang:
         consumer.call(StandIn.read, rows).result()
-    hang.match(r"^actor_rollout\.make_late: rank 0 did not arrive within 2 s; ")
-    hang.match(r"critic\.read ranks 0, 1: waits for rows; actor_rollout\.make_late rank 0: is in ")
+    hang.match(r"^actor_rollout\.make_late: rank 0 did not arrive within 3 s; in worker\.run")
     assert (hang.value.role, hang.value.missing) == ("actor_rollout", [0])
 
 
@@ -204,7 +203,7 @@ def test_a_stopped_rank_is_named_and_the_others_stacks_are_in_their_logs(
     group = build(pool)
     with pytest.raises(RuntimeTimeout) as hang:
         group.call(StandIn.stop_on, 1).result()
-    hang.match(r"stop_on: rank 1 did not arrive within 2 s; .* rank 0: waits for others in barrier")
+    hang.match(r"stop_on: rank 1 did not arrive within 3 s; no stack in its log")
     assert hang.value.missing == [1]
     log = ray_runtime.log_dir / "hasty_0" / "rank_00000.log"
     assert "in stop_on" in log.read_text(encoding="utf-8")
