@@ -53,7 +53,7 @@ def import_(kind: str, _work: Path) -> Numbers:
     from mindspeed_rlxf import device
     from mindspeed_rlxf.config.enums import DeviceKind
 
-    device.load_library(DeviceKind(kind))
+    device.select_first_device(DeviceKind(kind))
     print(f"torch {torch.__version__}, devices: {device.device_count(DeviceKind(kind))}")
     return {}
 

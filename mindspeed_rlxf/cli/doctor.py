@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.overrides and arguments.config_name is None:
         parser.error(f"{arguments.overrides[0]} changes a configuration: give --config-name")
     config, found = _load_config(arguments)
-    subject = choose_subject(config, DeviceKind(arguments.device), arguments.cluster)
+    subject = choose_subject(config, DeviceKind(arguments.device))
     if arguments.cluster:
         address = arguments.address or (config.runtime.address if config else None)
         found += check_cluster(subject, address)

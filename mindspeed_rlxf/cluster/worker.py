@@ -18,10 +18,9 @@ from mindspeed_rlxf import device
 from mindspeed_rlxf.cluster.errors import WorkerError
 from mindspeed_rlxf.cluster.interface import Peer, Reply, Request
 from mindspeed_rlxf.cluster.refs import Fetch, resolve_refs
-from mindspeed_rlxf.config.enums import DeviceKind, Role
-from mindspeed_rlxf.config.problems import Problem
+from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.config.secrets import Secret, reveal, variable_secret
+from mindspeed_rlxf.config.secrets import Secret, variable_secret
 from mindspeed_rlxf.data.batch import RoleOutput, Rows
 from mindspeed_rlxf.engine import work
 from mindspeed_rlxf.reporting.jsonl import write_tokens
@@ -170,12 +169,6 @@ def worker_environment(given: Mapping[str, Secret], inherits: bool) -> dict[str,
         inherits: Workers inherit the driver's environment and need only `given`.
     """
     return dict(given) if inherits else {**forwarded_environment(os.environ), **given}
-
-
-def environment_problems(kind: DeviceKind, given: Mapping[str, Secret]) -> list[Problem]:
-    """Return a Problem for each contradiction between the variables that workers would get."""
-    variables = reveal(worker_environment(given, inherits=False))
-    return [Problem(*found) for found in device.environment_problems(kind, variables)]
 
 
 def offload_environment(config: RunConfig) -> dict[str, str]:

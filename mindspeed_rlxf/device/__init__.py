@@ -7,7 +7,6 @@ applies its adaptor (MindSpeed's on NPU, none on CUDA, our own on CPU).
 import importlib.util
 import os
 import random
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,12 +126,6 @@ def setup(
     return current_device()
 
 
-def load_library(kind: DeviceKind) -> None:
-    """Import torch_npu if the kind is NPU, or raise ValueError; claims no device."""
-    if resolve_kind(kind) is DeviceKind.NPU:
-        npu.import_torch_npu()  # registers torch.npu
-
-
 def select_first_device(kind: DeviceKind) -> torch.device:
     """Make the first visible device the current one and return it; needs no `setup`.
 
@@ -141,7 +134,8 @@ def select_first_device(kind: DeviceKind) -> torch.device:
     kind = resolve_kind(kind)
     if kind is DeviceKind.CPU:
         return torch.device("cpu")
-    load_library(kind)
+    if kind is DeviceKind.NPU:
+        npu.import_torch_npu()  # registers torch.npu
     getattr(torch, FACTS[kind].torch_type).set_device(0)
     return torch.device(FACTS[kind].torch_type, 0)
 
@@ -267,16 +261,6 @@ def network_environment(kind: DeviceKind, ip: str) -> dict[str, str]:
     if resolve_kind(kind) is DeviceKind.NPU and "HCCL_SOCKET_IFNAME" not in os.environ:
         found["HCCL_IF_IP"] = ip
     return found
-
-
-def environment_problems(
-    kind: DeviceKind, environment: Mapping[str, str]
-) -> list[npu.Contradiction]:
-    """Return the contradiction between HCCL's timeouts in the workers' variables, or []."""
-    if resolve_kind(kind) is not DeviceKind.NPU:
-        return []
-    problem = npu.timeout_problem(environment)
-    return [problem] if problem else []
 
 
 def process_bytes(kind: DeviceKind) -> int:

@@ -86,28 +86,15 @@ def find(operator: Operator, *shape: int) -> Any:
     return None
 
 
-def _torch_varlen() -> Any:
-    varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-
-    def attend(
-        query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, key_lengths: Lengths
-    ) -> Tensor:
-        how = {"window_size": (-1, 0), "enable_gqa": query.size(1) != key.size(1)}  # causal
-        ends = [_ends(each, query.device) for each in (lengths, key_lengths)]
-        out: Tensor = varlen_attn(query, key, value, *ends, max(lengths), max(key_lengths), **how)
-        return out
-
-    return attend
-
-
-def _flash_attention() -> Any:
-    flash = importlib.import_module("flash_attn").flash_attn_varlen_func
+def _varlen_attention(module: str, name: str, **causal: Any) -> Any:
+    operator = getattr(importlib.import_module(module), name)
 
     def attend(
         query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, key_lengths: Lengths
     ) -> Tensor:
         ends = [_ends(each, query.device) for each in (lengths, key_lengths)]
-        out: Tensor = flash(query, key, value, *ends, max(lengths), max(key_lengths), causal=True)
+        longest = max(lengths), max(key_lengths)
+        out: Tensor = operator(query, key, value, *ends, *longest, **causal)
         return out
 
     return attend
@@ -138,46 +125,40 @@ def _assert_close(found: Tensor, expected: Tensor, inputs: Sequence[Tensor]) -> 
         torch.testing.assert_close(one.float(), other.float(), rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def _probe_attention(
-    attend: Any, device: torch.device, heads: int = 4, groups: int = 2, width: int = 64
-) -> None:
-    """Raise AssertionError unless causal attention over two packed sequences is torch's."""
-    query, key, value = (_noise(device, 24, count, width) for count in (heads, groups, groups))
-    found = attend(query, key, value, (5, 19), (5, 19))
-    outs = []
-    for one, keys, values in zip(*(x.split((5, 19)) for x in (query, key, value)), strict=True):
-        rows = [x.transpose(0, 1)[None] for x in (one, keys, values)]
-        outs.append(
-            F.scaled_dot_product_attention(
-                rows[0], rows[1], rows[2], is_causal=True, enable_gqa=True
-            )
-        )
-    expected = torch.cat([out[0].transpose(0, 1) for out in outs])
-    _assert_close(found, expected, (query, key, value))
+def _probe_attention(attend: Any, device: torch.device, *shape: int) -> None:
+    """Raise AssertionError unless two packed sequences attend as in plain torch."""
+    rows = torch.arange(24, device=device).split((5, 19))
+    _compare_attention(attend, rows, rows, *shape)
 
 
-def _probe_shared_prompts(
-    attend: Any, device: torch.device, heads: int = 4, groups: int = 2, width: int = 64
-) -> None:
+def _probe_shared_prompts(attend: Any, device: torch.device, *shape: int) -> None:
     """Raise AssertionError unless two responses to one prompt attend as in plain torch."""
-    query, key, value = (_noise(device, 24, count, width) for count in (heads, groups, groups))
     prompt, first, second = torch.arange(24, device=device).split((7, 5, 12))
-    keys = [prompt, torch.cat((prompt, first)), torch.cat((prompt, second))]
-    found = attend(
-        query, *(x[torch.cat(keys)] for x in (key, value)), (7, 5, 12), tuple(map(len, keys))
-    )
+    seen = [prompt, torch.cat((prompt, first)), torch.cat((prompt, second))]
+    _compare_attention(attend, (prompt, first, second), seen, *shape)
+
+
+def _compare_attention(
+    attend: Any,
+    rows: Sequence[Tensor],
+    seen: Sequence[Tensor],
+    heads: int = 4,
+    groups: int = 2,
+    width: int = 64,
+) -> None:
+    """Compare with plain torch. rows, seen: the tokens of each sequence, and those of its keys"""
+    where = rows[0].device
+    query, key, value = (_noise(where, 24, count, width) for count in (heads, groups, groups))
+    lengths, key_lengths = (tuple(map(len, each)) for each in (rows, seen))
+    found = attend(query, *(x[torch.cat(list(seen))] for x in (key, value)), lengths, key_lengths)
     outs = []
-    for own, seen in zip((prompt, first, second), keys, strict=True):
-        rows = [x.transpose(0, 1)[None] for x in (query[own], key[seen], value[seen])]
-        mask = torch.ones(len(own), len(seen), dtype=torch.bool, device=device)
-        mask = mask.tril(len(seen) - len(own))[None, None]
-        outs.append(
-            F.scaled_dot_product_attention(
-                rows[0], rows[1], rows[2], attn_mask=mask, enable_gqa=True
-            )
-        )
-    expected = torch.cat([out[0].transpose(0, 1) for out in outs])
-    _assert_close(found, expected, (query, key, value))
+    for own, keys in zip(rows, seen, strict=True):
+        q, k, v = (x.transpose(0, 1)[None] for x in (query[own], key[keys], value[keys]))
+        mask = torch.ones(len(own), len(keys), dtype=torch.bool, device=where)
+        mask = mask.tril(len(keys) - len(own))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        outs.append(out[0].transpose(0, 1))
+    _assert_close(found, torch.cat(outs), (query, key, value))
 
 
 def _probe_norm(norm: Any, device: torch.device) -> None:
@@ -210,43 +191,47 @@ def _probe_gradient(accumulate_fp32: Any, device: torch.device) -> None:
     torch.testing.assert_close(total, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
+_TORCH = functools.partial(
+    _varlen_attention, "torch.nn.attention.varlen", "varlen_attn",
+    window_size=(-1, 0), enable_gqa=True,
+)  # fmt: skip
+_FLASH = functools.partial(
+    _varlen_attention, "flash_attn", "flash_attn_varlen_func", causal=True
+)  # fmt: skip
+
+
+def _from(module: str, name: str) -> Callable[[], Any]:
+    return lambda: getattr(importlib.import_module(module), name)
+
+
 TABLE = (
-    Source(Operator.ATTENTION, "torch.nn.attention.varlen", _torch_varlen, _probe_attention),
-    Source(Operator.ATTENTION, "flash_attn", _flash_attention, _probe_attention),
-    *(
-        Source(Operator.SHARED_PROMPTS, name, load, _probe_shared_prompts)
-        for name, load in (
-            ("torch.nn.attention.varlen", _torch_varlen),
-            ("flash_attn", _flash_attention),
-            ("torch_npu", _npu_attention),
-        )
-    ),
+    Source(Operator.ATTENTION, "torch.nn.attention.varlen", _TORCH, _probe_attention),
+    Source(Operator.ATTENTION, "flash_attn", _FLASH, _probe_attention),
+    Source(Operator.SHARED_PROMPTS, "torch.nn.attention.varlen", _TORCH, _probe_shared_prompts),
+    Source(Operator.SHARED_PROMPTS, "flash_attn", _FLASH, _probe_shared_prompts),
+    Source(Operator.SHARED_PROMPTS, "torch_npu", _npu_attention, _probe_shared_prompts),
     Source(
         Operator.NORM,
         "transformer_engine",
-        lambda: importlib.import_module("transformer_engine.pytorch").RMSNorm,
+        _from("transformer_engine.pytorch", "RMSNorm"),
         _probe_norm,
     ),
     Source(
         Operator.ROTARY,
         "transformer_engine",
-        lambda: (
-            importlib.import_module(
-                "megatron.core.extensions.transformer_engine"
-            ).fused_apply_rotary_pos_emb
-        ),
+        _from("megatron.core.extensions.transformer_engine", "fused_apply_rotary_pos_emb"),
         _probe_rotary,
     ),
     Source(
         Operator.SWIGLU,
         "megatron.core",
-        lambda: importlib.import_module("megatron.core.fusions.fused_bias_swiglu").bias_swiglu_impl,
+        _from("megatron.core.fusions.fused_bias_swiglu", "bias_swiglu_impl"),
         _probe_swiglu,
     ),
     Source(
         Operator.GRADIENT,
         "apex",
-        lambda: importlib.import_module("fused_weight_gradient_mlp_cuda").wgrad_gemm_accum_fp32,
+        _from("fused_weight_gradient_mlp_cuda", "wgrad_gemm_accum_fp32"),
         _probe_gradient,
     ),
 )

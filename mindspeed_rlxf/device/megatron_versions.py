@@ -21,7 +21,6 @@ from megatron.core.transformer.moe import moe_utils
 from packaging.version import Version
 
 Function = Callable[..., Any]
-Patch = tuple[Any, str, Callable[[Function], Function]]  # (module, name of its function, wrapper)
 
 
 def is_before_0_13() -> bool:
@@ -68,8 +67,10 @@ def apply_patches() -> None:
     Fixes defects of its version, and makes it write checkpoint files without other processes. Later
     calls do nothing.
     """
-    for module, name, wrap in list_patches():
-        setattr(module, name, wrap(getattr(module, name)))
+    if is_before_0_13():
+        quantize, write = distrib_optimizer.quantize_param_shard, filesystem_async._write_item
+        distrib_optimizer.quantize_param_shard = quantize_if_any(quantize)
+        filesystem_async._write_item = write_in_torch_format(write)
     if Version(megatron.core.__version__) >= Version("0.15"):
         # Writers run in this process and put their results here. Megatron's own queue is one
         # between processes, with a server process for each rank.
@@ -78,19 +79,6 @@ def apply_patches() -> None:
     if not hasattr(moe_utils, "te_general_gemm"):
         # Megatron 0.16 reads the name even without Transformer Engine, and accepts None.
         moe_utils.te_general_gemm = None
-
-
-def list_patches() -> tuple[Patch, ...]:
-    """Return (module, name, wrapper) for each function to wrap in megatron-core before 0.13.
-
-    The result is () from 0.13 on.
-    """
-    if not is_before_0_13():
-        return ()
-    return (
-        (distrib_optimizer, "quantize_param_shard", quantize_if_any),
-        (filesystem_async, "_write_item", write_in_torch_format),
-    )
 
 
 class InProcess:

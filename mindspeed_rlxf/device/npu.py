@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from functools import cache, wraps
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -170,64 +170,15 @@ def set_timeouts(environment: Any, deadline_s: float) -> None:
     """Set HCCL's timeouts (CONNECT, EXECUTE, EVENT) that are absent from `environment`.
 
     They are at least `deadline_s`, if HCCL allows it: the run's own timeout should come first,
-    because its error names the missing ranks. EVENT must be greater than EXECUTE; if only EVENT is
-    set, it limits EXECUTE. Warns of variables that are too short.
+    because its error names the missing ranks. EVENT must be greater than EXECUTE (0 = no limit), so
+    each follows the other if only one is set.
     """
     deadline = math.ceil(deadline_s)
-    wanted = {
-        CONNECT: min(max(deadline, CONNECT_S[0]), CONNECT_S[1]),
-        EXECUTE: deadline,
-        EVENT: deadline + 1,
-    }
-    given = {name: environment[name] for name in wanted if name in environment}
-    event = _read_seconds(environment, EVENT)
-    environment.setdefault(CONNECT, str(wanted[CONNECT]))
-    environment.setdefault(
-        EXECUTE, str(max(math.ceil(min(deadline, event - 1)), 1) if event else deadline)
-    )
-    environment.setdefault(EVENT, str(_event_timeout(_read_seconds(environment, EXECUTE))))
-    for name, value in given.items():
-        seconds = _read_seconds(environment, name)
-        if seconds and seconds < wanted[name]:
-            logger.warning(
-                "%s=%s is less than the %s s that this run waits: HCCL gives up first, without "
-                "naming the missing ranks", name, value, wanted[name],
-            )  # fmt: skip
-
-
-Contradiction: TypeAlias = tuple[str, str, str, str]
-"""Key, rule, value and remedy, as in `config.errors.Problem`, of variables that do not fit."""
-
-
-def timeout_problem(environment: Mapping[str, str]) -> Contradiction | None:
-    """Return a problem unless HCCL_EVENT_TIMEOUT is greater than HCCL_EXEC_TIMEOUT (0 = no limit).
-
-    None if one is absent: `set_timeouts` chooses it to match the other.
-    """
-    execute, event = _read_seconds(environment, EXECUTE), _read_seconds(environment, EVENT)
-    if execute is None or not event or event > execute > 0:
-        return None
-    fitting = _event_timeout(execute)
-    return (
-        EVENT,
-        f"must be greater than {EXECUTE}={environment[EXECUTE]} (0 = no limit)",
-        environment[EVENT],
-        f"set {EVENT}={fitting}, or unset both, which then follow runtime.timeout_s",
-    )
-
-
-def _read_seconds(environment: Mapping[str, str], name: str) -> float | None:
-    try:
-        found = float(environment.get(name, ""))
-    except ValueError:
-        return None
-    return found if math.isfinite(found) and found >= 0 else None
-
-
-def _event_timeout(execute: float | None) -> int:
-    if execute == 0:
-        return 0
-    return max(EVENT_S, math.ceil(execute or 0) + EVENT_MARGIN_S)
+    environment.setdefault(CONNECT, str(min(max(deadline, CONNECT_S[0]), CONNECT_S[1])))
+    event = int(environment.get(EVENT) or 0)
+    execute = int(environment.get(EXECUTE) or (min(deadline, event - 1) if event else deadline))
+    environment.setdefault(EXECUTE, str(execute))
+    environment.setdefault(EVENT, str(max(EVENT_S, execute + EVENT_MARGIN_S) if execute else 0))
 
 
 def deterministic_variables(environment: Mapping[str, str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Check the installation of an NPU host: fitting versions, driver, CANN, packages, links.
+"""Check the installation of an NPU host: fitting versions, driver, CANN, packages.
 
 docs/npu.md has every path, package and version with its source. The start of a worker raises what
 `find_problems` finds; the doctor shows all. Megatron and MindSpeed are not imported here, because
@@ -8,8 +8,7 @@ the order of their imports matters (`device/npu.py`): versions are read from fil
 import os
 import platform
 import re
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -113,9 +112,6 @@ HOME = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
 SET_ENV = ("/usr/local/Ascend/cann/set_env.sh", "/usr/local/Ascend/ascend-toolkit/set_env.sh")
 SET_ENV_ATB = "/usr/local/Ascend/nnal/atb/set_env.sh"
 KERNELS = "built-in/op_impl/ai_core/tbe/kernel"
-HCCN_TOOL = f"{DRIVER}/tools/hccn_tool"
-UNKNOWN = "unknown"
-BOARD = ("npu-smi", "info", "-t", "board", "-i")
 MOUNTS = " ".join(f"--device {name}" for name in DEVICE_FILES) + f" -v {DRIVER}:{DRIVER}"
 IN_CONTAINER = f"in a container: --device /dev/davinci0 (one for each) {MOUNTS}"
 
@@ -131,21 +127,13 @@ class Installed(NamedTuple):
 
 
 class Host(NamedTuple):
-    """The host to inspect. root: the folder that stands for `/`; run: returns a command's output"""
+    """The host to inspect. root: the folder that stands for `/`"""
 
     root: Path = Path("/")
     environment: Mapping[str, str] = os.environ
-    run: Callable[[Sequence[str]], str] = driver.run_tool
 
     def path(self, name: str) -> Path:
         return self.root / name.lstrip("/")
-
-    def ask(self, *command: str) -> str:
-        """Return the output of a command, "" if it fails."""
-        try:
-            return self.run(command)
-        except ValueError:
-            return ""
 
     def devices(self) -> list[int]:
         """Return the numbers of the device files /dev/davinci<N>."""
@@ -261,21 +249,8 @@ def _read_text(file: Path) -> str:
     return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
 
 
-def check_host(host: Host, several_hosts: bool) -> list[Finding]:
-    """Return all results of this host but `find_problems`: driver, CANN, Python, links.
-
-    several_hosts: the devices' own network ports connect them
-    """
-    return [
-        *check_driver(host),
-        *check_cann(host),
-        *check_python(read_versions()),
-        *check_links(host, several_hosts),
-    ]
-
-
 def check_driver(host: Host) -> Iterator[Finding]:
-    """Yield the results for the driver's version, the device files and the firmware."""
+    """Yield the results for the driver's version and the device files."""
     found = re.search(r"^Version=(\S+)", _read_text(host.path(DRIVER_VERSION)), re.M)
     yield judge(
         found is not None,
@@ -291,15 +266,6 @@ def check_driver(host: Host) -> Iterator[Finding]:
         "npu.device_files",
         f"missing: {', '.join(missing)}" if missing else f"{len(host.devices())} /dev/davinci<N>",
         f"look at the driver's log on the host; {IN_CONTAINER}",
-        Status.ERROR,
-    )
-    facts = dict(re.findall(r"^\s*([A-Z][\w ]*?)\s*:\s*(\S.*?)\s*$", host.ask(*BOARD, "0"), re.M))
-    version, fits = (facts.get(name, UNKNOWN) for name in ("Firmware Version", "Compatibility"))
-    yield judge(
-        fits != "NOK",
-        "npu.firmware",
-        f"{version}, compatibility with the driver {fits} (card 0)",
-        "install the firmware that the driver's release names",
         Status.ERROR,
     )
 
@@ -415,32 +381,3 @@ def check_python(versions: Installed) -> Iterator[Finding]:
     if (engine := packages.folder_of("transformer_engine")) is not None:
         remedy = "pip uninstall transformer_engine: MindSpeed imports it, and it asks for CUDA"
         yield warning("npu.transformer_engine", str(engine), remedy)
-
-
-def check_links(host: Host, several_hosts: bool) -> Iterator[Finding]:
-    """Yield `npu.links` (is every port's link up?) and `npu.tls` (is the TLS switch equal on all?).
-
-    Links matter between hosts only. An unknown state is a warning.
-    """
-    tool, states, switches = shutil.which("hccn_tool") or HCCN_TOOL, {}, set()
-    for device in host.devices():
-        link, tls = (host.ask(tool, "-i", f"{device}", what, "-g") for what in ("-link", "-tls"))
-        state = re.search(r"link status:\s*(\w+)", link)
-        states[device] = state[1] if state else UNKNOWN
-        switches.update(re.findall(r"tls switch\[(\d)\]", tls))
-    bad = {device: state for device, state in states.items() if state != "UP"}
-    yield judge(
-        not (bad and several_hosts),
-        "npu.links",
-        ", ".join(f"{n}: {state}" for n, state in bad.items()) or f"{len(states)} up",
-        f"look at cable, switch and address: `{HCCN_TOOL} -i N -link -g`, `-ip -g` as root; in a "
-        "container mount hccn_tool and /etc/hccn.conf",
-        Status.ERROR if set(bad.values()) - {UNKNOWN} else Status.WARNING,
-    )
-    yield judge(
-        len(switches) <= 1,
-        "npu.tls",
-        f"switch {', '.join(sorted(switches)) or UNKNOWN}",
-        f"the same on every device of every host: `{HCCN_TOOL} -i N -tls -s enable 0`",
-        Status.ERROR,
-    )

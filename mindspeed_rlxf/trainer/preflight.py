@@ -13,7 +13,6 @@ from mindspeed_rlxf.checkpoint.driver_state import (
     find_resumable,
 )
 from mindspeed_rlxf.checkpoint.exports import check_save_folders
-from mindspeed_rlxf.cluster import worker
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.hf_config import OF_WEIGHTS, find_disagreements, read_hf_config
 from mindspeed_rlxf.config.problems import Problem, UserError, closest
@@ -79,7 +78,6 @@ def prepare(config: RunConfig) -> Prepared:
     directory, data = RunDirectory.choose(config), config.data
     problems = [
         *RunDirectory.check(config),
-        *worker.environment_problems(config.device.kind, config.pool_settings.env),
         *check_resume(config, directory),
     ]
     if not config.validation.only:

@@ -49,37 +49,35 @@ class Subject:
 
     Attributes:
         output_dir: absolute path of the run directory.
-        several_hosts: the run uses more than one host, so links between NPUs matter.
         resource: name of the Ray resource for one device; None = the default name of the kind.
     """
 
     kind: DeviceKind
     output_dir: str
-    several_hosts: bool = False
     resource: str | None = None
 
 
-def choose_subject(config: RunConfig | None, kind: DeviceKind, several_hosts: bool) -> Subject:
+def choose_subject(config: RunConfig | None, kind: DeviceKind) -> Subject:
     """Return what to check; without a configuration, `./outputs` as the run directory.
 
     Args:
         kind: replaces the configuration's; `auto` = take the configuration's.
     """
     if config is None:
-        return Subject(kind, str(Path("outputs").absolute()), several_hosts)
+        return Subject(kind, str(Path("outputs").absolute()))
     kind = config.device.kind if kind is DeviceKind.AUTO else kind
     folder = str(RunDirectory.choose(config).path)
-    return Subject(kind, folder, several_hosts, config.device.resource_name)
+    return Subject(kind, folder, config.device.resource_name)
 
 
 def check_host(subject: Subject) -> list[Finding]:
     """Run all checks of this host; return the findings after DEADLINE_S at the latest."""
-    kind, several_hosts = device.resolve_kind(subject.kind), subject.several_hosts
+    kind = device.resolve_kind(subject.kind)
     return run_checks(
         {
             "versions": partial(check_software, kind),
             "devices": partial(check_devices, kind),
-            "npu": partial(check_install, kind, several_hosts),
+            "npu": partial(check_install, kind),
             "limits": check_limits,
             "memory": check_shared_memory,
             "disk": partial(check_disk, Path(subject.output_dir)),
@@ -220,9 +218,12 @@ def count_finding(counted: int, view: DriverView, variable: str, hidden: str | N
     return judge(fine, "devices.torch", shown, remedy, Status.ERROR)
 
 
-def check_install(kind: DeviceKind, several_hosts: bool) -> list[Finding]:
-    """Check driver, CANN, Python and links of an NPU host (docs/npu.md); [] on another kind."""
-    return npu_versions.check_host(Host(), several_hosts) if kind is DeviceKind.NPU else []
+def check_install(kind: DeviceKind) -> Iterator[Finding]:
+    """Check driver, CANN and Python of an NPU host (docs/npu.md); nothing on another kind."""
+    if kind is DeviceKind.NPU:
+        yield from npu_versions.check_driver(Host())
+        yield from npu_versions.check_cann(Host())
+        yield from npu_versions.check_python(npu_versions.read_versions())
 
 
 def check_limits(folder: Path = FOLDER) -> Iterator[Finding]:

@@ -96,7 +96,7 @@ def test_hccl_waits_for_events_longer_than_for_execution(
     monkeypatch.delenv(npu.EXECUTE)
     put_fault(
         npu, "set_timeouts",
-        "str(max(math.ceil(min(deadline, event - 1)), 1) if event else deadline)", "str(deadline)",
+        "(min(deadline, event - 1) if event else deadline)", "deadline",
     )  # fmt: skip
     npu.set_timeouts(os.environ, 3660.0)
     with pytest.raises(RuntimeError, match="HCCL_EVENT_TIMEOUT:1868 is less than or equal"):

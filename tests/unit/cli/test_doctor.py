@@ -67,7 +67,7 @@ def test_folder_and_device_of_a_configuration_are_looked_at(
 ) -> None:
     changes = f"training.output_dir={tmp_path}/run", "device.kind=cpu", "device.resource_name=mine"
     assert doctor.main(["-cn", "ppo_trainer_tiny", *changes]) == 0
-    assert subjects == [Subject(DeviceKind.CPU, f"{tmp_path}/run", False, "mine")]
+    assert subjects == [Subject(DeviceKind.CPU, f"{tmp_path}/run", "mine")]
 
 
 def test_a_wrong_configuration_is_a_finding_beside_the_others(

@@ -351,7 +351,7 @@ def started(config: RunConfig) -> Any:
     with patch.object(local.LocalRuntime, "__init__", return_value=None) as made:
         local.LocalRuntime.from_config(config)
     kind = DeviceKind.AUTO
-    return made.call_args.args, doctor_checks.choose_subject(config, kind, False).resource
+    return made.call_args.args, doctor_checks.choose_subject(config, kind).resource
 
 
 def joined(config: RunConfig) -> Any:

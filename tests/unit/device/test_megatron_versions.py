@@ -57,7 +57,7 @@ def test_0_12_is_mended_in_two_places_and_later_versions_in_none(
 def test_results_of_writing_stay_in_the_process_where_nothing_forks(
     monkeypatch: pytest.MonkeyPatch, version: str, own: bool
 ) -> None:
-    monkeypatch.setattr(megatron_versions, "list_patches", lambda: ())
+    monkeypatch.setattr(megatron_versions, "is_before_0_13", lambda: False)
     monkeypatch.setattr(filesystem_async, "_results_queue", None)
     apply_patches.__wrapped__()
     assert (filesystem_async._results_queue is not None) is own

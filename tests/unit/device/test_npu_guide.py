@@ -91,7 +91,7 @@ def test_the_commands_install_the_default_set() -> None:
         f"checkout {default.mindspeed_commit}", f"checkout {default.megatron_commit}",
         f"toolkit_{default.cann}_", f"--index-url {npu_versions.TORCH_INDEX}",
         f"triton-ascend=={npu_versions.TRITON} --extra-index-url={npu_versions.TRITON_INDEX}",
-        *npu_versions.SET_ENV[:1], npu_versions.SET_ENV_ATB, npu_versions.HCCN_TOOL,
+        *npu_versions.SET_ENV[:1], npu_versions.SET_ENV_ATB,
         *npu_versions.DEVICE_FILES, npu_versions.DRIVER_VERSION,
     ):  # fmt: skip
         assert wanted in blocks, wanted

@@ -22,7 +22,6 @@ from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from mindspeed_rlxf.cli.convert import main as convert_main
 from mindspeed_rlxf.cli.train import main
 from mindspeed_rlxf.config.compose import compose
-from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.config.schema import RunConfig
@@ -130,17 +129,6 @@ def test_the_good_configuration_has_no_problem(good: Path) -> None:
 def test_missing_files_are_named(problems: Problems, key: str, rule: str) -> None:
     (line,) = problems(*f"{key}=./absent.jsonl".split())
     assert "absent.jsonl" in line and rule in line
-
-
-def test_contradicting_timeouts_of_hccl_are_refused(
-    good: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HCCL_EVENT_TIMEOUT", "1868")
-    config = load_config(good, "+resource_pool.env.HCCL_EXEC_TIMEOUT=3600")
-    prepare(config)  # has no effect on a CPU
-    on_npu = config.device.model_copy(update={"kind": DeviceKind.NPU})
-    with pytest.raises(UserError, match="HCCL_EVENT_TIMEOUT=1868 must be greater than HCCL_EXEC"):
-        prepare(config.model_copy(update={"device": on_npu}))
 
 
 def test_stop_tokens_of_indexed_data_sets_end_responses(good: Path, tmp_path: Path) -> None:
