@@ -17,10 +17,8 @@ from mindspeed_rlxf.config.problems import Problem
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
 
 KEY = "reward.load"
-NO_LIMIT = 10**20  # tokens; transformers writes 10**30 for a tokenizer without a limit
 HEAD = "ForSequenceClassification"
 WANTED = "a Hugging Face folder with a sequence classifier of one label"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 class Classifier:
@@ -36,7 +34,8 @@ class Classifier:
         """
         from transformers import AutoModelForSequenceClassification
 
-        own = any((Path(folder) / name).exists() for name in TOKENIZER_FILES)
+        files = "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"
+        own = any((Path(folder) / name).exists() for name in files)
         self._tokenizer = load_tokenizer(folder, KEY) if own else tokenizer
         model, info = AutoModelForSequenceClassification.from_pretrained(
             folder,
@@ -71,8 +70,8 @@ class Classifier:
             if positions and named and padding is not None:
                 positions -= padding + 1
         limits = [positions, self._tokenizer.model_max_length if own else None]
-        # Some models have -1, and tokenizers without a limit a huge number.
-        return min((limit for limit in limits if limit and 0 < limit < NO_LIMIT), default=None)
+        # Some models have -1, and transformers gives a tokenizer without a limit 10**30.
+        return min((limit for limit in limits if limit and 0 < limit < 10**20), default=None)
 
     @torch.no_grad()
     def score(self, texts: Sequence[str]) -> list[float]:

@@ -9,16 +9,13 @@ from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.rewards import programs  # noqa: F401  registers its rules
 from mindspeed_rlxf.rewards.rules import (
     ACCEPTS,
-    BUILTIN_RULES,
+    BUILTIN_SOURCES,
     RULES,
     RULES_WITHOUT_TRUTH,
     SLOW_RULES,
     RewardResult,
 )
 from mindspeed_rlxf.rewards.verifiers import NEED_TRUTH, verify
-
-_WITHOUT_TRUTH = [RULES[name] for name in RULES_WITHOUT_TRUTH]
-_SLOW = [RULES[name] for name in SLOW_RULES]
 
 
 class RewardManager:
@@ -39,7 +36,7 @@ class RewardManager:
                     for source, name in unknown.items()
                 ]
             )
-        self._rules = BUILTIN_RULES | {source: RULES[name] for source, name in rules.items()}
+        self._rules = BUILTIN_SOURCES | dict(rules)
         self._verifiers = list(verifiers)
 
     def score(
@@ -52,7 +49,7 @@ class RewardManager:
         rows = zip(response_texts, ground_truths, data_sources, strict=True)
         if self._verifiers:
             return [verify(self._verifiers, response, truth) for response, truth, _ in rows]
-        return [self._rules[source](response, truth) for response, truth, source in rows]
+        return [RULES[self._rules[source]](response, truth) for response, truth, source in rows]
 
     def check(self, prompts: Iterable[Prompt]) -> list[Problem]:
         """Return the problems of prompts that cannot be scored, one per data source.
@@ -85,7 +82,7 @@ class RewardManager:
 
     def _refuse(self, prompt: Prompt) -> str | None:
         """Return ": REASON" or "" if the prompt cannot be scored, None if it can."""
-        truth, rule = prompt.ground_truth, self._rules.get(prompt.data_source)
+        truth, rule = prompt.ground_truth, self._rules.get(prompt.data_source, "")
         if self._verifiers:
             is_read = any(verifier in NEED_TRUTH for verifier, _ in self._verifiers)
             return "" if is_read and not truth.strip() else None
@@ -94,7 +91,9 @@ class RewardManager:
                 return None if ACCEPTS[rule](truth) else ""
             except ValueError as error:
                 return f": {error}"
-        if rule in _WITHOUT_TRUTH:
+        if rule in RULES_WITHOUT_TRUTH:
             return None
-        good = rule and truth.strip() and (rule in _SLOW or rule(truth, truth).score > 0)
+        good = (
+            rule and truth.strip() and (rule in SLOW_RULES or RULES[rule](truth, truth).score > 0)
+        )
         return None if good else ""

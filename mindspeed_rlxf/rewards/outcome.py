@@ -17,7 +17,6 @@ class Cause(str, Enum):
     WRONG_RESULT = "wrong_result"  # it returned something that is no score
     EXIT = "exit"  # it called exit() or crashed its process
     MEMORY = "memory"  # it needs more than reward.worker_memory_gib
-    OUTPUT = "output"  # it printed or returned more bytes than allowed for a sample
     REMOTE = "remote"  # the server of a url did not score it
 
     @property

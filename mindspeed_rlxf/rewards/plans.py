@@ -16,7 +16,6 @@ from mindspeed_rlxf.data.prompt_store import reward_style
 from mindspeed_rlxf.rewards.outcome import Outcome, Sample
 from mindspeed_rlxf.rewards.remote import RemoteRewards
 from mindspeed_rlxf.rewards.rules import BUILTIN_SOURCES, OWN_RULES, RULES, SLOW_RULES, RewardResult
-from mindspeed_rlxf.rewards.sandbox import Sandbox
 from mindspeed_rlxf.rewards.scoring import Plan, weighted_sum
 from mindspeed_rlxf.rewards.workers import WorkerPool
 
@@ -58,16 +57,6 @@ def needs_processes(reward: RewardConfig, data_sources: Collection[str]) -> bool
         return False
     rules = BUILTIN_SOURCES | dict(reward.rules)
     return any(rules.get(source) in SLOW_RULES for source in data_sources)
-
-
-def try_sandbox(reward: RewardConfig) -> str | None:
-    """Try the sandbox on this host, and return a line about it; None if no rule runs programs.
-
-    Raises UserError if it does not work.
-    """
-    if not reward.runs_programs:
-        return None
-    return Sandbox.choose(reward.sandbox).describe()
 
 
 def rule_decides(reward: RewardConfig, data_source: str, style: str | None = None) -> bool:

@@ -111,11 +111,9 @@ BUILTIN_SOURCES = {
     "Rowan/hellaswag": "multiple_choice",
 }
 """Data source -> name of its rule, unless `reward.rules` names another."""
-BUILTIN_RULES: dict[str, Rule] = {source: RULES[name] for source, name in BUILTIN_SOURCES.items()}
 
-
-ACCEPTS: dict[Rule, Callable[[str], object]] = {}
-"""Rule whose ground truths are no answers (test cases) -> whether it accepts a ground truth.
+ACCEPTS: dict[str, Callable[[str], object]] = {}
+"""Name of a rule whose ground truths are test cases -> whether it accepts a ground truth.
 
 The function may raise ValueError in place of returning False: the text is shown as the reason.
 """
@@ -126,7 +124,7 @@ def register_rule(
 ) -> Callable[[Rule], Rule]:
     """Return a decorator that adds a function to RULES, as a choice of `reward.rules`.
 
-    accepts: tests whether a ground truth is valid, stored in ACCEPTS by function. None = nothing
+    accepts: tests whether a ground truth is valid, stored in ACCEPTS. None = nothing
              is stored, and a ground truth is valid if it scores above 0 as the response
     The decorator returns the function unchanged; it raises ValueError for a name that is taken.
     """
@@ -134,7 +132,7 @@ def register_rule(
     def register(rule: Rule) -> Rule:
         register_part(RULES, name, rule, "reward rule")
         if accepts is not None:
-            ACCEPTS[rule] = accepts
+            ACCEPTS[name] = accepts
         return rule
 
     return register

@@ -34,14 +34,9 @@ from mindspeed_rlxf.rewards.outcome import ScoringBroken
 from mindspeed_rlxf.rewards.system_calls import make_filter
 
 BETWEEN_LOOKS_S = 0.05
-KILL_S, READ_S = 10.0, 1.0
+KILL_S = 10.0
 MIB = 1 << 20
-INTERPRETER_MIB = 128  # address space that Python has mapped before a program starts
-INODES_PER_FILE = 100  # files that may exist per file that may be open
-NOBODY = "65534"
 PROGRAM, SCRATCH = "/box/program.py", "/tmp"
-SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache")
-DEVICES = ("null", "zero", "full", "random", "urandom")
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin", "HOME": SCRATCH, "TMPDIR": SCRATCH, "LANG": "C.UTF-8",
     "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUTF8": "1",
@@ -132,7 +127,8 @@ class Sandbox:
         home = Path("~").expanduser().resolve()
         if inside := [p for p in folders if bwrap and home.is_relative_to(p)]:
             raise OSError(f"{python} is installed in {inside[0]}, which holds the home {home}")
-        self._folders = [p for p in (*SYSTEM, *folders) if os.path.lexists(p)]
+        system = "/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache"
+        self._folders = [p for p in (*system, *folders) if os.path.lexists(p)]
         # Orphans of a program become our children, so that we see all of it end.
         ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
 
@@ -241,7 +237,7 @@ class Sandbox:
 
     def _command(self, program: str) -> list[str]:
         c = self.config
-        seconds, space = max(1, math.ceil(c.cpu_s)), (c.memory_mb + INTERPRETER_MIB) * MIB
+        seconds, space = max(1, math.ceil(c.cpu_s)), (c.memory_mb + 128) * MIB  # Python maps 128
         size = c.file_mb * MIB
         limits = [
             ("RLIMIT_CPU", seconds, seconds + 1), ("RLIMIT_AS", space, space),
@@ -259,12 +255,12 @@ class Sandbox:
         if self.bwrap is None:
             return []
         options = [self.bwrap, "--unshare-user", "--unshare-all", "--die-with-parent"]
-        options += ["--cap-drop", "ALL", "--uid", NOBODY, "--gid", NOBODY]
+        options += ["--cap-drop", "ALL", "--uid", "65534", "--gid", "65534"]
         for path in self._folders:
             link = os.path.islink(path)
             options += ["--symlink" if link else "--ro-bind"]
             options += [os.readlink(path) if link else path, path]
-        for name in DEVICES:
+        for name in ("null", "zero", "full", "random", "urandom"):
             options += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
         options += ["--symlink", SCRATCH, "/dev/shm", "--file", str(code), PROGRAM]
         options += ["--size", str(self.config.file_mb * MIB), "--tmpfs", SCRATCH]
@@ -282,7 +278,6 @@ class _Run:
         self, config: SandboxConfig, process: subprocess.Popen[bytes], first: int, isolated: bool
     ) -> None:
         self.config, self.process, self.first, self.isolated = config, process, first, isolated
-        self.cpu_s = 0.0
         self.stdout, self.stderr = bytearray(), bytearray()
         self.limit = config.output_kb << 10
         outputs = [(process.stdout, self.stdout, self.limit), (process.stderr, self.stderr, 4096)]
@@ -296,15 +291,14 @@ class _Run:
         finally:
             self._kill_all()
         for reader in self.readers:
-            reader.join(READ_S)
+            reader.join(1.0)
         code = self.process.returncode
         code = 128 - code if code < 0 else code
         stderr = self.stderr.decode(errors="replace")
         if len(self.stdout) > self.limit:
             cause = cause or "output"
         if not cause and code > 128:
-            out_of_time = code == 128 + signal.SIGKILL and self.cpu_s >= self.config.cpu_s
-            cause = "cpu_time" if out_of_time else SIGNALS.get(code - 128, "killed")
+            cause = SIGNALS.get(code - 128, "killed")
         elif not cause:
             last = stderr.strip().rpartition("\n")[2]
             found = (cause for sign, cause in REFUSALS.items() if sign in last)
@@ -337,7 +331,6 @@ class _Run:
                     memory += process.memory_full_info().pss
                 except psutil.AccessDenied:  # a program can hide it
                     memory += process.memory_info().rss
-        self.cpu_s = max(self.cpu_s, cpu_s)
         exceeded = {
             "output": len(self.stdout) > self.limit,
             "memory": memory > self.config.memory_mb * MIB,
@@ -353,7 +346,7 @@ class _Run:
                 found = os.statvfs(f"/proc/{process.pid}/root{SCRATCH}")
                 if found.f_blocks * found.f_frsize == self.config.file_mb * MIB:
                     used = found.f_files - found.f_ffree
-                    return used >= self.config.files * INODES_PER_FILE or not found.f_bfree
+                    return used >= self.config.files * 100 or not found.f_bfree
         return False
 
     def _kill_all(self) -> None:

@@ -31,8 +31,6 @@ from mindspeed_rlxf.config.reward_section import (
 from mindspeed_rlxf.rewards.outcome import Cause, Sample, ScoreFailure, ScoringBroken, to_result
 from mindspeed_rlxf.rewards.rules import RULES, RewardResult
 
-MAX_OUTPUT = 2**20  # bytes that the scoring of a sample may print, or return
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -62,11 +60,9 @@ class SampleScorer:
         self._plan = plan
         self._parts: list[tuple[FunctionConfig, Callable[..., Any] | None]] = []
         for part, source in plan.parts:
-            path_and_name = split_name(part.function or "")
-            if source is None or path_and_name is None:
-                self._parts.append((part, None))
-            else:
-                self._parts.append((part, find_function(run_as_module(source), path_and_name[1])))
+            named = split_name(part.function or "")
+            function = find_function(run_as_module(source), named[1]) if source and named else None
+            self._parts.append((part, function))
 
     def score(self, sample: Sample) -> RewardResult:
         """Score by the functions that apply to the data source, else by its rule."""
@@ -136,12 +132,12 @@ def main() -> None:
     os.set_inheritable(descriptor, False)
     channel = Connection(descriptor)
     try:
-        plan, line = pickle.loads(channel.recv_bytes()), ""
+        plan = pickle.loads(channel.recv_bytes())
         if plan.sandbox is not None:
             from mindspeed_rlxf.rewards import programs  # half of the time to start
 
-            line = programs.SHARED.use(plan.sandbox)
-        scorer, reply = SampleScorer(plan), json.dumps({"sandbox": line})
+            programs.SHARED.use(plan.sandbox)
+        scorer, reply = SampleScorer(plan), "{}"
     except BaseException as error:
         channel.send_bytes(
             json.dumps({"error": f"{type(error).__name__}: {error}"[:1000]}).encode()
@@ -149,10 +145,5 @@ def main() -> None:
         raise
     with contextlib.suppress(EOFError):
         while True:
-            sys.stdout.flush()
-            sys.stderr.flush()
             channel.send_bytes(reply.encode())
             reply = json.dumps(score_safely(scorer, Sample(**json.loads(channel.recv_bytes()))))
-            if len(reply) > MAX_OUTPUT:
-                text = f"its result has more than {MAX_OUTPUT} bytes"
-                reply = json.dumps({"cause": Cause.OUTPUT.value, "message": text})

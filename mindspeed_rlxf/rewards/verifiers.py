@@ -5,7 +5,6 @@ Answers are compared as numbers or as normalised LaTeX, without an algebra syste
 are different answers.
 """
 
-import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
@@ -22,9 +21,6 @@ from mindspeed_rlxf.rewards.answers import (
     marked_number,
 )
 from mindspeed_rlxf.rewards.rules import BUILTIN_SOURCES, RewardResult
-
-STEPS_FOR_ALL = 3  # number of steps that give the full score
-MAX_DIGITS = 200  # longer "numbers" are compared as text
 
 _TAGS = ("<think>", "</think>", "<answer>", "\\boxed{", "</answer>")
 _STEP = re.compile(r"Step \d+:|^\d+\.|\n-|\n\*|First,|Second,|Next,|Finally,", re.MULTILINE)
@@ -63,7 +59,7 @@ def strict_format(response: str, ground_truth: str = "") -> float:
 
 def steps(response: str, ground_truth: str = "") -> float:
     """Score 1/3 for each marker of a step ("Step 1:", "1.", a bullet, "First,"), at most 1."""
-    return min(1.0, len(_STEP.findall(response)) / STEPS_FOR_ALL)
+    return min(1.0, len(_STEP.findall(response)) / 3)
 
 
 FUNCTIONS: dict[Verifier, Callable[[str, str], float]] = {
@@ -132,10 +128,8 @@ def to_number(text: str) -> Fraction | None:
     """Convert a text after `normalise` (decimal, a/b, \\frac{a}{b}) to an exact number.
 
     Commas before three digits are dropped. None for another text, a fraction whose denominator is
-    0, or a text longer than MAX_DIGITS.
+    0, or more digits than Python converts.
     """
-    if len(text) > MAX_DIGITS:
-        return None
     plain = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
     try:
         if match := _FRACTION.fullmatch(plain):
@@ -147,7 +141,6 @@ def to_number(text: str) -> Fraction | None:
         return None
 
 
-LONGEST = 120  # characters of an answer; the end of a longer one is replaced by a hash
 Extract = Callable[[str], str | None]
 
 
@@ -163,8 +156,7 @@ def whole_text(response: str) -> str:
 
 def boxed_answer(response: str) -> str | None:
     """Return the last boxed answer, a number by value, else `normalise`d; None without a box."""
-    answer = find_boxed(response)
-    return None if answer is None else _normalise_answer(answer)
+    return _normalise_answer(find_boxed(response) or "") or None
 
 
 def final_answer(response: str) -> str | None:
@@ -212,13 +204,6 @@ class AnswerFinder:
         self._for_all = (comparing or [whole_text])[0] if verifiers else None
 
     def find(self, responses: Sequence[str], data_sources: Sequence[str]) -> list[str | None]:
-        """Return each response's answer, None without one; a hash ends those over LONGEST."""
-        found: list[str | None] = []
-        for response, source in zip(responses, data_sources, strict=True):
-            extract = self._for_all or self._by_source.get(source, whole_text)
-            answer = extract(response) or None
-            if answer and len(answer) > LONGEST:
-                digest = hashlib.sha256(answer.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-                answer = f"{answer[: LONGEST - len(digest) - 3]}...{digest}"
-            found.append(answer)
-        return found
+        """Return each response's answer, None without one."""
+        extracts = [self._for_all or self._by_source.get(s, whole_text) for s in data_sources]
+        return [find(text) or None for find, text in zip(extracts, responses, strict=True)]

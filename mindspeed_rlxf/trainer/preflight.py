@@ -38,8 +38,8 @@ from mindspeed_rlxf.rewards.plans import (
     needs_processes,
     rule_decides,
     scores_row,
-    try_sandbox,
 )
+from mindspeed_rlxf.rewards.sandbox import Sandbox
 from mindspeed_rlxf.rollout.rollout_engine import ENGINES, NATIVE
 from mindspeed_rlxf.trainer.prompt_source import PromptSource, find_order_problems
 from mindspeed_rlxf.weights.boxes import BoxedWeights
@@ -301,8 +301,8 @@ def _check_rewards(config: RunConfig, prepared: Prepared) -> list[Problem]:
     """
     try:
         manager = RewardManager(dict(config.reward.rules), config.verifiers)
-        if line := try_sandbox(config.reward):
-            prepared.sandbox = [line]
+        if config.reward.runs_programs:
+            prepared.sandbox = [Sandbox.choose(config.reward.sandbox).describe()]
     except UserError as error:
         return error.problems
     reward, parts = config.reward, (prepared.train_prompts, prepared.val_prompts)

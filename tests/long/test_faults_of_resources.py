@@ -28,8 +28,8 @@ if any("default_worker" in word for word in sys.orig_argv):
         if calls > 20:
             {act}
         return rules.exact_match(response, truth)
-    for source in rules.BUILTIN_RULES:
-        rules.BUILTIN_RULES[source] = rule
+    for name in rules.RULES:
+        rules.RULES[name] = rule
 """
 RAISE = 'raise ZeroDivisionError("of this reward")'
 GIB = 1 << 30

@@ -63,7 +63,7 @@ def test_gsm8k_becomes_prompts_whose_rule_knows_the_answer(tmp_path: Path) -> No
         "<|im_start|>user\nAda has 1 apples and finds 1. How many are there?\n\n"
         f"{gsm8k.INSTRUCTION}<|im_end|>\n<|im_start|>assistant\n"
     )
-    rule = rules.BUILTIN_RULES[prompts[0].data_source]
+    rule = rules.RULES[rules.BUILTIN_SOURCES[prompts[0].data_source]]
     assert rule("so #### 1,000", prompts[-1].ground_truth).score == 1.0
     assert rule("so #### 7", prompts[-1].ground_truth).score == 0.0
     assert len(prompts_of(out / "test.parquet")) == 8

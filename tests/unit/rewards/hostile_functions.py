@@ -46,12 +46,6 @@ def interrupt() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-def print_a_gigabyte() -> float:
-    for _ in range(1024):
-        sys.stderr.write("x" * 2**20)
-    return 1.0
-
-
 ACTIONS: dict[str, Any] = {
     "hang": hang,
     "hang in C": hang_in_c,
@@ -63,12 +57,10 @@ ACTIONS: dict[str, Any] = {
     "text": lambda: "1.0",
     "wrong length": lambda: [1.0, 0.0],
     "no score": lambda: {"accuracy": 1.0},
-    "long": lambda: {"score": 1.0, "x" * 2**21: 1.0},
     "exit": lambda: sys.exit(3),
     "exit at once": lambda: os._exit(4),
     "crash": lambda: ctypes.string_at(0),
     "memory": lambda: len(bytearray(10 * 2**30)),
-    "print": print_a_gigabyte,
     "close": lambda: os.closerange(3, 65536),
     "leave a process": leave_a_process,
     "whisper": lambda: print("heard") or 1.0,

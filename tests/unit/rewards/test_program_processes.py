@@ -79,9 +79,7 @@ def test_a_killed_scoring_process_takes_its_programs_with_it(keys: dict[str, Any
     assert good.result == after.result and good.result is not None
 
 
-def test_a_scoring_process_has_the_sandbox_of_the_configuration(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_a_scoring_process_has_the_sandbox_of_the_configuration() -> None:
     """With 40 MiB a program that takes 100 MiB fails; by default it passes."""
     skip_without_bubblewrap()
     takes = f"import time\nx = b'x' * (100 << 20)\ntime.sleep(0.5)\n{ADD}"  # seen meanwhile
@@ -90,7 +88,6 @@ def test_a_scoring_process_has_the_sandbox_of_the_configuration(
         outcome = pool.submit(sample(takes)).result(60)
         pool.close()
         assert outcome.result is not None and outcome.result.score == score
-    assert capfd.readouterr().out.count("sandbox: ") == 2, "once for each pool"
 
 
 def test_a_host_without_bubblewrap_ends_the_scoring(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 """Verifiers of the older toolkit, against scores worked out by hand."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -8,6 +10,7 @@ from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.rewards.answers import format_score
 from mindspeed_rlxf.rewards.manager import RewardManager
 from mindspeed_rlxf.rewards.verifiers import (
+    AnswerFinder,
     accuracy,
     base_accuracy,
     is_same_answer,
@@ -96,3 +99,36 @@ def test_rows_without_a_ground_truth_are_found_before_the_run() -> None:
     assert problem.startswith("data source 'x' (1 rows) must have ground truths")
     assert "the first without is prompt 1" in problem
     assert RewardManager({}, [(Verifier.STEP, 1.0)]).check(prompts) == []
+
+
+def one(response: str, source: str = "gsm8k", **more: Any) -> str | None:
+    return AnswerFinder({"mine": "gsm8k"}, **more).find([response], [source])[0]
+
+
+@pytest.mark.parametrize(
+    ("source", "response", "answer"),
+    [
+        ("gsm8k", "so 3 + 4 #### 1,000.", "1000"),
+        ("gsm8k", "that is $1000.00", "1000"),
+        ("gsm8k", "0 or -0.0", "0"),
+        ("gsm8k", "-.50", "-1/2"),
+        ("Rowan/hellaswag", "I take (B).", "B"),
+        ("hendrycks/competition_math", r"so \boxed{0.50}", "1/2"),
+        ("gsm8k", "no number", None),
+        ("mine", "twelve, 12", "12"),  # reward.rules
+        ("arithmetic", "  Five \n", "Five"),  # exact_match
+        ("arithmetic", " ", None),
+        ("of a user", "The  ANSWER\nis x", "the answer is x"),
+    ],
+)
+def test_an_answer_is_what_the_rule_compares(source: str, response: str, answer: str) -> None:
+    assert one(response, source) == answer
+
+
+def test_answers_for_votes_come_from_the_verifiers_if_there_are_some() -> None:
+    boxed = r"so \boxed{\frac{1}{2}}, not 3"
+    assert one(boxed, verifiers=[(Verifier.FORMAT, 1.0), (Verifier.ACC, 1.0)]) == "1/2"
+    assert one("so 0.5", verifiers=[(Verifier.BASE_ACC, 1.0)]) == "1/2"
+    assert one("so 0.5", verifiers=[(Verifier.ACC, 1.0)]) is None
+    assert one(r"\boxed{X}", verifiers=[(Verifier.ACC, 1.0)]) == "x"
+    assert one("Step 1:  go", verifiers=[(Verifier.STEP, 1.0)]) == "step 1: go"
