@@ -173,7 +173,7 @@ class Measured(PpoTrainer):
         self.cpu.append((cpu_s() - self._began[0]) / self.num_calls)
         self.main_cpu.append((time.thread_time() - self._began[1]) / self.num_calls)
         self._bare_calls()
-        requests = self.num_phases * self.actor.train.pool.world_size
+        requests = self.num_phases * self.actor.group.pool.world_size
         self.facts = {
             "phases": self.num_phases,
             "messages": self.num_calls + self.num_replies,
@@ -185,7 +185,7 @@ class Measured(PpoTrainer):
 
     def _bare_calls(self) -> None:
         """Make the calls of an iteration on bare actors: one at a time, then a phase at once."""
-        size, actors, get = self.actor.train.pool.world_size, self.bare, self.ray.get
+        size, actors, get = self.actor.group.pool.world_size, self.bare, self.ray.get
         count = self.num_phases * size
         began = cpu_s()
         for i in range(count):

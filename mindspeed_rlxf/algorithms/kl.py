@@ -65,9 +65,3 @@ class KlController:
         error = min(max(kl / self._target - 1.0, -0.2), 0.2)
         # More samples than 5 * horizon would make the plain factor 0 or negative.
         self.value *= min(max(1.0 + error * num_samples / self._horizon, 0.5), 2.0)
-
-    def state_dict(self) -> dict[str, float]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.value = float(state["value"])  # JSON may have an integer of any size

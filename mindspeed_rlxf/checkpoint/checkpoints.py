@@ -20,6 +20,7 @@ from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.keys import to_yaml
 from mindspeed_rlxf.config.problems import Problem, UserError
 from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
+from mindspeed_rlxf.engine.train_engine import TrainEngine
 from mindspeed_rlxf.reporting.jsonl import cut_token_files
 from mindspeed_rlxf.reporting.phases import phase
 from mindspeed_rlxf.roles.actor import ActorGroup
@@ -106,7 +107,8 @@ class RunCheckpoints:
             if self.writes:
                 self.store.begin(iteration)
             begun = [
-                group.begin_save(hidden / SAVED_AS[role]) for role, group in self.trained.items()
+                each.group.call_engine(TrainEngine.begin_save, hidden / SAVED_AS[role])
+                for role, each in self.trained.items()
             ]
             for call in begun:  # until the ranks have copied their state in memory
                 call.result()
@@ -159,7 +161,7 @@ class RunCheckpoints:
 
     def _wait_for_ranks(self) -> None:
         """Wait until the ranks of all roles have written their files; raise their errors."""
-        calls = [group.end_save() for group in self.trained.values()]
+        calls = [each.group.call_engine(TrainEngine.end_save) for each in self.trained.values()]
         seconds = max(call.result()[0] for call in calls)
         if self.config.training.async_save:
             self.write_s = seconds
@@ -317,7 +319,10 @@ class RunCheckpoints:
         return self._load_roles(path)
 
     def _load_roles(self, path: Path) -> Loaded:
-        calls = [group.load_state(path / SAVED_AS[role]) for role, group in self.trained.items()]
+        calls = [
+            each.group.call_engine(TrainEngine.load_state, path / SAVED_AS[role])
+            for role, each in self.trained.items()
+        ]
         loaded: list[Loaded] = [each for call in calls for each in call.result()]
         wrong = "; ".join(dict.fromkeys(each.problem for each in loaded if each.problem))
         if unreadable := "; ".join(each.unreadable for each in loaded if each.unreadable):

@@ -10,6 +10,7 @@ from mindspeed_rlxf.checkpoint.directory import RunDirectory, find_write_obstacl
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.problems import Problem, UserError
 from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
+from mindspeed_rlxf.engine.train_engine import TrainEngine
 
 if TYPE_CHECKING:  # it imports Megatron, and the checks before a run import this module
     from mindspeed_rlxf.roles.actor import ActorGroup
@@ -30,12 +31,12 @@ def export_weights(
         writes: Remove existing folders first; False on all but the first rank of torchrun.
     """
     pending = []
-    for role, group in trained.items():
+    for role, each in trained.items():
         folders = export_folders(config, role, directory.path / "final")
         for folder in folders:
             if writes and folder.exists():
                 shutil.rmtree(folder)
-        pending.append(group.export(*folders))
+        pending.append(each.group.call_engine(TrainEngine.export, *folders))
     for export in pending:
         export.result()
 

@@ -27,43 +27,41 @@ from mindspeed_rlxf.roles.reports import (
     UpdateReport,
     measure_differences,
 )
-from mindspeed_rlxf.roles.requests import version_span
-from mindspeed_rlxf.roles.trained import TrainedGroup
 
 
-class ActorGroup(TrainedGroup):
+class ActorGroup:
     """The ranks of the actor, the policy that learns."""
 
     def __init__(self, config: RunConfig, pool: Pool) -> None:
         layout = config.layout(Role.ACTOR_ROLLOUT)
         self.run, self.config, self.seed = config, config.actor_rollout, config.training.seed
         trains = PoolPart(pool, 0, config.parts[0]) if config.parts else pool
-        self.train = self.learners = RoleGroup(Role.ACTOR_ROLLOUT, layout, trains)
+        self.group = RoleGroup(Role.ACTOR_ROLLOUT, layout, trains)
 
     def build(self) -> Pending:
-        return self.train.build(ActorRole, self.run)
+        return self.group.build(ActorRole, self.run)
 
     def prepare_send_weights(self) -> list[Request]:
         """Return the requests that send weights in a disaggregated pool, for `submit_together`."""
-        return self.train.prepare(ActorRole.send_weights)
+        return self.group.prepare(ActorRole.send_weights)
 
     def log_probs(self, rollouts: RowsRef, lengths: Lengths) -> Pending:
         """Submit the actor's log-probs. Rows: LogProbs. Reports: LogProbReport.
 
         lengths: called, which waits for the responses, only if the work is balanced by length
         """
-        return call_balanced(self.run, self.train, ActorRole.log_probs, rollouts, lengths)
+        return call_balanced(self.run, self.group, ActorRole.log_probs, rollouts, lengths)
 
     def sample_texts(self, rollouts: RowsRef, count: int) -> list[SampleText]:
         """Wait for the first `count` samples, at least 1; return their token ids."""
         rows = list(range(count))
-        rows += [0] * (-count % self.train.layout.dp)  # replicas get equal parts
-        pending = self.train.call(ActorRole.describe, rollouts.take(rows))
+        rows += [0] * (-count % self.group.layout.dp)  # replicas get equal parts
+        pending = self.group.call(ActorRole.describe, rollouts.take(rows))
         return [text for report in pending.result() for text in report][:count]
 
     def make_experience(self, inputs: ExperienceInputs) -> Pending:
         """Submit rewards and advantages, without a critic. Rows: Experience."""
-        return self.train.call(ActorRole.make_experience, inputs)
+        return self.group.call(ActorRole.make_experience, inputs)
 
     def update_policy(
         self,
@@ -88,7 +86,7 @@ class ActorGroup(TrainedGroup):
         )
         size = self.config.ppo_mini_batch_size
         steps = balanced_steps(self.run, Role.ACTOR_ROLLOUT, orders, size, lengths)
-        return self.train.call(
+        return self.group.call(
             ActorRole.update_policy,
             Sharded([rollouts.take(share.rows) for share in steps]),
             Sharded([experience.take(share.rows) for share in steps]),
@@ -148,10 +146,11 @@ class ActorRole:
     def describe(self, rollouts: Rollouts) -> RoleOutput:
         """Report what the sample log needs of each row (`SampleText`)."""
         prompts, responses = rollouts.prompt_tokens(), rollouts.response_tokens()
-        texts = [
-            SampleText(sample_id, prompts[row], responses[row], version_span(rollouts, row))
-            for row, sample_id in enumerate(rollouts.sample_ids)
-        ]
+        texts = []
+        for row, sample_id in enumerate(rollouts.sample_ids):
+            versions = rollouts.weights_version[row, : len(responses[row])]
+            span = int(versions.min()), int(versions.max())
+            texts.append(SampleText(sample_id, prompts[row], responses[row], span))
         return RoleOutput(report=texts)
 
     def make_experience(self, inputs: ExperienceInputs) -> RoleOutput:

@@ -53,8 +53,7 @@ class RoleGroups:
             critic = CriticGroup(config, pools[config.placement[Role.CRITIC]])
         beside = rollout.group if scores_in_processes else None
         reward = RewardGroup(config, pools[config.placement[Role.REWARD]], beside)
-        count = 3 + bool(ref) + bool(critic)
-        with phase("loading the weights of the roles", count) as loaded:
+        with phase("loading the weights of the roles") as loaded:
             builds = [actor.build()]
             builds += [reward.scorers.build(ScorerRole, config)] if reward.scorers else []
             builds += [rollout.build(eos_token_ids, reward.scorers is not None), *reward.build()]

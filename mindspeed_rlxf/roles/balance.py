@@ -27,12 +27,10 @@ def balanced_steps(
     orders:          the order of the samples in each epoch
     mini_batch_size: samples of all replicas in one optimizer step
     """
-    replicas, together = config.layout(role).dp, config.kept_together(role)
+    replicas, together, unit = config.layout(role).dp, config.kept_together(role), 1
     if together == 1 and config.shares_in_updates(role):
-        together = config.shared_samples(role, mini_batch_size // replicas)
-        costs = _estimate_costs(config, role, lengths, together)
-    else:
-        costs = _estimate_costs(config, role, lengths)
+        together = unit = config.shared_samples(role, mini_batch_size // replicas)
+    costs = _estimate_costs(config, role, lengths, unit)
     return rank_steps(orders, mini_batch_size, replicas, costs, together)
 
 
@@ -62,9 +60,7 @@ def call_balanced(
     return pending.reorder([position[row] for row in range(len(order))])
 
 
-def _estimate_costs(
-    config: RunConfig, role: Role, lengths: Lengths, unit: int = 1
-) -> list[int] | None:
+def _estimate_costs(config: RunConfig, role: Role, lengths: Lengths, unit: int) -> list[int] | None:
     """Return the estimated floating-point operations of each sample; waits for the lengths.
 
     unit: number of consecutive samples that share their prompt, which counts for the first alone

@@ -18,15 +18,14 @@ from mindspeed_rlxf.roles.engines import EngineFactory, megatron_engine
 from mindspeed_rlxf.roles.experience import ExperienceMaker
 from mindspeed_rlxf.roles.objectives import make_objective
 from mindspeed_rlxf.roles.reports import UpdateReport
-from mindspeed_rlxf.roles.trained import TrainedGroup
 
 
-class CriticGroup(TrainedGroup):
+class CriticGroup:
     """The ranks of the critic."""
 
     def __init__(self, config: RunConfig, pool: Pool) -> None:
         self.run, self.config, self.seed = config, config.value_model, config.training.seed
-        self.group = self.learners = RoleGroup(Role.CRITIC, config.layout(Role.CRITIC), pool)
+        self.group = RoleGroup(Role.CRITIC, config.layout(Role.CRITIC), pool)
 
     def build(self) -> Pending:
         return self.group.build(CriticRole, self.run)
@@ -65,8 +64,7 @@ class CriticRole:
 
     def __init__(self, config: RunConfig, build_engine: EngineFactory = megatron_engine) -> None:
         critic = config.value_model
-        self.config, self.algorithm = critic, config.algorithm
-        self.max_new_tokens = config.actor_rollout.max_new_tokens
+        self.run, self.config = config, critic
         self.engine = build_engine(config, Role.CRITIC)
         replicas = self.engine.sum_over_replicas
         self.experience = ExperienceMaker(config, make_objective(config, replicas), replicas)
@@ -111,8 +109,8 @@ class CriticRole:
         return normalised_loss(
             token.loss,
             mask.sum(1),
-            self.algorithm.loss_normalizer,
-            self.max_new_tokens,
+            self.run.algorithm.loss_normalizer,
+            self.run.actor_rollout.max_new_tokens,
             {"vf_loss": token.loss},
             {"vf_clipfrac": token.clipped, "vpred_mean": values},
             self.config.vf_coef,

@@ -27,7 +27,7 @@ from mindspeed_rlxf.data.batch import (
     fit_columns,
 )
 from mindspeed_rlxf.roles.objectives import Objective
-from mindspeed_rlxf.roles.reports import ExperienceReport, Summary, ValueFit
+from mindspeed_rlxf.roles.reports import ExperienceReport, Summary, value_fit
 
 
 class ExperienceMaker:
@@ -41,11 +41,7 @@ class ExperienceMaker:
         objective: estimates the advantages
         sum_over_replicas: returns a tensor's sum over the data-parallel ranks
         """
-        self.algorithm, self.objective = config.algorithm, objective
-        self.max_new_tokens = config.actor_rollout.max_new_tokens
-        self.group_size = config.actor_rollout.n_samples_per_prompt
-        self.pairs = config.training.stage is Stage.RAY_ONLINE_DPO
-        self.skips = config.training.nan_policy == "skip"
+        self.run, self.algorithm, self.objective = config, config.algorithm, objective
         self.sum_over_replicas = sum_over_replicas
         self.old_are_of_update = config.old_log_probs is OldLogProbs.AUTO
         full = self.algorithm.kl_penalty is KlPenalty.FULL  # measured with the reference's pass
@@ -76,7 +72,7 @@ class ExperienceMaker:
         scored = inputs.scores.is_scored
         if inputs.greedy_scores is not None:
             scored = scored & inputs.greedy_scores.is_scored
-        if self.pairs:
+        if self.run.training.stage is Stage.RAY_ONLINE_DPO:
             scored = scored.view(-1, 2).all(1).repeat_interleave(2)
         trained = rollouts.trained_mask & scored[:, None]
         zero = torch.zeros(trained.shape)
@@ -140,7 +136,7 @@ class ExperienceMaker:
             trained_mask=trained,
             values=values,
             greedy_scores=greedy,
-            group_size=self.group_size,
+            group_size=self.run.actor_rollout.n_samples_per_prompt,
             gamma=algorithm.gamma,
             lam=algorithm.lam,
             critic_lam=algorithm.critic_lam,
@@ -155,7 +151,7 @@ class ExperienceMaker:
         """
         given = zip(rollouts.sample_ids, scores.scores.tolist(), strict=True)
         wrong = [f"{score} for sample {i}" for i, score in given if not isfinite(score)]
-        if wrong and not self.skips:
+        if wrong and self.run.training.nan_policy == "raise":
             raise ValueError(
                 f"scores must be finite numbers, the reward gave {', '.join(wrong[:8])}; correct "
                 "the reward, or set training.nan_policy=skip"
@@ -165,7 +161,7 @@ class ExperienceMaker:
         score = score - algorithm.missing_eos_penalty * (~rollouts.has_eos)
         return score - overlong_penalty(
             rollouts.response_lengths,
-            self.max_new_tokens,
+            self.run.actor_rollout.max_new_tokens,
             algorithm.overlong_buffer_len,
             algorithm.overlong_penalty_factor,
         )
@@ -187,8 +183,6 @@ def _summarize(
         advantages=Summary.of(experience.advantages[tokens]),
         returns=Summary.of(experience.returns[slots]) if has_values else None,
         values=Summary.of(experience.values[slots]) if has_values else None,
-        fit=ValueFit.of(experience.returns[slots], experience.values[slots])
-        if has_values
-        else None,
+        fit=value_fit(experience.returns[slots], experience.values[slots]) if has_values else None,
         num_masked=len(scored) - int(scored.sum()),
     )

@@ -126,37 +126,29 @@ class ScoreReport:
         return [not (failure and failure.is_outside) for failure in self.failures]
 
 
-@dataclass(frozen=True)
-class ValueFit:
-    """Sums over the slots of a rank, fp64: of returns R, of errors R - V, and of their squares."""
+def value_fit(returns: Tensor, values: Tensor) -> list[float]:
+    """Return the sums over the slots of a rank that `explained_variance` needs.
 
-    count: int
-    returns: float
-    returns_squared: float
-    errors: float
-    errors_squared: float
+    The number of slots, and sums in fp64 of returns R, R^2, errors R - V, and (R - V)^2.
+    returns, values: of the same shape, on the host
+    """
+    wide = returns.double()
+    errors = wide - values.double()
+    sums = (wide.sum(), (wide**2).sum(), errors.sum(), (errors**2).sum())
+    return [wide.numel(), *map(float, sums)]
 
-    @classmethod
-    def of(cls, returns: Tensor, values: Tensor) -> ValueFit:
-        """Return the sums over all slots. returns, values: of the same shape, on the host"""
-        wide = returns.double()
-        errors = wide - values.double()
-        sums = (wide.sum(), (wide**2).sum(), errors.sum(), (errors**2).sum())
-        return cls(wide.numel(), *(float(total) for total in sums))
 
-    @classmethod
-    def explained_variance(cls, parts: Sequence[ValueFit]) -> float:
-        """Return 1 - Var(R - V) / Var(R) over the slots of all ranks; NaN if Var(R) <= 1e-12.
+def explained_variance(parts: Sequence[Sequence[float]]) -> float:
+    """Return 1 - Var(R - V) / Var(R) over the slots of all ranks; NaN if Var(R) <= 1e-12.
 
-        parts: sums of each rank; NaN also where they have no slot
-        """
-        n = sum(part.count for part in parts)
-        if n == 0:
-            return math.nan
-        names = "returns", "returns_squared", "errors", "errors_squared"
-        means = [sum(getattr(part, name) for part in parts) / n for name in names]
-        variance, unexplained = means[1] - means[0] ** 2, means[3] - means[2] ** 2
-        return 1.0 - unexplained / variance if variance > 1e-12 else math.nan
+    parts: `value_fit` of each rank; NaN also where they have no slot
+    """
+    n, *sums = (sum(column) for column in zip(*parts, strict=True))
+    if n == 0:
+        return math.nan
+    mean, square, error, error_square = (total / n for total in sums)
+    variance, unexplained = square - mean**2, error_square - error**2
+    return 1.0 - unexplained / variance if variance > 1e-12 else math.nan
 
 
 @dataclass(frozen=True)
@@ -175,7 +167,7 @@ class ExperienceReport:
     advantages: Summary
     returns: Summary | None
     values: Summary | None
-    fit: ValueFit | None = None
+    fit: list[float] | None = None  # of `value_fit`
     num_masked: int = 0
 
 

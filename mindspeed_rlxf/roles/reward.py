@@ -17,9 +17,6 @@ from mindspeed_rlxf.roles.engines import EngineFactory, megatron_engine, room_on
 from mindspeed_rlxf.roles.reports import FailedSample, ScoreReport
 from mindspeed_rlxf.roles.scorer import ScorerRole
 
-FAILED_SHARE = 0.1  # of a batch, where reward.max_failed is not given
-NUM_NAMED = 8
-
 
 class RewardsFailed(RuntimeError):
     """More samples of a batch could not be scored than `reward.max_failed` allows."""
@@ -91,18 +88,17 @@ def check_failures(failures: list[FailedSample | None], max_failed: int | None) 
     """Raise RewardsFailed, with the first failed samples, if more than `max_failed` failed.
 
     failures:   one entry per sample; None = it was scored
-    max_failed: None = a tenth of the samples (FAILED_SHARE), rounded down, at least one
+    max_failed: None = a tenth of the samples, rounded down, at least one
     """
     failed = [failure for failure in failures if failure is not None]
-    allowed = max(1, int(FAILED_SHARE * len(failures))) if max_failed is None else max_failed
+    allowed = max(1, len(failures) // 10) if max_failed is None else max_failed
     if len(failed) <= allowed:
         return
-    named = [f"sample {f.sample_id}: {f.cause} ({f.message})" for f in failed[:NUM_NAMED]]
-    more = [f"and {len(failed) - NUM_NAMED} more"] if len(failed) > NUM_NAMED else []
+    named = [f"sample {f.sample_id}: {f.cause} ({f.message})" for f in failed[:8]]
+    named += [f"and {len(failed) - 8} more"] * (len(failed) > 8)
     raise RewardsFailed(
         f"{len(failed)} of {len(failures)} samples of a batch could not be scored, at most "
-        f"reward.max_failed={allowed} may; correct the reward, or raise it. "
-        + "; ".join([*named, *more])
+        f"reward.max_failed={allowed} may; correct the reward, or raise it. " + "; ".join(named)
     )
 
 

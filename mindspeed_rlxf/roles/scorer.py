@@ -1,7 +1,6 @@
 """The scorer role: it scores responses as they finish, in the process that generates them."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 
@@ -45,13 +44,9 @@ class ScorerRole:
         for result in results:
             place = result.place
             if self.is_leader and scores_row(self.reward, prompts.extra_infos[place]):
-                begun[(prompts.sample_ids[place], *result.tokens)] = self._submit(
-                    prompts.token_ids[place].tolist(),
-                    result.tokens,
-                    prompts.ground_truths[place],
-                    prompts.data_sources[place],
-                    prompts.extra_infos[place],
-                )
+                key = prompts.sample_ids[place], *result.tokens
+                prompt = prompts.token_ids[place].tolist()
+                begun[key] = self._submit(prompts, place, prompt, result.tokens)
             yield result
 
     def score(self, rollouts: Rollouts, validates: bool = False) -> RoleOutput:
@@ -66,12 +61,15 @@ class ScorerRole:
         if not self.is_leader:
             return RoleOutput()
         prompts, responses = rollouts.prompt_tokens(), rollouts.response_tokens()
-        scorings = [
-            self._take_scoring(rollouts, row, prompts[row], responses[row])
-            if validates or scores_row(self.reward, rollouts.extra_infos[row])
-            else Scoring(None, [])
-            for row in range(rollouts.num_rows)
-        ]
+        scorings = []
+        for row, sample_id in enumerate(rollouts.sample_ids):
+            key = sample_id, *responses[row]
+            if not (validates or scores_row(self.reward, rollouts.extra_infos[row])):
+                scorings.append(Scoring(None, []))
+            elif begun := next((each for each in reversed(self._started) if key in each), None):
+                scorings.append(begun.pop(key))
+            else:
+                scorings.append(self._submit(rollouts, row, prompts[row], responses[row]))
         outcomes = [scoring.outcome() for scoring in scorings]
         failed_score = self.reward.failed_score
         scores = [o.result.score if o.result else failed_score for o in outcomes]
@@ -87,24 +85,11 @@ class ScorerRole:
             answers = self.answers.find(texts, rollouts.data_sources)
         return RoleOutput(rows, ScoreReport(scores, parts, failures, answers))
 
-    def _take_scoring(
-        self, rollouts: Rollouts, row: int, prompt: list[int], response: list[int]
+    def _submit(
+        self, rows: Prompts | Rollouts, row: int, prompt: Sequence[int], response: Sequence[int]
     ) -> Scoring:
-        """Return the running scoring of a row that `follow` started, once, else start one."""
-        key = (rollouts.sample_ids[row], *response)
-        for begun in reversed(self._started):
-            if key in begun:
-                return begun.pop(key)
-        return self._submit(
-            prompt,
-            response,
-            rollouts.ground_truths[row],
-            rollouts.data_sources[row],
-            rollouts.extra_infos[row],
-        )
-
-    def _submit(self, prompt: Sequence[int], response: Sequence[int], *labels: Any) -> Scoring:
         texts = self.tokenizer.batch_decode(
             [list(prompt), list(response)], skip_special_tokens=True
         )
-        return self.rewards.submit(Sample(*texts, *labels))
+        truth, source = rows.ground_truths[row], rows.data_sources[row]
+        return self.rewards.submit(Sample(texts[0], texts[1], truth, source, rows.extra_infos[row]))

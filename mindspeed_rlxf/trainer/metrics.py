@@ -20,7 +20,7 @@ from mindspeed_rlxf.roles.reports import (
     ScoreReport,
     Summary,
     UpdateReport,
-    ValueFit,
+    explained_variance,
 )
 
 SKIPPED = "skipped_steps"
@@ -125,7 +125,7 @@ def experience_metrics(reports: Sequence[ExperienceReport], kl_coef: float) -> d
         if None not in parts:  # only a critic reports returns and values
             metrics.update(Summary.merge(parts).named(f"critic/{name}"))
     if fits := [report.fit for report in reports if report.fit is not None]:
-        metrics["critic/explained_variance"] = ValueFit.explained_variance(fits)
+        metrics["critic/explained_variance"] = explained_variance(fits)
     return metrics
 
 

@@ -227,11 +227,11 @@ class PpoTrainer:
         """Return the state of iteration, KL coefficient and prompts, for a checkpoint (JSON)."""
         return {
             "iteration": self.iteration,
-            "kl": self.kl.state_dict(),
+            "kl": {"value": self.kl.value},
             "prompts": self.prompts.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.iteration = state["iteration"]
-        self.kl.load_state_dict(state["kl"])
+        self.kl.value = float(state["kl"]["value"])
         self.prompts.load_state_dict(state["prompts"])

@@ -15,7 +15,7 @@ from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import RoleOutput, Rollouts
 from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.micro_batch import chunk_rows
-from mindspeed_rlxf.engine.train_engine import PolicyStep, TokenLogProbs
+from mindspeed_rlxf.engine.train_engine import PolicyStep, TokenLogProbs, TrainEngine
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.roles.rollout import Sampling
 from tests.distributed.groups import build_group, build_policy, layout_of, split_evenly
@@ -104,7 +104,7 @@ def test_experts_are_exported_once_each_and_generate_as_in_transformers(
     config = run_config(lm, lm, architecture, keys, pool=size, actor_rollout=rows)
     pool = warm_runtime.create_pools({"main": [size]})["main"]
     actor, rollout = build_policy(config, pool, eos)
-    actor.export(tmp_path / "out", tmp_path / "megatron").result()
+    actor.group.call_engine(TrainEngine.export, tmp_path / "out", tmp_path / "megatron").result()
     assert same_tensors(lm, tmp_path / "out")
     reloaded = type(model).from_pretrained(tmp_path / "out").state_dict()  # by its index too
     assert all(torch.equal(t, reloaded[name]) for name, t in model.state_dict().items())

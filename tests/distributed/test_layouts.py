@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from mindspeed_rlxf.config.schema import ArchitectureConfig, OptimizerConfig
+from mindspeed_rlxf.engine.train_engine import TrainEngine
 from mindspeed_rlxf.roles.actor import ActorGroup, ActorRole
 from mindspeed_rlxf.roles.critic import CriticGroup, CriticRole
 from tests.distributed.groups import update
@@ -113,8 +114,8 @@ def first_gradient(
     learns = ActorRole.update_policy if kind == "actor" else CriticRole.update_critic
     group = (ActorGroup if kind == "actor" else CriticGroup)(config, pool)
     group.build().result()
-    report = update(group.learners, learns, rollouts, experience)
-    group.export(target, None).result()
+    report = update(group.group, learns, rollouts, experience)
+    group.group.call_engine(TrainEngine.export, target, None).result()
     after = read_folder(target)
     for file in target.iterdir():
         file.unlink()

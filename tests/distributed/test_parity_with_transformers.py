@@ -11,6 +11,7 @@ from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.rank_layout import ParallelLayout
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.data.batch import Prompts, RoleOutput, Rollouts
+from mindspeed_rlxf.engine.train_engine import TrainEngine
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.roles.actor import ActorGroup
 from mindspeed_rlxf.roles.critic import CriticGroup, CriticRole
@@ -120,8 +121,9 @@ def test_export_gives_back_every_tensor_byte_for_byte(
     actor, critic = ActorGroup(config, pool), CriticGroup(config, pool)
     for build in (actor.build(), critic.build()):
         build.result()
-    actor.export(tmp_path / "lm_out", tmp_path / "lm_megatron").result()
-    critic.export(tmp_path / "scored_out", tmp_path / "scored_megatron").result()
+    for name, role in {"lm": actor, "scored": critic}.items():
+        folders = tmp_path / f"{name}_out", tmp_path / f"{name}_megatron"
+        role.group.call_engine(TrainEngine.export, *folders).result()
     for source, target in ((lm, tmp_path / "lm_out"), (scored, tmp_path / "scored_out")):
         assert same_tensors(source, target) and (target / "config.json").exists()
 

@@ -40,6 +40,10 @@ class Role:
 
     def __init__(self, state: str, ranks: int) -> None:
         self.state, self.loaded, self.ranks = state, "", ranks
+        self.group = self
+
+    def call_engine(self, method: Callable[..., Any], *args: Any) -> Answer:
+        return getattr(self, method.__name__)(*args)  # type: ignore[no-any-return]
 
     def begin_save(self, folder: Path) -> Answer:
         self.saving: tuple[Path, str] | None = (folder, self.state)

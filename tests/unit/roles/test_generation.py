@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from mindspeed_rlxf.data.batch import Prompts
-from mindspeed_rlxf.roles.requests import gather_rollouts, version_span
+from mindspeed_rlxf.roles.rollout import gather_rollouts
 from mindspeed_rlxf.rollout.rollout_engine import FinishReason, GenerationResult
 
 PROMPTS = Prompts(
@@ -29,4 +29,3 @@ def test_rows_stand_in_the_order_of_the_prompts() -> None:
     assert rows.rollout_log_probs.tolist() == [[-4.0, -5.0, -6.0], [-1.0, 0, 0], [-2.0, -3.0, 0]]
     assert rows.weights_version.dtype == torch.int32
     assert rows.weights_version.tolist() == [[4, 4, 4], [5, 0, 0], [5, 5, 0]]
-    assert [version_span(rows, row) for row in range(3)] == [(4, 4), (5, 5), (5, 5)]

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from mindspeed_rlxf.config.schema import ValidationConfig
-from mindspeed_rlxf.roles.requests import sampling_settings, validation_settings
+from mindspeed_rlxf.roles.rollout import sampling_settings, validation_settings
 from mindspeed_rlxf.rollout.sampling import SamplingSettings
 
 

@@ -13,7 +13,7 @@ BORDER = {
     "replica",
     "transfer",
 }
-GENERATING = (f"{PACKAGE}.roles.rollout", f"{PACKAGE}.roles.requests")
+GENERATING = (f"{PACKAGE}.roles.rollout",)
 INSIDE = {"NativeRollout", "KvCache", "SharedWeights", "OwnWeights", "build_rollout_module"}
 
 

@@ -15,7 +15,8 @@ from mindspeed_rlxf.roles.reports import (
     ScoreReport,
     Summary,
     UpdateReport,
-    ValueFit,
+    explained_variance,
+    value_fit,
 )
 from mindspeed_rlxf.trainer.metrics import (
     experience_metrics,
@@ -174,10 +175,10 @@ def test_groups_with_equal_scores_are_counted_where_there_are_groups() -> None:
 def test_the_explained_variance_is_that_of_all_slots_at_once() -> None:
     returns = torch.tensor([1.0, 2.0, 4.0, 9.0])
     values = torch.tensor([1.5, 2.5, 3.0, 6.0])
-    parts = [ValueFit.of(returns[:1], values[:1]), ValueFit.of(returns[1:], values[1:])]
+    parts = [value_fit(returns[:1], values[:1]), value_fit(returns[1:], values[1:])]
     expected = 1 - (returns - values).var(unbiased=False) / returns.var(unbiased=False)
-    assert ValueFit.explained_variance(parts) == pytest.approx(float(expected))
-    shifted = [ValueFit.of(returns, returns + 3.0)]
-    assert ValueFit.explained_variance(shifted) == pytest.approx(1.0)
-    assert math.isnan(ValueFit.explained_variance([ValueFit.of(torch.ones(3), values[:3])]))
-    assert math.isnan(ValueFit.explained_variance([ValueFit.of(torch.ones(0), torch.ones(0))]))
+    assert explained_variance(parts) == pytest.approx(float(expected))
+    shifted = [value_fit(returns, returns + 3.0)]
+    assert explained_variance(shifted) == pytest.approx(1.0)
+    assert math.isnan(explained_variance([value_fit(torch.ones(3), values[:3])]))
+    assert math.isnan(explained_variance([value_fit(torch.ones(0), torch.ones(0))]))
