@@ -1,7 +1,7 @@
-"""Dataclasses that are sent between roles; their first axis is the sample.
+"""Dataclasses exchanged between roles, with the sample as first axis.
 
-A `Rows` subclass has tensor fields `[batch, ...]` and list fields of length batch. Two-dimensional
-fields are right-padded along their second axis, so rows of different widths can be joined.
+A `Rows` subclass has tensor fields `[batch, ...]` and list fields with batch entries. Matrices are
+right-padded along the second axis, so rows with different widths can be concatenated.
 """
 
 from __future__ import annotations
@@ -19,35 +19,33 @@ R = TypeVar("R", bound="Rows")
 
 @dataclass(frozen=True)
 class Rows:
-    """Base of all row dataclasses: selects and joins along the sample axis."""
+    """Base class: selects, splits and concatenates along the sample axis."""
 
     @property
     def num_rows(self) -> int:
+        """Number of samples."""
         return len(getattr(self, fields(self)[0].name))
 
     def select(self: R, rows: Sequence[int]) -> R:
-        """Return new rows with the indices `rows`, in that order; padding is not shortened."""
-        places = list(rows)
-        index = torch.as_tensor(places, dtype=torch.long)
+        """Return new rows in the order given by the indices `rows`; padding is not shortened."""
+        indices = list(rows)
+        index = torch.as_tensor(indices, dtype=torch.long)
         columns = {f.name: getattr(self, f.name) for f in fields(self)}
         return type(self)(
             **{
-                name: c.index_select(0, index) if isinstance(c, Tensor) else [c[i] for i in places]
+                name: c.index_select(0, index) if isinstance(c, Tensor) else [c[i] for i in indices]
                 for name, c in columns.items()
             }
         )
 
     def split(self: R, parts: int) -> list[R]:
-        """Split into consecutive parts whose sizes differ by one at most; parts may be empty."""
+        """Split into consecutive parts whose sizes differ by at most one; parts may be empty."""
         bounds = [i * self.num_rows // parts for i in range(parts + 1)]
         return [self.select(range(start, stop)) for start, stop in pairwise(bounds)]
 
     @classmethod
     def concat(cls: type[R], parts: Sequence[R]) -> R:
-        """Concatenate the rows of `parts`; narrower 2-D tensors are padded with zeros on the right.
-
-        A single part is returned as it is. Raises AssertionError for no parts.
-        """
+        """Concatenate at least one part, zero-padding narrower 2-D tensors on the right."""
         assert parts, "Rows.concat needs at least one part"
         if len(parts) == 1:
             return parts[0]
@@ -65,16 +63,16 @@ class Rows:
 
 
 def fit_columns(column: Tensor, width: int) -> Tensor:
-    """Pad with zeros, or truncate, on the right: [batch, w] -> [batch, width]."""
+    """Zero-pad or truncate on the right: [batch, w] -> [batch, width]."""
     return torch.nn.functional.pad(column, (0, width - column.size(1)))
 
 
 @dataclass(frozen=True)
 class RoleOutput:
-    """Result of a role method: rows, which stay in the workers' store, and a report for the driver.
+    """Result of a role method: rows, kept in the workers' store, and a report sent to the driver.
 
-    The report holds numbers, strings, lists and dataclasses of these; the runtime refuses tensors
-    in it. The first rank of a replica writes `token_rows` to a file of its own.
+    The report holds numbers, strings, lists and dataclasses of them; the runtime refuses tensors.
+    Each replica's first rank writes `token_rows` to its own file.
     """
 
     rows: Rows | None = None
@@ -84,7 +82,7 @@ class RoleOutput:
 
 @dataclass(frozen=True)
 class TokenLog:
-    """Samples of an iteration to log token by token: each rank writes a file to the folder."""
+    """Samples to log token by token in one iteration; each rank writes a file to the folder."""
 
     folder: str
     iteration: int
@@ -93,12 +91,12 @@ class TokenLog:
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Numbers of each response token, for all samples of a rank; None for what the run lacks."""
+    """Per-token values for all samples on a rank; None for values the run does not compute."""
 
     log: TokenLog
     sample_ids: list[int]
-    lengths: Tensor  # [batch] int64, of the responses
-    advantages: Tensor  # [batch, response or more], as the next two
+    lengths: Tensor  # [batch] int64, response lengths
+    advantages: Tensor  # [batch, response or more], like the next two
     kl: Tensor | None
     values: Tensor | None
 
@@ -119,13 +117,13 @@ class TokenRows:
 
 @dataclass(frozen=True)
 class Prompts(Rows):
-    """Prompts that the driver sends to one data-parallel rank."""
+    """Prompts sent by the driver to one data-parallel rank."""
 
-    sample_ids: list[int]  # unique within a run: seeds of the sampled tokens derive from them
+    sample_ids: list[int]  # unique within a run; sampling seeds derive from them
     token_ids: list[Any]  # numpy int64 arrays, one per prompt, no padding
     ground_truths: list[str]
     data_sources: list[str]
-    responses: list[list[int]]  # empty, or the tokens to use in place of generated ones
+    responses: list[list[int]]  # empty, or tokens used instead of generating
     extra_infos: list[dict[str, Any]] = field(default_factory=list)  # other columns; absent = none
 
     def __post_init__(self) -> None:
@@ -136,22 +134,21 @@ class Prompts(Rows):
 class Rollouts(Rows):
     """Prompts with their responses.
 
-    A response is everything after the prompt: tokens that the policy sampled and, between them,
-    tokens that it was given (the output of a tool). Only sampled tokens are trained on.
+    A response is everything after the prompt: tokens sampled by the policy and, between them, those
+    given to it (a tool's output). Only sampled tokens are trained.
     """
 
     sample_ids: list[int]
     prompt_ids: Tensor  # [batch, prompt] int64, right-padded with 0
     prompt_lengths: Tensor  # [batch] int64
     response_ids: Tensor  # [batch, response] int64, right-padded with 0, EOS included
-    response_mask: Tensor  # [batch, response] bool, True = a token of the response, False = padding
+    response_mask: Tensor  # [batch, response] bool, True = response token, False = padding
     trained_mask: Tensor  # [batch, response] bool, True = trained; within response_mask
     has_eos: Tensor  # [batch] bool, True = the response ends with an EOS or a stop string
     rollout_log_probs: Tensor  # [batch, response] fp32, unfiltered, 0 where not trained
     ground_truths: list[str]
     data_sources: list[str]
-    # [batch, response] int32: number of actor updates before the weights that made each token;
-    # 0 where padded
+    # [batch, response] int32: actor updates before the weights that sampled the token; 0 = padding
     weights_version: Tensor
     extra_infos: list[dict[str, Any]] = field(default_factory=list)  # as in Prompts
 
@@ -162,16 +159,16 @@ class Rollouts(Rows):
 
     @property
     def response_lengths(self) -> Tensor:
-        """Number of tokens of each response: [batch] int64, at least 1."""
+        """Tokens per response: [batch] int64, at least 1."""
         return self.response_mask.sum(1)
 
     def prompt_tokens(self) -> list[list[int]]:
-        """Return the token ids of each prompt, without padding."""
+        """Return each prompt's token ids without padding."""
         pairs = zip(self.prompt_ids, self.prompt_lengths.tolist(), strict=True)
         return [ids[:length].tolist() for ids, length in pairs]
 
     def response_tokens(self) -> list[list[int]]:
-        """Return the token ids of each response, without padding."""
+        """Return each response's token ids without padding."""
         pairs = zip(self.response_ids, self.response_lengths.tolist(), strict=True)
         return [ids[:length].tolist() for ids, length in pairs]
 
@@ -183,73 +180,82 @@ def _fill_extra_infos(rows: Prompts | Rollouts) -> None:
 
 @dataclass(frozen=True)
 class LogProbs(Rows):
+    """Log-probs of the response tokens."""
+
     log_probs: Tensor  # [batch, response] fp32, 0 where not trained
 
 
 @dataclass(frozen=True)
 class LogProbsWithKl(LogProbs):
+    """Log-probs with the exact KL to the reference."""
+
     kl: Tensor  # [batch, response] fp32, over the whole vocabulary, 0 where not trained
 
 
 @dataclass(frozen=True)
 class Values(Rows):
+    """Value estimates."""
+
     values: Tensor  # [batch, response + 1] fp32, 0 where not read (`algorithms.slots`)
 
 
 @dataclass(frozen=True)
 class Scores(Rows):
+    """One score per response."""
+
     scores: Tensor  # [batch] fp32
 
     @property
     def is_scored(self) -> Tensor:
-        """[batch] bool, False = no score for a cause that is not the response's; not trained."""
+        """[batch] bool; False = scoring failed through no fault of the response: not trained."""
         return torch.ones(len(self.scores), dtype=torch.bool)
 
 
 @dataclass(frozen=True)
 class RuleScores(Scores):
-    """Scores of functions and rules."""
+    """Scores from functions and rules."""
 
-    parts: list[dict[str, float]]  # of each sample, for the log
-    failures: list[Any]  # of each sample, None if scored (`roles.reports.FailedSample`)
+    parts: list[dict[str, float]]  # per sample, for the log
+    failures: list[Any]  # per sample, None if scored (`roles.reports.FailedSample`)
 
     @property
     def is_scored(self) -> Tensor:
+        """See `Scores`."""
         return torch.tensor([not (f and f.is_outside) for f in self.failures], dtype=torch.bool)
 
 
 @dataclass(frozen=True)
 class ExperienceInputs:
-    """What advantages and returns are computed from: rows of the same samples in the same order.
+    """Inputs for advantages and returns: rows for the same samples in the same order.
 
     The driver fills it with references to rows (`cluster.refs.as_rows_field`).
     """
 
     rollouts: Rollouts
-    old: LogProbs | None  # recomputed; None = those of the rollout, or of the update, are used
-    ref: LogProbs | None  # None without a reference, whose KL then counts as 0
+    old: LogProbs | None  # recomputed; None = use the rollout's or the update's
+    ref: LogProbs | None  # None without a reference: KL counts as 0
     scores: Scores
     values: Values | None  # None without a critic
-    greedy: Rollouts | None  # ReMax: the greedy response to the prompt of each sample
+    greedy: Rollouts | None  # ReMax: greedy response to each prompt
     greedy_scores: Scores | None
     kl_coef: float
-    slot_limit: int  # largest number of slots of a response (`algorithms.slots.value_mask`)
+    slot_limit: int  # most slots per response (`algorithms.slots.value_mask`)
     token_log: TokenLog | None = None  # samples to log token by token
 
 
 @dataclass(frozen=True)
 class Experience(Rows):
-    """Training data of actor and critic. Slots: those of `algorithms.slots`.
+    """Training data for actor and critic; `algorithms.slots` defines slots.
 
-    Fields that a run does not need have no columns: returns, values and value_mask without a
-    critic, ref_log_probs unless the loss compares with the reference.
+    Unneeded fields have no columns: returns, values and value_mask without a critic, ref_log_probs
+    unless the loss compares with the reference.
     """
 
-    # [batch, response] fp32, 0 where masked; losses of pairs: 1 = preferred response, -1 = other
+    # [batch, response] fp32, 0 where masked; pair losses: 1 = preferred response, -1 = other
     advantages: Tensor
-    trained_mask: Tensor  # [batch, response] bool, True = token that is trained
-    old_log_probs: Tensor  # [batch, response] fp32; no columns = the update uses its own log-probs
+    trained_mask: Tensor  # [batch, response] bool, True = trained
+    old_log_probs: Tensor  # [batch, response] fp32; no columns = the update's own
     ref_log_probs: Tensor  # [batch, response] fp32
     returns: Tensor  # [batch, slots] fp32
     values: Tensor  # [batch, slots] fp32, the critic's before the update
-    value_mask: Tensor  # [batch, slots] bool, True = slot whose value is trained
+    value_mask: Tensor  # [batch, slots] bool, True = value is trained

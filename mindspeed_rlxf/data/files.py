@@ -1,4 +1,4 @@
-"""Read rows of data files (jsonl, json, parquet), and report problems by file and row."""
+"""Read rows from data files (jsonl, json, parquet), and report problems by file and row."""
 
 import base64
 import datetime
@@ -18,27 +18,27 @@ Row = dict[str, Any]
 
 
 def fault(rule: str, remedy: str) -> Problem:
-    """Make a problem of a row or a file with an empty key; `FileProblems` fills in `file:row`."""
+    """Make a problem without a key; `FileProblems` fills in `file:row`."""
     return Problem("", rule, remedy=remedy)
 
 
 class FileProblems:
-    """Collects the problems of one file; a problem of many rows becomes one line with a count."""
+    """Collects one file's problems; a problem shared by many rows becomes one line with a count."""
 
     def __init__(self, file: str) -> None:
         self.file = file
         self._rows: dict[Problem, list[int]] = {}
 
     def add(self, row: int, problem: Problem) -> None:
-        """Add the problem of a row (from 1: line of a jsonl file), or with 0 of the whole file."""
+        """Add a row's problem (from 1: line in a jsonl file), or with 0 the whole file's."""
         self._rows.setdefault(problem, []).append(row)
 
     def count_rows(self) -> int:
-        """Count the different rows with a problem."""
+        """Count the distinct rows with a problem."""
         return len({row for rows in self._rows.values() for row in rows})
 
     def list_problems(self) -> list[Problem]:
-        """Return the collected problems, each keyed by `file:row` of its first row, in row order.
+        """Return the problems in row order, each keyed by `file:row` of its first row.
 
         After MAX_PROBLEMS_PER_FILE different ones, only the number of rows is given.
         """
@@ -55,11 +55,11 @@ class FileProblems:
 
 
 class UnusableRow(ValueError):
-    """A row cannot be read, or no example can be made of it.
+    """A row that cannot be read or makes no example.
 
     Attributes:
-        reason: short name under which dropped rows are counted.
-        raw: text of an unreadable row in the file.
+        reason: short name for counting dropped rows.
+        raw: an unreadable row's text in the file.
     """
 
     def __init__(self, reason: str, rule: str, remedy: str, raw: str = "") -> None:
@@ -71,12 +71,12 @@ class UnusableRow(ValueError):
 
 
 def read_rows(file: str, name: str = "") -> Iterator[tuple[int, Row | UnusableRow]]:
-    """Yield (row number from 1, row) of a data file; an UnusableRow stands for an unreadable row.
+    """Yield (row number from 1, row); an UnusableRow stands for an unreadable row.
 
     Blank lines are skipped, but count in the row numbers.
 
     Raises:
-        UserError: keyed by `name` (default: the file), if the file cannot be read to its end.
+        UserError: keyed by `name` (default: the path), if the file cannot be read to its end.
     """
     suffix, number = Path(file).suffix.lower(), 0
     try:
@@ -100,7 +100,7 @@ def read_rows(file: str, name: str = "") -> Iterator[tuple[int, Row | UnusableRo
 
 
 def look_up(row: Row, key: str) -> Any:
-    """Return the row's value of `key`, None when it is absent or null.
+    """Return the row's value for `key`, None if absent or null.
 
     "a.b" means field b of the object a (None if that is no object), unless the row has a field
     named "a.b".
@@ -114,7 +114,7 @@ def look_up(row: Row, key: str) -> Any:
 
 
 def unicode_problem(text: str) -> Problem | None:
-    """Return the problem of a text that UTF-8 cannot encode; None for others."""
+    """Return a problem if UTF-8 cannot encode the text."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -124,20 +124,20 @@ def unicode_problem(text: str) -> Problem | None:
 
 
 def describe_keys(names: Iterable[str]) -> str:
-    """Join the first MAX_KEYS_SHOWN keys with commas for an error message; "none" for no keys."""
+    """Join the first MAX_KEYS_SHOWN keys with commas for an error message; "none" without keys."""
     keys = list(names)
     return ", ".join(keys[:MAX_KEYS_SHOWN] + ["..."] * (len(keys) > MAX_KEYS_SHOWN)) or "none"
 
 
 def as_text(value: Any) -> str:
-    """Return a value that JSON lacks as text: dates and times in ISO format, bytes in base64."""
+    """Return text for a value JSON lacks: ISO format for dates and times, base64 for bytes."""
     if isinstance(value, bytes):
         return base64.b64encode(value).decode("ascii")
     return value.isoformat() if isinstance(value, (datetime.date, datetime.time)) else str(value)
 
 
 def _jsonl_rows(file: str) -> Iterator[tuple[int, Row | UnusableRow]]:
-    with open(file, "rb") as stream:  # as bytes, to name a line that is not UTF-8
+    with open(file, "rb") as stream:  # bytes, to name a line outside UTF-8
         for number, line in enumerate(stream, start=1):
             if line.strip():
                 yield number, _parse_line(line)
@@ -174,7 +174,7 @@ def _parquet_rows(file: str) -> Iterator[tuple[int, Row | UnusableRow]]:
 
     number = 0
     with open(file, "rb") as stream:
-        # With a buffer, because a column of a row group is read as a whole otherwise.
+        # Buffered, because otherwise whole columns of a row group are read.
         table = pq.ParquetFile(stream, buffer_size=2**20, pre_buffer=False)
         for batch in table.iter_batches(batch_size=1024):
             for row in batch.to_pylist():
@@ -187,4 +187,4 @@ READERS: dict[str, Callable[[str], Iterator[tuple[int, Row | UnusableRow]]]] = {
     ".json": _json_rows,
     ".parquet": _parquet_rows,
 }
-"""File name ending -> function that yields the rows of such a file, as `read_rows` does."""
+"""File extension -> function yielding rows as `read_rows` does."""

@@ -1,9 +1,9 @@
-"""Read responses from a file in place of generating them, to compare or replay runs.
+"""Read responses from a file instead of generating them, to compare or replay runs.
 
-A file has one JSON object per line with `response_ids` (token ids, EOS included) or `response`
-(text, tokenized without special tokens; the first EOS id is appended where max_new_tokens allows).
-Either every row has the `sample_id` it answers, as in `samples.jsonl`, or no row has one; then row
-i answers sample i.
+Each line is a JSON object with `response_ids` (token ids, EOS included) or `response` (text,
+tokenized without special tokens; the first EOS id is appended if max_new_tokens allows). Either
+every row has the `sample_id` it answers, as in `samples.jsonl`, or none has, and row i answers
+sample i.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ KEY = "actor_rollout.fixed_responses"
 
 @dataclass(frozen=True)
 class FixedResponses:
-    """Token ids of the response to each sample of a run, and of its prompt if the file has it."""
+    """Response token ids by sample, and prompt token ids if the file has them."""
 
     by_sample_id: Mapping[int, list[int]]
     prompts: Mapping[int, list[int]] = field(default_factory=dict)
 
     def differs(self, sample_id: int, prompt: np.ndarray) -> bool:
-        """Whether the file has a prompt for this sample, and it is not exactly `prompt`."""
+        """Whether the file has a prompt for this sample other than `prompt`."""
         answered = self.prompts.get(sample_id)
         return answered is not None and answered != prompt.tolist()
 
@@ -45,10 +45,10 @@ def load_fixed_responses(
     max_new_tokens: int,
     num_samples: int,
 ) -> FixedResponses:
-    """Load all responses of a .jsonl file, and the rows' prompts if they have them.
+    """Load a .jsonl file's responses to `num_samples` samples, and prompts if present.
 
-    Each of the run's `num_samples` samples needs one of at most `max_new_tokens`. Raises UserError
-    with every problem of a row; if there is none, for samples without a response.
+    Raises:
+        UserError: all row problems or, without any, the samples without a response.
     """
     if Path(file).suffix.lower() != ".jsonl":
         raise UserError(Problem(KEY, "must be a .jsonl file", file, "convert or rename it"))
@@ -95,7 +95,7 @@ def _read_response(
     vocab_size: int,
     longest: int,
 ) -> list[int]:
-    """Return `response_ids`, or the ids of the text `response`, with an EOS if there is room."""
+    """Return `response_ids`, or the tokenized `response` with an EOS if there is room."""
     ids = row.get("response_ids")
     if "response_ids" not in row:
         if not isinstance(row.get("response"), str):

@@ -1,4 +1,4 @@
-"""Handlers of the preprocessing: each sets how rows are read and which columns are written."""
+"""Preprocessing handlers: each decides how rows are read and which columns are written."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,7 +12,7 @@ from mindspeed_rlxf.config.problems import Problem, UserError, closest, shorten_
 from mindspeed_rlxf.data.files import describe_keys
 
 LABELS = "labels"
-"""Column of the answers."""
+"""Answer column."""
 
 FLAG = "--map-keys"
 _PAIRS = "pairs are not preprocessed; examples/reward_model trains on files of pairs"
@@ -22,25 +22,25 @@ NO_USE = {
     "chosen": _PAIRS,
     "rejected": _PAIRS,
 }
-"""Key of the older toolkit's --map-keys that may only be empty -> reason."""
+"""The older toolkit's keys for --map-keys that must be empty -> reason."""
 
 Name = Annotated[str, Field(min_length=1)]
 Column = Annotated[Name | None, BeforeValidator(lambda column: column or None)]
-"""Name of a column; None or "" = unused. "a.b" is field b of the object a."""
+"""Column name; None or "" = unused. "a.b" is field b of the object a."""
 
 
 class MapKeys(Section):
-    """Names of the columns of alpaca rows."""
+    """Column names in alpaca rows."""
 
     prompt: Name = "instruction"  # text, or a list of chat messages {role, content}
-    query: Column = "input"  # text put on a new line under the prompt
-    response: Column = "output"  # text or a number; not read by handlers that write prompts only
+    query: Column = "input"  # text appended to the prompt on a new line
+    response: Column = "output"  # text or a number; read only for answers
     history: Column = None  # list of [user, assistant] pairs before the prompt
     system: Column = None
 
 
 class Tags(Section):
-    """Names of keys and roles in sharegpt messages."""
+    """Names for keys and roles in sharegpt messages."""
 
     role_tag: str = "from"
     content_tag: str = "value"
@@ -52,10 +52,10 @@ class Tags(Section):
 
 
 class ShareGptKeys(Section):
-    """Names of the columns of sharegpt rows."""
+    """Column names in sharegpt rows."""
 
-    messages: Name = "conversations"  # whose keys and roles `tags` names; the last is the answer
-    system: Column = None  # text, if no message is the system's
+    messages: Name = "conversations"  # keys and roles as in `tags`; the last is the answer
+    system: Column = None  # text, unless a message has the system role
     tags: Tags = Tags()
 
 
@@ -64,11 +64,11 @@ Keys = MapKeys | ShareGptKeys
 
 @dataclass(frozen=True)
 class Handler:
-    """A choice of `--handler-name`."""
+    """A choice for `--handler-name`."""
 
     name: str
-    keys: type[MapKeys] | type[ShareGptKeys]  # alpaca rows with a column for each part, or sharegpt
-    writes_answers: bool  # as text in the column LABELS
+    keys: type[MapKeys] | type[ShareGptKeys]  # alpaca rows, or sharegpt
+    writes_answers: bool  # as text in column LABELS
 
 
 DEFAULT_HANDLER = "PPOAlpacaStyleInstructionHandler"
@@ -89,14 +89,14 @@ REFUSED_HANDLERS: Mapping[str, str] = {
     "AlpacaStylePairwiseHandler": f"{_PAIRS}, and {DEFAULT_HANDLER} writes their prompts",
     "SharegptStylePairwiseHandler": _PAIRS,
 }
-"""Handlers of the older toolkit that are not supported -> remedy."""
+"""The older toolkit's unsupported handlers -> fix."""
 
 
 def parse_map_keys(text: str, handler: Handler) -> Keys:
     """Parse JSON such as {"prompt": "question", "query": ""}; "" = unused.
 
-    Keys that are not given keep their defaults, or become unused if another key names their default
-    column. Raises UserError with every problem.
+    Omitted keys keep their defaults, or become unused if another key names their default column.
+    Raises UserError with every problem.
     """
     model = handler.keys
     try:
@@ -110,7 +110,7 @@ def parse_map_keys(text: str, handler: Handler) -> Keys:
     for name in {*MapKeys.model_fields, *NO_USE} - model.model_fields.keys():
         if not given.get(name):
             given.pop(name, None)
-    # A default column that another key names belongs to that key, as it must be used only once.
+    # A default column named by another key belongs to that key: a column is used once.
     for name, field in model.model_fields.items():
         if field.default in given.values():
             given.setdefault(name, None)
@@ -142,10 +142,10 @@ def _key_problem(detail: Mapping[str, Any], model: type[Section]) -> Problem:
 def missing_columns(
     keys: Keys, handler: Handler, columns: dict[str, None], extra: Iterable[str] = ()
 ) -> Iterator[Problem]:
-    """Yield a problem for each column that the user named and that no row has.
+    """Yield a problem for each column named by the user but absent from the rows' `columns`.
 
-    Columns equal to the default may be absent, and so may the response of a handler that writes
-    prompts only. `columns` are those of the rows, `extra` those of --dataset-additional-keys.
+    Default columns may be absent, and so may the response if the handler writes prompts only.
+    `extra` are the columns in --dataset-additional-keys.
     """
     asked = keys.model_dump(exclude_defaults=True, exclude_none=True, exclude={"tags"})
     if not handler.writes_answers:

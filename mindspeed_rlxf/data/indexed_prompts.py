@@ -1,7 +1,7 @@
 """Read and write indexed data sets, and load their prompts.
 
-Of a conversation the prompt is everything before the last response; of a pair it is everything
-before the response.
+A conversation's prompt is everything before the last response, a pair's everything before the
+response.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ DTYPES: dict[int, Any] = {
     7: np.float32,
     8: np.uint16,
 }
-"""Code in the file -> dtype."""
+"""Megatron's dtype codes."""
 
 
 class BrokenIndex(ValueError):
@@ -58,17 +58,17 @@ class BrokenIndex(ValueError):
 
 
 class IndexedWriter:
-    """Appends sequences to `{path}.bin` by Megatron's builder; `close` writes `{path}.idx`."""
+    """Appends sequences to `{path}.bin` with Megatron's builder; `close` writes `{path}.idx`."""
 
     def __init__(self, path: Path, dtype: type[np.generic]) -> None:
-        # Here, because importing Megatron takes seconds, for which no reader should wait.
+        # Imported here, because Megatron takes seconds to load and readers do not need it.
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
         self._path, self._dtype = path, dtype
         self._builder = IndexedDatasetBuilder(f"{path}.bin", dtype=dtype)
 
     def add(self, items: bytes, lengths: Sequence[int]) -> None:
-        """Append sequences of these lengths, each its own document, from their joined bytes."""
+        """Append sequences, given as joined bytes, each as its own document."""
         import torch
 
         numbers = torch.from_numpy(np.frombuffer(items, self._dtype).copy())
@@ -77,13 +77,14 @@ class IndexedWriter:
             self._builder.end_document()
 
     def close(self) -> None:
+        """Write the index."""
         self._builder.finalize(f"{self._path}.idx")
 
 
 class IndexedReader:
-    """The sequences of an indexed data set, mapped into memory.
+    """An indexed data set's sequences, memory-mapped.
 
-    Raises BrokenIndex when a file is incomplete or malformed, OSError when it cannot be read.
+    Raises BrokenIndex if a file is incomplete or malformed, OSError if unreadable.
     """
 
     def __init__(self, path: Path) -> None:
@@ -108,7 +109,7 @@ class IndexedReader:
         return len(self._lengths)
 
     def __getitem__(self, row: int) -> np.ndarray[tuple[int, ...], np.dtype[Any]]:
-        """Return one sequence as a read-only copy: [items] of the data set's dtype."""
+        """Return one sequence as a read-only copy: [items] in the data set's dtype."""
         start = self._offsets[row]
         stop = start + int(self._lengths[row]) * self.dtype.itemsize
         return np.frombuffer(self._bytes[start:stop].tobytes(), self.dtype)
@@ -119,12 +120,12 @@ logger = logging.getLogger(__name__)
 REMEDY = "run preprocess_data.py again"
 PAIR_COLUMNS = ("chosen_input_ids", "chosen_labels", "rejected_input_ids", "rejected_labels")
 PAIR_IDS, PAIR_LABELS = PAIR_COLUMNS[:2]
-IGNORED = -100  # label of a token that is not trained on
+IGNORED = -100  # label for tokens outside the responses
 
 
 @dataclass(frozen=True)
 class IndexedPrompts:
-    """All prompts of some data sets, and the tokens that end a response in their templates."""
+    """Prompts from all data sets, and the tokens ending a response in their templates."""
 
     prompts: Sequence[Prompt] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -136,16 +137,15 @@ def load_indexed_prompts(
     data: DataConfig,
     max_prompt_length: int,
 ) -> IndexedPrompts:
-    """Load all prompts of the data sets, in order, and the stop token ids that sidecars name.
+    """Load all prompts, in order, and the stop token ids from the sidecars.
 
-    `data` names the columns with ground truth, data source and so on. Columns of a data set without
-    sidecar contain token ids, which are decoded to text; a warning says so. Prompts over
-    `max_prompt_length` tokens are dropped, truncated or reported as `data.overlong_prompts` says.
+    `data` names the columns for ground truth, data source and so on. Without a sidecar, columns
+    contain token ids and are decoded to text, with a warning. Prompts above `max_prompt_length`
+    tokens follow `data.overlong_prompts`.
 
     Raises:
-        UserError: with every problem: a data set that is absent, incomplete or made with
-            another tokenizer or `allow_special_tokens`, and unusable rows, whatever
-            `data.invalid_rows` says.
+        UserError: every problem: a data set is absent, incomplete or made with another tokenizer or
+            `allow_special_tokens`, or has unusable rows, whatever `data.invalid_rows` says.
     """
     if not prefixes:
         return IndexedPrompts()
@@ -166,12 +166,12 @@ def load_indexed_prompts(
 
 
 class _DataSet:
-    """One opened data set: its token ids, and the columns that the keys of `data` name."""
+    """One opened data set: its token ids, and the columns named by the keys in `data`."""
 
     def __init__(self, prefix: str, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:
         self._prefix, self._tokenizer, self._data = prefix, tokenizer, data
         self._is_pairs = PAIR_IDS in column_files(Path(prefix))
-        self._ids_column = PAIR_IDS if self._is_pairs else TOKEN_IDS  # of the better response
+        self._ids_column = PAIR_IDS if self._is_pairs else TOKEN_IDS  # the better response's
         self._token_ids = self._open(self._ids_column)
         self.sidecar = read_sidecar(Path(prefix))
         if self.sidecar is not None:
@@ -196,10 +196,10 @@ class _DataSet:
         self._labels = self._open_labels()
 
     def _open_labels(self) -> IndexedReader | None:
-        """Open the column of labels of conversations or pairs; None if there are only prompts.
+        """Open the labels of conversations or pairs; None if there are only prompts.
 
-        Without a sidecar, a column `labels` counts if its first row is as long as that of the token
-        ids and contains IGNORED; any other column `labels` holds answers.
+        Without a sidecar, a column `labels` counts if its first row is as long as the token ids and
+        contains IGNORED; any other column `labels` holds answers.
         """
         of_sidecar = self.sidecar.columns if self.sidecar else ()
         if self._is_pairs or any(column.encoding == "labels" for column in of_sidecar):
@@ -209,10 +209,9 @@ class _DataSet:
         return labels if is_mask else None
 
     def read_prompts(self, prompts: PromptStore, max_prompt_length: int) -> None:
-        """Add the data set's prompts to `prompts`, and log how many were over the limit.
+        """Add the data set's prompts, with decoded text, and log how many were too long.
 
-        The text of a prompt is decoded from its ids. Raises UserError with every problem of a row,
-        keyed by `prefix:row`.
+        Raises UserError with every row problem, keyed by `prefix:row`.
         """
         problems = FileProblems(self._prefix)
         limit = LengthLimit(self._prefix, max_prompt_length, self._data.overlong_prompts)
@@ -229,7 +228,7 @@ class _DataSet:
     def _read_rows(
         self, limit: LengthLimit, problems: FileProblems
     ) -> Iterator[tuple[list[int], Labels]]:
-        """Yield (prompt ids, labels) of each usable row; the others are added to `problems`."""
+        """Yield (prompt ids, labels) for usable rows; add the others to `problems`."""
         for row_index in range(len(self._token_ids)):
             ids, number = self._token_ids[row_index].astype(np.int64), row_index + 1
             if self._labels is not None:
@@ -249,7 +248,7 @@ class _DataSet:
                 yield fitting, labels
 
     def _read_value(self, name: str, row_index: int) -> Any:
-        """Return a value of a column: parsed JSON, or, without a sidecar, decoded token ids."""
+        """Return a column's value: parsed JSON, or, without a sidecar, decoded token ids."""
         stored = self._columns[name][row_index]
         if self.sidecar is not None:
             try:
@@ -263,7 +262,7 @@ class _DataSet:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
     def _open(self, column: str) -> IndexedReader:
-        """Open the indexed file of a column, which must have as many rows as the token ids."""
+        """Open a column, which must have as many rows as the token ids."""
         path = data_path(Path(self._prefix), column)
         try:
             reader = IndexedReader(path)

@@ -14,16 +14,16 @@ from mindspeed_rlxf.config.architecture import ArchitectureConfig
 
 @dataclass(frozen=True)
 class RankSteps:
-    """The samples of one data-parallel rank."""
+    """One data-parallel rank's samples."""
 
-    rows: list[int]  # indices in the iteration's batch, ascending, each once
-    steps: list[list[int]]  # for each optimizer step, positions in `rows`
+    rows: list[int]  # indices into the batch, ascending, each once
+    steps: list[list[int]]  # per optimizer step, positions in `rows`
 
 
 def mini_batch_order(
     num_samples: int, epochs: int, shuffle: bool, seed: int, iteration: int, group_size: int = 1
 ) -> list[list[int]]:
-    """Return the order of the sample indices in each epoch: ascending, or shuffled.
+    """Return the order of sample indices in each epoch: ascending, or shuffled.
 
     A shuffle derives from (seed, iteration, epoch) alone. `group_size` consecutive samples stay
     together, in order; it must divide num_samples.
@@ -49,15 +49,15 @@ def rank_steps(
 
     Args:
         orders: [epochs][samples].
-        mini_batch_size: divides the number of samples, and is a multiple of num_ranks * group_size
+        mini_batch_size: divides the sample count, and is a multiple of num_ranks * group_size
             (asserted).
         num_ranks: data-parallel size.
-        costs: of each sample, for parts of nearly equal cost; None = consecutive parts.
-        group_size: consecutive samples of an order that stay on one rank.
+        costs: per sample, for parts with nearly equal cost; None = consecutive parts.
+        group_size: consecutive samples kept on one rank.
 
     Returns:
-        For each rank its samples of all epochs, ascending and each once, and for each mini-batch
-        the positions of the rank's samples in that list.
+        For each rank its samples over all epochs, ascending and each once, and for each mini-batch
+        the rank's samples as positions in that list.
     """
     whole = all(len(order) % mini_batch_size == 0 for order in orders)
     assert whole and mini_batch_size % (num_ranks * group_size) == 0, "checked beforehand"
@@ -81,18 +81,19 @@ def rank_steps(
 
 
 def sample_flops(a: ArchitectureConfig, tokens: int, outputs: int) -> int:
-    """Return the floating-point operations of one forward pass over a sample: A n + B n^2 + C m.
+    """Return the FLOPs for one forward pass over a sample: A n + B n^2 + C m.
 
-    tokens:  n, length of the prompt and the response together
-    outputs: m, positions for which logits are computed; 0 for a value model
+    Two operations per token and weight (A: layer weights used by a token, C: the output layer's).
+    Attention costs four per head channel and attended token, on average n / 2 tokens (B).
+    Source: appendix of arXiv:2104.04473, which attends to all n tokens and has an ungated MLP.
 
-    Counts two operations per token and weight (A: weights of all layers that a token uses, C: of
-    the output layer). Attention costs four per channel of each head and attended token, on average
-    n / 2 tokens (B).
-    Source: appendix of arXiv:2104.04473, which attends to all n tokens and has an MLP without gate.
+    Args:
+        a: the model's architecture.
+        tokens: n, prompt and response length together.
+        outputs: m, positions with logits; 0 for a value model.
     """
     queries, keys = a.num_attention_heads * a.head_dim, a.kv_heads * a.head_dim
-    experts = a.moe_router_topk if a.num_experts else 1  # the router is left out
+    experts = a.moe_router_topk if a.num_experts else 1  # router excluded
     mlp = 3 * a.mlp_hidden_size * experts
     weights = a.hidden_size * (2 * (queries + keys) + mlp)
     layer = 2 * tokens * weights + 2 * a.num_attention_heads * a.head_dim * tokens**2
@@ -100,16 +101,17 @@ def sample_flops(a: ArchitectureConfig, tokens: int, outputs: int) -> int:
 
 
 def equal_parts(costs: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Divide items into parts of equal count with nearly equal sums of cost.
+    """Divide items into parts with equal counts and nearly equal total cost.
 
-    Assigns the most expensive item first, each to the cheapest part that is not full. Then swaps
-    items of the most expensive part with items of other parts while that makes it cheaper.
+    Assigns the most expensive item first, each to the cheapest part with room. Then swaps items
+    between the most expensive part and others while that makes it cheaper.
 
     Args:
-        costs: [items], a multiple of num_parts of them (asserted).
+        costs: [items], a multiple of num_parts (asserted).
+        num_parts: how many parts.
 
     Returns:
-        The indices of each part in ascending order, the parts ordered by their first index.
+        Each part's indices, ascending; parts are ordered by their first index.
     """
     size, rest = divmod(len(costs), num_parts)
     assert rest == 0, f"{len(costs)} items do not make {num_parts} equal parts"
@@ -126,11 +128,11 @@ def equal_parts(costs: Sequence[float], num_parts: int) -> list[list[int]]:
 
 
 def _swap_items(items: np.ndarray, costs: np.ndarray) -> None:
-    """Swap items of the most expensive part with items of cheaper parts, one pair at a time.
+    """Swap items between the most expensive part and cheaper parts, one pair at a time.
 
-    Each time, takes the cheapest other part for which a swap lowers the larger of the two sums by
-    more than 0.1% of the mean sum of a part, and the pair that lowers it most. Stops when there is
-    no such part. items, costs: [parts, size], changed in place
+    Each time, takes the cheapest other part with a swap lowering the larger sum by more than 0.1%
+    of the mean part, and the pair lowering it most; stops when no part has one. Changes items and
+    costs, both [parts, size], in place.
     """
     totals = costs.sum(1)
     least = 1e-3 * totals.mean()

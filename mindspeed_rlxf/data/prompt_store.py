@@ -1,4 +1,4 @@
-"""Keep the prompts of a run in a temporary file, so that memory does not grow with the data set."""
+"""Keep a run's prompts in a temporary file, so memory does not grow with the data set."""
 
 import json
 import os
@@ -18,14 +18,14 @@ STYLES = ("rule", "model")
 
 
 def reward_style(extra_info: Mapping[str, Any]) -> str | None:
-    """Return what scores the row, `rule` or `model`, by its label `reward_model.style`, if any."""
+    """Return what scores the row, `rule` or `model`, from its `reward_model.style`, if any."""
     label = extra_info.get(STYLE)
     return label.get("style") if isinstance(label, dict) else None
 
 
 @dataclass(frozen=True)
 class Labels:
-    """The fields of a row beside its prompt; see `Prompt`."""
+    """A row's fields besides the prompt; see `Prompt`."""
 
     ground_truth: str
     data_source: str
@@ -34,16 +34,16 @@ class Labels:
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """One prompt of a data set.
+    """One prompt.
 
     Attributes:
-        index: number of the prompt, from 0, counted over all files without dropped rows.
-        text: what was tokenized (a chat after its template); of a prompt that was truncated, or
-            read from an indexed data set, the decoded ids.
-        token_ids: [prompt] int64, at least 1 and at most max_prompt_length, no EOS appended.
+        index: position, from 0, over all files without dropped rows.
+        text: the tokenized text (a chat after its template); decoded ids for a prompt that was
+            truncated or read from an indexed data set.
+        token_ids: [prompt] int64, 1 to max_prompt_length, no EOS appended.
         ground_truth: what a rule compares with, "" if the row has none.
-        data_source: picks the rule and names the validation metrics.
-        extra_info: other values of the row for reward functions: text, numbers, lists, objects.
+        data_source: selects the rule and names the validation metrics.
+        extra_info: the row's other values for reward functions: text, numbers, lists, objects.
     """
 
     index: int
@@ -55,10 +55,10 @@ class Prompt:
 
 
 class PromptStore(Sequence[Prompt]):
-    """Prompts in the order in which they were added.
+    """Prompts in insertion order.
 
-    They are in an unnamed file in the folder for temporary files (`TMPDIR`), about as large as the
-    data set, which vanishes with the process.
+    They live in an unnamed file in the temporary folder (`TMPDIR`), about as large as the data set,
+    which vanishes with the process.
     """
 
     def __init__(self) -> None:
@@ -74,13 +74,13 @@ class PromptStore(Sequence[Prompt]):
         self._ends.append(self._ends[-1] + len(record))
 
     def end_part(self) -> None:
-        """Flush the prompts and mark the end of a file or data set, which `sizes` counts."""
+        """Flush, and mark the end of a file or data set for `sizes`."""
         self._file.flush()
         self._parts.append(len(self))
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Number of prompts of each file or data set that `end_part` has ended, in order."""
+        """Prompts per ended file or data set, in order."""
         return tuple(end - start for start, end in pairwise(self._parts))
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Load prompt data sets: tokenize the rows of files, or report every problem in one list."""
+"""Load prompt data sets: tokenize rows from files, or report every problem in one list."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["Prompt", "load_prompts", "num_appended_eos"]
 logger = logging.getLogger(__name__)
 
 ENCODE_CHUNK = 1024  # texts per tokenizer call; fast tokenizers share a call between threads
-ROLE = re.compile(r"[\w .:-]{1,64}")  # a template `<{role}>` makes tokens of other characters
+ROLE = re.compile(r"[\w .:-]{1,64}")  # other characters could form tokens in a template `<{role}>`
 RULE = "a prompt must be text or a list of chat messages {role, content}"
 NO_TOKEN = "a prompt must have a token, the tokenizer makes none of this one"
 SYSTEM = "system"
@@ -42,7 +42,7 @@ KEPT = {
     OverlongPrompts.KEEP_TAIL: "last",
     OverlongPrompts.KEEP_ENDS: "first and last",
 }
-"""Policy that cuts prompts -> which tokens it keeps."""
+"""Truncating policy -> the tokens it keeps."""
 
 
 def load_prompts(
@@ -51,15 +51,17 @@ def load_prompts(
     data: DataConfig,
     max_prompt_length: int,
 ) -> PromptStore:
-    """Load all prompts of `files`, in order; no files give no prompts.
+    """Load all prompts from `files`, in order; no files give no prompts.
 
     A prompt is a string, tokenized as `tokenizer(text, add_special_tokens=True)` without the EOS
-    some tokenizers append, or a list of chat messages, put through the tokenizer's chat template
-    with the generation prompt. Special tokens that the texts of rows spell are read as text unless
-    `data.allow_special_tokens`; those that the template writes are tokens. Prompts over
-    `max_prompt_length` tokens are problems, or are dropped or truncated (`data.overlong_prompts`).
-    With `data.invalid_rows=drop`, rows with a problem are dropped if their file can be read to its
-    end and keeps a row. The log counts both. Raises UserError with the problems of all files.
+    some tokenizers append, or a list of chat messages, rendered by the tokenizer's chat template
+    with the generation prompt. Special tokens spelled in rows are read as text unless
+    `data.allow_special_tokens`; those written by the template are tokens. Prompts above
+    `max_prompt_length` tokens follow `data.overlong_prompts`. With `data.invalid_rows=drop`, bad
+    rows are dropped if their file is readable and keeps a row. The log counts both.
+
+    Raises:
+        UserError: the problems in all files.
     """
     names = [files] if isinstance(files, str) else list(files)
     reader = _Reader(tokenizer, data, max_prompt_length)
@@ -91,7 +93,7 @@ def load_prompts(
 
 
 class _Reader:
-    """Tokenizes the prompts of files, a chunk of rows at a time."""
+    """Tokenizes prompts, a chunk of rows at a time."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, data: DataConfig, max_prompt_length: int
@@ -101,10 +103,9 @@ class _Reader:
         self._special = SpecialTokens(tokenizer)
 
     def read(self, file: str, problems: FileProblems) -> Iterator[tuple[Labels, str, list[int]]]:
-        """Yield (labels, text, token ids) of each prompt that is kept.
+        """Yield (labels, text, token ids) for each kept prompt; add invalid rows to `problems`.
 
-        The text of a truncated prompt is decoded from the ids that remain. Invalid rows are added
-        to `problems`.
+        A truncated prompt's text is decoded from the remaining ids.
         """
         limit = LengthLimit(file, self._max_length, self._data.overlong_prompts)
         rows, num_rows, num_spelled = read_text_rows(file, self._data, problems), 0, 0
@@ -135,12 +136,12 @@ class _Reader:
             )
 
     def _fill_template(self, row: TextRow) -> Problem | None:
-        """Set `text` of a row; return its problem if it cannot be tokenized."""
+        """Set the row's `text`; return a problem if it cannot be tokenized."""
         row.text = str(row.prompt)
         if isinstance(row.prompt, list):
             hides = not self._data.allow_special_tokens
             given: Any = self._special.hide(row.prompt) if hides else row.prompt
-            # A parquet column has every key in every message, null if the writer gave none.
+            # Parquet gives every message all keys, null if absent.
             messages = [{k: v for k, v in m.items() if v is not None} for m in given]
             try:
                 row.text = str(
@@ -151,7 +152,7 @@ class _Reader:
                         **self._data.chat_template_kwargs,
                     )
                 )
-            except Exception as error:  # of any type, because a template is a program
+            except Exception as error:  # any type: a template is a program
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
                 remedy = "give the tokenizer's folder a fitting one, or write the prompt as text"
                 rule = f"the tokenizer's chat template must accept the messages: {reason}"
@@ -159,7 +160,7 @@ class _Reader:
         return text_problem(row.text)
 
     def _tokenize(self, rows: list[TextRow]) -> list[list[int]]:
-        """Return the token ids of each row, without an EOS that the tokenizer appends."""
+        """Return each row's token ids, without an EOS appended by the tokenizer."""
         encoded: dict[int, list[int]] = {}
         for is_chat in (False, True):
             alike = [row for row in rows if isinstance(row.prompt, list) is is_chat]
@@ -185,28 +186,28 @@ def _token_ids(
 
 
 def num_appended_eos(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Count the EOS tokens that the tokenizer appends to a text: 0, or 1 for some tokenizers."""
+    """Count the EOS tokens appended to a text by the tokenizer: 0, or 1 for some tokenizers."""
     (plain,), (framed,) = (_token_ids(tokenizer, ["a"], add, split=False) for add in (False, True))
     return int(framed[-1:] == [tokenizer.eos_token_id] != plain[-1:])
 
 
 @dataclass
 class TextRow:
-    """A row of a file before tokenization."""
+    """A row before tokenization."""
 
     row: int  # number in its file, from 1
     prompt: str | list[dict[str, Any]]
     labels: Labels
-    # What to tokenize, set later. Of a chat, the filled-in template; special tokens that the
-    # messages spell are random words there (see `SpecialTokens`).
+    # What to tokenize, set later: for a chat, the rendered template, with random words in place of
+    # special tokens spelled by the messages (see `SpecialTokens`).
     text: str = ""
 
 
 def read_text_rows(file: str, data: DataConfig, problems: FileProblems) -> Iterator[TextRow]:
-    """Yield the rows of a file whose fields are all valid; add those of the others to `problems`.
+    """Yield a file's valid rows; add the problems of the others to `problems`.
 
-    Chats without a system message at their start get `data.system_prompt`. Logs a warning for
-    columns that `data.extra_columns` names and no row has. Raises UserError for a broken file.
+    Chats without a leading system message get `data.system_prompt`. Warns about columns named in
+    `data.extra_columns` but absent from all rows. Raises UserError for a broken file.
     """
     absent = set(data.extra_columns or ())
     for number, row in read_rows(file):
@@ -248,18 +249,18 @@ def _prompt_problem(prompt: Any, data: DataConfig) -> Problem | None:
 
 
 def text_problem(text: str) -> Problem | None:
-    """Return the problem of a prompt that is blank or not valid Unicode; None for others."""
+    """Return a problem for a prompt that is blank or invalid Unicode."""
     if not text.strip():
         return fault(f"{RULE} and not empty", "complete or remove the row")
     return unicode_problem(text)
 
 
 def read_labels(number: int, row: Row, data: DataConfig, problems: FileProblems) -> Labels | None:
-    """Return ground truth ("" if absent), data source and extra columns of a row.
+    """Return a row's ground truth ("" if absent) as text, data source and extra columns.
 
-    The truth becomes text. An absent data source is `data.default_data_source`. An object
-    `extra_info` is replaced by its fields. If any field is invalid, returns None and adds a problem
-    for each to `problems` under the row's `number`.
+    `data.default_data_source` replaces an absent data source, and its own fields replace an object
+    `extra_info`. If any field is invalid, returns None and adds a problem for each to `problems`
+    under the row's `number`.
     """
     truth, broken = look_up(row, data.ground_truth_key), list[Problem]()
     if not isinstance(truth, (str, int, float, type(None))) or isinstance(truth, bool):
@@ -281,7 +282,7 @@ def read_labels(number: int, row: Row, data: DataConfig, problems: FileProblems)
     if isinstance(extra.get(EXTRA), dict):
         extra |= extra.pop(EXTRA)
     style = look_up(row, f"{STYLE}.style")
-    if style is not None:  # kept in any case: it chooses what scores the row
+    if style is not None:  # always kept: it chooses what scores the row
         extra[STYLE] = {**dict(extra.get(STYLE) or {}), "style": style}
     if style not in (*STYLES, None):
         rule = f"{STYLE}.style must be rule or model, this one is {style!r:.60}"
@@ -292,7 +293,7 @@ def read_labels(number: int, row: Row, data: DataConfig, problems: FileProblems)
 
 
 def cut(token_ids: list[int], max_length: int, policy: OverlongPrompts) -> list[int] | None:
-    """Return `max_length` ids of a longer list; None if the policy does not truncate prompts.
+    """Return `max_length` ids of a longer list; None if the policy does not truncate.
 
     KEEP_HEAD loses the header of a chat's response; KEEP_TAIL may lose the beginning-of-text token.
     KEEP_ENDS keeps the first max_length // 2 ids and the rest from the end.
@@ -305,17 +306,16 @@ def cut(token_ids: list[int], max_length: int, policy: OverlongPrompts) -> list[
 
 
 class LengthLimit:
-    """Applies `max_prompt_length` to one file or data set, and counts the prompts over it."""
+    """Applies `max_prompt_length` to one file or data set, and counts the prompts above it."""
 
     def __init__(self, name: str, max_length: int, policy: OverlongPrompts) -> None:
         self._name, self._max_length, self._policy = name, max_length, policy
         self._num_over = 0
 
     def fit(self, row: int, token_ids: list[int], problems: FileProblems) -> list[int] | None:
-        """Return a prompt's ids: unchanged up to the limit, truncated over it; None if not kept.
+        """Return a prompt's ids, truncated if above the limit; None if dropped.
 
-        Prompts without ids, and with the policy ERROR those over the limit, are added to
-        `problems`.
+        Prompts without ids and, with policy ERROR, those above the limit are added to `problems`.
         """
         length = len(token_ids)
         if length == 0:
@@ -332,10 +332,7 @@ class LengthLimit:
         return cut(token_ids, self._max_length, self._policy)
 
     def report(self, num_rows: int, problems: FileProblems) -> None:
-        """Log how many of `num_rows` prompts were dropped or truncated, if any.
-
-        Adds a problem of the whole file if all were dropped.
-        """
+        """Log how many prompts were dropped or truncated; it is a problem if none is left."""
         count = f"{self._num_over} of {num_rows} prompts are over {self._max_length} tokens"
         dropped = self._policy is OverlongPrompts.DROP
         if dropped and self._num_over == num_rows > 0:

@@ -1,4 +1,4 @@
-"""Sample prompts for each iteration from an endless stream, which can be saved and continued."""
+"""Sample prompts for each iteration from an endless, resumable stream."""
 
 import itertools
 import math
@@ -13,19 +13,19 @@ from mindspeed_rlxf.config.problems import Problem, UserError
 
 @dataclass(frozen=True)
 class ConsumedPrompts:
-    """The prompts of a batch, each with `samples_per_prompt` samples of consecutive ids."""
+    """A batch's prompts, each with `samples_per_prompt` samples with consecutive ids."""
 
     first_sample_id: int
     samples_per_prompt: int
-    prompts: list[int]  # indices in the data set
+    prompts: list[int]  # indices into the data set
 
 
 class PromptSampler:
-    """Endless stream of prompt indices, in batches.
+    """Endless batched stream of prompt indices.
 
-    Every epoch has each index once: ascending, or with `shuffle` a permutation that derives from
-    (seed, epoch, source) alone, so that samplers of one seed differ. A batch that reaches the end
-    of an epoch goes on in the next: no prompt is dropped and every batch is full.
+    Every epoch has each index once, ascending or, with `shuffle`, in a permutation derived from
+    (seed, epoch, source) alone. A batch reaching an epoch's end continues in the next: no prompt is
+    dropped and every batch is full.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class PromptSampler:
         assert num_prompts > 0 and batch_size > 0, "there must be prompts to sample"
         self._num_prompts, self._batch_size = num_prompts, batch_size
         self._seed, self._shuffle, self._source = seed, shuffle, source
-        self._epoch = self._offset = 0  # offset: indices of this epoch already given out
+        self._epoch = self._offset = 0  # offset: indices already taken from this epoch
         self._order = self._epoch_order(0)
 
     def next_batch(self) -> list[int]:
@@ -42,7 +42,7 @@ class PromptSampler:
         return self.take(self._batch_size)
 
     def take(self, count: int) -> list[int]:
-        """Return the next `count` indices of the stream, across epochs, and move on."""
+        """Return the next `count` indices, across epochs, and advance."""
         batch: list[int] = []
         while len(batch) < count:
             part = self._order[self._offset : self._offset + count - len(batch)]
@@ -55,11 +55,11 @@ class PromptSampler:
 
     @property
     def num_taken(self) -> int:
-        """Number of indices returned since the start of the stream."""
+        """Indices returned since the stream started."""
         return self._epoch * self._num_prompts + self._offset
 
     def state_dict(self) -> dict[str, Any]:
-        """Return epoch and offset, and number of prompts, seed and shuffle, which set the order."""
+        """Return epoch and offset, and what sets the order: prompt count, seed and shuffle."""
         return {
             "epoch": self._epoch,
             "offset": self._offset,
@@ -69,7 +69,7 @@ class PromptSampler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the position of `state`; UserError if it is that of another stream."""
+        """Continue at a saved position; UserError if it belongs to another stream."""
         for key, value in self.state_dict().items():
             if key not in ("epoch", "offset") and state.get(key) != value:
                 raise _other_stream(key, state.get(key), value)
@@ -84,11 +84,11 @@ class PromptSampler:
 
 
 class MixtureSampler:
-    """Endless stream of prompt indices that mixes several sources by weight.
+    """Endless stream of prompt indices mixing several sources by weight.
 
-    Each source has a PromptSampler and so epochs of its own; the data set has their `sizes` prompts
-    one after another. The next prompt is from the source that is furthest below its share, so no
-    source is ever a whole prompt above its share.
+    Each source has its own PromptSampler and epochs; the data set holds their `sizes` prompts one
+    source after another. The next prompt comes from the source furthest below its share, so none
+    ever exceeds its share by a whole prompt.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class MixtureSampler:
         ]
 
     def next_batch(self) -> list[int]:
-        """Return the next `batch_size` indices in the whole data set."""
+        """Return the next `batch_size` indices into the whole data set."""
         batch: list[int] = []
         while len(batch) < self._batch_size:
             taken = [source.num_taken for source in self._sources]
@@ -122,12 +122,12 @@ class MixtureSampler:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return {"weights": weights, "sources": the state of each source's sampler, in order}."""
+        """Return {"weights": weights, "sources": each source's sampler state}."""
         sources = [source.state_dict() for source in self._sources]
         return {"weights": self._weights, "sources": sources}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the position of `state`; UserError if it is that of another stream."""
+        """Continue at a saved position; UserError if it belongs to another stream."""
         if state.get("weights") != self._weights:
             raise _other_stream("train_weights", state.get("weights"), self._weights)
         for source, saved in zip(self._sources, state["sources"], strict=True):
@@ -137,7 +137,7 @@ class MixtureSampler:
 def make_sampler(
     sizes: Sequence[int], weights: Sequence[float], batch_size: int, seed: int, shuffle: bool
 ) -> PromptSampler | MixtureSampler:
-    """Make a MixtureSampler with weights, else a PromptSampler over the prompts of all sources."""
+    """Make a MixtureSampler if there are weights, else a PromptSampler over all prompts."""
     if weights:
         return MixtureSampler(sizes, weights, batch_size, seed, shuffle)
     return PromptSampler(sum(sizes), batch_size, seed, shuffle)

@@ -1,6 +1,5 @@
 """File names of an indexed prompt data set, and its description in `PREFIX_packed_meta.json`."""
 
-import json
 import re
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
@@ -11,61 +10,59 @@ from mindspeed_rlxf.config.fields import Integers, Section
 from mindspeed_rlxf.config.problems import Problem, UserError
 
 TOKEN_IDS, MASK = "input_ids", "attention_mask"
-MAX_NAME = 80  # characters of a column in a file name, which may have 255 bytes
+MAX_NAME = 80  # column characters in a file name, which may have 255 bytes
 
 Encoding: TypeAlias = Literal["token_ids", "labels", "mask", "json"]
 
 
 class Column(Section):
-    """One indexed data set `PREFIX_packed_{file}_document`, with a sequence for every row."""
+    """One indexed data set `PREFIX_packed_{file}_document`, with one sequence per row."""
 
     name: str
     file: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,120}$")]
     dtype: Literal["int32", "uint8"]
-    # int32 token ids, labels (-100 = not trained on) and masks, or the UTF-8 bytes of the value as
-    # JSON (null if a row has none)
+    # int32 token ids, labels (-100 = not trained) and masks, or the value as UTF-8 JSON (null if a
+    # row has none)
     encoding: Encoding
 
 
 class TokenizerId(Section):
-    """The tokenizer of a data set: the path that the user gave, and `vocabulary_hash`."""
+    """The data set's tokenizer: path as given by the user, and `vocabulary_hash`."""
 
     path: str
     sha256: str
 
 
 class Sidecar(Section):
-    """How a prompt data set was made, and what it contains."""
+    """How a prompt data set was made, and its contents."""
 
     format_version: Literal[1] = 1
     handler: str
     template: str
-    allow_special_tokens: bool = False  # those in texts are tokens; older versions lack the field
-    stop_token_ids: Integers  # tokens that end a response in the template
+    allow_special_tokens: bool = False  # in texts too; older versions lack the field
+    stop_token_ids: Integers  # end a response in the template
     tokenizer: TokenizerId
     columns: list[Column]
     counts: dict[str, int | dict[str, int]]
 
-    def as_bytes(self) -> bytes:
-        text = json.dumps(self.model_dump(mode="json"), ensure_ascii=False, indent=1) + "\n"
-        return text.encode("utf-8", "backslashreplace")  # a column's name may have half a character
-
 
 def data_path(prefix: Path, column_file: str) -> Path:
-    """Return the path of a column's indexed data set, without `.bin` and `.idx`."""
+    """Return a column's path without `.bin` and `.idx`."""
     return prefix.with_name(f"{prefix.name}_packed_{column_file}_document")
 
 
 def sidecar_path(prefix: Path) -> Path:
+    """Return the sidecar's path."""
     return prefix.with_name(f"{prefix.name}_packed_meta.json")
 
 
 def rejected_path(prefix: Path) -> Path:
+    """Return the path of the file with rejected rows."""
     return prefix.with_name(f"{prefix.name}_rejected.jsonl")
 
 
 def column_files(prefix: Path) -> list[str]:
-    """Return a data set's columns, sorted: each X with a file `{prefix}_packed_X_document.idx`."""
+    """Return a data set's columns, sorted: every X with a file `{prefix}_packed_X_document.idx`."""
     start, end = f"{prefix.name}_packed_", "_document.idx"
     names = (file.name for file in prefix.parent.iterdir()) if prefix.parent.is_dir() else ()
     columns = (n[len(start) : -len(end)] for n in names if n.startswith(start) and n.endswith(end))
@@ -74,9 +71,9 @@ def column_files(prefix: Path) -> list[str]:
 
 
 def file_name(column: str, taken: set[str]) -> str:
-    """Return a file name for a column, which differs from those `taken` (also without case).
+    """Return a file name for a column, differing from those `taken` even without case.
 
-    Other characters than ASCII letters, digits and `-` become `_`; at most MAX_NAME characters.
+    Characters other than ASCII letters, digits and `-` become `_`; at most MAX_NAME characters.
     """
     safe = re.sub(r"[^A-Za-z0-9_-]", "_", column)[:MAX_NAME].replace("packed", "pack") or "_"
     name, count = safe, 1
@@ -87,7 +84,7 @@ def file_name(column: str, taken: set[str]) -> str:
 
 
 def read_sidecar(prefix: Path) -> Sidecar | None:
-    """Read the sidecar of a data set; None if there is none, as in sets of the older toolkit."""
+    """Read a sidecar; None if absent, as in the older toolkit's data sets."""
     file = sidecar_path(prefix)
     if not file.exists():
         return None

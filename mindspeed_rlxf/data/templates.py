@@ -1,9 +1,9 @@
-"""Convert the turns of a conversation to the token ids that a model family expects.
+"""Convert conversation turns to the token ids expected by a model family.
 
-A template is a set of patterns in TEMPLATES. `{text}` stands for the text of a turn, `{system}` for
-the filled `system` pattern in families that put it inside the first user turn, `{eos}` for the
-tokenizer's end-of-sequence token. The patterns follow the families' own chat templates, except for
-the words of `qwen_r1`.
+A template is a set of patterns in TEMPLATES. `{text}` stands for a turn's text, `{system}` for the
+filled `system` pattern in families with the system text inside the first user turn, `{eos}` for the
+tokenizer's end-of-sequence token. The patterns follow the families' own chat templates, except the
+wording in `qwen_r1`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Turn(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Part of a prompt: a special token of the template (or EOS), or the text between two."""
+    """A template's special token (or EOS), or the text between two."""
 
     text: str
     is_token: bool
@@ -40,21 +40,21 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Template:
-    """Patterns of the turns and of the text around them."""
+    """Patterns for the turns and the text around them."""
 
     user: str = "{text}"
     header: str = ""  # opens a response; a prompt ends with it
-    response: str = "{text}{eos}"  # after the header, up to the token that ends it
-    separator: str = ""  # between a response and the next turn of the user
+    response: str = "{text}{eos}"  # after the header, up to its end token
+    separator: str = ""  # between a response and the next user turn
     system: str = "{text}\n"
     start: str = ""  # the family's beginning-of-text token, if it has one
-    default_system: str = ""  # of a conversation that has none; "" = no system turn
-    # Strings in the patterns that are single tokens; without any, the prompt is plain text, to
-    # which the tokenizer adds its own special tokens.
+    default_system: str = ""  # if the conversation has none; "" = no system turn
+    # Single tokens in the patterns; without any, the prompt is plain text, to which the tokenizer
+    # adds its own special tokens.
     special_tokens: tuple[str, ...] = ()
-    stop_words: tuple[str, ...] = ()  # tokens that end a response besides the tokenizer's EOS
-    # Strings in the patterns that must not be single tokens: in later tokenizers of the family
-    # they are, and other patterns apply.
+    stop_words: tuple[str, ...] = ()  # tokens ending a response besides the tokenizer's EOS
+    # Strings in the patterns that must not be single tokens: they are in the family's later
+    # tokenizers, which need other patterns.
     text_only: tuple[str, ...] = ()
 
 
@@ -138,10 +138,10 @@ TEMPLATES: Mapping[str, Template] = {
 
 
 def render(template: Template, turns: Sequence[Turn]) -> list[Piece]:
-    """Render a conversation as a prompt, which ends with the header of the next response.
+    """Render a conversation as a prompt, ending with the header of the next response.
 
-    The text between two special tokens is one piece, so that it is tokenized as a whole. A missing
-    system turn is replaced by the template's default.
+    The text between two special tokens is one piece, so it is tokenized as a whole. The template's
+    default replaces a missing system turn.
     """
     system = turns[0].text if turns[0].role == "system" else template.default_system
     has_system = system or turns[0].role == "system"
@@ -186,8 +186,8 @@ def _split_pattern(special_tokens: tuple[str, ...], pattern: str) -> list[str]:
 class PromptEncoder:
     """Encodes conversations with one template and one tokenizer.
 
-    A special token spelled in the text of a turn is read as text (`split_special_tokens`), unless
-    `allow_special_tokens`; tokens that are added but not special are always read as tokens.
+    A special token spelled in a turn's text is read as text (`split_special_tokens`), unless
+    `allow_special_tokens`; added tokens which are not special are always read as tokens.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class PromptEncoder:
     ) -> None:
         """Look up the template's tokens in the tokenizer.
 
-        Raises UserError if the vocabulary lacks one, or has one that the template writes as text.
+        Raises UserError if the vocabulary lacks one, or has one which the template writes as text.
         """
         self._tokenizer, self._template = tokenizer, TEMPLATES[template_name]
         self._allow_special_tokens = allow_special_tokens
@@ -221,12 +221,12 @@ class PromptEncoder:
         self._num_eos = num_appended_eos(tokenizer) if self._is_plain else 0
 
     def encode(self, conversations: Sequence[Sequence[Turn]]) -> list[list[int]]:
-        """Return the token ids of each conversation as a prompt; the header of a response ends it.
+        """Return each conversation's prompt token ids, ending with the header of a response.
 
-        If the template has no special tokens, a prompt begins with those that the tokenizer adds.
+        If the template has no special tokens, a prompt begins with those the tokenizer adds.
         """
         prompts = [render(self._template, turns) for turns in conversations]
-        # Each text once: the text of the template between turns is in every prompt.
+        # Each text once: every prompt has the template's text between turns.
         opening = {pieces[0].text for pieces in prompts if not pieces[0].is_token}
         others = {p.text for pieces in prompts for p in pieces[1:] if not p.is_token}
         ids_of_opening = self._tokenize(sorted(opening), self._is_plain)

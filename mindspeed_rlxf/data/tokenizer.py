@@ -1,4 +1,4 @@
-"""Load a run's Hugging Face tokenizer from local files, and check that it fits the model."""
+"""Load a run's Hugging Face tokenizer from local files, and check it against the model."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 KEY = "training.tokenizer_name_or_path"
-MAX_TOKENS = 4  # that make one character together; UTF-8 has at most four bytes
+MAX_TOKENS = 4  # per character; UTF-8 has at most four bytes
 
 
 def load_tokenizer(path: str, key: str = KEY) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a local folder (or of a name in the local Hugging Face cache).
+    """Load a tokenizer from a local folder (or a name in the local Hugging Face cache).
 
-    Uses no network and executes no code of the folder. Raises UserError, which names `key` (config
-    key or flag), if it cannot be loaded, or has special tokens only: transformers makes such a
-    tokenizer, without an error, for a model folder without tokenizer files.
+    Uses no network and executes no code from the folder. Raises UserError, naming `key` (config key
+    or flag), if loading fails or there are special tokens only: transformers silently makes such a
+    tokenizer if the files are missing.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -51,11 +51,10 @@ def load_tokenizer(path: str, key: str = KEY) -> PreTrainedTokenizerBase:
 def eos_token_ids(
     tokenizer: PreTrainedTokenizerBase, model_folder: str | None, stop_token_ids: Sequence[int]
 ) -> tuple[int, ...]:
-    """Return the token ids that end a response, ascending.
+    """Return the token ids ending a response, ascending.
 
-    They are the EOS of the tokenizer and of generation_config.json in `model_folder` (the actor's,
-    None if it starts from random weights), and `stop_token_ids`. Raises UserError if
-    generation_config.json is not valid.
+    They are the tokenizer's EOS, generation_config.json's in `model_folder` (the actor's, None for
+    random weights), and `stop_token_ids`. Raises UserError if generation_config.json is invalid.
     """
     own = _own_stop_ids(tokenizer, model_folder).values()
     return tuple(sorted({*stop_token_ids, *chain(*own)}))
@@ -67,9 +66,9 @@ def describe_stop_tokens(
     data_set_ids: Sequence[int],
     configured_ids: Sequence[int],
 ) -> str:
-    """Return a line for the log: every id that ends a response, its token and sources.
+    """Return a log line with every id ending a response, its token and sources.
 
-    Raises UserError if generation_config.json is not valid.
+    Raises UserError if generation_config.json is invalid.
     """
     sources: dict[str, Sequence[int]] = {
         **_own_stop_ids(tokenizer, model_folder),
@@ -117,9 +116,9 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> lis
 
 
 def vocabulary_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the SHA-256, in hex, of all (id, token) pairs of the vocabulary.
+    """Return the SHA-256, in hex, over all (id, token) pairs in the vocabulary.
 
-    A tokenizer that is saved again or gets another chat template keeps its hash.
+    Saving the tokenizer again, or changing its chat template, keeps the hash.
     """
     pairs = sorted((i, token) for token, i in tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(pairs).encode("ascii")).hexdigest()
@@ -131,10 +130,10 @@ def _first_line(error: BaseException) -> str:
 
 
 class SpecialTokens:
-    """The special tokens of one tokenizer.
+    """One tokenizer's special tokens.
 
-    While a chat template is filled in, each special token that a user's text spells is replaced by
-    a random word, which no text can contain.
+    While a chat template is rendered, a random word, which no text can contain, replaces each
+    special token spelled in a user's text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -146,7 +145,7 @@ class SpecialTokens:
         self._words = re.compile(rf"zq{self._nonce}n(\d+)z")
 
     def hide(self, value: Any) -> Any:
-        """Replace each special token in texts, lists and dicts of texts by its random word."""
+        """Replace special tokens in strings, also inside lists and dicts, by random words."""
         if isinstance(value, str):
             number = self._names.index
             return self._pattern.sub(lambda found: f"zq{self._nonce}n{number(found[0])}z", value)
@@ -155,13 +154,13 @@ class SpecialTokens:
         return [self.hide(item) for item in value] if isinstance(value, list) else value
 
     def restore(self, text: str) -> str:
-        """Replace every random word in a text by its special token."""
+        """Replace every random word by its special token."""
         return self._words.sub(lambda found: self._names[int(found[1])], text)
 
     def token_ids(self, text: str) -> list[int]:
-        """Tokenize a filled-in chat template: special tokens become ids, the text between is alone.
+        """Tokenize a rendered chat template: special tokens by id, the text between on its own.
 
-        Words that `hide` inserted become the spelling of their special token, tokenized as text.
+        Words inserted by `hide` become their special token's spelling, tokenized as text.
         """
         ids, start = [], 0
         for found in self._pattern.finditer(text):
@@ -180,10 +179,10 @@ class SpecialTokens:
 
 
 def token_pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
-    """Return the text of each token of a response.
+    """Return the text for each response token.
 
-    A character that spans several tokens is the text of the last of them; the others get "". Bytes
-    that are not UTF-8 after MAX_TOKENS tokens, or at the end of `ids`, become U+FFFD.
+    A character spanning several tokens belongs to the last one; the others get "". Bytes outside
+    UTF-8 become U+FFFD after MAX_TOKENS tokens, or at the end of `ids`.
     """
     pieces: list[str] = []
     before, waiting = list[int](), list[int]()

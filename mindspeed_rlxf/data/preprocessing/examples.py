@@ -1,7 +1,7 @@
-"""Convert a row into what its handler encodes: the turns of the prompt, and the answer.
+"""Convert rows to conversation turns and the answer.
 
 Alpaca rows have separate columns for instruction, input, output and so on. Sharegpt rows have one
-column with a list of messages, whose keys and roles are named in `Tags`.
+column with a message list; `Tags` names its keys and roles.
 """
 
 from collections.abc import Sequence
@@ -24,17 +24,17 @@ CHAT_TAGS = Tags(
 
 
 class Example(NamedTuple):
-    """The turns of a prompt, and the answer that the handler writes."""
+    """A prompt's turns, and the answer if the handler writes it."""
 
     turns: list[Turn]
     answer: str | None = None
 
 
 def make_example(row: Row, keys: Keys, handler: Handler) -> Example:
-    """Make the prompt of a row, and the answer if the handler writes it.
+    """Make a row's prompt, and the answer if the handler writes it.
 
-    Raises UnusableRow for a column that is missing or of a wrong type, an empty prompt or answer,
-    turns in a wrong order and invalid Unicode.
+    Raises UnusableRow for a missing or mistyped column, an empty prompt or answer, turns in a wrong
+    order and invalid Unicode.
     """
     if isinstance(keys, MapKeys):
         turns = _read_prompt(row, keys)
@@ -63,7 +63,7 @@ def make_example(row: Row, keys: Keys, handler: Handler) -> Example:
 
 
 def _read_prompt(row: Row, keys: MapKeys) -> list[Turn]:
-    """Return the turns of history and prompt, with the query on a new line of the last turn."""
+    """Return the turns in history and prompt, with the query on a new line in the last turn."""
     turns: list[Turn] = []
     pairs = (look_up(row, keys.history) if keys.history else None) or []
     for pair in pairs if isinstance(pairs, list) else [pairs]:
@@ -132,7 +132,7 @@ def _read_message(message: Any, tags: Tags, name: str) -> Turn:
 
 
 def _add_system(turns: Sequence[Turn], system: str, column: str | None) -> list[Turn]:
-    """Put the text of the system first, and check that user and assistant take turns after it."""
+    """Put the system text first, and check that user and assistant alternate after it."""
     own = [turn for turn in turns if turn.role == "system"]
     others = [turn for turn in turns if turn.role != "system"]
     if own and system:

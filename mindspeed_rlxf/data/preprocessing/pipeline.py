@@ -1,4 +1,4 @@
-"""Make an indexed data set of files: read rows, tokenize in processes, write in order."""
+"""Convert files to an indexed data set: read rows, tokenize in processes, write in order."""
 
 import ctypes
 import os
@@ -53,13 +53,13 @@ class Counts:
     dropped: Counter[str] = field(default_factory=Counter)  # by reason
     cut: int = 0
     num_tokens: int = 0
-    skipped: list[str] = field(default_factory=list)  # entries of folders that are no data files
-    # (reason, file) -> the problems of these rows
+    skipped: list[str] = field(default_factory=list)  # folder entries other than data files
+    # (reason, file) -> row problems
     refusals: dict[tuple[str, str], FileProblems] = field(default_factory=dict)
-    columns: dict[str, None] = field(default_factory=dict)  # of all rows, by their first row
+    columns: dict[str, None] = field(default_factory=dict)  # over all rows, in order of appearance
 
     def add(self, chunk: EncodedChunk) -> None:
-        """Add the counts of an encoded chunk; `rows_read` is counted by `read_chunks`."""
+        """Add an encoded chunk; `read_chunks` counts `rows_read`."""
         self.rows_written += len(chunk.token_ids)
         self.cut += chunk.num_cut
         self.num_tokens += sum(map(len, chunk.token_ids))
@@ -69,16 +69,16 @@ class Counts:
             found.add(row.row, row.problem)
 
     def list_problems(self, only: str | None = None) -> list[Problem]:
-        """Return the problems of rows dropped for the reason `only`, or for any, by `file:row`."""
+        """Return the problems by `file:row`; `only` selects one reason for dropping."""
         chosen = [f for (reason, _), f in self.refusals.items() if only in (None, reason)]
         return [problem for found in chosen for problem in found.list_problems()]
 
 
 def find_files(inputs: Sequence[str], skipped: list[str]) -> list[str]:
-    """List the data files of `inputs`, which are files and folders, in that order.
+    """List the data files in `inputs`, which are files and folders, in that order.
 
-    A folder's own files are sorted by name; its other entries are appended to `skipped`. Raises
-    UserError with every path that is no data file and no folder of data files.
+    A folder's files are sorted by name; its other entries are appended to `skipped`. Raises
+    UserError with every path which is neither a data file nor a folder with some.
     """
     files, problems = list[str](), list[Problem]()
     for name in inputs:
@@ -100,9 +100,9 @@ def find_files(inputs: Sequence[str], skipped: list[str]) -> list[str]:
 def read_chunks(
     files: Sequence[str], max_rows: int | None, counts: Counts, progress: Progress
 ) -> Iterator[list[NumberedRow]]:
-    """Yield at most `max_rows` rows of all files, None = all, in lists of CHUNK_ROWS.
+    """Yield rows from all files, at most `max_rows`, in lists of CHUNK_ROWS.
 
-    Adds to `counts`, and calls `progress` after each row.
+    Updates `counts`, and calls `progress` after each row.
     """
 
     def read_all() -> Iterator[NumberedRow]:
@@ -118,14 +118,14 @@ def read_chunks(
     yield from iter(lambda: list(islice(rows, CHUNK_ROWS)), [])
 
 
-CHUNKS_AHEAD = 2  # per process, so that memory stays bounded
+CHUNKS_AHEAD = 2  # per process, to bound memory
 
-_encoder: RowEncoder | None = None  # of a worker process
+_encoder: RowEncoder | None = None  # in a worker process
 
 
 @dataclass(frozen=True)
 class PreprocessOptions:
-    """The flags of the command."""
+    """The command's flags."""
 
     inputs: tuple[str, ...]
     output_prefix: str
@@ -138,21 +138,20 @@ class PreprocessOptions:
     overlong: OverlongPrompts = OverlongPrompts.DROP
     max_samples: int | None = None  # rows to read, None = all
     strict: bool = False  # no row may be dropped
-    overwrite: bool = False  # replace an older data set of the prefix
+    overwrite: bool = False  # replace an older data set
     additional_columns: tuple[str, ...] | None = None  # beside the handler's own, None = all
-    allow_special_tokens: bool = False  # those that the text of a row spells are tokens
+    allow_special_tokens: bool = False  # also those spelled in a row's text
 
 
 def preprocess(options: PreprocessOptions, progress: Progress = lambda rows: None) -> Counts:
-    """Write the data set of `options.output_prefix`, complete or not at all; return its counts.
+    """Write the data set `options.output_prefix`, complete or not at all; return its counts.
 
-    Unusable rows are dropped and written to a file of rejected rows. `progress` is called after
-    each row with the number of rows read.
+    Unusable rows are dropped and written to a file. `progress` gets the number of rows read.
 
     Raises:
-        UserError: for wrong files or columns, an existing data set without `overwrite`, no row
-            that is left, and dropped rows with `strict` (or too long ones with `overlong` ERROR).
-        BrokenProcessPool: when a worker process is killed.
+        UserError: wrong files or columns, an existing data set without `overwrite`, no row left, or
+            dropped rows with `strict` (or too long ones with `overlong` ERROR).
+        BrokenProcessPool: a worker process was killed.
     """
     shown = options.output_prefix
     if not os.path.basename(shown):
@@ -208,9 +207,9 @@ def preprocess(options: PreprocessOptions, progress: Progress = lambda rows: Non
 def _encode_chunks(
     chunks: Iterator[list[NumberedRow]], encoder: RowEncoder, workers: int
 ) -> Generator[EncodedChunk]:
-    """Yield the encoded chunks in order. With `workers` 1, this process encodes.
+    """Yield the encoded chunks in order; with `workers` 1, encoded by this process.
 
-    More workers are forked, so that they share the loaded tokenizer.
+    More workers are forked, so they share the loaded tokenizer.
     """
     if workers == 1:
         yield from map(encoder.encode, chunks)
@@ -241,7 +240,7 @@ def _encode_in_worker(rows: Sequence[NumberedRow]) -> EncodedChunk:
 
 
 def _check_result(options: PreprocessOptions, counts: Counts) -> None:
-    """Raise UserError if the rows do not make the data set that the options ask for."""
+    """Raise UserError if the rows do not make the data set requested by the options."""
     if options.overlong is OverlongPrompts.ERROR and counts.dropped[TOO_LONG]:
         raise UserError(counts.list_problems(TOO_LONG))
     if not counts.rows_written:

@@ -1,4 +1,4 @@
-"""Encode a chunk of rows: token ids, other columns, and the rows that are rejected."""
+"""Encode a chunk of rows: token ids, other columns, and rejected rows."""
 
 import json
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ from mindspeed_rlxf.data.prompts import NO_TOKEN, cut
 from mindspeed_rlxf.data.templates import PromptEncoder
 
 TOO_LONG = "too long"
-MAX_RAW = 2000  # characters of a rejected row that are kept
+MAX_RAW = 2000  # characters kept from a rejected row
 
 
 class NumberedRow(NamedTuple):
-    """A row and where it is. number: of the row in its file, from 1"""
+    """A row, its file, and its number in the file, from 1."""
 
     file: str
     number: int
@@ -27,21 +27,21 @@ class NumberedRow(NamedTuple):
 
 @dataclass(frozen=True)
 class Rejected:
-    """A row that is not written; dropped rows are counted by their reason, a short name."""
+    """A row which is not written; `reason` is a short name for counting."""
 
     file: str
     row: int
     reason: str
     problem: Problem
-    raw: str  # text of the row in the file, at most MAX_RAW characters
+    raw: str  # the row's text in the file, at most MAX_RAW characters
 
 
 @dataclass
 class EncodedChunk:
-    """The rows of a chunk, encoded, and those that were rejected."""
+    """A chunk's encoded and rejected rows."""
 
-    token_ids: list[list[int]] = field(default_factory=list)  # of each row that was encoded
-    # column -> JSON bytes of these rows; None if the row lacks the column
+    token_ids: list[list[int]] = field(default_factory=list)  # per encoded row
+    # column -> JSON bytes per row; None if the row lacks the column
     columns: dict[str, list[bytes | None]] = field(default_factory=dict)
     rejected: list[Rejected] = field(default_factory=list)
     num_cut: int = 0  # rows whose prompt was truncated
@@ -55,11 +55,11 @@ class RowEncoder:
     keys: Keys
     handler: Handler
     max_length: int | None  # longest prompt in tokens, None = any
-    overlong: OverlongPrompts  # whether longer prompts are truncated; if not, they are rejected
-    kept_columns: set[str] | None = None  # other columns of the rows to write, None = all
+    overlong: OverlongPrompts  # whether longer prompts are truncated or rejected
+    kept_columns: set[str] | None = None  # other columns to write, None = all
 
     def encode(self, rows: Sequence[NumberedRow]) -> EncodedChunk:
-        """Encode rows; unusable ones are only listed in `rejected`, in the order of the rows."""
+        """Encode rows; unusable ones are only listed in `rejected`, in row order."""
         chunk, errors = EncodedChunk(), dict[int, UnusableRow]()
         usable: dict[int, Example] = {}
         for i, (_, _, row) in enumerate(rows):
@@ -89,7 +89,7 @@ class RowEncoder:
         return chunk
 
     def _fit(self, ids: list[int]) -> list[int]:
-        """Return the ids of a prompt; one that is too long is cut if the policy cuts prompts."""
+        """Return a prompt's ids, truncated if too long and the policy truncates."""
         if not ids:
             raise UnusableRow("no token", NO_TOKEN, "remove the row")
         if self.max_length is None or len(ids) <= self.max_length:
@@ -103,10 +103,9 @@ class RowEncoder:
         return kept
 
     def _columns(self, rows: Sequence[tuple[Row, Example]]) -> dict[str, list[bytes | None]]:
-        """Return name -> JSON bytes of each row for the columns to write beside the tokens.
+        """Return name -> JSON bytes per row for the columns written beside the tokens.
 
-        Columns that became the prompt are not written. Answers are column LABELS, in place of a
-        column LABELS of the row.
+        Columns used for the prompt are not written; answers replace the row's own column LABELS.
         """
         columns: dict[str, list[bytes | None]] = {}
         parts = ("prompt", "query", "history", "system", "messages")
@@ -121,6 +120,6 @@ class RowEncoder:
 
 
 def to_json(value: Any) -> bytes:
-    """Encode a value as UTF-8 JSON; values that JSON lacks become text (`as_text`)."""
+    """Encode a value as UTF-8 JSON; `as_text` converts values JSON lacks."""
     text = json.dumps(value, ensure_ascii=False, default=as_text)
-    return text.encode("utf-8", "backslashreplace")  # half a surrogate pair becomes its escape
+    return text.encode("utf-8", "backslashreplace")  # escapes half surrogate pairs

@@ -1,7 +1,8 @@
-"""Write an indexed data set of encoded rows; it appears once it is complete."""
+"""Write an indexed data set, published once complete."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -28,9 +29,9 @@ from mindspeed_rlxf.data.sidecar import (
 
 
 def existing_files(prefix: Path) -> list[Path]:
-    """List the existing files of a data set: sidecar, columns, rejected rows.
+    """List a data set's existing files in removal order: sidecar, columns, rejected rows.
 
-    In the order of removal: without the .idx of the token ids the other files are no data set.
+    The token ids come first among the columns: without their .idx the rest is no data set.
     """
     columns = sorted(column_files(prefix), key=lambda name: not name.endswith(TOKEN_IDS))
     parts = [
@@ -41,13 +42,13 @@ def existing_files(prefix: Path) -> list[Path]:
 
 @contextmanager
 def partial_folder(prefix: Path) -> Iterator[Path]:
-    """Yield an empty folder for the files of a data set, which is removed at the end.
+    """Yield an empty folder for a data set's files, removed at the end.
 
     Raises UserError for an OSError in the block.
     """
     folder = prefix.with_name(f".{prefix.name}_packed.partial")
     try:
-        shutil.rmtree(folder, ignore_errors=True)  # of a killed run
+        shutil.rmtree(folder, ignore_errors=True)  # from a killed run
         folder.mkdir(parents=True)
         yield folder
     except OSError as error:
@@ -63,16 +64,15 @@ class PromptSetWriter:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        # A column of ones beside the ids, as the older toolkit wrote.
+        # The mask is all ones, as in the older toolkit.
         self._writers = {name: IndexedWriter(folder / name, np.int32) for name in (TOKEN_IDS, MASK)}
-        self._files: dict[str, str] = {}  # column -> name in file names
+        self._files: dict[str, str] = {}  # column -> its name in files
         self._num_rows = 0
 
     def add(self, chunk: EncodedChunk) -> None:
-        """Write a chunk: token ids, mask (all 1), columns, rejects.
+        """Write a chunk: token ids, mask (all 1), columns, rejected rows as JSON lines.
 
-        A column that earlier chunks lack gets null for their rows, and so does one that this chunk
-        lacks. Rejected rows are lines of JSON.
+        Rows get null for columns missing from their chunk or first seen in a later one.
         """
         lengths = [len(ids) for ids in chunk.token_ids]
         ids = np.asarray([i for row in chunk.token_ids for i in row], dtype=np.int32)
@@ -92,9 +92,9 @@ class PromptSetWriter:
         self._num_rows += len(lengths)
 
     def commit(self, prefix: Path, sidecar: Sidecar, has_rejected: bool) -> None:
-        """Flush the files, remove those of an older set, and move the new ones, the sidecar last.
+        """Flush the files, remove an older set's, and move the new ones, the sidecar last.
 
-        The file of rejected rows is published too if `has_rejected`.
+        Publishes the rejected rows only if `has_rejected`.
         """
         moves = {self._folder / "rejected": rejected_path(prefix)} if has_rejected else {}
         for name in reversed(self._writers):  # the prompts' index last
@@ -102,7 +102,9 @@ class PromptSetWriter:
             for ending in (".bin", ".idx"):
                 moves[self._folder / f"{name}{ending}"] = Path(f"{data_path(prefix, name)}{ending}")
         moves[self._folder / "meta"] = sidecar_path(prefix)
-        (self._folder / "meta").write_bytes(sidecar.as_bytes())
+        text = json.dumps(sidecar.model_dump(mode="json"), ensure_ascii=False, indent=1) + "\n"
+        # A column's name may have half a character, which UTF-8 cannot encode.
+        (self._folder / "meta").write_bytes(text.encode("utf-8", "backslashreplace"))
         for source in moves:
             with source.open("rb") as stream:
                 os.fsync(stream.fileno())
@@ -112,7 +114,7 @@ class PromptSetWriter:
             source.rename(target)
 
     def columns(self) -> list[Column]:
-        """Describe every column that was written, for the sidecar."""
+        """Describe every written column, for the sidecar."""
         return [
             Column(name=TOKEN_IDS, file=TOKEN_IDS, dtype="int32", encoding="token_ids"),
             Column(name=MASK, file=MASK, dtype="int32", encoding="mask"),
