@@ -7,6 +7,7 @@ the disk is full: run the same command again.
 """
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -20,8 +21,8 @@ from mindspeed_rlxf.cli.command_line import (
     unknown_options,
 )
 from mindspeed_rlxf.cli.older_flags import CONVERT_FLAGS, add_flags, check_flags
-from mindspeed_rlxf.config.problems import Problem
-from mindspeed_rlxf.weights.conversion import FAMILIES, plan_conversion
+from mindspeed_rlxf.config.problems import Problem, UserError
+from mindspeed_rlxf.weights.formats import FAMILIES
 
 OPTIONS = (
     option("source", nargs="?", help="folder to read; or --load-dir"),
@@ -84,7 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Sets TORCH_DEVICE_BACKEND_AUTOLOAD=0 in this process if unset.
     """
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # no accelerator is used
-    from mindspeed_rlxf.weights.tensor_conversion import DiskFull, convert
+    from mindspeed_rlxf.weights.chunks import RM_HEAD_BIAS, whole
+    from mindspeed_rlxf.weights.conversion import plan_conversion
+    from mindspeed_rlxf.weights.tensor_conversion import convert
 
     parser = Parser(
         OPTIONS,
@@ -104,13 +107,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"note: flags without effect: {flags}", file=sys.stderr)
         with progress_bar("B") as progress:
             convert(conversion, progress)
-    except DiskFull as error:
-        return fail([Problem("", str(error))], 75)
     except KeyboardInterrupt:
         return fail([Problem("", "interrupted", remedy="run the same command again")], 75)
-    bias = getattr(conversion.weights, "dropped_bias", None)
-    if bias:
-        print(f"note: the bias {bias:g} of the reward head is dropped: scores shift by that much")
+    except UserError:
+        raise
+    except ValueError as error:
+        return fail([Problem("", str(error))])
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        rule, remedy = f"cannot be read or written ({error.strerror})", "run the same command again"
+        remedy = f"{'free some space' if full else 'correct that'} and {remedy}"
+        file = error.filename or conversion.target
+        return fail([Problem(f"{file}", rule, remedy=remedy)], 75 if full else 2)
+    if RM_HEAD_BIAS in conversion.weights:
+        bias = float(conversion.weights[RM_HEAD_BIAS].read(whole((1,))))
+        if bias:
+            print(f"note: the bias {bias:g} of the reward head is dropped: scores shift by that")
     if conversion.shares_groups:
         print("note: ranks share query groups; megatron-core 0.16 or newer can load this")
     print(f"written: {conversion.target}")

@@ -10,7 +10,13 @@ from torch import Tensor
 from mindspeed_rlxf import device
 from mindspeed_rlxf.engine.parallel import ParallelGroups
 from mindspeed_rlxf.models.parameters import hf_shape, rank_parameters, stage_parameters
-from mindspeed_rlxf.weights.boxes import HeldBox, ShardBox, flat_boxes, shard_boxes, view_box
+from mindspeed_rlxf.weights.chunks import (
+    HeldChunk,
+    ShardChunk,
+    flat_chunks,
+    shard_chunks,
+    view_chunk,
+)
 from mindspeed_rlxf.weights.stage_loader import StageWeights
 
 
@@ -56,31 +62,31 @@ def hf_tensors(
 class Shard:
     """A parameter of this rank.
 
-    boxes:      the boxes of Hugging Face tensors that it consists of
+    chunks:     the chunks of Hugging Face tensors that it consists of
     is_written: this rank or a replica writes the shard; False = another tensor-parallel rank with
                 the same elements does
     written:    range of flattened elements that this rank writes; empty if not `is_written`
     """
 
     parameter: Tensor
-    boxes: tuple[ShardBox, ...]
+    chunks: tuple[ShardChunk, ...]
     is_written: bool
     written: range
 
-    def held_boxes(self, slot: str, tensor: Tensor, flat: range) -> Iterator[HeldBox]:
-        """Yield views of `tensor`, one per box of a Hugging Face tensor that the range covers.
+    def held_chunks(self, slot: str, tensor: Tensor, flat: range) -> Iterator[HeldChunk]:
+        """Yield views of `tensor`, one per chunk of a Hugging Face tensor that the range covers.
 
-        Elements that pad the vocabulary are in no box.
+        Elements that pad the vocabulary are in no chunk.
         flat:   a range of flattened elements of the shard
         tensor: the elements of that range, contiguous
         """
         shape = tuple(self.parameter.shape)
-        for rows in flat_boxes(flat, shape):
-            for part in self.boxes:
+        for rows in flat_chunks(flat, shape):
+            for part in self.chunks:
                 shared = rows.overlap(part.place)
                 if shared is not None:
-                    numbers = view_box(tensor, flat.start, shared, shape)
-                    yield HeldBox(slot, part.source, part.to_source(shared), numbers)
+                    numbers = view_chunk(tensor, flat.start, shared, shape)
+                    yield HeldChunk(slot, part.source, shared.move(part.place, part.chunk), numbers)
 
 
 def shards(weights: StageWeights, groups: ParallelGroups) -> Iterator[Shard]:
@@ -104,6 +110,6 @@ def shards(weights: StageWeights, groups: ParallelGroups) -> Iterator[Shard]:
         start, stop = (total * n // replicas - first for n in (replica, replica + 1))
         written = range(max(0, start), max(0, min(stop, tensor.numel())))
         tp_rank = groups.tp.rank()
-        boxes = shard_boxes(parameter, weights.architecture, tp_rank, groups.tp.size())
+        chunks = shard_chunks(parameter, weights.architecture, tp_rank, groups.tp.size())
         is_written = parameter.is_first_copy(tp_rank)
-        yield Shard(tensor, tuple(boxes), is_written, written if is_written else range(0))
+        yield Shard(tensor, tuple(chunks), is_written, written if is_written else range(0))

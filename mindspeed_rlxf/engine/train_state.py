@@ -31,14 +31,14 @@ from mindspeed_rlxf.engine.hf_stream import Shard, shards
 from mindspeed_rlxf.engine.parallel import ParallelGroups
 from mindspeed_rlxf.engine.sharded_files import fail_together, gather_all
 from mindspeed_rlxf.weights.atomic import sync_folder
-from mindspeed_rlxf.weights.boxes import HeldBox
+from mindspeed_rlxf.weights.chunks import HeldChunk
 from mindspeed_rlxf.weights.role_state import (
     BUFFER_BYTES,
     WEIGHT,
     StateReader,
     file_of,
     open_state,
-    write_boxes,
+    write_chunks,
 )
 from mindspeed_rlxf.weights.stage_loader import StageWeights
 from mindspeed_rlxf.weights.state_files import (
@@ -101,12 +101,12 @@ class StateSaver:
         if rank == 0:
             texts[STATE] = json.dumps(saved_numbers(state), indent=1)
         with state.groups.active():
-            boxes = list(_copy_share(state, self._read))
+            chunks = list(_copy_share(state, self._read))
         # With `runtime: local` the first rank makes the folder of the checkpoint and removes
         # unfinished ones right before.
         dist.barrier()
         self._folder = folder
-        self._writing = _WRITER.submit(_write_and_hash, rank, boxes, texts, folder, state.describe)
+        self._writing = _WRITER.submit(_write_and_hash, rank, chunks, texts, folder, state.describe)
 
     def end(self) -> float:
         """Wait for the files of all ranks; return the seconds that the slowest rank needed.
@@ -127,7 +127,7 @@ _WRITER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
 
 def _write_and_hash(
     rank: int,
-    boxes: list[HeldBox],
+    chunks: list[HeldChunk],
     texts: dict[str, str],
     folder: Path,
     describe: Callable[[Path], list[Path]],
@@ -135,15 +135,15 @@ def _write_and_hash(
     """Write a rank's files, then its part of the index; return the seconds taken.
 
     Makes the folder, and fsyncs it. Runs in a thread, so it uses no collective.
-    boxes:    this rank's share of the state on the host; emptied once they are written
+    chunks:   this rank's share of the state on the host; emptied once they are written
     texts:    path within the folder -> content
     describe: called with the folder on rank 0; returns files, which get entries too
     """
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     file = file_of(folder, rank)
-    rows = write_boxes(file, boxes)
-    boxes.clear()
+    rows = write_chunks(file, chunks)
+    chunks.clear()
     for name, text in texts.items():
         write_text(folder / name, text)
     files = [file, *(folder / name for name in texts)]
@@ -209,8 +209,8 @@ def _load_share(state: TrainState, folder: Path) -> bool:
     return True
 
 
-def _copy_share(state: TrainState, read: Read) -> Iterator[HeldBox]:
-    """Yield boxes on the host of the weights, then of the optimizer slots, that this rank writes.
+def _copy_share(state: TrainState, read: Read) -> Iterator[HeldChunk]:
+    """Yield chunks on the host of the weights, then of the optimizer slots, that this rank writes.
 
     read: copies a range of a tensor to the host
     """
@@ -229,10 +229,10 @@ def _copy_share(state: TrainState, read: Read) -> Iterator[HeldBox]:
 
 def _copy_range(
     read: Read, slot: str, shard: Shard, tensor: Tensor, start: int, flat: range
-) -> Iterator[HeldBox]:
+) -> Iterator[HeldChunk]:
     if flat:
         copied = read(tensor, flat.start - start, flat.stop - start)
-        yield from shard.held_boxes(slot, copied, flat)
+        yield from shard.held_chunks(slot, copied, flat)
 
 
 def _load_tensors(state: TrainState, folder: Path, step: int) -> None:
@@ -247,17 +247,14 @@ def _load_tensors(state: TrainState, folder: Path, step: int) -> None:
     ours = state.weights
     reader = open_state(folder, ours.architecture, ours.head, ours.trust_files)
     by_parameter = {}
-    try:
-        for shard in shards(state.weights, state.groups):
-            by_parameter[id(shard.parameter)] = shard
-            weights = shard.parameter.detach().view(-1)
-            _read_range(reader, WEIGHT, shard, weights, range(weights.numel()))
-        for held in held_slots(state.optimizer):
-            for name, tensor in held.slots.items():
-                shard = by_parameter[id(held.parameter)]
-                _read_range(reader, name, shard, tensor.view(-1), held.flat)
-    finally:
-        reader.close()
+    for shard in shards(state.weights, state.groups):
+        by_parameter[id(shard.parameter)] = shard
+        weights = shard.parameter.detach().view(-1)
+        _read_range(reader, WEIGHT, shard, weights, range(weights.numel()))
+    for held in held_slots(state.optimizer):
+        for name, tensor in held.slots.items():
+            shard = by_parameter[id(held.parameter)]
+            _read_range(reader, name, shard, tensor.view(-1), held.flat)
 
 
 def _read_range(reader: StateReader, slot: str, shard: Shard, tensor: Tensor, flat: range) -> None:
@@ -265,16 +262,16 @@ def _read_range(reader: StateReader, slot: str, shard: Shard, tensor: Tensor, fl
 
     Raises ValueError where the folder lacks a tensor, or has it in another dtype than `tensor`'s.
     """
-    filled, stored = 0, reader.slot(slot)
-    for held in shard.held_boxes(slot, tensor, flat):
-        if held.name not in stored or stored.dtype(held.name) != tensor.dtype:
+    filled, stored = 0, reader(slot)
+    for held in shard.held_chunks(slot, tensor, flat):
+        if held.name not in stored or stored[held.name].dtype != tensor.dtype:
             raise ValueError(
-                f"{reader.folder} must have {slot} of {held.name} in {tensor.dtype}, as this run "
+                f"the checkpoint must have {slot} of {held.name} in {tensor.dtype}, as this run "
                 "has it; set the role's bf16 as it was in the run that wrote the checkpoint"
             )
-        for rows in held.box.split(BUFFER_BYTES // tensor.itemsize):
-            held.tensor[rows.relative_to(held.box).slices] = stored.read(held.name, rows)
-        filled += held.box.numel
+        for rows in held.chunk.split(BUFFER_BYTES // tensor.itemsize):
+            held.tensor[rows.relative_to(held.chunk).slices] = stored[held.name].read(rows)
+        filled += held.chunk.numel
     tensor[filled:].zero_()
 
 

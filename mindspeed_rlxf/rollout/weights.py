@@ -18,7 +18,7 @@ from mindspeed_rlxf.models.parameters import Head, StageParameter, hf_shapes, st
 from mindspeed_rlxf.models.shared_experts import Exchange, share_experts
 from mindspeed_rlxf.models.transformer import TransformerModel, transformer_config
 from mindspeed_rlxf.rollout.rounds import Rounds
-from mindspeed_rlxf.weights.boxes import shard_boxes
+from mindspeed_rlxf.weights.chunks import shard_chunks
 
 
 def build_rollout_module(
@@ -176,9 +176,9 @@ def load_hf_tensors(
         architecture, Head.LANGUAGE_MODEL, ep_rank=ep.rank(), ep=ep.size()
     ):
         if parameter.name in parameters:
-            for part in shard_boxes(parameter, architecture, tp.rank(), tp.size()):
+            for part in shard_chunks(parameter, architecture, tp.rank(), tp.size()):
                 view = parameters[parameter.name][part.place.slices]
-                slices[part.source].append((view, part.box.slices))
+                slices[part.source].append((view, part.chunk.slices))
     missing = set(shapes)
     for name, tensor in tensors:
         if name not in missing:

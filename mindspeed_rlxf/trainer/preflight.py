@@ -42,8 +42,8 @@ from mindspeed_rlxf.rewards.plans import (
 from mindspeed_rlxf.rewards.sandbox import Sandbox
 from mindspeed_rlxf.rollout.rollout_engine import ENGINES, NATIVE
 from mindspeed_rlxf.trainer.prompt_source import PromptSource, find_order_problems
-from mindspeed_rlxf.weights.boxes import BoxedWeights
-from mindspeed_rlxf.weights.folders import check_side_files, find_description, open_weights
+from mindspeed_rlxf.weights.chunks import StoredWeights
+from mindspeed_rlxf.weights.folders import find_description, open_weights
 from mindspeed_rlxf.weights.hf_folder import shape_problems
 
 T = TypeVar("T")
@@ -152,7 +152,7 @@ def _list_notices(config: RunConfig) -> list[str]:
     return notices
 
 
-def _open_weights(section: RoleConfig) -> BoxedWeights:
+def _open_weights(section: RoleConfig) -> StoredWeights:
     assert section.load is not None and section.architecture is not None, "checked beforehand"
     return open_weights(section.load, section.architecture, section.trust_files)
 
@@ -239,7 +239,6 @@ def _find_broken_rules(section: RoleConfig, role: Role, tokenizer: str) -> tuple
     assert section.load is not None and section.architecture is not None
     head = HEADS[role]
     described = find_description(section.load, tokenizer)
-    check_side_files(described)
     hf_config = read_hf_config(described, OF_WEIGHTS)
     differing = find_disagreements(section.architecture, hf_config, scored=head is Head.SCORE)
     if differing:

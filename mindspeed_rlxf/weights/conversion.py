@@ -1,27 +1,20 @@
 """Check the arguments of `convert` against the folders on disk, and plan the conversion."""
 
-from __future__ import annotations
-
 import argparse
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mindspeed_rlxf.config.problems import Problem, UserError, closest
 from mindspeed_rlxf.config.schema import SAVED_AS, ArchitectureConfig
-from mindspeed_rlxf.weights.formats import INDEX, SINGLE, Format, find_weights
+from mindspeed_rlxf.weights.formats import FAMILIES, INDEX, SINGLE, Format, find_weights
 from mindspeed_rlxf.weights.megatron_layout import make_layout
-
-if TYPE_CHECKING:
-    from mindspeed_rlxf.weights.tensor_conversion import Conversion
-
-FAMILIES = {
-    "llama2": ("llama", "qwen2"),
-    "qwen3": ("qwen3",),
-    "qwen3-moe": ("qwen3_moe",),
-    "mixtral": ("mixtral",),
-}
-"""--model-type-hf -> model_type of config.json; the old tool calls Qwen2.5 llama2 too."""
+from mindspeed_rlxf.weights.tensor_conversion import (
+    DTYPE_NAMES,
+    Conversion,
+    choose_head,
+    open_source,
+    read_architecture,
+)
 
 MG2HF = "mg2hf"
 GB = 1e9
@@ -30,16 +23,8 @@ GB = 1e9
 def plan_conversion(arguments: argparse.Namespace) -> Conversion:
     """Check the arguments of `convert`, open the source and return the conversion; writes nothing.
 
-    An existing target is not a problem here.
+    An existing target is not a problem here. Raises ValueError.
     """
-    from mindspeed_rlxf.weights.tensor_conversion import (
-        DTYPE_NAMES,
-        Conversion,
-        choose_head,
-        open_source,
-        read_architecture,
-    )
-
     source, target, config = _check_folders(arguments)
     to = Format.HF if arguments.to == "hf" else Format(arguments.format or "torch")
     architecture, hf_config = read_architecture(config)
@@ -122,10 +107,7 @@ def _check_source(arguments: argparse.Namespace, source: Path) -> bool:
     """Check the folder `source`; return whether it is a Hugging Face folder, or has no weights."""
     if not source.is_dir():
         raise _error(source, "must be a folder", "give the folder of the weights")
-    try:
-        kind, place = find_weights(source)
-    except ValueError as error:
-        raise UserError(Problem("", str(error))) from None
+    kind, place = find_weights(source)
     is_hf = kind is Format.HF
     roles = [name for name in SAVED_AS.values() if (place / name).is_dir()]
     if roles and (place / "manifest.json").is_file():

@@ -1,7 +1,6 @@
 """Open folders of weights of any format, and copy the side files of a model."""
 
 import json
-import os
 from pathlib import Path
 
 import torch
@@ -9,12 +8,12 @@ import torch
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.weights.atomic import replace_file
-from mindspeed_rlxf.weights.boxes import BoxedWeights
+from mindspeed_rlxf.weights.chunks import StoredWeights
 from mindspeed_rlxf.weights.formats import Format, find_weights
-from mindspeed_rlxf.weights.hf_folder import HfFolder
+from mindspeed_rlxf.weights.hf_folder import open_hf_folder
 from mindspeed_rlxf.weights.legacy import read_legacy
-from mindspeed_rlxf.weights.role_state import WEIGHT, RunState
-from mindspeed_rlxf.weights.torch_dist import Metadata, read_torch_dist
+from mindspeed_rlxf.weights.role_state import WEIGHT, read_slots
+from mindspeed_rlxf.weights.torch_dist import read_metadata_tensors, read_torch_dist
 
 CONFIG = "config.json"
 SIDE_FILES = (
@@ -49,8 +48,8 @@ def find_description(weights: str | Path, tokenizer: str | Path) -> Path:
 
 def open_weights(
     folder: str | Path, architecture: ArchitectureConfig, trust_files: bool = False
-) -> BoxedWeights:
-    """Open the weights of a folder of any format; tensors are read later, box by box.
+) -> StoredWeights:
+    """Open the weights of a folder of any format; tensors are read later, chunk by chunk.
 
     `trust_files` reads pickled files with an old torch too (`pickled.read_torch_file`). Raises
     ValueError for what is missing, damaged, no data or of another model; OSError if the tracker
@@ -58,23 +57,12 @@ def open_weights(
     """
     kind, place = find_weights(Path(folder))
     if kind is Format.RUN_STATE:
-        return RunState(place).slot(WEIGHT)
+        return read_slots(place)[WEIGHT]
     if kind is Format.LEGACY:
         return read_legacy(place, architecture, trust_files)
     if kind is Format.TORCH_DIST:
-        return read_torch_dist(Metadata(place, trust_files), architecture)
-    return HfFolder(folder, trust_files)
-
-
-def check_side_files(folder: Path) -> None:
-    """Raise ValueError if config.json or one of SIDE_FILES exists and cannot be opened."""
-    for name in (CONFIG, *SIDE_FILES):
-        if os.path.lexists(folder / name):
-            try:
-                (folder / name).open("rb").close()
-            except OSError as error:
-                rule = f"{folder / name} cannot be read ({error.strerror})"
-                raise ValueError(f"{rule}; remove it or copy it again") from None
+        return read_torch_dist(place, read_metadata_tensors(place, trust_files), architecture)
+    return open_hf_folder(folder, trust_files)
 
 
 def copy_side_files(

@@ -14,6 +14,14 @@ PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 METADATA, COMMON = ".metadata", "common.pt"  # of Megatron's sharded checkpoints
 STATE_FILES = "state_*.safetensors"  # of a role in a checkpoint of a run
 
+FAMILIES = {
+    "llama2": ("llama", "qwen2"),
+    "qwen3": ("qwen3",),
+    "qwen3-moe": ("qwen3_moe",),
+    "mixtral": ("mixtral",),
+}
+"""--model-type-hf -> model_type of config.json; the old tool calls Qwen2.5 llama2 too."""
+
 
 class Format(str, Enum):
     """Formats of weights: `hf`, the values of --ckpt-format, and that of runs."""

@@ -16,17 +16,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.models.parameters import EMBEDDING, RM_HEAD, Head
-from mindspeed_rlxf.weights.boxes import (
+from mindspeed_rlxf.weights.chunks import (
     RM_HEAD_BIAS,
-    BoxedTensor,
     MakeShard,
-    MegatronWeights,
     PlannedFile,
     PlannedTensor,
+    StoredTensor,
+    StoredWeights,
     Wrote,
-    find,
+    add_rank,
     refuse,
-    unknown_names,
 )
 from mindspeed_rlxf.weights.megatron_layout import (
     ITERATION,
@@ -39,34 +38,27 @@ from mindspeed_rlxf.weights.pickled import read_torch_file
 
 LAYER = re.compile(r"decoder\.layers\.(\d{1,9})\.")
 
-Tensors = dict[str, BoxedTensor]
-Grid = dict[tuple[int, int, int], list[Tensors]]
+Grid = dict[tuple[int, int, int], list[StoredWeights]]
 """(tp, pp, ep) rank -> the tensors of each chunk of the model on it."""
 
 
 def read_legacy(
     folder: Path, architecture: ArchitectureConfig, trust_files: bool = False
-) -> MegatronWeights:
+) -> StoredWeights:
     """Open the weights of `folder`, which contains the folders of the ranks.
 
     Raises ValueError if ranks are missing or damaged, or have another model.
     """
     grid = _read_ranks(folder, architecture, trust_files)
     layout = _find_layout(grid, folder, architecture)
-    weights = MegatronWeights(folder, architecture)
+    weights: StoredWeights = {}
     problems: list[str] = []
-    for (tp_rank, pp_rank, ep_rank), chunks in grid.items():
-        where = layout.rank_folder(tp_rank, pp_rank, ep_rank)
+    for (tp, pp, ep), chunks in grid.items():
         for chunk, tensors in enumerate(chunks):
-            used = set()
-            for parameter in layout.parameters_of_any_head(architecture, pp_rank, chunk, ep_rank):
-                found = find(parameter, tensors)
-                problems += weights.add_shard(parameter, found, tp_rank, layout.tp, ep_rank)
-                used.add(found[0] if found else "")
-            extra = unknown_names(tensors, used)
-            problems += [f"{where}: {name} is not in the model" for name in extra]
-            if tp_rank == ep_rank == 0:
-                weights.note_bias(tensors.get(RM_HEAD_BIAS))
+            parameters = layout.parameters_of_any_head(architecture, pp, chunk, ep)
+            ranks = tp, layout.tp, ep
+            found = add_rank(weights, folder, architecture, parameters, tensors, *ranks)
+            problems += [f"{layout.rank_folder(tp, pp, ep)}: {problem}" for problem in found]
     refuse(folder, problems)
     return weights
 
@@ -108,7 +100,7 @@ def _read_ranks(folder: Path, architecture: ArchitectureConfig, trust_files: boo
     return grid
 
 
-def _read_chunks(file: Path, trust_files: bool) -> list[Tensors]:
+def _read_chunks(file: Path, trust_files: bool) -> list[StoredWeights]:
     """Read a rank's file; return the tensors of each chunk: "model", or "model0", "model1", ..."""
     content = read_torch_file(file, trust_files)
     names = content if isinstance(content, dict) else {}
@@ -118,7 +110,7 @@ def _read_chunks(file: Path, trust_files: bool) -> list[Tensors]:
     keys.sort(key=lambda key: int(key.removeprefix("model") or 0))
     return [
         {
-            name: BoxedTensor.of(name, t.detach())
+            name: StoredTensor.of(name, t.detach(), t.dtype, tuple(t.shape))
             for name, t in content[key].items()
             if type(name) is str and isinstance(t, torch.Tensor)
         }

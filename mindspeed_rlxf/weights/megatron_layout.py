@@ -159,3 +159,8 @@ def _find_layer_problems(
     elif num_layers % pp:
         remedy = f"{use(divisors(num_layers))}, or give --num-layer-list"
         yield Problem(PP, f"must divide the model's {num_layers} layers", pp, remedy)
+
+
+def single_rank(architecture: ArchitectureConfig, vocab_multiple: int = 1) -> MegatronLayout:
+    """Make the layout with the whole model on one rank."""
+    return MegatronLayout(1, 1, ((range(architecture.num_layers),),), vocab_multiple)

@@ -17,11 +17,10 @@ from mindspeed_rlxf.models.parameters import (
     hf_shape,
     rank_parameters,
 )
-from mindspeed_rlxf.weights.boxes import BoxedWeights, PlannedTensor, shard_boxes
+from mindspeed_rlxf.weights.chunks import PlannedTensor, StoredWeights, shard_chunks
 from mindspeed_rlxf.weights.folders import copy_side_files, open_weights
 from mindspeed_rlxf.weights.hf_folder import (
     hf_file_name,
-    sort_by_width,
     write_index,
     write_safetensors,
 )
@@ -58,7 +57,7 @@ class StageWeights:
         mapped = {p.name for p in self.table}
         assert mapped == set(self.tensors), f"map and module differ: {mapped ^ set(self.tensors)}"
 
-    def load(self, folder: BoxedWeights) -> list[str]:
+    def load(self, folder: StoredWeights) -> list[str]:
         """Overwrite every parameter with the folder's weights; read this rank's slices only.
 
         A score head that the folder of a language model lacks is left as it is. Returns the names
@@ -70,8 +69,8 @@ class StageWeights:
                 absent.append(parameter.name)
                 continue
             target, rows = self.tensors[parameter.name].data, 0
-            for part in shard_boxes(parameter, self.architecture, *ranks):
-                target[part.place.slices] = folder.read(part.source, part.box)
+            for part in shard_chunks(parameter, self.architecture, *ranks):
+                target[part.place.slices] = folder[part.source].read(part.chunk)
                 rows = part.place.stops[0]
             target[rows:].zero_()  # padding of the vocabulary
         return absent
@@ -90,8 +89,8 @@ class StageWeights:
             piece = shard.contiguous() if rank == tp.rank() else torch.empty_like(shard)
             if tp.size() > 1:
                 dist.broadcast(piece, dist.get_global_rank(tp, rank), tp)
-            for part in shard_boxes(parameter, a, rank, tp.size()) if keep else ():
-                full[part.source][part.box.slices] = piece[part.place.slices]
+            for part in shard_chunks(parameter, a, rank, tp.size()) if keep else ():
+                full[part.source][part.chunk.slices] = piece[part.place.slices]
         return full
 
     def export(
@@ -122,7 +121,7 @@ class StageWeights:
             if writes:
                 original = open_weights(source, self.architecture, self.trust_files)
                 names = [name for parameter in self.table for name in parameter.sources]
-                dtypes = {name: original.dtype(name) for name in names if name in original}
+                dtypes = {name: original[name].dtype for name in names if name in original}
         except Exception as error:
             failed = error
         tensors: dict[str, Tensor] = {}
@@ -136,7 +135,7 @@ class StageWeights:
         try:
             if writes and failed is None:
                 target.mkdir(parents=True, exist_ok=True)
-                write_safetensors(target / name, sort_by_width(planned))
+                write_safetensors(target / name, planned)
         except Exception as error:
             failed = error
         files: Files = [(name, {hf_name: t.num_bytes for hf_name, t in planned.items()})]

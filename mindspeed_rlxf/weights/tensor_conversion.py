@@ -1,11 +1,10 @@
 """Conversion of weights between Hugging Face and Megatron folders, one tensor at a time."""
 
-import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,20 +18,16 @@ from mindspeed_rlxf.config.problems import Problem, UserError, problems_of
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.models.parameters import Head, Split, StageParameter, hf_shapes, shard_shape
 from mindspeed_rlxf.weights.atomic import sync_folder as sync  # of a file too
-from mindspeed_rlxf.weights.boxes import (
-    BoxedWeights,
+from mindspeed_rlxf.weights.chunks import (
     PlannedFile,
     PlannedTensor,
+    StoredWeights,
     refuse,
-    shard_boxes,
+    shard_chunks,
     unknown_names,
     whole,
 )
-from mindspeed_rlxf.weights.folders import (
-    check_side_files,
-    copy_side_files,
-    open_weights,
-)
+from mindspeed_rlxf.weights.folders import copy_side_files, open_weights
 from mindspeed_rlxf.weights.formats import Format
 from mindspeed_rlxf.weights.hf_folder import (
     hf_file_name,
@@ -41,8 +36,8 @@ from mindspeed_rlxf.weights.hf_folder import (
     write_safetensors,
 )
 from mindspeed_rlxf.weights.legacy import legacy_files
-from mindspeed_rlxf.weights.megatron_layout import ITERATION, TRACKER, MegatronLayout
-from mindspeed_rlxf.weights.torch_dist import dist_files, write_metadata
+from mindspeed_rlxf.weights.megatron_layout import ITERATION, TRACKER, MegatronLayout, single_rank
+from mindspeed_rlxf.weights.torch_dist import plan_torch_dist
 
 MARKER = ".converted.json"  # in folders that `convert` wrote
 SPARE_BYTES = 1 << 20  # for everything beside the tensors
@@ -62,7 +57,7 @@ class Conversion:
     to: Format
     architecture: ArchitectureConfig
     head: Head
-    weights: BoxedWeights
+    weights: StoredWeights
     layout: MegatronLayout | None  # of a Megatron target
     dtype: torch.dtype | None  # of the target, None = each tensor keeps its own
     shard_size: int  # most bytes of a Hugging Face file, unless a single tensor is larger
@@ -78,25 +73,18 @@ class Conversion:
 def read_architecture(folder: Path) -> tuple[ArchitectureConfig, dict[str, Any]]:
     """Read a folder's config.json; return (architecture, content of the file).
 
-    Raises UserError if it is invalid, describes an unsupported model, or it or one of SIDE_FILES
-    cannot be read.
+    Raises ValueError if it is invalid, describes an unsupported model, or cannot be read.
     """
-    file = f"{folder}/config.json"
+    config = read_hf_config(folder)
+    if found := find_unsupported(config):
+        rule = f"must ask for a known model (field: possible, config.json): {'; '.join(found)}"
+        raise UserError(Problem(f"{folder}/config.json", rule, remedy="use another model"))
     try:
-        check_side_files(folder)
-        config = read_hf_config(folder)
-        if found := find_unsupported(config):
-            rule = f"must ask for a known model (field: possible, config.json): {'; '.join(found)}"
-            raise UserError(Problem(file, rule, remedy="use another model"))
         fields = {k: v for k, v in parse_architecture(config).items() if v is not None}
         return ArchitectureConfig(**fields), config
     except ValidationError as error:
         rule = f"must describe a model: {'; '.join(map(str, problems_of(error)))}"
-        raise UserError(Problem(file, rule, remedy="correct it")) from None
-    except UserError:
-        raise
-    except ValueError as error:
-        raise UserError(Problem("", str(error))) from None
+        raise UserError(Problem(f"{folder}/config.json", rule, remedy="correct it")) from None
 
 
 def choose_head(config: dict[str, Any], orm: bool) -> Head:
@@ -108,22 +96,19 @@ def choose_head(config: dict[str, Any], orm: bool) -> Head:
 
 def open_source(
     source: Path, architecture: ArchitectureConfig, head: Head, trust_files: bool = False
-) -> BoxedWeights:
-    """Open the weights to convert. Raises UserError unless they are exactly those of the model."""
-    try:
-        weights = open_weights(source, architecture, trust_files)
-        expected = hf_shapes(architecture, head)
-        scored = "score.weight" in weights
-        if scored and head is Head.LANGUAGE_MODEL:
-            raise ValueError(f"{source} holds a reward model; add --orm")
-        if not scored and head is Head.SCORE:
-            raise ValueError(f"{source} holds no score head; leave --orm out")
-        refuse(source, shape_problems(weights, expected))
-        # An output layer that is tied, or that a scorer does not use, is not lost.
-        lost = unknown_names(weights, {*expected, "lm_head.weight"})
-        refuse(source, [f"{name} is not in the model" for name in lost])
-    except ValueError as error:
-        raise UserError(Problem("", str(error))) from None
+) -> StoredWeights:
+    """Open the weights to convert. Raises ValueError unless they are exactly those of the model."""
+    weights = open_weights(source, architecture, trust_files)
+    expected = hf_shapes(architecture, head)
+    scored = "score.weight" in weights
+    if scored and head is Head.LANGUAGE_MODEL:
+        raise ValueError(f"{source} holds a reward model; add --orm")
+    if not scored and head is Head.SCORE:
+        raise ValueError(f"{source} holds no score head; leave --orm out")
+    refuse(source, shape_problems(weights, expected))
+    # An output layer that is tied, or that a scorer does not use, is not lost.
+    lost = unknown_names(weights, {*expected, "lm_head.weight"})
+    refuse(source, [f"{name} is not in the model" for name in lost])
     return weights
 
 
@@ -133,13 +118,13 @@ def convert(conversion: Conversion, progress: Progress) -> None:
     `progress` is called with (bytes done, bytes in all) first and after each tensor.
 
     Raises:
-        UserError: if the target exists (unless it may be replaced), the disk is too small,
-            tensors to be joined differ in dtype, the source is damaged, or a file cannot be read or
-            written.
-        DiskFull: if the disk or the quota is full.
+        ValueError: if the target exists (unless it may be replaced), the disk is too small,
+            tensors to be joined differ in dtype, or the source is damaged.
+        OSError: if a file cannot be read or written.
     """
     c, groups = conversion, dict[str, dict[str, PlannedTensor]]()
-    dtype = c.dtype or c.weights.dtype("model.norm.weight")  # named in Megatron's arguments
+    dtype = c.dtype or c.weights["model.norm.weight"].dtype  # named in Megatron's arguments
+    model, folder_name = (c.architecture, c.head, dtype), f"iter_{ITERATION:07d}"
     if c.layout is None:
         groups = _hf_groups(c)
         files = [
@@ -150,15 +135,12 @@ def convert(conversion: Conversion, progress: Progress) -> None:
             )
             for path, tensors in groups.items()
         ]
-    else:
-        model, folder_name = (c.architecture, c.head), f"iter_{ITERATION:07d}"
-        if c.to is Format.LEGACY:
-            shard = partial(_plan_shard, c, c.layout)
-            files = list(legacy_files(c.layout, *model, dtype, shard, folder_name))
-        else:  # whole tensors, padded as for all ranks of the layout
-            rows = c.layout.vocab_multiple * c.layout.tp
-            flat = replace(c.layout, tp=1, ep=1, vocab_multiple=rows)
-            files = list(dist_files(flat, *model, partial(_plan_shard, c, flat), folder_name))
+    elif c.to is Format.LEGACY:
+        shard = partial(_plan_shard, c, c.layout)
+        files = list(legacy_files(c.layout, *model, shard, folder_name))
+    else:  # whole tensors, padded as for all ranks of the layout
+        flat = single_rank(c.architecture, c.layout.vocab_multiple * c.layout.tp)
+        files = [plan_torch_dist(flat, *model, partial(_plan_shard, c, flat), folder_name)]
     done, total = 0, sum(file.num_bytes for file in files)
 
     def wrote(count: int) -> None:
@@ -166,42 +148,21 @@ def convert(conversion: Conversion, progress: Progress) -> None:
         done += count
         progress(done, total)
 
-    try:
-        with new_folder(c.target, c.replace) as folder:
-            free = shutil.disk_usage(folder).free
-            if total + SPARE_BYTES > free:
-                rule = f"needs {total / 1e9:.2f} GB, its disk has {free / 1e9:.2f} GB free"
-                remedy = "free some space or give a folder on another disk"
-                raise UserError(Problem(f"{c.target}", rule, remedy=remedy))
-            progress(0, total)
-            notes: dict[str, Any] = {}
-            for file in files:
-                (folder / file.path).parent.mkdir(parents=True, exist_ok=True)
-                notes[Path(file.path).name] = file.write(folder / file.path, wrote=wrote)
-            if c.layout is None:
-                sizes = {f: {n: t.num_bytes for n, t in groups[f].items()} for f in groups}
-                write_index(folder, sizes)
-            else:
-                (folder / TRACKER).write_text(str(ITERATION), encoding="utf-8")
-                if c.to is Format.TORCH_DIST:
-                    write_metadata(folder / folder_name, notes, c.layout, *model, dtype)
-            copy_side_files(c.config, folder, c.head, c.dtype)
-    except UserError:
-        raise
-    except ValueError as error:  # damage of the source that shows when its bytes are read
-        raise UserError(Problem("", str(error))) from None
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            remedy = "correct that and run the same command again"
-            rule = f"cannot be read or written ({error.strerror})"
-            raise UserError(Problem(f"{error.filename or c.target}", rule, remedy=remedy)) from None
-        raise DiskFull(
-            f"the disk of {c.target} is full; free some space and run the same command again"
-        ) from None
-
-
-class DiskFull(Exception):
-    """The disk filled up while files were written."""
+    with new_folder(c.target, c.replace) as folder:
+        free = shutil.disk_usage(folder).free
+        if total + SPARE_BYTES > free:
+            rule = f"needs {total / 1e9:.2f} GB, its disk has {free / 1e9:.2f} GB free"
+            remedy = "free some space or give a folder on another disk"
+            raise UserError(Problem(f"{c.target}", rule, remedy=remedy))
+        progress(0, total)
+        for file in files:
+            (folder / file.path).parent.mkdir(parents=True, exist_ok=True)
+            file.write(folder / file.path, wrote=wrote)
+        if c.layout is None:
+            write_index(folder, {f: {n: t.num_bytes for n, t in groups[f].items()} for f in groups})
+        else:
+            (folder / TRACKER).write_text(str(ITERATION), encoding="utf-8")
+        copy_side_files(c.config, folder, c.head, c.dtype)
 
 
 def _plan_shard(
@@ -214,18 +175,18 @@ def _plan_shard(
     a = c.architecture
     rows = layout.vocab_rows(a) if parameter.split is Split.VOCAB else None
     shape = shard_shape(parameter, a, layout.tp, rows)
-    dtypes = {source: c.weights.dtype(source) for source in parameter.sources}
+    dtypes = {source: c.weights[source].dtype for source in parameter.sources}
     if c.dtype is None and len(set(dtypes.values())) > 1:
         named = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
         rule, remedy = f"joins tensors of one dtype, not {named}", "choose one with --params-dtype"
         raise UserError(Problem(parameter.name, rule, remedy=remedy))
     dtype = c.dtype or dtypes[parameter.sources[0]]
-    boxes = list(shard_boxes(parameter, a, tp_rank, layout.tp, rows))
+    chunks = list(shard_chunks(parameter, a, tp_rank, layout.tp, rows))
 
     def make() -> Tensor:
         shard = torch.zeros(shape, dtype=dtype)
-        for part in boxes:
-            shard[part.place.slices] = c.weights.read(part.source, part.box)
+        for part in chunks:
+            shard[part.place.slices] = c.weights[part.source].read(part.chunk)
         return shard
 
     return PlannedTensor(shape, dtype, make)
@@ -235,19 +196,19 @@ def _hf_groups(c: Conversion) -> dict[str, dict[str, PlannedTensor]]:
     """Plan the tensors of a Hugging Face checkpoint: file name -> tensor name -> planned tensor."""
     groups: list[dict[str, PlannedTensor]] = [{}]
     held = 0
+
+    def read(name: str, dtype: torch.dtype) -> Tensor:
+        return c.weights[name].read(whole(c.weights[name].shape)).to(dtype)
+
     for name, shape in hf_shapes(c.architecture, c.head).items():
-        dtype = c.dtype or c.weights.dtype(name)
-        planned = PlannedTensor(shape, dtype, partial(_read_whole, c.weights, name, dtype))
+        dtype = c.dtype or c.weights[name].dtype
+        planned = PlannedTensor(shape, dtype, partial(read, name, dtype))
         if groups[-1] and held + planned.num_bytes > c.shard_size:
             groups.append({})
             held = 0
         groups[-1][name] = planned
         held += planned.num_bytes
     return {hf_file_name(i, len(groups)): tensors for i, tensors in enumerate(groups)}
-
-
-def _read_whole(weights: BoxedWeights, name: str, dtype: torch.dtype) -> Tensor:
-    return weights.read(name, whole(weights.shape(name))).to(dtype)
 
 
 @contextmanager
@@ -259,7 +220,8 @@ def new_folder(target: Path, replace: bool) -> Iterator[Path]:
     """
     partial = target.with_name(f"{target.name}.partial")
     for folder in (target, partial):
-        if not _is_occupied(folder):
+        is_empty = folder.is_dir() and not any(folder.iterdir())
+        if is_empty or not os.path.lexists(folder):
             continue
         if folder is target and not replace:
             remedy = "give another folder, or --force"
@@ -267,22 +229,17 @@ def new_folder(target: Path, replace: bool) -> Iterator[Path]:
         if folder.is_symlink() or not (folder / MARKER).is_file():
             remedy = "give another folder, or remove it yourself"
             raise UserError(Problem(f"{folder}", "was not written by convert", remedy=remedy))
-    if _is_occupied(partial):
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True, exist_ok=True)
     try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
         (partial / MARKER).write_text('{"written_by": "convert"}\n')
         yield partial
         for path in (*partial.rglob("*"), partial):
             sync(path)
-        if replace and _is_occupied(target):
-            shutil.rmtree(target)
+        if replace:
+            shutil.rmtree(target, ignore_errors=True)
         os.rename(partial, target)  # fails where a folder of that name has appeared
         sync(target.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-
-
-def _is_occupied(folder: Path) -> bool:
-    return os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir()))

@@ -15,7 +15,8 @@ from mindspeed_rlxf.engine.micro_batch import MicroBatch
 from mindspeed_rlxf.models.heads import full_logits
 from mindspeed_rlxf.models.parameters import Head, hf_shapes
 from mindspeed_rlxf.models.transformer import TransformerModel
-from tests.unit.weights.folders_of import CountingFolder
+from mindspeed_rlxf.weights.hf_folder import open_hf_folder
+from tests.unit.weights.folders_of import sizes_read
 
 
 class EngineProbe:
@@ -61,10 +62,10 @@ class EngineProbe:
 
     def bytes_of_a_load(self) -> RoleOutput:
         """Load the weights again; report the bytes read and the bytes of this rank's parameters."""
-        folder = CountingFolder(self.engine.source)
-        self.engine.weights.load(folder)
+        with sizes_read() as sizes:
+            self.engine.weights.load(open_hf_folder(self.engine.source))
         shard = sum(t.numel() * t.element_size() for t in self.engine.weights.tensors.values())
-        return RoleOutput(report=(folder.bytes_read, shard))
+        return RoleOutput(report=(sum(sizes), shard))
 
     def trackers(self) -> RoleOutput:
         """Report which tracker packages this process has imported."""

@@ -25,7 +25,6 @@ from mindspeed_rlxf.engine.finite import SkippedSteps, Step
 from mindspeed_rlxf.engine.train_engine import TrainEngine
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.weights import stage_loader, state_files
-from mindspeed_rlxf.weights.hf_folder import HfFolder
 from mindspeed_rlxf.weights.state_files import Loaded
 from tests.distributed.groups import build_group
 from tests.distributed.llamas import TIED, make_llama, role_of
@@ -70,8 +69,8 @@ class Drawer:
     def save_on_a_full_disk(self, folder: Path, full: int) -> RoleOutput:
         """The disk of rank `full`; report: the error of this rank."""
         error = OSError(errno.ENOSPC, "No space left") if dist.get_rank() == full else None
-        write = train_state.write_boxes
-        with mock.patch.object(train_state, "write_boxes", side_effect=error, wraps=write):
+        write = train_state.write_chunks
+        with mock.patch.object(train_state, "write_chunks", side_effect=error, wraps=write):
             self.engine.begin_save(folder)
             with pytest.raises(OSError) as found:
                 self.engine.end_save()
@@ -89,14 +88,12 @@ class Drawer:
 
     def export_without_the_source(self, folder: Path, full: int) -> RoleOutput:
         """Rank `full` cannot read the weights that the export is like; report as above."""
-        gone = ValueError("a file of the source is gone")
-        fails = [gone if dist.get_rank() == full else None]
-        for method in ("__contains__", "dtype"):
-            with (
-                mock.patch.object(HfFolder, method, side_effect=fails[0], return_value=torch.float),
-                pytest.raises(OSError) as found,
-            ):
-                self.engine.export(folder, None)
+        gone = ValueError("a file of the source is gone") if dist.get_rank() == full else None
+        with (
+            mock.patch.object(stage_loader, "open_weights", side_effect=gone, return_value={}),
+            pytest.raises(OSError) as found,
+        ):
+            self.engine.export(folder, None)
         return RoleOutput(report=str(found.value))
 
     def load_what_a_rank_cannot_read(self, folder: Path, blind: int) -> RoleOutput:

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from mindspeed_rlxf.cli.convert import main
-from mindspeed_rlxf.weights.boxes import HeldBox, whole
+from mindspeed_rlxf.weights.chunks import HeldChunk, whole
 from mindspeed_rlxf.weights.formats import find_weights
-from mindspeed_rlxf.weights.role_state import file_of, write_boxes
+from mindspeed_rlxf.weights.role_state import file_of, write_chunks
 from tests.hostile.watched import outcome, read_all
 from tests.unit.weights.folders_of import make_folder
 
@@ -31,8 +31,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     assert main([hf, str(root / "legacy"), "--to", "mg", "--tp", "2"]) == 0
     assert main([hf, str(root / "sharded"), "--to", "mg", "--format", "torch_dist"]) == 0
     (root / "state").mkdir()
-    boxes = [HeldBox("weight", name, whole(t.shape), t) for name, t in tensors.items()]
-    write_boxes(file_of(root / "state", 0), boxes)
+    chunks = [HeldChunk("weight", name, whole(t.shape), t) for name, t in tensors.items()]
+    write_chunks(file_of(root / "state", 0), chunks)
     return {name: root / name for name in ("hf", "legacy", "sharded", "state")}
 
 

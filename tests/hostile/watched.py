@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.models.parameters import Head, hf_shapes
-from mindspeed_rlxf.weights.boxes import whole
+from mindspeed_rlxf.weights.chunks import whole
 from mindspeed_rlxf.weights.folders import open_weights
 from tests.unit.weights.folders_of import architecture_of
 
@@ -78,6 +78,6 @@ def read_all(folder: Path) -> None:
     """Read every tensor of a folder, as a conversion does. Raises ValueError for a missing one."""
     weights = open_weights(folder, ARCHITECTURE)
     for name, shape in hf_shapes(ARCHITECTURE, Head.LANGUAGE_MODEL).items():
-        if name not in weights or weights.shape(name) != shape:
+        if name not in weights or weights[name].shape != shape:
             raise ValueError(f"{name} is missing")
-        assert weights.read(name, whole(shape)).shape == shape
+        assert weights[name].read(whole(shape)).shape == shape

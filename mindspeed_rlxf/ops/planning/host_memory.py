@@ -13,7 +13,7 @@ from mindspeed_rlxf.models.parameter_counts import HEADS, model_numbers
 from mindspeed_rlxf.ops.planning.available import is_joined, on_cpu
 from mindspeed_rlxf.ops.planning.memory import PoolMemory, has_model
 from mindspeed_rlxf.ops.planning.stage_memory import itemsize, optimizer_itemsize
-from mindspeed_rlxf.weights.hf_folder import HfFolder
+from mindspeed_rlxf.weights.hf_folder import open_hf_folder
 
 LOAD, ITERATION, CHECKPOINT, FINAL = range(4)
 PHASES = ("load", "iteration", "checkpoint", "final weights")
@@ -173,6 +173,6 @@ def _export_on_one_host(config: RunConfig, role: Role) -> int:
 def stored_itemsize(folder: str | None, otherwise: int) -> int:
     """Return the bytes of one weight in a Hugging Face folder, read from the final norm."""
     try:
-        return HfFolder(str(folder)).dtype("model.norm.weight").itemsize
+        return open_hf_folder(str(folder))["model.norm.weight"].dtype.itemsize
     except (KeyError, ValueError):
         return otherwise

@@ -56,9 +56,9 @@ def test_replicas_write_every_number_once_and_about_as_many_each(
                 written = 0
                 for shard in shards(weights, groups):
                     flat = torch.ones(len(shard.written))
-                    for held in shard.held_boxes("weight", flat, shard.written):
-                        times[held.name][held.box.slices] += held.tensor
-                        written += held.box.numel
+                    for held in shard.held_chunks("weight", flat, shard.written):
+                        times[held.name][held.chunk.slices] += held.tensor
+                        written += held.chunk.numel
                 by_replica.append(written)
             total = sum(by_replica)
             # Padding and what other ranks write lie somewhere on the line that replicas share.
@@ -84,11 +84,11 @@ def test_a_slice_of_a_shard_is_the_same_numbers_as_in_the_shard(tp: int) -> None
             ranges = [range(*pair) for pair in itertools.pairwise(ends)]
             for target, flats in ((full, [range(numel)]), (cut, ranges)):
                 for flat in flats:
-                    for held in shard.held_boxes("weight", target[flat.start : flat.stop], flat):
-                        held.tensor.copy_(model[held.name][held.box.slices])
+                    for held in shard.held_chunks("weight", target[flat.start : flat.stop], flat):
+                        held.tensor.copy_(model[held.name][held.chunk.slices])
             assert cut.equal(full)
             filled = full[full != 0]
             assert filled.unique().numel() == filled.numel()
             assert numel - filled.numel() == sum(full == 0), "only padding is left"
-            if not any("embed" in b.source or "lm_head" in b.source for b in shard.boxes):
+            if not any("embed" in b.source or "lm_head" in b.source for b in shard.chunks):
                 assert filled.numel() == numel

@@ -1,8 +1,11 @@
 """Write Hugging Face folders of random tensors without transformers, and read and compare them."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -10,8 +13,7 @@ from torch import Tensor
 
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.models.parameters import Head, hf_shapes
-from mindspeed_rlxf.weights.boxes import Box
-from mindspeed_rlxf.weights.hf_folder import HfFolder
+from mindspeed_rlxf.weights.chunks import Chunk, StoredTensor
 
 BASE: dict[str, Any] = {
     "num_layers": 4,
@@ -115,15 +117,23 @@ def make_folder(
     return tensors
 
 
-class CountingFolder(HfFolder):
-    """An HfFolder that counts in `bytes_read` the bytes of the tensors that it reads."""
+@contextmanager
+def sizes_read() -> Iterator[list[int]]:
+    """Inside, note the bytes of each chunk that is read, not of its parts."""
+    sizes: list[int] = []
+    read, depth = StoredTensor.read, 0
 
-    bytes_read = 0
+    def noting(self: StoredTensor, chunk: Chunk) -> Tensor:
+        nonlocal depth
+        depth += 1
+        found = read(self, chunk)
+        depth -= 1
+        if depth == 0:
+            sizes.append(found.nbytes)
+        return found
 
-    def read(self, name: str, box: Box) -> Tensor:
-        tensor = super().read(name, box)
-        self.bytes_read += tensor.nbytes
-        return tensor
+    with mock.patch.object(StoredTensor, "read", noting):
+        yield sizes
 
 
 def read_folder(folder: Path) -> dict[str, Tensor]:

@@ -149,8 +149,7 @@ def test_a_sharded_checkpoint_without_its_files(sharded: Path, capsys: Any) -> N
     whole = data.read_bytes()
     data.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match=r"__0_0\.distcp is missing or truncated"):
-        weights = open_weights(sharded, architecture_of("llama"))
-        weights.read("lm_head.weight", whole((37, 16)))
+        open_weights(sharded, architecture_of("llama"))
     data.unlink()
     assert "__0_0.distcp is missing" in refused(sharded, capsys)
     data.write_bytes(whole)
@@ -161,7 +160,7 @@ def test_a_sharded_checkpoint_without_its_files(sharded: Path, capsys: Any) -> N
 
 def test_a_sharded_checkpoint_of_another_model(sharded: Path, capsys: Any) -> None:
     for keys, expected in (
-        ({"num_layers": 2}, "has 4 layers, the model has 2"),
+        ({"num_layers": 2}, "decoder.layers.2.mlp.linear_fc1.weight is not in the model"),
         ({"num_layers": 6}, "decoder.layers.4.input_layernorm.weight is missing"),
         (
             {"hidden_size": 8},

@@ -168,13 +168,6 @@ def test_a_full_disk_or_an_interrupt_is_reported(
         assert main(arguments) == 2
     assert "its disk has 0.00 GB free; free some space" in capsys.readouterr().err
 
-    for error, said in (
-        (
-            OSError(28, "No space left"),
-            "mg is full; free some space and run the same command again",
-        ),
-        (KeyboardInterrupt(), "interrupted; run the same command again"),
-    ):
-        monkeypatch.setattr(module, "copy_side_files", mock.Mock(side_effect=error))
-        assert main(arguments) == 75
-        assert said in capsys.readouterr().err
+    monkeypatch.setattr(module, "copy_side_files", mock.Mock(side_effect=KeyboardInterrupt))
+    assert main(arguments) == 75
+    assert "interrupted; run the same command again" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from tests.unit.weights.folders_of import make_folder
 # In its own process: prints the most anonymous memory above that of the imports, there and back.
 MEASURE = """
 import sys, threading, time
-from mindspeed_rlxf.weights import convert  # what a conversion imports
+from mindspeed_rlxf.weights import conversion  # what a conversion imports
 from mindspeed_rlxf.cli.convert import main
 import torch
 torch.set_num_threads(1)

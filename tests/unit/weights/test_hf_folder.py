@@ -1,4 +1,4 @@
-"""Hugging Face folders: boxes that are read, and errors of folders that cannot be read."""
+"""Hugging Face folders: chunks that are read, and errors of folders that cannot be read."""
 
 import json
 from pathlib import Path
@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.testing import assert_close
 
-from mindspeed_rlxf.weights.boxes import Box, whole
-from mindspeed_rlxf.weights.hf_folder import HfFolder
+from mindspeed_rlxf.weights.chunks import Chunk, whole
+from mindspeed_rlxf.weights.hf_folder import open_hf_folder
 
 TENSORS = {
     "a.weight": torch.arange(12.0).view(4, 3),
@@ -36,23 +36,23 @@ def write_sharded(folder: Path) -> None:
 @pytest.mark.parametrize("write", [write_single, write_sharded])
 def test_boxes_of_single_and_sharded_folders_are_read(tmp_path: Path, write) -> None:  # type: ignore[no-untyped-def]
     write(tmp_path)
-    folder = HfFolder(tmp_path)
+    folder = open_hf_folder(tmp_path)
     a: Tensor = TENSORS["a.weight"]
-    assert_close(folder.read("a.weight", Box((1, 0), (2, 3))), a[1:3])
-    assert_close(folder.read("a.weight", Box((0, 2), (4, 1))), a[:, 2:3])
-    assert_close(folder.read("b.weight", Box((0,), (6,))), TENSORS["b.weight"])
-    assert folder.shape("a.weight") == (4, 3) and folder.dtype("b.weight") == torch.bfloat16
+    assert_close(folder["a.weight"].read(Chunk((1, 0), (2, 3))), a[1:3])
+    assert_close(folder["a.weight"].read(Chunk((0, 2), (4, 1))), a[:, 2:3])
+    assert_close(folder["b.weight"].read(Chunk((0,), (6,))), TENSORS["b.weight"])
+    assert folder["a.weight"].shape == (4, 3) and folder["b.weight"].dtype == torch.bfloat16
     assert "b.weight" in folder and "c.weight" not in folder
 
 
 def test_pickled_weights_are_read_where_there_are_no_others(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not a folder"):
-        HfFolder(tmp_path / "nowhere")
+        open_hf_folder(tmp_path / "nowhere")
     torch.save(TENSORS, tmp_path / "pytorch_model.bin")
-    folder = HfFolder(tmp_path)
+    folder = open_hf_folder(tmp_path)
     assert set(folder) == set(TENSORS)
     for name, tensor in TENSORS.items():
-        assert torch.equal(folder.read(name, whole(tuple(tensor.shape))), tensor)
+        assert torch.equal(folder[name].read(whole(tuple(tensor.shape))), tensor)
 
 
 def test_a_truncated_part_of_a_sharded_model(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_a_truncated_part_of_a_sharded_model(tmp_path: Path) -> None:
     part = tmp_path / "model-00002-of-00002.safetensors"
     part.write_bytes(part.read_bytes()[:4])
     with pytest.raises(ValueError, match=r"model-00002-of-00002\.safetensors is damaged"):
-        HfFolder(tmp_path)
+        open_hf_folder(tmp_path)
 
 
 UNREADABLE = r"has no readable weight_map .*copy it again"
@@ -82,4 +82,4 @@ OUTSIDE = "must name files of its own folder, not"
 def test_an_index_that_cannot_be_used_is_refused(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=rf"index\.json {said}"):
-        HfFolder(tmp_path)
+        open_hf_folder(tmp_path)

@@ -21,9 +21,9 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from mindspeed_rlxf.weights import pickled
-from mindspeed_rlxf.weights.boxes import whole
+from mindspeed_rlxf.weights.chunks import whole
 from mindspeed_rlxf.weights.pickled import StandIn, read_torch_file
-from mindspeed_rlxf.weights.torch_dist import Metadata
+from mindspeed_rlxf.weights.torch_dist import read_metadata_tensors
 
 
 def random_state() -> dict[str, Any]:
@@ -113,16 +113,16 @@ def distributed(folder: Path, *saved: Any) -> Path:
 
 
 def test_what_torch_distributed_checkpoint_writes_is_read(tmp_path: Path) -> None:
-    found = Metadata(distributed(tmp_path, torch.arange(4.0), random_state(), [None]))
-    assert list(found.tensors) == ["item0"]
-    assert torch.equal(found.tensors["item0"].read(whole((4,))), torch.arange(4.0))
+    found = read_metadata_tensors(distributed(tmp_path, torch.arange(4.0), random_state(), [None]))
+    assert list(found) == ["item0"]
+    assert torch.equal(found["item0"].read(whole((4,))), torch.arange(4.0))
 
 
 def test_metadata_that_is_missing_or_of_another_kind_is_named(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps({"no": "metadata"}))
     for folder in (tmp_path, tmp_path / "gone"):
         with pytest.raises(ValueError, match=r"\.metadata (cannot be read|is not as)"):
-            Metadata(folder)
+            read_metadata_tensors(folder)
 
 
 def test_an_old_torch_reads_pickled_files_only_where_they_are_trusted(

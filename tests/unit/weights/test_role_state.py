@@ -1,11 +1,7 @@
-"""Any box of a role's tensors can be read from whatever boxes were written."""
+"""Any chunk of a role's tensors can be read from whatever chunks were written."""
 
-import builtins
-import io
-import os
-from collections.abc import Callable
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,9 +9,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mindspeed_rlxf.models.parameters import Head, hf_shapes
-from mindspeed_rlxf.weights.boxes import Box, HeldBox, flat_boxes, view_box, whole
+from mindspeed_rlxf.weights import role_state
+from mindspeed_rlxf.weights.chunks import Chunk, HeldChunk, flat_chunks, view_chunk, whole
 from mindspeed_rlxf.weights.folders import open_weights
-from mindspeed_rlxf.weights.role_state import RunState, file_of, open_state, write_boxes
+from mindspeed_rlxf.weights.role_state import file_of, open_state, read_slots, write_chunks
 from mindspeed_rlxf.weights.state_files import entry_of, has_parts, merge_parts, write_part
 from tests.unit.weights.folders_of import architecture_of
 
@@ -23,8 +20,8 @@ MATRIX = torch.arange(7 * 5, dtype=torch.float32).view(7, 5)
 VECTOR = torch.arange(6, dtype=torch.bfloat16)
 
 
-def held(slot: str, name: str, tensor: Tensor, box: Box) -> HeldBox:
-    return HeldBox(slot, name, box, tensor[box.slices])
+def held(slot: str, name: str, tensor: Tensor, chunk: Chunk) -> HeldChunk:
+    return HeldChunk(slot, name, chunk, tensor[chunk.slices])
 
 
 @pytest.fixture
@@ -32,37 +29,30 @@ def folder(tmp_path: Path) -> Path:
     """A matrix cut as two ranks of rows whose slices end inside a row, and a vector in two."""
     cuts = [range(8), range(8, 21), range(21, 35)]
     for rank, flat in enumerate(cuts):
-        boxes = [held("exp_avg", "m", MATRIX, box) for box in flat_boxes(flat, (7, 5))]
+        chunks = [held("exp_avg", "m", MATRIX, chunk) for chunk in flat_chunks(flat, (7, 5))]
         if rank < 2:
-            boxes += [held("weight", "v", VECTOR, Box((3 * rank,), (3,)))]
-        write_boxes(file_of(tmp_path, rank), boxes)
+            chunks += [held("weight", "v", VECTOR, Chunk((3 * rank,), (3,)))]
+        write_chunks(file_of(tmp_path, rank), chunks)
     return tmp_path
 
 
-def test_a_rank_that_needs_one_file_opens_the_index_and_that_file(
+def test_a_rank_opens_only_the_file_that_it_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks, matrix = 50, torch.arange(100.0).view(50, 2)
     for rank in range(ranks):
-        file, box = file_of(tmp_path, rank), Box((rank, 0), (1, 2))
-        rows = write_boxes(file, [held("weight", "m", matrix, box)])
+        file, chunk = file_of(tmp_path, rank), Chunk((rank, 0), (1, 2))
+        rows = write_chunks(file, [held("weight", "m", matrix, chunk)])
         write_part(tmp_path, rank, [entry_of(tmp_path, file)], {file.name: rows})
     assert has_parts(tmp_path, ranks) and not has_parts(tmp_path, ranks + 1)
     merge_parts(tmp_path, ranks)
-    opened: list[str] = []
-
-    def watched(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(path: Any, *args: Any, **keys: Any) -> Any:
-            opened.append(Path(path).name)
-            return original(path, *args, **keys)
-
-        return call
-
-    for module in (os, io, builtins):
-        monkeypatch.setattr(module, "open", watched(module.open))
-    wanted = RunState(tmp_path).slot("weight").read("m", Box((7, 0), (1, 2)))
-    assert torch.equal(wanted, matrix[7:8])
-    assert opened == ["index.json", "state_00007.safetensors"]
+    opened: list[Path] = []
+    original = role_state.open_safetensors
+    monkeypatch.setattr(
+        role_state, "open_safetensors", lambda path: opened.append(path) or original(path)
+    )
+    wanted = read_slots(tmp_path)["weight"]["m"].read(Chunk((7, 0), (1, 2)))
+    assert torch.equal(wanted, matrix[7:8]) and opened == [file_of(tmp_path, 7)]
     assert sorted(path.name for path in tmp_path.glob("*.json")) == ["index.json"]
 
 
@@ -73,33 +63,22 @@ def test_a_flat_range_is_at_most_three_boxes_that_hold_just_its_numbers(
     numbers = torch.arange(12)
     for start in range(12):
         for stop in range(start, 13):
-            boxes = list(flat_boxes(range(start, stop), shape))
-            assert len(boxes) <= 3
+            chunks = list(flat_chunks(range(start, stop), shape))
+            assert len(chunks) <= 3
             for found in (
-                [numbers.view(shape)[box.slices] for box in boxes],
-                [view_box(numbers[start:stop], start, box, shape) for box in boxes],
+                [numbers.view(shape)[chunk.slices] for chunk in chunks],
+                [view_chunk(numbers[start:stop], start, chunk, shape) for chunk in chunks],
             ):
                 flat = [int(number) for part in found for number in part.flatten()]
                 assert flat == list(range(start, stop))
 
 
-@pytest.mark.parametrize("right", range(1, 6))
-@pytest.mark.parametrize("left", range(5))
-def test_every_box_is_read_and_nothing_else(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, left: int, right: int
-) -> None:
-    moments = RunState(folder).slot("exp_avg")
-    counts: list[int] = []
-    preadv = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda *a: counts.append(preadv(*a)) or counts[-1])
-    for top in range(7):
-        for bottom in range(top + 1, 8):
-            if left >= right:
-                continue
-            counts.clear()
-            found = moments.read("m", Box((top, left), (bottom - top, right - left)))
+def test_every_chunk_is_read(folder: Path) -> None:
+    moments = read_slots(folder)["exp_avg"]["m"]
+    for top, left in product(range(7), range(5)):
+        for bottom, right in product(range(top + 1, 8), range(left + 1, 6)):
+            found = moments.read(Chunk((top, left), (bottom - top, right - left)))
             assert found.equal(MATRIX[top:bottom, left:right])
-            assert sum(counts) == 4 * (bottom - top) * (right - left)
 
 
 def test_the_library_reads_the_files_too(folder: Path) -> None:
@@ -110,21 +89,21 @@ def test_the_library_reads_the_files_too(folder: Path) -> None:
 
 def test_numbers_that_no_file_has_are_an_error(folder: Path) -> None:
     file_of(folder, 1).unlink()
-    moments = RunState(folder).slot("exp_avg")
-    assert moments.read("m", Box((0, 0), (1, 5))).equal(MATRIX[:1])
+    moments = read_slots(folder)["exp_avg"]
+    assert moments["m"].read(Chunk((0, 0), (1, 5))).equal(MATRIX[:1])
     with pytest.raises(ValueError, match=r"exp_avg of m must be whole, 3 of the 5 numbers"):
-        moments.read("m", Box((1, 0), (1, 5)))
+        moments["m"].read(Chunk((1, 0), (1, 5)))
 
 
 def test_a_folder_of_another_model_is_refused(tmp_path: Path) -> None:
     a = architecture_of("llama")
-    boxes = [
-        HeldBox("weight", name, whole(shape), torch.zeros(shape))
+    chunks = [
+        HeldChunk("weight", name, whole(shape), torch.zeros(shape))
         for name, shape in hf_shapes(a, Head.LANGUAGE_MODEL).items()
     ]
-    write_boxes(file_of(tmp_path, 0), boxes)
-    assert open_state(tmp_path, a, Head.LANGUAGE_MODEL).slot("weight").shape("lm_head.weight")
-    assert open_weights(tmp_path, a).shape("lm_head.weight") == (37, 16)
+    write_chunks(file_of(tmp_path, 0), chunks)
+    assert open_state(tmp_path, a, Head.LANGUAGE_MODEL)("weight")["lm_head.weight"]
+    assert open_weights(tmp_path, a)["lm_head.weight"].shape == (37, 16)
     fewer = a.model_copy(update={"num_layers": 3})
     with pytest.raises(ValueError, match=r"layers\.3\.input_layernorm\.weight is not in the model"):
         open_state(tmp_path, fewer, Head.LANGUAGE_MODEL)

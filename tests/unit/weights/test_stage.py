@@ -21,7 +21,7 @@ from mindspeed_rlxf.models.parameters import (
     stage_parameters,
 )
 from mindspeed_rlxf.weights import stage_loader as weights
-from mindspeed_rlxf.weights.hf_folder import HfFolder
+from mindspeed_rlxf.weights.hf_folder import open_hf_folder
 from mindspeed_rlxf.weights.stage_loader import StageWeights
 
 LM, SCORE = Head.LANGUAGE_MODEL, Head.SCORE
@@ -138,7 +138,7 @@ def test_what_is_written_is_what_was_read(
 ) -> None:
     ranks = ranks_of(monkeypatch, architecture(), LM, tp, pp)
     for rank in (rank for row in ranks for rank in row):
-        assert rank.load(HfFolder(source)) == []
+        assert rank.load(open_hf_folder(source)) == []
         assert not any(t.isnan().any() for t in rank.tensors.values())
     target = tmp_path / "target"
     export(monkeypatch, ranks, target, source)
@@ -151,7 +151,7 @@ def test_what_is_written_is_what_was_read(
         assert files == ["config.json", "model.safetensors", "tokenizer.json"]
     else:
         assert "model.safetensors.index.json" in files
-        assert {n for n in got if n in HfFolder(target)} == set(expected)
+        assert {n for n in got if n in open_hf_folder(target)} == set(expected)
         index = json.loads((target / "model.safetensors.index.json").read_text())
         size = sum(t.numel() * t.element_size() for t in expected.values())
         assert index["metadata"]["total_size"] == size
@@ -159,7 +159,7 @@ def test_what_is_written_is_what_was_read(
 
 def test_vocabulary_padding_is_zero(monkeypatch: pytest.MonkeyPatch, source: Path) -> None:
     ((_, last),) = ranks_of(monkeypatch, architecture(), LM, 2, 1)
-    last.load(HfFolder(source))
+    last.load(open_hf_folder(source))
     embedding = last.tensors["embedding.word_embeddings.weight"]
     assert embedding.shape == (4, 8)  # ids 4, 5, 6 and one of padding
     assert embedding[:3].any(dim=1).all() and not embedding[3].any()
@@ -169,7 +169,7 @@ def test_a_missing_score_head_is_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: Path
 ) -> None:
     ((rank,),) = ranks_of(monkeypatch, architecture(), SCORE, 1, 1)
-    assert rank.load(HfFolder(source)) == ["score.weight"]
+    assert rank.load(open_hf_folder(source)) == ["score.weight"]
     assert rank.tensors["score.weight"].isnan().all()
     rank.tensors["score.weight"].data.fill_(0.25)
     export(monkeypatch, [[rank]], tmp_path / "target", source)

@@ -1,0 +1,317 @@
+"""Chunks: rectangular ranges of a tensor's elements, which ranks hold in memory and files store."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+from operator import add, mul, sub
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_rlxf.config.schema import ArchitectureConfig
+from mindspeed_rlxf.models.parameters import (
+    OUTPUT_LAYER,
+    RM_HEAD,
+    SCORE_HEAD,
+    Split,
+    StageParameter,
+    hf_shape,
+    shard_shape,
+    shard_slices,
+)
+
+Shape = tuple[int, ...]
+MAX_PROBLEMS = 8  # of one folder: the first few tell which model it is
+RM_HEAD_BIAS = "rm_head.bias"
+
+IGNORED = re.compile(r"_extra_state|rotary_pos_emb\.inv_freq$|rotary_emb\.inv_freq$")
+"""Names of what is stored beside the weights."""
+
+Wrote = Callable[[int], None]
+"""Called with the number of bytes of each tensor that is written."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A range of indices of each axis of a tensor."""
+
+    starts: Shape
+    shape: Shape
+
+    @property
+    def stops(self) -> Shape:
+        return tuple(map(add, self.starts, self.shape))
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(map(slice, self.starts, self.stops))
+
+    def narrow(self, dim: int, start: int, size: int) -> Chunk:
+        """Return the part with indices from `start` to `start + size` in axis `dim`."""
+        starts, shape = list(self.starts), list(self.shape)
+        starts[dim], shape[dim] = starts[dim] + start, size
+        return Chunk(tuple(starts), tuple(shape))
+
+    def overlap(self, other: Chunk) -> Chunk | None:
+        """Return the intersection of two chunks of one tensor; None if it is empty."""
+        starts = tuple(map(max, self.starts, other.starts))
+        shape = tuple(map(sub, map(min, self.stops, other.stops), starts))
+        return Chunk(starts, shape) if all(size > 0 for size in shape) else None
+
+    def move(self, outer: Chunk, target: Chunk) -> Chunk:
+        """Return where this part of `outer` is in a copy of `outer` at `target`."""
+        steps = map(sub, target.starts, outer.starts)
+        return Chunk(tuple(map(add, self.starts, steps)), self.shape)
+
+    def relative_to(self, outer: Chunk) -> Chunk:
+        """Return this chunk with its starts counted from the first corner of `outer`."""
+        return self.move(outer, whole(outer.shape))
+
+    def split(self, numel: int) -> Iterator[Chunk]:
+        """Yield chunks of whole rows of the first axis: at most `numel` elements, or one row."""
+        rows = max(1, numel // max(1, prod(self.shape[1:])))
+        for row in range(0, self.shape[0], rows):
+            yield self.narrow(0, row, min(rows, self.shape[0] - row))
+
+
+def whole(shape: Shape) -> Chunk:
+    """Return the chunk that covers a tensor of this shape."""
+    return Chunk((0,) * len(shape), shape)
+
+
+def flat_chunks(flat: range, shape: Shape) -> Iterator[Chunk]:
+    """Yield the chunks of a range of flat indices of a row-major tensor of one or two axes.
+
+    At most three: the end of a row, whole rows, the start of a row.
+    """
+    assert 1 <= len(shape) <= 2, f"a parameter has one axis or two, not {shape}"
+    start, stop, width = flat.start, flat.stop, shape[-1]
+    while start < stop:
+        row, left = divmod(start, width)
+        rows = (stop - start) // width if left == 0 else 0
+        columns = width if rows else min(width - left, stop - start)
+        chunk = Chunk((row, left), (rows or 1, columns))
+        yield chunk if len(shape) == 2 else Chunk((left,), (columns,))
+        start += chunk.numel
+
+
+def view_chunk(numbers: Tensor, start: int, chunk: Chunk, shape: Shape) -> Tensor:
+    """Return a chunk of a row-major tensor of this shape as a view of `numbers`.
+
+    `numbers` are contiguous elements of it, the first of which has the flat index `start`.
+    """
+    stride = (*shape[1:], 1)
+    offset = numbers.storage_offset() - start + sum(map(mul, chunk.starts, stride))
+    return numbers.as_strided(chunk.shape, stride, offset)
+
+
+@dataclass(frozen=True)
+class ShardChunk:
+    """A chunk of a Hugging Face tensor, and where a rank's parameter has the same elements."""
+
+    source: str  # name of the Hugging Face tensor
+    chunk: Chunk
+    place: Chunk  # in the parameter
+
+
+def shard_chunks(
+    parameter: StageParameter,
+    architecture: ArchitectureConfig,
+    tp_rank: int,
+    tp: int,
+    vocab_rows: int | None = None,
+) -> Iterator[ShardChunk]:
+    """Yield the chunks of Hugging Face tensors that make up a tensor-parallel rank's shard.
+
+    Rows that pad the vocabulary are in no chunk. `vocab_rows` of the embedding are on each rank;
+    None = the padded vocabulary / tp.
+    """
+    offset = 0
+    for part in shard_slices(parameter, architecture, tp_rank, tp, vocab_rows):
+        if part.size:
+            source = whole(hf_shape(part.source, architecture))
+            chunk, place = (source.narrow(part.dim, i, part.size) for i in (part.start, offset))
+            yield ShardChunk(part.source, chunk, place)
+            offset += part.size
+
+
+@dataclass(frozen=True)
+class HeldChunk:
+    """A chunk of a Hugging Face tensor, with its elements in memory."""
+
+    slot: str  # "weight", or the name of an optimizer state of the tensor (such as "exp_avg")
+    name: str
+    chunk: Chunk
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor that is stored as chunks, of which chunks are read as copies.
+
+    chunks: (a chunk, where its elements are in what `read` reads, `read`, which copies a part of
+            that) for each stored one
+    index:  leading indices, if this is the sub-tensor stored[index] only
+    """
+
+    name: str  # for messages
+    dtype: torch.dtype
+    size: Shape  # of the stored tensor
+    chunks: list[tuple[Chunk, Chunk, Callable[[Chunk], Tensor]]]
+    index: Shape = ()
+
+    @classmethod
+    def of(cls, name: str, tensor: Any, dtype: torch.dtype, shape: Shape) -> StoredTensor:
+        """Make one of a tensor, or of what gives tensors when it is sliced."""
+        chunk = whole(shape)
+        return cls(name, dtype, shape, [(chunk, chunk, lambda part: tensor[part.slices].clone())])
+
+    @property
+    def shape(self) -> Shape:
+        return self.size[len(self.index) :]
+
+    def read(self, chunk: Chunk) -> Tensor:
+        """Return a copy of a chunk of the (sub-)tensor, joined from the stored chunks.
+
+        Raises ValueError if they do not cover it.
+        """
+        wanted = Chunk(self.index + chunk.starts, (1,) * len(self.index) + chunk.shape)
+        result = torch.zeros(wanted.shape, dtype=self.dtype)
+        filled = 0
+        for stored, place, read in self.chunks:
+            if shared := wanted.overlap(stored):
+                part = read(shared.move(stored, place))
+                if shared == wanted:
+                    return part.view(chunk.shape)
+                result[shared.relative_to(wanted).slices] = part
+                filled += shared.numel
+        if filled != chunk.numel:
+            raise ValueError(
+                f"{self.name} must be whole, {filled} of the {chunk.numel} numbers of {chunk} are "
+                "there; copy the whole folder again"
+            )
+        return result.view(chunk.shape)
+
+
+StoredWeights = dict[str, StoredTensor]
+"""Tensors by their Hugging Face names, from which chunks are read when they are needed."""
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """A tensor that is made when it is written, and dropped after that."""
+
+    shape: Shape
+    dtype: torch.dtype
+    make: Callable[[], Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> PlannedTensor:
+        return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor)
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """A file of a converted folder, or a folder of files."""
+
+    path: str  # relative to the folder
+    num_bytes: int  # of its tensors
+    write: Callable[..., None]  # write(path, wrote=...)
+
+
+MakeShard = Callable[[StageParameter, int], PlannedTensor]
+"""(parameter, tensor-parallel rank) -> that rank's part of it."""
+
+
+def add_rank(
+    weights: StoredWeights,
+    folder: Path,
+    architecture: ArchitectureConfig,
+    parameters: Iterable[StageParameter],
+    tensors: StoredWeights,
+    tp_rank: int = 0,
+    tp: int = 1,
+    ep_rank: int = 0,
+) -> list[str]:
+    """Add a rank's tensors in a Megatron checkpoint to `weights`, by Hugging Face names.
+
+    parameters: those that the rank may have, with any head
+    tensors:    by the names of the checkpoint
+    Returns a line for each that is missing, of another shape, or not in the model.
+    """
+    problems, used = [], set()
+    for parameter in parameters:
+        name = next((name for name in spellings(parameter.name) if name in tensors), None)
+        if name is None:
+            # A checkpoint has one of the heads or none; what needs a head reports its absence.
+            if parameter.name not in (OUTPUT_LAYER.name, RM_HEAD.name):
+                problems.append(f"{parameter.name} is missing")
+            continue
+        used.add(name)
+        stored = tensors[name]
+        rows = sum(stored.shape[:1]) if parameter.split is Split.VOCAB else None
+        expected = shard_shape(parameter, architecture, tp, rows)
+        if rows is not None and rows * tp < architecture.vocab_size:
+            problems.append(
+                f"{name} has {rows * tp} rows, the model needs {architecture.vocab_size}"
+            )
+        elif not stored.dtype.is_floating_point:
+            problems.append(f"{name} is {stored.dtype}, the model needs floating-point numbers")
+        elif stored.shape != expected:
+            problems.append(f"{name} is {list(stored.shape)}, the model needs {list(expected)}")
+        elif parameter.is_first_copy(tp_rank, ep_rank):
+            for part in shard_chunks(parameter, architecture, tp_rank, tp, rows):
+                where, shape = f"{part.source} in {folder}", hf_shape(part.source, architecture)
+                empty = StoredTensor(where, stored.dtype, shape, [])
+                known = weights.setdefault(part.source, empty)
+                known.chunks.append((part.chunk, part.place, stored.read))
+    if RM_HEAD_BIAS in tensors:
+        weights[RM_HEAD_BIAS] = tensors[RM_HEAD_BIAS]
+    return problems + [f"{name} is not in the model" for name in unknown_names(tensors, used)]
+
+
+def spellings(name: str) -> list[str]:
+    """List the names under which checkpoints may store a parameter, its own first.
+
+    Transformer Engine, and sharded checkpoints, name a norm after the linear layer behind it.
+    """
+    fused = {
+        "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+        "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    }
+    if name == RM_HEAD.name:
+        return [name, SCORE_HEAD.name]
+    for ours, theirs in fused.items():
+        if name.endswith(ours):
+            return [name, name.removesuffix(ours) + theirs]
+    return [name]
+
+
+def unknown_names(names: Iterable[str], used: set[str]) -> list[str]:
+    """Return the names, sorted, that are neither in `used` nor expected beside the weights."""
+    known = used | {RM_HEAD_BIAS, OUTPUT_LAYER.name}
+    return sorted(name for name in names if name not in known and not IGNORED.search(name))
+
+
+def refuse(folder: Path, problems: list[str]) -> None:
+    """Raise a ValueError with the first MAX_PROBLEMS of a folder of weights, if there are any."""
+    if problems:
+        more = len(problems) - MAX_PROBLEMS
+        shown = problems[:MAX_PROBLEMS] + ([f"and {more} more"] if more > 0 else [])
+        raise ValueError(
+            f"{folder} holds another model than config.json describes: {'; '.join(shown)}; give "
+            "the config.json of that model"
+        )
