@@ -92,12 +92,6 @@ def test_a_stage_that_hangs_is_ended_at_its_deadline(
             os.kill(int(pid), 0)
 
 
-def test_an_unknown_stage_is_a_wrong_argument(stub: Path) -> None:
-    with pytest.raises(SystemExit) as caught:
-        bring_up.main(["--stages", "import,pach"])
-    assert caught.value.code == 2
-
-
 @pytest.mark.parametrize(
     ("found", "message"),
     [
