@@ -19,11 +19,11 @@ from mindspeed_rlxf.config.enums import (
     AdvEstimator,
     KlPenalty,
     LossNormalizer,
+    RewardKind,
     Role,
     Stage,
 )
 from mindspeed_rlxf.config.estimator_traits import TRAITS
-from mindspeed_rlxf.config.given import Given, Tree, set_default
 from mindspeed_rlxf.config.hf_config import (
     OF_WEIGHTS,
     find_unsupported,
@@ -33,28 +33,36 @@ from mindspeed_rlxf.config.hf_config import (
 from mindspeed_rlxf.config.keys import (
     PLAIN_SECTIONS,
     ROLE_SECTIONS,
+    ROLES,
     SHARED,
     WITHOUT_MODEL,
+    Given,
+    Tree,
     find_field,
     keys_of,
+    set_default,
     unknown_key,
 )
 from mindspeed_rlxf.config.mindspeed_llm import translate
-from mindspeed_rlxf.config.placement import place_roles
-from mindspeed_rlxf.config.plugins import read_and_load, read_functions
+from mindspeed_rlxf.config.plugins import complete_function, complete_plugin, read_entries
 from mindspeed_rlxf.config.problems import (
     ConfigError,
     Problem,
-    UserError,
     closest,
     explain,
     format_value,
+    multiples_around,
+    ref,
+    use,
 )
+from mindspeed_rlxf.config.ray_cluster import choose_cluster
 from mindspeed_rlxf.config.rules.between_sections import check_sections
 from mindspeed_rlxf.config.rules.this_host import check_host
 from mindspeed_rlxf.config.schema import (
     ArchitectureConfig,
+    DeviceConfig,
     LearningConfig,
+    PoolSettings,
     RunConfig,
     TrainingConfig,
 )
@@ -64,6 +72,7 @@ AUTO = "auto"
 """Value of a role's `model` that takes the architecture from config.json of its `load` folder."""
 
 WITHOUT_CRITIC = (Stage.RAY_GRPO.value, Stage.RAY_ONLINE_DPO.value)
+MAX_DEVICES = 100_000
 GSPO_CLIP = {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4}
 """Default clip range of GSPO (arXiv:2507.18071, 5.1), whose ratio is a mean over a response."""
 
@@ -130,12 +139,7 @@ def _build(given: Given, name: str) -> Tree:
     payload["training"] = training
     set_default(training, run_name=name)
     set_default(training, output_dir=os.path.join("outputs", str(training["run_name"])))
-    entries, training["plugins"] = training.get("plugins") or [], []
-    for entry in entries if isinstance(entries, list) else [entries]:
-        try:
-            training["plugins"].append(read_and_load(entry))
-        except UserError as error:
-            given.problems += error.problems
+    read_entries(given.problems, "training.plugins", training, complete_plugin)
     if (stage := training.get("stage")) in WITHOUT_CRITIC:
         payload["critic"] = None
         if sections["critic"]:
@@ -146,7 +150,7 @@ def _build(given: Given, name: str) -> Tree:
         if role.value not in payload:
             payload[role.value] = _build_role(given, role)
     _set_stage_defaults(training, payload["algorithm"], payload["actor_rollout"])
-    place_roles(given, payload)
+    _place_roles(given, payload)
     _note_unread(given, payload)
     return payload
 
@@ -155,7 +159,8 @@ def _build_role(given: Given, role: Role) -> Tree:
     """Return a role's values: model < training < own, architecture and optimizer nested."""
     own, training = given.sections[role.value], given.sections["training"]
     if role is Role.REWARD:
-        read_functions(given.problems, own)
+        read_entries(given.problems, "reward.function", own, complete_function)
+        read_entries(given.problems, "reward.functions", own, complete_function)
         if kept := WITHOUT_MODEL.get(str(own.get("kind"))):
             for key in sorted(own.keys() & keys_of("reward").keys() - {*kept}):
                 value = format_value(own.pop(key))
@@ -218,6 +223,94 @@ def _read_architecture(given: Given, role: Role, chosen: Any) -> Tree | None:
         key = given.written(f"{role.value}.load")
         given.problems.append(Problem(key, str(error), f"{load}", colon=True))
         return None
+
+
+def _place_roles(given: Given, payload: Tree) -> None:
+    """Set `resource_pool`, `placement` and `pool_settings` of the payload.
+
+    A role without a placement gets the pool of its name, else the only pool. A rule needs no
+    devices and shares a pool. A reference whose log-probs nothing reads is not placed.
+    """
+    pools = _read_pools(given, payload)
+    roles = [role.value for role in CONFIGURED if payload[role.value] is not None]
+    chosen = dict(given.sections["placement"])
+    for name in sorted(chosen.keys() - {*roles}):
+        remedy = "remove it ('~placement.critic' on the command line)"
+        absent = Problem("placement.critic", "has no place in this stage", remedy=remedy)
+        unknown = unknown_key("placement", name, roles)
+        given.problems.append(absent if name == Role.CRITIC.value else unknown)
+        del chosen[name]
+    only = next(iter(pools)) if len(pools) == 1 else None
+    placement = {role: role if role in pools else only or role for role in roles} | chosen
+    control = payload["algorithm"].get("kl_ctrl")
+    no_penalty = isinstance(control, dict) and control.get("kl_coef") == 0
+    pairs = payload["training"].get("stage") == Stage.RAY_ONLINE_DPO.value
+    if no_penalty and not pairs and payload["logging"].get("reference_kl") is not True:
+        pool = placement.pop(Role.REF.value)
+        meaning = "no reference runs (logging.reference_kl=true keeps it, for the metric critic/kl)"
+        given.note(meaning, "algorithm.kl_ctrl.kl_coef=0")
+        if isinstance(pool, str) and pool in pools and pool not in placement.values():
+            size = format_value(pools.pop(pool))
+            given.note("not used, as no reference runs", f"resource_pool.{pool}={size}")
+    section = given.sections["resource_pool"]
+    settings = {key: section.get(key) for key in PoolSettings.model_fields}
+    payload["pool_settings"] = {key: v for key, v in settings.items() if v is not None}
+    payload |= {"resource_pool": pools, "placement": placement}
+    # An unknown value counts as a rule, so that no second problem is reported for it.
+    if payload["reward"].get("kind") not in (None, RewardKind.MODEL, RewardKind.HUGGING_FACE):
+        _place_rule(given, payload, "reward" in chosen)
+
+
+def _place_rule(given: Given, payload: Tree, is_placed: bool) -> None:
+    """Place a rule on the actor's pool, or on another if that is disaggregated.
+
+    Not if the YAML places it or has a pool `reward`. Notes a pool that only the rule would use.
+    """
+    pools, placement = payload["resource_pool"], payload["placement"]
+    own = placement.pop("reward")
+    if not is_placed and "reward" not in pools:
+        split = payload[Role.ACTOR_ROLLOUT.value].get("num_gpus_for_infer") is not None
+        own = placement["actor_rollout"]
+        own = placement.get("ref", placement.get("critic", own)) if split else own
+    if isinstance(own, str) and own in pools and own not in placement.values():
+        meaning = "no role computes on its devices, as a rule needs none (reward.kind=rule)"
+        given.note(meaning, f"resource_pool.{own}")
+    placement["reward"] = own
+
+
+def _read_pools(given: Given, payload: Tree) -> dict[str, list[int]]:
+    """Return the processes per node of each pool; pools of size [] are left out.
+
+    On a joined cluster a count above `device.devices_per_node` fills whole hosts.
+    """
+    pools: dict[str, list[int]] = {}
+    before, runtime = len(given.problems), payload["runtime"]
+    joins = runtime.get("kind") != "local" and choose_cluster(runtime.get("address")).address
+    per_node = payload["device"].get("devices_per_node", DeviceConfig().devices_per_node)
+    for spelled, size in given.sections["resource_pool"].items():
+        # Keys are names of the user's choice, but for dashes in those of roles.
+        underscored = str(spelled).replace("-", "_")
+        name = underscored if underscored in ROLES else str(spelled)
+        key, sizes = f"resource_pool.{name}", size if isinstance(size, list) else [size]
+        if name in PoolSettings.model_fields:
+            continue
+        if not all(type(count) is int and 0 < count <= MAX_DEVICES for count in sizes):
+            rule = f"must be a number of devices from 1 to {MAX_DEVICES}, or one for each node"
+            given.problems.append(Problem(key, rule, repr(size), "use 1 or [8, 8]"))
+        elif joins and type(size) is type(per_node) is int and size > per_node > 0:
+            pools[name] = [per_node] * (size // per_node)
+            if size % per_node:
+                rule = f"must fill whole hosts of {per_node} devices"
+                remedy = f"{use(multiples_around(size, per_node))}, or give one for each host"
+                rule += f" ({ref('device.devices_per_node')})"
+                given.problems.append(Problem(key, rule, size, remedy))
+        elif sizes:
+            pools[name] = sizes
+    if not pools and len(given.problems) == before:
+        given.problems.append(
+            Problem("resource_pool", "is required", remedy="name a pool: `main: 2`")
+        )
+    return pools
 
 
 def _note_unread(given: Given, payload: Tree) -> None:

@@ -15,9 +15,8 @@ from mindspeed_rlxf.config.enums import (
     RewardKind,
     Stage,
 )
-from mindspeed_rlxf.config.given import ROLES, Given, Tree, set_default
 from mindspeed_rlxf.config.hf_config import read_hf_config
-from mindspeed_rlxf.config.keys import WITHOUT_MODEL
+from mindspeed_rlxf.config.keys import ROLES, WITHOUT_MODEL, Given, Tree, set_default
 from mindspeed_rlxf.config.mindspeed_llm_keys import NO_OPS, REFUSED, allows
 from mindspeed_rlxf.config.problems import Problem, format_value, ref
 

@@ -95,9 +95,7 @@ def naming_errors(key: str, file: str) -> Iterator[None]:
         yield
     except (Exception, SystemExit) as error:
         lines = [each.lineno for each in extract_tb(error.__traceback__) if each.filename == file]
-        if isinstance(error, SyntaxError) and error.filename == file:
-            lines.append(error.lineno)
-        place = f"in line {lines[-1]}" if lines and lines[-1] else "while loading"
+        place = f"in line {lines[-1]}" if lines else "while loading"
         rule = f"must run without an error, {type(error).__name__} {place}: {error}"
         raise UserError(Problem(key, rule, file, "correct the file")) from error
 
@@ -115,7 +113,6 @@ def find_carried(file: str, sha256: str) -> Source:
     return _carried[file, sha256]
 
 
-KEY = "training.plugins"
 T = TypeVar("T")
 
 _loaded: dict[str, Source] = {}  # module name -> plugin, in the order of loading
@@ -133,13 +130,35 @@ def loaded() -> tuple[Source, ...]:
     return tuple(_loaded.values())
 
 
-def read_and_load(entry: Any) -> Any:
-    """Run the plugin of an entry of `training.plugins`; return its absolute path and hash.
+def read_entries(
+    problems: list[Problem], path: str, section: dict[str, Any], complete: Callable[[str, Any], Any]
+) -> None:
+    """Replace the entries of a key by what `complete` returns, `section[key]` in place.
 
-    Not run again if it has run in this process. An entry with wrong keys is returned as it is.
+    A wrong entry becomes a problem and is left out.
 
     Args:
-        entry: a path, or {file: path, sha256: expected hash of the text}.
+        path: `training.plugins`, `reward.function` or `reward.functions`.
+        complete: called with the path and an entry; may raise UserError.
+    """
+    key = path.rpartition(".")[2]
+    given, found = section.pop(key, None), []
+    several = isinstance(given, list) and key != "function"
+    for entry in given if several else [] if given is None else [given]:
+        try:
+            found.append(complete(path, entry))
+        except UserError as error:
+            problems += error.problems
+    if found:
+        section[key] = found[0] if key == "function" else found
+
+
+def complete_plugin(key: str, entry: Any) -> Any:
+    """Run the plugin of an entry, once in a process; return its absolute path and hash.
+
+    Args:
+        key: of the configuration, for problems.
+        entry: a path, or {file: path, sha256: expected hash}; one with other keys is returned.
 
     Raises:
         UserError: the file cannot be read, has another hash or raises an exception.
@@ -147,37 +166,20 @@ def read_and_load(entry: Any) -> Any:
     given = {"file": entry} if isinstance(entry, str) else entry
     if not isinstance(given, dict) or not {"file"} <= given.keys() <= {"file", "sha256"}:
         return given
-    source = read_source(KEY, str(given["file"]), given.get("sha256"))
-    with naming_errors(KEY, source.file):
+    source = read_source(key, str(given["file"]), given.get("sha256"))
+    with naming_errors(key, source.file):
         load(source)
     return {"file": source.file, "sha256": source.sha256}
 
 
-def read_functions(problems: list[Problem], reward: dict[str, Any]) -> None:
-    """Complete the entries of `function` and `functions` in the section `reward`, in place.
-
-    Runs their files in this process, and registers the texts for the processes that score
-    (`carry`). A wrong entry becomes a problem and is left out.
-    """
-    for key in ("function", "functions"):
-        given, found = reward.pop(key, None), []
-        several = key == "functions" and isinstance(given, list)
-        for entry in given if several else [] if given is None else [given]:
-            try:
-                found.append(_complete_entry(f"reward.{key}", entry))
-            except UserError as error:
-                problems += error.problems
-        if found:
-            reward[key] = found[0] if key == "function" else found
-
-
-def _complete_entry(key: str, given: Any) -> Any:
+def complete_function(key: str, given: Any) -> Any:
     """Return an entry as a dict with name, absolute path and SHA-256; pydantic checks the rest.
 
     A text without `.py` or `/` counts as a built-in rule. Runs the file, unless it has run in this
     process, and registers its text (`carry`).
 
     Args:
+        key: of the configuration that has the entry.
         given: `path/to/file.py:name`, the name of a built-in rule, or keys of FunctionConfig.
 
     Raises:
@@ -186,17 +188,14 @@ def _complete_entry(key: str, given: Any) -> Any:
     entry = {"function": given} if isinstance(given, str) else given
     if not isinstance(entry, dict):
         return entry
-    entry = {str(name): value for name, value in entry.items()}  # keys in lists may be numbers
     function, arguments = entry.get("function"), entry.get("arguments") or {}
     if not isinstance(function, str) or not isinstance(arguments, dict):
         return {"name": "remote" if entry.get("url") else "function", **entry}
     file, name = split_name(function) or ("", "")
-    if not name:
-        if ".py" in function or "/" in function:
-            raise UserError(
-                Problem(key, "must name a function, as file.py:name", function, "add it")
-            )
-        return {"name": function, **entry}  # a built-in rule
+    if not name and (".py" in function or "/" in function):
+        raise UserError(Problem(key, "must name a function, as file.py:name", function, "add it"))
+    if not name:  # a built-in rule
+        return {"name": function, **entry}
     source = read_source(key, file, entry.get("sha256"))
     with naming_errors(key, source.file):
         module = sys.modules.get(source.module) or run_as_module(source)

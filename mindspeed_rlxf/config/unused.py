@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mindspeed_rlxf.config.fields import Section, extra_of
-from mindspeed_rlxf.config.given import Given
+from mindspeed_rlxf.config.keys import Given
 from mindspeed_rlxf.config.problems import Problem, format_value
 from mindspeed_rlxf.config.schema import RoleConfig, RunConfig
 

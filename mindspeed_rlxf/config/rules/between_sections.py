@@ -1,10 +1,10 @@
 """Rules between keys of several sections. `Section.broken_rules` has those within a section."""
 
 from collections.abc import Iterator
-from math import gcd
+from math import gcd, lcm, prod
 
 from mindspeed_rlxf.config.architecture import find_uneven
-from mindspeed_rlxf.config.enums import LossNormalizer, RewardKind, Role
+from mindspeed_rlxf.config.enums import KlPenalty, LossNormalizer, RewardKind, Role, Stage
 from mindspeed_rlxf.config.problems import (
     Problem,
     at_least,
@@ -17,12 +17,18 @@ from mindspeed_rlxf.config.problems import (
     ref,
     use,
 )
-from mindspeed_rlxf.config.rank_layout import count_per_node
-from mindspeed_rlxf.config.roles import RoleConfig
-from mindspeed_rlxf.config.rules.batch_sizes import MINI_BATCHES, TITLES, check_batches
-from mindspeed_rlxf.config.rules.stages import check_stage
-from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.config.schema import LearningConfig, RoleConfig, RunConfig
 
+TITLES = {
+    Role.ACTOR_ROLLOUT: "the actor",
+    Role.REF: "the reference",
+    Role.CRITIC: "the critic",
+    Role.REWARD: "the reward model",
+}
+MINI_BATCHES = {Role.ACTOR_ROLLOUT: "ppo_mini_batch_size", Role.CRITIC: "critic_mini_batch_size"}
+BATCH, SAMPLES = "training.global_batch_size", "actor_rollout.n_samples_per_prompt"
+ESTIMATOR, STAGE = "algorithm.adv_estimator", "training.stage"
+PENALTY, KL_IN = "algorithm.kl_penalty", "algorithm.kl_in"
 TRAIN, INFER = "actor_rollout.num_gpus_for_train", "actor_rollout.num_gpus_for_infer"
 ROLLOUT_TP = "rollout.tensor_model_parallel_size"
 ACTOR_TP = "actor_rollout.tensor_model_parallel_size"
@@ -42,13 +48,13 @@ def check_sections(config: RunConfig) -> Iterator[Problem]:
     if config.validation.reward is not RewardKind.RULE and config.reward.kind is RewardKind.RULE:
         rule, value = f"needs {ref('reward.kind')}=model", config.validation.reward
         yield Problem("validation.reward", rule, value, "use rule")
-    yield from check_stage(config)
+    yield from _check_stage(config)
     yield from _check_split(config)
     for role in config.roles:
         if config.role(role).architecture is not None:  # the reward may be a rule
             yield from _check_model(config, role, not sizes)
     if not sizes:
-        yield from check_batches(config)
+        yield from _check_batches(config)
 
 
 def _check_pools(config: RunConfig) -> Iterator[Problem]:
@@ -137,28 +143,14 @@ def _check_split(config: RunConfig) -> Iterator[Problem]:
         # The ranks of a disaggregated pool form two process groups, which fit no other role.
         rule = f"must be another pool, as {ref(INFER)} splits this one"
         yield Problem(f"placement.{role.value}", rule, pool, f"add resource_pool.{role.value}")
-    yield from _check_generating(config, train, infer)
-
-
-def _check_generating(config: RunConfig, train: int, infer: int) -> Iterator[Problem]:
-    """Yield a problem unless the ranks that only generate form whole TP and expert groups."""
-    actor, tp, ep = config.actor_rollout, config.rollout_tp, config.rollout_ep
+    tp, ep = config.rollout_tp, config.rollout_ep
     if infer % tp and config.rollout.tensor_model_parallel_size is None:
         rule = f"must be a multiple of {ref(ACTOR_TP)}={tp}"
-        yield Problem(
-            INFER, rule, infer, f"{use(multiples_around(infer, tp))}, or give {ref(ROLLOUT_TP)}"
-        )
-        return
-    yield from divides(ROLLOUT_TP, tp, f"{ref(INFER)}={infer}", infer)
-    if infer % tp:
-        return
-    pool = config.resource_pool.get(config.placement[Role.ACTOR_ROLLOUT], [])
-    for processes in (n for n in count_per_node(pool, train, infer) if n % tp):
-        rule = f"{processes} processes on a node must be a multiple of the rollout's TP {tp}"
-        yield Problem(
-            INFER, rule, infer, f"{use(multiples_around(processes, tp))} on each node", colon=True
-        )
-    if ep > 1 and actor.architecture.num_experts is None:
+        remedy = f"{use(multiples_around(infer, tp))}, or give {ref(ROLLOUT_TP)}"
+        yield Problem(INFER, rule, infer, remedy)
+    elif infer % tp:
+        yield from divides(ROLLOUT_TP, tp, f"{ref(INFER)}={infer}", infer)
+    elif ep > 1 and actor.architecture.num_experts is None:
         yield Problem(ROLLOUT_EP, f"needs experts, model.{actor.model} is dense", ep, "remove it")
     elif ep > 1:
         yield from _check_experts(ROLLOUT_EP, ep, actor, infer // tp)
@@ -173,3 +165,138 @@ def _check_experts(key: str, ep: int, section: RoleConfig, dp: int | None) -> It
         yield Problem(key, f"must divide {number}={experts}", ep, remedy)
     if dp is not None and dp % ep:
         yield Problem(key, f"must divide the data-parallel size {dp}", ep, remedy)
+
+
+def _check_batches(config: RunConfig) -> Iterator[Problem]:
+    """Yield problems of batch sizes. All processes of a role must form whole replicas."""
+    prompts = config.training.global_batch_size
+    per_prompt = config.actor_rollout.n_samples_per_prompt
+    times = f"x {ref(SAMPLES)}={per_prompt} " if per_prompt > 1 else ""
+    steps: dict[str, int] = {}  # rule -> number that divides a legal number of prompts
+    for role in config.roles:
+        factors = _factors(config, role)
+        if role is Role.ACTOR_ROLLOUT and config.compares_pairs:
+            factors["2 responses of a pair"] = 2
+        unit = prod(factors.values())
+        rule = f"{times}must be a multiple of {TITLES[role]}'s {' x '.join(factors)}"
+        steps[rule] = unit // gcd(unit, per_prompt)
+    if config.samples_together > 1:
+        compares = Role.ACTOR_ROLLOUT if config.critic is None else Role.CRITIC
+        dp = config.layout(compares).dp
+        rule = f"must be a multiple of {TITLES[compares]}'s data-parallel size {dp}"
+        steps[f"{rule}, whose ranks compare responses"] = dp
+    if config.algorithm.estimator.reads_greedy:
+        dp = config.layout(Role.REWARD).dp
+        rule = f"must be a multiple of the reward's data-parallel size {dp}"
+        steps[f"{rule}, which scores greedy responses too"] = dp
+    if broken := [rule for rule, size in steps.items() if prompts % size]:
+        remedy = use(multiples_around(prompts, lcm(*steps.values())))
+        yield Problem(BATCH, max(broken, key=steps.__getitem__), prompts, remedy)
+        return  # a mini-batch is judged by a legal batch
+    for role in (role for role in MINI_BATCHES if role in config.roles):
+        yield from _check_mini_batch(config, role)
+
+
+def _factors(config: RunConfig, role: Role) -> dict[str, int]:
+    # Only trained roles have to fill a virtual pipeline; a frozen role pads it.
+    section, dp = config.role(role), config.layout(role).dp
+    found = {f"data-parallel size {dp}": dp}
+    if isinstance(section, LearningConfig) and (stages := section.micro_batch_multiple) > 1:
+        found[f"{stages} stages of its virtual pipeline"] = stages
+    return found
+
+
+def _check_mini_batch(config: RunConfig, role: Role) -> Iterator[Problem]:
+    """Yield at most one problem of the mini-batches of a role, the actor or the critic."""
+    section, factors = config.role(role), _factors(config, role)
+    key, micro_key = f"{role.value}.{MINI_BATCHES[role]}", f"{role.value}.micro_batch_size"
+    size: int = getattr(section, MINI_BATCHES[role])
+    by_tokens = section.max_tokens_per_micro_batch is not None
+    micro, width = 1 if by_tokens else section.micro_batch_size, prod(factors.values())
+    together = 2 if role is Role.ACTOR_ROLLOUT and config.compares_pairs else 1
+    if micro % together:  # `_check_pairs` reports it
+        return
+    samples = config.samples_per_iteration
+    micros = [n for n in divisors(samples // width) if n % together == 0]
+    good = [n for n in divisors(samples) if n % (width * micro) == 0]
+    fits = min(micros, key=lambda n: abs(n - micro))
+    other = f"no size fits, so use {ref(micro_key)}={fits} and a mini-batch of {fits * width}"
+    remedy = use(neighbours(size, good)) if good else other
+    if samples % size:
+        names = f"{ref(BATCH)} x {ref(SAMPLES)}"
+        yield Problem(key, f"must divide the {samples} samples ({names})", size, remedy)
+    elif size % (width * micro):
+        names = " x ".join((*factors, *([] if by_tokens else [f"{ref(micro_key)}={micro}"])))
+        yield Problem(key, f"must be a multiple of {width * micro} ({names})", size, remedy)
+
+
+def _check_stage(config: RunConfig) -> Iterator[Problem]:
+    """Yield broken rules between the stage, the estimator, the rewards and the samples."""
+    algorithm, actor = config.algorithm, config.actor_rollout
+    yield from _check_pairs(config) if config.compares_pairs else _check_estimator(config)
+    theirs, mine = config.ref.architecture.vocab_size, actor.architecture.vocab_size
+    if Role.REF in config.roles and mine != theirs:
+        rule = f"vocab_size={theirs} must be the actor's {mine}, whose tokens it scores"
+        yield Problem("ref", rule, remedy="use the folder and model of the actor", colon=True)
+    iterations = config.training.train_iters
+    limit = f"{iterations - 1}, as the actor learns after it ({ref('training.train_iters')})"
+    yield from at_most("critic.warmup_iters", config.warmup_iters, limit, iterations - 1)
+    longest = actor.max_new_tokens
+    limit = f"{ref('actor_rollout.max_new_tokens')}={longest}"
+    buffer = algorithm.overlong_buffer_len
+    yield from at_most("algorithm.overlong_buffer_len", buffer, limit, longest)
+    rules, weights = algorithm.verifier_function, algorithm.verifier_weight
+    if config.reward.verifier and weights and len(weights) != len(rules or (None,)):
+        rule = f"must have as many as {ref('algorithm.verifier_function')}"
+        yield Problem("algorithm.verifier_weight", rule, list(weights), "add or remove weights")
+
+
+def _check_pairs(config: RunConfig) -> Iterator[Problem]:
+    """Yield broken rules of online DPO, which prefers one of two responses."""
+    actor, dpo = config.actor_rollout, f"{ref(STAGE)}=ray_online_dpo"
+    samples, limit, micro = (
+        actor.n_samples_per_prompt, actor.max_tokens_per_micro_batch, actor.micro_batch_size
+    )  # fmt: skip
+    if samples != 2:
+        yield Problem(SAMPLES, f"must be 2 with {dpo}", samples, "use 2")
+    if limit is not None:
+        key = "actor_rollout.max_tokens_per_micro_batch"
+        rule = f"may separate the responses of a pair with {dpo}"
+        yield Problem(key, rule, limit, "use null, and micro_batch_size")
+    elif micro % 2:
+        rule = "must be even, to hold whole pairs"
+        yield Problem("actor_rollout.micro_batch_size", rule, micro, f"use {max(2, micro - 1)}")
+
+
+def _check_estimator(config: RunConfig) -> Iterator[Problem]:
+    """Yield broken rules of the estimator, its stage and its KL penalty."""
+    algorithm, stage = config.algorithm, config.training.stage
+    name, needs_critic = algorithm.adv_estimator, algorithm.estimator.needs_critic
+    if stage is Stage.RAY_PPO and not needs_critic:
+        rule = f"needs no critic, and {ref(STAGE)}=ray_ppo trains one"
+        yield Problem(ESTIMATOR, rule, name, f"use gae, or {ref(STAGE)}=ray_grpo")
+    if stage is not Stage.RAY_PPO and needs_critic:
+        rule = f"needs a critic, and {ref(STAGE)}={stage.value} has none"
+        yield Problem(ESTIMATOR, rule, name, f"use grpo, or {ref(STAGE)}=ray_ppo")
+    samples = config.actor_rollout.n_samples_per_prompt
+    if algorithm.estimator.compares_group and samples == 1:
+        cause = f"{ref(ESTIMATOR)}={name}, which compares the responses to a prompt"
+        yield Problem(SAMPLES, f"must be 2 or more with {cause}", samples, "use 4 or 8")
+    penalty, in_loss = algorithm.kl_penalty, algorithm.kl_in == "loss"
+    if in_loss and penalty is KlPenalty.KL:
+        rule = f"must not be kl with {ref(KL_IN)}=loss, where its gradient is 0 on average"
+        yield Problem(PENALTY, rule, penalty, "use low_var_kl or mse")
+    if penalty is not KlPenalty.FULL or Role.REF not in config.roles:
+        return
+    if in_loss:
+        yield Problem(PENALTY, f"needs {ref(KL_IN)}=reward", "full", "use that, or low_var_kl")
+    pool, other = config.placement[Role.ACTOR_ROLLOUT], config.placement[Role.REF]
+    if pool != other:
+        rule = f"needs the reference in the actor's pool, and not in {other}"
+        yield Problem(PENALTY, rule, "full", f"use {ref('placement.ref')}={pool}, or low_var_kl")
+    # The vocabularies are compared part by part.
+    for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        mine, theirs = getattr(config.actor_rollout, key), getattr(config.ref, key)
+        if mine != theirs:
+            rule = f"must be the actor's {mine} with {ref(PENALTY)}=full"
+            yield Problem(f"ref.{key}", rule, theirs, f"use {mine}, or low_var_kl")

@@ -40,10 +40,6 @@ def test_on_this_host_a_count_is_a_count(make_tree: Any) -> None:
     ("changes", "note"),
     [
         (
-            {"resource_pool.spare": []},
-            "resource_pool.spare=[]: no role uses it, as it has no devices",
-        ),
-        (
             {"resource_pool.judge": 1, "placement.reward": "judge"},
             "resource_pool.judge: no role computes on its devices, as a rule needs none "
             "(reward.kind=rule)",

@@ -33,10 +33,6 @@ PAIRS = {
 SEVEN_PAIRS = {
     **PAIRS, "training.global_batch_size": 7, "actor_rollout.micro_batch_size": 2, ACTOR_MINI: 4,
 }  # fmt: skip
-ONE_TOKEN = {
-    "resource_pool.main": 1, "training.global_batch_size": 1, "actor_rollout.max_new_tokens": 1,
-    ACTOR_MINI: 1, CRITIC_MINI: 1,
-}  # fmt: skip
 NULL = {"critic.micro_batch_size": None}
 
 CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -75,8 +71,6 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "batch of eight pairs on two devices": ({**SEVEN_PAIRS, "training.global_batch_size": 8}, []),
     "null samples beside a token limit": ({**NULL, "critic.max_tokens_per_micro_batch": 24}, []),
     "null samples alone": (NULL, ["critic.micro_batch_size=null"]),
-    "one token cannot be whitened": (ONE_TOKEN, ["algorithm.advantage_whiten=batch"]),
-    "one token without whitening": ({**ONE_TOKEN, "algorithm.advantage_whiten": "none"}, []),
     "token budget holds the longest sample": ({"ref.max_tokens_per_micro_batch": 23},
      ["ref.max_tokens_per_micro_batch=23"]),
     "token budget needs packing": ({"critic.max_tokens_per_micro_batch": 24,

@@ -93,8 +93,6 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
      ["rollout.tensor_model_parallel_size=2"]),
     "a tensor-parallel group of either part stays on a node": (NODES | parts(4, 4,
      resource_pool__actor=[6, 2]) | {ROLLOUT_TP: 2}, []),
-    "a tensor-parallel group of the rollout may not span nodes": (NODES | parts(2, 6,
-     resource_pool__actor=[5, 3]) | {ROLLOUT_TP: 2}, ["actor_rollout.num_gpus_for_infer=6:"]),
 }  # fmt: skip
 
 
