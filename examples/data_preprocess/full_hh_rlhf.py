@@ -32,14 +32,14 @@ Messages = list[dict[str, str]]
 
 
 def make_prompt_row(raw: Raw, split: str, index: int) -> dict[str, Any]:
-    """Make a row for PPO. Its ground truth is empty, as a reward model scores the responses."""
+    """Make a row for PPO, without ground truth: a reward model scores the responses."""
     messages, _, _ = read_pair(raw)
     extra_info = {"split": split, "index": index}
     return prompt_row(HH_RLHF.name, "alignment", messages, "", extra_info, style="model")
 
 
 def make_pair_row(raw: Raw, split: str, index: int) -> dict[str, Any]:
-    """Make a row to train a reward model. Raises Unusable where both responses are the same."""
+    """Make a row to train a reward model. Raises Unusable if both responses are the same."""
     messages, chosen, rejected = read_pair(raw)
     if chosen == rejected:
         raise Unusable("both responses are the same")
@@ -55,7 +55,7 @@ def make_pair_row(raw: Raw, split: str, index: int) -> dict[str, Any]:
 def read_pair(raw: Raw) -> tuple[Messages, str, str]:
     """Return the messages before the last response, the better response and the worse one.
 
-    Raises Unusable where the two dialogues differ before their last response.
+    Raises Unusable if the two dialogues differ before their last response.
     """
     given = raw.get("prompt")
     start = f"{given} " if isinstance(given, str) else ""
@@ -84,6 +84,7 @@ def split_dialogue(text: str) -> Messages:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Prepare the data set; return the exit code."""
     makers = {"rl": make_prompt_row, "rm": make_pair_row}
     return command(__doc__ or "", HH_RLHF, makers, argv=argv)
 

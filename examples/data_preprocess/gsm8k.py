@@ -27,7 +27,7 @@ MARK = "####"
 def make_row(raw: Raw, split: str, index: int, instruction: str = INSTRUCTION) -> dict[str, Any]:
     """Make a row whose ground truth is the number after ####, without thousands separators.
 
-    Raises Unusable where there is none.
+    Raises Unusable if there is none.
     """
     question, solution = text_of(raw, "question"), text_of(raw, "answer")
     answer = solution.rpartition(MARK)[2].strip().replace(",", "")
@@ -39,6 +39,7 @@ def make_row(raw: Raw, split: str, index: int, instruction: str = INSTRUCTION) -
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Prepare the data set; return the exit code."""
     return command(__doc__ or "", GSM8K, {"": make_row}, INSTRUCTION, argv)
 
 

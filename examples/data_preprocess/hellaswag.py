@@ -65,6 +65,7 @@ def clean(text: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Prepare the data set; return the exit code."""
     return command(__doc__ or "", HELLASWAG, {"": make_row}, INSTRUCTION, argv)
 
 

@@ -48,6 +48,7 @@ def find_answer(solution: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Prepare the data set; return the exit code."""
     return command(__doc__ or "", MATH, {"": make_row}, INSTRUCTION, argv)
 
 

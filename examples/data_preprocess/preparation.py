@@ -42,11 +42,11 @@ MakeRow = Callable[..., dict[str, Any]]
 
 
 class Unusable(ValueError):
-    """Raised for a row that is left out. Rows are counted by this message, the reason."""
+    """Raised for a row to leave out; the message is the reason, under which rows are counted."""
 
 
 class Failed(Exception):
-    """Raised where the data set cannot be prepared; `problem` has rule, value and remedy."""
+    """Raised if the data set cannot be prepared; `problem` has rule, value and fix."""
 
     def __init__(self, key: str, rule: str, remedy: str, value: object = None) -> None:
         super().__init__(key)
@@ -57,10 +57,11 @@ class Failed(Exception):
 class DataSet:
     """One data set.
 
-    name:    name on the Hugging Face hub
-    config:  name of the configuration on the hub, if the data set has several
-    files:   written split -> glob patterns of its files; the first pattern that matches is used
-    splits:  written split -> its split on the hub
+    Attributes:
+        name: name on the Hugging Face hub.
+        files: written split -> glob patterns for its files; the first with a match is used.
+        splits: written split -> its split on the hub.
+        config: configuration on the hub, if the data set has several.
     """
 
     name: str
@@ -70,9 +71,9 @@ class DataSet:
 
 
 def patterns(split: str, folder: str = "") -> tuple[str, ...]:
-    """Return the patterns of the usual file names of a split, of authors and of the hub.
+    """Return patterns for a split's usual file names, by the authors and on the hub.
 
-    folder: of the parquet files on the hub, "" = `data`
+    `folder` holds the parquet files on the hub, "" = `data`.
     """
     names = (f"{split}.jsonl", f"{split}.jsonl.gz", f"{split}.json", f"{split}.parquet")
     return (*names, f"{split}-*.parquet", f"{folder or 'data'}/{split}-*.parquet")
@@ -87,8 +88,12 @@ def command(
 ) -> int:
     """Parse the arguments and prepare the data set; return the exit code, 2 after an error.
 
-    makers:      folder below --output ("" = --output itself) -> function that makes its rows
-    instruction: default of --instruction, which is passed to the functions; "" = no such argument
+    Args:
+        description: the script's docstring.
+        data_set: what to prepare.
+        makers: folder below --output ("" = --output itself) -> function making its rows.
+        instruction: default for --instruction, passed to the functions; "" = no such argument.
+        argv: the command line.
     """
     arguments = _make_parser(description, data_set, instruction).parse_args(argv)
     more = {"instruction": arguments.instruction} if instruction else {}
@@ -131,10 +136,10 @@ def _make_parser(description: str, data_set: DataSet, instruction: str) -> argpa
 
 
 def prepare(data_set: DataSet, make_row: MakeRow, source: str, output: Path) -> None:
-    """Write `<split>.parquet` for each split that the source has; print the number of rows.
+    """Write `<split>.parquet` for each split found; print the number of rows.
 
-    Rows that cannot be used are left out, and counted by reason. Raises Failed where the source has
-    no split, cannot be read, or has no usable row.
+    Unusable rows are left out and counted by reason. Raises Failed if the source has no split, is
+    unreadable, or has no usable row.
     """
     found = {split: rows_of(data_set, split, source) for split in data_set.files}
     splits = {split: rows for split, rows in found.items() if rows is not None}
@@ -168,9 +173,9 @@ def _prepare_split(split: str, rows: Iterable[Raw], make_row: MakeRow, file: Pat
 
 
 def write_parquet(file: Path, rows: Iterator[dict[str, Any]]) -> int:
-    """Write rows of one schema; return their number. Without rows no file is written.
+    """Write rows with one schema and return their number; without rows no file is written.
 
-    The file is complete when it exists: it is written under another name and then renamed.
+    The file appears once complete: it is written under another name and then renamed.
     """
     first = list(islice(rows, ROWS_PER_GROUP))
     if not first:
@@ -199,7 +204,7 @@ def prompt_row(
     extra_info: Mapping[str, Any],
     style: str = "rule",
 ) -> dict[str, Any]:
-    """Return a row for training, with the keys listed at the top of this module."""
+    """Return a training row, with the keys listed at the top of this module."""
     return {
         "data_source": data_source,
         "prompt": [dict(message) for message in messages],
@@ -210,12 +215,12 @@ def prompt_row(
 
 
 def user(text: str) -> list[dict[str, str]]:
-    """Return a chat with one message of the user."""
+    """Return a chat with one user message."""
     return [{"role": "user", "content": text}]
 
 
 def text_of(raw: Raw, key: str) -> str:
-    """Return a text of a raw row, stripped. Raises Unusable where it is missing or empty."""
+    """Return a raw row's text, stripped. Raises Unusable if missing or empty."""
     value = raw.get(key)
     if not isinstance(value, str) or not value.strip():
         raise Unusable(f"no text in {key!r}")
@@ -223,9 +228,9 @@ def text_of(raw: Raw, key: str) -> str:
 
 
 def rows_of(data_set: DataSet, split: str, source: str) -> Iterator[Raw] | None:
-    """Return the raw rows of a split from a folder, or from the hub where no such folder exists.
+    """Return a split's raw rows from a folder, or from the hub if there is no such folder.
 
-    Returns None where the folder has no file of the split. Raises Failed.
+    Returns None if the folder has no file for the split. Raises Failed.
     """
     folder = Path(source)
     if not folder.exists():
@@ -237,7 +242,7 @@ def rows_of(data_set: DataSet, split: str, source: str) -> Iterator[Raw] | None:
 
 
 def _rows_of_hub(data_set: DataSet, split: str, name: str) -> Iterator[Raw]:
-    """Load the rows of a data set by its name with the package `datasets`. Raises Failed."""
+    """Load rows from the hub with the package `datasets`. Raises Failed."""
     if name != data_set.name:
         rule = f"must be a folder, or the name {data_set.name}"
         raise Failed("--input", rule, "correct the path", name)
@@ -259,7 +264,7 @@ def _rows_of_hub(data_set: DataSet, split: str, name: str) -> Iterator[Raw]:
 
 
 def _rows_of_file(file: Path) -> Iterator[Raw]:
-    """Yield the rows of a file. Raises Failed where it cannot be read or has a bad row."""
+    """Yield a file's rows. Raises Failed if it is unreadable or has a bad row."""
     try:
         if file.suffix == ".gz":
             yield from _compressed_rows(file)
@@ -278,7 +283,7 @@ def _rows_of_file(file: Path) -> Iterator[Raw]:
 
 
 def _one_row(file: Path) -> Any:
-    """Return the content of a file with one JSON value, None where it has a value per line."""
+    """Return the content of a file with one JSON value, None if it has one per line."""
     try:
         return json.loads(Path(file).read_bytes())
     except ValueError:
@@ -286,7 +291,7 @@ def _one_row(file: Path) -> Any:
 
 
 def _compressed_rows(file: Path) -> Iterator[Raw]:
-    """Yield the rows of a gzipped jsonl file, empty lines skipped. Raises Failed for a bad line."""
+    """Yield rows from a gzipped jsonl file, skipping empty lines. Raises Failed for a bad line."""
     with gzip.open(file) as stream:
         for number, line in enumerate(iter(lambda: stream.readline(MAX_ROW + 1), b""), start=1):
             row = json.loads(line) if len(line) <= MAX_ROW and line.strip() else None

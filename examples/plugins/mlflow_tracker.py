@@ -1,4 +1,4 @@
-"""Example of a tracker: log metrics to MLflow, at MLFLOW_TRACKING_URI or in a file of the run."""
+"""Example tracker: log metrics to MLflow, at MLFLOW_TRACKING_URI or in a file of the run."""
 
 import os
 
@@ -10,7 +10,7 @@ from mindspeed_rlxf.reporting.trackers import register_tracker
 
 @register_tracker("mlflow", module="mlflow", package="mlflow-skinny sqlalchemy alembic")
 class MlflowTracker:
-    """Log all starts of a run directory to one MLflow run, which a tag identifies."""
+    """Logs all starts of a run directory to one MLflow run, identified by a tag."""
 
     def __init__(self, run):
         home = f"sqlite:///{run.folder}/mlflow.db"

@@ -19,14 +19,14 @@ def over_median(given: estimators.Rewarded) -> estimators.Estimate:
 
 @register_rule("last_digit")
 def last_digit(response: str, ground_truth: str) -> RewardResult:
-    """Score 1 for the whole answer, 0.5 where only the last digit is right, else 0."""
+    """Score 1 for the correct answer, 0.5 if only the last digit is right, else 0."""
     right, close = response == ground_truth, response[-1:] == ground_truth[-1:]
     return RewardResult(1.0 if right else 0.5 * close, {"last_digit": float(close)})
 
 
 @rollout_engine.register_rollout_engine("transformers")
 class TransformersRollout(rollout_engine.RolloutEngine):
-    """Generate by a transformers model on the CPU, one response after another, without a cache."""
+    """Generates with a transformers model on the CPU, one response at a time, without a cache."""
 
     weights_version = -1
 

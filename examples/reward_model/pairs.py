@@ -1,7 +1,7 @@
-"""Read pairs of a better and a worse response to the same prompt, as token ids.
+"""Read pairs with a better and a worse response to the same prompt, as token ids.
 
 A row is {prompt, chosen, rejected}: the prompt is text or chat messages, the responses are text.
-Files are parquet or jsonl, such as `rm/train.parquet` of examples/data_preprocess/full_hh_rlhf.py.
+Files are parquet or jsonl, such as `rm/train.parquet` made by full_hh_rlhf.py.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ SIDES = ("chosen", "rejected")
 
 @dataclass(frozen=True)
 class Pair:
-    """Token ids of the prompt followed by each of the two responses."""
+    """Token ids for the prompt followed by each of the two responses."""
 
     chosen: list[int]
     rejected: list[int]
 
 
 class Pairs:
-    """The pairs of a file. Prompts are tokenized at once, a response when its pair is read.
+    """A file's pairs. Prompts are tokenized at once, a response when its pair is read.
 
-    A prompt is tokenized as in PPO; the start of one that is too long is cut off. A response ends
-    with EOS; the end of one that is too long is cut off, EOS included.
+    A prompt is tokenized as in PPO, a response followed by EOS. Too long prompts lose their start,
+    too long responses their end with the EOS.
     """
 
     def __init__(

@@ -1,12 +1,12 @@
-"""Train a reward model on pairs of responses, so that the better one gets the higher score.
+r"""Train a reward model on response pairs, so the better one gets the higher score.
 
     python examples/reward_model/train_reward_model.py --model FOLDER --output FOLDER \
         --train data/full_hh_rlhf/rm/train.parquet --test data/full_hh_rlhf/rm/test.parquet
 
-Starts from any causal model of Hugging Face in safetensors, on one device. The loss is that of
-Bradley and Terry: -log sigmoid(score of the better response - score of the worse one), each read at
-the last token. PPO loads the result by `reward.kind=model reward.load=FOLDER`. The same command
-resumes an interrupted training from its last saved state.
+Starts from any Hugging Face causal model in safetensors, on one device. The loss is Bradley and
+Terry's: -log sigmoid(score of the better response - score of the worse one), each read at the last
+token. PPO loads the result with `reward.kind=model reward.load=FOLDER`. The same command resumes an
+interrupted training from its last saved state.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ WARMUP = 0.05  # share of the steps in which the learning rate rises
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Train a reward model; return the exit code."""
     arguments = _parse(argv)
     try:
         train(arguments)
@@ -68,7 +69,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def train(arguments: argparse.Namespace) -> None:
     """Train, print the accuracy on the held-out pairs, and write the model.
 
-    Raises UserError for an output that exists, and for a model or pairs that cannot be used.
+    Raises UserError for an existing output, and for an unusable model or pairs.
     """
     if arguments.output.exists():
         rule = "must not exist: an existing folder is taken for a finished model"
@@ -135,7 +136,7 @@ def learn(model: Any, pairs: Pairs, arguments: argparse.Namespace) -> None:
 
 
 def rate_factor(step: int, steps: int) -> float:
-    """Return the factor of the learning rate: it rises for WARMUP, and falls to a tenth."""
+    """Return the learning rate's factor: it rises for WARMUP, and falls to a tenth."""
     warmup = max(1, round(WARMUP * steps))
     return min((step + 1) / warmup, 1.0 - 0.9 * step / steps)
 
@@ -143,7 +144,7 @@ def rate_factor(step: int, steps: int) -> float:
 def _step(
     model: Any, optimizer: torch.optim.Optimizer, batch: list[Pair], arguments: argparse.Namespace
 ) -> tuple[float, float]:
-    """Do one optimizer step; return the mean loss and the share of pairs in the right order."""
+    """Do one optimizer step; return the mean loss and the fraction of pairs in the right order."""
     optimizer.zero_grad()
     total, right = 0.0, 0
     for start in range(0, len(batch), arguments.micro_batch_size):
@@ -175,7 +176,7 @@ def compare(model: Any, batch: list[Pair], bf16: bool = False) -> Tensor:
 
 @torch.no_grad()
 def measure(model: Any, pairs: Pairs, arguments: argparse.Namespace) -> float:
-    """Return the share of pairs whose better response scores higher; equal scores do not count."""
+    """Return the fraction of pairs whose better response scores higher; ties do not count."""
     model.eval()
     right, size = 0, arguments.micro_batch_size
     for start in range(0, len(pairs), size):
@@ -185,7 +186,7 @@ def measure(model: Any, pairs: Pairs, arguments: argparse.Namespace) -> float:
 
 
 def save(model: Any, tokenizer: Any, output: Path) -> None:
-    """Write model and tokenizer to another folder and rename it, so that `output` is complete."""
+    """Write model and tokenizer to another folder and rename it, so `output` is complete."""
     unfinished = _work_folder(output) / "model"
     shutil.rmtree(unfinished, ignore_errors=True)
     model.save_pretrained(unfinished)
@@ -206,10 +207,7 @@ def _save_state(
     sampler: PromptSampler,
     step: int,
 ) -> None:
-    """Write the state of the training, and replace an earlier one only when it is complete.
-
-    given: arguments that a resume must not change
-    """
+    """Write the training state atomically; `given` are arguments which a resume must not change."""
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_suffix(".new")
     tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "given": given}
@@ -229,7 +227,7 @@ def _resume(
 ) -> int:
     """Load the saved state, if there is one; return the number of finished steps.
 
-    Raises UserError where an argument of `given` differs from that of the saved state.
+    Raises UserError if an argument in `given` differs from the saved one.
     """
     if not file.exists():
         return 0

@@ -1,11 +1,10 @@
-"""Compare what a device computes with numbers recorded on a CPU, from the first import to PPO.
+"""Compare a device's results with numbers recorded on a CPU, from the first import to PPO.
 
     python examples/tiny/bring_up.py --device npu
 
-Each stage runs in a process of its own, so that a crash can be assigned to a stage. Its numbers are
-compared with `bring_up.json`, which was recorded on a CPU (`--record`). The program stops at the
-first stage that fails. Exit code 0 = all stages agree, 1 = one failed or differs, 2 = wrong
-arguments.
+Each stage runs in its own process, so a crash can be assigned to a stage. Its numbers are compared
+with `bring_up.json`, recorded on a CPU (`--record`). The program stops at the first failing stage.
+Exit code 0 = all stages agree, 1 = one failed or differs, 2 = wrong arguments.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ SHOWN = 25  # lines of output shown of a failed stage
 class Stage:
     """A stage, its deadline in seconds and its largest relative difference.
 
-    On a CPU the largest difference is CPU_RTOL for every stage. The values for devices are chosen,
-    not measured: fp32 sums in another order differ more after more steps.
+    On a CPU, CPU_RTOL is the largest difference for every stage. Device tolerances are estimates,
+    not measurements: fp32 sums in another order differ more after more steps.
     """
 
     name: str
@@ -61,6 +60,7 @@ class Failed(Exception):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the stages; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=["cpu", "cuda", "npu"], default="cpu")
     parser.add_argument("--trace", type=Path, default=TRACE, help="numbers to compare with")
@@ -103,8 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _read(trace: Path, record: bool) -> dict[str, Any]:
-    """Return the recorded numbers by stage; {} for a first recording. Stages that are not recorded
-    again keep their numbers."""
+    """Return the recorded numbers by stage; {} before a first recording."""
     if record and not trace.exists():
         return {}
     found: dict[str, Any] = json.loads(trace.read_text(encoding="utf-8"))
@@ -112,10 +111,7 @@ def _read(trace: Path, record: bool) -> dict[str, Any]:
 
 
 def run_stage(stage: Stage, device: str, processes: int = 1) -> Mapping[str, Any]:
-    """Run a stage and return the numbers of its first process; every process is ended.
-
-    Raises Failed.
-    """
+    """Run a stage and return its first process's numbers; every process is ended. Raises Failed."""
     with tempfile.TemporaryDirectory(prefix="rlxf-bring-up-") as folder:
         command = [
             sys.executable, str(HERE / "bring_up_stages.py"), stage.name,
@@ -142,7 +138,7 @@ def run_stage(stage: Stage, device: str, processes: int = 1) -> Mapping[str, Any
 
 
 def _environment(rank: int, processes: int, port: int) -> dict[str, str]:
-    """Return the environment of a process: the variables of torchrun, this clone on PYTHONPATH."""
+    """Return a process's environment: torchrun's variables, this clone on PYTHONPATH."""
     path = [str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
@@ -165,7 +161,7 @@ def _free_port() -> int:
 def _await(
     process: subprocess.Popen[bytes], rank: int, output: Path, stage: Stage, deadline: float
 ) -> None:
-    """Wait for a process to end with 0. Raises Failed with the end of its output otherwise."""
+    """Wait for a process to end with 0; otherwise raise Failed with the end of its output."""
     try:
         code = process.wait(max(deadline - time.monotonic(), 0))
     except subprocess.TimeoutExpired as error:
@@ -180,13 +176,13 @@ def _await(
 
 
 def _tail(output: Path) -> str:
-    """Return the last SHOWN lines of a file, each indented on a line of its own."""
+    """Return a file's last SHOWN lines, each indented on its own line."""
     lines = output.read_text(encoding="utf-8", errors="replace").splitlines()[-SHOWN:]
     return "".join(f"\n    {line}" for line in lines)
 
 
 def _numbers(output: Path) -> dict[str, Any]:
-    """Return the last JSON object of a file. Raises Failed where there is none."""
+    """Return the last JSON object in a file. Raises Failed if there is none."""
     lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
     found = [line for line in lines if line.startswith("{")]
     if not found:
@@ -198,7 +194,7 @@ def _numbers(output: Path) -> dict[str, Any]:
 def differences(wanted: Mapping[str, Any], found: Mapping[str, Any], rtol: float) -> Iterator[str]:
     """Yield a message for each name whose number, or first number in a list, differs too much.
 
-    Also for names that only one side has, and lists of other lengths.
+    Also for names on one side only, and lists with other lengths.
     """
     for name, value in wanted.items():
         if name not in found:
@@ -219,19 +215,19 @@ def differences(wanted: Mapping[str, Any], found: Mapping[str, Any], rtol: float
 
 
 def distances(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[float]:
-    """Yield the distance of every pair of numbers."""
+    """Yield the distance between every pair of numbers."""
     for name, value in wanted.items():
         for old, new in _pairs(value, found[name]) or ():
             yield distance(old, new)
 
 
 def distance(old: float, new: float) -> float:
-    """Return the difference divided by the old number, or by FLOOR where that is larger."""
+    """Return the difference relative to the old number, or to FLOOR if larger."""
     return abs(new - old) / max(abs(old), FLOOR)
 
 
 def _pairs(old: Any, new: Any) -> list[tuple[float, float]] | None:
-    """Pair two numbers, or two lists of numbers; None where the lengths differ."""
+    """Pair two numbers, or two lists of numbers; None if the lengths differ."""
     before, after = (x if isinstance(x, list) else [x] for x in (old, new))
     return list(zip(before, after, strict=True)) if len(before) == len(after) else None
 

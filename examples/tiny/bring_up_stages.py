@@ -47,7 +47,7 @@ Numbers = dict[str, Any]
 
 
 def import_(kind: str, _work: Path) -> Numbers:
-    """Import torch and the library of the device, without using a device. Returns no numbers."""
+    """Import torch and the device's library, without using a device. Returns no numbers."""
     import torch
 
     from mindspeed_rlxf import device
@@ -59,7 +59,7 @@ def import_(kind: str, _work: Path) -> Numbers:
 
 
 def patch(kind: str, _work: Path) -> Numbers:
-    """Import the adaptor and Megatron; compute the operations that a layer is made of.
+    """Import the adaptor and Megatron; compute a layer's operations.
 
     Returns for each result the sum of absolute values and one number.
     """
@@ -89,9 +89,9 @@ def patch(kind: str, _work: Path) -> Numbers:
 
 
 def collective(kind: str, _work: Path) -> Numbers:
-    """Call every collective that training uses, among the processes that torchrun's variables name.
+    """Call every collective used in training, among the processes named by torchrun's variables.
 
-    The returned numbers do not depend on rank and number of processes.
+    The returned numbers do not depend on rank and process count.
     """
     import torch
     import torch.distributed as dist
@@ -134,7 +134,7 @@ def collective(kind: str, _work: Path) -> Numbers:
 
 
 def forward(kind: str, work: Path) -> Numbers:
-    """Load weights from a Hugging Face folder; return the log-prob of each fixed response."""
+    """Load weights from a Hugging Face folder; return log-probs for fixed responses."""
     _runtime, roles, source, _ = start(kind, work)
     from mindspeed_rlxf.cluster.refs import resolve
     from mindspeed_rlxf.roles.reports import ResponseLengths
@@ -152,7 +152,7 @@ def forward(kind: str, work: Path) -> Numbers:
 
 
 def update(kind: str, work: Path) -> Numbers:
-    """Do two iterations of PPO on fixed responses: both losses, gradients and Adam."""
+    """Do two PPO iterations on fixed responses: both losses, gradients and Adam."""
     return train(kind, work, 2, fixed=True)
 
 
@@ -187,7 +187,7 @@ STAGES = {
 
 
 def claim(kind: str) -> Any:
-    """Set up the device of this process and return it. Call this before Megatron is imported."""
+    """Set up this process's device and return it. Call this before importing Megatron."""
     from mindspeed_rlxf import device
     from mindspeed_rlxf.cluster.local import claim_device
     from mindspeed_rlxf.config.enums import DeviceKind
@@ -197,7 +197,7 @@ def claim(kind: str) -> Any:
 
 
 def configure(kind: str, work: Path, iterations: int, fixed: bool) -> Any:
-    """Return the configuration of a run on one device. fixed: write and use fixed responses"""
+    """Return the configuration for a run on one device; `fixed` writes and uses fixed responses."""
     from mindspeed_rlxf.config.compose import compose
     from mindspeed_rlxf.config.load import resolve
 
@@ -234,7 +234,7 @@ def start(
 
 
 def train(kind: str, work: Path, iterations: int, fixed: bool) -> Numbers:
-    """Run PPO and return the metrics of KEPT, a list over the iterations for each."""
+    """Run PPO and return the metrics in KEPT, each as a list over the iterations."""
     config = configure(kind, work, iterations, fixed)
     claim(kind)
     from mindspeed_rlxf.trainer.preflight import prepare

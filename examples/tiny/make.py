@@ -1,10 +1,10 @@
-"""Make data, tokenizer and policy of the tiny task, and on request a reward model.
+"""Make the tiny task's data, tokenizer and policy, and on request a reward model.
 
     python examples/tiny/make.py --output outputs/tiny --seed 1 [--reward-model]
 
-Files of the same seed and VERSION are kept; otherwise the output folder is replaced. Configurations
-with `reward.kind: model` (`ppo_trainer_tiny_rm`) need the reward model, which takes longer than
-all the rest.
+Files with the same seed and VERSION are kept; otherwise the output folder is replaced.
+Configurations with `reward.kind: model` (`ppo_trainer_tiny_rm`) need the reward model, which takes
+longer than all the rest.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ POLICY, REWARD = "sft", "rm"
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Make what is missing."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, default=Path("outputs/tiny"))
     parser.add_argument("--seed", type=int, default=1)
@@ -69,7 +70,7 @@ def make(output: Path, seed: int) -> None:
 
 
 def make_reward_model(output: Path, seed: int) -> None:
-    """Train a reward model that starts from the policy in `output`, and write it there."""
+    """Train a reward model, starting from the policy in `output`, and write it there."""
     torch.set_num_threads(2)  # a fixed number, because rounding depends on it
     started = time.monotonic()
     print("reward model: training on comparisons, a minute or two", flush=True)
@@ -84,8 +85,7 @@ def make_reward_model(output: Path, seed: int) -> None:
 
 
 def _save(model: PreTrainedModel, folder: Path) -> None:
-    """Write a model and its tokenizer to another folder and rename it, so that `folder` is
-    complete."""
+    """Write a model and its tokenizer to another folder and rename it, so `folder` is complete."""
     unfinished = folder.with_name(f".{folder.name}")
     model.save_pretrained(unfinished)
     make_tokenizer().save_pretrained(unfinished)

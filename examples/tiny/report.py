@@ -18,6 +18,7 @@ SHOWN = 3  # samples
 
 
 def main() -> int:
+    """Print the report; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("run", type=Path, help="run directory")
     run = parser.parse_args().run
@@ -48,7 +49,7 @@ def curve(metrics: list[dict[str, Any]]) -> list[str]:
 def before_and_after(samples: list[dict[str, Any]]) -> list[str]:
     """Return a table of prompts with their responses at the first and the last validation.
 
-    Prompts whose score has risen come first.
+    Prompts with a higher score at the end come first.
     """
     iterations = sorted({sample["iteration"] for sample in samples})
     if len(iterations) < 2:

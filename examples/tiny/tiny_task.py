@@ -1,7 +1,7 @@
-"""Addition of two-digit numbers with a character tokenizer: a task that a CPU learns in seconds.
+"""Addition of two-digit numbers with a character tokenizer, learnt by a CPU in seconds.
 
-A prompt is `12+34=` (always 6 tokens, no padding), a response the digits of the sum and EOS. RL
-trains on the problems `train` and validates on `val`; nothing is ever trained on `val`.
+A prompt is `12+34=` (always 6 tokens, no padding), a response the sum's digits and EOS. RL trains
+on the problems `train` and validates on `val`; nothing is ever trained on `val`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ class Problem:
 
     @property
     def prompt(self) -> str:
+        """The sum to complete."""
         return f"{self.left}+{self.right}="
 
     @property
     def answer(self) -> str:
+        """The decimal sum."""
         return str(self.left + self.right)
 
     @property
@@ -59,7 +61,7 @@ def make_split(seed: int) -> Split:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one id per character, 16 in all, that adds no special tokens."""
+    """Return a tokenizer with one id per character, 16 in all, adding no special tokens."""
     vocab = {token: index for index, token in enumerate(TOKENS)}
     core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -77,7 +79,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def write_jsonl(path: Path, problems: list[Problem]) -> None:
-    """Write a row for each problem, with the keys that the trainer reads by default."""
+    """Write a row per problem, with the trainer's default keys."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         for problem in problems:
@@ -105,7 +107,7 @@ def corrupt(answer: str, rng: random.Random, *, max_length: int) -> tuple[str, b
 
 
 def _wrong(kind: str, answer: str, rng: random.Random, max_length: int) -> tuple[str, bool]:
-    """Draw a response of a kind, which may be the answer by chance; see `corrupt`."""
+    """Draw a response of a kind; it may be the answer by chance, see `corrupt`."""
 
     def digits(count: int) -> str:
         return "".join(rng.choice("0123456789") for _ in range(count))

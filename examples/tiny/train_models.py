@@ -1,6 +1,6 @@
-"""Train the demo's models in plain transformers: a policy that often drops a carry, a reward model.
+"""Train the demo's models in plain transformers: a policy often dropping a carry, a reward model.
 
-Both are Llamas of the same shape; the reward model starts from the policy's weights.
+Both are Llamas with the same shape; the reward model starts from the policy's weights.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def pretrain_policy(split: Split, seed: int, steps: int = 350, batch_size: int =
     """Pretrain a policy on all problems but the validation ones; most sums drop the carry.
 
     The policy learns to add, and to drop the carry as often as its data: greedy responses always
-    drop it, sampled ones are sometimes right, which PPO can reinforce. Raises RuntimeError where
-    the greedy accuracy is outside START_ACCURACY.
+    drop it, sampled ones are sometimes right, which PPO can reinforce. Raises RuntimeError if the
+    greedy accuracy is outside START_ACCURACY.
     """
     torch.manual_seed(seed)
     model = new_policy()
@@ -82,7 +82,7 @@ def pretrain_policy(split: Split, seed: int, steps: int = 350, batch_size: int =
 
 @torch.no_grad()
 def greedy_accuracy(model: LlamaForCausalLM, rows: Tensor) -> float:
-    """Return the share of rows whose greedy response is the answer and EOS."""
+    """Return the fraction of rows whose greedy response is the answer and EOS."""
     ids = rows[:, :PROMPT_TOKENS]
     for _ in range(rows.size(1) - PROMPT_TOKENS):
         ids = torch.cat([ids, model(ids).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
@@ -92,10 +92,10 @@ def greedy_accuracy(model: LlamaForCausalLM, rows: Tensor) -> float:
 def train_reward_model(
     policy: LlamaForCausalLM, split: Split, seed: int, steps: int = 600, batch_size: int = 64
 ) -> tuple[LlamaForSequenceClassification, float]:
-    """Train a reward model to score the right response of a prompt above a wrong one.
+    """Train a reward model to score a prompt's right response above a wrong one.
 
-    The loss is that of Bradley and Terry at the last token, with the helpers of _comparison_loss.
-    Returns the model and its accuracy on four comparisons for each validation problem.
+    The loss is Bradley and Terry's at the last token, plus the auxiliary losses in
+    _comparison_loss. Returns the model and its accuracy on four comparisons per validation problem.
     """
     torch.manual_seed(seed)
     rng = random.Random(seed)
@@ -119,7 +119,7 @@ def train_reward_model(
 
 @torch.no_grad()
 def sample_mistakes(policy: LlamaForCausalLM, problems: list[Problem]) -> dict[Problem, str]:
-    """Sample one response per problem at temperature 1; return those that end but are wrong."""
+    """Sample one response per problem at temperature 1; return the complete but wrong ones."""
     ids = torch.tensor([_row(p, "", False, PROMPT_TOKENS) for p in problems])
     for _ in range(MAX_RESPONSE_TOKENS):
         chances = policy(ids).logits[:, -1].softmax(-1)
@@ -133,11 +133,11 @@ def sample_mistakes(policy: LlamaForCausalLM, problems: list[Problem]) -> dict[P
 
 
 def _comparison_loss(model: LlamaForSequenceClassification, right: Tensor, wrong: Tensor) -> Tensor:
-    """Return the loss of the comparison at the last token plus two auxiliary losses.
+    """Return the comparison loss at the last token plus two auxiliary losses.
 
     They are the same comparison at each token from the first difference on, and the language
-    model's loss on the right response. Without them the accuracy stays near 84%.
-    right, wrong: [pairs, tokens], padded at the right
+    model's loss on the right response. Without them the accuracy stays near 84%. Both inputs are
+    [pairs, tokens], right-padded.
     """
     ids = torch.cat([right, wrong])
     hidden = model.model(ids).last_hidden_state
@@ -160,8 +160,8 @@ def _pairs(
 ) -> tuple[Tensor, Tensor]:
     """Return a right and a wrong response to each problem, each [problems, prompt + response] ids.
 
-    Where the policy made a mistake, it is the wrong response in half of the cases; otherwise the
-    right answer is corrupted.
+    The wrong one is the policy's own mistake, if it made one, in half the cases; otherwise a
+    corrupted answer.
     """
     width = PROMPT_TOKENS + MAX_RESPONSE_TOKENS
     right, wrong = [], []
@@ -181,7 +181,7 @@ def _answer_rows(problems: list[Problem], answers: list[str]) -> Tensor:
 
 
 def _row(problem: Problem, response: str, ends: bool, width: int) -> list[int]:
-    """Return the ids of prompt and response, with EOS if it ends, padded to `width`."""
+    """Return ids for prompt and response, with EOS if it ends, padded to `width`."""
     ids = [ID_OF[c] for c in problem.prompt + response] + [EOS_ID] * ends
     return ids + [PAD_ID] * (width - len(ids))
 
@@ -195,8 +195,7 @@ def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def _trapezoid(step: int, steps: int) -> float:
-    """Return the factor of the learning rate: it rises for 20 steps, and falls to 2% in the second
-    half."""
+    """Return the learning rate's factor: 20 steps up, and down to 2% in the second half."""
     return min(1.0, step / 20, max(0.02, 2 * (1 - step / steps)))
 
 
