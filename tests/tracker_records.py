@@ -99,7 +99,7 @@ import psutil
 from mindspeed_rlxf.reporting.trackers import TrackedRun, Trackers
 folder, first, last = Path(sys.argv[2]), *map(int, sys.argv[3:])
 run = TrackedRun("mine", "sums", "abc123", folder, {"training": {"seed": 7}}, True)
-trackers = Trackers(sys.argv[1].split(","), run, lambda text: print("WARNING", text))
+trackers = Trackers(sys.argv[1].split(","), run, lambda what, text: print("WARNING", text))
 for i in range(first, last):
     trackers.log(i, {"critic/score/mean": i / 8, "other": 1.0, "wrong": float("nan")})
 trackers.close()

@@ -241,4 +241,4 @@ def _start_trackers(
         config=to_tree(config) if names else {},
         offline={"auto": None, "online": False, "offline": True}[logging.tracker_mode],
     )
-    return Trackers(names, run, lambda text: console.warn_once(text, text))
+    return Trackers(names, run, console.warn_once)

@@ -7,6 +7,7 @@ applies its adaptor (MindSpeed's on NPU, none on CUDA, our own on CPU).
 import importlib.util
 import os
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,11 +181,11 @@ def set_deterministic(wanted: bool | None) -> None:
         wanted = _active in (None, DeviceKind.CPU)
     if not wanted:
         return
-    variables: dict[str, str] = {}
+    variables: Mapping[str, str] = {}
     if _active is DeviceKind.CUDA:
         variables = DETERMINISTIC_CUDA
     elif _active is DeviceKind.NPU:
-        variables = npu.deterministic_variables(os.environ)
+        variables = npu.DETERMINISTIC
     for name, value in variables.items():
         os.environ.setdefault(name, value)
     torch.use_deterministic_algorithms(True)

@@ -78,11 +78,9 @@ def _uneven_reduce_scatter(scatter: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def share_device() -> None:
-    """Patch `ProcessGroupGloo` so that new groups share this process's gloo devices, once."""
+    """Patch `ProcessGroupGloo` once, so that new groups share this process's gloo devices."""
     gloo: Any = dist.ProcessGroupGloo
     make = gloo.__init__
-    if getattr(make, "shares_devices", False):
-        return
 
     def init(self: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         options = gloo._Options()
@@ -90,7 +88,6 @@ def share_device() -> None:
         options._threads = 2 * len(options._devices)  # as torch does
         make(self, store, rank, size, options)
 
-    init.shares_devices = True  # type: ignore[attr-defined]
     gloo.__init__ = init
 
 

@@ -72,19 +72,19 @@ def list_device_files(folder: Path = Path("/dev")) -> list[str]:
     return sorted(file.name for file in folder.iterdir() if DEVICE_FILE.fullmatch(file.name))
 
 
-def run_tool(command: Sequence[str]) -> str:
+def run_tool(command: Sequence[str], limit_s: float = TOOL_S) -> str:
     """Run a tool and return its stdout. Raises ValueError if it is missing, fails or hangs."""
     tool = command[0]
     if shutil.which(tool) is None:
         raise ValueError(f"{tool} is not on PATH")
     try:
-        done = run_within(command, TOOL_S)
+        done = run_within(command, limit_s)
     except subprocess.TimeoutExpired:
-        raise ValueError(f"{tool} gave no answer within {TOOL_S:g} s") from None
+        raise ValueError(f"{tool} gave no answer within {limit_s:g} s") from None
     except OSError as error:
         raise ValueError(f"{tool}: {error.strerror}") from error
     if done.returncode:
-        output = " ".join((done.stderr or done.stdout).split())[:200]
+        output = (done.stderr or done.stdout).strip().rpartition("\n")[2][:300]
         raise ValueError(f"{tool} ended with {done.returncode}: {output}")
     return done.stdout
 

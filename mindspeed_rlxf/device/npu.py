@@ -17,7 +17,6 @@ import importlib.util
 import logging
 import math
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from functools import cache, wraps
@@ -50,15 +49,16 @@ NOT_INSTALLED = (
 CONNECT, EXECUTE, EVENT = "HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT", "HCCL_EVENT_TIMEOUT"
 CONNECT_S = (120, 7200)  # range of HCCL_CONNECT_TIMEOUT; the first is its default
 EVENT_S, EVENT_MARGIN_S = 1868, 32  # default of HCCL_EVENT_TIMEOUT, and its lead over EXECUTE
+# Environment variables that make sums repeatable.
 DETERMINISTIC: Mapping[str, str] = {
     "HCCL_DETERMINISTIC": "true",
+    "LCCL_DETERMINISTIC": "1",  # HCCL on the vector cores, HCCL_OP_EXPANSION_MODE=AIV
     "CLOSE_MATMUL_K_SHIFT": "1",  # the order of sums over the inner axis of a matrix product
     "ATB_MATMUL_SHUFFLE_K_ENABLE": "0",  # the same in the library of transformer operators
 }
 IMPORT_S = 40.0  # time to import torch and torch_npu from a network file system
 ANSWER = "devices: "
 ASK = f"import torch, torch_npu; print({ANSWER!r} + str(torch_npu.npu.device_count()))"
-DETERMINISTIC_IN_AIV: Mapping[str, str] = {"LCCL_DETERMINISTIC": "1"}
 
 
 def start(index: int, assigned: str | None, deadline_s: float | None) -> None:
@@ -149,21 +149,15 @@ def count_by_torch(reason: str = "") -> int:
     """
     check_installed()
     try:
-        done = driver.run_within([sys.executable, "-c", ASK], IMPORT_S)
-    except subprocess.TimeoutExpired:
-        result = f"no answer within {IMPORT_S:g} s"
-    else:
-        answers = [line for line in done.stdout.splitlines() if line.startswith(ANSWER)]
-        if done.returncode == 0 and answers:
-            return int(answers[-1].removeprefix(ANSWER))
-        output = (done.stderr or done.stdout).strip().splitlines() or ["nothing"]
-        result = f"ended with {done.returncode}, printing {output[-1][:300]}"
-    tool = f"{reason}, and " if reason else ""
-    raise ValueError(
-        f"the NPUs of this host must be counted, which failed: {tool}torch_npu in a separate "
-        f"process: {result}; put npu-smi on PATH, mount it and /dev/davinci* into the container, "
-        "or correct what torch_npu reports"
-    )
+        output = driver.run_tool([sys.executable, "-c", ASK], IMPORT_S)
+        return int(output.rpartition(ANSWER)[2])
+    except ValueError as problem:
+        tool = f"{reason}, and " if reason else ""
+        raise ValueError(
+            f"the NPUs of this host must be counted, which failed: {tool}torch_npu in a separate "
+            f"process: {problem}; put npu-smi on PATH, mount it and /dev/davinci* into the "
+            "container, or correct what torch_npu reports"
+        ) from None
 
 
 def set_timeouts(environment: Any, deadline_s: float) -> None:
@@ -179,12 +173,6 @@ def set_timeouts(environment: Any, deadline_s: float) -> None:
     execute = int(environment.get(EXECUTE) or (min(deadline, event - 1) if event else deadline))
     environment.setdefault(EXECUTE, str(execute))
     environment.setdefault(EVENT, str(max(EVENT_S, execute + EVENT_MARGIN_S) if execute else 0))
-
-
-def deterministic_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that make sums repeatable, in LCCL too if it is used."""
-    on_vector_cores = environment.get("HCCL_OP_EXPANSION_MODE", "").upper() == "AIV"
-    return {**DETERMINISTIC, **(DETERMINISTIC_IN_AIV if on_vector_cores else {})}
 
 
 def communicator_mib(environment: Mapping[str, str]) -> int:

@@ -17,13 +17,12 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from mindspeed_rlxf.config import packages
-from mindspeed_rlxf.device import driver
 from mindspeed_rlxf.device.findings import Finding, Status, error, judge, warning
 
 
 @dataclass(frozen=True)
 class VersionSet:
-    """Versions that fit each other: one set of `constraints/`. Tags and branches can move.
+    """Versions that fit each other: one set of `constraints/`.
 
     torch:     releases of torch that all other packages are published for
     torch_npu: the release that is published for this CANN
@@ -31,11 +30,9 @@ class VersionSet:
 
     name: str
     megatron_core: str
-    megatron_tag: str  # of github.com/NVIDIA/Megatron-LM
-    megatron_commit: str
+    megatron_tag: str  # of github.com/NVIDIA/Megatron-LM; docs/npu.md has the commits
     mindspeed: str
     mindspeed_branch: str
-    mindspeed_commit: str
     torch: tuple[str, ...]
     torch_npu: str
     cann: str
@@ -45,14 +42,12 @@ class VersionSet:
 SETS = (
     VersionSet(
         "npu-core0.12.1",
-        "0.12.1", "core_v0.12.1", "a845aa7e12b3a117e24c2352b9e3e60bad2e3a17",
-        "0.12.1", "26.1.0_core_r0.12.1", "57a33053c4eccd5b14aa58e3ca595ab414e65b94",
+        "0.12.1", "core_v0.12.1", "0.12.1", "26.1.0_core_r0.12.1",
         ("2.7.1",), "2.7.1.post8", "9.1.0",
     ),
     VersionSet(
         "npu-core0.16",
-        "0.16.1", "core_v0.16.1", "55ac7082517c3878ae653c07c09c534b8aed49f6",
-        "0.16.0", "core_r0.16.0", "e4772499f7eb9fa9a68919dd1eaddef00e915b2d",
+        "0.16.1", "core_v0.16.1", "0.16.0", "core_r0.16.0",
         ("2.7.1", "2.9.0"), "2.7.1.post4", "9.0.0",
     ),
 )  # fmt: skip
@@ -134,12 +129,6 @@ class Host(NamedTuple):
 
     def path(self, name: str) -> Path:
         return self.root / name.lstrip("/")
-
-    def devices(self) -> list[int]:
-        """Return the numbers of the device files /dev/davinci<N>."""
-        folder = self.path("/dev")
-        names = driver.list_device_files(folder) if folder.is_dir() else []
-        return sorted(int(name[7:]) for name in names if name.startswith("davinci"))
 
 
 def read_versions() -> Installed:
@@ -260,11 +249,12 @@ def check_driver(host: Host) -> Iterator[Finding]:
         Status.ERROR,
     )
     missing = [name for name in DEVICE_FILES if not host.path(name).exists()]
-    missing += [] if host.devices() else ["/dev/davinci<N>"]
+    devices = list(host.path("/dev").glob("davinci[0-9]*"))
+    missing += [] if devices else ["/dev/davinci<N>"]
     yield judge(
         not missing,
         "npu.device_files",
-        f"missing: {', '.join(missing)}" if missing else f"{len(host.devices())} /dev/davinci<N>",
+        f"missing: {', '.join(missing)}" if missing else f"{len(devices)} /dev/davinci<N>",
         f"look at the driver's log on the host; {IN_CONTAINER}",
         Status.ERROR,
     )
@@ -347,14 +337,14 @@ def check_python(versions: Installed) -> Iterator[Finding]:
     )
     cann = _minor(versions.cann or DEFAULT.cann)
     limits = CANNS[cann].python if cann in CANNS else ()
-    missing, wrong = [], []
-    for wanted in map(Requirement, (*CANN_PYTHON, *limits)):
-        version = packages.version(wanted.name)
-        if version is None:
-            missing.append(wanted.name)
-        elif not wanted.specifier.contains(version, True):
-            wrong.append(f"{wanted.name} {version}, not {wanted.specifier}")
-    missing = list(dict.fromkeys(missing))
+    wanted = list(map(Requirement, (*CANN_PYTHON, *limits)))
+    found = {each.name: packages.version(each.name) for each in wanted}
+    missing = [name for name, version in found.items() if version is None]
+    wrong = [
+        f"{each.name} {version}, not {each.specifier}"
+        for each in wanted
+        if (version := found[each.name]) and not each.specifier.contains(version, True)
+    ]
     yield judge(
         not missing,
         "npu.cann_packages",

@@ -44,22 +44,16 @@ def open_store(
     listener.listen(world_size or 1024)
     port = int(listener.getsockname()[1])
 
-    def make(**how: Any) -> dist.TCPStore:
-        return dist.TCPStore(
-            ip,
-            port,
-            world_size,
-            is_master=True,
-            timeout=timeout,
-            wait_for_workers=False,
-            master_listen_fd=listener.fileno(),
-            **how,
-        )
-
+    how: dict[str, Any] = {
+        "is_master": True,
+        "timeout": timeout,
+        "wait_for_workers": False,
+        "master_listen_fd": listener.fileno(),
+    }
     try:
-        store = make()
+        store = dist.TCPStore(ip, port, world_size, **how)
     except NotImplementedError:  # with libuv, torch 2.7 takes no socket that is open
-        store = make(use_libuv=False)
+        store = dist.TCPStore(ip, port, world_size, use_libuv=False, **how)
     listener.detach()
     return store, port
 

@@ -96,8 +96,12 @@ def _entropy_collapse(history: History) -> Reading | None:
         return None
     value, first = statistics.fmean(recent), history.first(ENTROPY)
     unhealthy = value < 0.02 and value < 0.1 * first  # a policy that still explores has more
-    text = f"the policy's entropy is {value:.3g} nats per token, {first:.3g} at the start"
-    return Reading(unhealthy, ENTROPY, value, text)
+    return Reading(
+        unhealthy,
+        ENTROPY,
+        value,
+        f"the policy's entropy is {value:.3g} nats per token, {first:.3g} at the start",
+    )
 
 
 def measure_kl_runaway(history: History, limit: float = KL_LIMIT) -> Reading | None:
@@ -105,8 +109,12 @@ def measure_kl_runaway(history: History, limit: float = KL_LIMIT) -> Reading | N
     if not (recent := history.last(KL, 3)):
         return None
     value = statistics.fmean(recent)
-    text = f"the KL to the reference is {value:.3g} nats per token (limit {limit:g})"
-    return Reading(min(recent) > limit, KL, value, text)
+    return Reading(
+        min(recent) > limit,
+        KL,
+        value,
+        f"the KL to the reference is {value:.3g} nats per token (limit {limit:g})",
+    )
 
 
 def _falling_validation(history: History) -> Reading | None:
@@ -135,8 +143,9 @@ def _idle_critic(history: History) -> Reading | None:
     if not (recent := history.last(FIT, 30)):
         return None
     value = statistics.median(recent)
-    text = f"the critic explains {value:.1%} of the variance of returns"
-    return Reading(value < 0.0, FIT, value, text)
+    return Reading(
+        value < 0.0, FIT, value, f"the critic explains {value:.1%} of the variance of returns"
+    )
 
 
 def _growing_gap(history: History) -> Reading | None:
@@ -254,8 +263,8 @@ class Health:
         self._stop_on, self._history = tuple(stop_on), History()
         self._clear: dict[str, int] = {}
         measure_kl = functools.partial(measure_kl_runaway, limit=kl_limit)
-        kl_rule = {HealthRule.KL_RUNAWAY: (measure_kl, RULES[HealthRule.KL_RUNAWAY][1])}
-        self._rules = RULES | kl_rule
+        remedy = RULES[HealthRule.KL_RUNAWAY][1]
+        self._rules = RULES | {HealthRule.KL_RUNAWAY: (measure_kl, remedy)}
 
     def check(self, iteration: int, metrics: Mapping[str, float | None]) -> list[Finding]:
         """Add the metrics of an iteration; return the problems that begin or end in it."""

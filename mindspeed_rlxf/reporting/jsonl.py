@@ -73,8 +73,11 @@ def metrics_record(iteration: int, metrics: dict[str, float], time_s: float) -> 
         metrics: numbers by name.
         time_s: seconds of the iteration.
     """
-    numbers = {name: float(value) for name, value in metrics.items()}
-    return {"iteration": iteration, "metrics": numbers, "time_s": float(time_s)}
+    return {
+        "iteration": iteration,
+        "metrics": {name: float(value) for name, value in metrics.items()},
+        "time_s": float(time_s),
+    }
 
 
 # Metric of older runs -> its name today.

@@ -23,13 +23,9 @@ class Phase:
     def advance(self, steps: int = 1) -> None:
         self.done += steps
 
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self.started
-
     def __str__(self) -> str:
         steps = f", {self.done} of {self.total}" if self.total else ""
-        return f"{self.what}{steps}, {self.seconds:.0f} s"
+        return f"{self.what}{steps}, {time.monotonic() - self.started:.0f} s"
 
 
 class Phases:

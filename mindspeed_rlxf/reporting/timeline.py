@@ -54,8 +54,10 @@ class Timeline:
     def write(self, iteration: int, spans: Iterable[Span]) -> None:
         """Append an iteration's spans to the file of its 100 iterations.
 
-        Before a new file, deletes the oldest, so that KEPT remain with it. Ranks from MOST_RANKS on
-        are left out.
+        Before a new file, deletes the oldest, so that KEPT remain with it.
+
+        Args:
+            spans: of the first MOST_RANKS ranks of each pool.
         """
         first = (iteration - 1) // ITERATIONS * ITERATIONS + 1
         file = self._folder / f"iterations_{first:07d}.json"
@@ -67,8 +69,6 @@ class Timeline:
                 old.unlink()
         events: list[dict[str, Any]] = []
         for span in spans:
-            if span.rank >= MOST_RANKS:
-                continue
             role = "" if span.pool == DRIVER else span.name.partition(".")[0]
             pid = self._pools.setdefault(span.pool, len(self._pools))
             tid = self._roles.setdefault(role, len(self._roles)) * MOST_RANKS + span.rank

@@ -107,17 +107,18 @@ def find_problems(names: Sequence[str]) -> list[Problem]:
 class Trackers:
     """All trackers of a run."""
 
-    def __init__(self, names: Sequence[str], run: TrackedRun, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, names: Sequence[str], run: TrackedRun, warn_once: Callable[[str, str], None]
+    ) -> None:
         """Make the trackers, each with a subfolder of `run.folder`.
 
         Args:
             names: registered, as in `logging.trackers`; `jsonl` and repeated names are left out.
-            warn: prints the first failure of each tracker.
+            warn_once: prints the text of a failure, unless called for the same tracker before.
         """
-        self._warn = warn
+        self._warn_once, self._run = warn_once, run
         self._trackers: dict[str, Tracker] = {}
         self._last: dict[str, int] = {}  # iteration that each tracker got in an earlier start
-        self._run, self._warned = run, set[str]()
         for name in dict.fromkeys(names):
             if name == JSONL:
                 continue
@@ -154,11 +155,9 @@ class Trackers:
         try:
             yield
         except (Exception, SystemExit) as error:  # libraries raise SystemExit too
-            if name in self._warned:
-                return
-            self._warned.add(name)
-            text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            self._warn(f"tracker {name} failed: {text}; training goes on, metrics.jsonl has all")
+            cause = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            text = f"tracker {name} failed: {cause}; training goes on, metrics.jsonl has all"
+            self._warn_once(f"tracker {name}", text)
 
 
 @register_tracker("tensorboard", module="tensorboard")

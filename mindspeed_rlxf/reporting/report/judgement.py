@@ -9,13 +9,11 @@ from mindspeed_rlxf.reporting.health_rules import Finding, Health, runaway_limit
 from mindspeed_rlxf.reporting.metric_table import validation_score
 from mindspeed_rlxf.reporting.report.records import Iteration, curve_of
 
-Curve = Sequence[tuple[int, float]]
 Rows = list[dict[str, Any]]
 
 WINDOW = 10  # iterations of a mean; at both ends at most a third of the run
 CLEARLY = 3.0  # least change that counts, in standard errors
 SMALL = 0.01  # least change of a score that counts if its standard error is unknown
-SCORE, KL = "critic/score/mean", "critic/kl"
 PHASES = {
     "rollout": ("gen", "sync"), "actor": ("old_log_prob", "update_actor"),
     "critic": ("values", "update_critic"), "reference": ("ref",), "reward": ("reward",),
@@ -29,10 +27,9 @@ def judge(
 ) -> dict[str, Any]:
     """Return "answers" {q, short, text, level} and "problems" {level, iteration, text, remedy}.
 
-    Illnesses are failures, findings of the health rules and metrics that are not finite; bad ones
+    Problems are failures, findings of the health rules and metrics that are not finite; bad ones
     come first.
     """
-    metric = str(config.get("validation.best_metric", "score"))
     target = config.get("algorithm.kl_ctrl.target_kl")
     adapts = config.get("algorithm.kl_ctrl.type") == "adaptive"
     kl_limit = runaway_limit(adapts, float(target) if isinstance(target, (int, float)) else 0.0)
@@ -61,8 +58,7 @@ def judge(
         problems.append(_problem("bad", number, f"{name} is not finite", "training.nan_policy"))
     return {
         "answers": [
-            did_it_learn(iterations, metric),
-            when_did_it_learn(iterations, metric),
+            did_it_learn(iterations, str(config.get("validation.best_metric", "score"))),
             what_takes_the_time(iterations),
             how_far_from_the_reference(iterations, kl_limit),
         ],
@@ -72,28 +68,33 @@ def judge(
 
 def did_it_learn(iterations: Sequence[Iteration], metric: str) -> dict[str, str]:
     """Answer whether the score rose: that of two or more validations, else that of training."""
-    question, validated = "Did it learn?", _validations(iterations, metric)
-    change = compare_ends(curve_of(iterations, SCORE))
-    sentences, clear, rise = [], False, 0.0
-    if change:
-        start, end, error, count = change
-        rise = end - start
-        clear = abs(rise) > (CLEARLY * error or SMALL * max(abs(start), 1.0))
+    question, text, clear, rise = "Did it learn?", "", False, 0.0
+    scores = ((each.number, validation_score(each.metrics, metric)) for each in iterations)
+    validated = [(number, score) for number, score in scores if score is not None]
+    trained = [value for _, value in curve_of(iterations, "critic/score/mean")]
+    if len(trained) >= 6:
+        count = min(WINDOW, len(trained) // 3)
+        ends = trained[:count], trained[-count:]
+        start, end = map(statistics.fmean, ends)
+        error = math.hypot(*(statistics.stdev(part) / math.sqrt(count) for part in ends))
+        rise, clear = (
+            end - start,
+            abs(end - start) > (CLEARLY * error or SMALL * max(abs(start), 1.0)),
+        )
+        text = (
+            f"Training score: {start:.3g} at first, {end:.3g} at last (means of {count} "
+            f"iterations, standard error of the difference {error:.3g})."
+        )
     if len(validated) > 1:
         (begin, first), (final, last) = validated[0], validated[-1]
         best_at, best = max(validated, key=lambda point: (point[1], -point[0]))
         rise = last - first
-        clear = abs(rise) > SMALL * max(abs(first), abs(last)) and (clear or change is None)
-        sentences.append(
-            f"Validation {metric}: {first:.3g} {_at(begin)}, {last:.3g} {_at(final)}; "
-            f"best {best:.3g} {_at(best_at)}."
+        clear = abs(rise) > SMALL * max(abs(first), abs(last)) and (clear or len(trained) < 6)
+        at_first = f"after iteration {begin}" if begin else "before training"
+        text = (
+            f"Validation {metric}: {first:.3g} {at_first}, {last:.3g} after iteration {final}; "
+            f"best {best:.3g}, iteration {best_at}. {text}"
         )
-    if change:
-        sentences.append(
-            f"Training score: {start:.3g} at first, {end:.3g} at last (means of {count} "
-            f"iterations, standard error of the difference {error:.3g})."
-        )
-    text = " ".join(sentences)
     if not text:
         return _answer(question, "too early to say", "Under six iterations and one validation.")
     if not clear:
@@ -101,24 +102,6 @@ def did_it_learn(iterations: Sequence[Iteration], metric: str) -> dict[str, str]
     if rise > 0:
         return _answer(question, "yes", text, "good")
     return _answer(question, "no, it got worse", text, "bad")
-
-
-def when_did_it_learn(iterations: Sequence[Iteration], metric: str) -> dict[str, str]:
-    """Answer at which iterations half and nine tenths of the rise of a score were reached."""
-    trained = curve_of(iterations, SCORE)
-    smooth = [  # over five iterations
-        (number, statistics.fmean(value for _, value in trained[max(i - 2, 0) : i + 3]))
-        for i, (number, _) in enumerate(trained)
-    ]
-    curves = {"training score": smooth, f"validation {metric}": _validations(iterations, metric)}
-    found = [(name, *at) for name, curve in curves.items() if (at := milestones(curve))]
-    if not found:
-        return _answer("When?", "no rise to date", "No score rose, or there are too few of them.")
-    text = " ".join(
-        f"The {name} had half of its rise by iteration {half}, nine tenths by {most}."
-        for name, half, most in found
-    )
-    return _answer("When?", f"half by {found[0][1]}, nine tenths by {found[0][2]}", text)
 
 
 def what_takes_the_time(iterations: Sequence[Iteration]) -> dict[str, str]:
@@ -138,7 +121,7 @@ def what_takes_the_time(iterations: Sequence[Iteration]) -> dict[str, str]:
 
 def how_far_from_the_reference(iterations: Sequence[Iteration], limit: float) -> dict[str, str]:
     """Answer how large the KL to the reference is. limit: of a healthy run, nats per token"""
-    question, curve = "How far from the reference?", curve_of(iterations, KL)
+    question, curve = "How far from the reference?", curve_of(iterations, "critic/kl")
     if not curve:
         return _answer(question, "not measured", "The run has no reference (logging.reference_kl).")
     last = [value for _, value in curve[-WINDOW:]]
@@ -152,34 +135,6 @@ def how_far_from_the_reference(iterations: Sequence[Iteration], limit: float) ->
     return _answer(question, f"KL {mean:.3g}, {word}", text, level)
 
 
-def compare_ends(curve: Curve) -> tuple[float, float, float, int] | None:
-    """Return the means at both ends, the standard error of their difference, and their size.
-
-    None if there are under six values.
-    """
-    values = [value for _, value in curve]
-    if len(values) < 6:
-        return None
-    count = min(WINDOW, len(values) // 3)
-    first, last = values[:count], values[-count:]
-    error = math.hypot(*(statistics.stdev(part) / math.sqrt(count) for part in (first, last)))
-    return statistics.fmean(first), statistics.fmean(last), error, count
-
-
-def milestones(curve: Curve) -> tuple[int, int] | None:
-    """Return the first iterations with half and nine tenths of the rise; None if it is small."""
-    if len(curve) < 4:
-        return None
-    first, best = curve[0][1], max(value for _, value in curve)
-    if best - first <= SMALL * max(abs(best), abs(first)):
-        return None
-    half, most = (
-        next(number for number, value in curve if value >= first + fraction * (best - first))
-        for fraction in (0.5, 0.9)
-    )
-    return half, most
-
-
 def wall_seconds(iterations: Sequence[Iteration]) -> float:
     """Return the seconds of all iterations, with validation and saves."""
     return sum(
@@ -189,18 +144,9 @@ def wall_seconds(iterations: Sequence[Iteration]) -> float:
     )
 
 
-def _validations(iterations: Sequence[Iteration], metric: str) -> Curve:
-    found = [(each.number, validation_score(each.metrics, metric)) for each in iterations]
-    return [(number, value) for number, value in found if value is not None]
-
-
 def _answer(question: str, short: str, text: str, level: str = "plain") -> dict[str, str]:
     return {"q": question, "short": short, "text": text, "level": level}
 
 
 def _problem(level: str, iteration: Any, text: str, remedy: str) -> dict[str, Any]:
     return {"level": level, "iteration": iteration, "text": text, "remedy": remedy}
-
-
-def _at(iteration: int) -> str:
-    return f"after iteration {iteration}" if iteration else "before training"

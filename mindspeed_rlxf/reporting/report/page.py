@@ -37,7 +37,6 @@ from mindspeed_rlxf.reporting.report.samples import (
 
 MAX_BYTES = 10 * 10**6  # of the file
 OTHER_BYTES = 3 * 10**6  # of these, for everything except samples
-FEWER = (1, 4, 16)  # tried in turn: one sample in 1, 4, 16 has numbers per token
 METHODS = {
     "ray_online_dpo": "Online DPO", "gae": "PPO", "grpo": "GRPO", "dr_grpo": "Dr. GRPO",
     "rloo": "RLOO", "reinforce_plus_plus": "REINFORCE++",
@@ -98,15 +97,14 @@ def _gather(run: RunFolder) -> dict[str, Any]:
     curves = make_curves(iterations)
     stage, estimator = config.get("training.stage"), config.get("algorithm.adv_estimator")
     method = METHODS.get(str(stage)) or METHODS.get(str(estimator), estimator)
-    model, load = config.get("actor_rollout.model"), config.get("actor_rollout.load")
-    folder = f" ({Path(load).name})" if isinstance(load, str) else ""
+    model = config.get("actor_rollout.model")
     return {
         "name": run.name,
         "state": run.state,
         "done": max((each.number for each in iterations), default=0),
         "planned": config.get("training.train_iters"),
         "seconds": wall_seconds(iterations),
-        "subject": printable(f"{method}, model {model}{folder}") if model and method else "",
+        "subject": printable(f"{method}, model {model}") if model and method else "",
         **judge(iterations, config, read_failures(run.path)),
         "curves": curves,
         "about": {
@@ -124,23 +122,18 @@ def _gather(run: RunFolder) -> dict[str, Any]:
 
 
 def _pack_samples(runs: Sequence[RunFolder], max_samples: int, room: int) -> bytes:
-    """Return compressed samples; over `room` bytes, fewer have numbers, then half are left out."""
+    """Return compressed samples; over `room` bytes, half are left out until they fit."""
     limit = max_samples // len(runs)
-    for attempt in itertools.count():
-        every = FEWER[min(attempt, len(FEWER) - 1)]
+    while True:
         chosen = [choose_samples(run.path, limit) for run in runs]
-        blob = _pack([
-            {"samples": cut_for_page(each, run.path, run.split, every), "seen": each.seen,
-             "every": every}
+        parts: list[dict[str, Any]] = [
+            {"samples": cut_for_page(each, run.path, run.split), "seen": each.seen}
             for run, each in zip(runs, chosen, strict=True)
-        ])  # fmt: skip
+        ]
+        blob = _pack(parts)
         if len(blob) <= room or not limit:
-            break
-        if every == FEWER[-1]:
-            limit = (
-                min(limit, max(len(each.training) + len(each.validation) for each in chosen)) // 2
-            )
-    return blob
+            return blob
+        limit = min(limit, max(len(part["samples"]) for part in parts)) // 2
 
 
 def _pack(value: Any) -> bytes:

@@ -57,16 +57,15 @@ def make_curves(iterations: Sequence[Iteration]) -> dict[str, dict[str, list[Any
 
 
 def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
-    """Return at most `limit` points: the ends, and lowest, highest and first None of stretches."""
+    """Return at most `limit` points: the ends, and the lowest and highest of stretches."""
     if len(points) <= limit:
         return list(points)
-    stretches = max((limit - 2) // 3, 1)
+    stretches = (limit - 2) // 2
     kept = {0, len(points) - 1}
     for i in range(stretches):
         part = range(i * len(points) // stretches, (i + 1) * len(points) // stretches)
         if finite := [(points[n][1], n) for n in part if points[n][1] is not None]:
             kept |= {min(finite)[1], max(finite)[1]}
-        kept |= set([n for n in part if points[n][1] is None][:1])
     return [points[n] for n in sorted(kept)]
 
 

@@ -423,7 +423,7 @@ function promptCard(samples, some) {
   return card({ id: 'prompts' }, 'A validation prompt over iterations', some ? note(`${prompts.length} logged prompts, a part of the validation set. ${some}`) : null, h('div', { class: 'controls' }, labelled('Prompts that are', select)), chips, head, columns);
 }
 
-function samplesOf(run, { samples, seen, every }) {
+function samplesOf(run, { samples, seen }) {
   const left = card({}, ''), right = h('div', { class: 'card', id: 'sample' }), count = h('p', { class: 'small soft', role: 'status', id: 'sample-count' }), logged = run.config['logging.samples'];
   const scales = Object.fromEntries(Object.keys(NUMBERS).map((kind) => { // the size that 95% of the tokens of a run do not exceed
     const sizes = known(samples.flatMap((sample) => sample.num?.[kind] || [])).map(Math.abs).sort((a, b) => a - b);
@@ -436,7 +436,7 @@ function samplesOf(run, { samples, seen, every }) {
     left.replaceChildren(count, ...sampleList(found, (sample) => right.replaceChildren(...sampleView(sample, scales))));
   });
   filters.apply();
-  return [soft(seen > samples.length ? `${samples.length} of the ${seen} samples that the run wrote, evenly chosen. mindspeed-rlxf report --samples sets their number.` : '', every > 1 ? ` To keep the report small, one in ${every} has numbers per token.` : ''),
+  return [soft(seen > samples.length ? `${samples.length} of the ${seen} samples that the run wrote, evenly chosen. mindspeed-rlxf report --samples sets their number.` : ''),
     promptCard(samples, some), filters.element, h('div', { class: 'split' }, left, right)];
 }
 

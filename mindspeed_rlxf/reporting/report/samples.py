@@ -50,16 +50,13 @@ def choose_samples(run: Path, limit: int = MAX_SAMPLES) -> Chosen:
     return Chosen(training, validation, seen + counts.total())
 
 
-def cut_for_page(
-    chosen: Chosen, run: Path, split: TokenSplitter | None = None, every: int = 1
-) -> Records:
+def cut_for_page(chosen: Chosen, run: Path, split: TokenSplitter | None = None) -> Records:
     """Return the samples in the form that the page reads, training samples first.
 
     Args:
         split: None = no tokens and no numbers.
-        every: one in `every` training samples has them.
     """
-    wanted = {(s.get("iteration"), s.get("sample_id")) for s in chosen.training[::every]}
+    wanted = {(s.get("iteration"), s.get("sample_id")) for s in chosen.training}
     numbers = _read_token_numbers(run, wanted) if split else {}
     cut = [_make_entry(sample, "training", split, numbers) for sample in chosen.training]
     return cut + [_make_entry(sample, "validation", None, {}) for sample in chosen.validation]

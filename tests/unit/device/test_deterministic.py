@@ -14,15 +14,14 @@ NPU = {
     "HCCL_DETERMINISTIC": "true",
     "CLOSE_MATMUL_K_SHIFT": "1",
     "ATB_MATMUL_SHUFFLE_K_ENABLE": "0",
+    "LCCL_DETERMINISTIC": "1",
 }
-LCCL = {"LCCL_DETERMINISTIC": "1"}
-MODE = "HCCL_OP_EXPANSION_MODE"
-NAMES = [*CUDA, *NPU, *LCCL]
+NAMES = [*CUDA, *NPU]
 
 
 @pytest.fixture(autouse=True)
 def put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in (*NAMES, MODE):
+    for name in NAMES:
         monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)
     fills = torch.utils.deterministic.fill_uninitialized_memory
@@ -36,9 +35,6 @@ def put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     [
         (DeviceKind.CPU, None, {}, {}),
         (DeviceKind.NPU, True, {}, NPU),
-        (DeviceKind.NPU, True, {MODE: "AIV"}, {**NPU, **LCCL}),  # HCCL on the vector cores
-        (DeviceKind.NPU, True, {MODE: "HOST"}, NPU),
-        (DeviceKind.NPU, True, {MODE: "AI_CPU"}, NPU),
         (DeviceKind.CUDA, True, {}, CUDA),
         (DeviceKind.CUDA, True, {"NCCL_ALGO": "Tree"}, {**CUDA, "NCCL_ALGO": "Tree"}),
         (DeviceKind.CPU, False, {}, None),

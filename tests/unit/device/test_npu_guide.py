@@ -79,7 +79,7 @@ def test_the_guide_and_the_doctor_name_the_same_checks() -> None:
 
 def test_the_guide_names_the_sets() -> None:
     for each in npu_versions.SETS:
-        for word in (each.name, each.megatron_commit, each.mindspeed_commit, each.torch_npu):
+        for word in (each.name, each.megatron_tag, each.mindspeed_branch, each.torch_npu):
             assert word in STEPS, word
 
 
@@ -88,7 +88,6 @@ def test_the_commands_install_the_default_set() -> None:
     blocks = "".join(re.findall(r"```bash\n(.*?)```", STEPS, re.DOTALL))
     for wanted in (
         f"torch=={default.torch[0]}+cpu", f"torch_npu=={default.torch_npu}",
-        f"checkout {default.mindspeed_commit}", f"checkout {default.megatron_commit}",
         f"toolkit_{default.cann}_", f"--index-url {npu_versions.TORCH_INDEX}",
         f"triton-ascend=={npu_versions.TRITON} --extra-index-url={npu_versions.TRITON_INDEX}",
         *npu_versions.SET_ENV[:1], npu_versions.SET_ENV_ATB,

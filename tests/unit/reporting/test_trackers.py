@@ -45,14 +45,14 @@ def kept() -> Iterator[type[Kept]]:
 
 
 def track(folder: Path, iterations: range, *names: str) -> list[str]:
-    """Give the trackers these iterations, and end; returns the warnings."""
-    warnings: list[str] = []
+    """Give the trackers these iterations, and end; returns the first warning of each."""
+    warnings: dict[str, str] = {}
     run = TrackedRun("run", "project", "id", folder, {"a": 1})
-    made = Trackers(names or ("jsonl", "kept", "kept"), run, warnings.append)
+    made = Trackers(names or ("jsonl", "kept", "kept"), run, warnings.setdefault)
     for i in iterations:
         made.log(i, {"x": float(i), "nan": float("nan"), "inf": float("-inf")})
     made.close()
-    return warnings
+    return list(warnings.values())
 
 
 def test_every_iteration_arrives_once_and_finite(tmp_path: Path, kept: type[Kept]) -> None:

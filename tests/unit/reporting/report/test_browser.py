@@ -101,8 +101,8 @@ def test_the_first_screen_answers_and_draws_curves_of_both_runs(page: Any) -> No
     chart = see(page, "#key-charts .chart")
     assert plotted(page, "#key-charts .chart").keys() == {"first", "second"}
     assert "first: " in chart.locator(".plot").get_attribute("aria-label")
-    assert page.locator(".answer h3").all_inner_texts()[4] == "Is anything unhealthy?"
-    assert page.locator("#subject").inner_text() == "PPO, model tiny (sft)"
+    assert page.locator(".answer h3").all_inner_texts()[3] == "Is anything unhealthy?"
+    assert page.locator("#subject").inner_text() == "PPO, model tiny"
     assert "of 40 iterations, 1 min 21 s" in page.locator("#summary > div").nth(0).inner_text()
     kl = see(page, "#key-charts .chart:has-text('critic/kl')").inner_text()
     assert "healthy at most 1" in kl

@@ -53,18 +53,16 @@ def test_a_report_of_a_whole_run_answers_and_holds_its_samples(tmp_path: Path) -
     found = report_of(run)
     (main_part,), (samples,) = found["main"]["runs"], found["samples"]
     assert (main_part["name"], main_part["state"], main_part["done"]) == ("run", "stopped", 40)
-    learned, when, time_, kl = main_part["answers"]
+    learned, time_, kl = main_part["answers"]
     assert (learned["short"], learned["level"]) == ("yes", "good")
     assert "0.3 before training" in learned["text"], "metrics_of(0) of the validation at 0"
-    assert "half of its rise by iteration" in when["text"]
     assert time_["short"].startswith(("actor, ", "critic, ")), "two phases of seven each"
     last = metrics_of(40)["critic/kl"]
     first = metrics_of(1)["critic/kl"]
     assert f"{first:.3g} in the first, {last:.3g} in the last" in kl["text"]
     assert kl["short"].endswith(", healthy") and kl["text"].endswith("Healthy: at most 1.")
-    assert re.fullmatch(r"half by \d+, nine tenths by \d+", when["short"])
     assert "rollout 13%" in time_["text"], "7 phases of 0.25 s in iterations of 2 s"
-    assert main_part["subject"] == "PPO, model tiny (sft)"
+    assert main_part["subject"] == "PPO, model tiny"
     assert samples["seen"] == len(samples["samples"]) == 40 * 4 + 5 * 3
     assert found["main"]["runs"][0]["config"]["actor_rollout.lr"] == 0.5
     assert main_part["about"]["critic/kl"]["unit"] == "nats per token"
@@ -126,10 +124,10 @@ def test_tokens_have_the_numbers_of_their_own_sample(tmp_path: Path) -> None:
 
 def test_thinning_keeps_the_ends_and_every_extreme() -> None:
     points = [(i, float(i % 7)) for i in range(10_000)]
-    points[4321], points[8765], points[5000] = (4321, 99.0), (8765, -99.0), (5000, None)  # type: ignore[call-overload]
+    points[4321], points[8765] = (4321, 99.0), (8765, -99.0)
     kept = thin(points, 500)
     assert len(kept) <= 500 and (kept[0], kept[-1]) == (points[0], points[-1])
-    assert {(4321, 99.0), (8765, -99.0), (5000, None)} <= set(kept)
+    assert {(4321, 99.0), (8765, -99.0)} <= set(kept)
     assert thin(points[:400], 500) == points[:400]
 
 
@@ -217,7 +215,7 @@ def test_samples_that_do_not_compress_are_halved_until_they_fit(
     run = write_run(tmp_path / "run", 40)
     monkeypatch.setattr("mindspeed_rlxf.reporting.report.page.MAX_BYTES", 3_001_000)
     (found,) = report_of(run)["samples"]
-    assert 0 < len(found["samples"]) < 60 and (found["seen"], found["every"]) == (175, 16)
+    assert 0 < len(found["samples"]) < 60 and found["seen"] == 175
 
 
 @pytest.mark.parametrize(
