@@ -12,7 +12,6 @@ EXPERTS = "num_experts"
 
 MOST_LAYERS, MOST_EXPERTS, MOST_WIDTH = 10_000, 10_000, 2**22
 MOST_TOKENS, MOST_POSITIONS = 2**27, 2**31
-MOST_EXPERTS_IN_ALL = 200_000  # of all layers: each has tensors of its own
 """Upper limits of the keys, above any real model: checking a config allocates memory by them."""
 
 
@@ -119,22 +118,13 @@ class ArchitectureConfig(Section):
         if self.rope_scaling_type == "llama3" and self.original_max_position_embeddings is None:
             key = "original_max_position_embeddings"
             yield Problem(key, "is required with rope_scaling_type=llama3")
-        if self.num_experts is not None:
-            yield from self._check_experts(self.num_experts)
-
-    def _check_experts(self, experts: int) -> Iterator[Problem]:
-        topk = self.moe_router_topk
-        if experts * self.num_layers > MOST_EXPERTS_IN_ALL:
-            rule = f"and num_layers={self.num_layers} must make at most {MOST_EXPERTS_IN_ALL}"
-            yield Problem("num_experts", rule, experts, "correct them")
-        yield from at_most("moe_router_topk", topk, f"num_experts={experts}", experts)
-        if topk == 1 and not self.moe_router_pre_softmax:
+        experts, topk = self.num_experts, self.moe_router_topk
+        if experts is not None:
+            yield from at_most("moe_router_topk", topk, f"num_experts={experts}", experts)
+        if experts is not None and topk == 1 and not self.moe_router_pre_softmax:
             # Else every expert's weight is 1, and the router is not trained.
-            yield Problem(
-                "moe_router_topk", "needs moe_router_pre_softmax=true", 1, "use that, or 2 experts"
-            )
-        if self.add_qkv_bias:  # Qwen3-MoE and Mixtral have none
-            yield Problem("add_qkv_bias", "must be false with num_experts", True, "use false")
+            rule = "needs moe_router_pre_softmax=true"
+            yield Problem("moe_router_topk", rule, 1, "use that, or 2 experts")
 
 
 SHARED_GROUPS_SINCE = (0, 16)
@@ -175,20 +165,16 @@ def find_uneven(
     good = use(neighbours(tp, possible_sizes(a)))
     width = "moe_ffn_hidden_size" if a.num_experts and a.moe_ffn_hidden_size else "ffn_hidden_size"
     heads, groups, mlp = (
-        f"{ref(f'{section}architecture.{name}')}={size}"
-        for name, size in (
-            ("num_attention_heads", a.num_attention_heads),
-            ("num_query_groups", a.kv_heads),
-            (width, a.mlp_hidden_size),
-        )
+        ref(f"{section}architecture.{name}")
+        for name in ("num_attention_heads", "num_query_groups", width)
     )
     splits_heads, whole = a.num_attention_heads % tp == 0, whole_groups(a, tp)
     rows = f"the {qkv_rows(a)} rows of model.{model}'s query, key and value projections"
     checks = {
-        f"must divide {heads}": splits_heads,
-        f"must divide {groups}, or be a multiple of it": whole,
+        f"must divide {heads}={a.num_attention_heads}": splits_heads,
+        f"must divide {groups}={a.kv_heads}, or be a multiple of it": whole,
         f"must divide {rows}": not (splits_heads and whole) or qkv_rows(a) % tp == 0,
-        f"must divide {mlp}": a.mlp_hidden_size % tp == 0,
+        f"must divide {mlp}={a.mlp_hidden_size}": a.mlp_hidden_size % tp == 0,
     }
     for rule in (rule for rule, holds in checks.items() if not holds):
         yield Problem(key, rule, tp, good)

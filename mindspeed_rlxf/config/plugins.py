@@ -9,8 +9,7 @@ import hashlib
 import linecache
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -61,38 +60,29 @@ def run_as_module(source: Source) -> ModuleType:
     return module
 
 
-def read_source(key: str, path: str, expected: str | None = None) -> Source:
-    """Return the text of the Python file `path`, with its absolute path; `~` is expanded.
+def _run_file(key: str, path: str, expected: str | None) -> tuple[Source, ModuleType]:
+    """Run a Python file of the user, unless its text has run in this process.
 
     Args:
         key: of the configuration that names the file, for problems.
+        path: of the file; `~` is expanded.
         expected: SHA-256 that the text must have; None = any.
 
     Raises:
-        UserError: the file cannot be read or has another hash.
+        UserError: the file cannot be read, has another hash or raises an exception.
     """
     file = os.path.abspath(os.path.expanduser(path))
     try:
         source = Source(file, Path(file).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+        reason = getattr(error, "strerror", None) or error
         rule = f"must be a Python file that can be read: {reason}"
         raise UserError(Problem(key, rule, file, "correct the path")) from error
     if expected not in (None, source.sha256):
         rule = f"must be the file of sha256 {expected}, its sha256 is {source.sha256}"
         raise UserError(Problem(key, rule, file, "put it back, or remove sha256"))
-    return source
-
-
-@contextmanager
-def naming_errors(key: str, file: str) -> Iterator[None]:
-    """Raise an exception of the user's `file` as a UserError that names its line there.
-
-    Args:
-        key: of the configuration that names the file.
-    """
     try:
-        yield
+        return source, sys.modules.get(source.module) or run_as_module(source)
     except (Exception, SystemExit) as error:
         lines = [each.lineno for each in extract_tb(error.__traceback__) if each.filename == file]
         place = f"in line {lines[-1]}" if lines else "while loading"
@@ -120,9 +110,9 @@ _loaded: dict[str, Source] = {}  # module name -> plugin, in the order of loadin
 
 def load(source: Source) -> None:
     """Run a plugin in this process, unless it has run already. Its exceptions are not caught."""
-    if source.module not in _loaded:
+    if source.module not in sys.modules:
         run_as_module(source)
-        _loaded[source.module] = source
+    _loaded[source.module] = source
 
 
 def loaded() -> tuple[Source, ...]:
@@ -166,9 +156,8 @@ def complete_plugin(key: str, entry: Any) -> Any:
     given = {"file": entry} if isinstance(entry, str) else entry
     if not isinstance(given, dict) or not {"file"} <= given.keys() <= {"file", "sha256"}:
         return given
-    source = read_source(key, str(given["file"]), given.get("sha256"))
-    with naming_errors(key, source.file):
-        load(source)
+    source, _ = _run_file(key, str(given["file"]), given.get("sha256"))
+    load(source)
     return {"file": source.file, "sha256": source.sha256}
 
 
@@ -196,9 +185,7 @@ def complete_function(key: str, given: Any) -> Any:
         raise UserError(Problem(key, "must name a function, as file.py:name", function, "add it"))
     if not name:  # a built-in rule
         return {"name": function, **entry}
-    source = read_source(key, file, entry.get("sha256"))
-    with naming_errors(key, source.file):
-        module = sys.modules.get(source.module) or run_as_module(source)
+    source, module = _run_file(key, file, entry.get("sha256"))
     try:
         check_call(find_function(module, name), arguments)
     except ValueError as error:

@@ -11,22 +11,16 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the supervisor imports this module, and must not need pydantic
-    from pydantic import ValidationError
     from pydantic_core import ErrorDetails
 
-MAX_WORD = 200  # characters of a word that is compared with others
-MAX_FACTORED = 10**12
 MAX_SHOWN = 60  # characters of a value
 
 
 def closest(word: str, words: Iterable[str]) -> str | None:
     """Return the one of `words` that is most like `word`; else the shortest that begins with it.
 
-    Only a word of more than two characters is taken as such a beginning. None when nothing fits, or
-    `word` is longer than MAX_WORD.
+    Only a word of more than two characters is taken as such a beginning. None when nothing fits.
     """
-    if len(word) > MAX_WORD:
-        return None  # the time to compare grows with the square of the length
     known = sorted(words, key=lambda name: (len(name), name))
     matches = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     longer = [name for name in known if len(word) > 2 and name.startswith(word)]
@@ -53,9 +47,7 @@ def multiples_around(value: int, step: int) -> list[int]:
 
 
 def divisors(number: int) -> list[int]:
-    """List the divisors of a positive number, ascending; above MAX_FACTORED only 1 and itself."""
-    if number > MAX_FACTORED:
-        return [1, number]
+    """List the divisors of a positive number, ascending."""
     small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
     return sorted({*small, *(number // divisor for divisor in small)})
 
@@ -96,7 +88,6 @@ def quote(text: str) -> str:
 
 # Line feeds and tabs stay; line separators and direction overrides are controls too.
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
-MAX_LINE = 8000  # characters of a problem as text; a longer one is cut
 REF = "\0"
 """Marks the start and end of a key inside a text, see `ref`. No path or flag can contain it."""
 
@@ -143,15 +134,14 @@ class Problem:
         head = self.key if self.value is None else f"{self.key}={shown}"
         head += (":" if self.colon else "") + (" " if head else "")
         text = f"{head}{self.rule}; {self.remedy}" if self.remedy else f"{head}{self.rule}"
-        line = " ".join(text.replace(REF, "").split())
-        return printable(line if len(line) <= MAX_LINE else f"{line[: MAX_LINE - 3]}...")
+        return printable(" ".join(text.replace(REF, "").split()))
 
 
 def at_most(key: str, value: float, what: str, limit: float) -> Iterator[Problem]:
     """Yield a problem if a key's value is above `limit`, which `what` names."""
-    if value > limit:
-        shown = f"{value:.15g}"  # integers in full
-        yield Problem(key, f"must be at most {what}", shown, f"use {limit:.15g} or less")
+    if value > limit:  # .15g shows integers in full
+        remedy = f"use {limit:.15g} or less"
+        yield Problem(key, f"must be at most {what}", f"{value:.15g}", remedy)
 
 
 def at_least(key: str, value: int, what: str, limit: int) -> Iterator[Problem]:
@@ -204,14 +194,3 @@ def explain(path: str, errors: Sequence[ErrorDetails], meaning: str = "") -> Pro
     remedy = f"meaning: {meaning}" if meaning else "correct it"
     remedy = f"did you mean {guess}?" if guess else remedy
     return Problem(path, " or ".join(rules), format_value(first["input"]), remedy)
-
-
-def problems_of(error: ValidationError) -> list[Problem]:
-    """Return the problems in the error of one section's model, with keys named as its fields."""
-    found: list[Problem] = []
-    for detail in error.errors(include_url=False):
-        if detail["type"] == "value_error":  # broken rules between its keys
-            found += detail["ctx"]["error"].problems
-        else:
-            found.append(explain(".".join(map(str, detail["loc"])), [detail]))
-    return found

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from mindspeed_rlxf.config.hf_config import find_unsupported, parse_architecture, read_hf_config
-from mindspeed_rlxf.config.problems import Problem, UserError, problems_of
+from mindspeed_rlxf.config.problems import Problem, UserError
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.models.parameters import Head, Split, StageParameter, hf_shapes, shard_shape
 from mindspeed_rlxf.weights.atomic import sync_folder as sync  # of a file too
@@ -83,7 +83,8 @@ def read_architecture(folder: Path) -> tuple[ArchitectureConfig, dict[str, Any]]
         fields = {k: v for k, v in parse_architecture(config).items() if v is not None}
         return ArchitectureConfig(**fields), config
     except ValidationError as error:
-        rule = f"must describe a model: {'; '.join(map(str, problems_of(error)))}"
+        wrong = [f"{'.'.join(map(str, each['loc']))} {each['msg']}" for each in error.errors()]
+        rule = f"must describe a model: {'; '.join(wrong)}"
         raise UserError(Problem(f"{folder}/config.json", rule, remedy="correct it")) from None
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rlxf.cli.older_flags import PREPROCESS_FLAGS
+from mindspeed_rlxf.cli.command_line import PREPROCESS_FLAGS
 from mindspeed_rlxf.cli.preprocess import main
 from tests.unit.data.byte_tokenizer import write_tokenizer
 

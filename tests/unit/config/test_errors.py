@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from mindspeed_rlxf.config.algorithm import AlgorithmConfig
 from mindspeed_rlxf.config.enums import OldLogProbs
-from mindspeed_rlxf.config.problems import Problem, UserError, problems_of, ref
+from mindspeed_rlxf.config.problems import Problem, UserError, ref
 
 PACKAGE = Path(__file__).parents[3] / "mindspeed_rlxf"
 Problems = Callable[..., list[str]]
@@ -47,8 +47,7 @@ def test_a_section_alone_keeps_its_rules() -> None:
     keys: dict[str, Any] = {"verifier_function": ["acc", "acc"]}
     with pytest.raises(ValidationError) as caught:
         AlgorithmConfig(**keys)
-    (problem,) = problems_of(caught.value)
-    assert problem.key == "verifier_function"
+    assert "verifier_function must name each function once" in str(caught.value)
 
 
 def test_keys_are_named_where_the_user_wrote_them(problems: Problems) -> None:

@@ -196,8 +196,7 @@ def _options_exist(source: str, arguments: list[str]) -> None:
 def _cli_source(name: str) -> str:
     """Return the source of a command of mindspeed-rlxf and of the older toolkit's options."""
     assert name in COMMANDS, f"mindspeed-rlxf has no command {name}"
-    files = [ROOT / "mindspeed_rlxf" / "cli" / f"{name}.py"]
-    files += sorted((ROOT / "mindspeed_rlxf" / "cli").glob("*flags.py"))
+    files = [ROOT / "mindspeed_rlxf" / "cli" / f"{file}.py" for file in (name, "command_line")]
     return "\n".join(_without_future(file.read_text("utf-8")) for file in files)
 
 

@@ -91,7 +91,6 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
      "ref.expert_model_parallel_size=4"),
     ({**SPARSE, "model.small.moe_router_topk": 13}, "model.small.moe_router_topk=13"),
     ({**SPARSE, "model.small.moe_router_topk": 1}, "model.small.moe_router_topk=1"),
-    ({**SPARSE, "model.small.add_qkv_bias": True}, "model.small.add_qkv_bias=true"),
     ({**SPARSE, **keys("critic", tensor_model_parallel_size=2)}, "critic.sequence_parallel=false"),
     ({**SPARSE, "model.small.moe_aux_loss_coeff": 0.01, **keys("critic",
      pipeline_model_parallel_size=2)}, "model.small.moe_aux_loss_coeff=0.01"),
