@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.models.attention import Attend, rotary_angles
-from mindspeed_rlxf.models.grouped_experts import GroupedExperts
+from mindspeed_rlxf.models.grouped_experts import ExpertWeights, routed_experts
 from mindspeed_rlxf.models.shared_experts import SharedExperts
 from mindspeed_rlxf.models.transformer import TransformerModel
 
@@ -99,7 +99,7 @@ class _Layer:
         self.is_plain = config.num_moe_experts is None and not device.fuses_layers()
         has_all_experts = not (self.is_plain or isinstance(layer.mlp, SharedExperts))
         grouped = has_all_experts and not device.fuses_layers()
-        self.experts = GroupedExperts.of(layer.mlp) if grouped else None
+        self.weights = ExpertWeights.of(layer.mlp.experts.local_experts) if grouped else None
 
     def forward(
         self, hidden: Tensor, number: int, cos: Tensor, sin: Tensor, attend: Attend
@@ -134,8 +134,8 @@ class _Layer:
         return torch.cat((query, key), 2), value
 
     def _mlp(self, hidden: Tensor) -> Tensor:
-        if self.experts is not None:
-            return self.sum_over_ranks(self.experts(hidden))
+        if self.weights is not None:
+            return self.sum_over_ranks(routed_experts(hidden, self.mlp.router, self.weights))
         if not self.is_plain:
             return self.mlp(hidden[:, None])[0].squeeze(1)  # type: ignore[no-any-return]
         gate, up = linear(hidden, self.mlp.linear_fc1.weight).chunk(2, dim=-1)

@@ -19,7 +19,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
 GROUPED_BYTES = 16  # a grouped GEMM needs rows of weights that begin at multiples of it
-_GROUPED = getattr(F, "grouped_mm", None)  # None = this version of torch is too old
+_GROUPED: Any = getattr(F, "grouped_mm", None)  # None = this version of torch is too old
 
 
 @dataclass(frozen=True)
@@ -52,36 +52,22 @@ class ExpertWeights:
         return cls(widens, narrows, last < first)
 
 
-class GroupedExperts:
-    """Computes the experts of a layer in decode steps: no gradient, no wait for the device.
+def routed_experts(hidden: Tensor, router: Any, weights: ExpertWeights) -> Tensor:
+    """Route and compute tokens [tokens, hidden] -> [tokens, hidden], in a decode step.
 
-    This rank has all tokens and, of each expert, its tensor-parallel shard.
+    Without a gradient, and never waits for the device. This rank has all tokens and, of each
+    expert, its tensor-parallel shard: the caller must sum the result over the ranks.
+    router: Megatron's, of the layer
     """
-
-    def __init__(self, router: Any, weights: ExpertWeights) -> None:
-        """router: Megatron's, of the layer"""
-        self.router, self.weights = router, weights
-
-    @classmethod
-    def of(cls, layer: Any) -> GroupedExperts | None:
-        """Make one from Megatron's MoE layer; None if `ExpertWeights.of` gives none."""
-        weights = ExpertWeights.of(layer.experts.local_experts)
-        return cls(layer.router, weights) if weights else None
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """Route and compute tokens [tokens, hidden] -> [tokens, hidden].
-
-        The result is partial: the caller must sum it over the tensor-parallel ranks.
-        """
-        probabilities, _ = self.router(hidden[:, None])  # [tokens, experts], 0 where not chosen
-        if self.weights.is_reversed:
-            probabilities = probabilities.flip(-1)
-        shares, chosen = probabilities.topk(self.router.topk, dim=-1)
-        order, ends = sort_by_expert(chosen.flatten(), probabilities.size(1))
-        rows = hidden[order // self.router.topk]
-        out = torch.empty_like(rows)
-        out[order] = gated_products(rows, shares.flatten()[order], ends, self.weights)
-        return out.unflatten(0, (-1, self.router.topk)).sum(1)
+    probabilities, _ = router(hidden[:, None])  # [tokens, experts], 0 where not chosen
+    if weights.is_reversed:
+        probabilities = probabilities.flip(-1)
+    shares, chosen = probabilities.topk(router.topk, dim=-1)
+    order, ends = sort_by_expert(chosen.flatten(), probabilities.size(1))
+    rows = hidden[order // router.topk]
+    out = torch.empty_like(rows)
+    out[order] = gated_products(rows, shares.flatten()[order], ends, weights)
+    return out.unflatten(0, (-1, router.topk)).sum(1)
 
 
 def sort_by_expert(numbers: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -104,13 +90,12 @@ def gated_products(rows: Tensor, shares: Tensor, ends: Tensor, weights: ExpertWe
     ends:   [experts] int32, end of each expert's rows. Rows behind the last end may be given; their
             results are undefined
     """
-    assert _GROUPED is not None, "checked in `ExpertWeights.of`"
     dtype = rows.dtype
     gate, up = _GROUPED(rows, weights.widens.transpose(1, 2), offs=ends).chunk(2, dim=-1)
     del rows  # in a prefill these tensors are large
     inner = (F.silu(gate) * up * shares[:, None]).to(dtype)
     del gate, up
-    return _GROUPED(inner, weights.narrows.transpose(1, 2), offs=ends)  # type: ignore[no-any-return]
+    return _GROUPED(inner, weights.narrows.transpose(1, 2), offs=ends)
 
 
 class GroupedMLP(SequentialMLP):  # type: ignore[misc]
@@ -134,7 +119,7 @@ class GroupedMLP(SequentialMLP):  # type: ignore[misc]
         experts = list(self.local_experts)
         weights = ExpertWeights.of(experts) if len(experts) > 1 and len(hidden) else None
         if weights is None:
-            return super().forward(hidden, tokens_per_expert, probabilities)  # type: ignore[no-any-return]
+            return super().forward(hidden, tokens_per_expert, probabilities)
         for expert in experts:  # `overlap_param_gather` may still be gathering their weights
             for linear in (expert.linear_fc1, expert.linear_fc2):
                 for hook in list(linear._forward_pre_hooks.values()):
@@ -167,7 +152,7 @@ def _weighted_mlp(
     )
     gate, up = _Product.apply(hidden, weights.widens, ends, *fc1).chunk(2, dim=-1)
     inner = (F.silu(gate) * up * probabilities[:, None]).to(hidden.dtype)
-    return _Product.apply(inner, weights.narrows, ends, *fc2)  # type: ignore[no-any-return]
+    return _Product.apply(inner, weights.narrows, ends, *fc2)
 
 
 class _Product(torch.autograd.Function):
@@ -182,14 +167,12 @@ class _Product(torch.autograd.Function):
         ends:    [experts] int32, end of each expert's rows
         weights: the experts' parameters [out, in]
         """
-        assert _GROUPED is not None, "checked in `ExpertWeights.of`"
         ctx.save_for_backward(rows, ends)
         ctx.stack = stack
-        return _GROUPED(rows, stack.transpose(1, 2), offs=ends)  # type: ignore[no-any-return]
+        return _GROUPED(rows, stack.transpose(1, 2), offs=ends)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        assert _GROUPED is not None
         rows, ends = ctx.saved_tensors
         grad = grads[0].contiguous()
         to_rows = _GROUPED(grad, ctx.stack, offs=ends)

@@ -117,28 +117,18 @@ MLP = (
 )
 
 
-def _router(block: str) -> tuple[StageParameter, ...]:
-    return (_layer("mlp.router.weight", Split.REPLICATED, f"{block}.gate.weight"),)
-
-
-def _expert_parameters(block: str, gate: str, up: str, down: str) -> tuple[StageParameter, ...]:
+def _moe(block: str, gate: str, up: str, down: str) -> tuple[tuple[StageParameter, ...], ...]:
+    """Return the parameters of a layer's router, and those of each of its experts."""
     megatron, hf = "mlp.experts.local_experts.{expert}", block + ".experts.{expert}"
-    return (
-        _layer(
-            f"{megatron}.linear_fc1.weight",
-            Split.GATE_UP,
-            f"{hf}.{gate}.weight",
-            f"{hf}.{up}.weight",
-        ),
+    fc1 = f"{hf}.{gate}.weight", f"{hf}.{up}.weight"
+    return (_layer("mlp.router.weight", Split.REPLICATED, f"{block}.gate.weight"),), (
+        _layer(f"{megatron}.linear_fc1.weight", Split.GATE_UP, *fc1),
         _layer(f"{megatron}.linear_fc2.weight", Split.COLUMNS, f"{hf}.{down}.weight"),
     )
 
 
-QWEN_MOE = (_router("mlp"), _expert_parameters("mlp", "gate_proj", "up_proj", "down_proj"))
-MIXTRAL_MOE = (
-    _router("block_sparse_moe"),
-    _expert_parameters("block_sparse_moe", "w1", "w3", "w2"),
-)
+QWEN_MOE = _moe("mlp", "gate_proj", "up_proj", "down_proj")
+MIXTRAL_MOE = _moe("block_sparse_moe", "w1", "w3", "w2")
 
 
 def padded_vocab_size(architecture: ArchitectureConfig, tp: int) -> int:

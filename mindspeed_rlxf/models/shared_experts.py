@@ -46,70 +46,6 @@ class Exchange:
     tp: dist.ProcessGroup
     sizes: Sequence[int] = ()
 
-    @property
-    def chunk(self) -> int:
-        """The most tokens of one rank that are exchanged at a time, which limits the memory."""
-        return max(1, EXCHANGE_TOKENS // self.ep.size())
-
-
-class LocalExperts:
-    """This rank's experts of a layer; in grouped GEMMs where torch and the weights allow it."""
-
-    def __init__(self, module: Any) -> None:
-        """View the weights of Megatron's module of experts, which must not be moved afterwards.
-
-        Views none (`weights` None) where MindSpeed fuses layers or they cannot be viewed.
-        """
-        self.module, self.count = module, len(module.local_experts)
-        # MindSpeed computes experts in its own way, which only the module knows.
-        fused = device.fuses_layers()
-        self.weights = None if fused else ExpertWeights.of(module.local_experts)
-
-    def __call__(self, hidden: Tensor, numbers: Tensor, shares: Tensor) -> Tensor:
-        """Return the weighted sum of each token's experts on this rank, [tokens, h] fp32.
-
-        A token without an expert on this rank gets 0.
-
-        hidden:  [tokens, h]
-        numbers: [tokens, topk] int64, experts counted from 0 on this rank; `count` = an expert of
-                 another rank
-        shares:  [tokens, topk] fp32, the weight of each expert's result
-        """
-        compute = self._with_megatron if self.weights is None else self._in_grouped_products
-        return compute(hidden, numbers, shares.flatten())
-
-    def _in_grouped_products(self, hidden: Tensor, numbers: Tensor, shares: Tensor) -> Tensor:
-        """Compute grouped GEMMs of pairs of a token and an expert; never waits for the device.
-
-        Pairs of other ranks' experts are sorted to the end, left out, and count as 0.
-        """
-        assert self.weights is not None, "checked by the caller"
-        topk, elsewhere = numbers.size(1), numbers.flatten() == self.count
-        if self.weights.is_reversed:
-            numbers = torch.where(numbers == self.count, numbers, self.count - 1 - numbers)
-        order, ends = sort_by_expert(numbers.flatten(), self.count)
-        rows = gated_products(hidden[order // topk], shares[order], ends, self.weights)
-        pairs = torch.empty_like(rows)
-        pairs[order] = rows
-        del rows  # its memory is for the sum
-        pairs.masked_fill_(elsewhere[:, None], 0)  # may be anything, nan too
-        return pairs.unflatten(0, (-1, topk)).sum(1, dtype=torch.float32)
-
-    def _with_megatron(self, hidden: Tensor, numbers: Tensor, shares: Tensor) -> Tensor:
-        """Compute the experts with Megatron's module; the sort on the host waits for the device.
-
-        Results become fp32 before the sum: an NPU cannot sum in another dtype than its input's.
-        """
-        topk, flat = numbers.size(1), numbers.flatten().cpu()
-        counts = flat.bincount(minlength=self.count + 1)[: self.count]
-        order = flat.argsort(stable=True)[: int(counts.sum())]
-        pairs = hidden.new_zeros(len(flat), hidden.size(1), dtype=torch.float32)
-        if len(order):
-            token, order = (order // topk).to(hidden.device), order.to(hidden.device)
-            out, _ = self.module(hidden[token], counts, shares[order])
-            pairs[order] = out.float()
-        return pairs.unflatten(0, (-1, topk)).sum(1)
-
 
 class SharedExperts(nn.Module):
     """Replaces Megatron's MoE layer in a module that generates; has the same parameter names.
@@ -124,15 +60,21 @@ class SharedExperts(nn.Module):
         """
         super().__init__()
         self.router, self.experts, self.exchange = layer.router, layer.experts, exchange
-        self._local: LocalExperts | None = None
+        self.count = len(layer.experts.local_experts)
+        self.weights: ExpertWeights | None = None  # None = Megatron's module computes
 
     def bind(self) -> None:
-        """View the weights where they are now; call it again after they were moved."""
-        self._local = LocalExperts(self.experts)
+        """View the weights where they are now; call it again after they were moved.
+
+        Views none where they cannot be viewed, or MindSpeed computes experts in its own way, which
+        only the module knows.
+        """
+        fused = device.fuses_layers()
+        self.weights = None if fused else ExpertWeights.of(self.experts.local_experts)
 
     def release(self) -> None:
         """Drop the views of the weights, which would keep their memory after they are freed."""
-        self._local = None
+        self.weights = None
 
     def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
         """Compute the layer for this rank's tokens; Megatron's second result, a bias, is None.
@@ -150,9 +92,10 @@ class SharedExperts(nn.Module):
             probabilities, _ = self.router(hidden)  # [tokens, experts], 0 where not chosen
             shares, numbers = probabilities.topk(topk, dim=-1)
             routes = torch.cat((shares.float(), numbers.float()), dim=-1)
-        for start in range(0, max(exchange.sizes), exchange.chunk):
-            part = slice(start, start + exchange.chunk)
-            sizes = [min(max(size - start, 0), exchange.chunk) for size in exchange.sizes]
+        chunk = max(1, EXCHANGE_TOKENS // exchange.ep.size())  # tokens of a rank; limits the memory
+        for start in range(0, max(exchange.sizes), chunk):
+            part = slice(start, start + chunk)
+            sizes = [min(max(size - start, 0), chunk) for size in exchange.sizes]
             parts.append(self._exchange_chunk(tokens[part], routes[part], sizes))
         out = torch.cat(parts) if len(parts) > 1 else parts[0]
         return out.view_as(hidden), None
@@ -168,17 +111,60 @@ class SharedExperts(nn.Module):
         sizes:  tokens of each rank in this chunk
         Returns [tokens, h] for own tokens.
         """
-        assert self._local is not None, "bind comes first"
-        group, count = self.exchange.ep, self._local.count
+        group, count = self.exchange.ep, self.count
         everyone = _gather_rows(hidden, sizes, group)
         routes = _gather_rows(routes, sizes, group, padding=-1.0)  # no rank has an expert -1
         shares, numbers = routes.chunk(2, dim=-1)
         local = numbers.long() - group.rank() * count
         local = local.masked_fill((local < 0) | (local >= count), count)
-        own = _sum_rows(self._local(everyone, local, shares), sizes, group)[: len(hidden)]
+        if self.weights is None:
+            sums = self._with_megatron(everyone, local, shares.flatten())
+        else:
+            sums = self._in_grouped_gemms(self.weights, everyone, local, shares.flatten())
+        own = _sum_rows(sums, sizes, group)[: len(hidden)]
         if self.exchange.tp.size() > 1 and len(own):  # the ranks of a replica have the same tokens
             dist.all_reduce(own, group=self.exchange.tp)
         return own.to(hidden.dtype)
+
+    def _in_grouped_gemms(
+        self, weights: ExpertWeights, hidden: Tensor, numbers: Tensor, shares: Tensor
+    ) -> Tensor:
+        """Return the weighted sum of each token's experts on this rank, [tokens, h] fp32.
+
+        A token without an expert on this rank gets 0. Computes grouped GEMMs of pairs of a token
+        and an expert, and never waits for the device. Pairs of other ranks' experts are sorted to
+        the end, left out, and count as 0.
+
+        hidden:  [tokens, h]
+        numbers: [tokens, topk] int64, experts counted from 0 on this rank; `count` = an expert of
+                 another rank
+        shares:  [tokens * topk] fp32, the weight of each expert's result
+        """
+        topk, elsewhere = numbers.size(1), numbers.flatten() == self.count
+        if weights.is_reversed:
+            numbers = torch.where(numbers == self.count, numbers, self.count - 1 - numbers)
+        order, ends = sort_by_expert(numbers.flatten(), self.count)
+        rows = gated_products(hidden[order // topk], shares[order], ends, weights)
+        pairs = torch.empty_like(rows)
+        pairs[order] = rows
+        del rows  # its memory is for the sum
+        pairs.masked_fill_(elsewhere[:, None], 0)  # may be anything, nan too
+        return pairs.unflatten(0, (-1, topk)).sum(1, dtype=torch.float32)
+
+    def _with_megatron(self, hidden: Tensor, numbers: Tensor, shares: Tensor) -> Tensor:
+        """As `_in_grouped_gemms`, with Megatron's module; the sort on the host waits.
+
+        Results become fp32 before the sum: an NPU cannot sum in another dtype than its input's.
+        """
+        topk, flat = numbers.size(1), numbers.flatten().cpu()
+        counts = flat.bincount(minlength=self.count + 1)[: self.count]
+        order = flat.argsort(stable=True)[: int(counts.sum())]
+        pairs = hidden.new_zeros(len(flat), hidden.size(1), dtype=torch.float32)
+        if len(order):
+            token, order = (order // topk).to(hidden.device), order.to(hidden.device)
+            out, _ = self.experts(hidden[token], counts, shares[order])
+            pairs[order] = out.float()
+        return pairs.unflatten(0, (-1, topk)).sum(1)
 
 
 def _gather_rows(

@@ -1,6 +1,5 @@
 """Replace files atomically and flush folders to disk."""
 
-import contextlib
 import os
 import secrets
 from pathlib import Path
@@ -19,8 +18,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
             os.fsync(stream.fileno())
         os.replace(hidden, path)
     finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(hidden)
+        hidden.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 

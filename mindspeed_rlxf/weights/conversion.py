@@ -16,9 +16,6 @@ from mindspeed_rlxf.weights.tensor_conversion import (
     read_architecture,
 )
 
-MG2HF = "mg2hf"
-GB = 1e9
-
 
 def plan_conversion(arguments: argparse.Namespace) -> Conversion:
     """Check the arguments of `convert`, open the source and return the conversion; writes nothing.
@@ -57,7 +54,7 @@ def plan_conversion(arguments: argparse.Namespace) -> Conversion:
         weights=open_source(source, architecture, head, arguments.trust_files),
         layout=layout,
         dtype=DTYPE_NAMES.get(arguments.params_dtype),
-        shard_size=int(arguments.shard_size_gb * GB),
+        shard_size=int(arguments.shard_size_gb * 1e9),
         replace=arguments.force,
     )
 
@@ -129,14 +126,14 @@ def _find_config_and_target(
     """Return the folder of config.json (--hf-config, else the source), and the target.
 
     As in the old tool, a --save-dir with a config.json and without --hf-config is the original
-    folder: its MG2HF is the target.
+    folder: its `mg2hf` is the target.
     """
     target = Path(arguments.target or arguments.save_dir)
     config = Path(arguments.hf_config) if arguments.hf_config else source
     described = (source / "config.json").exists()
     if arguments.to == "hf" and arguments.save_dir and not arguments.hf_config:
         if (target / "config.json").exists():
-            return target, target / MG2HF
+            return target, target / "mg2hf"
         if not described:
             rule = "must be the original Hugging Face folder, with config.json"
             raise UserError(Problem("--save-dir", rule, target, "give that, or --hf-config"))

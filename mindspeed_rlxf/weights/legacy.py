@@ -212,7 +212,7 @@ def checkpoint_arguments(
 
 
 def write_torch_file(path: Path, tree: dict[str, Any], wrote: Wrote) -> None:
-    """Write `tree` with `torch.save`, and fsync the file.
+    """Write `tree` with `torch.save`.
 
     PlannedTensors in dictionaries of `tree` become tensors, which are made one at a time: the file
     is first written without their data, then filled through a mapping.
@@ -234,4 +234,3 @@ def write_torch_file(path: Path, tree: dict[str, Any], wrote: Wrote) -> None:
             for name, planned in model.items() if isinstance(model, dict) else ():
                 content[key][name].copy_(planned.make())
                 wrote(planned.num_bytes)
-        os.fsync(file.fileno())

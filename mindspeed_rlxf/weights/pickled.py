@@ -11,6 +11,7 @@ import io
 import pickle
 import re
 import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ import torch
 from packaging.version import Version
 
 SAFE_TORCH = "2.10"  # `weights_only` of older versions can be made to run code: CVE-2026-24747
-ZIP = b"PK\x03\x04"
 
 _DCP = "torch.distributed.checkpoint"
 STAND_INS: dict[str, tuple[str, ...]] = {
@@ -101,12 +101,7 @@ def read_torch_file(path: Path, trust_files: bool = False) -> Any:
     trust_files: also read it with a torch older than SAFE_TORCH
     Raises ValueError if it cannot be read, or has anything but data.
     """
-    try:
-        with path.open("rb") as file:
-            is_zip = file.read(len(ZIP)) == ZIP
-    except OSError as error:
-        raise _refusal(path, error) from None
-    return load_pickled(str(path), path, trust_files, mmap=is_zip)
+    return load_pickled(str(path), path, trust_files, mmap=zipfile.is_zipfile(path))
 
 
 def load_pickled(source: Any, path: Path, trust_files: bool, **how: Any) -> Any:

@@ -4,6 +4,7 @@ Both directions use the parameter map of `models.parameters`.
 """
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,9 +25,6 @@ from mindspeed_rlxf.weights.hf_folder import (
     write_index,
     write_safetensors,
 )
-
-Files = list[tuple[str, dict[str, int]]]
-"""Name of each file, and the bytes of each tensor in it."""
 
 
 class StageWeights:
@@ -132,21 +130,18 @@ class StageWeights:
             for hf_name, tensor in self.hf_tensors(parameter, keep).items():
                 tensors[hf_name] = tensor.cpu().to(dtypes.get(hf_name, tensor.dtype))
         planned = {hf_name: PlannedTensor.of(tensors[hf_name]) for hf_name in sorted(tensors)}
+        files = [(name, {hf_name: t.num_bytes for hf_name, t in planned.items()})]
+        for group in (ep, pp):
+            parts: list[Any] = [[]] * group.size()
+            dist.all_gather_object(parts, files, group=group)
+            files = [file for part in parts for file in part]
         try:
             if writes and failed is None:
                 target.mkdir(parents=True, exist_ok=True)
                 write_safetensors(target / name, planned)
-        except Exception as error:
-            failed = error
-        files: Files = [(name, {hf_name: t.num_bytes for hf_name, t in planned.items()})]
-        for group in (ep, pp):
-            parts: list[Files] = [[]] * group.size()
-            dist.all_gather_object(parts, files, group=group)
-            files = [file for part in parts for file in part]
-        try:
-            if writes and first and pp.rank() == 0 and failed is None:
-                write_index(target, dict(files))
-                copy_side_files(described or source, target, self.head)
+                if first and pp.rank() == 0:
+                    write_index(target, dict(files))
+                    copy_side_files(described or source, target, self.head)
         except Exception as error:
             failed = error
         return failed

@@ -40,7 +40,6 @@ from mindspeed_rlxf.weights.megatron_layout import ITERATION, TRACKER, MegatronL
 from mindspeed_rlxf.weights.torch_dist import plan_torch_dist
 
 MARKER = ".converted.json"  # in folders that `convert` wrote
-SPARE_BYTES = 1 << 20  # for everything beside the tensors
 
 DTYPE_NAMES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -151,7 +150,7 @@ def convert(conversion: Conversion, progress: Progress) -> None:
 
     with new_folder(c.target, c.replace) as folder:
         free = shutil.disk_usage(folder).free
-        if total + SPARE_BYTES > free:
+        if total + (1 << 20) > free:  # 1 MiB for everything beside the tensors
             rule = f"needs {total / 1e9:.2f} GB, its disk has {free / 1e9:.2f} GB free"
             remedy = "free some space or give a folder on another disk"
             raise UserError(Problem(f"{c.target}", rule, remedy=remedy))

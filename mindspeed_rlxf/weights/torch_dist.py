@@ -51,11 +51,10 @@ from mindspeed_rlxf.weights.chunks import (
     whole,
 )
 from mindspeed_rlxf.weights.formats import COMMON, METADATA
-from mindspeed_rlxf.weights.legacy import checkpoint_arguments, zero_bias
+from mindspeed_rlxf.weights.legacy import LAYER, checkpoint_arguments, zero_bias
 from mindspeed_rlxf.weights.megatron_layout import ITERATION, MegatronLayout, single_rank
 from mindspeed_rlxf.weights.pickled import load_pickled, read_metadata
 
-LAYER = re.compile(r"^decoder\.layers\.(\d{1,9})\.")
 EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 LINEAR = re.compile(r"\.linear_\w+\.weight$")
 

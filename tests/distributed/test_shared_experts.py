@@ -68,8 +68,7 @@ class WatchedRollout(RolloutRole):
 
         def begin_and_look() -> None:
             begin(rounds)
-            views = [layer._local for layer in rounds.layers]
-            grouped.extend(each is not None and each.weights is not None for each in views)
+            grouped.extend(layer.weights is not None for layer in rounds.layers)
 
         rounds.begin = begin_and_look  # type: ignore[method-assign]
         engine.wake()
@@ -284,8 +283,7 @@ class ExchangeProbe:
             expected = one_by_one(token, each, weights)
             error = (expected - row).abs().max() / expected.abs().max()
             largest = max(largest, float(error))
-        assert layer._local is not None
-        return RoleOutput(report=(largest, layer._local.weights is not None))
+        return RoleOutput(report=(largest, layer.weights is not None))
 
 
 def one_by_one(token: Tensor, shares: Tensor, weights: list[list[Tensor]]) -> Tensor:

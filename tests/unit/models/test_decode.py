@@ -11,7 +11,12 @@ from torch.testing import assert_close
 
 from mindspeed_rlxf.models import grouped_experts as module
 from mindspeed_rlxf.models.decode import linear
-from mindspeed_rlxf.models.grouped_experts import GroupedExperts, stack_experts, view_as_stack
+from mindspeed_rlxf.models.grouped_experts import (
+    ExpertWeights,
+    routed_experts,
+    stack_experts,
+    view_as_stack,
+)
 
 EXPERTS, HIDDEN, WIDTH, TOPK = 5, 8, 12, 2
 grouped = pytest.mark.skipif(
@@ -20,7 +25,7 @@ grouped = pytest.mark.skipif(
 
 
 class Layer(nn.Module):
-    """What `GroupedExperts.of` reads of Megatron's layer of experts."""
+    """What `routed_experts` reads of Megatron's layer of experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,19 +109,19 @@ def test_grouped_products_are_those_of_one_expert_after_the_other(layer: Layer, 
     else:
         in_buffer(layer, place == "reversed buffer")
     hidden = torch.randn(7, HIDDEN)
-    experts = GroupedExperts.of(layer)
-    assert experts is not None
-    assert_close(experts(hidden), layer.one_by_one(hidden))
-    assert_close(experts(hidden[:1]), layer.one_by_one(hidden[:1]))
+    weights = ExpertWeights.of(layer.experts.local_experts)
+    assert weights is not None
+    for rows in (hidden, hidden[:1]):
+        assert_close(routed_experts(rows, layer.router, weights), layer.one_by_one(rows))
 
 
 def test_experts_that_are_not_stacked_are_computed_by_megatron(
     layer: Layer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert GroupedExperts.of(layer) is None  # each in a memory of its own
+    assert ExpertWeights.of(layer.experts.local_experts) is None  # each in a memory of its own
     stack_experts(layer)
     monkeypatch.setattr(module, "_GROUPED", None)
-    assert GroupedExperts.of(layer) is None  # an older torch
+    assert ExpertWeights.of(layer.experts.local_experts) is None  # an older torch
 
 
 def test_weights_at_equal_distances_are_one_tensor() -> None:
@@ -194,4 +199,4 @@ def test_rows_that_no_grouped_product_takes_are_left_to_megatron(layer: Layer) -
     """Rows of the weights in bf16 with 12 numbers begin at multiples of 8 bytes, not 16."""
     layer.bfloat16()
     stack_experts(layer)
-    assert GroupedExperts.of(layer) is None
+    assert ExpertWeights.of(layer.experts.local_experts) is None

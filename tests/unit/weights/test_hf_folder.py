@@ -64,7 +64,6 @@ def test_a_truncated_part_of_a_sharded_model(tmp_path: Path) -> None:
 
 
 UNREADABLE = r"has no readable weight_map .*copy it again"
-OUTSIDE = "must name files of its own folder, not"
 
 
 @pytest.mark.parametrize(
@@ -75,8 +74,6 @@ OUTSIDE = "must name files of its own folder, not"
             '{"weight_map": {"a.weight": "model-00001-of-00001"}}',
             "names files that are missing",
         ),
-        ('{"weight_map": {"a.weight": "../elsewhere.safetensors"}}', OUTSIDE),
-        ('{"weight_map": {"a.weight": "/tmp/x.safetensors"}}', OUTSIDE),
     ],
 )
 def test_an_index_that_cannot_be_used_is_refused(tmp_path: Path, text: str, said: str) -> None:
