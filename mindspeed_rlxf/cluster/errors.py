@@ -24,7 +24,6 @@ class Origin:
     host: str
     phase: str
     log: str = ""
-    pool: str = ""
 
     @property
     def call(self) -> str:

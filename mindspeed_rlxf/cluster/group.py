@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_rlxf.cluster.interface import BUILD, Call, Pool, Reply, Request
-from mindspeed_rlxf.cluster.refs import Piece, RowsRef, find_refs, list_items, split_refs
+from mindspeed_rlxf.cluster.refs import Piece, RowsRef, find_refs, split_refs
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.plugins import with_plugins
 from mindspeed_rlxf.config.rank_layout import ParallelLayout
@@ -198,11 +198,12 @@ def _name_calls(requests: Sequence[Request]) -> list[str]:
     return [f"{request.role.value}.{request.method}" for request in requests]
 
 
-def _find_num_rows(value: Any) -> int | None:
-    if isinstance(value, (RowsRef, Rows)):
-        return value.num_rows
-    counts = (_find_num_rows(item) for item in list_items(value))
-    return next((count for count in counts if count is not None), None)
+def _find_num_rows(values: Sequence[Any]) -> int | None:
+    rows = (
+        each if isinstance(each, (RowsRef, Rows)) else next(iter(find_refs(each)), None)
+        for each in values
+    )
+    return next((each.num_rows for each in rows if each is not None), None)
 
 
 def record_call(pool: str, names: Sequence[str], replies: Sequence[Reply], asked: float) -> None:

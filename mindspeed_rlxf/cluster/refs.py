@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import operator
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ from mindspeed_rlxf.data.batch import Rows
 
 Handle = Any  # hashable; what a runtime needs to find the rows again
 Fetch = Callable[[list[Handle]], list[Rows]]
-PLAIN = (Rows, str, int, float, bool, type(None))  # hold no references
 
 
 class Piece(NamedTuple):
@@ -139,63 +137,45 @@ def resolve(ref: RowsRef, fetch: Fetch) -> Rows:
     return joined.select(sorted(range(len(positions)), key=positions.__getitem__))
 
 
-def list_items(value: Any) -> list[Any]:
-    """Return the items of a list, tuple, set or dict, or the fields of a dataclass, else []."""
-    if isinstance(value, dict):
-        return list(value.values())
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return list(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, name) for name in _field_names(value.__class__)]
-    return []
-
-
 def find_refs(value: Any) -> list[RowsRef]:
-    """Return every RowsRef in a value: itself, or inside containers and dataclasses."""
-    if isinstance(value, RowsRef):
-        return [value]
-    if isinstance(value, PLAIN):
-        return []
-    return [ref for item in list_items(value) for ref in find_refs(item)]
+    """Return the references of an argument: itself, or those in fields of a dataclass."""
+    return [value] if isinstance(value, RowsRef) else list(_ref_fields(value).values())
 
 
-def resolve_refs(value: Any, fetch: Fetch) -> Any:
-    """Return `value` with every RowsRef in it replaced by its rows; calls `fetch` at most once."""
-    refs = find_refs(value)
+def resolve_refs(args: Sequence[Any], fetch: Fetch) -> list[Any]:
+    """Return `args` with every RowsRef replaced by its rows; calls `fetch` at most once."""
+    refs = [ref for arg in args for ref in find_refs(arg)]
     if not refs:
-        return value
+        return list(args)
     handles = list(dict.fromkeys(p.handle for ref in refs for p, _, _ in ref.by_piece()))
     known = dict(zip(handles, fetch(handles), strict=True))
 
     def read(ref: RowsRef) -> Rows:
         return resolve(ref, lambda wanted: [known[handle] for handle in wanted])
 
-    return _replace_refs(value, read)
+    return [_replace_refs(arg, read) for arg in args]
 
 
-def number_handles(value: Any) -> tuple[Any, list[Handle]]:
-    """Return `value` with the handles in its RowsRefs replaced by indices, and their list."""
+def number_handles(args: Sequence[Any]) -> tuple[tuple[Any, ...], list[Handle]]:
+    """Return `args` with the handles in its RowsRefs replaced by indices, and their list."""
     index: dict[Handle, int] = {}
 
     def number(ref: RowsRef) -> RowsRef:
         pieces = [Piece(index.setdefault(handle, len(index)), n) for handle, n in ref.pieces]
         return RowsRef(tuple(pieces), ref.selection)
 
-    return _replace_refs(value, number), list(index)
+    return tuple(_replace_refs(arg, number) for arg in args), list(index)
 
 
 def split_refs(value: Any, n: int) -> list[Any]:
-    """Return the value for each of `n` replicas.
+    """Return an argument for each of `n` replicas.
 
     A RowsRef, alone or in a field of a dataclass, is split into equal contiguous parts (ValueError
     if `n` does not divide its rows). Other values are the same for all.
     """
     if isinstance(value, RowsRef):
-        return list(value.split(n))
-    if not dataclasses.is_dataclass(value) or isinstance(value, (type, Rows)):
-        return [value] * n
-    held = {name: getattr(value, name) for name in _field_names(value.__class__)}
-    parts = {k: v.split(n) for k, v in held.items() if isinstance(v, RowsRef)}
+        return value.split(n)
+    parts = {name: ref.split(n) for name, ref in _ref_fields(value).items()}
     if not parts:
         return [value] * n  # the same object: Ray sends it once
     return [
@@ -205,23 +185,17 @@ def split_refs(value: Any, n: int) -> list[Any]:
 
 
 def _replace_refs(value: Any, replace: Callable[[RowsRef], Any]) -> Any:
-    """Replace every RowsRef in a value. Containers with one are copied, others are not."""
     if isinstance(value, RowsRef):
         return replace(value)
-    if isinstance(value, PLAIN):
-        return value
-    items = list_items(value)
-    # Most items are numbers; a call for each would be much of the driver's work.
-    changed = [item if type(item) in PLAIN else _replace_refs(item, replace) for item in items]
-    if all(map(operator.is_, changed, items)):
-        return value
-    if isinstance(value, dict):
-        return dict(zip(value, changed, strict=True))
-    if isinstance(value, (list, tuple)):
-        return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
-    return dataclasses.replace(
-        value, **dict(zip(_field_names(value.__class__), changed, strict=True))
-    )
+    held = {name: replace(ref) for name, ref in _ref_fields(value).items()}
+    return dataclasses.replace(value, **held) if held else value
+
+
+def _ref_fields(value: Any) -> dict[str, RowsRef]:
+    if isinstance(value, (Rows, type)) or not dataclasses.is_dataclass(value):
+        return {}
+    fields = {name: getattr(value, name) for name in _field_names(value.__class__)}
+    return {name: held for name, held in fields.items() if isinstance(held, RowsRef)}
 
 
 @cache

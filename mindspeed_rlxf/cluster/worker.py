@@ -143,15 +143,6 @@ def to_host(rows: Rows) -> Rows:
     return type(rows)(**columns)
 
 
-@dataclasses.dataclass(frozen=True)
-class Variable:
-    """An environment variable of the workers, for the plan. value: `***` for a secret"""
-
-    name: str
-    value: str
-    source: str
-
-
 def forwarded_environment(environment: Mapping[str, str]) -> dict[str, Secret]:
     """Return the variables of FORWARDED and FORWARDED_NAMES, but no lists of visible devices."""
     return {
@@ -183,14 +174,12 @@ def offload_environment(config: RunConfig) -> dict[str, str]:
 
 def list_variables(
     given: Mapping[str, Secret], offloading: Mapping[str, str] | None = None
-) -> list[Variable]:
-    """Return the variables that workers get, sorted by name, each with its source."""
+) -> list[tuple[str, str, str]]:
+    """Return (name, value, source) of the variables that workers get, sorted; secrets are `***`."""
     sources: dict[str, Mapping[str, object]] = {
         "driver": forwarded_environment(os.environ),
         "resource_pool.env": given,
         "offload": offloading or {},
     }
-    found = {
-        n: Variable(n, str(v), source) for source, held in sources.items() for n, v in held.items()
-    }
+    found = {n: (n, str(v), source) for source, held in sources.items() for n, v in held.items()}
     return [found[name] for name in sorted(found)]

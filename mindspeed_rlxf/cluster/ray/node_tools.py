@@ -101,11 +101,6 @@ def run_tasks(tasks: Sequence[Task], environment: Mapping[str, str], timeout_s: 
     return results
 
 
-def node_address() -> str:
-    """Return this node's address, by which other nodes reach it."""
-    return str(ray.util.get_node_ip_address())
-
-
 def device_options(resource: str | None, environment: Mapping[str, str]) -> dict[str, Any]:
     """Return Ray's options of a process without CPUs, with one device of `resource` or none.
 

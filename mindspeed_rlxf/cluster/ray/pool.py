@@ -53,22 +53,6 @@ FIRST_CAUSE_S = 5.0
 FIRST_LOOK_S, LONGEST_LOOK_S = 0.05, 0.5  # between two polls of running calls
 
 
-@dataclass(frozen=True)
-class ProcessSetup:
-    """The rank of a process in its pool, and the settings with which it starts."""
-
-    pool: str
-    rank: int
-    world_size: int
-    device_kind: DeviceKind
-    threads: int
-    timeout_s: float  # the driver's deadline of a call
-    collective_timeout_s: float  # longest wait of ranks for each other
-    log: str  # file for its output; empty leaves stdout and stderr alone
-    ip: str  # of this process's node, as the cluster knows it: collectives use its interface
-    parts: tuple[int, ...] = ()  # sizes of the pool's parts; empty = the pool is one world
-
-
 class RayWorker:
     """The Ray actor class of one process of a pool."""
 
@@ -92,36 +76,50 @@ class RayWorker:
         self._store, port = worlds.open_store(ip, world_size, timeout)
         return port
 
-    def join(self, setup: ProcessSetup, ip: str, port: int, secrets: Mapping[str, str]) -> None:
+    def join(
+        self,
+        origin: Origin,
+        ip: str,
+        kind: DeviceKind,
+        threads: int,
+        parts: Sequence[int],
+        timeout_s: float,
+        deadline_s: float,
+        store_ip: str,
+        store_port: int,
+        secrets: Mapping[str, str],
+    ) -> None:
         """Redirect output, set up network and device, and join the world of the pool or part.
 
         Waits until all ranks of the pool join. Raises WorkerError.
 
         Args:
-            ip: Address of the rendezvous store, which rank 0 opened.
-            port: Its port.
+            origin: Pool, rank and log of this process; an empty log leaves its output alone.
+            ip: This node's address, as the cluster knows it: collectives use its interface.
+            parts: Sizes of the pool's parts; one part is the whole pool.
+            timeout_s: The driver's deadline of a call.
+            deadline_s: Longest wait of ranks for each other.
+            store_ip: Address of the rendezvous store, which rank 0 opened.
             secrets: Variables for os.environ, hidden from Ray, which would show them.
         """
         os.environ.update(secrets)
         try:
-            if setup.log:
-                redirect_output(Path(setup.log))
-            kind, deadline_s = setup.device_kind, setup.collective_timeout_s
-            for name, value in device.network_environment(kind, setup.ip).items():
+            if origin.log:
+                redirect_output(Path(origin.log))
+            for name, value in device.network_environment(kind, ip).items():
                 os.environ.setdefault(name, value)
             faulthandler.enable(STDERR)
             given = ray.get_runtime_context().get_accelerator_ids()
             ids = given.get(device.facts(kind).ray_resource)
             assigned = str(ids[0]) if ids else None  # number on the host, or a UUID on CUDA
-            device.setup(kind, setup.threads, assigned=assigned, deadline_s=deadline_s)
+            device.setup(kind, threads, assigned=assigned, deadline_s=deadline_s)
             timeout = timedelta(seconds=deadline_s)
-            store = self._store or dist.TCPStore(ip, port, setup.world_size, timeout=timeout)
-            parts = setup.parts or (setup.world_size,)
-            worlds.join(device.facts(kind).backend, store, setup.rank, parts, timeout)
+            store = self._store or dist.TCPStore(store_ip, store_port, sum(parts), timeout=timeout)
+            worlds.join(device.facts(kind).backend, store, origin.rank, tuple(parts), timeout)
         except Exception as error:
-            raise worker_error(error, setup.pool, setup.rank, "start") from None
-        self._host = RoleHost(setup.rank, lambda handles: [self._rows[i] for i in handles])
-        self._timeout_s = setup.timeout_s
+            raise worker_error(error, origin.role, origin.rank, origin.phase) from None
+        self._host = RoleHost(origin.rank, lambda handles: [self._rows[i] for i in handles])
+        self._timeout_s = timeout_s
 
     @ray.method(num_returns=2, enable_task_events=False)  # our timeline has the calls
     def run_request(self, message: bytes, *rows: Rows) -> tuple[Rows | None, Reply]:
@@ -251,8 +249,6 @@ def describe_end(cause: Exception) -> str:
         return text
     if not isinstance(cause, (RayActorError, OutOfMemoryError, OwnerDiedError)):
         return f"its result was lost ({type(cause).__name__})"
-    if "creation task" in text:  # the process is alive, our actor class could not be made in it
-        return text.strip().splitlines()[-1]
     reason = "killed, crashed or out of memory"
     if isinstance(cause, OutOfMemoryError) or "low on memory" in text:
         reason = "killed by Ray because its host ran out of memory"
@@ -347,7 +343,7 @@ class RayPool:
 
     def origin(self, rank: int, role: str, phase: str) -> Origin:
         """Return where a call runs, for messages. phase: name of the method"""
-        return Origin(role, rank, self.places[rank].host, phase, self.log_of(rank), self.name)
+        return Origin(role, rank, self.places[rank].host, phase, self.log_of(rank))
 
     def log_of(self, rank: int) -> str:
         """Return the path of a rank's log on its host; empty if its output is not redirected."""

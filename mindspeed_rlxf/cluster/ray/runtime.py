@@ -167,7 +167,7 @@ class RayRuntime:
         self, pools: Mapping[str, RayPool], parts: Mapping[str, Sequence[int]]
     ) -> None:
         """Make each pool, or each of its parts, a torch.distributed world, and wait."""
-        from mindspeed_rlxf.cluster.ray.pool import ProcessSetup, RankCall, gather
+        from mindspeed_rlxf.cluster.ray.pool import RankCall, gather
 
         limit = self.start_timeout_s
         ips = {n: LOOPBACK if self.cluster.own else p.places[0].ip for n, p in pools.items()}
@@ -182,20 +182,20 @@ class RayRuntime:
         joining = []
         for (name, pool), port in zip(pools.items(), ports, strict=True):
             for rank, actor in enumerate(pool.actors):
-                setup = ProcessSetup(
-                    pool=name,
-                    rank=rank,
-                    world_size=pool.world_size,
-                    device_kind=self._kind,
-                    threads=self._threads,
-                    timeout_s=self.timeout_s,
-                    collective_timeout_s=max(self.timeout_s, limit) + COLLECTIVE_MARGIN_S,
-                    log=pool.log_of(rank),
+                origin = pool.origin(rank, name, "start")
+                reply = actor.join.remote(
+                    origin,
                     ip=LOOPBACK if self.cluster.own else pool.places[rank].ip,
-                    parts=tuple(parts.get(name, ())),
+                    kind=self._kind,
+                    threads=self._threads,
+                    parts=parts.get(name) or [pool.world_size],
+                    timeout_s=self.timeout_s,
+                    deadline_s=max(self.timeout_s, limit) + COLLECTIVE_MARGIN_S,
+                    store_ip=ips[name],
+                    store_port=port,
+                    secrets=self._secrets,
                 )
-                reply = actor.join.remote(setup, ips[name], port, self._secrets)
-                joining.append(RankCall(pool.origin(rank, name, "start"), reply))
+                joining.append(RankCall(origin, reply))
         gather(joining, limit)
 
     def shutdown(self) -> None:

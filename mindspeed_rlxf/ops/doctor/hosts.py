@@ -166,10 +166,12 @@ def _all_reduce(
 
     groups: the node of each rank
     """
-    from mindspeed_rlxf.cluster.ray.node_tools import Failed, Task, node_address, run_tasks
+    import ray
+
+    from mindspeed_rlxf.cluster.ray.node_tools import Failed, Task, run_tasks
     from mindspeed_rlxf.ops.doctor.all_reduce import all_reduce, arrival_key
 
-    ip = node_address()
+    ip = str(ray.util.get_node_ip_address())
     stores, tasks = [], []
     for group in groups:
         store, port = worlds.open_store(ip)

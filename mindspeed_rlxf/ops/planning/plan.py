@@ -155,7 +155,7 @@ def plan(config: RunConfig, nested: bool = False, note: Note = lambda _: None) -
         "Roles": table(_roles_table(config)),
         "Places of the ranks": topology(config),
         "Environment of the workers": table(
-            [["variable", "value", "source"], *([v.name, v.value, v.source] for v in variables)]
+            [["variable", "value", "source"], *map(list, variables)]
         )
         if variables
         else pairs([("no variables", "add some with resource_pool.env")]),

@@ -9,7 +9,7 @@ from mindspeed_rlxf.cluster.interface import Pool
 from mindspeed_rlxf.cluster.refs import RowsRef
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.rank_layout import ParallelLayout
-from tests.distributed.cluster.stand_ins import Numbers, StandIn, Unbuildable
+from tests.distributed.cluster.stand_ins import Inputs, Numbers, StandIn, Unbuildable
 
 
 def build(pool: Pool, role: Role = Role.ACTOR_ROLLOUT, tp: int = 1, offset: int = 0) -> RoleGroup:
@@ -52,12 +52,11 @@ def check_rows_between_layouts(producer_pool: Pool, consumer_pool: Pool) -> None
 
 def check_two_roles_in_one_process(pool: Pool) -> None:
     actor, critic = build(pool, offset=100), build(pool, Role.CRITIC, offset=7)
-    rows = make_rows(actor, 1).take([0])
+    rows = make_rows(actor, 1)
     parts = [Numbers(torch.tensor([1]))] * pool.world_size
     assert critic.call(StandIn.make, Sharded(parts)).rows().num_rows == pool.world_size
-    inputs = (rows, "name", {"more": rows})
-    report = critic.call(StandIn.read_both, inputs).result()[0]
-    assert report == ["name", [100], [100]]
+    inputs = Inputs(rows, "name")
+    assert critic.call(StandIn.read_both, inputs, rows).result()[0] == ["name", [100], [100]]
 
 
 def check_failures(pool: Pool) -> None:

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,14 @@ class Fetched:
 
     numbers: list[int]
     total: int  # sum of the numbers of all ranks
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """An argument with rows in a field."""
+
+    rows: Any
+    name: str
 
 
 class StandIn:
@@ -56,9 +65,8 @@ class StandIn:
         dist.all_reduce(total)
         return RoleOutput(report=Fetched(rows.numbers.tolist(), int(total)))
 
-    def read_both(self, inputs: tuple[Numbers, str, dict[str, Numbers]]) -> RoleOutput:
-        first, name, more = inputs
-        return RoleOutput(report=[name, first.numbers.tolist(), more["more"].numbers.tolist()])
+    def read_both(self, inputs: Inputs, more: Numbers) -> RoleOutput:
+        return RoleOutput(report=[inputs.name, inputs.rows.numbers.tolist(), more.numbers.tolist()])
 
     def make_late(self, numbers: Numbers, seconds: float, until: str = "") -> RoleOutput:
         """Return rows after some seconds, or as soon as the file `until` exists."""

@@ -7,7 +7,7 @@ import pytest
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.cluster import local
-from mindspeed_rlxf.cluster.errors import WorkerError
+from mindspeed_rlxf.cluster.errors import Origin, WorkerError
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.problems import UserError
 
@@ -48,9 +48,10 @@ def test_a_worker_hands_on_the_device_that_ray_gave_it_and_how_long_it_waits(
 
     context = SimpleNamespace(get_accelerator_ids=lambda: ids)
     monkeypatch.setattr(ray_pool.ray, "get_runtime_context", lambda: context)
-    setup = ray_pool.ProcessSetup("main", 0, 1, kind, 2, 1800.0, 1860.0, "", "")
+    origin = Origin("main", 0, "here", "start")
+    where = ("127.0.0.1", 1, {})
     with pytest.raises(WorkerError, match=r"main rank 0 on .* failed in start: Stop"):
-        ray_pool.RayWorker().join(setup, "127.0.0.1", 1, {})
+        ray_pool.RayWorker().join(origin, "", kind, 2, [1], 1800.0, 1860.0, *where)
     # longer than the driver waits, whose message names the ranks
     assert setups == [((kind, 2), {"assigned": assigned, "deadline_s": 1860.0})]
 

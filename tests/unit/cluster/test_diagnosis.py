@@ -57,7 +57,7 @@ def ranks(folder: Path, call: str, *stacks: str) -> list[Origin]:
     for rank, stack in enumerate(stacks):
         log = folder / f"{role}_{rank}.log"
         log.write_text(f"some output\nTimeout (0:00:27)!\n{stack}" if stack else "")
-        found.append(Origin(role, rank, f"host{rank}", phase, str(log), "main"))
+        found.append(Origin(role, rank, f"host{rank}", phase, str(log)))
     return found
 
 

@@ -88,12 +88,6 @@ def test_a_call_does_not_wait_when_the_inputs_give_the_number_of_rows() -> None:
     assert [request.num_rows for request in pool.requests] == [3, 3]
 
 
-def test_the_number_of_rows_is_found_inside_sharded_containers() -> None:
-    group, _ = make_group(2, tp=1, pp=1)
-    parts = Sharded([(7, ref(2)), (7, ref(5))])
-    assert group.call(SomeRole.work, "all", parts).rows().num_rows == 7
-
-
 @dataclass(frozen=True)
 class Inputs:
     rows: Any

@@ -1,7 +1,7 @@
 """References to rows: taking, splitting and joining them without moving rows."""
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +10,6 @@ from hypothesis import given, strategies as st
 from mindspeed_rlxf.cluster.refs import (
     Piece,
     RowsRef,
-    find_refs,
     number_handles,
     resolve,
     resolve_refs,
@@ -90,48 +89,36 @@ def test_take_split_resolve_agree_with_plain_lists(data: st.DataObject) -> None:
     assert [n for ref in split for n in numbers(resolve(ref, store.fetch))] == rows
 
 
-class Pair(NamedTuple):
-    left: RowsRef
-    right: int
-
-
 @dataclass(frozen=True)
 class Inputs:
     first: RowsRef
-    rest: dict[str, tuple[RowsRef, ...]]
+    second: RowsRef | None
     scale: float
 
 
-def test_references_are_found_and_resolved_inside_containers_with_one_fetch() -> None:
+def test_references_are_found_and_resolved_in_dataclasses_with_one_fetch() -> None:
     store = Store([2, 2])  # rows 0 1 | 2 3
     ref = store.ref
-    value = (Inputs(ref, {"more": (ref.take([3]),)}, 0.5), [Pair(ref.take([0]), 7)], "text")
-    assert len(find_refs(value)) == 3
-    resolved = resolve_refs(value, store.fetch)
+    inputs, alone, text = resolve_refs(
+        (Inputs(ref, ref.take([3]), 0.5), ref.take([0]), "text"), store.fetch
+    )
     assert store.fetched == ["piece 0", "piece 1"]
-    assert numbers(resolved[0].first) == [0, 1, 2, 3]
-    assert numbers(resolved[0].rest["more"][0]) == [3]
-    assert resolved[0].scale == 0.5
-    assert isinstance(resolved[1][0], Pair) and numbers(resolved[1][0].left) == [0]
-    assert resolved[2] == "text"
+    assert numbers(inputs.first) == [0, 1, 2, 3] and numbers(inputs.second) == [3]
+    assert inputs.scale == 0.5 and numbers(alone) == [0] and text == "text"
 
 
 def test_handles_are_replaced_by_their_places_in_a_list() -> None:
     ref = Store([3, 2]).ref  # rows 0 1 2 | 3 4
-    value = (Inputs(ref.take([4]), {"more": (ref.take([3, 0]),)}, 0.5), "text")
+    value = (Inputs(ref.take([4]), ref.take([3, 0]), 0.5), "text")
     (inputs, text), handles = number_handles(value)
     assert handles == ["piece 1", "piece 0"] and (inputs.scale, text) == (0.5, "text")
     assert inputs.first == RowsRef((Piece(0, 2),), (1,))
-    assert inputs.rest["more"] == (RowsRef((Piece(1, 3), Piece(0, 2)), (3, 0)),)
-
-
-def test_a_value_without_references_is_left_as_it_is() -> None:
-    value = [Numbers(torch.zeros(1)), {"a": 1}]
-    assert resolve_refs(value, lambda handles: []) is value
+    assert inputs.second == RowsRef((Piece(1, 3), Piece(0, 2)), (3, 0))
 
 
 def test_a_value_without_references_is_one_object_for_all_replicas() -> None:
     """Ray sends an object once to the workers that share it."""
     nobody: Any = None
-    value = Inputs(nobody, {}, 0.5)
+    value = Inputs(nobody, None, 0.5)
     assert {id(part) for part in split_refs(value, 3)} == {id(value)}
+    assert resolve_refs([value], lambda handles: []) == [value]

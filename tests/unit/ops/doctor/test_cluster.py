@@ -62,7 +62,7 @@ def collectives(
 
     monkeypatch.setattr(worlds, "open_store", open_store)
     monkeypatch.setattr(ray_nodes, "run_tasks", run)
-    monkeypatch.setattr(ray_nodes, "node_address", lambda: "10.0.0.0")
+    monkeypatch.setattr(ray_nodes.ray.util, "get_node_ip_address", lambda: "10.0.0.0")
     return hosts._check_collectives(DeviceKind.CPU, "rlxf_cpu", NODES, {}), sizes
 
 
