@@ -2,7 +2,7 @@
 
 No set of constraints/ has it; the test is skipped if it is not installed:
 `pip install -c constraints/extras/trackers.txt swanlab` in an environment of its own.
-TensorBoard and wandb are in the sets: `tests/unit/reporting/test_tracker_packages.py`.
+TensorBoard and wandb are in the sets: `tests/unit/reporting/test_trackers.py`.
 """
 
 from pathlib import Path

@@ -2,7 +2,7 @@
 
 import io
 import re
-from collections.abc import Sequence
+import threading
 
 import pytest
 
@@ -13,14 +13,13 @@ from mindspeed_rlxf.reporting.console import (
     make_console,
     open_console,
 )
-from mindspeed_rlxf.reporting.phases import phase
+from mindspeed_rlxf.reporting.live import LiveConsole
+from mindspeed_rlxf.reporting.phases import Phases, phase
 
 NAMES = ("actor/pg_loss_abs", "critic/kl", "timing/all")
 
 
 class Clock:
-    """Advances only when told."""
-
     now_s = 100.0
 
     def __call__(self) -> float:
@@ -32,14 +31,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def started(total: int, names: Sequence[str], stream: io.StringIO | None = None) -> Console:
-    """A console of lines at the begin of a run."""
-    console = Console(stream, Clock())
-    console.begin(total, names)
-    return console
-
-
-def test_an_iteration_is_the_line_of_mindspeed_llm():
+def test_an_iteration_is_the_line_of_mindspeed_llm() -> None:
     """Two of ten iterations took 30 s: eight more take 120 s."""
     stream, clock = io.StringIO(), Clock()
     progress = Console(stream, clock)
@@ -55,78 +47,65 @@ def test_an_iteration_is_the_line_of_mindspeed_llm():
 
 
 @pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        (0.0, "0.0000"),
-        (1e-6, "1.00e-06"),
-        (-0.00025, "-2.50e-04"),
-        (0.001, "0.0010"),
-        (1234.5, "1234.5000"),
-        (2.5e7, "2.50e+07"),
-        (float("nan"), "nan"),
-        (float("inf"), "inf"),
-    ],
-)
-def test_small_and_large_numbers_stay_readable(value, shown):
-    stream = io.StringIO()
-    started(1, ["x"], stream).update(1, {"x": value})
+    ("value", "shown", "short"),
+    [(0.0, "0.0000", "0"), (1e-6, "1.00e-06", "1.0e-06"), (-0.00025, "-2.50e-04", "-2.5e-04"),
+     (0.85156, "0.8516", "0.852"), (99.96, "99.9600", "100"), (1234.5, "1234.5000", "1,234"),
+     (2.5e7, "2.50e+07", "2.5e+07"), (float("nan"), "nan", "nan")],
+)  # fmt: skip
+def test_small_and_large_numbers_stay_readable(value: float, shown: str, short: str) -> None:
+    console = Console(stream := io.StringIO())
+    console.begin(1, ["x"])
+    console.update(1, {"x": value})
     assert f"| x : {shown} |" in stream.getvalue()
+    assert format_short(value) == short and len(short) <= 8
 
 
-def test_a_stream_of_an_ascii_locale_becomes_utf8():
-    raw = io.BytesIO()
-    stream = io.TextIOWrapper(raw, encoding="ascii")
-    started(1, NAMES, stream).note("größe")
+def test_a_stream_of_an_ascii_locale_becomes_utf8() -> None:
+    stream = io.TextIOWrapper(raw := io.BytesIO(), encoding="ascii")
+    Console(stream).note("größe")
     assert raw.getvalue().decode("utf-8").endswith("größe\n")
 
 
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [(0, "0"), (0.85156, "0.852"), (99.96, "100"), (1234.5, "1,234"), (2e-5, "2.0e-05"),
-     (-0.5, "-0.5"), (1e9, "1.0e+09"), (float("nan"), "nan")],
-)  # fmt: skip
-def test_short_numbers_have_at_most_eight_characters(value, shown):
-    assert format_short(value) == shown and len(shown) <= 8
-
-
-def test_a_warning_is_shown_once():
-    stream = io.StringIO()
-    console = Console(stream, Clock())
+def test_a_warning_is_shown_once() -> None:
+    console = Console(stream := io.StringIO())
     for what in ("a", "a", "b", "a"):
         console.warn_once(what, f"about {what}")
     assert re.findall("about .", stream.getvalue()) == ["about a", "about b"]
 
 
-def test_the_mode_chooses_what_is_shown(monkeypatch):
-    from mindspeed_rlxf.reporting.live import LiveConsole
-
-    monkeypatch.setenv("TERM", "xterm-256color")
+@pytest.mark.parametrize(
+    ("mode", "stream", "ranks", "term", "kind"),
+    [
+        ("auto", io.StringIO, None, "xterm-256color", Console),
+        ("auto", Terminal, None, "xterm-256color", LiveConsole),
+        ("line", Terminal, None, "xterm-256color", Console),
+        ("auto", Terminal, "2", "xterm-256color", Console),  # other ranks print there too
+        ("auto", Terminal, "1", "dumb", Console),
+    ],
+)
+def test_the_mode_chooses_what_is_shown(
+    monkeypatch: pytest.MonkeyPatch, mode: str, stream: type[io.StringIO], ranks: str | None,
+    term: str, kind: type,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("TERM", term)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-
-    def chosen(mode: str, stream: io.StringIO) -> type:
-        console = make_console(mode, stream)
-        console.close()
-        return type(console)
-
-    file, terminal = io.StringIO, Terminal
-    assert [chosen("auto", each()) for each in (file, terminal)] == [Console, LiveConsole]
-    assert chosen("line", terminal()) is Console
-    monkeypatch.setenv("WORLD_SIZE", "2")  # other ranks of torchrun print there too
-    assert chosen("auto", terminal()) is Console
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setenv("TERM", "dumb")
-    assert chosen("auto", terminal()) is Console
+    if ranks:
+        monkeypatch.setenv("WORLD_SIZE", ranks)
+    console = make_console(mode, stream())
+    console.close()
+    assert type(console) is kind
 
 
-def test_the_recorder_gets_the_console_that_the_command_opened():
-    stream = io.StringIO()
-    with open_console("line", stream) as console:
+def test_the_recorder_gets_the_console_that_the_command_opened() -> None:
+    with open_console("line", io.StringIO()) as console:
         assert current() is console
     assert type(current()) is Console and current() is not console
 
 
 @pytest.mark.parametrize(("rank", "prints"), [("0", True), ("1", False)])
-def test_phases_are_printed_by_the_first_rank_alone(monkeypatch, rank, prints):
+def test_phases_are_printed_by_the_first_rank_alone(
+    monkeypatch: pytest.MonkeyPatch, rank: str, prints: bool
+) -> None:
     monkeypatch.setenv("RANK", rank)
     stream = io.StringIO()
     with open_console("line", stream), phase("outer"), phase("inner"):
@@ -135,3 +114,16 @@ def test_phases_are_printed_by_the_first_rank_alone(monkeypatch, rank, prints):
         pass
     assert ("outer ..." in stream.getvalue()) is prints and "inner" not in stream.getvalue()
     assert "later" not in stream.getvalue()
+
+
+def test_phases_of_other_threads_are_not_shown() -> None:
+    made, seen = Phases(), list[object]()
+
+    def work() -> None:
+        with made.phase("beside"):
+            seen.append(made.current)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [None]

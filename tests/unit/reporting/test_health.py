@@ -1,7 +1,8 @@
 """Health rules find the faults of recorded runs, and none in healthy runs."""
 
 import math
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -60,19 +61,13 @@ def test_a_run_of_groups_that_forgets_the_task_has_equal_scores() -> None:
     ]
 
 
-def test_an_illness_is_found_once_and_ends_after_five_iterations_without_it() -> None:
-    def cut(i: int) -> Metrics:
-        return {"response_length/truncated_fraction": 1.0 if i <= 10 else 0.0}
-
+def test_a_problem_is_found_once_and_ends_after_five_iterations_without_it() -> None:
     # The mean over five iterations is under 0.9 from iteration 11 on.
-    assert made(cut, 30) == ["5 all_cut began", f"{10 + CLEAR} all_cut ended"]
-
-
-def test_an_illness_that_pauses_has_not_ended() -> None:
-    def kl(i: int) -> Metrics:
-        return {"critic/kl": 0.5 if i in (6, 12) else 2.0}
-
-    assert made(kl, 14) == ["3 kl_runaway began"]
+    cut = "response_length/truncated_fraction"
+    found = made(lambda i: {cut: 1.0 if i <= 10 else 0.0}, 30)
+    assert found == ["5 all_cut began", f"{10 + CLEAR} all_cut ended"]
+    pauses = made(lambda i: {"critic/kl": 0.5 if i in (6, 12) else 2.0}, 14)
+    assert pauses == ["3 kl_runaway began"]
 
 
 def test_validation_that_falls_while_training_rises_is_found() -> None:
@@ -93,18 +88,29 @@ def test_validation_that_falls_while_training_rises_is_found() -> None:
     assert made(lambda i: run(i, 0.01, -1e-5), 40) == [], "a fall within noise"
 
 
-def test_a_critic_worse_than_a_constant_is_found_after_thirty_iterations() -> None:
-    fit = "critic/explained_variance"
-    assert made(lambda i: {fit: -0.2}, 40) == ["30 critic_explains_nothing began"]
-    assert made(lambda i: {fit: -5.0 if i < 15 else 0.2}, 60) == [], "it learns"
+FIT, GAP, KL = "critic/explained_variance", "rollout/log_prob_gap_mean", "critic/kl"
 
 
-def test_a_gap_of_log_probs_is_found_over_the_limit_and_where_it_grows() -> None:
-    gap = "rollout/log_prob_gap_mean"
-    assert made(lambda i: {gap: 0.06}, 4) == ["3 log_prob_gap began"]
-    assert made(lambda i: {gap: 0.001 if i < 10 else 0.02}, 12) == ["11 log_prob_gap began"]
-    assert made(lambda i: {gap: 1e-7 if i < 10 else 1e-5}, 20) == [], "rounding may grow"
-    assert made(lambda i: {gap: 0.04}, 20) == []
+@pytest.mark.parametrize(
+    ("values", "count", "found"),
+    [
+        (lambda i: {FIT: -0.2}, 40, ["30 critic_explains_nothing began"]),
+        (lambda i: {FIT: -5.0 if i < 15 else 0.2}, 60, []),  # it learns
+        (lambda i: {GAP: 0.06}, 4, ["3 log_prob_gap began"]),
+        (lambda i: {GAP: 0.001 if i < 10 else 0.02}, 12, ["11 log_prob_gap began"]),
+        (lambda i: {GAP: 1e-7 if i < 10 else 1e-5}, 20, []),  # rounding may grow
+        (lambda i: {GAP: 0.04}, 20, []),
+        (lambda i: {KL: 8.0}, 9, ["3 kl_runaway began"]),
+    ],
+)
+def test_a_critic_worse_than_a_constant_and_a_gap_of_log_probs_are_found(
+    values: Callable[[int], Metrics], count: int, found: list[str]
+) -> None:
+    assert made(values, count) == found
+
+
+def test_an_adaptive_target_raises_the_limit_of_the_kl() -> None:
+    assert made(lambda i: {KL: 8.0}, 9, Health(kl_limit=12.0)) == []
 
 
 def test_a_rank_that_lags_is_found_after_ten_iterations_in_a_row() -> None:
@@ -122,12 +128,6 @@ def test_a_rank_that_lags_is_found_after_ten_iterations_in_a_row() -> None:
     assert made(lambda i: run(i, 3.0, gen_s=0.5), 40) == [], "the phase takes no time"
 
 
-def test_an_adaptive_target_raises_the_limit_of_the_kl() -> None:
-    high = Health(kl_limit=12.0)
-    assert made(lambda i: {"critic/kl": 8.0}, 9, high) == []
-    assert made(lambda i: {"critic/kl": 8.0}, 9) == ["3 kl_runaway began"]
-
-
 def test_a_resumed_run_finds_what_an_uninterrupted_one_finds() -> None:
     lines = list(read_metrics(RECORDINGS / "far_too_high_learning_rate.jsonl"))
     for cut in (4, 8, 25):
@@ -142,12 +142,7 @@ def test_every_rule_has_a_remedy_whose_keys_exist() -> None:
     assert RULES.keys() == set(HealthRule)
     known = known_keys()
 
-    def keys() -> Iterator[tuple[str, str]]:
-        for _, remedy in RULES.values():
-            for word in remedy.replace("=", " ").split():
-                section, _, key = word.strip(".,;:`()").rpartition(".")
-                if section in known:
-                    yield section, key
-
-    named = list(keys())
+    words = [w.strip(".,;:`()") for _, text in RULES.values() for w in re.split("[ =]", text)]
+    named = [(w.rpartition(".")[0], w.rpartition(".")[2]) for w in words]
+    named = [(section, key) for section, key in named if section in known]
     assert len(named) > 8 and [f"{s}.{k}" for s, k in named if k not in known[s]] == []

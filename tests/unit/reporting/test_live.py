@@ -86,6 +86,7 @@ def test_the_view_has_the_numbers_of_the_iteration(terminal: Terminal) -> None:
 def test_printed_lines_appear_above_the_view_with_control_characters_escaped(
     terminal: Terminal,
 ) -> None:
+    before = sys.stdout, sys.stderr
     console = LiveConsole(terminal)
     console.begin(3, [], title="\x1b]0;title\x07")
     print("from a library \x1b[2J\x1b]52;c;YQ==\x07 with [bold]marks[/bold]")
@@ -93,7 +94,8 @@ def test_printed_lines_appear_above_the_view_with_control_characters_escaped(
     sys.stdout.write("without an end")
     console.note("validation of \x9b31m")
     console.close()
-    assert sys.stdout is not None and not terminal.closed
+    console.close()
+    assert (sys.stdout, sys.stderr) == before and not terminal.closed
     text = terminal.text
     assert "with [bold]marks" in text and r"\u009b31m" in text and r"\u001b]0;" in text
     assert "a bar: 100%" in text and "10%\r" not in text and "without an end" in text
@@ -101,14 +103,6 @@ def test_printed_lines_appear_above_the_view_with_control_characters_escaped(
     assert not re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]", rest)
     kinds = {found.group()[-1] for found in SEQUENCE.finditer(text)}
     assert kinds <= set("mKAhlG"), "colours, cursor up, erase line, cursor on and off"
-
-
-def test_closing_gives_the_streams_back_and_may_happen_twice(terminal: Terminal) -> None:
-    before = sys.stdout, sys.stderr
-    console = LiveConsole(terminal)
-    console.close()
-    console.close()
-    assert (sys.stdout, sys.stderr) == before and not terminal.text.endswith("\x1b[?25l")
 
 
 def test_what_the_driver_waits_for_is_in_the_last_line(

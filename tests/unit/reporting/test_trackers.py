@@ -1,7 +1,10 @@
 """Trackers get every iteration once; their failures are warnings."""
 
+import importlib.util
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -10,10 +13,12 @@ from mindspeed_rlxf.reporting.trackers import (
     TrackedRun,
     Tracker,
     Trackers,
+    _choose_mode,
     find_problems,
     register_tracker,
 )
 from tests.registries import restored_registries
+from tests.tracker_records import check_resumed_run, wandb_records
 
 
 class Kept(Tracker):
@@ -55,19 +60,14 @@ def track(folder: Path, iterations: range, *names: str) -> list[str]:
     return list(warnings.values())
 
 
-def test_every_iteration_arrives_once_and_finite(tmp_path: Path, kept: type[Kept]) -> None:
-    assert track(tmp_path, range(1, 4)) == []
-    assert kept.got == [(i, {"x": float(i)}) for i in (1, 2, 3)]
-    (run,) = kept.runs
-    assert run.folder == tmp_path / "kept" and run.folder.is_dir() and kept.ended == 1
-
-
-def test_a_run_resumed_from_an_earlier_checkpoint_keeps_the_first_record(
+def test_every_iteration_arrives_once_and_finite_also_after_a_resume(
     tmp_path: Path, kept: type[Kept]
 ) -> None:
-    track(tmp_path, range(6))
+    assert track(tmp_path, range(6)) == []
+    (run,) = kept.runs
+    assert run.folder == tmp_path / "kept" and run.folder.is_dir() and kept.ended == 1
     track(tmp_path, range(4, 8))  # iterations 4 and 5 were there
-    assert [i for i, _ in kept.got] == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert kept.got == [(i, {"x": float(i)}) for i in range(8)]
 
 
 def test_a_failure_is_warned_of_once(tmp_path: Path, kept: type[Kept]) -> None:
@@ -92,12 +92,17 @@ def test_a_tracker_that_does_not_start_is_warned_of_once(
     assert len(kept.got) == 3, "the others go on"
 
 
-def test_unknown_trackers_and_missing_packages_are_problems(kept: type[Kept]) -> None:
+def test_unknown_trackers_and_missing_packages_are_problems(
+    kept: type[Kept], monkeypatch: pytest.MonkeyPatch
+) -> None:
     register_tracker("mine", module="no_such_package.inside", package="no-such-package")(kept)
-    assert find_problems(["jsonl", "kept"]) == []
+    assert find_problems(["jsonl", "kept", "tensorboard", "wandb"]) == []
     unknown, missing = find_problems(["tensorbord", "mine"])
     assert unknown.value == "tensorbord" and "use tensorboard, or" in unknown.remedy
     assert missing.value == "mine" and "`pip install no-such-package`" in missing.remedy
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
+    (problem,) = find_problems(["wandb"])
+    assert problem.value == "wandb" and "`pip install wandb`" in problem.remedy
 
 
 def test_a_tracker_name_cannot_be_registered_twice(kept: type[Kept]) -> None:
@@ -105,3 +110,36 @@ def test_a_tracker_name_cannot_be_registered_twice(kept: type[Kept]) -> None:
         with pytest.raises(ValueError, match=name):
             register_tracker(name)(kept)
     assert "jsonl" not in TRACKERS
+
+
+@pytest.mark.long
+def test_a_resumed_run_continues_its_records_offline(tmp_path: Path) -> None:
+    """Both at once, as a run may name them. wandb's record tells nothing of the machine."""
+    check_resumed_run("tensorboard,wandb", tmp_path)
+    records = list(wandb_records(tmp_path / "trackers" / "wandb"))
+    assert {each.run.host for each in records if each.HasField("run")} == {"withheld"}
+    assert not [each for each in records if each.HasField("environment")]
+    assert not [file.path for each in records for file in each.files.files]
+
+
+@pytest.mark.parametrize(
+    ("offline", "variables", "mode"),
+    [
+        (True, {"WANDB_MODE": "online", "WANDB_API_KEY": "k"}, "offline"),
+        (True, {"WANDB_MODE": "disabled"}, "disabled"),
+        (False, {}, "online"),
+        (False, {"WANDB_MODE": "disabled"}, "disabled"),
+        (None, {}, "offline"),
+        (None, {"WANDB_API_KEY": "k"}, "online"),
+        (None, {"WANDB_API_KEY": "k", "WANDB_MODE": "offline"}, "offline"),
+    ],
+)
+def test_a_run_that_is_offline_stays_so(
+    offline: bool | None, variables: dict[str, str], mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    run: Any = SimpleNamespace(offline=offline)
+    assert _choose_mode(run, "WANDB") == mode

@@ -113,22 +113,14 @@ def test_the_first_screen_answers_and_draws_curves_of_both_runs(page: Any) -> No
 
 def test_a_curve_is_read_and_zoomed_by_keys_and_by_dragging(page: Any) -> None:
     svg = see(page, "#key-charts .chart .plot")
-    page.keyboard.press("Shift")  # a key makes the focus visible
     readout = page.locator("#key-charts .chart output").first
-    height = readout.bounding_box()["height"]
     svg.focus()
-    assert readout.inner_text() == "Arrow keys read values, + and - zoom, 0 shows all."
     page.keyboard.press("End")
     page.keyboard.press("ArrowLeft")
-    assert readout.bounding_box()["height"] == height, "what is below does not move"
     assert readout.inner_text().startswith("iteration 40: first 0.")
     page.keyboard.press("+")
     status = page.locator("#summary .controls [role=status]")
     assert status.inner_text() == "iterations 30 to 41"
-    for key in ("0", "Home", "+", "+"):
-        page.keyboard.press(key)
-    validation = page.locator("#key-charts .chart:has-text('val/sums/score') .plot")
-    assert validation.text_content() == f"no value in {status.inner_text()}"
     page.keyboard.press("0")
     assert page.locator("#reset-zoom").is_disabled()
     box = svg.bounding_box()
@@ -155,12 +147,9 @@ def test_metrics_are_found_by_name(page: Any) -> None:
     page.click("text=Logarithmic")
     assert page.locator("#curves .chart .linear").is_visible()
     page.click("text=Logarithmic")
-    page.click("text=Smallest to largest")
     page.fill("input[type=range]", "1")
     assert page.locator("#smoothing").inner_text() == "none"
     page.fill("input[type=range]", "9")
-    page.click("text=Smallest to largest")
-    assert "thick: mean of 9 neighbours" in page.locator("#smoothing").inner_text()
     page.fill("#metric-search", "no such")
     assert "No metric" in page.locator("#curves").inner_text()
     page.fill("#metric-search", "")
@@ -179,29 +168,18 @@ def test_phases_are_drawn_and_read(page: Any) -> None:
 def test_samples_are_filtered_searched_and_walked_by_keys(page: Any) -> None:
     count = see(page, "#sample-count")
     assert count.inner_text() == "175 of 175 samples"
-    assert "Numbers per token are of training samples" in page.inner_text("#sample")
-    assert page.locator("#samples .heads").inner_text().split("\n")[:3] == [
-        "Iteration", "From", "Score",
-    ]  # fmt: skip
     page.select_option("[data-filter=kind]", "training")
     page.fill("[data-filter=to]", "39")
     page.fill("[data-filter=from]", "40")
     assert "The first iteration is after the last." in page.inner_text("#sample")
-    page.fill("[data-filter=text]", "no such")
-    page.fill("[data-filter=from]", "")
-    assert "The run logs 4 responses of each iteration" in page.inner_text("#sample")
     page.click("#clear-filters")
     assert count.inner_text() == "175 of 175 samples"
     page.select_option("[data-filter=kind]", "training")
-    assert "not logged for training samples" in page.inner_text("#sample")
     page.fill("[data-filter=from]", "40")
     assert count.inner_text() == "4 of 175 samples"
     page.fill("[data-filter=low]", "1")
     assert count.inner_text() == "2 of 175 samples"
     page.fill("[data-filter=low]", "")
-    page.fill("[data-filter=text]", "北京")
-    assert count.inner_text() == "2 of 175 samples"
-    page.fill("[data-filter=text]", "")
     page.focus("#samples .list")
     page.keyboard.press("ArrowDown")
     page.keyboard.press("j")
@@ -223,9 +201,7 @@ def test_tokens_have_colours_and_their_numbers_by_keys(page: Any) -> None:
     assert said.startswith(f"token 1 of {len(HAN)}") and "Advantage 0, KL 0.842" in said
     page.click("#sample button:has-text('KL')")
     assert "--above" in tokens.locator(".tok").nth(1).get_attribute("style")
-    text = page.inner_text("#sample")
-    assert "full colour from 0.992" in text, "of the tokens of all samples"
-    assert "it may be negative" in text
+    assert "full colour from 0.992" in page.inner_text("#sample"), "of the tokens of all samples"
     page.select_option("[data-filter=kind]", "")
 
 
@@ -253,9 +229,6 @@ def test_configurations_show_their_differences(page: Any) -> None:
     rows = page.locator("#config tbody tr").all_inner_texts()
     assert [row.split("\t") for row in rows if "lr" in row] == [["actor_rollout.lr", "0.5", "0.25"]]
     assert not any("best_metric" in row for row in rows)
-    page.locator("#config input[type=checkbox]").uncheck()
-    rows = page.locator("#config tbody tr").all_inner_texts()
-    assert any("best_metric" in row for row in rows)
 
 
 def test_nothing_is_wider_than_a_narrow_screen_in_the_dark(browser: Any, report: str) -> None:
@@ -266,12 +239,6 @@ def test_nothing_is_wider_than_a_narrow_screen_in_the_dark(browser: Any, report:
     see(page, "#prompts")
     columns = "document.querySelector('.columns')"
     assert page.evaluate(f"{columns}.scrollWidth <= {columns}.clientWidth")
-    page.select_option("[data-filter=kind]", "training")
-    colors = page.locator(".tok").evaluate_all(
-        "all => all.map(t => getComputedStyle(t).background)"
-    )
-    alphas = [float(each.split(")")[0].split(",")[3]) for each in colors if each.count(",") > 2]
-    assert alphas and max(alphas) <= 0.42, "light letters stay readable"
     dark = "getComputedStyle(document.body).backgroundColor"
     before = page.evaluate(dark)
     page.click("#theme")
