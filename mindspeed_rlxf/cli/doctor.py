@@ -4,7 +4,6 @@ Exit codes: 0 = no error (there may be warnings); 1 = an error was found; 2 = a 
 command line, one `error:` line per problem.
 """
 
-import argparse
 import json
 from collections.abc import Sequence
 
@@ -45,7 +44,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_intermixed_args(argv)
     if arguments.overrides and arguments.config_name is None:
         parser.error(f"{arguments.overrides[0]} changes a configuration: give --config-name")
-    config, found = _load_config(arguments)
+    config: RunConfig | None = None
+    found: list[Finding] = []
+    if name := arguments.config_name:
+        tree = compose(name, arguments.overrides, arguments.config_dir)
+        try:
+            config, found = resolve(tree, name.removesuffix(".yaml")), [ok("config", name)]
+        except ConfigError as problem:
+            remedy = "correct it: its run directory and devices are not looked at"
+            found = [error("config", str(each), remedy) for each in problem.problems]
     subject = choose_subject(config, DeviceKind(arguments.device))
     if arguments.cluster:
         address = arguments.address or (config.runtime.address if config else None)
@@ -58,20 +65,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         print(report.as_text())
     return report.exit_code
-
-
-def _load_config(arguments: argparse.Namespace) -> tuple[RunConfig | None, list[Finding]]:
-    """Load the configuration of --config-name; return it with one finding, `ok`.
-
-    Returns (None, []) without --config-name, and (None, errors) where keys or values are wrong.
-    Raises ConfigError where the YAML cannot be composed.
-    """
-    name = arguments.config_name
-    if name is None:
-        return None, []
-    tree = compose(name, arguments.overrides, arguments.config_dir)
-    try:
-        return resolve(tree, name.removesuffix(".yaml")), [ok("config", name)]
-    except ConfigError as problem:
-        remedy = "correct it: its run directory and devices are not looked at"
-        return None, [error("config", str(each), remedy) for each in problem.problems]

@@ -77,8 +77,6 @@ def make_server(run: Path, max_samples: int, port: int) -> HTTPServer:
             self.send_response(200)
             self.send_header("Content-Type", "text/html; charset=utf-8")
             self.send_header("Content-Length", str(len(content)))
-            self.send_header("X-Content-Type-Options", "nosniff")
-            self.send_header("X-Frame-Options", "DENY")
             self.end_headers()
             self.wfile.write(content)
 

@@ -19,8 +19,6 @@ from omegaconf.errors import OmegaConfBaseException
 from mindspeed_rlxf.config.problems import ConfigError, Problem, closest, quote
 from mindspeed_rlxf.config.secrets import keep_interpolations
 
-_REFUSED = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError)
-
 
 def builtin_config_dir() -> Path:
     """Return the folder `configs/rlxf` of a source checkout; if there is none, of the package."""
@@ -64,10 +62,10 @@ def compose(
     # Hydra wants the folder that has the config first.
     folders.sort(key=lambda folder: not (folder / file).is_file())
     if not (folders[0] / file).is_file():
-        guess = closest(config_name, config_names(folders))
+        names = config_names(folders)
+        guess = closest(config_name, names)
         rule = f"no such config in {' or '.join(map(str, folders))}"
-        remedy = f"did you mean {guess}? " if guess else ""
-        remedy += f"there are: {', '.join(config_names(folders))}"
+        remedy = f"{f'did you mean {guess}? ' if guess else ''}there are: {', '.join(names)}"
         raise ConfigError(Problem(f"--config-name {config_name}", rule, remedy=remedy, colon=True))
     for part in own.glob("*/*.yaml") if own != folders[0] else ():
         if (folders[0] / part.relative_to(own)).is_file():
@@ -83,7 +81,7 @@ def compose(
         plain: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
         written: Any = OmegaConf.to_container(config, resolve=False)
         return keep_interpolations({str(name): value for name, value in plain.items()}, written)
-    except _REFUSED as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError) as error:
         raise ConfigError(_explain(error, config_name, folders)) from error
 
 
@@ -101,9 +99,7 @@ def _explain(error: Exception, config_name: str, folders: Sequence[Path]) -> Pro
         rule = f"not valid YAML: {getattr(error, 'problem', None) or error}"
         return Problem(name, rule, remedy="correct it", colon=True)
     if isinstance(error, OverrideParseException):
-        remedy = (
-            "write key=value, with quotes around a value of unusual signs, as in key='\"a(b)\"'"
-        )
+        remedy = "write key=value, and quote a value of unusual signs, as in key='\"a(b)\"'"
         name = error.override.removeprefix("++")
         return Problem(name, "cannot be read", remedy=remedy, colon=True)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

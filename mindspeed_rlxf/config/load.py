@@ -73,8 +73,6 @@ AUTO = "auto"
 
 WITHOUT_CRITIC = (Stage.RAY_GRPO.value, Stage.RAY_ONLINE_DPO.value)
 MAX_DEVICES = 100_000
-GSPO_CLIP = {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4}
-"""Default clip range of GSPO (arXiv:2507.18071, 5.1), whose ratio is a mean over a response."""
 
 
 def resolve(tree: Mapping[str, Any], name: str) -> RunConfig:
@@ -348,8 +346,8 @@ def _set_stage_defaults(training: Tree, algorithm: Tree, actor: Tree) -> None:
         set_default(algorithm, adv_estimator=AdvEstimator.GRPO.value)
     if actor.get("policy_loss") == "gspo":
         set_default(algorithm, loss_normalizer=LossNormalizer.SEQUENCE_MEANS.value)
-        if actor.get("clip_ratio") is None:
-            set_default(actor, **GSPO_CLIP)
+        if actor.get("clip_ratio") is None:  # arXiv:2507.18071, 5.1: the ratio is of a response
+            set_default(actor, clip_ratio_low=3e-4, clip_ratio_high=4e-4)
     if traits := TRAITS.get(str(algorithm.get("adv_estimator"))):
         if not traits.whitens:
             set_default(algorithm, advantage_whiten=AdvantageWhiten.NONE.value)

@@ -116,11 +116,9 @@ def _translate_query_groups(given: Given, path: str, values: Tree) -> None:
     flag, groups = values.pop("group_query_attention", None), values.get("num_query_groups")
     if flag is True:
         set_default(values, num_query_groups=1)
-    elif flag is False and groups not in (None, values.get("num_attention_heads")):
+    elif flag or (flag is False and groups not in (None, values.get("num_attention_heads"))):
         rule = f"contradicts num_query_groups={format_value(groups)}"
-        given.problems.append(Problem(path, rule, False, "remove one of them"))
-    elif flag is not None and flag is not False:
-        given.refuse(path, "must be true or false", flag, "use true")
+        given.refuse(path, rule, flag, "remove one of them")
 
 
 def _translate_data(given: Given) -> None:
@@ -129,11 +127,11 @@ def _translate_data(given: Given) -> None:
     path, value = _take(given, "data_path")
     if path:
         given.move(path, _parse_prefixes(given, path, value), "data.data_path")
-        set_default(data, default_data_source="prompts")
         if data.get("overlong_prompts") is None:
-            data["overlong_prompts"] = OverlongPrompts.DROP.value
             meaning = "prompts over max_prompt_length are dropped (MindSpeed-LLM cut off their end)"
             given.note(meaning, "data.overlong_prompts=drop")
+        overlong = OverlongPrompts.DROP.value
+        set_default(data, default_data_source="prompts", overlong_prompts=overlong)
     labels, value = _take(given, "dataset_with_labels")
     if labels and not isinstance(value, bool):
         given.refuse(labels, "must be true or false", value, "use true")
@@ -207,10 +205,6 @@ def _translate_group_norm(given: Given, algorithm: Tree) -> None:
     """
     algorithm["adv_estimator"] = AdvEstimator.GRPO.value
     set_default(algorithm, advantage_whiten=AdvantageWhiten.BATCH.value)
-    gamma = algorithm.get("gamma", 1.0)
-    if gamma != 1.0:
-        rule = f"must be 1 with {ref('algorithm.adv_estimator')}=group_norm"
-        given.refuse("algorithm.gamma", rule, gamma, "use 1.0, or reinforce_plus_plus")
     penalty = algorithm.get("kl_penalty")
     if algorithm.get("kl_in") in (None, "loss") and penalty == KlPenalty.KL.value:
         algorithm["kl_penalty"] = KlPenalty.LOW_VAR_KL.value

@@ -12,7 +12,6 @@ from pathlib import Path
 
 MEGATRON = "megatron-core"
 NUMBERS = ("MAJOR", "MINOR", "PATCH")
-SUFFIX = "PRE_RELEASE"
 
 
 def version(distribution: str) -> str | None:
@@ -49,7 +48,7 @@ def megatron_core() -> str | None:
     values = _constants("megatron.core", "package_info.py")
     if not values.keys() >= {*NUMBERS}:
         return None
-    return ".".join(values[name] for name in NUMBERS) + values.get(SUFFIX, "")
+    return ".".join(values[name] for name in NUMBERS) + values.get("PRE_RELEASE", "")
 
 
 def mindspeed() -> str | None:

@@ -1,16 +1,13 @@
 """Choose the Ray cluster of a run: a named one, one of this user on this host, or a new one."""
 
 import os
-import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 LOCAL, AUTO = "local", "auto"
 """Words of `address`: `local` starts a cluster, `auto` joins one that is found."""
-CONNECT_S = 2.0  # longest wait for a TCP connection
-
-ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[\w.\-]+):(?P<port>\d{1,5})", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -63,14 +60,14 @@ def find_local_cluster() -> str | None:
     return address
 
 
-def connect_once(address: str, timeout_s: float = CONNECT_S) -> None:
+def connect_once(address: str, timeout_s: float = 2.0) -> None:
     """Open and close one TCP connection to `host:port`, to find out whether something listens.
 
     address:   `host:port` or `[IPv6]:port`
     timeout_s: for each address of the host; resolving its name has no deadline
     Errors: OSError when nothing listens, ValueError when it is no `host:port`.
     """
-    found = ADDRESS.fullmatch(address)
-    if found is None or not 0 < int(found["port"]) < 65536:
+    named = urlsplit(f"//{address}")
+    if not named.hostname or not named.port:
         raise ValueError("it is not host:port")
-    socket.create_connection((found["host"].strip("[]"), int(found["port"])), timeout_s).close()
+    socket.create_connection((named.hostname, named.port), timeout_s).close()

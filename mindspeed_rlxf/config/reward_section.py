@@ -40,17 +40,16 @@ def find_function(module: ModuleType, name: str) -> Callable[..., Any]:
     Anything callable but a class will do.
 
     Raises:
-        ValueError: it is a class, missing or not callable.
+        ValueError: it is missing, a class or not callable.
     """
     found: Any = module
     for part in name.split("."):
         found = getattr(found, part, None)
-    if inspect.isclass(found):
-        raise ValueError(f"must be a function, {name} is a class: name one of its static methods")
-    if callable(found):
-        return found  # type: ignore[no-any-return]
-    own = [n for n, v in vars(module).items() if inspect.isfunction(v) and not n.startswith("_")]
-    raise ValueError(f"the file must have a function {name}; it has {', '.join(own) or 'none'}")
+    if inspect.isclass(found) or not callable(found):
+        own = [n for n, v in vars(module).items() if inspect.isfunction(v) and n[0] != "_"]
+        has = ", ".join(own) or "none"
+        raise ValueError(f"the file must have a function {name}, and no class; it has {has}")
+    return found  # type: ignore[no-any-return]
 
 
 def keywords_of(function: Callable[..., Any]) -> tuple[str, ...]:
@@ -149,10 +148,9 @@ class FunctionConfig(Section):
                 yield Problem(
                     "url", "must begin with http:// or https://", str(self.url), "correct it"
                 )
-        if self.headers and self.url is None:
-            yield Problem("headers", f"need {ref('url')}", remedy="remove them")
-        if self.arguments and self.function is None:
-            yield Problem("arguments", f"need {ref('function')}", remedy="remove them")
+        for key_, other in (("headers", "url"), ("arguments", "function")):
+            if getattr(self, key_) and getattr(self, other) is None:
+                yield Problem(key_, f"need {ref(other)}", remedy="remove them")
 
 
 class RewardConfig(RoleConfig):

@@ -9,7 +9,6 @@ from typing import Annotated
 
 from mindspeed_rlxf.config.algorithm import AlgorithmConfig, KlControlConfig
 from mindspeed_rlxf.config.architecture import ArchitectureConfig
-from mindspeed_rlxf.config.data import DataConfig, ValidationConfig
 from mindspeed_rlxf.config.enums import (
     CONFIGURED,
     LossNormalizer,
@@ -33,6 +32,7 @@ from mindspeed_rlxf.config.roles import (
     RoleConfig,
 )
 from mindspeed_rlxf.config.sections import (
+    DataConfig,
     DeviceConfig,
     LoggingConfig,
     PlanConfig,
@@ -40,6 +40,7 @@ from mindspeed_rlxf.config.sections import (
     RolloutConfig,
     RuntimeConfig,
     TrainingConfig,
+    ValidationConfig,
 )
 
 __all__ = [
@@ -102,14 +103,13 @@ class RunConfig(Section):
         optimizer step, no importance weight and no KL penalty in the reward. Else RECOMPUTE.
         """
         algorithm, actor = self.algorithm, self.actor_rollout
-        steps = actor.ppo_epochs * self.samples_per_iteration // actor.ppo_mini_batch_size
-        penalised = algorithm.kl_in == "reward" and algorithm.kl_ctrl.kl_coef > 0
-        compared = algorithm.rollout_is_threshold or algorithm.max_log_prob_gap
         if algorithm.old_log_probs is not OldLogProbs.AUTO:
             return algorithm.old_log_probs
-        if compared is not None or (not self.compares_pairs and (steps > 1 or penalised)):
-            return OldLogProbs.RECOMPUTE
-        return OldLogProbs.AUTO
+        steps = actor.ppo_epochs * self.samples_per_iteration // actor.ppo_mini_batch_size
+        penalised = algorithm.kl_in == "reward" and algorithm.kl_ctrl.kl_coef > 0
+        compared = (algorithm.rollout_is_threshold or algorithm.max_log_prob_gap) is not None
+        reads = compared or (not self.compares_pairs and (steps > 1 or penalised))
+        return OldLogProbs.RECOMPUTE if reads else OldLogProbs.AUTO
 
     @property
     def roles(self) -> list[Role]:
@@ -125,8 +125,8 @@ class RunConfig(Section):
     @property
     def joins_cluster(self) -> bool:
         """Whether the run joins a Ray cluster, and does not start one."""
-        is_ray = self.runtime.kind == "ray"
-        return is_ray and choose_cluster(self.runtime.address).address is not None
+        address = self.runtime.kind == "ray" and choose_cluster(self.runtime.address).address
+        return bool(address)
 
     @property
     def has_pools_of_several_nodes(self) -> bool:

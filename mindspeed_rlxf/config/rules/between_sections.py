@@ -28,6 +28,7 @@ TITLES = {
 MINI_BATCHES = {Role.ACTOR_ROLLOUT: "ppo_mini_batch_size", Role.CRITIC: "critic_mini_batch_size"}
 BATCH, SAMPLES = "training.global_batch_size", "actor_rollout.n_samples_per_prompt"
 ESTIMATOR, STAGE = "algorithm.adv_estimator", "training.stage"
+MAX_NEW = "actor_rollout.max_new_tokens"
 PENALTY, KL_IN = "algorithm.kl_penalty", "algorithm.kl_in"
 TRAIN, INFER = "actor_rollout.num_gpus_for_train", "actor_rollout.num_gpus_for_infer"
 ROLLOUT_TP = "rollout.tensor_model_parallel_size"
@@ -40,11 +41,9 @@ def check_sections(config: RunConfig) -> Iterator[Problem]:
     """Yield a problem for each broken rule between sections. Does not look at the host."""
     sizes = [*_check_pools(config)] or [*_check_replicas(config)]
     yield from sizes
-    keys = ("max_prompt_length", "max_new_tokens")
-    parts = {key: getattr(config.actor_rollout, key) for key in keys}
-    both = " + ".join(f"{ref(f'actor_rollout.{key}')}={size}" for key, size in parts.items())
-    total = config.training.seq_length
-    yield from at_least("training.seq_length", total, both, sum(parts.values()))
+    prompt, response = config.actor_rollout.max_prompt_length, config.actor_rollout.max_new_tokens
+    both = f"{ref('actor_rollout.max_prompt_length')}={prompt} + {ref(MAX_NEW)}={response}"
+    yield from at_least("training.seq_length", config.training.seq_length, both, prompt + response)
     if config.validation.reward is not RewardKind.RULE and config.reward.kind is RewardKind.RULE:
         rule, value = f"needs {ref('reward.kind')}=model", config.validation.reward
         yield Problem("validation.reward", rule, value, "use rule")
@@ -241,9 +240,8 @@ def _check_stage(config: RunConfig) -> Iterator[Problem]:
     iterations = config.training.train_iters
     limit = f"{iterations - 1}, as the actor learns after it ({ref('training.train_iters')})"
     yield from at_most("critic.warmup_iters", config.warmup_iters, limit, iterations - 1)
-    longest = actor.max_new_tokens
-    limit = f"{ref('actor_rollout.max_new_tokens')}={longest}"
-    buffer = algorithm.overlong_buffer_len
+    buffer, longest = algorithm.overlong_buffer_len, actor.max_new_tokens
+    limit = f"{ref(MAX_NEW)}={longest}"
     yield from at_most("algorithm.overlong_buffer_len", buffer, limit, longest)
     rules, weights = algorithm.verifier_function, algorithm.verifier_weight
     if config.reward.verifier and weights and len(weights) != len(rules or (None,)):
@@ -272,12 +270,11 @@ def _check_estimator(config: RunConfig) -> Iterator[Problem]:
     """Yield broken rules of the estimator, its stage and its KL penalty."""
     algorithm, stage = config.algorithm, config.training.stage
     name, needs_critic = algorithm.adv_estimator, algorithm.estimator.needs_critic
-    if stage is Stage.RAY_PPO and not needs_critic:
-        rule = f"needs no critic, and {ref(STAGE)}=ray_ppo trains one"
-        yield Problem(ESTIMATOR, rule, name, f"use gae, or {ref(STAGE)}=ray_grpo")
-    if stage is not Stage.RAY_PPO and needs_critic:
-        rule = f"needs a critic, and {ref(STAGE)}={stage.value} has none"
-        yield Problem(ESTIMATOR, rule, name, f"use grpo, or {ref(STAGE)}=ray_ppo")
+    if (stage is Stage.RAY_PPO) != needs_critic:
+        needs, has = ("a critic", "has none") if needs_critic else ("no critic", "trains one")
+        usual, other = ("grpo", "ray_ppo") if needs_critic else ("gae", "ray_grpo")
+        rule = f"needs {needs}, and {ref(STAGE)}={stage.value} {has}"
+        yield Problem(ESTIMATOR, rule, name, f"use {usual}, or {ref(STAGE)}={other}")
     samples = config.actor_rollout.n_samples_per_prompt
     if algorithm.estimator.compares_group and samples == 1:
         cause = f"{ref(ESTIMATOR)}={name}, which compares the responses to a prompt"

@@ -87,8 +87,8 @@ def test_a_config_that_cannot_be_a_model_is_the_users_mistake(
 @pytest.mark.parametrize(
     ("load", "text"),
     [
-        ("nowhere", "nowhere is not a folder; give the folder of a Hugging Face model"),
-        (__file__, "is not a folder; give the folder"),
+        ("nowhere", "nowhere/config.json is missing; give the folder of a Hugging Face model"),
+        (__file__, "config.json is missing; give the folder"),
         (None, "must name a folder with config.json with model=auto; set it"),
     ],
 )

@@ -426,7 +426,7 @@ def test_a_tokenizer_without_a_vocabulary_size_is_named(in_their_folder: Path) -
     (place / "config.json").unlink()
     assert "models/llama-2-7b/config.json is missing; give the folder" in told()
     place.rmdir()
-    assert "models/llama-2-7b is not a folder; give the folder" in told()
+    assert "llama-2-7b/config.json is missing; give the folder" in told()
 
 
 def test_a_role_with_a_vocabulary_of_its_own_needs_none_of_the_tokenizer(

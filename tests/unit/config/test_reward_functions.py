@@ -96,9 +96,9 @@ def test_the_examples_are_reward_functions(make_tree: MakeTree) -> None:
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        ("{file}:scores", "must have a function scores; it has score, later, two"),
+        ("{file}:scores", "must have a function scores, and no class; it has score, later, two"),
         ("{file}:number", "must have a function number"),
-        ("{file}:Judge", "must be a function, Judge is a class"),
+        ("{file}:Judge", "must have a function Judge, and no class"),
         ("{file}", "must name a function, as file.py:name"),
         ("{file}:two", "must be a function of (prompt, response, ground_truth, extra_info)"),
         ({"function": "{file}:score", "arguments": {"size": 1}}, "unexpected keyword argument"),

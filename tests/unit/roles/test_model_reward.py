@@ -121,7 +121,7 @@ def test_pickled_and_missing_weights_are_errors(tmp_path: Path) -> None:
         Classifier(str(folder), TOKENIZER, 1, bf16=False)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     assert "must be safetensors" in str(check_classifier(str(folder))[0])
-    assert "is not a folder" in str(check_classifier(str(tmp_path / "none"))[0])
+    assert "config.json is missing" in str(check_classifier(str(tmp_path / "none"))[0])
     assert "must name" in str(check_classifier(None)[0])
 
 

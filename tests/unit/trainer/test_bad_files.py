@@ -116,8 +116,8 @@ def test_the_good_configuration_has_no_problem(good: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "rule"),
     [
-        ("actor_rollout.load", "is not a folder"),
-        ("reward.load", "is not a folder"),
+        ("actor_rollout.load", "config.json is missing"),
+        ("reward.load", "config.json is missing"),
         ("training.tokenizer_name_or_path", "tokenizer"),
         ("data.train_files", "no such file"),
         (
