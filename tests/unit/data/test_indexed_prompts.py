@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,15 @@ from mindspeed_rlxf.config.schema import DataConfig
 from mindspeed_rlxf.data.handlers import MapKeys
 from mindspeed_rlxf.data.indexed_prompts import IndexedPrompts, load_indexed_prompts
 from mindspeed_rlxf.data.prompts import Prompt, load_prompts
-from mindspeed_rlxf.data.sidecar import data_path, sidecar_path
-from mindspeed_rlxf.data.tokenizer import load_tokenizer
+from mindspeed_rlxf.data.sidecar import (
+    Column,
+    Encoding,
+    Sidecar,
+    TokenizerId,
+    data_path,
+    sidecar_path,
+)
+from mindspeed_rlxf.data.tokenizer import load_tokenizer, vocabulary_hash
 from tests.unit.data.bench import Bench
 from tests.unit.data.byte_tokenizer import SPECIAL, byte_tokenizer, write_tokenizer
 from tests.unit.data.plain_pairs import write_pair
@@ -154,6 +162,18 @@ def write_old(prefix: Path, columns: dict[str, list[list[int]]]) -> str:
     return str(prefix)
 
 
+def make_sidecar(tokenizer: str, names: Iterable[str]) -> Sidecar:
+    own = TokenizerId(path=tokenizer, sha256=vocabulary_hash(load_tokenizer(tokenizer)))
+    kinds: dict[str, Encoding] = {name: "labels" for name in names if name.endswith("labels")}
+    columns = [
+        Column(name=name, file=name, dtype="int32", encoding=kinds.get(name, "token_ids"))
+        for name in names
+    ]
+    return Sidecar(
+        handler="h", template="t", stop_token_ids=(), tokenizer=own, columns=columns, counts={}
+    )
+
+
 def test_without_a_sidecar_columns_are_decoded_with_a_notice(
     tokenizer_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -170,8 +190,9 @@ def test_without_a_sidecar_columns_are_decoded_with_a_notice(
     assert "no old_packed_meta.json beside it" in caplog.text
 
 
+@pytest.mark.parametrize("has_sidecar", [False, True])
 def test_old_conversations_and_pairs_give_the_prompt_before_the_last_response(
-    tokenizer_folder: str, tmp_path: Path
+    has_sidecar: bool, tokenizer_folder: str, tmp_path: Path
 ) -> None:
     ids = byte_tokenizer()("qansQAN")["input_ids"]
     labels = [-100, *ids[1:4], -100, *ids[5:]]
@@ -183,7 +204,11 @@ def test_old_conversations_and_pairs_give_the_prompt_before_the_last_response(
         "rejected_labels": [ids],
     }
     for name, columns in (("talks", conversations), ("pairs", pairs)):
-        found = load(tokenizer_folder, write_old(tmp_path / name, columns))
+        prefix = write_old(tmp_path / name, columns)
+        if has_sidecar:  # as earlier versions wrote it
+            sidecar = make_sidecar(tokenizer_folder, columns)
+            sidecar_path(Path(prefix)).write_text(sidecar.model_dump_json())
+        found = load(tokenizer_folder, prefix)
         assert [p.text for p in found.prompts] == ["qansQ"]
 
 
