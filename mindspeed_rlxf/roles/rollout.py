@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from mindspeed_rlxf import device
 from mindspeed_rlxf.cluster.group import Pending, RoleGroup, Sharded, submit_together
 from mindspeed_rlxf.cluster.interface import Peer, Pool, PoolPart
 from mindspeed_rlxf.config.enums import Role
@@ -164,7 +165,7 @@ class RolloutRole:
             decoded_tokens=stats.decoded_tokens,
             sampled_tokens=stats.sampled_tokens,
             sync_s=sync_s,
-            device=self.replica.device_name,
+            device=device.device_name(),
         )
         return RoleOutput(rows, report)
 

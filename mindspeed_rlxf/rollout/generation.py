@@ -76,7 +76,7 @@ class Generation:
         rounds: announces every pass to the ranks that share experts
         """
         self.model, self.limits, self.stats, self.rounds = model, limits, stats, rounds
-        self.waiting = deque(map(GrowingSample.from_request, requests))
+        self.waiting = deque(map(GrowingSample, requests))
         self.active: list[GrowingSample] = []
         self.where = next(model.parameters()).device
         width = max(request.settings.max_new_tokens for request in requests)

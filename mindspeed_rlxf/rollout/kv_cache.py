@@ -50,10 +50,6 @@ class KvCache:
         self.keys = [torch.zeros(empty, dtype=shape.dtype, device=where) for _ in layers]
         self.values = [torch.zeros_like(keys) for keys in self.keys]
 
-    @property
-    def nbytes(self) -> int:
-        return self.slots * self.capacity * self.shape.token_bytes
-
     def fit(self, slots: int, length: int) -> None:
         """Reallocate the cache for `slots` rows of `length` tokens, rounded up to pages.
 

@@ -48,16 +48,13 @@ class NativeRollout:
                   STEPS_OF_A_DEVICE
         """
         self.source, self.max_rows, self.memory = source, max_rows, memory
+        self.model: TransformerModel = source.module
         self._stats = GenerationStats()
         self._version: int | None = None  # None = no weights, or only some were replaced
         self._awake = False
         self._device = next(source.module.parameters()).device
         on_cpu = self._device.type == "cpu"
         self.steps = steps or (1 if on_cpu else STEPS_OF_A_DEVICE)
-
-    @property
-    def model(self) -> TransformerModel:
-        return self.source.module
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights; after an error the engine has no version and cannot generate."""
@@ -84,7 +81,7 @@ class NativeRollout:
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
         assert self._awake, "the rollout sleeps"
-        with torch.no_grad(), self.source.active():
+        with torch.no_grad(), self.source.groups.active():
             yield
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
@@ -125,7 +122,9 @@ class NativeRollout:
         memory = None
         if not self.max_rows:
             # From the total memory, not the free memory, so that a repeated run has the same rows.
-            memory = self.memory or _memory_of_one_process()
+            memory = self.memory or device.memory_total() // (
+                dist.get_world_size() if self._device.type == "cpu" else 1
+            )
         token = cache_shape(self.model).token_bytes
         tokens = kv_cache_tokens(token, memory)
         rows = kv_cache_rows(self.max_rows, len(requests), prompt, response, tokens)
@@ -194,8 +193,3 @@ class NativeRollout:
             temperature,
         )
         return [part.tolist() for part in log_probs.split([len(response) for _, response in pack])]
-
-
-def _memory_of_one_process() -> int:
-    on_cpu = device.current_device().type == "cpu"
-    return device.memory_total() // (dist.get_world_size() if on_cpu else 1)

@@ -38,11 +38,6 @@ class Replica:
     is_leader: bool
     make_room: Callable[[], AbstractContextManager[None]] = nullcontext
 
-    @property
-    def device_name(self) -> str:
-        """The device's name as its library reports it; empty on a CPU."""
-        return device.device_name()
-
 
 def send_weights(config: RunConfig, trained: TrainEngine) -> None:
     """Send the trained weights to the ranks that only generate.
@@ -62,7 +57,6 @@ def build_replica(config: RunConfig, trained: TrainEngine | None) -> Replica:
     """
     leads, name = config.rollout_layout.is_leader(dist.get_rank()), config.rollout.engine
     seed, actor = config.training.seed, config.actor_rollout
-    engine: RolloutEngine
     if trained is not None and name != NATIVE:
         engine = ENGINES[name](config, trained)
         return Replica(
@@ -72,15 +66,15 @@ def build_replica(config: RunConfig, trained: TrainEngine | None) -> Replica:
             offload.holding,
         )
     assert name == NATIVE, "only the native engine generates on ranks of its own"
-    source: WeightSource
-    stream: Callable[[], Iterable[tuple[str, Tensor]]]
     if trained is not None:
         assert isinstance(trained, MegatronEngine), "the native engine shares Megatron's weights"
-        source, stream = SharedWeights(trained, seed), trained.hf_tensors
+        source: WeightSource = SharedWeights(trained, seed)
+        stream: Callable[[], Iterable[tuple[str, Tensor]]] = trained.hf_tensors
     else:
         megatron_versions.apply_patches()
         device.set_deterministic(config.training.deterministic)
-        dtype, group = _dtype(config), worlds.weights_group()
+        dtype = torch.bfloat16 if actor.bf16 else torch.float32
+        group = worlds.weights_group()
         assert group is not None, "a rollout with weights of its own needs ranks of its own"
         source = OwnWeights(actor.architecture, config.rollout_tp, dtype, seed, config.rollout_ep)
         stream = partial(transfer.receive, _make_buckets(config), dtype, group)
@@ -90,10 +84,7 @@ def build_replica(config: RunConfig, trained: TrainEngine | None) -> Replica:
     return Replica(engine, lambda version: engine.update_weights(stream(), version), leads)
 
 
-def _dtype(config: RunConfig) -> torch.dtype:
-    return torch.bfloat16 if config.actor_rollout.bf16 else torch.float32
-
-
 def _make_buckets(config: RunConfig) -> list[transfer.Bucket]:
-    shapes = hf_shapes(config.actor_rollout.architecture, Head.LANGUAGE_MODEL)
-    return transfer.make_buckets(shapes, _dtype(config).itemsize)
+    actor = config.actor_rollout
+    shapes = hf_shapes(actor.architecture, Head.LANGUAGE_MODEL)
+    return transfer.make_buckets(shapes, 2 if actor.bf16 else 4)

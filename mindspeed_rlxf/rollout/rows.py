@@ -7,7 +7,7 @@ several decode steps without waiting for each.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,32 +17,25 @@ from mindspeed_rlxf.rollout.rollout_engine import FinishReason, GenerationReques
 from mindspeed_rlxf.rollout.sampling import SamplingSettings, draw_tokens, uniform_numbers
 
 
-@dataclass(eq=False)
 class GrowingSample:
     """One sample during its generation, as the host knows it.
 
-    sampling:          the request's settings without limit and stop strings; the next tokens of
-                       samples with equal ones are drawn in one call
-    key:               bytes of the prompt's token ids; equal prompts have equal keys
-    tokens, log_probs: the response as far as it was copied from the device: when the sample leaves
-                       the batch; with stop strings the tokens are copied at every read
+    Attributes:
+        sampling: The request's settings without limit and stop strings; samples with equal ones
+            draw their next tokens in one call.
+        key: Bytes of the prompt's token ids; equal prompts have equal keys.
+        tokens: The response as far as it was copied from the device, which happens when the sample
+            leaves the batch, and with stop strings at every read.
+        log_probs: Copied when the sample leaves the batch.
     """
 
-    request: GenerationRequest
-    sampling: SamplingSettings
-    key: bytes
-    tokens: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-
-    @classmethod
-    def from_request(cls, request: GenerationRequest) -> GrowingSample:
+    def __init__(self, request: GenerationRequest) -> None:
         """Make the sample of a request, without a response yet."""
-        sampling = replace(request.settings, max_new_tokens=0, stop=None)
-        return cls(request, sampling, request.prompt.tobytes())
-
-    @property
-    def settings(self) -> SamplingSettings:
-        return self.request.settings
+        self.request, self.settings = request, request.settings
+        self.sampling = replace(request.settings, max_new_tokens=0, stop=None)
+        self.key = request.prompt.tobytes()
+        self.tokens: list[int] = []
+        self.log_probs: list[float] = []
 
     @property
     def length(self) -> int:
@@ -64,8 +57,7 @@ class GrowingSample:
 
     def make_result(self, weights_version: int) -> GenerationResult:
         """Make the result of a sample whose response has ended."""
-        reason = FinishReason.of(self.tokens, self.settings)
-        place = self.request.place
+        reason, place = FinishReason.of(self.tokens, self.settings), self.request.place
         return GenerationResult(place, self.tokens, self.log_probs, reason, weights_version)
 
 
@@ -73,12 +65,13 @@ class GrowingSample:
 class RowGroup:
     """Rows with the same sampling settings.
 
-    rows: [count] int64, positions among the rows that were grouped; None = all of them
-    ends: [count] int64, EOS ids; None = no token ends a response
+    Attributes:
+        rows: [count] int64, indices among the rows that were grouped, or a slice with all of them.
+        ends: [count] int64, EOS ids; None = no token ends a response.
     """
 
     settings: SamplingSettings
-    rows: Tensor | None
+    rows: Tensor | slice
     ends: Tensor | None
 
 
@@ -131,17 +124,14 @@ class RowStates:
         self.position[slots], self.count[slots], self.limit[slots], self.going[slots] = columns
 
     def group_by_settings(self, rows: Sequence[GrowingSample]) -> list[RowGroup]:
-        """Group rows whose `sampling` is equal, in the order of each group's first row.
-
-        A single group has None in place of the rows' indices.
-        """
+        """Group rows whose `sampling` is equal, in the order of each group's first row."""
         indices: dict[SamplingSettings, list[int]] = {}
         for i, row in enumerate(rows):
             indices.setdefault(row.sampling, []).append(i)
         return [
             RowGroup(
                 settings,
-                torch.tensor(group).to(self.where) if len(indices) > 1 else None,
+                torch.tensor(group).to(self.where) if len(indices) > 1 else slice(None),
                 torch.tensor(settings.eos_token_ids).to(self.where)
                 if settings.eos_token_ids
                 else None,
@@ -159,12 +149,9 @@ class RowStates:
         """
         count = self.count[slots]
         uniforms = self.uniforms[slots].gather(1, count[:, None]).squeeze(1)
-        if len(groups) == 1:
-            return draw_tokens(logits, uniforms, count, groups[0].settings, groups[0].ends)
         tokens, log_probs = torch.zeros_like(count), torch.zeros_like(uniforms)
         for group in groups:
             at = group.rows
-            assert at is not None, "several groups have their rows each"
             tokens[at], log_probs[at] = draw_tokens(
                 logits[at], uniforms[at], count[at], group.settings, group.ends
             )
@@ -185,11 +172,7 @@ class RowStates:
         self.position[slots] += going
         going *= count < self.limit[slots]
         for group in groups:
-            if group.ends is None:
-                continue
-            if group.rows is None:
-                going *= (tokens[:, None] != group.ends).all(-1)
-            else:
+            if group.ends is not None:
                 going[group.rows] *= (tokens[group.rows][:, None] != group.ends).all(-1)
 
     def read_progress(self, rows: int) -> tuple[np.ndarray, np.ndarray]:

@@ -61,9 +61,6 @@ class SharedWeights:
         self._kept_on_device = contextlib.ExitStack()
         self.sleep()
 
-    def active(self) -> contextlib.AbstractContextManager[None]:
-        return self.groups.active()
-
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Read no tensor: training changes the weights, and `wake` gets those of other stages."""
 
@@ -134,9 +131,6 @@ class OwnWeights:
         stack_experts(self.module)
         for parameter in self.module.parameters():
             parameter.data.zero_()  # the padding of the vocabulary is never sent
-
-    def active(self) -> contextlib.AbstractContextManager[None]:
-        return self.groups.active()
 
     def wake(self) -> None:
         """Do nothing: the weights stay on the device."""
