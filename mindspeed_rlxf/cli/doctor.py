@@ -16,7 +16,7 @@ from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.device.findings import Finding, error, ok
 from mindspeed_rlxf.ops.doctor.checks import check_host, choose_subject
 from mindspeed_rlxf.ops.doctor.hosts import check_cluster
-from mindspeed_rlxf.ops.doctor.output import make_report
+from mindspeed_rlxf.ops.doctor.output import as_json, as_text, exit_code
 
 KINDS = [kind.value for kind in DeviceKind]
 OPTIONS = (
@@ -59,9 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         found += check_cluster(subject, address)
     else:
         found += check_host(subject)
-    report = make_report(found)
     if arguments.json:
-        print(json.dumps(report.as_json(), indent=2, ensure_ascii=False))
+        print(json.dumps(as_json(found), indent=2, ensure_ascii=False))
     else:
-        print(report.as_text())
-    return report.exit_code
+        print(as_text(found))
+    return exit_code(found)

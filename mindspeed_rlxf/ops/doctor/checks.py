@@ -7,9 +7,7 @@ import resource
 import shutil
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, requires
@@ -24,14 +22,9 @@ from mindspeed_rlxf.config import packages
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.device import npu_versions
-from mindspeed_rlxf.device.control_group import (
-    FOLDER,
-    Amount,
-    read_amount,
-)
+from mindspeed_rlxf.device.control_group import FOLDER, Amount, read_amount
 from mindspeed_rlxf.device.driver import DriverView, list_device_files, query_driver
 from mindspeed_rlxf.device.findings import Finding, Status, error, judge, ok, warning
-from mindspeed_rlxf.device.npu_versions import Host
 from mindspeed_rlxf.ops.sizes import GIB, existing_folder, format_bytes
 
 DISTRIBUTION = "mindspeed-rlxf"
@@ -40,7 +33,6 @@ BUSY_MIB = 4096  # the driver itself takes up to 3 GiB of an idle device
 OPEN_FILES = 32768  # asked for by the guides of MindSpeed; Ray opens some for each worker
 PROCESSES = 4096
 LITTLE_FREE = 10 * GIB
-DEADLINE_S = 65.0  # torch of an NPU may load for 40 s, and npu-smi take 20 s
 
 
 @dataclass(frozen=True)
@@ -71,44 +63,27 @@ def choose_subject(config: RunConfig | None, kind: DeviceKind) -> Subject:
 
 
 def check_host(subject: Subject) -> list[Finding]:
-    """Run all checks of this host; return the findings after DEADLINE_S at the latest."""
+    """Run all checks of this host; one that raises becomes a warning."""
     kind = device.resolve_kind(subject.kind)
-    return run_checks(
-        {
-            "versions": partial(check_software, kind),
-            "devices": partial(check_devices, kind),
-            "npu": partial(check_install, kind),
-            "limits": check_limits,
-            "memory": check_shared_memory,
-            "disk": partial(check_disk, Path(subject.output_dir)),
-        }
-    )
-
-
-def run_checks(
-    checks: Mapping[str, Callable[[], Iterable[Finding]]], deadline_s: float = DEADLINE_S
-) -> list[Finding]:
-    """Run all checks at once in threads; one that raises or is late becomes a warning.
-
-    The thread of a late one, as behind a file system that hangs, ends with the process.
-    """
-    found: dict[str, list[Finding]] = {}
-
-    def run(name: str, check: Callable[[], Iterable[Finding]]) -> None:
+    checks: dict[str, Callable[[], Iterable[Finding]]] = {
+        "versions": partial(check_software, kind),
+        "devices": partial(check_devices, kind),
+        "limits": check_limits,
+        "disk": partial(check_disk, Path(subject.output_dir)),
+    }
+    if kind is DeviceKind.NPU:
+        host = npu_versions.Host()
+        checks["npu.driver"] = partial(npu_versions.check_driver, host)
+        checks["npu.cann"] = partial(npu_versions.check_cann, host)
+        checks["npu.python"] = lambda: npu_versions.check_python(npu_versions.read_versions())
+    found: list[Finding] = []
+    for name, check in checks.items():
         try:
-            found[name] = list(check())
+            found += check()
         except Exception as problem:
             value = f"the check itself failed ({describe(problem)})"
-            found[name] = [warning(name, value, "check it by hand")]
-
-    threads = [threading.Thread(target=run, args=each, daemon=True) for each in checks.items()]
-    end = time.monotonic() + deadline_s
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(max(end - time.monotonic(), 0))
-    remedy, late = "what it asks hangs: check it by hand", f"no answer within {deadline_s:g} s"
-    return [each for name in checks for each in found.get(name, [warning(name, late, remedy)])]
+            found.append(warning(name, value, "check it by hand"))
+    return found
 
 
 def describe(problem: BaseException) -> str:
@@ -119,17 +94,26 @@ def describe(problem: BaseException) -> str:
 def check_software(kind: DeviceKind) -> Iterator[Finding]:
     """Check versions of packages; on NPU also CANN and which versions fit together.
 
-    Beside the dependencies of this package, an NPU needs torch's package for it.
+    A missing package is an error if this package depends on it; an NPU also needs torch_npu.
     """
     yield ok("versions.python", f"{platform.python_version()}, {sys.executable}")
-    versions = {name: packages.version(name) for name in npu_versions.PACKAGES}
+    is_npu = kind is DeviceKind.NPU
     try:
         parsed = [Requirement(line) for line in requires(DISTRIBUTION) or []]
     except PackageNotFoundError:  # run from its sources
         parsed = []
     wanted = {each.name: each for each in parsed if not each.marker or each.marker.evaluate()}
-    is_npu = kind is DeviceKind.NPU
-    yield from package_findings(versions, wanted, npu_versions.TORCH_NPU if is_npu else "")
+    for name in npu_versions.PACKAGES:
+        check, version = f"versions.{name}", packages.version(name)
+        requirement = wanted.get(name)
+        remedy = f"pip install '{requirement or name}' (tested sets: constraints/)"
+        if version is None:
+            if requirement or (is_npu and name == npu_versions.TORCH_NPU):
+                yield error(check, "not installed", remedy)
+        elif requirement and not requirement.specifier.contains(version, prereleases=True):
+            yield warning(check, f"{version}, outside of {requirement.specifier}", remedy)
+        else:
+            yield ok(check, version)
     if is_npu:
         cann, remedy = npu_versions.cann_version(), "install CANN, and source its set_env.sh"
         yield judge(bool(cann), "versions.cann", cann or "no CANN found", remedy, Status.ERROR)
@@ -137,25 +121,6 @@ def check_software(kind: DeviceKind) -> Iterator[Finding]:
         folders = {module: packages.folder_of(module) for module in modules}
         yield ok("versions.sources", ", ".join(f"{m} from {f}" for m, f in folders.items() if f))
         yield from npu_versions.find_problems()
-
-
-def package_findings(
-    versions: Mapping[str, str | None], wanted: Mapping[str, Requirement], needed: str
-) -> Iterator[Finding]:
-    """Yield a finding per package; None is the version of one that is not installed.
-
-    A missing one is an error if it is in `wanted` or `needed`.
-    """
-    for name, version in versions.items():
-        check, requirement = f"versions.{name}", wanted.get(name)
-        remedy = f"pip install '{requirement or name}' (tested sets: constraints/)"
-        if version is None:
-            if requirement or name == needed:
-                yield error(check, "not installed", remedy)
-        elif requirement and not requirement.specifier.contains(version, prereleases=True):
-            yield warning(check, f"{version}, outside of {requirement.specifier}", remedy)
-        else:
-            yield ok(check, version)
 
 
 def check_devices(kind: DeviceKind) -> Iterator[Finding]:
@@ -176,7 +141,14 @@ def check_devices(kind: DeviceKind) -> Iterator[Finding]:
     yield ok("devices.kind", kind.value)
     yield from driver_findings(view)
     variable = device.facts(kind).visible_devices or ""
-    yield count_finding(counted, view, variable, os.environ.get(variable))
+    wanted, shown = len(view.devices), f"torch sees {counted}"
+    if (visible := os.environ.get(variable)) is not None:
+        shown += f" ({variable}={visible})"
+        wanted = min(wanted, sum(bool(word.strip()) for word in visible.split(",")))
+    fine = counted > 0 and (bool(view.problem) or counted == wanted)
+    shown += "" if fine or view.problem else f", the driver offers {wanted}"
+    remedy = f"look at the installation; driver, /dev of the container and {variable} must agree"
+    yield judge(fine, "devices.torch", shown, remedy, Status.ERROR)
 
 
 def driver_findings(view: DriverView) -> Iterator[Finding]:
@@ -201,29 +173,6 @@ def driver_findings(view: DriverView) -> Iterator[Finding]:
     if busy:
         remedy = "end the processes that hold them, unless they are a run of yours"
         yield warning("devices.memory", f"in use on {', '.join(busy)}", remedy)
-
-
-def count_finding(counted: int, view: DriverView, variable: str, hidden: str | None) -> Finding:
-    """Check that torch sees as many devices as the driver lists and the variable leaves visible.
-
-    counted: devices by torch; hidden: value of the variable, None = not set
-    """
-    wanted, shown = len(view.devices), f"torch sees {counted}"
-    if hidden is not None:
-        shown += f" ({variable}={hidden})"
-        wanted = min(wanted, sum(bool(word.strip()) for word in hidden.split(",")))
-    fine = counted > 0 and (bool(view.problem) or counted == wanted)
-    shown += "" if fine or view.problem else f", the driver offers {wanted}"
-    remedy = f"look at the installation; driver, /dev of the container and {variable} must agree"
-    return judge(fine, "devices.torch", shown, remedy, Status.ERROR)
-
-
-def check_install(kind: DeviceKind) -> Iterator[Finding]:
-    """Check driver, CANN and Python of an NPU host (docs/npu.md); nothing on another kind."""
-    if kind is DeviceKind.NPU:
-        yield from npu_versions.check_driver(Host())
-        yield from npu_versions.check_cann(Host())
-        yield from npu_versions.check_python(npu_versions.read_versions())
 
 
 def check_limits(folder: Path = FOLDER) -> Iterator[Finding]:
@@ -251,27 +200,20 @@ def _shown(limit: float) -> str:
     return f"{limit:.0f}".replace("inf", "unlimited")
 
 
-def check_shared_memory() -> Iterator[Finding]:
-    """Check that /dev/shm has the free space that Ray's object store takes."""
-    wanted, free = object_store_bytes(), shutil.disk_usage("/dev/shm").free
-    sizes = (
-        f"{format_bytes(free)} free in /dev/shm, Ray's object store takes {format_bytes(wanted)}"
-    )
-    remedy = "give the container --shm-size=16g, or remount /dev/shm larger; Ray uses /tmp else"
-    yield judge(free >= wanted, "memory.shared", sizes, remedy)
-
-
-def check_disk(output_dir: Path, wanted: int = LITTLE_FREE) -> Iterator[Finding]:
-    """Check rights and free space of the run directory and of Ray's folder for spilled objects."""
-    ray_folder = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
-    total = shutil.disk_usage(existing_folder(ray_folder)).total
-    for check, path, least, key in (
-        ("disk.free", output_dir.absolute(), wanted, "training.output_dir"),
-        ("disk.ray_folder", ray_folder, max(total // 20, GIB), "RAY_TMPDIR"),  # Ray stops at 95%
+def check_disk(output_dir: Path) -> Iterator[Finding]:
+    """Check rights and free space of the run directory and Ray's folders for objects."""
+    spilled = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
+    ray_stops = shutil.disk_usage(existing_folder(spilled)).total // 20  # at 95% full
+    moves = "free some space, or set {} to another disk"
+    shared = "give the container --shm-size=16g, or remount /dev/shm larger; Ray uses /tmp else"
+    for check, path, wanted, remedy in (
+        ("disk.free", output_dir.absolute(), LITTLE_FREE, moves.format("training.output_dir")),
+        ("disk.ray_folder", spilled, max(ray_stops, GIB), moves.format("RAY_TMPDIR")),
+        ("memory.shared", Path("/dev/shm"), object_store_bytes(), shared),
     ):
         folder = existing_folder(path)
         free = shutil.disk_usage(folder).free
-        value = f"{format_bytes(free)} free in {folder}, {format_bytes(least)} are wanted"
-        yield judge(free >= least, check, value, f"free some space, or set {key} to another disk")
+        value = f"{format_bytes(free)} free in {folder}, {format_bytes(wanted)} are wanted"
+        yield judge(free >= wanted, check, value, remedy)
         if not os.access(folder, os.W_OK | os.X_OK):
-            yield error(check, f"{folder} cannot be written", f"set {key} to another folder")
+            yield error(check, f"{folder} cannot be written", remedy)

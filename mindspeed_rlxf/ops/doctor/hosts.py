@@ -4,6 +4,10 @@ import os
 import platform
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.cluster import nodes as cluster_nodes
@@ -14,27 +18,17 @@ from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.problems import Problem, UserError
 from mindspeed_rlxf.config.secrets import reveal
 from mindspeed_rlxf.device import npu_versions, worlds
-from mindspeed_rlxf.device.findings import Finding, Status, error, judge, ok, warning
-from mindspeed_rlxf.ops.doctor.checks import Subject, check_host, describe
+from mindspeed_rlxf.device.findings import Finding, Status, error, judge, ok
+from mindspeed_rlxf.ops.doctor.checks import Subject, check_host
 from mindspeed_rlxf.ops.doctor.output import merge
 
-SURVEY_S = 90.0  # checks of a host take 65 at most, its process some to start
+SURVEY_S = 120.0  # torch of an NPU may load for 40 s, and npu-smi take 20 s
 GROUP_S = 90.0  # processes start, import torch, open devices
 MARGIN_S = 5.0  # a rank's deadline is earlier than the driver's, as its message has more detail
 MOST_RANKS_ON_CPU = 8
 SHOWN = 8
-
-
-def survey_host(subject: Subject) -> tuple[list[Finding], dict[str, str]]:
-    """Run the checks of this host; return its findings and its versions."""
-    return check_host(subject), versions()
-
-
-def versions() -> dict[str, str]:
-    """Return name -> version of what must be equal on all hosts: packages, `python`, `cann`."""
-    cann = npu_versions.cann_version() or cluster_nodes.NONE
-    found = cluster_nodes.versions(npu_versions.PACKAGES)
-    return {**found, "python": platform.python_version(), "cann": cann}
+ELEMENTS = 2**20  # of an all-reduce, fp32, 4 MiB
+REPEATS = 4
 
 
 def check_cluster(subject: Subject, address: str | None) -> list[Finding]:
@@ -43,10 +37,11 @@ def check_cluster(subject: Subject, address: str | None) -> list[Finding]:
     Sets environment variables of Ray.
 
     Args:
+        subject: What to check on each host.
         address: None = RAY_ADDRESS.
 
     Raises:
-        UserError: no cluster is named, or it cannot be joined.
+        UserError: No cluster is named, or it cannot be joined.
     """
     if (address or os.environ.get("RAY_ADDRESS") or "local") == "local":
         remedy = "set RAY_ADDRESS, runtime.address or --address; auto is one that runs on this host"
@@ -54,19 +49,21 @@ def check_cluster(subject: Subject, address: str | None) -> list[Finding]:
             Problem("--cluster", "needs a Ray cluster and none is named", remedy=remedy)
         )
     cluster = open_cluster(address, {})
-    found: list[Finding] = []
     try:
-        _check_joined(subject, found)
-    except Exception as problem:  # a cluster may fall apart meanwhile; keep what is known
-        remedy = "look at the cluster with `ray status` and at Ray's logs"
-        found.append(error("cluster", describe(problem), remedy))
+        return _check_joined(subject)
     finally:
         cluster.close()
-    return found
 
 
-def _check_joined(subject: Subject, found: list[Finding]) -> None:
-    """Check each host, compare the hosts, and all-reduce; append to `found`."""
+def survey_host(subject: Subject) -> tuple[list[Finding], dict[str, str]]:
+    """Return this host's findings, and the versions which must be equal on all hosts, by name."""
+    versions = cluster_nodes.versions(npu_versions.PACKAGES)
+    cann = npu_versions.cann_version() or cluster_nodes.NONE
+    return check_host(subject), {**versions, "python": platform.python_version(), "cann": cann}
+
+
+def _check_joined(subject: Subject) -> list[Finding]:
+    """Check each host, compare the hosts, and all-reduce."""
     # Imported after Ray's environment is set.
     from mindspeed_rlxf.cluster.ray.node_tools import Failed, Task, live_nodes, run_tasks
 
@@ -87,9 +84,12 @@ def _check_joined(subject: Subject, found: list[Finding]) -> None:
         own += [finding.on(node.host) for finding in findings]
         if kind is not DeviceKind.CPU:
             own.append(ray_finding(resource, node.count, max(n.count for n in nodes)).on(node.host))
-    found += [ok("cluster.hosts", f"{len(answered)} of {len(nodes)} hosts answered"), *merge(own)]
-    found += version_findings({node.host: there for node, there in answered.items()})
-    found += _check_collectives(kind, resource, list(answered), environment)
+    return [
+        ok("cluster.hosts", f"{len(answered)} of {len(nodes)} hosts answered"),
+        *merge(own),
+        *version_findings({node.host: there for node, there in answered.items()}),
+        *_check_collectives(kind, resource, list(answered), environment),
+    ]
 
 
 def ray_finding(resource: str, count: int, most: int) -> Finding:
@@ -106,7 +106,7 @@ def version_findings(by_host: Mapping[str, Mapping[str, str]]) -> list[Finding]:
     """Return an error per version that differs from that of most hosts; `ok` if none does.
 
     Args:
-        by_host: host -> package -> version.
+        by_host: Host -> package -> version.
     """
     check, remedy = "cluster.versions", "install the same there, and start Ray there again"
     names = dict.fromkeys(name for there in by_host.values() for name in there)
@@ -127,49 +127,49 @@ def _check_collectives(
 
     On CPU with MOST_RANKS_ON_CPU ranks on a host at most, and 1 if it declares no devices.
     """
-    found, groups = [], []
+    groups = []
     for node in nodes:
         count = node.free
         if kind is DeviceKind.CPU:
             count = min(node.free, MOST_RANKS_ON_CPU) if node.count else 1
         groups += [[node] * count] if count else []
-        if held := node.count - node.free:
-            value = f"{held} of {node.count} {resource} are held by others and not tried"
-            remedy = "wait for the run that holds them to check them too"
-            found.append(warning("collectives.devices", value, remedy).on(node.host))
-    causes = _all_reduce(kind, resource, groups, environment)
+    causes = _all_reduce_groups(kind, resource, groups, environment)
     remedy = "look at the devices and the library's log there, or exclude the host"
-    for group, cause in zip(groups, causes, strict=True):
-        if cause:
-            found.append(error("collectives.inside", cause, remedy).on(group[0].host))
+    found = [
+        error("collectives.inside", cause, remedy).on(group[0].host)
+        for group, cause in zip(groups, causes, strict=True)
+        if cause
+    ]
     working = [group for group, cause in zip(groups, causes, strict=True) if not cause]
-    value = f"{len(working)} of {len(groups)} hosts"
+    together = [node for group in working for node in group]
+    value = f"{len(together)} ranks on {len(working)} of {len(nodes)} hosts"
     if working:
         found.append(ok("collectives.inside", value))
     if len(working) > 1:
-        together = [node for group in working for node in group]
-        (cause,) = _all_reduce(kind, resource, [together], environment)
+        (cause,) = _all_reduce_groups(kind, resource, [together], environment)
         value += f" together: {cause}" if cause else " together"
         remedy = "look at network, firewall and GLOO/HCCL_SOCKET_IFNAME, at `ulimit -n` and ports"
         found.append(judge(not cause, "collectives.all", value, remedy, Status.ERROR))
     return merge(found)
 
 
-def _all_reduce(
+def _all_reduce_groups(
     kind: DeviceKind,
     resource: str,
     groups: Sequence[Sequence[Node]],
     environment: Mapping[str, str],
-    limit_s: float = GROUP_S,
 ) -> list[str]:
     """All-reduce in all groups at once; return the cause of each group's failure, "" if it passed.
 
-    groups: the node of each rank
+    Args:
+        kind: Device kind, which chooses the backend.
+        resource: Name of the Ray resource for one device.
+        groups: The node of each rank.
+        environment: Variables of the ranks.
     """
     import ray
 
     from mindspeed_rlxf.cluster.ray.node_tools import Failed, Task, run_tasks
-    from mindspeed_rlxf.ops.doctor.all_reduce import all_reduce, arrival_key
 
     ip = str(ray.util.get_node_ip_address())
     stores, tasks = [], []
@@ -177,19 +177,68 @@ def _all_reduce(
         store, port = worlds.open_store(ip)
         stores.append(store)
         for rank, node in enumerate(group):
-            arguments = (kind, ip, port, rank, len(group), limit_s - MARGIN_S)
+            arguments = (kind, ip, port, rank, len(group), GROUP_S - MARGIN_S)
             tasks.append(Task(node.id, all_reduce, arguments, resource if node.count else None))
-    replies = iter(run_tasks(tasks, environment, limit_s))
+    replies = iter(run_tasks(tasks, environment, GROUP_S))
     found = []
     for group, store in zip(groups, stores, strict=True):
         results = [next(replies) for _ in group]
-        causes = [reply.cause for reply in results if isinstance(reply, Failed)]
-        causes += [reply for reply in results if not isinstance(reply, Failed) and reply]
+        causes = [each.cause if isinstance(each, Failed) else each for each in results]
         absent = [
             f"rank {rank} on {node.host}"
             for rank, node in enumerate(group)
             if not store.check([arrival_key(rank)])
         ]
         parts = [f"{', '.join(absent[:SHOWN])} never came"] if absent else []
-        found.append("; ".join(parts + causes[:1]) if causes else "")
+        found.append("; ".join(parts + [cause for cause in causes if cause][:1]))
     return found
+
+
+def arrival_key(rank: int) -> str:
+    """Return the key that a rank sets in its group's store when it comes."""
+    return f"here/{rank}"
+
+
+def all_reduce(
+    kind: DeviceKind, ip: str, port: int, rank: int, world_size: int, timeout_s: float
+) -> str:
+    """Join the process group, all-reduce `rank + 1` REPEATS times, and leave the group.
+
+    Args:
+        kind: Device kind, which chooses the backend.
+        ip: Address of the group's TCPStore.
+        port: Port of the group's TCPStore.
+        rank: Rank of this process.
+        world_size: Ranks of the group.
+        timeout_s: Longest wait for the other ranks, in each step.
+
+    Returns:
+        "" if the sums are right, else the cause of the failure.
+    """
+    try:
+        timeout = timedelta(seconds=timeout_s)
+        store = dist.TCPStore(ip, port, is_master=False, timeout=timeout)
+        store.set(arrival_key(rank), "")
+        place = device.select_first_device(kind)
+        dist.init_process_group(
+            device.facts(kind).backend,
+            store=dist.PrefixStore("group", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+        )
+        wanted = world_size * (world_size + 1) // 2  # 1 + 2 + ... + world_size
+        elements = torch.empty(ELEMENTS, device=place)
+        for _ in range(REPEATS):
+            elements.fill_(rank + 1)
+            dist.all_reduce(elements)
+            if not bool((elements == wanted).all()):
+                raise ValueError(
+                    f"the sum is wrong: {elements.min():g} to {elements.max():g}, not {wanted}"
+                )
+        return ""
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -39,12 +39,13 @@ def reached(*args):
 ray_runtime.open_cluster, ray_runtime.RayRuntime.create_pools = no_cluster, reached
 assert main([*line, f"training.output_dir={sys.argv[2]}/run"]) == 2
 from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.device import npu_versions
 from mindspeed_rlxf.ops.doctor import checks
 from mindspeed_rlxf.cluster.nodes import report_node
-report_node([], None, DeviceKind.NPU)
+report_node([], None)
 list(checks.check_devices(DeviceKind.NPU))
 list(checks.check_software(DeviceKind.NPU))
-checks.check_install(DeviceKind.NPU, True)
+npu_versions.check_host(npu_versions.Host(), True)
 """
 
 

@@ -1,10 +1,12 @@
 """Differences between hosts are reported with the hosts that differ from most."""
 
+import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from mindspeed_rlxf.cluster.nodes import Node
 from mindspeed_rlxf.config.enums import DeviceKind
@@ -13,7 +15,12 @@ from mindspeed_rlxf.device import worlds
 from mindspeed_rlxf.device.findings import Finding
 from mindspeed_rlxf.ops.doctor import hosts
 from mindspeed_rlxf.ops.doctor.checks import Subject
-from mindspeed_rlxf.ops.doctor.hosts import check_cluster, version_findings
+from mindspeed_rlxf.ops.doctor.hosts import (
+    all_reduce,
+    arrival_key,
+    check_cluster,
+    version_findings,
+)
 
 
 def test_hosts_with_another_version_are_named() -> None:
@@ -69,8 +76,8 @@ def collectives(
 def test_all_hosts_pass_alone_and_together(monkeypatch: pytest.MonkeyPatch) -> None:
     found, sizes = collectives(monkeypatch)
     assert [(f.check, f.status.value, f.value) for f in found] == [
-        ("collectives.inside", "ok", "3 of 3 hosts"),
-        ("collectives.all", "ok", "3 of 3 hosts together"),
+        ("collectives.inside", "ok", "6 ranks on 3 of 3 hosts"),
+        ("collectives.all", "ok", "6 ranks on 3 of 3 hosts together"),
     ]
     assert sizes == [2, 2, 2, 6]
 
@@ -100,3 +107,22 @@ def test_without_a_cluster_the_error_names_the_remedy(monkeypatch: pytest.Monkey
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(UserError, match="--cluster needs a Ray cluster and none is named"):
         check_cluster(Subject(DeviceKind.CPU, "/x"), None)
+
+
+LOOPBACK = "127.0.0.1"
+
+
+def test_a_rank_alone_sums_by_itself_and_leaves_no_group() -> None:
+    store, port = worlds.open_store(LOOPBACK)
+    assert all_reduce(DeviceKind.CPU, LOOPBACK, port, 0, 1, 30.0) == ""
+    assert store.check([arrival_key(0)])
+    assert not dist.is_initialized()
+
+
+def test_a_rank_that_never_comes_is_reported_at_the_deadline() -> None:
+    started = time.monotonic()
+    store, port = worlds.open_store(LOOPBACK)
+    assert all_reduce(DeviceKind.CPU, LOOPBACK, port, 0, 2, 1.0) != ""
+    assert store.check([arrival_key(0)]) and not store.check([arrival_key(1)])
+    assert time.monotonic() - started < 20
+    assert not dist.is_initialized()

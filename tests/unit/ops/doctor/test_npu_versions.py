@@ -1,5 +1,6 @@
-"""The doctor on NPU: the same rules by which a worker refuses to start, without starting one."""
+"""The doctor on NPU: the checks of the guide, and the rules by which a worker refuses to start."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -10,6 +11,9 @@ from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.device import npu_versions
 from mindspeed_rlxf.ops.doctor import checks
 from tests.unit.device import npu_recorder
+from tests.unit.device.test_npu_host import VERSIONS, make_host
+
+GUIDE = Path(__file__).parents[4] / "docs" / "npu.md"
 
 
 @pytest.fixture
@@ -61,3 +65,17 @@ def test_the_version_of_cann_is_read_from_the_folder_of_set_env(
     text = "# version: 1.0\nruntime_running_version=[8.1.RC1]\n"
     (tmp_path / "version.cfg").write_text(text, encoding="ascii")
     assert npu_versions.cann_version() == "8.1.RC1"
+
+
+def test_every_check_of_the_guide_is_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    npu_recorder.install(monkeypatch, tmp_path / "sources")
+    monkeypatch.setattr(packages, "_installed", VERSIONS.get)
+    inspected = make_host(tmp_path)
+    monkeypatch.setattr(npu_versions, "Host", lambda: inspected)
+    subject = checks.Subject(DeviceKind.NPU, str(tmp_path))
+    checked = {finding.check for finding in checks.check_host(subject)}
+    found = {check for check in checked if check.startswith("npu.")}
+    steps = GUIDE.read_text(encoding="utf-8").partition("\n### Not tried")[0]
+    asked = set(re.findall(r"`(npu\.[a-z_]+)`", steps))
+    assert asked - found == {"npu.triton", "npu.transformer_engine"}  # where there is a reason
+    assert found <= asked
