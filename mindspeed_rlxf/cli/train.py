@@ -81,7 +81,7 @@ def _dry_run(config: RunConfig, nested: bool) -> int:
     from mindspeed_rlxf.ops.planning.plan import plan
     from mindspeed_rlxf.trainer.preflight import prepare
 
-    planned = plan(config, nested, lambda text: print(text, file=sys.stderr, flush=True))
+    planned = plan(config, nested)
     print(planned.text, flush=True)
     problems = [*check_host(config), *planned.problems]
     try:

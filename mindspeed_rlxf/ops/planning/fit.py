@@ -1,12 +1,18 @@
 """Compare needed memory and disk with what is available: sections of the plan, and problems."""
 
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from mindspeed_rlxf.config.problems import Problem
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.ops.planning import available
-from mindspeed_rlxf.ops.planning.host_memory import ALWAYS, PHASES, disk_needed, host_memory_needed
+from mindspeed_rlxf.ops.planning.host_memory import (
+    ALWAYS,
+    PHASES,
+    HostMemory,
+    disk_needed,
+    host_memory_needed,
+)
 from mindspeed_rlxf.ops.planning.memory import PoolMemory, pool_memories
 from mindspeed_rlxf.ops.planning.stage_memory import Phase, State
 from mindspeed_rlxf.ops.sizes import format_bytes
@@ -19,72 +25,65 @@ REMEDY = (
 )
 
 
-@dataclass
-class Fit:
-    """Text of the plan's sections by title, and a problem for each need that does not fit."""
+def check_fit(config: RunConfig) -> tuple[dict[str, str], list[Problem]]:
+    """Compare a run's needs with the memory of devices and hosts, and with the free disk.
 
-    sections: dict[str, str] = field(default_factory=dict)
-    problems: list[Problem] = field(default_factory=list)
+    Returns:
+        A section for each pool and part, host memory and disk, by title, and a problem for each
+        need larger than what is there.
+    """
+    sections: dict[str, str] = {}
+    problems: list[Problem] = []
 
-    def add(
-        self, title: str, body: str, needed: int, there: int | None, problem: Problem, unknown: str
+    def compare(
+        title: str, body: str, needed: int, there: int | None, unknown: str, problem: Problem
     ) -> None:
-        """Add a section that ends with a comparison of sizes.
-
-        Args:
-            needed: bytes.
-            there: bytes; None = not known.
-            problem: added if `needed` is larger than `there`; the sizes are put behind its rule.
-            unknown: says why `there` is not known.
-        """
         sizes = f"needs {format_bytes(needed)}"
-        if there is None:
-            verdict = f"{sizes}; {unknown}"
-        else:
+        verdict = f"{sizes}; {unknown}"
+        if there is not None:
             sizes += f", has {format_bytes(there)}"
             verdict = f"fits: {sizes}"
             if needed > there:
                 verdict = f"does not fit: {sizes}; {problem.remedy}"
                 rule = f"{problem.rule}{sizes}"
-                found = Problem(problem.key, rule, remedy=problem.remedy, colon=bool(problem.rule))
-                self.problems.append(found)
-        self.sections[title] = f"{body}\n  {verdict}"
+                problems.append(replace(problem, rule=rule, colon=bool(problem.rule)))
+        sections[title] = f"{body}\n  {verdict}"
 
-
-def check_fit(config: RunConfig) -> Fit:
-    """Compare a run's needs with the memory of devices and hosts, and with the free disk.
-
-    Returns:
-        A section for each pool and part, host memory and disk, and a problem for each need that is
-        larger than what is there.
-    """
-    fit = Fit()
-    pools = [memory for pool in config.resource_pool for memory in pool_memories(config, pool)]
+    pools = pool_memories(config)
     for pool in pools:
         part = f", {pool.part}" if pool.part else ""
         subject = f"a device {f'of the {pool.part} ' if pool.part else ''}"
-        fit.add(
+        compare(
             f"Memory per device, pool {pool.pool}{part} (rank {pool.rank}, which needs most)",
             table(_pool_rows(pool)),
             pool.total,
             available.device_memory(config),
-            Problem(f"resource_pool.{pool.pool}", subject, remedy=REMEDY),
             "it comes from the host's memory, see below"
             if available.on_cpu(config)
             else "memory of a device is unknown: set device.memory_gib",
+            Problem(f"resource_pool.{pool.pool}", subject, remedy=REMEDY),
         )
-    _add_host(fit, config, pools)
-    sizes, folder = disk_needed(config), RunDirectory.choose(config).path
-    remedy = "free some space, or set training.output_dir to another disk"
-    fit.add(
-        "Disk",
-        pairs([(name, format_bytes(count)) for name, count in sizes.items()]),
-        sum(sizes.values()),
-        available.free_disk(folder),
-        Problem(f"training.output_dir={str(folder)!r}", "", remedy=remedy),
-        "",
+    host = host_memory_needed(config, pools)
+    remedy = "offload less, use fewer processes, smaller micro-batches, or more hosts"
+    compare(
+        "Host memory" + (", largest host" if available.is_joined(config) else ""),
+        _host_table(host),
+        host.total,
+        available.host_memory(config),
+        "memory of the hosts of a cluster is unknown here",
+        Problem("resource_pool", "the host ", remedy=remedy),
     )
-    return fit
+    folder, disk = RunDirectory.choose(config).path, disk_needed(config)
+    remedy = "free some space, or set training.output_dir to another disk"
+    compare(
+        "Disk",
+        pairs([(name, format_bytes(count)) for name, count in disk.items()]),
+        sum(disk.values()),
+        available.free_disk(folder),
+        "",
+        Problem(f"training.output_dir={str(folder)!r}", "", remedy=remedy),
+    )
+    return sections, problems
 
 
 def _pool_rows(pool: PoolMemory) -> list[list[object]]:
@@ -109,24 +108,14 @@ def _pool_rows(pool: PoolMemory) -> list[list[object]]:
     return rows
 
 
-def _add_host(fit: Fit, config: RunConfig, pools: list[PoolMemory]) -> None:
-    """Add the table of the host's memory: a row per part, a column per phase."""
-    host = host_memory_needed(config, pools)
+def _host_table(host: HostMemory) -> str:
+    """Return the table of the host's memory: a row per part, a column per phase."""
     rows: list[list[object]] = [["part", *PHASES]]
     for part in host.parts:
         sizes = [part.bytes if each in part.phases else 0 for each in ALWAYS]
         rows.append([part.name, *map(format_bytes, sizes)])
     rows.append(["together", *map(format_bytes, host.phases)])
-    cache = (
-        f"  page cache of the weights that are loaded: {format_bytes(host.page_cache)}, not in the "
-        "sums, as the system gives it back"
-    )
-    remedy = "offload less, use fewer processes, smaller micro-batches, or more hosts"
-    fit.add(
-        "Host memory" + (", largest host" if available.is_joined(config) else ""),
-        f"{table(rows)}\n{cache}",
-        host.total,
-        available.host_memory(config),
-        Problem("resource_pool", "the host ", remedy=remedy),
-        "memory of the hosts of a cluster is unknown here",
+    return (
+        f"{table(rows)}\n  page cache of the weights that are loaded: "
+        f"{format_bytes(host.page_cache)}, not in the sums, as the system gives it back"
     )

@@ -5,6 +5,7 @@ so only the largest phase counts. Offloaded state counts only in the phases that
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 
 from mindspeed_rlxf import device
@@ -111,39 +112,35 @@ def has_model(config: RunConfig, role: Role) -> bool:
     return role is not Role.REWARD or config.reward.kind is RewardKind.MODEL
 
 
-def pool_memories(config: RunConfig, pool: str) -> list[PoolMemory]:
-    """Return the memory of a pool in a list of one item: of the rank with the largest need.
+def pool_memories(config: RunConfig) -> list[PoolMemory]:
+    """Return the memory of each pool: of its rank with the largest need.
 
     A disaggregated pool has two items: of its ranks that train, then of those that generate.
     """
-    if not is_split(config, pool):
-        return [pool_memory(config, pool)]
+    found = []
+    for pool in config.resource_pool:
+        found.append(pool_memory(config, pool))
+        if is_split(config, pool):
+            found[-1:] = [replace(found[-1], part=TRAINS), _generating_memory(config, pool)]
+    return found
+
+
+def _generating_memory(config: RunConfig, pool: str) -> PoolMemory:
+    """Return the memory of the ranks of a disaggregated pool that only generate."""
     assert config.parts is not None, "the pool is split"
     actor, tp, ep = config.actor_rollout, config.rollout_tp, config.rollout_ep
     numbers = sum(shard_sizes(actor.architecture, Head.LANGUAGE_MODEL, tp, 0, 1, 1, ep))
-    weights = numbers * itemsize(actor)
     groups = (2 if actor.architecture.num_experts else 1) * (tp > 1) + (ep > 1) + POOL_GROUP
     rollout = RoleMemory(
         Role.ACTOR_ROLLOUT,
-        State(weights, 0, 0),
+        State(numbers * itemsize(actor), 0, 0),
         groups * device.communicator_bytes(config.device.kind),
-        (
-            Phase("receive weights", other=bucket_bytes(config)),
-            _generate_phase(config, 0),
-        ),
+        (Phase("receive weights", other=bucket_bytes(config)), _generate_phase(config, 0)),
         OffloadConfig(),
     )
-    return [
-        replace(pool_memory(config, pool), part=TRAINS),
-        PoolMemory(
-            pool,
-            config.parts[0],
-            (rollout,),
-            device.process_bytes(config.device.kind),
-            tuple(count_per_node(config.resource_pool[pool], *config.parts)),
-            GENERATES,
-        ),
-    ]
+    processes = tuple(count_per_node(config.resource_pool[pool], *config.parts))
+    process = device.process_bytes(config.device.kind)
+    return PoolMemory(pool, config.parts[0], (rollout,), process, processes, GENERATES)
 
 
 def bucket_bytes(config: RunConfig) -> int:
@@ -165,16 +162,12 @@ def pool_memory(config: RunConfig, pool: str) -> PoolMemory:
     ranks: dict[tuple[int, ...], int] = {}  # stage in each role -> first rank with these
     for rank in range(sum(processes)):
         ranks.setdefault(tuple(config.layout(role).pp_rank(rank) for role in roles), rank)
-    needs = [
+    needs = (
         PoolMemory(
-            pool,
-            rank,
-            tuple(role_memory(config, r, s) for r, s in zip(roles, stages, strict=True)),
-            process,
-            processes,
+            pool, rank, tuple(map(partial(role_memory, config), roles, stages)), process, processes
         )
         for stages, rank in ranks.items()
-    ]
+    )
     return max(needs, key=lambda need: need.total)
 
 

@@ -1,9 +1,8 @@
 """The plan that `dry_run=true` prints: placement, sizes, batches, memory, disk."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TypeAlias
 
 from mindspeed_rlxf.cluster.worker import list_variables, offload_environment
 from mindspeed_rlxf.config.enums import OldLogProbs, Role
@@ -15,73 +14,59 @@ from mindspeed_rlxf.ops.planning import available
 from mindspeed_rlxf.ops.planning.fit import check_fit
 from mindspeed_rlxf.ops.planning.memory import cache_rows, has_model
 from mindspeed_rlxf.ops.planning.stage_memory import is_split, micro_batches
-from mindspeed_rlxf.ops.planning.suggest import Note, show_suggestions, suggest, usable_bytes
+from mindspeed_rlxf.ops.planning.suggest import suggest, usable_bytes
 from mindspeed_rlxf.reporting.table import pairs, table
 
-Place: TypeAlias = tuple[int, int, int]
-"""Host, device on the host, rank in the pool."""
-Placed: TypeAlias = tuple[ParallelLayout, int]
-"""A layout, and the pool's rank of its first rank."""
-
-MAX_LINES = 32  # with more devices, hosts with the same layout share a line
+MAX_LINES = 32  # with more devices, those of the same pipeline stages share a line
 
 
 def topology(config: RunConfig) -> str:
     """Return a text table per pool; two for a disaggregated one, ranks that train and generate.
 
-    A line per device; over MAX_LINES devices in all, a line per range of hosts with equal layout.
+    A line per device; over MAX_LINES devices in all, a line per range with equal pipeline stages.
     """
-    whole = sum(map(sum, config.resource_pool.values())) <= MAX_LINES
-    return "\n\n".join(
-        _table(pool, places, layouts, whole)
-        for pool in config.resource_pool
-        for places, layouts in _pool_parts(config, pool)
-    )
+    by_device = sum(map(sum, config.resource_pool.values())) <= MAX_LINES
+    tables = []
+    for pool, sizes in config.resource_pool.items():
+        devices = [(host, number) for host, size in enumerate(sizes) for number in range(size)]
+        layouts, first = {role.value: config.layout(role) for role in config.roles_of(pool)}, 0
+        if is_split(config, pool) and config.parts is not None:
+            first = config.parts[0]
+            tables.append(_topology_table(pool, devices[:first], 0, layouts, by_device))
+            layouts = {"rollout": config.rollout_layout}
+        tables.append(_topology_table(pool, devices[first:], first, layouts, by_device))
+    return "\n\n".join(tables)
 
 
-def _pool_parts(config: RunConfig, pool: str) -> Iterator[tuple[list[Place], dict[str, Placed]]]:
-    """Yield the places of a pool's ranks and the layouts by role, for each part of the pool."""
-    sizes = enumerate(config.resource_pool[pool])
-    devices = [(host, number) for host, size in sizes for number in range(size)]
-    places = [(*device, rank) for rank, device in enumerate(devices)]
-    layouts = {role.value: (config.layout(role), 0) for role in config.roles_of(pool)}
-    if not is_split(config, pool) or config.parts is None:
-        yield places, layouts
-        return
-    first = config.parts[0]
-    yield places[:first], layouts
-    yield places[first:], {"rollout": (config.rollout_layout, first)}
+def _topology_table(
+    pool: str,
+    devices: Sequence[tuple[int, int]],
+    first: int,
+    layouts: Mapping[str, ParallelLayout],
+    by_device: bool,
+) -> str:
+    """Return the table of a pool or its part, whose first rank in the pool is `first`.
 
-
-def _table(pool: str, places: list[Place], layouts: dict[str, Placed], whole: bool) -> str:
-    """Return a pool's table; `whole`: with a line per device, else per range of like hosts."""
+    devices: Host and number of each rank's device.
+    """
     rows: list[list[object]] = [
         ["pool", "hosts", "devices", "ranks", *(f"{role} TP,PP,DP" for role in layouts)]
     ]
-    placed = list(layouts.values())
-    groups = [[place] for place in places]
-    if not whole:
-        hosts = [list(host) for _, host in groupby(places, lambda place: place[0])]
 
-        def likeness(host: list[Place]) -> tuple[object, ...]:
-            ranks = [rank for _, _, rank in host]
-            devices = [device for _, device, _ in host]
-            return devices, *(_coordinates(each, ranks)[:2] for each in placed)
+    def line_of(place: tuple[int, int, int]) -> object:
+        return place if by_device else [layout.pp_rank(place[2]) for layout in layouts.values()]
 
-        alike = groupby(hosts, likeness)
-        groups = [[place for host in group for place in host] for _, group in alike]
-    for group in groups:
-        spans = [_span(numbers) for numbers in zip(*group, strict=True)]
-        ranks = [rank for _, _, rank in group]
-        coordinates = (",".join(map(_span, _coordinates(each, ranks))) for each in placed)
+    for _, group in groupby(((*each, rank) for rank, each in enumerate(devices)), line_of):
+        hosts, numbers, ranks = zip(*group, strict=True)
+        coordinates = (
+            ",".join(_span([function(rank) for rank in ranks]) for function in functions)
+            for functions in (
+                (each.tp_rank, each.pp_rank, each.dp_rank) for each in layouts.values()
+            )
+        )
+        spans = map(_span, (hosts, numbers, [first + rank for rank in ranks]))
         rows.append([pool, *spans, *coordinates])
     return table(rows)
-
-
-def _coordinates(placed: Placed, ranks: list[int]) -> list[list[int]]:
-    layout, first = placed
-    functions = (layout.tp_rank, layout.pp_rank, layout.dp_rank)
-    return [[function(rank - first) for rank in ranks] for function in functions]
 
 
 def _span(numbers: Sequence[int]) -> str:
@@ -105,18 +90,16 @@ class Plan:
     problems: list[Problem]
 
 
-def plan(config: RunConfig, nested: bool = False, note: Note = lambda _: None) -> Plan:
+def plan(config: RunConfig, nested: bool = False) -> Plan:
     """Make the plan of a run as text, and list its problems; claims no device, writes no file.
 
     Args:
         nested: the YAML has `actor_rollout` and `ref` under `actor_rollout_ref`.
-        note: called with lines of progress while layouts are suggested (key `plan.suggest`).
     """
     chosen = choose_cluster(config.runtime.address)
     cluster = f"cluster at {chosen.address}" if chosen.address else "private cluster on this host"
     config = available.look_once(config)
-    fitting = check_fit(config)
-    problems = fitting.problems
+    fitting, problems = check_fit(config)
     training, data = config.training, config.data
     saved = {role: config.save_folder(role) for role in config.roles if role in SAVED_AS}
     saves = ["at the end", f"the last {training.keep_last} are kept"]
@@ -162,25 +145,20 @@ def plan(config: RunConfig, nested: bool = False, note: Note = lambda _: None) -
         "Batch of an iteration": pairs(_batch_sizes(config)),
         "Forward passes": table(_forwards_table(config)),
         "Optimizer": table(_updates_table(config)),
-        **fitting.sections,
+        **fitting,
     }
     if config.plan.suggest:
-        sections["Suggested layouts"], found = _suggestions(config, nested, note)
-        problems = [*found, *problems]
+        memory = available.device_memory(config)
+        if memory is None and available.on_cpu(config):
+            memory = available.rollout_memory(config)
+        if memory is None:
+            rule, remedy = "needs device.memory_gib, which is unknown here", "set it"
+            sections["Suggested layouts"] = f"  {rule}; {remedy}"
+            problems = [Problem("plan.suggest", rule, True, remedy), *problems]
+        else:
+            sections["Suggested layouts"] = suggest(config, nested, usable_bytes(memory))
     text = "\n\n".join(f"{title}\n{body}" for title, body in sections.items())
     return Plan(text, problems)
-
-
-def _suggestions(config: RunConfig, nested: bool, note: Note) -> tuple[str, list[Problem]]:
-    """Search layouts; return the text of the plan's section on them, and problems."""
-    room = available.device_memory(config)
-    if room is None and available.on_cpu(config):
-        room = available.rollout_memory(config)
-    if room is None:
-        rule, remedy = "needs device.memory_gib, which is unknown here", "set it"
-        return f"  {rule}; {remedy}", [Problem("plan.suggest", rule, True, remedy)]
-    limit = usable_bytes(room)
-    return show_suggestions(config, suggest(config, limit, note), nested, limit), []
 
 
 def _describe_validation(config: RunConfig) -> str:
@@ -269,25 +247,13 @@ def _describe_micro_batches(config: RunConfig, role: Role, samples: int) -> tupl
 
 
 def _describe_sharing(config: RunConfig, role: Role, samples: int) -> str:
-    """Return how often the prompt of several responses is computed, and which key changes that."""
-    section, together = config.role(role), config.shared_samples(role, samples)
-    if not (section.share_prompts and section.packed_sequences):
-        off = "packed_sequences" if section.share_prompts else "share_prompts"
-        return f"for each response: {off}=false"
+    """Return as text for how many responses a prompt is computed once."""
+    together = config.shared_samples(role, samples)
     if together == 1:
-        size = f"micro_batch_size={section.micro_batch_size}"
-        return f"for each response: {size} of {samples} samples per rank"
-    text = f"once for {together} responses"
-    if isinstance(section, LearningConfig) and not config.shares_in_updates(role):
-        key = "shuffle_minibatch" if section.shuffle_minibatch else "moe_aux_loss_coeff"
-        text += f", in updates for fewer: {key}"
-    elif isinstance(section, LearningConfig):
-        mini_batch = config.actor_rollout.ppo_mini_batch_size
-        if role is Role.CRITIC:
-            mini_batch = config.value_model.critic_mini_batch_size
-        updates = config.shared_samples(role, mini_batch // config.layout(role).dp)
-        text += f", in updates for {updates}" if updates < together else ""
-    return text
+        return "for each response"
+    learns = isinstance(config.role(role), LearningConfig)
+    fewer = learns and not config.shares_in_updates(role)
+    return f"once for {together} responses" + (", in updates for fewer" if fewer else "")
 
 
 def _updates_table(config: RunConfig) -> list[list[object]]:

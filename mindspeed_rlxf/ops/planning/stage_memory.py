@@ -14,7 +14,6 @@ from mindspeed_rlxf.config.enums import DeviceKind, KlPenalty, Recompute, Role
 from mindspeed_rlxf.config.schema import (
     ArchitectureConfig,
     LearningConfig,
-    OptimizerConfig,
     RoleConfig,
     RunConfig,
 )
@@ -194,9 +193,9 @@ class PipelineStage:
         self.section, self.head = config.role(role), HEADS[role]
         self.layout, self.itemsize = config.layout(role), itemsize(self.section)
         self.architecture = self.section.architecture
-        self.optimizer: OptimizerConfig | None = None
-        if isinstance(self.section, LearningConfig):
-            self.optimizer = self.section.optimizer
+        self.optimizer = (
+            self.section.optimizer if isinstance(self.section, LearningConfig) else None
+        )
         self.sequence_parallel = self.section.sequence_parallel and self.layout.tp > 1
         self.ep, dp = self.section.expert_model_parallel_size, self.layout.dp
         place = (pp_rank, self.layout.pp, self.section.model_chunks, self.ep)
@@ -204,9 +203,8 @@ class PipelineStage:
         self.shared, self.experts = split_sizes(*self.shard)
         self.numbers = sum(self.shared) + sum(self.experts)
         # Elements of one of Megatron's buffers, and the replicas that sum its gradients.
-        self.buffers = [(self.shared + self.experts, dp)]
-        if self.ep > 1:
-            self.buffers = [(self.shared, dp), (self.experts, dp // self.ep)]
+        separate = [(self.shared, dp), (self.experts, dp // self.ep)]
+        self.buffers = separate if self.ep > 1 else [(self.shared + self.experts, dp)]
         actor = config.actor_rollout
         self.response = actor.max_new_tokens
         self.length = actor.max_prompt_length + self.response

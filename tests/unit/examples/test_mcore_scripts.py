@@ -67,9 +67,8 @@ def test_configuration_is_valid_and_fits_the_nodes(
         where = next(i for i, left in enumerate(room) if left >= size)
         room[where] -= size
     assert sum(room) == 0, "devices are left over"
-    for pool in config.resource_pool:
-        for each in pool_memories(config, pool):
-            assert each.total <= 64 * GIB, pool
+    for each in pool_memories(config):
+        assert each.total <= 64 * GIB, each.pool
 
 
 def default(model: str, script: str, variable: str) -> str:

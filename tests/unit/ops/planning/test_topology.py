@@ -1,4 +1,4 @@
-"""Ranks stand where `ParallelLayout` puts them; many hosts stay readable."""
+"""Ranks stand where `ParallelLayout` puts them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +22,7 @@ def lines(make_tree: Callable[..., Any], changes: dict[str, Any]) -> list[str]:
     return [" ".join(line.split()) for line in text.splitlines()]
 
 
-def test_like_hosts_share_a_line(make_tree: Callable[..., Any]) -> None:
+def test_ranks_of_a_stage_share_a_line_where_there_are_many(make_tree: Callable[..., Any]) -> None:
     """512 ranks, TP 4 x PP 4 x DP 32: a stage is 128 ranks on 16 hosts."""
     shown = lines(make_tree, LARGE)
     assert shown[2:] == [
