@@ -105,14 +105,7 @@ class RuntimeTimeout(RuntimeError):
 
 
 class DevicesMissing(RuntimeError):
-    """A joined cluster did not have the devices in time; the same command may succeed later.
-
-    free: devices of each node that were free
-    """
-
-    def __init__(self, message: str, free: Sequence[int] = ()) -> None:
-        super().__init__(message)
-        self.free = list(free)
+    """A joined cluster did not have the devices in time; the same command may succeed later."""
 
 
 class StorageUnreadable(RuntimeError):

@@ -34,6 +34,7 @@ REMOVED: dict[str, str] = {
     "reward.sandbox.level": "remove it: programs run in bubblewrap",
     "reward.sandbox.weak": "use reward.sandbox.unsafe=true, which runs programs without isolation",
     "runtime.allow_unauthenticated": "remove it: any cluster that you name is joined",
+    "training.allow_shrink": "remove it: start the same command with a smaller resource_pool",
     "training.file_mode": "remove it: files have the modes that the umask gives them",
     "training.no_shared_storage": "remove it: all nodes must share training.output_dir",
 }

@@ -81,11 +81,6 @@ class TrainingConfig(Section):
         gt=0,
         used_if="max_restarts; joins_cluster",
     )
-    allow_shrink: bool = free(
-        False,
-        "after a restart with too few devices continue with fewer data-parallel ranks",
-        used_if="max_restarts; joins_cluster",
-    )
     stop_grace_s: float = free(
         60.0, "on SIGTERM or SIGINT: time to finish the iteration and save, seconds", ge=0
     )

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -41,10 +41,10 @@ class Failure(NamedTuple):
     """A failure of the training.
 
     Attributes:
-        iteration: that failed; None = unknown.
-        cause: role, phase, class of the error, errno; None = a mistake found by a restart, which is
-            not the same failure as any other.
-        saved: iteration of the newest checkpoint; 0 = none.
+        iteration: The failed iteration; None = unknown.
+        cause: Role, phase, class of the error, errno; None = a mistake found by a restart, which
+            equals no other failure.
+        saved: Iteration of the newest checkpoint; 0 = none.
     """
 
     iteration: int | None
@@ -74,10 +74,10 @@ class Restarts:
             allowed: `training.max_restarts`; 0 = never, with "" as the reason.
         """
         last = self._last
-        if failure.cause is not None or last is None:
-            self._last = failure
         if last is not None and failure.saved > last.saved:
             self.used = 0
+        if failure.cause is not None or last is None:
+            self._last = failure
         if last is not None and last.cause is not None and last[:2] == failure[:2]:
             place = "" if failure.iteration is None else f" in iteration {failure.iteration}"
             return False, f"it failed twice{place} with the same cause"
@@ -90,35 +90,8 @@ class Restarts:
         return True, f"{self.used} of {allowed} (training.max_restarts), from {place}"
 
 
-def smaller_pools(
-    pools: Mapping[str, Mapping[str, Any]], free: Sequence[int]
-) -> Iterator[dict[str, list[int]]]:
-    """Yield smaller shapes of the pool with the most processes, the largest shape first.
-
-    A shape has a multiple of `step` processes that fits beside the other pools, on as few nodes as
-    possible.
-
-    Args:
-        pools: name -> `processes` on each node, and `step`: processes of one replica.
-        free: devices of each node; the other pools keep their number of processes.
-    """
-    largest = max(pools, key=lambda name: sum(pools[name]["processes"]))
-    others = sum(sum(pool["processes"]) for name, pool in pools.items() if name != largest)
-    now, step = sum(pools[largest]["processes"]), int(pools[largest]["step"])
-    most = min(now - 1, sum(free) - others)
-    for count in range(most - most % step, 0, -step):
-        shape, left = list[int](), count
-        for devices in sorted(free, reverse=True):
-            if size := min(left, devices):
-                shape.append(size)
-                left -= size
-        yield {largest: shape}
-
-
 POINTER = Path("checkpoints") / "latest_checkpointed_iteration.txt"
 SHUTDOWN_S = 60.0  # beyond the grace, until a training process that does not stop is killed
-LEGAL_S = 300.0  # for the check of a smaller size
-LAST_LINES_BYTES = 64 * 1024
 PR_SET_PDEATHSIG = 1
 NOT_TRAINING = ("-h", "--help", "--cfg", "-c", "--cfg=job", "-cjob")
 UNSUPERVISED = ("dry_run=true", "runtime=local", "runtime.kind=local", "training.max_restarts=0")
@@ -154,8 +127,8 @@ class Supervisor:
     def __init__(self, command: Sequence[str]) -> None:
         """Keep the command; on a restart, key=value arguments are appended."""
         self._command, self._started = list(command), time.monotonic()
-        self._child: subprocess.Popen[bytes] | None = None
-        self._stop: int | None = None  # the first signal that asked for an end
+        self._signals: list[int] = []  # received, and not forwarded yet
+        self._stops = False  # a signal has asked for an end
         self._kill_at = float("inf")
         self._facts: dict[str, Any] = {}
         self._file = Path()  # facts that the training process reports
@@ -163,29 +136,25 @@ class Supervisor:
     def run(self) -> int:
         """Run the training process, again after failures that allow it; return the exit code.
 
-        Handles SIGTERM and SIGINT meanwhile; restores the earlier handlers.
+        Handles SIGTERM and SIGINT from now on.
         """
-        before = {s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            with tempfile.TemporaryDirectory(prefix="rlxf-run-") as folder:
-                # systemd-tmpfiles, which empties /tmp, leaves a locked folder alone.
-                with contextlib.suppress(OSError):
-                    fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_SH)
-                self._file = Path(folder) / "facts.json"
-                return self._run_attempts()
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        with tempfile.TemporaryDirectory(prefix="rlxf-run-") as folder:
+            # systemd-tmpfiles, which empties /tmp, leaves a locked folder alone.
+            with contextlib.suppress(OSError):
+                fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_SH)
+            self._file = Path(folder) / "facts.json"
+            return self._run_attempts()
 
     def _run_attempts(self) -> int:
         """Run attempts until no restart is needed or allowed; return the exit code.
 
-        If devices are missing after a restart, tries again with fewer processes, at once and
-        without counting that, else returns EXIT_STOPPED. A mistake that only a restart finds counts
-        as one more failure: storage may be away, or another process not have ended yet.
+        A mistake that only a restart finds counts as one more failure: storage may be away, or
+        another process not have ended yet.
         """
         restarts = Restarts()
-        changes, pools = list[str](), list[str]()  # pools: of a smaller size
+        changes: list[str] = []
         while True:
             write_facts(self._file, {})
             mark = f"{os.getpid()}:{self._started}:{self._file}"
@@ -194,23 +163,15 @@ class Supervisor:
             code = self._wait_for(subprocess.Popen(command, env=environment))
             reported = read_facts(self._file)
             self._facts |= reported
-            if self._stop is not None and code not in (EXIT_DONE, EXIT_FAILED, EXIT_MISTAKE):
+            if self._stops and code not in (EXIT_DONE, EXIT_FAILED, EXIT_MISTAKE):
                 return EXIT_STOPPED
-            if "free" in reported and restarts.used:
-                pools = self._find_smaller_layout(reported["free"])
-                if not pools:
-                    return EXIT_STOPPED
-                changes = self._restart_overrides() + pools
-                continue
-            if code in (EXIT_DONE, EXIT_STOPPED):
-                return code
-            if code == EXIT_MISTAKE and not restarts.used:
+            if code in (EXIT_DONE, EXIT_STOPPED) or (code == EXIT_MISTAKE and not restarts.used):
                 return code
             if "no_restart" in reported:
                 _say(f"no restart: {reported['no_restart']}")
                 return EXIT_FAILED
             failure = self._find_failure(code, reported)
-            if failure is None or self._stop is not None:
+            if failure is None or self._stops:
                 return EXIT_FAILED
             allowed, reason = restarts.decide(failure, int(self._facts.get("max_restarts", 0)))
             if reason:
@@ -218,11 +179,11 @@ class Supervisor:
             if not allowed:
                 return EXIT_FAILED
             deadline = time.monotonic() + restarts.pause_s
-            while self._stop is None and time.monotonic() < deadline:
+            while not self._stops and time.monotonic() < deadline:
                 time.sleep(0.1)
-            if self._stop is not None:
+            if self._stops:
                 return EXIT_STOPPED
-            changes = self._restart_overrides() + pools
+            changes = self._restart_overrides()
 
     def _restart_overrides(self) -> list[str]:
         """Return overrides that resume the run; on a joined cluster it waits for good nodes."""
@@ -234,39 +195,31 @@ class Supervisor:
             changes += [f"++resource_pool.wait_s={wait_s}", "++resource_pool.bad_nodes=exclude"]
         return changes
 
-    def _wait_for(self, child: subprocess.Popen[bytes], limit_s: float = float("inf")) -> int:
+    def _wait_for(self, child: subprocess.Popen[bytes]) -> int:
         """Wait for a process; return its exit code, negative = a signal.
 
-        Kills the process after `limit_s`, or when its time to stop after a signal is over.
+        Forwards each signal to it, and kills it if it still runs SHUTDOWN_S after the run's
+        `stop_grace_s`; a later signal does not postpone this.
         """
-        self._child, started = child, time.monotonic()
-        if self._stop is not None:  # a signal came before the child
-            self._forward_signal(child, self._stop)
         while True:
             try:
-                return child.wait(timeout=1.0)
+                return child.wait(timeout=0.1)
             except subprocess.TimeoutExpired:
-                if time.monotonic() > min(self._kill_at, started + limit_s):
-                    child.kill()
+                now = time.monotonic()
+            if self._signals:
+                child.send_signal(self._signals.pop(0))
+                grace_s = float(read_facts(self._file).get("stop_grace_s", 60.0))
+                self._kill_at = min(self._kill_at, now + grace_s + SHUTDOWN_S)
+            if now > self._kill_at:
+                child.kill()
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Record the first signal, and forward every signal to the training process.
+        """Record a signal for the training process.
 
         A terminal and some schedulers signal that process too; it expects both.
         """
-        if self._stop is None:
-            self._stop = number
-        if self._child is not None and self._child.poll() is None:
-            self._forward_signal(self._child, number)
-
-    def _forward_signal(self, child: subprocess.Popen[bytes], number: int) -> None:
-        """Send a signal to the process, and set the time at which it is killed if it still runs.
-
-        That is after the run's `stop_grace_s` and SHUTDOWN_S; a later signal does not postpone it.
-        """
-        grace_s = float(read_facts(self._file).get("stop_grace_s", 60.0))
-        self._kill_at = min(self._kill_at, time.monotonic() + grace_s + SHUTDOWN_S)
-        child.send_signal(number)
+        self._stops = True
+        self._signals.append(number)
 
     def _find_failure(self, code: int, reported: Mapping[str, Any]) -> Failure | None:
         """Return the failure that this attempt left in failure.json, else one of the exit code.
@@ -275,10 +228,14 @@ class Supervisor:
         directory.
 
         Args:
-            reported: facts of this attempt. It first moves an older failure.json away, then reports
+            code: Exit code of the attempt.
+            reported: Facts of this attempt. It first moves an older failure.json away, then reports
                 its directory; if it did not, failure.json is of an attempt before.
         """
-        end = describe_end(code)
+        end = f"ended with status {code}"
+        if code < 0:
+            with contextlib.suppress(ValueError):
+                end = f"killed by {signal.Signals(-code).name}"
         if "directory" not in self._facts:
             if code != EXIT_FAILED:
                 _say(f"failed: driver: {end}")
@@ -301,34 +258,10 @@ class Supervisor:
                 "iteration": current_iteration(directory / "metrics.jsonl"),
             }
             _say(f"failed: {found['message']}")
-            try:
+            with contextlib.suppress(OSError):  # a full disk
                 write_facts(file, found)
-            except OSError as error:
-                _say(f"warning: {file} cannot be written: {error}")
         cause = tuple(found.get(key) for key in ("role", "phase", "error", "errno"))
         return Failure(found.get("iteration"), cause, saved)
-
-    def _find_smaller_layout(self, free: Sequence[int]) -> list[str]:
-        """Return the override of the first smaller pool that a dry run accepts; [] = none.
-
-        Args:
-            free: devices of each node.
-        """
-        if not self._facts.get("allow_shrink"):
-            return []
-        for pools in smaller_pools(self._facts["pools"], free):
-            if self._stop is not None:
-                return []
-            wanted = [f"resource_pool.{name}={shape}" for name, shape in pools.items()]
-            _say(f"trying a smaller layout: {' '.join(wanted)}")
-            command = [*self._command, *self._restart_overrides(), *wanted, "dry_run=true"]
-            nowhere = subprocess.DEVNULL
-            child = subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere)
-            if self._wait_for(child, LEGAL_S) == EXIT_DONE:
-                _say(f"continuing with {' '.join(wanted)}")
-                return wanted
-        _say("no smaller data-parallel size is legal")
-        return []
 
 
 def _say(line: str) -> None:
@@ -336,23 +269,9 @@ def _say(line: str) -> None:
 
 
 def current_iteration(metrics: Path) -> int:
-    """Return the iteration after the last one in metrics.jsonl.
-
-    Looks at the last LAST_LINES_BYTES only and skips lines that cannot be read; 1 if there is no
-    iteration in them, or no file.
-    """
-    with contextlib.suppress(OSError), open(metrics, "rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - LAST_LINES_BYTES))
-        for line in reversed(file.read().splitlines()):
+    """Return the iteration after the last one in metrics.jsonl; 1 if there is none, or no file."""
+    with contextlib.suppress(OSError):
+        for line in reversed(metrics.read_bytes().splitlines()):
             with contextlib.suppress(ValueError, KeyError, TypeError):  # cut off by a kill
                 return int(json.loads(line)["iteration"]) + 1
     return 1
-
-
-def describe_end(code: int) -> str:
-    """Return how a process ended, as text, by its exit code; negative = a signal."""
-    if code >= 0:
-        return f"ended with status {code}"
-    with contextlib.suppress(ValueError):
-        return f"killed by {signal.Signals(-code).name}"
-    return f"killed by signal {-code}"

@@ -153,7 +153,6 @@ class Ending:
                 self._stopped(f"{error}; run the same command again")
             case DevicesMissing():
                 self._release()
-                supervised.report_facts(free=error.free)
                 self._stopped(str(error))
             case StoppedByRule():
                 supervised.report_facts(no_restart="logging.stop_on ended the run")

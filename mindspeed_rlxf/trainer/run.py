@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import math
 import socket
 from collections.abc import Iterator
 
@@ -140,24 +139,13 @@ def training(
 
 
 def report_for_restart(config: RunConfig, directory: RunDirectory) -> None:
-    """Tell the supervisor, if there is one, what it needs to start the run again.
-
-    Each pool that has roles is given with its number of `processes` and its `step`, of which that
-    number must be a multiple.
-    """
+    """Tell the supervisor, if there is one, what it needs to start the run again."""
     training = config.training
-    steps = {
-        name: math.lcm(*(layout.world_size // layout.dp for layout in layouts))
-        for name in config.resource_pool
-        if (layouts := [config.layout(role) for role in config.roles_of(name)])
-    }
     supervised.report_facts(
         directory=str(directory.path),
         max_restarts=training.max_restarts,
         node_wait_s=training.node_wait_s,
-        allow_shrink=training.allow_shrink,
         stop_grace_s=training.stop_grace_s,
-        pools={n: {"processes": config.resource_pool[n], "step": s} for n, s in steps.items()},
     )
 
 

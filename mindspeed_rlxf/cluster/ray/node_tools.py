@@ -185,7 +185,7 @@ class DeviceClaim:
                 raise UserError([Problem("", text)])
             else:
                 waited = f"waited {limit:g} s (resource_pool.wait_s) for devices: "
-                raise DevicesMissing(waited + text, [node.free for node in nodes])
+                raise DevicesMissing(waited + text)
 
     def check(self, nodes: list[Node]) -> list[Node]:
         """Compare new nodes with the driver's; return `nodes` without the excluded ones.

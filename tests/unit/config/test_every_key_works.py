@@ -101,7 +101,7 @@ TRAINING: dict[str, Any] = {
     "tokenizer_name_or_path": Case("elsewhere"),
     "plugins": Shown("config/test_plugins.py", "test_rules_read_what_an_estimator_needs"),
     "seed": Case(7, see.driven), "max_restarts": Case(9, see.supervised),
-    "node_wait_s": Case(9.0, see.supervised), "allow_shrink": Case(True, see.supervised),
+    "node_wait_s": Case(9.0, see.supervised),
     "stop_grace_s": Case(9.0, see.supervised), "max_wall_time": Case("01:00:00", see.supervised),
     "output_dir": Case("elsewhere"), "run_name": Case("another"), "save_interval": Case(2),
     "save_interval_s": Case(60.0),

@@ -63,7 +63,7 @@ CASES: list[tuple[Changes, str, Changes]] = [
      "device.resource_name": "x", "runtime.address": "head:1", "runtime.start_timeout_s": 9.0},
      "training.max_restarts resource_pool.env device.resource_name runtime.address "
      "runtime.start_timeout_s", {"runtime.kind": "ray"}),
-    ({**JOINED, "training.max_restarts": 0, "training.allow_shrink": True}, "training.allow_shrink",
+    ({**JOINED, "training.max_restarts": 0, "training.node_wait_s": 9.0}, "training.node_wait_s",
      {"training.max_restarts": 1}),
     ({"training.node_wait_s": 9.0, "device.devices_per_node": 4, "resource_pool.wait_s": 9.0,
      "resource_pool.bad_nodes": "leave_out"},

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,7 @@ import pytest
 from mindspeed_rlxf.checkpoint.supervised import CHILD_OF
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.ops import supervisor
-from mindspeed_rlxf.ops.supervisor import (
-    Failure,
-    Restarts,
-    Supervisor,
-    smaller_pools,
-    supervise,
-)
+from mindspeed_rlxf.ops.supervisor import Failure, Restarts, Supervisor, supervise
 
 ROOT = Path(__file__).parents[3]
 STAND_IN = """
@@ -33,12 +28,7 @@ assert supervise() is None
 folder = Path(sys.argv[1])
 with open(folder / "attempts.jsonl", "a") as file:
     file.write(json.dumps(sys.argv[2:]) + "\\n")
-if "dry_run=true" in sys.argv and (folder / "slow").exists():
-    (folder / "ready").write_text("")
-    time.sleep(60)
-if "dry_run=true" in sys.argv:
-    sys.exit(0 if "resource_pool.main=[4]" in sys.argv else 2)
-number = sum("dry_run" not in line for line in open(folder / "attempts.jsonl")) - 1
+number = len(open(folder / "attempts.jsonl").readlines()) - 1
 step = json.load(open(folder / "plan.json"))[number]
 assert find_command_start() > 0
 if "locked" in step:
@@ -72,9 +62,13 @@ FACTS = {"max_restarts": 3, "stop_grace_s": 60.0}
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.0)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    before = [(number, signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGINT)]
+    yield
+    for number, handler in before:
+        signal.signal(number, handler)
 
 
 def make(folder: Path, *plan: dict[str, Any]) -> Supervisor:
@@ -94,12 +88,6 @@ def again(folder: Path) -> list[str]:
 def failed(iteration: int, error: str, **more: Any) -> dict[str, Any]:
     failure = {"iteration": iteration, "error": error, "cause": f"{time.time()} MiB are free"}
     return {"exit": 1, "facts": FACTS, "failure": failure, **more}
-
-
-SHRINKS = {"allow_shrink": True, "pools": {"main": {"processes": [8], "step": 4}}}
-JOINED = {"joined": True, "node_wait_s": 7.0}
-WAITS = ["++resource_pool.wait_s=7.0", "++resource_pool.bad_nodes=exclude"]
-REFUSED = {"exit": 2, "facts": {**FACTS, "free": [5]}}  # with the devices that are free
 
 
 @pytest.mark.parametrize(
@@ -130,8 +118,7 @@ REFUSED = {"exit": 2, "facts": {**FACTS, "free": [5]}}  # with the devices that 
             1,
             "no restart: a rule ended the run\n",
         ),
-        ([failed(4, "x"), REFUSED], 75, 2, ""),  # without leave to shrink
-        ([failed(4, "x"), {"exit": 75, "facts": {**JOINED, **REFUSED["facts"]}}], 75, 2, ""),
+        ([failed(4, "x"), {"exit": 75, "facts": FACTS}], 75, 2, ""),  # no nodes for lost ones
     ],
 )
 def test_an_end_is_final_or_followed_by_the_same_command(
@@ -159,32 +146,11 @@ def test_a_training_process_that_is_killed_is_reported_and_replaced(
     assert (found["role"], found["iteration"], found["error"]) == ("driver", 5, "killed by SIGKILL")
 
 
-def test_lost_nodes_are_waited_for_and_then_the_run_shrinks_where_that_is_allowed(
-    tmp_path: Path,
-) -> None:
-    pools = {"main": {"processes": [4, 4], "step": 2}}
-    facts = {**FACTS, **JOINED, "allow_shrink": True, "pools": pools}
-    lost = failed(4, "died", facts=facts)
-    lacking = {"exit": 75, "facts": {**facts, "free": [4, 3]}}
-    assert make(tmp_path, lost, lacking, {"exit": 0}).run() == 0
-    six, four = "resource_pool.main=[4, 2]", "resource_pool.main=[4]"
-    assert attempts(tmp_path) == [
-        [],
-        again(tmp_path) + WAITS,
-        [*again(tmp_path), *WAITS, six, "dry_run=true"],
-        [*again(tmp_path), *WAITS, four, "dry_run=true"],
-        [*again(tmp_path), *WAITS, four],
-    ]
-
-
-def test_a_later_failure_keeps_the_smaller_size_and_waits_for_nodes(
-    tmp_path: Path,
-) -> None:
-    facts = {**FACTS, **SHRINKS}
-    first, second = failed(4, "died", facts=facts), failed(6, "died", facts={**facts, **JOINED})
-    lacking = {"exit": 75, "facts": {**facts, **JOINED, "free": [5]}}
-    assert make(tmp_path, first, lacking, second, {"exit": 0}).run() == 0
-    assert attempts(tmp_path)[-1] == [*again(tmp_path), *WAITS, "resource_pool.main=[4]"]
+def test_a_restart_on_a_joined_cluster_waits_for_good_nodes(tmp_path: Path) -> None:
+    lost = failed(4, "died", facts={**FACTS, "joined": True, "node_wait_s": 7.0})
+    assert make(tmp_path, lost, {"exit": 0}).run() == 0
+    waits = ["++resource_pool.wait_s=7.0", "++resource_pool.bad_nodes=exclude"]
+    assert attempts(tmp_path) == [[], again(tmp_path) + waits]
 
 
 @pytest.mark.parametrize(
@@ -203,35 +169,17 @@ def test_a_signal_is_forwarded_and_nothing_is_restarted(
     tmp_path: Path, code: int, expected: int
 ) -> None:
     run = make(tmp_path, {"facts": FACTS, "wait": True, "exit": code})
-    assert signalled(run, tmp_path) == expected
-    assert (tmp_path / "signal").read_text() == str(int(signal.SIGTERM))
-
-
-def signalled(run: Supervisor, folder: Path) -> int:
-    """Its status when SIGTERM comes as soon as the stand-in is ready."""
 
     def signal_when_ready() -> None:
-        while not (folder / "ready").exists():
+        while not (tmp_path / "ready").exists():
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
 
     thread = threading.Thread(target=signal_when_ready)
     thread.start()
-    code = run.run()
+    assert run.run() == expected
     thread.join()
-    return code
-
-
-def test_a_signal_ends_the_search_for_a_smaller_size(tmp_path: Path) -> None:
-    pools = {"main": {"processes": [4, 4], "step": 2}}
-    facts = {**FACTS, **JOINED, "allow_shrink": True, "pools": pools}
-    (tmp_path / "slow").touch()
-    lost = failed(4, "died", facts=facts)
-    run = make(tmp_path, lost, {"exit": 75, "facts": {**facts, "free": [4, 3]}})
-    started = time.monotonic()
-    assert signalled(run, tmp_path) == 75
-    assert time.monotonic() - started < 30  # of the 60 that it sleeps, twice
-    assert len(attempts(tmp_path)) == 3
+    assert (tmp_path / "signal").read_text() == str(int(signal.SIGTERM))
 
 
 def test_the_training_process_dies_with_its_supervisor(tmp_path: Path) -> None:
@@ -307,16 +255,6 @@ def test_pauses_grow_until_there_is_a_newer_checkpoint(monkeypatch: pytest.Monke
     assert pauses == [5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0, 300.0]
     counted.decide(Failure(9, ("x",), 9), 99)
     assert counted.pause_s == 5.0
-
-
-def test_smaller_pools_are_whole_replicas_on_the_devices_that_are_left() -> None:
-    pools = {"main": {"processes": [8, 8], "step": 4}, "judge": {"processes": [1], "step": 1}}
-    assert list(smaller_pools(pools, [3, 8])) == [
-        {"main": [8]},
-        {"main": [4]},
-    ]
-    assert next(iter(smaller_pools(pools, [7, 8]))) == {"main": [8, 4]}
-    assert list(smaller_pools(pools, [4])) == []
 
 
 @pytest.mark.parametrize("module", ["mindspeed_rlxf.ops.supervisor", "mindspeed_rlxf.cli"])
