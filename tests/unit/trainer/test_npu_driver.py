@@ -39,13 +39,10 @@ def reached(*args):
 ray_runtime.open_cluster, ray_runtime.RayRuntime.create_pools = no_cluster, reached
 assert main([*line, f"training.output_dir={sys.argv[2]}/run"]) == 2
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.device import npu_versions
 from mindspeed_rlxf.ops.doctor import checks
 from mindspeed_rlxf.cluster.nodes import report_node
 report_node([], None)
-list(checks.check_devices(DeviceKind.NPU))
-list(checks.check_software(DeviceKind.NPU))
-npu_versions.check_host(npu_versions.Host(), True)
+checks.check_host(checks.Subject(DeviceKind.NPU, "/x"))
 """
 
 
