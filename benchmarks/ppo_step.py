@@ -144,21 +144,26 @@ def our_seconds(
 
     lengths: response tokens that are forced, by position in the batch
     """
+    tree = our_tree(folder, arguments)
+    tree["algorithm"] = {"old_log_probs": old_log_probs}
+    return seconds_of(tree, lengths, folder, arguments.threads)
+
+
+def seconds_of(tree: dict[str, Any], lengths: list[int], folder: Path, threads: int) -> list[float]:
+    """Train by a configuration in this process; return the seconds of each iteration.
+
+    lengths: response tokens that are forced, by position in the batch
+    """
     from dataclasses import replace
 
     from mindspeed_rlxf import device
     from mindspeed_rlxf.cli import train
-
-    out = Path(tempfile.mkdtemp(dir=folder))
-    (folder / "ours.yaml").write_text(json.dumps(our_tree(folder, arguments)), encoding="utf-8")
-    keys = {
-        "training.output_dir": out / "run",
-        "actor_rollout.max_new_tokens": arguments.limit,
-        "algorithm.old_log_probs": old_log_probs,
-    }
     from mindspeed_rlxf.config.enums import DeviceKind
 
-    device.setup(DeviceKind.CPU, arguments.threads)
+    out = Path(tempfile.mkdtemp(dir=folder))
+    tree["training"]["output_dir"] = str(out / "run")
+    (out / "ours.yaml").write_text(json.dumps(tree), encoding="utf-8")
+    device.setup(DeviceKind.CPU, threads)
     from mindspeed_rlxf.roles import rollout
 
     make_requests = rollout.make_requests
@@ -174,8 +179,7 @@ def our_seconds(
         ]
 
     rollout.make_requests = of_lengths
-    overrides = [f"{key}={value}" for key, value in keys.items()]
-    code = train.main(["--config-dir", str(folder), "--config-name", "ours", *overrides])
+    code = train.main(["--config-dir", str(out), "--config-name", "ours"])
     assert code == 0, f"our run ended with {code}"
     lines = (out / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     metrics = [json.loads(line)["metrics"] for line in lines]
@@ -214,6 +218,7 @@ def our_tree(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
             **learns,
             "do_sample": True,
             "max_prompt_length": PROMPT,
+            "max_new_tokens": arguments.limit,
             "ppo_mini_batch_size": arguments.batch,
         },
         "ref": policy,
