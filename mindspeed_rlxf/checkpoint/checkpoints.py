@@ -3,17 +3,32 @@
 import json
 import math
 import platform
-import threading
+import shutil
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import mindspeed_rlxf
-from mindspeed_rlxf.checkpoint import driver_state, lock
-from mindspeed_rlxf.checkpoint.directory import RunDirectory
-from mindspeed_rlxf.checkpoint.store import Manifest, RunStore
+from mindspeed_rlxf.checkpoint import lock
+from mindspeed_rlxf.checkpoint.directory import RunDirectory, export_folders
+from mindspeed_rlxf.checkpoint.store import (
+    BEST,
+    CONFIG,
+    EXPORTED,
+    POINTER,
+    STATE,
+    TRAINER,
+    Checkpoint,
+    Manifest,
+    RunStore,
+    cut_files,
+    find_shortened_file,
+    find_whole_checkpoints,
+    line_positions,
+    no_whole_checkpoint,
+)
 from mindspeed_rlxf.cluster.errors import StorageUnreadable
 from mindspeed_rlxf.config import packages
 from mindspeed_rlxf.config.enums import Role
@@ -75,7 +90,8 @@ class RunCheckpoints:
         self._clock = clock
         self._last_save = clock()
         self._scores: dict[int, float] = {}  # validation scores of the checkpoints
-        self._waiting: Future[list[str]] | None = None  # of an asynchronous save: its notes
+        self._publisher = ThreadPoolExecutor(1)
+        self._waiting: Future[None] | None = None  # the checkpoint that `_publisher` publishes
         self._give_up = math.inf  # when to wait no longer for the files of ranks
         self.write_s = 0.0  # seconds of the last asynchronous write, beside an iteration
         self.newest = 0  # iteration of the newest complete checkpoint of this process; 0 = none
@@ -131,17 +147,13 @@ class RunCheckpoints:
         content = {
             "iteration": iteration,
             "trainer": state,
-            "positions": driver_state.line_positions(self.directory),
+            "positions": line_positions(self.directory),
             "prompts_digest": self.prompts_digest,
             "score": score,
             "score_metric": self.config.validation.best_metric,
         }
-        self._waiting = Future()
-        if self.config.training.async_save:
-            arguments = self._waiting, content
-            threading.Thread(target=self._publish_into, args=arguments, daemon=True).start()
-        else:
-            self._publish_into(self._waiting, content)
+        self._waiting = self._publisher.submit(self._publish, content)
+        if not self.config.training.async_save:
             self.settle(note)
 
     def settle(self, note: Note) -> None:
@@ -150,14 +162,14 @@ class RunCheckpoints:
             if self._give_up == math.inf:
                 self._wait_for_ranks()
             waiting, self._waiting = self._waiting, None
-            for line in waiting.result():
-                note(line)
+            waiting.result()
+            if self.writes:
+                note(f"checkpoint of iteration {self.newest}: {self.store.path(self.newest)}")
 
     def close(self) -> None:
         """End an asynchronous save, which is published only if all ranks have written already."""
-        if self._waiting is not None:
-            self._give_up = 0.0
-            wait([self._waiting])
+        self._give_up = 0.0
+        self._publisher.shutdown()
 
     def _wait_for_ranks(self) -> None:
         """Wait until the ranks of all roles have written their files; raise their errors."""
@@ -167,20 +179,17 @@ class RunCheckpoints:
             self.write_s = seconds
         self._give_up = time.monotonic() + SEEN_WITHIN_S
 
-    def _publish_into(self, waiting: Future[list[str]], content: dict[str, Any]) -> None:
-        try:
-            lines = self._publish(content) if self.writes else []
-            self.newest = content["iteration"]
-            self.on_publish(self.newest)
-            waiting.set_result(lines)
-        except BaseException as error:
-            waiting.set_exception(error)
+    def _publish(self, content: dict[str, Any]) -> None:
+        if self.writes:
+            self._write_and_commit(content)
+        self.newest = content["iteration"]
+        self.on_publish(self.newest)
 
-    def _publish(self, content: dict[str, Any]) -> list[str]:
+    def _write_and_commit(self, content: dict[str, Any]) -> None:
         """Wait for all ranks, write the driver's files and the manifest, and rename the folder.
 
         Then removes old checkpoints, and updates the files that name the latest and the best one.
-        Returns lines for the user. Raises RuntimeError if files of ranks are missing.
+        Raises RuntimeError if files of ranks are missing.
         """
         iteration, hidden = content["iteration"], self.store.hidden(content["iteration"])
         roles = {name: role for role, name in SAVED_AS.items() if role in self.trained}
@@ -197,8 +206,8 @@ class RunCheckpoints:
         files = [entry for name, index in merged.items() for entry in under(name, [index])]
         lock.require(self.directory.path)
         texts = {
-            f"{driver_state.TRAINER}/{driver_state.STATE}": json.dumps(content, indent=1),
-            f"{driver_state.TRAINER}/{driver_state.CONFIG}": to_yaml(self.config),
+            f"{TRAINER}/{STATE}": json.dumps(content, indent=1),
+            f"{TRAINER}/{CONFIG}": to_yaml(self.config),
         }
         for path, text in texts.items():
             write_text(hidden / path, text)
@@ -214,26 +223,20 @@ class RunCheckpoints:
                 for name, layout in layouts.items()
             },
         }
-        final = self.store.commit(Manifest(iteration, files, about))
-        training = self.config.training
+        self.store.commit(Manifest(iteration, files, about))
         self._note_score(content)
-        best = self._find_best()
-        self.store.point_to_best(best)
-        try:
-            left = self.store.prune(training.keep_last, training.keep_every, best)
-        except OSError as error:
-            left = [f"old checkpoints are not removed: {error}; the next save tries again"]
-        said = f"checkpoint of iteration {iteration}: {final}"
-        return [said, *(f"warning: {line}" for line in left)]
+        best, training = self._find_best(), self.config.training
+        self.store.point(BEST, best)
+        self.store.prune(training.keep_last, training.keep_every, best)
 
     def _note_score(self, state: dict[str, Any]) -> None:
-        score = driver_state.find_score(state, self.config.validation.best_metric)
-        if score is not None:
-            self._scores[state["iteration"]] = score
+        is_same_metric = state["score_metric"] == self.config.validation.best_metric
+        if is_same_metric and state["score"] is not None and math.isfinite(state["score"]):
+            self._scores[state["iteration"]] = state["score"]
 
-    def _find_best(self) -> list[int]:
-        scores = self._scores
-        return [max(scores, key=lambda n: (scores[n], -n))] if scores else []  # earliest of equals
+    def _find_best(self) -> int | None:
+        scores = self._scores  # the earliest of equals
+        return max(scores, key=lambda n: (scores[n], -n)) if scores else None
 
     def restore(self, note: Note) -> dict[str, Any] | None:
         """Load the newest undamaged checkpoint into the roles; return the driver's state.
@@ -249,21 +252,32 @@ class RunCheckpoints:
             UserError: The prompts differ, or all checkpoints are damaged.
             StorageUnreadable: Files cannot be read; nothing is changed.
         """
-        older, loaded, problems = self._load_first(self._check_and_load)
-        for problem in problems:
-            note(f"warning: {problem}; resuming from an older checkpoint")
+        older, loaded = self._load_first(self._check_and_load, note)
         for each in older:
             self._note_score(each.state)
-        if older:
-            self._rewind_directory(older[0], loaded.same_layout, note)
-            return older[0].state
+        state = older[0].state if older else None
+        iteration, positions = (state["iteration"], state["positions"]) if state else (0, {})
         if self.writes:
             self.store.clear_unfinished()
-            if any(driver_state.line_positions(self.directory).values()):
+            for other in self.store.newest_first():
+                if other.iteration > iteration:
+                    aside = self.store.move_aside(other)
+                    note(f"note: {other.path.name} is not resumed from; renamed to {aside.name}")
+            self.store.point(POINTER, iteration or None)
+            self.store.point(BEST, self._find_best())
+            if not older and any(line_positions(self.directory).values()):
                 note("no checkpoint to resume from: starting again from iteration 0")
-            driver_state.cut_files(self.directory, {})
-            cut_token_files(self.directory.samples_tokens, 0)
-        return None
+            cut_files(self.directory, positions)
+            cut_token_files(self.directory.samples_tokens, iteration)
+        if older:
+            self.newest = iteration
+            note(f"resumed from {older[0].path}; its weights replace those of `load`")
+        if not loaded.same_layout:
+            note(
+                "note: the layout or the kind of device has changed; weights, optimizer and data "
+                "continue exactly, the random streams of the ranks start from the seed"
+            )
+        return state
 
     def load_newest(self, note: Note) -> int:
         """Load the newest checkpoint that fits into the roles; return its iteration, 0 for none.
@@ -272,51 +286,45 @@ class RunCheckpoints:
         UserError if there are checkpoints and none can be loaded. note: prints the loaded folder,
         and a warning for each that cannot be loaded
         """
-        older, _, problems = self._load_first(lambda found: self._load_roles(found.checkpoint.path))
-        for problem in problems:
-            note(f"warning: {problem}; an older checkpoint is taken")
+        older, _ = self._load_first(lambda found: self._load_roles(found.path), note)
         if not older:
             return 0
-        note(f"weights of {older[0].checkpoint.path}")
-        return older[0].checkpoint.iteration
+        note(f"weights of {older[0].path}")
+        return older[0].iteration
 
     def _load_first(
-        self, load: Callable[[driver_state.WholeCheckpoint], Loaded]
-    ) -> tuple[list[driver_state.WholeCheckpoint], Loaded, list[str]]:
-        """Load the newest checkpoint for which `load` returns no problem.
+        self, load: Callable[[Checkpoint], Loaded], note: Note
+    ) -> tuple[list[Checkpoint], Loaded]:
+        """Load the newest checkpoint for which `load` returns no problem; note those of newer ones.
 
-        Returns it with all older ones ([] without checkpoints), how it was loaded, and the problems
-        of newer ones. Raises UserError if there are checkpoints and none can be loaded.
+        Returns it with all older ones ([] without checkpoints), and how it was loaded. Raises
+        UserError if there are checkpoints and none can be loaded.
         """
-        whole, problems = driver_state.find_whole_checkpoints(self.config, self.store)
+        whole, problems = find_whole_checkpoints(self.config, self.store)
         for i, found in enumerate(whole):
             loaded = load(found)
             if not loaded.problem:
-                return whole[i:], loaded, problems
+                for problem in problems:
+                    note(f"warning: {problem}; resuming from an older checkpoint")
+                return whole[i:], loaded
             problems.append(loaded.problem)
         if problems:  # a new start would remove the checkpoints and records
-            raise UserError(driver_state.no_whole_checkpoint(self.directory, problems))
-        return [], Loaded(), []
+            raise UserError(no_whole_checkpoint(self.directory, problems))
+        return [], Loaded()
 
-    def _check_and_load(self, found: driver_state.WholeCheckpoint) -> Loaded:
+    def _check_and_load(self, found: Checkpoint) -> Loaded:
         """Load a checkpoint into the roles, unless a line file is shorter than at the checkpoint.
 
         Raises UserError if the run has other prompts.
         """
-        path = found.checkpoint.path
-        positions = found.state["positions"]
-        if lacking := driver_state.find_shortened_file(self.directory, positions):
-            return Loaded(f"{path} cannot be resumed from: {lacking}")
+        if lacking := find_shortened_file(self.directory, found.state["positions"]):
+            return Loaded(f"{found.path} cannot be resumed from: {lacking}")
         if found.state["prompts_digest"] != self.prompts_digest:
-            raise UserError(
-                Problem(
-                    "data.train_files",
-                    f"must give the prompts of the run in {self.directory.path}, with this "
-                    "tokenizer they are others",
-                    remedy="put files and tokenizer back, or set training.new_run=true",
-                )
-            )
-        return self._load_roles(path)
+            rule = f"must give the prompts of the run in {self.directory.path}, with this "
+            rule += "tokenizer they are others"
+            remedy = "put files and tokenizer back, or set training.new_run=true"
+            raise UserError(Problem("data.train_files", rule, remedy=remedy))
+        return self._load_roles(found.path)
 
     def _load_roles(self, path: Path) -> Loaded:
         calls = [
@@ -331,29 +339,21 @@ class RunCheckpoints:
             return Loaded(f"{path} cannot be resumed from: {wrong}")
         return Loaded(same_layout=all(each.same_layout for each in loaded))
 
-    def _rewind_directory(
-        self, found: driver_state.WholeCheckpoint, same_layout: bool, note: Note
-    ) -> None:
-        """Bring the run directory back to the checkpoint that the roles have loaded.
+    def export_weights(self) -> None:
+        """Write the weights of the trained roles to `export_folders`, and mark the run as finished.
 
-        Renames later checkpoints to NAME.unused, points to the latest and the best one, truncates
-        line files, and removes later iterations from token files.
+        Existing folders are removed first.
         """
-        checkpoint, positions = found.checkpoint, found.state["positions"]
         if self.writes:
-            self.store.clear_unfinished()
-            for other in self.store.newest_first():
-                if other.iteration > checkpoint.iteration:
-                    aside = self.store.move_aside(other)
-                    note(f"note: {other.path.name} is not resumed from; renamed to {aside.name}")
-            self.store.point_to(checkpoint.iteration)
-            self.store.point_to_best(self._find_best())
-            driver_state.cut_files(self.directory, positions)
-            cut_token_files(self.directory.samples_tokens, checkpoint.iteration)
-        self.newest = checkpoint.iteration
-        note(f"resumed from {checkpoint.path}; its weights replace those of `load`")
-        if not same_layout:
-            note(
-                "note: the layout or the kind of device has changed; weights, optimizer and data "
-                "continue exactly, the random streams of the ranks start from the seed"
-            )
+            self.store.point(EXPORTED, None)
+        pending = []
+        for role, each in self.trained.items():
+            folders = export_folders(self.config, role, self.directory.path / "final")
+            for folder in folders:
+                if self.writes and folder.exists():
+                    shutil.rmtree(folder)
+            pending.append(each.group.call_engine(TrainEngine.export, *folders))
+        for export in pending:
+            export.result()
+        if self.writes:
+            self.store.point(EXPORTED, self.config.training.train_iters)

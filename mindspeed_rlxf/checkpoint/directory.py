@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import os
-import re
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import chain, count
+from itertools import chain, count, takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
+from pydantic_core import to_jsonable_python
 
 from mindspeed_rlxf.checkpoint import lock
 from mindspeed_rlxf.cluster.errors import StorageUnreadable
+from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.fields import Resume, extra_of
 from mindspeed_rlxf.config.keys import REMOVED, find_field, to_yaml
 from mindspeed_rlxf.config.problems import Problem, UserError
-from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.config.secrets import url_secret, variable_secret
+from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
 from mindspeed_rlxf.config.unused import idle_keys
 from mindspeed_rlxf.weights.atomic import replace_file
 from mindspeed_rlxf.weights.state_files import patiently
@@ -27,7 +27,6 @@ from mindspeed_rlxf.weights.state_files import patiently
 ABSENT = object()
 COMMAND_KEYS = {"training.new_run", "training.resume", "dry_run"}
 """Keys that belong to one command, not to the run."""
-VARIABLES = ("resource_pool", "env")
 
 
 @dataclass(frozen=True)
@@ -48,71 +47,46 @@ def find_changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
     """Return the keys that differ, in the order of `now`, then those that only `before` has.
 
     COMMAND_KEYS and removed keys do not count. A key that one side lacks, because another version
-    of the package wrote it, counts as its default, or as ABSENT. Secrets are masked. With
-    `reward.allow_changed_function` the text of a reward function may change.
+    of the package wrote it, counts as its default, or as ABSENT. The addresses of reward servers
+    may change, and with `reward.allow_changed_function` the text of a reward function.
 
     Args:
         before: Nested dict of `keys.to_tree`, in plain YAML types.
         now: The same.
     """
     old, new = dict(_iterate_leaves(before)), dict(_iterate_leaves(now))
+    allows_text = now.get("reward", {}).get("allow_changed_function") is True
     found = []
-    for path in [*new, *(path for path in old if path not in new)]:
+    for path in new | old:
         was, will = old.get(path, ABSENT), new.get(path, ABSENT)
-        field = find_field(path)
+        key, field = ".".join(path), find_field(path)
         if field is not None and not field.is_required():
-            default = _to_plain(field.get_default(call_default_factory=True))
+            default = to_jsonable_python(field.get_default(call_default_factory=True))
             was, will = (default if v is ABSENT else v for v in (was, will))
-        key = ".".join(path)
-        was, will = _hide_secrets(path, was), _hide_secrets(path, will)
         gone = key in REMOVED and will is ABSENT
         if was != will and key not in COMMAND_KEYS and not gone:
-            allowed = now.get("reward", {}).get("allow_changed_function") is True
             change = Change(key, was, will, extra_of(field).get("resume", "fixed"))
-            free = (allowed and is_function_text(change)) or _is_address(change)
+            free = _differs_only_in(change, "url", "headers")
+            free = free or (allows_text and is_function_text(change))
             found.append(replace(change, rule="free") if free else change)
     return found
 
 
 def is_function_text(change: Change) -> bool:
     """Return whether only hashes of reward function files changed; no function is new or gone."""
-    if change.key == "reward.function.sha256":
-        return isinstance(change.before, str) and isinstance(change.now, str)
-    both = change.before, change.now
-    if change.key != "reward.functions" or not all(isinstance(side, list) for side in both):
-        return False
-    return _without(change.before, "sha256") == _without(change.now, "sha256")
+    return _differs_only_in(change, "sha256")
 
 
-def _is_address(change: Change) -> bool:
-    """Return whether only addresses and headers of reward servers differ."""
-    if change.key.startswith(("reward.function.url", "reward.function.headers")):
-        return change.before is not None and change.now is not None
-    both = change.before, change.now
-    if change.key != "reward.functions" or not all(isinstance(side, list) for side in both):
-        return False
-    kinds = [[isinstance(e, dict) and bool(e.get("url")) for e in side] for side in both]
-    before, now = (_without(side, "url", "headers") for side in both)
-    return kinds[0] == kinds[1] and before == now
-
-
-def _without(entries: list[Any], *keys: str) -> list[Any]:
-    return [{**e, **dict.fromkeys(keys)} if isinstance(e, dict) else e for e in entries]
-
-
-def _hide_secrets(path: tuple[str, ...], value: Any) -> Any:
-    """Hide secrets in the value of a key, which older versions of the package wrote to files."""
-    if isinstance(value, str) and "${" not in value:
-        if path[:-1] == VARIABLES:
-            return str(variable_secret(path[-1], value))
-        return str(url_secret(value)) if path == ("reward", "function", "url") else value
-    if path == ("reward", "functions") and isinstance(value, list):
-        address = ("reward", "function", "url")
-        return [
-            {**e, "url": _hide_secrets(address, e.get("url"))} if isinstance(e, dict) else e
-            for e in value
-        ]
-    return value
+def _differs_only_in(change: Change, *names: str) -> bool:
+    """Return whether reward functions differ only in these fields, and none is new or gone."""
+    sides = change.before, change.now
+    if change.key == "reward.functions" and all(isinstance(side, list) for side in sides):
+        before, now = (
+            [{k: v for k, v in each.items() if k not in names} for each in side] for side in sides
+        )
+        return bool(before == now)
+    fields = tuple(f"reward.function.{name}" for name in names)
+    return change.key.startswith(fields) and None not in sides
 
 
 def _iterate_leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -123,16 +97,10 @@ def _iterate_leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tup
         yield path, tree
 
 
-def _to_plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_to_plain(item) for item in value]
-    return getattr(value, "value", value)
-
-
+HF, MEGATRON = "hf", "megatron"
 KEY = "training.output_dir"
 MARK = ".seen_by_all_"
 T = TypeVar("T")
-LATER_CONFIG = re.compile(r"config\.(\d+)\.yaml")
 
 
 class RunDirectory:
@@ -192,13 +160,9 @@ class RunDirectory:
             directory.logs.mkdir(parents=True, exist_ok=True)
             lock.take(directory.path)
             directory.changes = directory.compare_with(config)
-            later = directory._find_later_configs()
-            if not directory.config.exists():
-                replace_file(directory.config, to_yaml(config))
-            elif directory.changes:
-                number = max(later, default=0) + 1
-                later[number] = directory.path / f"config.{number}.yaml"
-                replace_file(later[number], to_yaml(config))
+            configs = directory._list_configs()
+            if not configs or directory.changes:
+                replace_file(directory._config_file(len(configs)), to_yaml(config))
             for old in directory.logs.glob(f"{MARK}*"):
                 old.unlink(missing_ok=True)
             directory.mark = directory.logs / f"{MARK}{secrets.token_hex(8)}"
@@ -218,8 +182,8 @@ class RunDirectory:
         """
         if not self.metrics.exists() or not self.metrics.stat().st_size:
             self.metrics.unlink(missing_ok=True)
-            for file in (self.config, *self._find_later_configs().values()):
-                file.unlink(missing_ok=True)
+            for file in self._list_configs():
+                file.unlink()
         self.unlock()
 
     @classmethod
@@ -229,38 +193,27 @@ class RunDirectory:
         A run that cannot be resumed, a live run, or no right to write. Writes nothing. Raises
         UserError if the run's last configuration cannot be read.
         """
-        directory = cls.choose(config)
-        if directory.is_used and not config.training.new_run:
-            problem = directory._find_resume_problem(config)
-            return [problem] if problem else []
-        obstacle = find_write_obstacle(directory.path)
-        return [_not_writable(directory.path, obstacle)] if obstacle else []
-
-    def _find_resume_problem(self, config: RunConfig) -> Problem | None:
-        """Return why this configuration cannot resume the run in the folder; None = it can."""
-        remedy = f"training.new_run=true to take {_find_free(self.path)}"
-        if config.training.resume == "never" or not self.config.exists():
-            there = self.config if self.config.exists() else self.metrics
-            return Problem(
-                KEY,
-                f"must not hold another run, it has {there.name}",
-                repr(str(self.path)),
-                f"set another training.run_name or training.output_dir, or {remedy}",
-            )
-        if holder := lock.find_holder(self.path):
-            return holder
-        fixed = [change for change in self.compare_with(config) if change.rule == "fixed"]
+        run = cls.choose(config)
+        shown = repr(str(run.path))
+        if config.training.new_run or not run.is_used:
+            obstacle = find_write_obstacle(run.path)
+            return [_not_writable(run.path, obstacle)] if obstacle else []
+        remedy = f"training.new_run=true to take {_find_free(run.path)}"
+        if config.training.resume == "never" or not run.config.exists():
+            there = run.config if run.config.exists() else run.metrics
+            rule = f"must not hold another run, it has {there.name}"
+            remedy = f"set another training.run_name or training.output_dir, or {remedy}"
+            return [Problem(KEY, rule, shown, remedy)]
+        if holder := readable(lambda: lock.find_holder(run.path)):
+            return [holder]
+        fixed = [change for change in run.compare_with(config) if change.rule == "fixed"]
         if not fixed:
-            return None
+            return []
         if all(map(is_function_text, fixed)):
             remedy = f"reward.allow_changed_function=true to go on with the new text, or {remedy}"
-        return Problem(
-            KEY,
-            "must hold the same run to resume it, these keys differ (there -> here): "
-            + "; ".join(map(str, fixed)),
-            repr(str(self.path)),
-            f"put them back, or set {remedy}",
-        )
+        rule = "must hold the same run to resume it, these keys differ (there -> here): "
+        rule += "; ".join(map(str, fixed))
+        return [Problem(KEY, rule, shown, f"put them back, or set {remedy}")]
 
     def compare_with(self, config: RunConfig) -> list[Change]:
         """Return the keys that differ from the last configuration in this folder; [] without one.
@@ -268,29 +221,23 @@ class RunDirectory:
         Keys that have no effect in this run are free to change. Raises UserError if the last
         configuration cannot be read.
         """
-        if not self.config.exists():
+        if not (configs := self._list_configs()):
             return []
-        latest = [self.config, *self._find_later_configs().values()][-1]
         try:
-            before: Any = yaml.safe_load(readable(lambda: latest.read_text("utf-8")))
-            assert isinstance(before, dict)
-        except (OSError, ValueError, yaml.YAMLError, AssertionError):
-            free = _find_free(self.path)
-            raise UserError(
-                Problem(
-                    f"{latest}",
-                    "must be what the run wrote, and cannot be read",
-                    remedy=f"put it back, or set training.new_run=true to take {free}",
-                )
-            ) from None
+            before = dict(yaml.safe_load(readable(lambda: configs[-1].read_text("utf-8"))))
+        except (ValueError, TypeError, yaml.YAMLError):
+            rule = "must be what the run wrote, and cannot be read"
+            remedy = f"put it back, or set training.new_run=true to take {_find_free(self.path)}"
+            raise UserError(Problem(str(configs[-1]), rule, remedy=remedy)) from None
         idle = idle_keys(config)
         found = find_changes(before, yaml.safe_load(to_yaml(config)))
         return [replace(each, rule="free") if each.key in idle else each for each in found]
 
-    def _find_later_configs(self) -> dict[int, Path]:
-        files = self.path.glob("config.*")
-        found = {int(m[1]): file for file in files if (m := LATER_CONFIG.fullmatch(file.name))}
-        return dict(sorted(found.items()))
+    def _list_configs(self) -> list[Path]:
+        return list(takewhile(Path.exists, map(self._config_file, count())))
+
+    def _config_file(self, changes: int) -> Path:
+        return self.path / f"config.{changes}.yaml" if changes else self.config
 
     @classmethod
     def choose(cls, config: RunConfig) -> RunDirectory:
@@ -337,9 +284,37 @@ def find_write_obstacle(folder: Path) -> str:
 
 
 def _not_writable(path: Path, reason: str) -> Problem:
-    return Problem(
-        KEY,
-        f"must be a folder that can be written: {reason}",
-        repr(str(path)),
-        "set training.output_dir to another one",
-    )
+    rule = f"must be a folder that can be written: {reason}"
+    return Problem(KEY, rule, repr(str(path)), "set training.output_dir to another one")
+
+
+def export_folders(config: RunConfig, role: Role, final: Path) -> tuple[Path, Path]:
+    """Return the (Hugging Face, Megatron) folders of a role: in its `save`, else in `final`."""
+    folder = config.save_folder(role)
+    if folder is not None:
+        return folder / HF, folder / MEGATRON
+    return final / f"{SAVED_AS[role]}_{HF}", final / f"{SAVED_AS[role]}_{MEGATRON}"
+
+
+def check_save_folders(config: RunConfig, directory: RunDirectory) -> list[Problem]:
+    """Return a problem for each `ROLE.save` that cannot be written, or holds weights already.
+
+    A resumed run may have exported to its folders before, so they are checked only if a key has
+    changed.
+    """
+    changed = {change.key for change in directory.compare_with(config)}
+    if directory.config.exists() and not any(key.endswith(".save") for key in changed):
+        return []
+    problems = []
+    for role in [role for role in config.roles if role in SAVED_AS]:
+        folder, key = config.save_folder(role), f"{role.value}.save"
+        if folder is None:
+            continue
+        if full := [path for path in (folder / HF, folder / MEGATRON) if any(path.glob("*"))]:
+            rule = f"must not hold weights, the run would overwrite those in {full[0]}"
+            remedy = "give another folder, or move them away"
+            problems.append(Problem(key, rule, repr(str(folder)), remedy))
+        if found := find_write_obstacle(folder):
+            rule = f"must be a folder that can be written: {found}"
+            problems.append(Problem(key, rule, repr(str(folder)), "give another one"))
+    return problems

@@ -13,13 +13,13 @@ import threading
 import time
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from mindspeed_rlxf.config.problems import Problem, UserError
 from mindspeed_rlxf.reporting.phases import phase
 from mindspeed_rlxf.weights.atomic import replace_file
 
 LOCK = "run.lock"
+HOST = socket.gethostname()
 BEAT_S = 10.0  # between two counts of the holder
 STALE_S = 120.0  # unchanged for so long = its holder is gone
 SETTLE_S = 0.2  # after a stale lock was replaced: another process may have done so just then
@@ -38,32 +38,29 @@ def take(folder: Path) -> None:
     Raises UserError that names a live holder (see `find_holder`, which may wait).
     """
     file = folder / LOCK
-    if file in _held:
-        return
-    while True:
-        if found := _find_other_holder(folder):
+    while file not in _held:
+        if found := find_holder(folder):
             raise UserError(found)
         try:
             with open(file, "x", encoding="utf-8") as stream:
-                stream.write(_note(0))
-            break
+                stream.write(_note())
         except FileExistsError:
-            if _read(file) is None or _find_other_holder(folder):
+            if _look(file) != ("", True):
                 continue  # another process was faster
-            replace_file(file, _note(0))
+            replace_file(file, _note())
             time.sleep(SETTLE_S)
-            if _is_mine(_read(file)):
-                break
-    _held[file] = threading.Event()
-    threading.Thread(target=_count, args=(file, _held[file]), name="run lock", daemon=True).start()
+            if not _is_mine(_read(file)):
+                continue
+        _held[file] = threading.Event()
+        arguments = file, _held[file]
+        threading.Thread(target=_count, args=arguments, name="run lock", daemon=True).start()
 
 
 def release(folder: Path) -> None:
     """Release the lock and remove its file, if this process has it."""
     file = folder / LOCK
-    ended = _held.pop(file, None)
-    if ended is not None:
-        ended.set()
+    if file in _held:
+        _held.pop(file).set()
         if _is_mine(_read(file)):
             file.unlink(missing_ok=True)
 
@@ -75,9 +72,8 @@ def require(folder: Path) -> None:
     """
     file = folder / LOCK
     with contextlib.suppress(OSError):
-        if file in _held and (text := _read(file)) is not None and not _is_mine(text):
-            other = _parse(text)
-            raise LockLost(f"process {other.get('pid')} on {other.get('host')} has taken {folder}")
+        if file in _held and (text := _read(file)) and not _is_mine(text):
+            raise LockLost(f"{_describe(text)} has taken {folder}")
 
 
 def find_holder(folder: Path) -> Problem | None:
@@ -85,15 +81,20 @@ def find_holder(folder: Path) -> Problem | None:
 
     If the lock is of another host, waits until it changes, or has been unchanged for STALE_S.
     """
-    try:
-        return _find_other_holder(folder)
-    except OSError as error:
-        return Problem(
-            "training.output_dir",
-            f"must have a lock that this user can take: {error.strerror}",
-            repr(str(folder)),
-            f"remove {LOCK}, or set training.new_run=true",
-        )
+    holder, is_sure = _look(folder / LOCK)
+    if not is_sure:
+        with phase(f"waiting up to {STALE_S:g} s for a sign of life of {holder}"):
+            while not is_sure:
+                time.sleep(BEAT_S / 4)
+                holder, is_sure = _look(folder / LOCK)
+    if not holder:
+        return None
+    return Problem(
+        "training.output_dir",
+        f"must not be in use, {holder} runs in it",
+        repr(str(folder)),
+        "wait for it, end it, or set training.new_run=true",
+    )
 
 
 def is_locked(folder: Path) -> bool:
@@ -101,47 +102,25 @@ def is_locked(folder: Path) -> bool:
 
     A lock of another host counts until this process has seen it unchanged for STALE_S.
     """
-    try:
-        return folder / LOCK not in _held and _look(folder / LOCK)[0] is not None
-    except OSError:
-        return False
+    with contextlib.suppress(OSError):
+        return bool(_look(folder / LOCK)[0])
+    return False
 
 
-def _find_other_holder(folder: Path) -> Problem | None:
-    file = folder / LOCK
-    if file in _held:
-        return None
-    holder, is_sure = _look(file)
-    if holder is not None and not is_sure:
-        name = f"process {holder.get('pid')} on {holder.get('host')}"
-        with phase(f"waiting up to {STALE_S:g} s for a sign of life of {name}"):
-            while not is_sure:
-                time.sleep(BEAT_S / 4)
-                holder, is_sure = _look(file)
-    if holder is None:
-        return None
-    return Problem(
-        "training.output_dir",
-        f"must not be in use, process {holder.get('pid')} on {holder.get('host')} runs in it",
-        repr(str(folder)),
-        "wait for it, end it, or set training.new_run=true",
-    )
-
-
-def _look(file: Path) -> tuple[dict[str, Any] | None, bool]:
-    """Return (holder of the lock or None, whether that is sure)."""
-    text = _read(file)
+def _look(file: Path) -> tuple[str, bool]:
+    """Return (name of the other process that has the lock, "" for none; whether that is sure)."""
+    text = None if file in _held else _read(file)
     if text is None:
-        return None, True
+        return "", True
     holder = _parse(text)
     if holder.get("machine") == _machine() != "":
-        pid, started = holder.get("pid"), holder.get("started")
-        return (holder, True) if started and _start_time(pid) == started else (None, True)
+        pid, started = holder["pid"], holder["started"]
+        return (_describe(text) if started and _start_time(pid) == started else ""), True
     before, since = _seen.setdefault(file, (text, time.monotonic()))
     if text != before:
         _seen[file] = text, time.monotonic()
-        return holder, True
-    return (holder, False) if time.monotonic() - since < STALE_S else (None, True)
+        return _describe(text), True
+    return (_describe(text), False) if time.monotonic() - since < STALE_S else ("", True)
 
 
 def _count(file: Path, ended: threading.Event) -> None:
@@ -151,18 +130,12 @@ def _count(file: Path, ended: threading.Event) -> None:
         with contextlib.suppress(OSError), open(file, "r+", encoding="utf-8") as stream:
             if _is_mine(stream.read()):
                 stream.seek(0)
-                stream.write(_note(number))  # of equal length, to the file that was just read
+                stream.write(f"{_note()}{number}\n")  # to the file that was just read
 
 
-def _note(number: int) -> str:
-    holder = {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "machine": _machine(),
-        "started": _start_time(os.getpid()),
-        "count": f"{number:012d}",
-    }
-    return json.dumps(holder) + "\n"
+def _note() -> str:
+    holder = {"host": HOST, "pid": os.getpid(), "machine": _machine()}
+    return json.dumps({**holder, "started": _start_time(os.getpid())}) + "\n"
 
 
 def _read(file: Path) -> str | None:
@@ -172,17 +145,20 @@ def _read(file: Path) -> str | None:
         return None
 
 
-def _parse(text: str) -> dict[str, Any]:
+def _parse(text: str) -> dict[str, str]:
     try:
-        found = json.loads(text)
-    except ValueError:
+        return dict(json.loads(text.partition("\n")[0]))
+    except ValueError:  # its holder was killed before it had written
         return {}
-    return found if isinstance(found, dict) else {}
+
+
+def _describe(text: str) -> str:
+    holder = _parse(text)
+    return f"process {holder.get('pid')} on {holder.get('host')}"
 
 
 def _is_mine(text: str | None) -> bool:
-    mine, found = _parse(_note(0)), _parse(text or "")
-    return all(found.get(key) == mine[key] for key in ("machine", "pid", "started"))
+    return (text or "").startswith(_note())
 
 
 @cache

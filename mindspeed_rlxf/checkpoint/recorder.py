@@ -22,7 +22,7 @@ from mindspeed_rlxf.reporting.timeline import Span, Timeline
 from mindspeed_rlxf.reporting.trackers import JSONL, TrackedRun, Trackers
 from mindspeed_rlxf.roles.actor import ActorGroup
 from mindspeed_rlxf.roles.reports import ScoreReport
-from mindspeed_rlxf.weights.atomic import replace_file
+from mindspeed_rlxf.weights.state_files import write_text
 
 
 class Recorder:
@@ -37,14 +37,10 @@ class Recorder:
             writes: False on all but the first rank of torchrun, which write nowhere.
         """
         self.tokenizer = tokenizer
-
-        def open_lines(file: Path) -> JsonlWriter:
-            return JsonlWriter(file if writes else Path(os.devnull))
-
-        self._metrics, self._ledger = open_lines(directory.metrics), open_lines(directory.consumed)
-        self._samples = open_lines(directory.samples)
-        self._val_samples = open_lines(directory.val_samples)
-        self._health_file = open_lines(directory.health)
+        samples = directory.samples, directory.val_samples
+        files = directory.metrics, directory.consumed, directory.health, *samples
+        self._writers = [JsonlWriter(file if writes else Path(os.devnull)) for file in files]
+        self._metrics, self._ledger, self._findings, *self._samples = self._writers
         self._timeline = Timeline(directory.timeline) if writes else None
         self._directory, self._logging = directory, config.logging
         take_spans()  # those of another run of this process
@@ -62,7 +58,19 @@ class Recorder:
                     f"{finding.text}); it goes on from there, and is stopped by it again only "
                     "after it has ended"
                 )
-        self._trackers = _start_trackers(config, directory, self.console, writes)
+        run_id = directory.trackers / "run_id"
+        names = [name for name in config.logging.trackers if name != JSONL] if writes else []
+        if names and not run_id.exists():
+            write_text(run_id, secrets.token_hex(8))
+        run = TrackedRun(
+            name=config.training.run_name if names else "",
+            project=config.logging.tracker_project,
+            run_id=run_id.read_text(encoding="ascii").strip() if names else "",
+            folder=directory.trackers,
+            config=to_tree(config) if names else {},
+            offline={"auto": None, "online": False, "offline": True}[config.logging.tracker_mode],
+        )
+        self._trackers = Trackers(names, run, self.console.warn_once)
         path, here = directory.path, Path.cwd()
         title = str(path.relative_to(here) if path.is_relative_to(here) else path)
         shown = config.logging.console_metrics
@@ -89,7 +97,7 @@ class Recorder:
         """
         found = self.health.check(iteration, metrics)
         for finding in found:
-            self._health_file.write(asdict(finding))
+            self._findings.write(asdict(finding))
             if finding.event == "began":
                 text = f"{finding.rule}: {finding.text}; {finding.remedy}"
                 self.console.warn_once(finding.rule, text)
@@ -169,14 +177,8 @@ class Recorder:
         return num_samples if limit == "all" else min(limit, num_samples)
 
     def close(self) -> None:
-        for writer in (
-            self._metrics,
-            self._ledger,
-            self._samples,
-            self._val_samples,
-            self._health_file,
-        ):
-            writer.close()
+        for each in self._writers:
+            each.close()
         self._trackers.close()
         self.console.close()
 
@@ -196,7 +198,7 @@ class Recorder:
             about: More fields of each sample of a validation, written to val_samples.jsonl; None =
                 samples of training.
         """
-        writer = self._samples if about is None else self._val_samples
+        writer = self._samples[about is not None]
         count = self._num_kept(rollouts.num_rows if about is None else len(about))
         if not count:
             return
@@ -204,10 +206,10 @@ class Recorder:
         values = [score for report in scores for score in report.scores]
         parts = [part for report in scores for part in report.parts] or [{}] * len(values)
         more = [{}] * count if about is None else about
-        columns = (values, parts, sources, more)
-        rows = zip(texts, *(column[:count] for column in columns), strict=True)
         decode = self.tokenizer.decode
-        for text, score, part, source, fields in rows:
+        for text, score, part, source, fields in zip(
+            texts, values, parts, sources, more, strict=False
+        ):
             sample = Sample(
                 sample_id=text.sample_id,
                 prompt=decode(text.prompt_ids),
@@ -221,24 +223,3 @@ class Recorder:
                 **fields,
             )
             writer.write(sample.record(iteration))
-
-
-def _start_trackers(
-    config: RunConfig, directory: RunDirectory, console: Console, writes: bool
-) -> Trackers:
-    """Start the trackers of `logging.trackers` but JSONL."""
-    logging = config.logging
-    names = [name for name in logging.trackers if name != JSONL] if writes else []
-    file = directory.trackers / "run_id"
-    if names and not file.exists():
-        directory.trackers.mkdir(parents=True, exist_ok=True)
-        replace_file(file, secrets.token_hex(8))
-    run = TrackedRun(
-        name=config.training.run_name if names else "",
-        project=logging.tracker_project,
-        run_id=file.read_text(encoding="ascii").strip() if names else "",
-        folder=directory.trackers,
-        config=to_tree(config) if names else {},
-        offline={"auto": None, "online": False, "offline": True}[logging.tracker_mode],
-    )
-    return Trackers(names, run, console.warn_once)

@@ -1,6 +1,7 @@
 """Write the report of runs: report.html in the run directory, or a file that the user names."""
 
 import functools
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from mindspeed_rlxf.reporting.report.records import read_configs, read_iteration
 from mindspeed_rlxf.reporting.report.samples import MAX_SAMPLES, TokenSplitter
 from mindspeed_rlxf.weights.atomic import replace_file
 
-TOKENIZER = "training.tokenizer_name_or_path"
 WATCHED = ("metrics.jsonl", "samples.jsonl", "val_samples.jsonl", "failure.json")
 
 
@@ -49,35 +49,27 @@ def open_runs(runs: Sequence[Path], split: TokenSplitter | None = None) -> list[
     """
     if problems := [found for run in runs if (found := find_problem(run))]:
         raise UserError(problems)
+    above = os.path.commonpath([run.absolute().parent for run in runs])
+    names = [printable(os.path.relpath(run, above)) for run in runs]
     return [
         RunFolder(run, name, find_state(run), split or load_split(run))
-        for run, name in zip(runs, name_runs(runs), strict=True)
+        for run, name in zip(runs, names, strict=True)
     ]
-
-
-def name_runs(paths: Sequence[Path]) -> list[str]:
-    """Return a name for each path: as few of its last parts as make the names differ."""
-    full = [path.absolute() for path in paths]
-    for count in range(1, max(len(path.parts) for path in full)):
-        names = [printable("/".join(path.parts[-count:])) for path in full]
-        if len(set(names)) == len(names):
-            return names
-    return [printable(str(path)) for path in full]
 
 
 def find_problem(run: Path) -> Problem | None:
     """Return why no report can be made of a folder; None if it has an iteration."""
-    if not run.is_dir():
-        found = "is a file" if run.exists() else "does not exist"
-        return Problem("RUN", f"must be a run directory, it {found}", repr(str(run)),
-                       "give the folder that holds metrics.jsonl")  # fmt: skip
-    if read_iterations(run):
+    if run.is_dir() and read_iterations(run):
         return None
-    if (run / "config.yaml").exists():
-        return Problem("RUN", "must have an iteration in metrics.jsonl, it has none yet",
-                       repr(str(run)), "wait for the first iteration")  # fmt: skip
-    return Problem("RUN", "must be a run directory, it has no metrics.jsonl with an iteration",
-                   repr(str(run)), "give the folder that training.output_dir names")  # fmt: skip
+    rule, remedy = "must be a run directory", "give the folder that training.output_dir names"
+    if not run.is_dir():
+        rule += f", it {'is a file' if run.exists() else 'does not exist'}"
+    elif (run / "config.yaml").exists():
+        rule += " with an iteration in metrics.jsonl, it has none yet"
+        remedy = "wait for the first iteration"
+    else:
+        rule += ", it has no metrics.jsonl with an iteration"
+    return Problem("RUN", rule, repr(str(run)), remedy)
 
 
 def find_state(run: Path) -> str:
@@ -88,9 +80,8 @@ def find_state(run: Path) -> str:
     if directory.failure.exists():
         return "failed"
     exported, iterations = RunStore(directory.checkpoints).exported(), read_iterations(run)
-    if exported is not None and iterations and exported >= iterations[-1].number:
-        return "finished"
-    return "stopped"
+    is_finished = exported is not None and iterations and exported >= iterations[-1].number
+    return "finished" if is_finished else "stopped"
 
 
 def find_version(run: Path) -> str:
@@ -105,7 +96,7 @@ def load_split(run: Path) -> TokenSplitter | None:
     None if the run has no token log, or the tokenizer cannot be loaded.
     """
     configs = read_configs(run)
-    path = configs[-1][1].get(TOKENIZER) if configs else None
+    path = configs[-1][1].get("training.tokenizer_name_or_path") if configs else None
     if not isinstance(path, str) or not (run / "samples_tokens").is_dir():
         return None
     try:
@@ -114,6 +105,4 @@ def load_split(run: Path) -> TokenSplitter | None:
         return None
 
 
-@functools.lru_cache(maxsize=4)
-def _load(path: str) -> Any:
-    return load_tokenizer(path)
+_load = functools.lru_cache(maxsize=4)(load_tokenizer)

@@ -71,10 +71,6 @@ class StopRequest:
         # Under torchrun, replaced by a function that returns the first rank's answer on all ranks.
         self.agree: Callable[[Any], Any] = lambda mine: mine
 
-    def record_resume(self, iteration: int) -> None:
-        """Set the last ended and saved iteration, because its checkpoint was loaded."""
-        self.iteration = self.saved = iteration
-
     def begin_iteration(self) -> None:
         self._since = self._clock()
 
@@ -97,10 +93,10 @@ class StopRequest:
         Call it at the end of an iteration, on every rank: under torchrun all get rank 0's answer
         and its rule, which `ended` names (none if a signal came).
         """
-        asked = self._asked is not None or self._rule is not None
-        rule = self._rule if self._asked is None else None
-        due: bool
-        due, self._ends_by = self.agree((asked or self._no_time_for_another(), rule))
+        asked = self._asked is not None
+        due = asked or self._rule is not None or self._no_time_for_another()
+        agreed: tuple[bool, Any] = self.agree((due, None if asked else self._rule))
+        due, self._ends_by = agreed
         return due
 
     def ended(self) -> Stopped | StoppedByRule:
@@ -118,18 +114,18 @@ class StopRequest:
 
         Before the first save, half the median iteration; 0 before the first iteration has ended.
         """
-        if self._saves:
-            return max(self._saves)
-        return statistics.median(self._iterations) / 2 if self._iterations else 0.0
+        return max(self._saves or [self._usual_s() / 2])
 
     @property
     def left_s(self) -> float | None:
         """Predicted seconds until this iteration and its save are done; None before one ended."""
         if not self._iterations:
             return None
-        usual = statistics.median(self._iterations)
         spent = 0.0 if self._since is None else self._clock() - self._since
-        return max(usual - spent, 0.0) + self.save_s
+        return max(self._usual_s() - spent, 0.0) + self.save_s
+
+    def _usual_s(self) -> float:
+        return statistics.median(self._iterations or [0.0])
 
     @property
     def work_lost(self) -> str:
@@ -173,12 +169,13 @@ class StopRequest:
             raise KeyboardInterrupt
         self._asked, left_s = now, self.left_s
         self.reason = name
-        if left_s is None or left_s > self.grace_s:
-            if left_s is not None:
-                self.reason = (
-                    f"{name}; the iteration and its save need about {left_s:.0f} s, "
-                    f"training.stop_grace_s={self.grace_s:g}"
-                )
+        if left_s is None:
+            raise KeyboardInterrupt
+        if left_s > self.grace_s:
+            self.reason = (
+                f"{name}; the iteration and its save need about {left_s:.0f} s, "
+                f"training.stop_grace_s={self.grace_s:g}"
+            )
             raise KeyboardInterrupt
         signal.setitimer(signal.ITIMER_REAL, max(self.grace_s - 1.0, 0.1))
         text = f"{name}: stops after this iteration and its save, in about {left_s:.0f} s"

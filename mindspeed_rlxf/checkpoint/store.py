@@ -6,26 +6,35 @@ the pointer file gets its iteration. A manifest lists every file with size and h
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import logging
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from mindspeed_rlxf.checkpoint.directory import RunDirectory, readable
+from mindspeed_rlxf.config.problems import Problem
+from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
+from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.weights.atomic import sync_folder
 from mindspeed_rlxf.weights.state_files import (
     MANIFEST,
     Entry,
     entries_below,
+    find_damage,
     patiently,
     size_problem,
     write_text,
 )
+
+logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 POINTER = "latest_checkpointed_iteration.txt"
@@ -34,14 +43,24 @@ EXPORTED = "exported_iteration.txt"
 NAME = re.compile(r"iter_(\d{7,})")
 REMOVED = ".removed"  # at the end of the hidden name of what is being removed
 UNUSED = ".unused"  # behind the name of a checkpoint that was set aside
+TRAINER, STATE, CONFIG = "trainer", "state.json", "config.yaml"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder with the name of a checkpoint; `read` checks whether it is complete."""
+    """A folder with the name of a checkpoint; `read` checks whether it is complete.
+
+    state: the driver's state, filled by `find_whole_checkpoints`, with
+        iteration
+        trainer:             result of `PpoTrainer.state_dict`
+        positions:           file name -> bytes of each line file (`line_positions`)
+        prompts_digest:      result of `hash_prompts`
+        score, score_metric: validation score of this iteration, None = not validated; its metric
+    """
 
     path: Path
     iteration: int
+    state: dict[str, Any] = field(default_factory=dict)
 
     def read(self) -> Manifest:
         """Read the manifest and check the sizes, not the contents, of the files that it lists.
@@ -50,7 +69,7 @@ class Checkpoint:
         or of another size.
         """
         try:
-            manifest = Manifest.from_json((self.path / MANIFEST).read_bytes(), MANIFEST)
+            manifest = Manifest.from_json((self.path / MANIFEST).read_bytes())
         except FileNotFoundError:
             raise ValueError(f"{MANIFEST} is missing") from None
         if manifest.iteration != self.iteration:
@@ -82,24 +101,25 @@ class Manifest:
         return json.dumps({**content, "sha256": _digest(content)}, indent=1) + "\n"
 
     @classmethod
-    def from_json(cls, text: str | bytes, name: str) -> Manifest:
-        """Parse the text of `to_json` and check its hash. name: of the file, for errors
+    def from_json(cls, text: str | bytes) -> Manifest:
+        """Parse the text of `to_json` and check its hash.
 
         Raises ValueError if the text was changed, or has another format version.
         """
         try:
-            tree = json.loads(text)
-            stated, version = tree.pop("sha256"), tree["format_version"]
-        except (ValueError, KeyError, AttributeError, TypeError):
-            raise ValueError(f"{name} differs from what was written") from None
+            about = json.loads(text)
+            stated, found = about.pop("sha256"), _digest(about)
+            version, iteration = about.pop("format_version"), about.pop("iteration")
+            files = about.pop("files")
+        except (ValueError, KeyError):
+            raise ValueError(f"{MANIFEST} differs from what was written") from None
         if version != FORMAT_VERSION:
             raise ValueError(
-                f"{name} has format_version {version}, this version reads {FORMAT_VERSION}"
+                f"{MANIFEST} has format_version {version}, this version reads {FORMAT_VERSION}"
             )
-        if stated != _digest(tree):
-            raise ValueError(f"{name} differs from what was written (sha256)")
-        about = {k: v for k, v in tree.items() if k not in ("format_version", "iteration", "files")}
-        return cls(tree["iteration"], tree["files"], about)
+        if stated != found:
+            raise ValueError(f"{MANIFEST} differs from what was written (sha256)")
+        return cls(iteration, files, about)
 
 
 class RunStore:
@@ -134,12 +154,13 @@ class RunStore:
         hidden.mkdir()
         return hidden
 
-    def clear_unfinished(self) -> list[str]:
-        """Remove unfinished and half-removed checkpoints; return a line for each that stays."""
-        return [said for path in self.folder.glob(".*") if (said := self._remove(path))]
+    def clear_unfinished(self) -> None:
+        """Remove unfinished and half-removed checkpoints."""
+        for path in self.folder.glob(".*"):
+            self._remove(path)
 
-    def _remove(self, path: Path) -> str:
-        """Remove a folder, a file or a link, not a link's target; return why it stays, else "".
+    def _remove(self, path: Path) -> None:
+        """Remove a folder, a file or a link, not a link's target.
 
         It gets a hidden name first, so that no half-removed checkpoint has a checkpoint's name.
         Network file systems keep files that are open elsewhere (`.nfs*`): the next save tries
@@ -156,9 +177,7 @@ class RunStore:
             else:
                 going.unlink()
         except OSError as error:
-            if os.path.lexists(going):
-                return f"{going} cannot be removed ({error.strerror}); the next save tries again"
-        return ""
+            logger.warning("%s cannot be removed now (%s)", going, error.strerror)
 
     def commit(self, manifest: Manifest) -> Path:
         """Publish a checkpoint: write the manifest, rename the hidden folder, update the pointer.
@@ -173,18 +192,15 @@ class RunStore:
             self.move_aside(Checkpoint(final, manifest.iteration))
         os.replace(hidden, final)
         sync_folder(self.folder)
-        self.point_to(manifest.iteration)
+        self.point(POINTER, manifest.iteration)
         return final
 
-    def point_to(self, iteration: int) -> None:
-        write_text(self.folder / POINTER, f"{iteration}\n")
-
-    def point_to_best(self, best: Sequence[int]) -> None:
-        """Write the best checkpoint's iteration to a file; [] removes the file."""
-        if best:
-            write_text(self.folder / BEST, f"{best[0]}\n")
+    def point(self, name: str, iteration: int | None) -> None:
+        """Write an iteration to the file POINTER, BEST or EXPORTED; None removes the file."""
+        if iteration is None:
+            (self.folder / name).unlink(missing_ok=True)
         else:
-            (self.folder / BEST).unlink(missing_ok=True)
+            write_text(self.folder / name, f"{iteration}\n")
 
     def move_aside(self, checkpoint: Checkpoint) -> Path:
         """Rename a checkpoint to NAME.unused, replacing an older one; return the new path."""
@@ -194,39 +210,168 @@ class RunStore:
         os.replace(checkpoint.path, aside)
         return aside
 
-    def prune(self, keep_last: int, keep_every: int, best: Iterable[int] = ()) -> list[str]:
+    def prune(self, keep_last: int, keep_every: int, best: int | None = None) -> None:
         """Remove all but the newest `keep_last`, multiples of `keep_every` (0 = none) and `best`.
 
         Also removes checkpoints that were set aside (`NAME.unused`), if they are of earlier
-        iterations than the two newest that remain. Returns a line for each that cannot be removed.
+        iterations than the two newest that remain.
         """
-        found = self.newest_first()
-        kept = {checkpoint.iteration for checkpoint in found[:keep_last]} | set(best)
-        kept |= {
-            each.iteration for each in found if keep_every and each.iteration % keep_every == 0
-        }
-        going = [checkpoint.path for checkpoint in found if checkpoint.iteration not in kept]
-        oldest = min(sorted(kept & {each.iteration for each in found})[-2:], default=0)
-        for folder in self.folder.glob(f"*{UNUSED}"):
-            match = NAME.fullmatch(folder.name.removesuffix(UNUSED))
-            if match and int(match[1]) < oldest:
-                going.append(folder)
-        return [said for path in going if (said := self._remove(path))]
+        kept = []
+        for i, each in enumerate(self.newest_first()):
+            is_multiple = keep_every > 0 and each.iteration % keep_every == 0
+            if i < keep_last or is_multiple or each.iteration == best:
+                kept.append(each.path)
+            else:
+                self._remove(each.path)
+        for folder in self.folder.glob(f"iter_*{UNUSED}"):
+            if folder < min(kept[:2]):
+                self._remove(folder)
 
     def exported(self) -> int | None:
         """Return the iteration whose weights were exported; None if no file says so."""
         try:
-            return int(patiently((self.folder / EXPORTED).read_text))
+            return int(readable((self.folder / EXPORTED).read_text))
         except (FileNotFoundError, ValueError):
             return None
-
-    def set_exported(self, iteration: int) -> None:
-        write_text(self.folder / EXPORTED, f"{iteration}\n")
-
-    def clear_exported(self) -> None:
-        (self.folder / EXPORTED).unlink(missing_ok=True)
 
 
 def _digest(content: dict[str, Any]) -> str:
     text = json.dumps(content, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def find_whole_checkpoints(
+    config: RunConfig, store: RunStore
+) -> tuple[list[Checkpoint], list[str]]:
+    """Return (complete checkpoints, newest first; a line per damaged one).
+
+    Complete: all files have their sizes, no trained role lacks files, and the driver's files have
+    their hashes. The ranks of the roles hash the roles' files later. Raises StorageUnreadable.
+    """
+    whole, problems = [], []
+    parts = [name for role, name in SAVED_AS.items() if role in config.roles] + [TRAINER]
+
+    def read(checkpoint: Checkpoint) -> Checkpoint:
+        manifest, folder = checkpoint.read(), checkpoint.path / TRAINER
+        if missing := [name for name in parts if not manifest.part(name)]:
+            raise ValueError(f"no files of {' and '.join(missing)}")
+        if damage := find_damage(folder, manifest.part(TRAINER)):
+            raise ValueError("; ".join(f"{TRAINER}/{problem}" for problem in damage))
+        return replace(checkpoint, state=json.loads((folder / STATE).read_bytes()))
+
+    for checkpoint in readable(store.newest_first):
+        try:
+            whole.append(readable(functools.partial(read, checkpoint)))
+        except (ValueError, OSError) as error:
+            problems.append(f"{checkpoint.path} is damaged: {error}")
+    return whole, problems
+
+
+def find_resumable(
+    config: RunConfig, directory: RunDirectory
+) -> tuple[list[Checkpoint], list[str]]:
+    """Return `find_whole_checkpoints`; nothing if the command does not resume a run.
+
+    It resumes from an older checkpoint if it finds damage when it hashes the files of the roles.
+    """
+    if not directory.is_used or config.training.new_run:
+        return [], []
+    return find_whole_checkpoints(config, RunStore(directory.checkpoints))
+
+
+def no_whole_checkpoint(directory: RunDirectory, problems: Sequence[str]) -> Problem:
+    """Return the problem of a run whose checkpoints have all been refused."""
+    rule = f"can be resumed from: {'; '.join(problems)}"
+    remedy = "put the files back, or set training.new_run=true"
+    return Problem(f"no checkpoint of {directory.path}", rule, remedy=remedy)
+
+
+def check_resume(config: RunConfig, directory: RunDirectory) -> list[Problem]:
+    """Return [problem] if all checkpoints are damaged, or have more iterations than `train_iters`.
+
+    Raises StorageUnreadable.
+    """
+    whole, problems = find_resumable(config, directory)
+    wanted = config.training.train_iters
+    if whole and whole[0].iteration > wanted:
+        done = whole[0].iteration
+        rule = f"must be at least the {done} iterations that the run in {directory.path} has done"
+        remedy = f"use {done} or more, or training.new_run=true"
+        return [Problem("training.train_iters", rule, wanted, remedy)]
+    return [no_whole_checkpoint(directory, problems)] if problems and not whole else []
+
+
+def is_finished(config: RunConfig, directory: RunDirectory) -> bool:
+    """Return whether the newest checkpoint is that of `train_iters`, and its weights were exported.
+
+    A run that has gone further is refused by `check_resume`.
+    """
+    whole, _ = find_resumable(config, directory)
+    wanted = config.training.train_iters
+    exported = RunStore(directory.checkpoints).exported()
+    return bool(whole) and whole[0].iteration == exported == wanted
+
+
+def hash_prompts(
+    prompts: Sequence[Prompt], eos_token_ids: Sequence[int], reads_extra_info: bool = False
+) -> str:
+    """Return the SHA-256 (hex) of a run's prompts, in order, and of its EOS ids, in any order.
+
+    Args:
+        reads_extra_info: Also hash the other columns of the rows, which reward functions get.
+    """
+    found = hashlib.sha256(json.dumps(sorted(eos_token_ids)).encode())
+    for prompt in prompts:
+        found.update(len(prompt.token_ids).to_bytes(8, "little"))
+        found.update(prompt.token_ids.astype("<i8").tobytes())
+        labels: list[Any] = [prompt.ground_truth, prompt.data_source]
+        if reads_extra_info and prompt.extra_info:
+            labels.append(prompt.extra_info)
+        found.update(json.dumps(labels, sort_keys=True).encode())
+    return found.hexdigest()
+
+
+def cut_files(directory: RunDirectory, positions: dict[str, int]) -> None:
+    """Truncate each line file to its length at the checkpoint.
+
+    Args:
+        positions: Bytes by file name, else 0. Missing and shorter files stay as they are.
+    """
+    for file in _line_files(directory):
+        if file.exists():  # removed samples stay away
+            with open(file, "r+b") as stream:
+                size = stream.seek(0, os.SEEK_END)
+                stream.truncate(min(size, positions.get(file.name, 0)))
+                os.fsync(stream.fileno())
+
+
+def find_shortened_file(directory: RunDirectory, positions: dict[str, int]) -> str:
+    """Return a text on the first line file that is shorter than at the checkpoint, "" for none.
+
+    Files of samples may be: no state depends on them, and users remove them.
+    """
+    for file in (directory.metrics, directory.health, directory.consumed):
+        wanted = positions.get(file.name, 0)
+        try:
+            there = readable(file.stat).st_size
+        except FileNotFoundError:
+            there = 0
+        if there < wanted:
+            return f"{file} has {there} bytes, the checkpoint counts {wanted}"
+    return ""
+
+
+def line_positions(directory: RunDirectory) -> dict[str, int]:
+    """Fsync each line file; return file name -> bytes. Missing files are left out."""
+    positions = {}
+    for file in _line_files(directory):
+        if file.exists():
+            with open(file, "rb") as stream:
+                os.fsync(stream.fileno())
+                positions[file.name] = stream.seek(0, os.SEEK_END)
+    return positions
+
+
+def _line_files(directory: RunDirectory) -> tuple[Path, ...]:
+    samples = directory.samples, directory.val_samples
+    return directory.metrics, directory.health, *samples, directory.consumed

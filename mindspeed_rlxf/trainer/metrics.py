@@ -225,13 +225,8 @@ PEAK_TFLOPS = {
 
 def find_peak(name: str) -> float | None:
     """Return the peak bf16 FLOP/s of a device; None if no pattern matches its name."""
-    for pattern, peak in PEAK_TFLOPS.items():
-        if re.search(pattern, name.lower()):
-            return peak * 1e12
-    return None
-
-
-GIB = 1024**3
+    found = (peak for pattern, peak in PEAK_TFLOPS.items() if re.search(pattern, name.lower()))
+    return next((peak * 1e12 for peak in found), None)
 
 
 def phase_metrics(phases: Phases) -> dict[str, float]:
@@ -248,7 +243,7 @@ def phase_metrics(phases: Phases) -> dict[str, float]:
     for name, calls in phases.items():
         metrics[f"timing/{name}"] = sum(call.seconds for call in calls)
         most = max(reply.memory for call in calls for reply in call.replies())
-        metrics[f"memory/{name}"] = most / GIB
+        metrics[f"memory/{name}"] = most / 1024**3
         pool = calls[-1].pool
         busy: dict[int, float] = defaultdict(float)  # by rank
         for reply in (r for call in calls if call.pool == pool for r in call.replies()):

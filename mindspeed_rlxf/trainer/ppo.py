@@ -57,7 +57,8 @@ class PpoTrainer:
 
         With `validation.before` a run at iteration 0 validates first. An iteration: weights ->
         generate, score -> log-probs, values -> experience -> updates; the actor's only after the
-        warm-up iterations. Raises Stopped or StoppedByRule, after saving, when the run has to end
+        warm-up iterations. Experience is made on the ranks of the critic, or of the actor without
+        one. Raises Stopped or StoppedByRule, after saving, when the run has to end
         earlier; WorkerError, RuntimeTimeout and RewardsFailed, without saving.
         """
         if self.config.validation.before and self.iteration == 0:
@@ -74,7 +75,22 @@ class PpoTrainer:
             ref = self.ref.log_probs(rollouts, lengths) if self.ref else None
             values = self.critic.values(rollouts, lengths) if self.critic else None
 
-            experience = self._make_experience(collected, old, ref, values)
+            inputs = ExperienceInputs(
+                rollouts=as_rows_field(collected.rollouts),
+                old=as_rows_field(old.rows() if old else None),
+                ref=as_rows_field(ref.rows() if ref else None),
+                scores=as_rows_field(collected.scores),
+                values=as_rows_field(values.rows() if values else None),
+                greedy=as_rows_field(collected.greedy),
+                greedy_scores=as_rows_field(collected.greedy_scores),
+                kl_coef=self.kl.value,
+                slot_limit=self._slot_limit(collected),
+                token_log=self.recorder.token_log(self.iteration, collected.sample_ids()),
+            )
+            experience = (self.critic or self.actor).make_experience(inputs)
+            for producer in (old, ref, values):
+                if producer is not None:
+                    experience.after(producer)  # whose time is no part of this phase's deadline
             learned = experience.rows()
             updates = {}
             if self.critic:
@@ -113,37 +129,6 @@ class PpoTrainer:
             phases = {**collected.calls(), **{k: [call] for k, call in calls.items() if call}}
             self._finish_iteration(measured, collected, phases, time.monotonic() - started)
         self.checkpoints.settle(self.recorder.note)
-
-    def _make_experience(
-        self,
-        collected: Collected,
-        old: Pending | None,
-        ref: Pending | None,
-        values: Pending | None,
-    ) -> Pending:
-        """Start the call that makes rewards and advantages, and return it.
-
-        It runs on the ranks of the critic, or of the actor where there is no critic. With
-        `score_slot_limit: batch_width` waits for the responses.
-        old, ref, values: calls that make the rows of log probabilities and values; None = not used
-        """
-        inputs = ExperienceInputs(
-            rollouts=as_rows_field(collected.rollouts),
-            old=as_rows_field(old.rows() if old else None),
-            ref=as_rows_field(ref.rows() if ref else None),
-            scores=as_rows_field(collected.scores),
-            values=as_rows_field(values.rows() if values else None),
-            greedy=as_rows_field(collected.greedy),
-            greedy_scores=as_rows_field(collected.greedy_scores),
-            kl_coef=self.kl.value,
-            slot_limit=self._slot_limit(collected),
-            token_log=self.recorder.token_log(self.iteration, collected.sample_ids()),
-        )
-        experience = (self.critic or self.actor).make_experience(inputs)
-        for producer in (old, ref, values):
-            if producer is not None:
-                experience.after(producer)  # whose time is no part of this phase's deadline
-        return experience
 
     def _finish_iteration(
         self,

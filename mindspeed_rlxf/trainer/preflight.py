@@ -7,12 +7,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mindspeed_rlxf.checkpoint.directory import RunDirectory
-from mindspeed_rlxf.checkpoint.driver_state import (
-    check_resume,
-    find_resumable,
-)
-from mindspeed_rlxf.checkpoint.exports import check_save_folders
+from mindspeed_rlxf.checkpoint.directory import RunDirectory, check_save_folders
+from mindspeed_rlxf.checkpoint.store import check_resume
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.hf_config import OF_WEIGHTS, find_disagreements, read_hf_config
 from mindspeed_rlxf.config.problems import Problem, UserError, closest
@@ -41,7 +37,7 @@ from mindspeed_rlxf.rewards.plans import (
 )
 from mindspeed_rlxf.rewards.sandbox import Sandbox
 from mindspeed_rlxf.rollout.rollout_engine import ENGINES, NATIVE
-from mindspeed_rlxf.trainer.prompt_source import PromptSource, find_order_problems
+from mindspeed_rlxf.trainer.prompt_source import PromptSource
 from mindspeed_rlxf.weights.chunks import StoredWeights
 from mindspeed_rlxf.weights.folders import find_description, open_weights
 from mindspeed_rlxf.weights.hf_folder import shape_problems
@@ -61,7 +57,6 @@ class Prepared:
     val_prompts: Sequence[Prompt] = ()
     fixed_responses: FixedResponses | None = None
     scores_in_processes: bool = False  # by functions or slow rules, see `rewards.workers`
-    sandbox: list[str] = field(default_factory=list)  # a line about its level and weaknesses
     notices: list[str] = field(default_factory=list)  # printed before the run
 
 
@@ -72,8 +67,7 @@ def prepare(config: RunConfig) -> Prepared:
     sandbox.
 
     Raises:
-        UserError: with all problems. If the tokenizer cannot be loaded, these are the problems
-            found before it and the prompt files that are missing.
+        UserError: with all problems; those found before the tokenizer if it cannot be loaded.
     """
     directory, data = RunDirectory.choose(config), config.data
     problems = [
@@ -90,14 +84,7 @@ def prepare(config: RunConfig) -> Prepared:
     prepared.tokenizer = _attempt(
         problems, lambda: load_tokenizer(config.training.tokenizer_name_or_path)
     )
-    if prepared.tokenizer is None:  # nothing can be tokenized, but missing files can be reported
-        files = {"data.train_files": data.train_files, "data.val_files": data.val_files}
-        problems += [
-            Problem(key, "no such file", name, "correct the path", colon=True)
-            for key, names in files.items()
-            for name in names
-            if not Path(name).exists()
-        ]
+    if prepared.tokenizer is None:  # nothing can be tokenized
         raise UserError(problems)
     problems += check_vocabulary(prepared.tokenizer, vocab_size)
     training = _load_prompts(config, prepared, data.train_files, data.data_path, problems)
@@ -122,15 +109,13 @@ def prepare(config: RunConfig) -> Prepared:
     ]
     problems += _check_rewards(config, prepared)
     problems += _check_best_metric(config, prepared)
-    problems += _load_fixed_responses(config, prepared, directory)
+    prepared.fixed_responses = _attempt(problems, lambda: _load_fixed_responses(config, prepared))
     if problems:
         raise UserError(problems)
     stops = describe_stop_tokens(prepared.tokenizer, described, data_stops, actor.stop_token_ids)
-    prepared.notices = [stops, *prepared.sandbox, *_list_notices(config)]
-    if config.reward.rules or any(part.data_sources for part in config.reward.parts):
-        prompts = chain(prepared.train_prompts, prepared.val_prompts)
-        sources = {prompt.data_source for prompt in prompts}
-        prepared.notices += find_idle_sources(config.reward, sources)
+    prepared.notices = [stops, *prepared.notices, *_list_notices(config)]
+    sources = {p.data_source for p in chain(prepared.train_prompts, prepared.val_prompts)}
+    prepared.notices += find_idle_sources(config.reward, sources)
     return prepared
 
 
@@ -203,144 +188,107 @@ def _load_prompts(
 def check_weights(config: RunConfig, role: Role) -> list[Problem]:
     """Return problems of a role's `load` folder: not set, missing, damaged, of another model.
 
-    Reads headers only.
+    Reads headers only. Tensor shapes are compared if config.json agrees with the model YAML. A
+    critic's folder may lack the score head.
     """
     section = config.role(role)
     if role is Role.REWARD and config.reward.kind is RewardKind.RULE:
         return []
     if role is Role.REWARD and config.reward.kind is RewardKind.HUGGING_FACE:
         return check_classifier(config.reward.load)
-    key = f"{role.value}.load"
+    key, head = f"{role.value}.load", HEADS[role]
     if section.load is None:
         rule = "must name a folder of weights, Hugging Face's or Megatron's"
         return [Problem(key, rule, remedy=f"set {key}=FOLDER")]
+    assert section.architecture is not None
+    remedy = f"give the folder of model.{section.model}"
     try:
-        rules, remedy = _find_broken_rules(section, role, config.training.tokenizer_name_or_path)
+        described = find_description(section.load, config.training.tokenizer_name_or_path)
+        hf_config = read_hf_config(described, OF_WEIGHTS)
+        rules = find_disagreements(section.architecture, hf_config, scored=head is Head.SCORE)
+        if rules:
+            fields = f"(field: model.{section.model}, config.json): {'; '.join(rules)}"
+            rules = [f"config.json must agree with the model YAML {fields}"]
+            remedy = "correct the YAML or give the folder of that model"
+        else:
+            folder = _open_weights(section)  # a Megatron folder is read by that config.json
+            expected = hf_shapes(section.architecture, head)
+            if role is Role.CRITIC and "score.weight" not in folder:
+                del expected["score.weight"]  # a language model; the head starts untrained
+            rules = shape_problems(folder, expected)[:MAX_SHAPE_PROBLEMS]
     except ValueError as error:
-        rules, remedy, folder = [str(error)], "", Path(section.load)
-        if not folder.exists() and folder.parts[-4:-1] == ("outputs", "tiny", "models"):
-            more = " --reward-model" if folder.name == "rm" else ""
+        rules, remedy, path = [str(error)], "", Path(section.load)
+        if not path.exists() and path.parts[-4:-1] == ("outputs", "tiny", "models"):
+            more = " --reward-model" if path.name == "rm" else ""
             remedy = f"or make the tiny one with `python examples/tiny/make.py{more}`"
     return [Problem(key, rule, section.load, remedy, colon=True) for rule in rules]
 
 
-def _find_broken_rules(section: RoleConfig, role: Role, tokenizer: str) -> tuple[list[str], str]:
-    """Return a text for each way in which a role's weights differ from its model, and one remedy.
+def _load_fixed_responses(config: RunConfig, prepared: Prepared) -> FixedResponses | None:
+    """Load the fixed responses, if any, and draw all prompts of the run to compare them.
 
-    One text if config.json differs, else one for each of the first tensors of another shape. A
-    critic's folder may lack the score head.
-
-    Args:
-        tokenizer: folder with config.json if the weights have none.
-
-    Raises:
-        ValueError: a file is missing or cannot be read.
-    """
-    assert section.load is not None and section.architecture is not None
-    head = HEADS[role]
-    described = find_description(section.load, tokenizer)
-    hf_config = read_hf_config(described, OF_WEIGHTS)
-    differing = find_disagreements(section.architecture, hf_config, scored=head is Head.SCORE)
-    if differing:
-        fields = f"(field: model.{section.model}, config.json): {'; '.join(differing)}"
-        return [
-            f"config.json must agree with the model YAML {fields}"
-        ], "correct the YAML or give the folder of that model"
-    folder = _open_weights(section)  # a Megatron folder is read by the config.json checked above
-    expected = hf_shapes(section.architecture, head)
-    if role is Role.CRITIC and "score.weight" not in folder:
-        del expected["score.weight"]  # a language model; the head starts untrained
-    found = shape_problems(folder, expected)
-    shown = found[:MAX_SHAPE_PROBLEMS]
-    if len(found) > len(shown):
-        shown.append(f"and {len(found) - len(shown)} more tensors")
-    return shown, f"give the folder of model.{section.model}"
-
-
-def _load_fixed_responses(
-    config: RunConfig, prepared: Prepared, directory: RunDirectory
-) -> list[Problem]:
-    """Load the fixed responses into `prepared`, if any; return the problems of their file.
-
-    It must include every sample of the run, and answer the prompts that the run will draw. A
-    resumed run is checked from its newest checkpoint on.
+    Raises UserError if the file lacks samples of the run, or answers other prompts.
     """
     actor, training = config.actor_rollout, config.training
     if actor.fixed_responses is None:
-        return []
-    try:
-        fixed = load_fixed_responses(
-            actor.fixed_responses,
-            prepared.tokenizer,
-            prepared.eos_token_ids,
-            actor.architecture.vocab_size,
-            actor.max_new_tokens,
-            training.train_iters * config.samples_per_iteration,
-        )
-    except UserError as error:
-        return error.problems
-    prepared.fixed_responses = fixed
-    if not prepared.train_prompts:
-        return []
-    source, done = PromptSource.from_config(config, prepared.train_prompts), 0
-    if resumable := find_resumable(config, directory)[0]:
-        done = resumable[0].checkpoint.iteration
-        try:
-            source.load_state_dict(resumable[0].state["trainer"]["prompts"])
-        except ValueError:  # other data or seed than those of the run: reported when it resumes
-            return []
-    return find_order_problems(fixed, source, training.train_iters - done)
+        return None
+    fixed = load_fixed_responses(
+        actor.fixed_responses,
+        prepared.tokenizer,
+        prepared.eos_token_ids,
+        actor.architecture.vocab_size,
+        actor.max_new_tokens,
+        training.train_iters * config.samples_per_iteration,
+    )
+    if prepared.train_prompts:
+        source = PromptSource.from_config(config, prepared.train_prompts, fixed)
+        for _ in range(training.train_iters):
+            source.next_prompts()
+    return fixed
 
 
 def _check_rewards(config: RunConfig, prepared: Prepared) -> list[Problem]:
     """Return problems of the reward rules and functions, alone and with the prompts they score.
 
     Stops at the first kind that has any: rules and the sandbox, the functions, the prompts. Sets
-    `sandbox` and `scores_in_processes` of `prepared`. May run a program in the sandbox.
+    `scores_in_processes` of `prepared`. May run a program in the sandbox.
     """
     try:
         manager = RewardManager(dict(config.reward.rules), config.verifiers)
-        if config.reward.runs_programs:
-            prepared.sandbox = [Sandbox.choose(config.reward.sandbox).describe()]
+        if config.reward.runs_programs:  # a line about its level and weaknesses
+            prepared.notices.append(Sandbox.choose(config.reward.sandbox).describe())
     except UserError as error:
         return error.problems
-    reward, parts = config.reward, (prepared.train_prompts, prepared.val_prompts)
+    reward, train, val = config.reward, prepared.train_prompts, prepared.val_prompts
     if problems := list(check_functions(reward)):
         return problems
     by_rule = reward.kind is RewardKind.RULE
-    validates_by_rule = by_rule or config.validation.reward is RewardKind.RULE
-    validated = prepared.val_prompts if validates_by_rule else ()
-    scored = chain(*parts) if by_rule else validated
+    validated = val if by_rule or config.validation.reward is RewardKind.RULE else ()
+    scored = chain(train, val) if by_rule else validated
     prepared.scores_in_processes = needs_processes(reward, {p.data_source for p in scored})
-    by_label = (p for p in prepared.train_prompts if scores_row(reward, p.extra_info))
-    prepared.scores_in_processes |= reward.chooses_by_label and any(True for _ in by_label)
-    if reward.parts:
-        found = manager.check(
-            p
-            for p in chain(*parts)
-            if scores_row(reward, p.extra_info)
-            and rule_decides(reward, p.data_source, reward_style(p.extra_info))
-        )
-        if by_rule:
-            return found
-        rule = (
-            "of the validation prompts must have a function in reward.functions, as "
-            "validation.reward=rule leaves out the model"
-        )
-        remedy = "add one for it, or use validation.reward=model"
-        return found + [
-            Problem(f"data source {source!r}", rule, remedy=remedy)
-            for source in dict.fromkeys(prompt.data_source for prompt in validated)
-            if not any(part.applies_to(source) for part in reward.parts)
-        ]
+    if reward.chooses_by_label:
+        prepared.scores_in_processes |= any(scores_row(reward, p.extra_info) for p in train)
+    found = manager.check(
+        p
+        for p in (chain(train, val) if by_rule or reward.parts else train)
+        if scores_row(reward, p.extra_info)
+        and rule_decides(reward, p.data_source, reward_style(p.extra_info))
+    )
     if by_rule:
-        return manager.check(chain(*parts))
-    if reward.chooses_by_label and (
-        found := manager.check(p for p in parts[0] if scores_row(reward, p.extra_info))
-    ):
         return found
-    remedy = "use validation.reward=model"
-    return [replace(p, remedy=f"{p.remedy}, or {remedy}") for p in manager.check(validated)]
+    remedy = "or use validation.reward=model"
+    if not reward.parts:
+        alone = manager.check(validated)
+        return found or [replace(each, remedy=f"{each.remedy}, {remedy}") for each in alone]
+    rule = (
+        "of the validation prompts must have a function in reward.functions, as "
+        "validation.reward=rule leaves out the model"
+    )
+    return found + [
+        Problem(f"data source {source!r}", rule, remedy=f"add one for it, {remedy}")
+        for source in dict.fromkeys(prompt.data_source for prompt in validated)
+        if not any(part.applies_to(source) for part in reward.parts)
+    ]
 
 
 def _check_best_metric(config: RunConfig, prepared: Prepared) -> list[Problem]:

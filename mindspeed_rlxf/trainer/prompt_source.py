@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from mindspeed_rlxf.config.problems import Problem
+from mindspeed_rlxf.config.problems import Problem, UserError
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts
 from mindspeed_rlxf.data.fixed_responses import KEY, FixedResponses
@@ -17,15 +16,6 @@ from mindspeed_rlxf.data.sampler import (
     PromptSampler,
     make_sampler,
 )
-
-
-@dataclass(frozen=True)
-class Ahead:
-    """A batch that was drawn and is not returned yet; `sampler` is its state before the draw."""
-
-    sampler: dict[str, Any]
-    indices: list[int]
-    prompts: list[Prompt]
 
 
 class PromptSource:
@@ -48,7 +38,8 @@ class PromptSource:
         self.n_samples_per_prompt = n_samples_per_prompt
         self._next_sample_id = 0
         self._taken: list[int] = []
-        self._ahead: Ahead | None = None
+        # Drawn and not returned yet: state of the sampler before, indices, prompts.
+        self._ahead: tuple[dict[str, Any], list[int], list[Prompt]] | None = None
 
     @classmethod
     def from_config(
@@ -68,21 +59,20 @@ class PromptSource:
         Takes a batch that `read_ahead` has drawn, if there is one. Numbers the samples, and adds
         the prompts to those that `pop_consumed` returns.
         """
-        drawn, self._ahead = self._ahead or self._draw(), None
-        self._taken += drawn.indices
-        chosen = [prompt for prompt in drawn.prompts for _ in range(self.n_samples_per_prompt)]
+        _, indices, prompts = self.read_ahead()
+        self._ahead = None
+        self._taken += indices
+        chosen = [prompt for prompt in prompts for _ in range(self.n_samples_per_prompt)]
         batch = as_rows(chosen, self._next_sample_id, self.fixed)
         self._next_sample_id += len(chosen)
         return batch
 
-    def read_ahead(self) -> None:
+    def read_ahead(self) -> tuple[dict[str, Any], list[int], list[Prompt]]:
         """Draw and read the batch that `next_prompts` will return; `state_dict` does not change."""
-        self._ahead = self._ahead or self._draw()
-
-    def _draw(self) -> Ahead:
-        before = self.sampler.state_dict()
-        indices = self.sampler.next_batch()
-        return Ahead(before, indices, [self.prompts[i] for i in indices])
+        if self._ahead is None:
+            before, indices = self.sampler.state_dict(), self.sampler.next_batch()
+            self._ahead = before, indices, [self.prompts[i] for i in indices]
+        return self._ahead
 
     def pop_consumed(self) -> ConsumedPrompts:
         """Return the prompts that `next_prompts` returned since `pop_consumed` was last called.
@@ -98,7 +88,7 @@ class PromptSource:
 
         A batch read ahead does not count.
         """
-        sampler = self._ahead.sampler if self._ahead else self.sampler.state_dict()
+        sampler = self._ahead[0] if self._ahead else self.sampler.state_dict()
         return {"sampler": sampler, "next_sample_id": self._next_sample_id}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -114,9 +104,19 @@ def as_rows(
 
     Args:
         fixed: responses by sample id, put into the rows; None = empty responses.
+
+    Raises:
+        UserError: A fixed response is to another prompt.
     """
     sample_ids = list(range(first_sample_id, first_sample_id + len(prompts)))
     token_ids = [p.token_ids for p in prompts]
+    for sample_id, tokens in zip(sample_ids, token_ids, strict=True):
+        if fixed and fixed.differs(sample_id, tokens):
+            rule = (
+                f"the response to sample {sample_id} must answer its prompt, the file says another"
+            )
+            remedy = "use the data, seed, shuffle and batch size of the run it is from"
+            raise UserError(Problem(KEY, rule, remedy=remedy, colon=True))
     return Prompts(
         sample_ids=sample_ids,
         token_ids=token_ids,
@@ -125,29 +125,3 @@ def as_rows(
         responses=[fixed.by_sample_id[i] if fixed else [] for i in sample_ids],
         extra_infos=[p.extra_info for p in prompts],
     )
-
-
-def find_order_problems(
-    fixed: FixedResponses, source: PromptSource, iterations: int
-) -> list[Problem]:
-    """Compare the prompts of fixed responses with those of the next `iterations` batches.
-
-    Returns one problem with the first sample that differs and the number of all such samples.
-
-    Args:
-        source: at the position where the run starts; it is advanced.
-    """
-    wrong = []
-    for _ in range(iterations):
-        source.next_prompts()
-        taken = source.pop_consumed()
-        rows = (index for index in taken.prompts for _ in range(taken.samples_per_prompt))
-        for sample_id, index in enumerate(rows, taken.first_sample_id):
-            if fixed.differs(sample_id, source.prompts[index].token_ids):
-                wrong.append(sample_id)
-    if not wrong:
-        return []
-    rule = f"the response to sample {wrong[0]} must answer its prompt, the file says another"
-    rule = f"{rule} ({len(wrong)} samples differ)"
-    remedy = "use the data, seed, shuffle and batch size of the run it is from"
-    return [Problem(KEY, rule, remedy=remedy, colon=True)]

@@ -18,7 +18,6 @@ from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.reporting.phases import phase
 from mindspeed_rlxf.reporting.table import pairs
 from mindspeed_rlxf.roles.all_roles import RoleGroups
-from mindspeed_rlxf.roles.reports import ScoreReport
 from mindspeed_rlxf.roles.rollout import Sampling
 from mindspeed_rlxf.trainer.preflight import Prepared
 from mindspeed_rlxf.trainer.prompt_source import as_rows
@@ -149,7 +148,8 @@ class Validator:
         self, config: RunConfig, roles: RoleGroups, prompts: Sequence[Prompt], recorder: Recorder
     ) -> None:
         self.config, self.roles, self.recorder = config.validation, roles, recorder
-        self.seed = validation_seed(config.training.seed)
+        # Not that of training, because sample ids of validation are also those of training.
+        self.seed = int(np.random.SeedSequence([config.training.seed, 1]).generate_state(1)[0])
         size = self.config.n_samples
         self.prompts = as_rows([prompt for prompt in prompts for _ in range(size)])
         # The first ones are repeated until the replicas of rollout and reward divide their number.
@@ -184,7 +184,13 @@ class Validator:
             reward = self.roles.reward
             scored = reward.score_by_rule(rollouts) if by_rule else reward.score(rollouts)
             lengths = [n for report in generated.result() for n in report.response_lengths]
-            found = _join_scored(lengths, scored.result())[: self.prompts.num_rows]
+            reports = scored.result()
+        scores = [score for report in reports for score in report.scores]
+        parts = [part for report in reports for part in report.parts] or [{}] * len(scores)
+        answers = [a for report in reports for a in report.answers] or [None] * len(scores)
+        are_scored = [each for report in reports for each in report.is_scored]
+        found = list(map(Scored, scores, lengths, parts, answers, are_scored))
+        del found[self.prompts.num_rows :]
         size = self.config.n_samples
         groups = [found[i : i + size] for i in range(0, len(found), size)]
         metrics = measure(groups, self.prompts.data_sources[::size], self.config)
@@ -195,27 +201,17 @@ class Validator:
             for row, (each, truth) in enumerate(zip(found, self.prompts.ground_truths, strict=True))
         ]
         sources = self.prompts.data_sources
-        self.recorder.write_samples(
-            iteration, self.roles.actor, rollouts, scored.result(), sources, about
-        )
+        self.recorder.write_samples(iteration, self.roles.actor, rollouts, reports, sources, about)
         return metrics
 
 
-def _join_scored(lengths: Sequence[int], reports: Sequence[ScoreReport]) -> list[Scored]:
-    """Return the scored responses; parts are {} and answers None if the reports have none."""
-    scores = [score for report in reports for score in report.scores]
-    parts = [part for report in reports for part in report.parts] or [{}] * len(scores)
-    answers = [a for report in reports for a in report.answers] or [None] * len(scores)
-    scored = [each for report in reports for each in report.is_scored]
-    return list(map(Scored, scores, lengths, parts, answers, scored))
-
-
-def validation_seed(seed: int) -> int:
-    """Return the seed of validation, derived from `seed`.
-
-    It differs from that of training, because sample ids of validation are also those of training.
-    """
-    return int(np.random.SeedSequence([seed, 1]).generate_state(1)[0])
+def build_roles(config: RunConfig, prepared: Prepared, runtime: Runtime) -> RoleGroups:
+    """Start the worker processes, and build the roles in them."""
+    parts = {config.placement[Role.ACTOR_ROLLOUT]: config.parts} if config.parts else {}
+    count = sum(sum(processes) for processes in config.resource_pool.values())
+    with phase(f"starting {count} worker processes"):
+        pools = runtime.create_pools(config.resource_pool, parts)
+    return RoleGroups.build(config, pools, prepared.eos_token_ids, prepared.scores_in_processes)
 
 
 def validate_only(
@@ -237,10 +233,7 @@ def validate_only(
     Raises:
         UserError: there are checkpoints and all are damaged.
     """
-    parts = {config.placement[Role.ACTOR_ROLLOUT]: config.parts} if config.parts else {}
-    with phase("starting the worker processes"):
-        pools = runtime.create_pools(config.resource_pool, parts)
-    roles = RoleGroups.build(config, pools, prepared.eos_token_ids, prepared.scores_in_processes)
+    roles = build_roles(config, prepared, runtime)
     recorder = Recorder(config, directory, prepared.tokenizer, writes)
     with contextlib.closing(recorder):
         iteration = 0

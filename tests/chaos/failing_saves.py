@@ -34,14 +34,13 @@ def with_failing_save(checkpoints: Path, failing: str) -> None:
             installed.__enter__()
         return write(self, *arguments)  # type: ignore[arg-type]
 
-    def end(self: RunCheckpoints, *arguments: object) -> list[str]:
-        lines = publish(self, *arguments)  # type: ignore[arg-type]
+    def end(self: RunCheckpoints, *arguments: object) -> None:
+        publish(self, *arguments)  # type: ignore[arg-type]
         if files.steps:
             installed.__exit__(None, None, None)
             RunCheckpoints.write, RunCheckpoints._publish = write, publish  # type: ignore[method-assign]
             if not failing:
                 (checkpoints.parent / STEPS_FILE).write_text("\n".join(files.steps))
-        return lines
 
     RunCheckpoints.write, RunCheckpoints._publish = begin, end  # type: ignore[method-assign]
 

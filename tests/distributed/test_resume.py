@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mindspeed_rlxf.checkpoint.directory import RunDirectory
-from mindspeed_rlxf.checkpoint.exports import export_weights
 from mindspeed_rlxf.checkpoint.store import RunStore
 from mindspeed_rlxf.cli.convert import main as convert
 from mindspeed_rlxf.config.enums import KlPenalty
@@ -270,7 +269,7 @@ def saved_again(trainer: PpoTrainer) -> None:
     checkpoints = trainer.checkpoints
     checkpoints.write(trainer.iteration, print)
     checkpoints.commit(trainer.iteration, trainer.state_dict(), None, print)
-    export_weights(trainer.config, checkpoints.trained, checkpoints.directory)
+    checkpoints.export_weights()
     raise Killed
 
 

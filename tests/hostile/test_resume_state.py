@@ -84,7 +84,7 @@ def sign(checkpoint: Path, iteration: int = ITERATION) -> None:
         index, role = json.loads(file.read_text()), file.parent
         index["files"] = [entry_of(role, role / entry["path"]) for entry in index["files"]]
         file.write_text(json.dumps(index))
-    found = Manifest.from_json((checkpoint / MANIFEST).read_text(), MANIFEST)
+    found = Manifest.from_json((checkpoint / MANIFEST).read_text())
     files = [entry_of(checkpoint, checkpoint / entry["path"]) for entry in found.files]
     text = Manifest(iteration, files, found.about).to_json()
     (checkpoint / MANIFEST).write_text(text)

@@ -16,13 +16,17 @@ import pytest
 
 from mindspeed_rlxf.checkpoint import checkpoints
 from mindspeed_rlxf.checkpoint.checkpoints import RunCheckpoints
-from mindspeed_rlxf.checkpoint.driver_state import (
+from mindspeed_rlxf.checkpoint.store import (
+    BEST,
+    EXPORTED,
+    MANIFEST,
+    POINTER,
+    Manifest,
     check_resume,
     find_resumable,
     hash_prompts,
     is_finished,
 )
-from mindspeed_rlxf.checkpoint.store import BEST, MANIFEST, POINTER, Manifest
 from mindspeed_rlxf.cluster.errors import StorageUnreadable
 from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.data.prompts import Prompt
@@ -159,7 +163,7 @@ def test_the_best_checkpoint_stays_while_it_cannot_be_read(
 
 
 def test_a_checkpoint_that_cannot_be_removed_is_a_warning_until_a_later_save_removes_it(
-    case: Case, monkeypatch: pytest.MonkeyPatch
+    case: Case, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As on NFS, where files that are open elsewhere stay as `.nfs*`."""
     rmdir = os.rmdir
@@ -174,7 +178,7 @@ def test_a_checkpoint_that_cannot_be_removed_is_a_warning_until_a_later_save_rem
         case.iterate(1, 2, 3)
         assert case.resume() == 3
         case.iterate(4)
-    assert case.kept == [4, 3] and "warning: " in "".join(case.notes)
+    assert case.kept == [4, 3] and "cannot be removed now" in caplog.text
     assert len(list(case.store.folder.glob(".*.removed"))) == 2
     case.iterate(5)
     assert case.kept == [5, 4] and not list(case.store.folder.glob(".*"))
@@ -364,13 +368,13 @@ def test_a_run_is_finished_when_its_weights_are_exported(new_case: NewCase) -> N
     assert not is_finished(case.config, case.directory)
     case.iterate(2)
     assert not is_finished(case.config, case.directory), "killed during the export"
-    case.store.set_exported(2)
+    case.store.point(EXPORTED, 2)
     assert is_finished(case.config, case.directory)
     longer = new_case(train_iters=3)
     assert not is_finished(longer.config, longer.directory)
     shorter = new_case(train_iters=1)
-    with pytest.raises(UserError, match="must be at least the 2 iterations that the run"):
-        is_finished(shorter.config, shorter.directory)
+    (problem,) = check_resume(shorter.config, shorter.directory)
+    assert "must be at least the 2 iterations that the run" in str(problem)
     cases = longer, case, shorter, new_case(train_iters=1, new_run=True)
     assert [len(check_resume(each.config, each.directory)) for each in cases] == [0, 0, 1, 0]
     assert [len(find_resumable(each.config, each.directory)[0]) for each in cases] == [2, 2, 2, 0]

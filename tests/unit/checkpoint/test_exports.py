@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.checkpoint.directory import RunDirectory
-from mindspeed_rlxf.checkpoint.exports import check_save_folders, export_folders, export_weights
+from mindspeed_rlxf.checkpoint.checkpoints import RunCheckpoints
+from mindspeed_rlxf.checkpoint.directory import RunDirectory, check_save_folders, export_folders
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.load import resolve, resolve_with_notes
 from tests.unit.checkpoint.runs import MakeTree
@@ -30,11 +31,11 @@ class Group:
 
 def test_an_export_replaces_an_earlier_one(make_tree: MakeTree, tmp_path: Path) -> None:
     config = resolve(make_tree({}), "test")
-    trained: Any = {Role.ACTOR_ROLLOUT: Group(), Role.CRITIC: Group()}
+    roles: Any = SimpleNamespace(actor=Group(), critic=Group())
     old = tmp_path / "final" / "actor_megatron"
     old.mkdir(parents=True)
     (old / "__7_0.distcp").write_text("of more ranks")
-    export_weights(config, trained, RunDirectory(tmp_path))
+    RunCheckpoints(config, roles, RunDirectory(tmp_path), "").export_weights()
     found = sorted(str(p.relative_to(tmp_path / "final")) for p in tmp_path.rglob("weights"))
     assert found == [
         f"{name}_{kind}/weights" for name in ("actor", "critic") for kind in ("hf", "megatron")

@@ -8,8 +8,8 @@ import pytest
 from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from mindspeed_rlxf.checkpoint.stopping import StopRequest
 from mindspeed_rlxf.cluster.errors import RuntimeTimeout, WorkerError
-from mindspeed_rlxf.trainer import ending
-from mindspeed_rlxf.trainer.ending import archive_failure, report
+from mindspeed_rlxf.trainer import run
+from mindspeed_rlxf.trainer.run import report
 
 RAISED = WorkerError("critic", 3, "b", "values", "ValueError: a\nbad number", "trace of the worker")
 LATE = RuntimeTimeout("critic.values", 30, [2, 3], "why", ["b", "c"])
@@ -17,7 +17,7 @@ LATE = RuntimeTimeout("critic.values", 30, [2, 3], "why", ["b", "c"])
 
 def in_iteration(number: int) -> StopRequest:
     stop = StopRequest(60.0)
-    stop.record_resume(number - 1)
+    stop.iteration = stop.saved = number - 1
     stop.begin_iteration()
     return stop
 
@@ -81,7 +81,7 @@ def test_a_report_that_cannot_be_written_is_a_warning(
     def full(*_arguments: object, **_keywords: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(ending, "replace_file", full)
+    monkeypatch.setattr(run, "replace_file", full)
     report(RunDirectory(tmp_path), RAISED, StopRequest(60.0))
     assert "failure.json cannot be written: [Errno 28] No space" in capsys.readouterr().err
 
@@ -91,14 +91,3 @@ def test_a_later_rank_of_torchrun_writes_no_file(
 ) -> None:
     report(None, RAISED, StopRequest(60.0))
     assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_the_failure_of_an_earlier_attempt_is_archived(tmp_path: Path) -> None:
-    file, history = tmp_path / "failure.json", tmp_path / "failures.jsonl"
-    archive_failure(file, history)
-    for text in ('{\n"cause": "x"\n}', "cut o"):
-        file.write_text(text)
-        archive_failure(file, history)
-        assert not file.exists()
-    lines = [json.loads(line) for line in history.read_text().splitlines()]
-    assert lines == [{"cause": "x"}, {"message": "cut o"}]

@@ -95,14 +95,14 @@ def test_a_checkpoint_renamed_to_another_iteration_is_refused(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("keep_last", "keep_every", "best", "left"),
     [
-        (2, 0, [], [7, 6]),
-        (1, 3, [], [7, 6, 3]),
-        (1, 0, [2], [7, 2]),
-        (9, 0, [], [7, 6, 5, 4, 3, 2, 1]),
+        (2, 0, None, [7, 6]),
+        (1, 3, None, [7, 6, 3]),
+        (1, 0, 2, [7, 2]),
+        (9, 0, None, [7, 6, 5, 4, 3, 2, 1]),
     ],
 )
 def test_prune_keeps_the_newest_the_multiples_and_the_best(
-    keep_last: int, keep_every: int, best: list[int], left: list[int], tmp_path: Path
+    keep_last: int, keep_every: int, best: int | None, left: list[int], tmp_path: Path
 ) -> None:
     for iteration in range(1, 8):
         save(RunStore(tmp_path), iteration)

@@ -42,7 +42,7 @@ from mindspeed_rlxf.rewards.sandbox import Sandbox
 from mindspeed_rlxf.roles import actor, critic
 from mindspeed_rlxf.roles.experience import ExperienceMaker
 from mindspeed_rlxf.roles.objectives import make_objective
-from mindspeed_rlxf.trainer import ending, ppo, preflight, run
+from mindspeed_rlxf.trainer import ppo, preflight, run
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
 from mindspeed_rlxf.trainer.validation import Scored, measure
 from tests.unit.roles.test_experience import HAS_EOS, LENGTHS, rollouts_of
@@ -276,9 +276,9 @@ def supervised(config: RunConfig) -> Any:
     """Return what the supervisor gets about restarts, and the limits that StopRequest gets."""
     with patch.object(run.supervised, "report_facts") as report:
         run.report_for_restart(config, MagicMock(path="here"))
-    stops = patch.object(ending, "StopRequest", side_effect=Over)
+    stops = patch.object(run, "StopRequest", side_effect=Over)
     with stops as stop, contextlib.suppress(Over):
-        ending.Ending(config, MagicMock())
+        run.Ending(config, MagicMock())
     return report.call_args, stop.call_args.args[:2]
 
 
@@ -295,7 +295,7 @@ def prepared(config: RunConfig) -> Any:
     given = IndexedPrompts([prompt(i) for i in range(NUM_PROMPTS)])
     names = (
         "RunDirectory", "check_save_folders", "check_weights", "load_tokenizer", "check_vocabulary",
-        "eos_token_ids", "describe_stop_tokens", "load_fixed_responses", "find_order_problems",
+        "eos_token_ids", "describe_stop_tokens", "load_fixed_responses", "PromptSource",
         "_check_rewards", "_list_notices",
     )  # fmt: skip
     with contextlib.ExitStack() as stack:

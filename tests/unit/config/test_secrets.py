@@ -136,10 +136,6 @@ def test_a_resume_compares_no_secrets_and_lets_servers_move(make_tree: Callable[
         return dumped(resolve(make_tree({"resource_pool.env": env, "reward": reward}), "t"))
 
     assert find_changes(tree("one"), tree("two")) == []
-    older = tree("one")  # as versions before this wrote it
-    older["resource_pool"]["env"]["HF_TOKEN"] = CANARY
-    older["reward"]["functions"][0]["url"] = f"http://me:{CANARY}@judge/"
-    assert find_changes(older, tree("two")) == []
-    (change,) = find_changes(older, tree("two", "other"))
+    (change,) = find_changes(tree(CANARY), tree("two", "other"))
     assert (change.key, change.rule) == ("reward.functions", "free")
     assert CANARY not in str(change)

@@ -27,6 +27,7 @@ from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.handlers import MapKeys
 from mindspeed_rlxf.data.preprocessing.pipeline import PreprocessOptions, preprocess
+from mindspeed_rlxf.data.sampler import PromptSampler
 from mindspeed_rlxf.rollout.rollout_engine import ENGINES
 from mindspeed_rlxf.trainer.preflight import prepare
 
@@ -338,12 +339,6 @@ def test_an_unknown_or_unsuitable_rollout_engine_is_refused(
     assert line.startswith("error: rollout.engine=other cannot generate on ranks of its own")
 
 
-def test_missing_data_is_reported_beside_a_missing_tokenizer(problems: Problems) -> None:
-    absent = ("training.tokenizer_name_or_path=./gone", "data.train_files=./absent")
-    first, second = problems(*absent)
-    assert "gone" in first and "absent: no such file" in second
-
-
 @pytest.mark.parametrize("used_by", ["a file", "another run"])
 def test_an_output_folder_that_cannot_be_used_is_refused(
     tmp_path: Path, problems: Problems, used_by: str
@@ -401,3 +396,26 @@ def test_a_resumed_run_replaces_no_weights_of_others(good: Path) -> None:
     (folder / "actor" / "hf" / "model.safetensors").write_text("of another run")
     with pytest.raises(UserError, match=r"actor_rollout\.save=.* must not hold weights"):
         prepare(load_config(good, *both))
+
+
+def test_responses_to_other_prompts_are_refused(
+    good: Path, tmp_path: Path, problems: Problems
+) -> None:
+    rows = [{"prompt": f"{i} 1", "ground_truth": "3", "data_source": "a"} for i in range(4)]
+    data, file = tmp_path / "train.jsonl", tmp_path / "given.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    words = [f"data.train_files={data}", "training.train_iters=3"]
+    words.append(f"training.output_dir={tmp_path / 'run'}")
+    words.append(f"+actor_rollout.fixed_responses={file}")
+    order = PromptSampler(4, 2, 1234, shuffle=True)
+    drawn = [i for _ in range(3) for i in order.next_batch()]
+
+    def write(indices: list[int]) -> None:
+        lines = [{"prompt_ids": [i + 2, 3], "response_ids": [4, 1]} for i in indices]
+        file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+
+    write(drawn)
+    assert prepare(load_config(good, *words)).fixed_responses
+    write([*drawn[:4], drawn[5], drawn[4]])
+    (line,) = problems(*words)
+    assert "the response to sample 4 must answer its prompt" in line

@@ -15,6 +15,7 @@ import pytest
 from mindspeed_rlxf.checkpoint.checkpoints import RunCheckpoints
 from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from mindspeed_rlxf.checkpoint.stopping import Stopped, StoppedByRule
+from mindspeed_rlxf.checkpoint.store import EXPORTED
 from mindspeed_rlxf.checkpoint.supervised import CHILD_OF
 from mindspeed_rlxf.cluster.errors import DevicesMissing
 from mindspeed_rlxf.config.load import resolve
@@ -63,7 +64,7 @@ class Command:
         last = config.training.train_iters
         checkpoints.write(last, print)
         checkpoints.commit(last, trainer_state(last), None, print)
-        checkpoints.store.set_exported(last)
+        checkpoints.store.point(EXPORTED, last)
         self.trained.append(last)
         yield SimpleNamespace(fit=self.fit)
 

@@ -16,7 +16,7 @@ from mindspeed_rlxf.data.batch import Prompts
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.roles.reports import SampleText, ScoreReport
 from mindspeed_rlxf.roles.rollout import Sampling
-from mindspeed_rlxf.trainer.validation import Validator, validation_seed
+from mindspeed_rlxf.trainer.validation import Validator
 
 PROMPTS = [Prompt(9, "", np.array([i]), str(i), source) for i, source in enumerate("aab")]
 
@@ -127,9 +127,3 @@ def test_without_prompts_nothing_happens(tmp_path: Path) -> None:
     validator, roles, _ = make(tmp_path, 1)
     validator.prompts = validator.prompts.select([])
     assert validator.validate(1, 1) == {} and roles.called == []
-
-
-def test_validation_has_random_numbers_of_its_own() -> None:
-    """Its sample ids are also those of training samples."""
-    assert validation_seed(7) == validation_seed(7) != validation_seed(8)
-    assert 0 <= validation_seed(7) < 2**32 and validation_seed(7) != 7
