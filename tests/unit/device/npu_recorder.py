@@ -165,10 +165,8 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path, devices: int = 8) -> 
     for name in [n for n in sys.modules if n.split(".")[0] in HIDDEN]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [TorchNpu(recorder), *sys.meta_path])
-    for name, note in (
-        ("check_cann", recorder.cann_checked),
-        ("set_timeouts", recorder.timeouts_set),
-    ):
+    notes = {"check_cann": recorder.cann_checked, "set_timeouts": recorder.timeouts_set}
+    for name, note in notes.items():
         monkeypatch.setattr(npu, name, noted(getattr(npu, name), note))
     checkout(folder / "Megatron-LM", ["core", "training"], (0, 12, 1))
     adaptor = folder / "MindSpeed" / "mindspeed" / "megatron_adaptor.py"
@@ -176,7 +174,11 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path, devices: int = 8) -> 
     (adaptor.parent / "__init__.py").touch()
     adaptor.write_text(ADAPTOR, encoding="utf-8")
     look_in(monkeypatch, [folder / "Megatron-LM", folder / "MindSpeed"])
-    install_cann(monkeypatch, folder / "cann")
+    (folder / "cann" / "lib64").mkdir(parents=True)
+    (folder / "cann" / "lib64" / npu.LIBRARY).touch()
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(folder / "cann"))
+    monkeypatch.delenv("ASCEND_TOOLKIT_HOME", raising=False)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(folder / "cann" / "lib64"))
     for name in (npu.CONNECT, npu.EXECUTE, npu.EVENT, "HCCL_BUFFSIZE", npu.VISIBLE):
         monkeypatch.setenv(name, "")  # so that monkeypatch restores it after the test
         monkeypatch.delenv(name)
@@ -196,15 +198,6 @@ def noted(function: Callable[..., Any], note: Callable[[], None]) -> Callable[..
         return function(*args)
 
     return call
-
-
-def install_cann(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Make a folder with an empty library of CANN, and point the variables of CANN to it."""
-    (folder / "lib64").mkdir(parents=True)
-    (folder / "lib64" / npu.LIBRARY).touch()
-    monkeypatch.setenv("ASCEND_HOME_PATH", str(folder))
-    monkeypatch.delenv("ASCEND_TOOLKIT_HOME", raising=False)
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(folder / "lib64"))
 
 
 def checkout(folder: Path, parts: Sequence[str], numbers: tuple[int, int, int]) -> None:

@@ -33,37 +33,30 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(deterministic)
 
 
+def probe_of(operator: Operator) -> Any:
+    (probe,) = {row.probe for row in kernels.TABLE if row.operator is operator}
+    return probe
+
+
 def attend(query: Tensor, key: Tensor, value: Tensor, lengths: Any, _: Any = None) -> Tensor:
     return PackedSequences(lengths=tuple(lengths)).attend(1, query, key, value)
 
 
-def attend_to_longer_keys(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Any, key_lengths: Any
-) -> Tensor:
-    return torch.cat([
-        F.scaled_dot_product_attention(
-            *(x.transpose(0, 1)[None] for x in (q, k, v)), enable_gqa=True,
-            attn_mask=torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q)),
-        )[0].transpose(0, 1)
-        for q, k, v in zip(
-            query.split(lengths), key.split(key_lengths), value.split(key_lengths), strict=True
-        )
-    ])  # fmt: skip
+def attention(shift: bool) -> Any:
+    """Attention with more keys than queries, causal to the last key, or from the first one."""
 
+    def call(query: Tensor, key: Tensor, value: Tensor, lengths: Any, key_lengths: Any) -> Tensor:
+        outs = []
+        parts = query.split(lengths), key.split(key_lengths), value.split(key_lengths)
+        for q, k, v in zip(*parts, strict=True):
+            rows = [x.transpose(0, 1)[None] for x in (q, k, v)]
+            mask = torch.ones(len(q), len(k), dtype=torch.bool)
+            mask = mask.tril(len(k) - len(q) if shift else 0)
+            out = F.scaled_dot_product_attention(*rows, attn_mask=mask, enable_gqa=True)
+            outs.append(out[0].transpose(0, 1))
+        return torch.cat(outs)
 
-def attend_from_the_first_key(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Any, key_lengths: Any
-) -> Tensor:
-    """Causal from the top left, as some kernels are."""
-    outs = [
-        F.scaled_dot_product_attention(
-            *(x.transpose(0, 1)[None] for x in parts), is_causal=True, enable_gqa=True
-        )[0].transpose(0, 1)
-        for parts in zip(
-            query.split(lengths), key.split(key_lengths), value.split(key_lengths), strict=True
-        )
-    ]
-    return torch.cat(outs)
+    return call
 
 
 def attend_across(query: Tensor, key: Tensor, value: Tensor, lengths: Any, _: Any = None) -> Tensor:
@@ -93,49 +86,33 @@ def rotate(query: Tensor, angles: Tensor) -> Tensor:
     return query * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-def rotate_rows_alone(query: Tensor, angles: Tensor) -> Tensor:
-    assert query.dim() == 4, "expected input of 4 dimensions"
-    return rotate(query, angles)
-
-
-def swiglu(both: Tensor, bias: None) -> Tensor:
+def swiglu(both: Tensor, bias: None, of_up: Any = torch.clone) -> Tensor:
     gate, up = both.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-def swiglu_without_gradient(both: Tensor, bias: None) -> Tensor:
-    gate, up = both.chunk(2, dim=-1)
-    return F.silu(gate) * up.detach()
+    return F.silu(gate) * of_up(up)
 
 
 def accumulate(inputs: Tensor, grads: Tensor, total: Tensor) -> None:
     total += grads.float().t() @ inputs.float()
 
 
-def overwrite(inputs: Tensor, grads: Tensor, total: Tensor) -> None:
-    total.copy_(grads.float().t() @ inputs.float())
-
-
 @pytest.mark.parametrize(
     ("operator", "right", "wrong"),
     [
         (Operator.ATTENTION, attend, attend_across),
-        (Operator.SHARED_PROMPTS, attend_to_longer_keys, attend_from_the_first_key),
+        (Operator.SHARED_PROMPTS, attention(shift=True), attention(shift=False)),
         (Operator.NORM, Norm, LayerNorm),
-        (Operator.ROTARY, rotate, rotate_rows_alone),
-        (Operator.SWIGLU, swiglu, swiglu_without_gradient),
-        (Operator.GRADIENT, accumulate, overwrite),
+        (Operator.ROTARY, rotate, lambda x, angles: rotate(x, angles) if x.dim() == 4 else x),
+        (Operator.SWIGLU, swiglu, lambda both, _: swiglu(both, None, torch.Tensor.detach)),
+        (Operator.GRADIENT, accumulate, lambda x, g, total: total.copy_(g.float().t() @ x.float())),
     ],
 )
 def test_each_probe_takes_the_operator_and_refuses_one_that_computes_something_else(
     operator: Operator, right: Any, wrong: Any
 ) -> None:
-    probes = {row.probe for row in kernels.TABLE if row.operator is operator}
-    assert probes, "every operator has a source"
-    for probe in probes:
-        probe(right, CPU)
-        with pytest.raises((AssertionError, RuntimeError)):
-            probe(wrong, CPU)
+    probe = probe_of(operator)
+    probe(right, CPU)
+    with pytest.raises((AssertionError, RuntimeError)):
+        probe(wrong, CPU)
 
 
 def test_the_first_source_that_works_is_taken_and_the_log_says_why(
@@ -144,7 +121,7 @@ def test_the_first_source_that_works_is_taken_and_the_log_says_why(
     def absent() -> Any:
         raise ImportError("No module named 'fast'")
 
-    (probe,) = {row.probe for row in kernels.TABLE if row.operator is Operator.ATTENTION}
+    probe = probe_of(Operator.ATTENTION)
     table = [
         Source(Operator.ATTENTION, "fast", absent, probe),
         Source(Operator.ATTENTION, "faulty", lambda: attend_across, probe),
@@ -171,8 +148,7 @@ def test_packed_bf16_tokens_go_to_the_kernel_and_fp32_ones_do_not(
         asked.append(arguments[3])
         return attend(*arguments)
 
-    (probe,) = {row.probe for row in kernels.TABLE if row.operator is Operator.ATTENTION}
-    table = [Source(Operator.ATTENTION, "kernel", lambda: kernel, probe)]
+    table = [Source(Operator.ATTENTION, "kernel", lambda: kernel, probe_of(Operator.ATTENTION))]
     monkeypatch.setattr(kernels, "TABLE", table)
     for dtype in (torch.bfloat16, torch.float32):
         config = TransformerConfig(
@@ -223,8 +199,7 @@ def test_a_kernel_that_refuses_the_heads_of_a_model_is_left_out_for_it_alone(
         assert query.size(2) <= 256, "head dimension over 256"
         return attend(query, key, value, lengths)
 
-    (probe,) = {row.probe for row in kernels.TABLE if row.operator is Operator.ATTENTION}
-    table = [Source(Operator.ATTENTION, "narrow", lambda: narrow, probe)]
+    table = [Source(Operator.ATTENTION, "narrow", lambda: narrow, probe_of(Operator.ATTENTION))]
     monkeypatch.setattr(kernels, "TABLE", table)
     models = ((128, 4, 2, narrow), (264, 4, 2, None), (96, 1, 1, narrow))
     for width, groups, on_rank, found in models:

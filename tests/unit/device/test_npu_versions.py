@@ -14,8 +14,6 @@ GOOD = Installed("2.7.1+cpu", "2.7.1.post8", "0.12.1", "0.12.1", "9.1.0")
 OLDER = Installed("2.7.1", "2.7.1", "0.12.1", "0.12.1", "8.3.RC1")  # verl's choice of 2025
 NEWER = Installed("2.9.0", "2.9.0.post2", "0.16.0", "0.16.0", "9.0.0")
 CONSTRAINTS = Path(__file__).parents[3] / "constraints"
-
-
 PUBLISHED = [
     Installed(each.torch[0], each.torch_npu, each.megatron_core, each.mindspeed, each.cann)
     for each in SETS

@@ -63,3 +63,21 @@ def test_the_group_between_parts_has_a_list_of_ranks(
     group = worlds.weights_group()
     assert (group and group.rank()) == place
     assert listed.get(4) == (None if place is None else [0, 1, 2, 3])
+
+
+def test_a_layout_is_made_once_and_its_users_do_not_see_each_others_changes() -> None:
+    made: list[int] = []
+
+    def make() -> dict[str, Any]:
+        made.append(1)
+        return {"tp": object()}
+
+    worlds.leave()
+    one = worlds.groups_of_layout((2, 1, 1), make)
+    one["rank"] = 1
+    assert worlds.groups_of_layout((2, 1, 1), make) == {"tp": one["tp"]} and len(made) == 1
+    worlds.groups_of_layout((1, 2, 1), make)
+    worlds.leave()
+    worlds.groups_of_layout((2, 1, 1), make)
+    assert len(made) == 3
+    worlds.leave()
