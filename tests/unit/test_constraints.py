@@ -96,15 +96,6 @@ def test_a_set_names_what_its_packages_require(file: Path) -> None:
     assert wrong == []
 
 
-@EACH
-def test_a_set_names_what_builds_this_package(file: Path) -> None:
-    text = (FILES[0].parents[1] / "pyproject.toml").read_text(encoding="utf-8")
-    (wanted,) = map(Requirement, re.findall(r'^requires = \["([^"]+)"\]$', text, re.MULTILINE))
-    there = {pin.name: version(pin) for pin in pins(file)}
-    assert wanted.name == "setuptools" and there["setuptools"] in wanted.specifier
-    assert "wheel" in there
-
-
 def test_the_set_of_the_documents_adds_to_the_main_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its packages stand in no other set, and it holds all that the extra `docs` asks for."""
     added, main = (
@@ -114,13 +105,6 @@ def test_the_set_of_the_documents_adds_to_the_main_one(monkeypatch: pytest.Monke
     assert not added.keys() & main.keys()
     for wanted in map(Requirement, ranges(monkeypatch)["extras_require"]["docs"]):
         assert added[canonicalize_name(wanted.name)] in wanted.specifier
-
-
-def test_python_and_torch_have_no_newest_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = ranges(monkeypatch)
-    torch = next(r for r in told["install_requires"] if Requirement(r).name == "torch")
-    for specifier in (told["python_requires"], torch.removeprefix("torch")):
-        assert re.fullmatch(r">=[\d.]+", specifier), specifier
 
 
 def test_torch_is_at_least_the_release_whose_restricted_unpickler_holds(

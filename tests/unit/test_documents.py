@@ -1,20 +1,15 @@
 """Keys, defaults, configurations and tests that the documents name exist."""
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
 
 import pytest
-from pydantic import BaseModel
 
 from mindspeed_rlxf.config import key_reference
 from mindspeed_rlxf.config.compose import builtin_config_dir, config_names
 from mindspeed_rlxf.config.key_reference import document, put_into
 from mindspeed_rlxf.config.keys import known_keys
-from mindspeed_rlxf.config.roles import OptimizerConfig
-from mindspeed_rlxf.config.schema import RunConfig
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -71,39 +66,3 @@ def test_tables_of_keys_are_made_from_the_code(
 ) -> None:
     text = (ROOT / "docs" / name).read_text(encoding="utf-8")
     assert made(text) == text, f"run python -m {command}"
-
-
-def test_every_key_has_a_row_in_the_reference() -> None:
-    text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    rows = set(re.findall(r"^\| `([^`]+)`", text, re.MULTILINE))
-    assert set().union(*KNOWN.values()) - rows == {"kl_ctrl", "sandbox", "offload"}  # sections
-
-
-def default_of(name: str) -> object:
-    """The default of a key; keys without a section are the optimizer's."""
-    section: type[BaseModel] = RunConfig
-    *sections, key = name.split(".")
-    for part in sections:
-        kinds = get_args(annotation := section.model_fields[part].annotation) or (annotation,)
-        section = next(kind for kind in kinds if issubclass(kind, BaseModel))
-    found = (section if sections else OptimizerConfig).model_fields[key].default
-    return getattr(found, "value", found)
-
-
-def value_of(cell: str) -> object:
-    """A number, true, false or null, else a word."""
-    try:
-        return json.loads(cell)
-    except ValueError:
-        return cell
-
-
-def test_the_comparison_with_trl_names_every_key_that_it_sets_with_its_default() -> None:
-    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    table = text.partition("| key | in the comparison |")[2].partition("\n\n")[0]
-    lines = [line.replace("`", "").split("|")[1:-1] for line in table.splitlines()[2:]]
-    stated = {cells[0].strip(): value_of(cells[3].strip()) for cells in lines}
-    assert stated == {name: default_of(name) for name in stated}
-    source = (ROOT / "tests" / "trl" / "runs.py").read_text(encoding="utf-8")
-    for name in ("do_sample", "cliprange_value", "lr_decay_style", "ppo_epochs", "shuffle"):
-        assert name in source and any(key.split(".")[-1] == name for key in stated), name

@@ -68,12 +68,6 @@ def test_a_package_without_a_hash_is_an_error(locked: ModuleType) -> None:
         locked.hashed(locked.pins("a==2"), {"a-1-py3-none-any.whl": A})
 
 
-@pytest.mark.parametrize("line", ["a>=1", "a", "-r other.txt", "a==1 --hash=sha256:0"])
-def test_a_line_of_another_form_is_an_error(locked: ModuleType, line: str) -> None:
-    with pytest.raises(SystemExit, match="is not NAME==VERSION"):
-        locked.pins(line)
-
-
 @pytest.mark.parametrize("options", [[], ["--no-hashes"], ["--only", "RAY", "nothing"]])
 def test_torch_is_left_to_the_machine(options: list[str]) -> None:
     command = [sys.executable, str(FOLDER / "locked.py"), str(SETS[0]), *options]
@@ -82,40 +76,6 @@ def test_torch_is_left_to_the_machine(options: list[str]) -> None:
     assert not re.search("^torch==", text, re.MULTILINE)
     assert ("--hash=sha256:" in text) is (options != ["--no-hashes"])
     assert ("numpy" in text) is ("--only" not in options)
-
-
-class Installed:
-    """In place of what is installed: versions, and what each package requires."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, locked: ModuleType) -> None:
-        self.versions = {"torch": "2.7.1"}
-        self.requirements: dict[str, list[str]] = {}
-        monkeypatch.setattr(locked, "installed", self.versions.get)
-        monkeypatch.setattr(locked, "requires", self.requirements.get)
-
-
-def test_an_installed_package_stays_unless_one_refuses_its_version(
-    locked: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    there = Installed(monkeypatch, locked)
-    pins = locked.pins('hub==2\nnumpy==2.4\nray==2.60\ntomli==2; python_version < "3"\nx==1')
-
-    def misfits() -> list[str]:
-        return [pin.name for pin in locked.misfits(pins)]
-
-    there.versions.update({"hub": "0.30", "numpy": "1.26", "ray": "2.60"})
-    there.requirements["ray"] = ["numpy>=1.20", "hub<1; extra == 'serve'", "other>3"]
-    assert misfits() == ["x"]  # tomli is for other Pythons
-    there.versions["x"] = "1"
-    assert misfits() == []
-    there.requirements["x"] = ["Hub>=1; python_version >= '3'"]
-    assert misfits() == ["hub"]
-    there.versions["hub"] = "2"
-    there.requirements["torch"] = ["hub<2"]  # the set's own version: nothing that could be done
-    assert misfits() == []
-    there.versions["mindspeed-rlxf"] = "0.1.0"
-    there.requirements["mindspeed-rlxf"] = ['numpy>=2; extra == "test"', 'x>2; extra == "npu"']
-    assert misfits() == ["numpy"]
 
 
 @pytest.mark.parametrize("device", ["cpu", "npu"])

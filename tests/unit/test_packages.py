@@ -25,12 +25,6 @@ def test_a_checkout_counts_before_the_wheel() -> None:
     assert not [name for name in sys.modules if name.startswith("megatron.")]
 
 
-def test_a_release_candidate_is_told_as_one(sources: Path) -> None:
-    file = sources / "Megatron-LM" / "megatron" / "core" / "package_info.py"
-    file.write_text(file.read_text() + "PRE_RELEASE = 'rc2'\n")
-    assert packages.version(packages.MEGATRON) == "0.12.1rc2"
-
-
 @pytest.mark.parametrize("text", ["MAJOR = 0\n", "MAJOR = \n", None])
 def test_where_a_checkout_does_not_say_the_metadata_does(sources: Path, text: str | None) -> None:
     file = sources / "Megatron-LM" / "megatron" / "core" / "package_info.py"

@@ -5,12 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tqdm import tqdm
 
-from mindspeed_rlxf.cli import command_line
 from mindspeed_rlxf.cli.convert import main
 from mindspeed_rlxf.weights import tensor_conversion as module
-from tests.unit.weights.folders_of import make_folder, read_folder
+from tests.unit.weights.folders_of import make_folder
 
 WRONG: dict[str, tuple[list[str], str]] = {
     "a misspelt flag": (["--target-tensor-paralel-size=2"],
@@ -92,17 +90,6 @@ def test_a_checkpoint_of_a_run_is_converted_by_role(tmp_path: Path, capsys: Any)
         assert main([str(source), str(tmp_path / "x"), "--to", "hf"]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.endswith(f"which holds actor; give {iteration / 'actor'}")
-
-
-def test_progress_counts_the_bytes_that_are_read(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(command_line, "LINE_S", 0.0)
-    assert main([str(model), str(tmp_path / "mg"), "--to", "mg"]) == 0
-    # Every tensor once: 37 rows are not padded on one rank.
-    read = sum(tensor.nbytes for tensor in read_folder(model).values())
-    size = tqdm.format_sizeof(read)
-    assert f"| {size}/{size} [" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -143,12 +143,6 @@ def test_a_mistake_exits_2_with_error_lines_and_leaves_nothing(
     assert [path for path in (tmp_path / "new").rglob("*") if path.is_file()] == []
 
 
-def test_a_required_flag_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--input", "a"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "required: --output-prefix" in line
-
-
 @pytest.mark.long
 def test_letters_of_any_script_work_in_an_ascii_locale(tmp_path: Path) -> None:
     """A process of its own: the locale is read once, at start."""

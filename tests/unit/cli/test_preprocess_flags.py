@@ -98,14 +98,3 @@ def test_a_flag_of_an_unsupported_feature_is_refused(
     name, _, value = words.partition(" ")
     told = name if line.startswith(f"error: {name} ") else f"{name}={value}"
     assert line.startswith(f"error: {told} is not supported: ") and not Path("new").exists()
-
-
-@pytest.mark.parametrize(
-    "kind", ["BertWordPieceLowerCase", "BertWordPieceCase", "GPT2BPETokenizer"]
-)
-def test_other_kinds_of_tokenizers_are_refused(
-    kind: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("--tokenizer-type", kind) == 2
-    (line,) = notes(capsys)
-    assert line.startswith("error: argument --tokenizer-type") and kind in line

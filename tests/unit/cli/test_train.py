@@ -1,7 +1,6 @@
 """The train command: exit codes, one line per problem, and nothing on disk for a refused run."""
 
 import sys
-import warnings
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -59,13 +58,6 @@ def test_run_gets_the_configuration_and_gives_the_exit_code(started: list[RunCon
     assert (config.name, config.training.train_iters) == ("ppo_trainer_tiny", 7)
 
 
-def test_options_and_overrides_come_in_any_order(started: list[RunConfig]) -> None:
-    arguments = ["training.train_iters=7", "--config-name", "ppo_trainer_tiny.yaml"]
-    main([*arguments, "device.kind=cpu"])
-    assert started[0].training.train_iters == 7
-    assert started[0].training.run_name == "ppo_trainer_tiny"
-
-
 def test_cfg_job_prints_the_complete_typed_yaml(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TINY, "--cfg", "job"]) == 0
     tree = yaml.safe_load(capsys.readouterr().out)
@@ -90,35 +82,6 @@ def test_dry_run_prints_the_plan_and_every_problem(
     output = capsys.readouterr()
     assert "Batch of an iteration" in output.out
     assert output.err == "error: data.train_files: no such file\nerror: second\n"
-
-
-def test_dry_run_prints_the_plan_before_what_this_host_lacks(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    replace_trainer(monkeypatch, prepare=lambda config: PREPARED)
-    assert main([*TINY, "device.kind=npu", "dry_run=true"]) == 2
-    output = capsys.readouterr()
-    assert "Batch of an iteration" in output.out
-    (line,) = output.err.splitlines()
-    assert line.startswith("error: CANN needs ASCEND_HOME_PATH")
-
-
-@pytest.mark.parametrize("words", [[], ["dry_run=true"]])
-def test_megatrons_warnings_stay_off_the_console(
-    monkeypatch: pytest.MonkeyPatch, words: list[str]
-) -> None:
-    def prepare(_config: RunConfig) -> SimpleNamespace:
-        for module in ("megatron.core.optimizer", "ours"):
-            warnings.warn_explicit(f"of {module}", UserWarning, "file.py", 1, module)
-        return PREPARED
-
-    replace_trainer(monkeypatch, prepare=prepare, run=lambda *_: 0)
-    with pytest.warns(UserWarning) as shown:
-        assert main([*TINY, *words]) == 0
-    texts = [str(warning.message) for warning in shown]
-    assert [text for text in texts if text.startswith("of ")] == ["of ours"]
 
 
 BAD = {

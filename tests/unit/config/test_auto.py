@@ -38,16 +38,6 @@ def test_each_role_has_the_architecture_of_its_folder(
     assert not actor.untie_embeddings_and_output_weights
 
 
-def test_keys_of_a_role_override_the_read_architecture(
-    make_tree: Callable[..., Any], tmp_path: Path
-) -> None:
-    changes = {"training.model": "auto", "training.load": write_config(tmp_path / "a")}
-    tree = make_tree({**changes, "critic.max_position_embeddings": 64}, drop=("model",))
-    config = resolve(tree, "test")
-    assert config.critic.architecture.max_position_embeddings == 64
-    assert config.ref.architecture.max_position_embeddings == 512
-
-
 def test_the_twelve_lines_of_the_quick_start_are_a_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,29 +72,6 @@ def test_a_config_that_cannot_be_a_model_is_the_users_mistake(
     folder = write_config(tmp_path / "a", **{"model_type": "llama", **keys})
     (problem,) = problems({"critic.model": "auto", "critic.load": folder})
     assert problem.startswith(f"critic.load={folder}: ") and text in problem
-
-
-@pytest.mark.parametrize(
-    ("load", "text"),
-    [
-        ("nowhere", "nowhere/config.json is missing; give the folder of a Hugging Face model"),
-        (__file__, "config.json is missing; give the folder"),
-        (None, "must name a folder with config.json with model=auto; set it"),
-    ],
-)
-def test_a_missing_folder_is_one_problem(
-    problems: Callable[..., list[str]], load: str | None, text: str
-) -> None:
-    (problem,) = problems({"critic.model": "auto", "critic.load": load, "training.load": None})
-    assert problem.startswith(f"critic.load={load}: ") and text in problem
-
-
-def test_numbers_that_do_not_fit_are_named_as_of_auto(
-    problems: Callable[..., list[str]], tmp_path: Path
-) -> None:
-    folder = write_config(tmp_path / "a", num_hidden_layers=0)
-    (problem,) = problems({"critic.model": "auto", "critic.load": folder})
-    assert problem.startswith("model.auto.num_layers=0 must be")
 
 
 def test_the_reference_loads_what_the_actor_loads(

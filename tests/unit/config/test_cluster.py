@@ -69,16 +69,3 @@ def test_other_keys_of_resource_pool_are_no_pools(
     assert problem.startswith("resource_pool.wait_s=-1 must be greater than 0")
     (problem,) = problems({"resource_pool.env": {"A": True}})
     assert problem.startswith("resource_pool.env.A=true ")
-
-
-def test_variables_of_visible_devices_are_refused(problems: Callable[..., list[str]]) -> None:
-    (problem,) = problems({"resource_pool.env": {"ASCEND_RT_VISIBLE_DEVICES": "0,1"}})
-    assert problem.startswith("resource_pool.env.ASCEND_RT_VISIBLE_DEVICES must not be set")
-
-
-def test_a_tensor_parallel_group_may_be_allowed_on_two_nodes(
-    problems: Callable[..., list[str]],
-) -> None:
-    changes = {"critic.tensor_model_parallel_size": 2, "resource_pool.main": [5, 3]}
-    assert problems(changes)
-    assert problems({**changes, "resource_pool.tensor_parallel_spans_nodes": True}) == []

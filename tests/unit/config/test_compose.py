@@ -32,12 +32,6 @@ def test_model_files_land_under_model_and_their_name(folder: Path) -> None:
     assert tree["training"] == {"lr": 1e-6, "name": 1e-6}
 
 
-def test_trainer_file_beats_its_model_files(folder: Path) -> None:
-    text = "defaults:\n  - model: [mine-1b]\nmodel:\n  mine-1b:\n    num_layers: 9\n"
-    (folder / "own.yaml").write_text(text)
-    assert compose("own", [], folder)["model"]["mine-1b"]["num_layers"] == 9
-
-
 def test_plain_overrides_reach_keys_that_the_file_does_not_mention(folder: Path) -> None:
     overrides = ["training.lr=2e-5", "critic.lr=1", "resource_pool.main=[4,4]", "~training.name"]
     tree = compose("run", overrides, folder)
@@ -65,11 +59,6 @@ def test_missing_model_file_lists_what_there_is(folder: Path) -> None:
     problem = error(folder, "run", "model=[mine-7b]")
     assert "defaults name model/mine-7b, which does not exist; there are: " in problem
     assert " mine-1b, " in problem
-
-
-def test_missing_config_dir_is_an_error(tmp_path: Path) -> None:
-    for folder in (tmp_path / "nowhere", Path("~nobody-of-this-name/x")):
-        assert "must be a folder" in error(folder, "run")
 
 
 @pytest.mark.parametrize(

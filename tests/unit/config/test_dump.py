@@ -41,8 +41,3 @@ def test_dump_uses_the_keys_that_users_write(make_tree: Callable[..., Any]) -> N
         "bad_nodes": "refuse",
     }
     assert tree["algorithm"]["score_position"] == "after_eos"
-
-
-def test_dump_is_readable_text(make_tree: Callable[..., Any]) -> None:
-    text = to_yaml(resolve(make_tree(MODEL_REWARD), "test"))
-    assert "run_name: \u8fd0\u884c" in text and "!!" not in text

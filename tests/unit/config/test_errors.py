@@ -2,12 +2,9 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
-from mindspeed_rlxf.config.algorithm import AlgorithmConfig
 from mindspeed_rlxf.config.enums import OldLogProbs
 from mindspeed_rlxf.config.problems import Problem, UserError, ref
 
@@ -41,13 +38,6 @@ def test_keys_are_renamed_wherever_they_stand() -> None:
     problem = Problem("a", f"needs {ref('b')}=b", 1, f"use {ref('a')}=2")
     renamed = problem.rename_keys({"a": "old.a", "b": "old.b"}.__getitem__)
     assert str(renamed) == "old.a=1 needs old.b=b; use old.a=2"
-
-
-def test_a_section_alone_keeps_its_rules() -> None:
-    keys: dict[str, Any] = {"verifier_function": ["acc", "acc"]}
-    with pytest.raises(ValidationError) as caught:
-        AlgorithmConfig(**keys)
-    assert "verifier_function must name each function once" in str(caught.value)
 
 
 def test_keys_are_named_where_the_user_wrote_them(problems: Problems) -> None:

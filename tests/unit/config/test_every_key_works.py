@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from pydantic import BaseModel
@@ -392,30 +392,3 @@ def seen(make_tree: MakeTree, changes: Changes, drop: tuple[str, ...], case: Cas
 @functools.cache
 def _seen(tree: str, observe: see.Observer) -> Any:
     return observe(resolve(json.loads(tree), "test"))
-
-
-OBSERVERS = sorted({p.values[2].see for p in cases() if isinstance(p.values[2], Case)}, key=str)
-
-
-@pytest.mark.parametrize("observe", OBSERVERS, ids=lambda observe: observe.__name__)
-def test_an_observer_returns_the_same_twice(make_tree: MakeTree, observe: see.Observer) -> None:
-    """Else any key would seem to change it."""
-    config = resolve(make_tree(), "test")
-    assert str(observe(config)) == str(observe(config))
-
-
-def test_pools_and_placement_are_in_the_plan(make_tree: MakeTree) -> None:
-    plans = [
-        see.planned(resolve(make_tree(changes), "test"))
-        for changes in (
-            {},
-            {"resource_pool.main": 4},
-            {"resource_pool": {"main": 8, "other": 4}, "placement.ref": "other"},
-        )
-    ]
-    assert len(set(plans)) == 3
-
-
-def test_keys_without_an_observation_accept_only_one_value() -> None:
-    for key in ONE_VALUE:
-        assert len(get_args(TrainingConfig.model_fields[key].annotation)) == 1

@@ -1,7 +1,5 @@
 """Ranks of the tp-dp-pp order, worked out by hand."""
 
-import pytest
-
 from mindspeed_rlxf.config.rank_layout import ParallelLayout
 
 
@@ -18,8 +16,3 @@ def test_leaders_stand_on_the_last_stage_in_data_parallel_order() -> None:
     layout = ParallelLayout(world_size=8, tp=2, pp=2)
     assert layout.leaders() == [4, 6]
     assert [layout.dp_rank(rank) for rank in layout.leaders()] == [0, 1]
-
-
-def test_layout_refuses_partial_replicas() -> None:
-    with pytest.raises(AssertionError, match="6 ranks do not hold whole replicas of TP 2 x PP 2"):
-        ParallelLayout(world_size=6, tp=2, pp=2)

@@ -194,19 +194,6 @@ def test_a_moved_key_arrives(
     assert read(resolve(make_tree(changes), "test")) == value
 
 
-def test_recompute_under_both_names_must_be_the_same(
-    make_tree: MakeTree, problems: Problems
-) -> None:
-    both = {"critic.recompute_granularity": "full", "critic.recompute": "full"}
-    config = resolve(make_tree(both), "test")
-    assert config.critic is not None and config.critic.recompute.value == "full"
-    (problem,) = problems({**both, "critic.recompute": "none"})
-    assert problem == (
-        "critic.recompute_granularity and critic.recompute='none' say the same thing differently; "
-        "keep one"
-    )
-
-
 def test_the_data_path_of_the_actor_is_that_of_the_data(
     make_tree: MakeTree, problems: Problems
 ) -> None:
@@ -251,18 +238,6 @@ def test_group_norm_means_grpo_with_whitening_and_kl_in_the_loss(make_tree: Make
     plain = {**GRPO, "algorithm.advantage_whiten": False}
     whiten = resolve(make_tree(plain, WITHOUT_CRITIC_KEYS), "test").algorithm.advantage_whiten
     assert whiten is AdvantageWhiten.NONE
-
-
-def test_keys_of_a_model_are_noted_as_idle_with_a_verifier(make_tree: MakeTree) -> None:
-    reward = {"verifier": True, "load": "ckpt", "model": "small", "tensor_model_parallel_size": 2}
-    pools = {"main": 8, "reward": []}
-    tree = make_tree({"reward": reward, "resource_pool": pools})
-    config, notes = resolve_with_notes(tree, "test")
-    assert config.placement[Role.REWARD] == "main" and config.reward.model is None
-    assert notes == [
-        "reward.load='ckpt', reward.model='small', reward.tensor_model_parallel_size=2: no effect "
-        "with reward.kind=rule"
-    ]
 
 
 def test_the_older_default_of_an_idle_key_is_noted_and_another_value_refused(
@@ -427,18 +402,3 @@ def test_a_tokenizer_without_a_vocabulary_size_is_named(in_their_folder: Path) -
     assert "models/llama-2-7b/config.json is missing; give the folder" in told()
     place.rmdir()
     assert "llama-2-7b/config.json is missing; give the folder" in told()
-
-
-def test_a_role_with_a_vocabulary_of_its_own_needs_none_of_the_tokenizer(
-    make_tree: Callable[..., Any],
-) -> None:
-    tree = make_tree(drop=("model.small.vocab_size",))
-    for role in ("actor_rollout", "ref", "critic"):
-        tree.setdefault(role, {})["vocab_size"] = 48
-    config = resolve_with_notes(tree, "t")[0]
-    assert config.actor_rollout.architecture.vocab_size == 48
-
-
-def test_a_list_for_a_key_without_effect_is_named_as_such(make_tree: MakeTree) -> None:
-    with pytest.raises(ConfigError, match=r"log_interval=.* must be a single value"):
-        resolve(make_tree({"training.log_interval": [1]}), "test")

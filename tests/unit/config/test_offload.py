@@ -60,10 +60,3 @@ def test_a_resumed_run_may_change_offload_weights(make_tree: MakeTree) -> None:
         (f"{role}.offload.weights", "free") for role in ("actor_rollout", "ref", "critic")
     }
     assert resolve(now, "test") == resolve(make_tree({"training.offload.weights": True}), "test")
-
-
-def test_a_run_from_before_the_key_resumes_with_its_default(make_tree: MakeTree) -> None:
-    before = to_tree(resolve(make_tree(), "test"))
-    now = to_tree(resolve(make_tree(), "test"))
-    del before["critic"]["offload"]
-    assert find_changes(before, now) == []

@@ -103,10 +103,3 @@ def test_rules_read_what_an_estimator_needs(make_tree: MakeTree, tmp_path: Path)
     assert "must be 2 or more with algorithm.adv_estimator=sum" in problem
     (problem,) = found(False, **{"algorithm.adv_estimator": "sums"})
     assert problem.endswith("did you mean sum?")
-
-
-def test_a_misspelt_hash_is_not_ignored(make_tree: MakeTree, tmp_path: Path) -> None:
-    entry = {"file": written(tmp_path, RULE), "sha265": "0" * 64}
-    with pytest.raises(ConfigError, match="sha265: unknown key"):
-        resolve(make_tree({"training.plugins": [entry]}), "test")
-    assert "short" not in RULES

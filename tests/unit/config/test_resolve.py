@@ -96,13 +96,6 @@ def test_keys_arrive_in_the_configuration(
     assert {path: attrgetter(path)(config) for path in values} == values
 
 
-def test_older_nesting_of_roles_means_the_same(make_tree: MakeTree) -> None:
-    tree = make_tree({"ref.bf16": True})
-    nested = make_tree({"ref.bf16": True})
-    nested["actor_rollout_ref"] = {name: nested.pop(name) for name in ("actor_rollout", "ref")}
-    assert resolve(nested, "test") == resolve(tree, "test")
-
-
 @pytest.mark.parametrize("outer", [None, "actor_rollout_ref"])
 def test_the_older_section_actor_means_actor_rollout(
     make_tree: MakeTree, problems: Problems, outer: str | None
@@ -201,20 +194,6 @@ def test_missing_key_is_required(problems: Problems, key: str) -> None:
     assert all(f"{name} is required" in problem for problem in found)
 
 
-def test_problems_of_all_sections_come_at_once(problems: Problems) -> None:
-    found = problems(
-        {"training.trian_iters": 3, "training.train_iters": 0, "actor_rollout.lr": "fast",
-         "critic.tensor_model_parallel_size": 3},
-    )  # fmt: skip
-    starts = [
-        "training.trian_iters: unknown key",
-        "training.train_iters=0 ",
-        "actor_rollout.lr='fast' ",
-        "critic.tensor_model_parallel_size=3 must divide model.small.num_attention_heads=8",
-    ]
-    assert all(any(p.startswith(start) for p in found) for start in starts), found
-
-
 GARBAGE = [None, True, 0, -1, 10**9, 1.5, "", "x", [], [None], [[1]], {}, {"x": 1}, {"x": {"y": 1}}]
 
 
@@ -227,8 +206,3 @@ def test_any_value_anywhere_is_accepted_or_explained(problems: Problems, garbage
     for path in sorted({*known, *models, *pools, *TOP_LEVEL}):
         found = problems({path: garbage})
         assert all(problem and "\n" not in problem for problem in found), (path, found)
-
-
-def test_two_errors_in_one_dict_are_both_reported(problems: Problems) -> None:
-    found = problems({"reward.rules": {1: "math", "gsm8k": 2}})
-    assert len(found) == 2 and all("reward.rules" in problem for problem in found), found

@@ -11,9 +11,6 @@ from mindspeed_rlxf.config import plugins
 from mindspeed_rlxf.config.keys import to_tree
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.problems import ConfigError
-from mindspeed_rlxf.rewards.outcome import Sample
-from mindspeed_rlxf.rewards.plans import make_plan
-from mindspeed_rlxf.rewards.scoring import SampleScorer
 from tests.registries import restored_registries
 
 MakeTree = Callable[..., dict[str, Any]]
@@ -82,15 +79,6 @@ def test_several_functions_have_names_weights_arguments_and_data_sources(
     assert config.reward.parts[0].arguments == {"scale": 0.5}
     assert config.reward.parts[1].applies_to("a") and not config.reward.parts[1].applies_to("b")
     assert resolve(to_tree(config), "test") == config
-
-
-def test_the_examples_are_reward_functions(make_tree: MakeTree) -> None:
-    examples = Path(__file__).parents[3] / "examples" / "rewards" / "sums.py"
-    given = [{"function": f"{examples}:close", "arguments": {"near": 0.25}}, f"{examples}:short"]
-    config = resolve(make_tree({"reward.functions": given}), "test")
-    scorer = SampleScorer(make_plan(config.reward))
-    found = [scorer.score(Sample("12+34=", said, "46", "arithmetic")) for said in ("46", "47", "x")]
-    assert [result.score for result in found] == [2.0, 1.25, 1.0]
 
 
 @pytest.mark.parametrize(

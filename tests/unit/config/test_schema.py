@@ -13,8 +13,7 @@ from mindspeed_rlxf.config.fields import Section
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.problems import ConfigError, Problem, UserError
 from mindspeed_rlxf.config.rank_layout import ParallelLayout
-from mindspeed_rlxf.config.schema import AlgorithmConfig, ArchitectureConfig, RunConfig
-from tests.unit.config.conftest import TREE
+from mindspeed_rlxf.config.schema import RunConfig
 
 
 def all_sections() -> list[type[BaseModel]]:
@@ -33,17 +32,6 @@ def test_every_key_says_what_it_is_and_whether_resume_may_change_it(
         assert field.description, f"{section.__name__}.{name} has no description"
         extra = field.json_schema_extra
         assert isinstance(extra, dict) and extra["resume"] in ("fixed", "reshard", "free"), name
-
-
-def test_architecture_derives_heads_and_head_width() -> None:
-    given = ArchitectureConfig(**TREE["model"]["small"])
-    assert (given.kv_heads, given.head_dim) == (4, 8)
-    plain = given.model_copy(update={"num_query_groups": None, "kv_channels": 32})
-    assert (plain.kv_heads, plain.head_dim) == (8, 32)
-
-
-def test_null_disables_the_missing_eos_penalty() -> None:
-    assert AlgorithmConfig(missing_eos_penalty=None).missing_eos_penalty == 0.0  # type: ignore[arg-type]
 
 
 def test_run_config_answers_where_roles_live(make_tree: Callable[..., Any]) -> None:

@@ -25,13 +25,6 @@ def test_more_devices_than_there_are_is_an_error(problems: Problems) -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_pools_of_an_own_cluster_need_different_devices(problems: Problems) -> None:
-    pools = {"main": 2, "judge": 1}
-    changes = {"resource_pool": pools, "placement.critic": "judge", "device.kind": "cuda"}
-    assert "needs 3 cuda devices and this host has 2" in problems(changes)[0]
-
-
-@pytest.mark.usefixtures("two_gpus")
 def test_devices_of_a_joined_cluster_are_not_counted_here(
     problems: Problems, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,13 +104,3 @@ def test_a_broken_rule_is_one_problem_of_its_key(
     check_case: Callable[..., None], changes: dict[str, Any], head: str
 ) -> None:
     check_case(changes, [head])
-
-
-def test_a_coefficient_that_no_loss_reads_is_refused(problems: Problems) -> None:
-    changes = {
-        "model.small.moe_router_load_balancing_type": "none",
-        "model.small.moe_aux_loss_coeff": 0.01,
-        **keys("critic", pipeline_model_parallel_size=2),
-    }
-    (problem,) = problems({**SPARSE, **changes})
-    assert problem.startswith("model.small.moe_aux_loss_coeff=0.01 has no effect")

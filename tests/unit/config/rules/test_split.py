@@ -35,13 +35,6 @@ def test_training_has_the_first_ranks_and_generation_the_others(
     assert config.placement[Role.REWARD] == "main"  # a rule, whose place is not given
 
 
-def test_without_the_keys_all_ranks_do_both(make_tree: Callable[..., Any]) -> None:
-    config = resolve(make_tree(TP2_PP2), "t")
-    assert config.parts is None
-    assert config.layout(Role.ACTOR_ROLLOUT) == ParallelLayout(8, 2, 2)
-    assert config.rollout_layout == ParallelLayout(8, 2, 1)
-
-
 ACTOR_TP = "actor_rollout.tensor_model_parallel_size"
 ROLLOUT_TP = "rollout.tensor_model_parallel_size"
 ROLLOUT_EP = "rollout.expert_model_parallel_size"

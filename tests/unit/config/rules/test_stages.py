@@ -6,10 +6,6 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.config.enums import (
-    AdvantageWhiten,
-    AdvEstimator,
-    KlPenalty,
-    LossNormalizer,
     Role,
 )
 from mindspeed_rlxf.config.load import resolve
@@ -19,15 +15,13 @@ from tests.unit.config.conftest import WITHOUT_CRITIC
 Problems = Callable[..., list[str]]
 
 GRPO = {
-    "training.stage": "ray_grpo",
-    "actor_rollout.do_sample": True,
+    "training.stage": "ray_grpo", "actor_rollout.do_sample": True,
     "actor_rollout.n_samples_per_prompt": 4,
-}
+}  # fmt: skip
 DPO = {
-    "training.stage": "ray_online_dpo",
-    "actor_rollout.do_sample": True,
+    "training.stage": "ray_online_dpo", "actor_rollout.do_sample": True,
     "actor_rollout.micro_batch_size": 2,
-}
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -43,24 +37,24 @@ def test_a_stage_without_a_critic_has_none(config: Callable[..., RunConfig]) -> 
 
 
 def test_the_stage_sets_keys_that_the_yaml_leaves_out(config: Callable[..., RunConfig]) -> None:
+    keys = ("adv_estimator", "kl_in", "kl_penalty", "advantage_whiten", "loss_normalizer")
+
+    def chosen(**changes: Any) -> list[str]:
+        given = {**GRPO, **{key.replace("__", "."): v for key, v in changes.items()}}
+        algorithm = config(given, WITHOUT_CRITIC).algorithm
+        return [str(getattr(v, "value", v)) for v in (getattr(algorithm, key) for key in keys)]
+
     ppo = config().algorithm
-    assert (ppo.adv_estimator, ppo.kl_in) == (AdvEstimator.GAE, "reward")
-    assert (ppo.kl_penalty, ppo.advantage_whiten) == (KlPenalty.KL, AdvantageWhiten.BATCH)
-    grpo = config(GRPO, WITHOUT_CRITIC).algorithm
-    assert (grpo.adv_estimator, grpo.kl_in) == (AdvEstimator.GRPO, "loss")
-    assert (grpo.kl_penalty, grpo.advantage_whiten) == (KlPenalty.LOW_VAR_KL, AdvantageWhiten.NONE)
-    reinforce = {**GRPO, "algorithm.adv_estimator": "reinforce_plus_plus_baseline"}
-    assert grpo.loss_normalizer is LossNormalizer.MINIBATCH_TOKENS
-    rloo = config({**GRPO, "algorithm.adv_estimator": "rloo"}, WITHOUT_CRITIC).algorithm
-    assert (rloo.kl_in, rloo.kl_penalty) == ("reward", KlPenalty.KL)
-    dr_grpo = {**GRPO, "algorithm.adv_estimator": "dr_grpo"}
-    sums = config(dr_grpo, WITHOUT_CRITIC).algorithm.loss_normalizer
-    assert sums is LossNormalizer.SEQUENCE_SUMS
-    gspo = {**GRPO, "actor_rollout.policy_loss": "gspo"}
-    means = config(gspo, WITHOUT_CRITIC).algorithm.loss_normalizer
-    assert means is LossNormalizer.SEQUENCE_MEANS
-    chosen = config({**reinforce, "algorithm.kl_in": "reward"}, WITHOUT_CRITIC).algorithm
-    assert (chosen.kl_penalty, chosen.advantage_whiten) == (KlPenalty.KL, AdvantageWhiten.BATCH)
+    assert (ppo.adv_estimator, ppo.kl_in, ppo.kl_penalty.value) == ("gae", "reward", "kl")
+    assert ppo.advantage_whiten.value == "batch"
+    assert chosen() == ["grpo", "loss", "low_var_kl", "none", "minibatch_tokens"]
+    assert chosen(algorithm__adv_estimator="rloo")[1:3] == ["reward", "kl"]
+    assert chosen(algorithm__adv_estimator="dr_grpo")[4] == "sequence_sums"
+    assert chosen(actor_rollout__policy_loss="gspo")[4] == "sequence_means"
+    reinforce = chosen(
+        algorithm__adv_estimator="reinforce_plus_plus_baseline", algorithm__kl_in="reward"
+    )
+    assert reinforce[2:4] == ["kl", "batch"]
     assert config(DPO, WITHOUT_CRITIC).actor_rollout.n_samples_per_prompt == 2
 
 
