@@ -9,13 +9,12 @@ bytes. The peak is computed from the allocations that torch's profiler reports.
 import gc
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from mindspeed_rlxf.cluster.local import LocalRuntime
 from mindspeed_rlxf.config.enums import DeviceKind, Role
@@ -32,8 +31,10 @@ from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticRole
 from tests.distributed.groups import build_group
 from tests.distributed.llamas import make_llama, run_config
+from tests.distributed.samples import make_experience
 from tests.distributed.test_memory_plan import measured
 from tests.rows import made_rollouts
+from tests.traced import traced_peak
 
 WIDE = ArchitectureConfig(
     num_layers=4, hidden_size=256, ffn_hidden_size=704, num_attention_heads=4, num_query_groups=2,
@@ -79,26 +80,22 @@ SHAPES = {
 
 
 class _Traced:
-    """Measures the peaks of a role. Subclasses define its forward pass and its update."""
+    """Measures the peaks of a role. Subclasses name its forward pass and its update."""
 
     engine: Any
-
-    def forward(self, rollouts: Rollouts) -> None:
-        raise NotImplementedError
-
-    def update(self, rollouts: Rollouts, experience: Experience) -> None:
-        raise NotImplementedError
+    update: Any
 
     def measure(self, rollouts: Rollouts, experience: Experience) -> RoleOutput:
         """Report the peak bytes of a forward pass and of an update.
 
         A first update, which creates the optimizer's state, is not measured.
         """
-        self.update(rollouts, experience)
+        whole = [list(range(rollouts.num_rows))]
         phases = {
-            "forward": lambda: self.forward(rollouts),
-            "update": lambda: self.update(rollouts, experience),
+            "forward": partial(self.forward, rollouts),
+            "update": partial(self.update, rollouts, experience, whole),
         }
+        phases["update"]()
         peaks = {}
         for name, phase in phases.items():
             with offload.holding():  # offloads every part that may be offloaded
@@ -108,32 +105,17 @@ class _Traced:
 
 
 class TracedActor(_Traced, ActorRole):
+    update = ActorRole.update_policy
+
     def forward(self, rollouts: Rollouts) -> None:
         self.engine.log_probs(rollouts, 1.0)
 
-    def update(self, rollouts: Rollouts, experience: Experience) -> None:
-        self.update_policy(rollouts, experience, [list(range(rollouts.num_rows))])
-
 
 class TracedCritic(_Traced, CriticRole):
+    update = CriticRole.update_critic
+
     def forward(self, rollouts: Rollouts) -> None:
         self.engine.values(rollouts)
-
-    def update(self, rollouts: Rollouts, experience: Experience) -> None:
-        self.update_critic(rollouts, experience, [list(range(rollouts.num_rows))])
-
-
-def traced_peak(call: Callable[[], None]) -> int:
-    """Return the peak of the bytes that a call allocates, without what was allocated before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as traced:
-        call()
-    assert traced.profiler is not None and traced.profiler.kineto_results is not None
-    events = [e for e in traced.profiler.kineto_results.events() if e.name() == "[memory]"]
-    allocated = most = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        allocated += event.nbytes()
-        most = max(most, allocated)
-    return most
 
 
 def make_rows(shape: Shape) -> tuple[Rollouts, Experience]:
@@ -156,18 +138,7 @@ def make_rows(shape: Shape) -> tuple[Rollouts, Experience]:
         has_eos=torch.zeros(rows, dtype=torch.bool),
         data_sources=["test"] * rows,
     )
-    slots = torch.zeros(rows, shape.response + 1)
-    value_mask = torch.arange(shape.response + 1).expand(rows, -1) < shape.response
-    experience = Experience(
-        advantages=torch.randn(rows, shape.response, generator=generator),
-        trained_mask=mask,
-        old_log_probs=torch.full(mask.shape, -8.0),
-        ref_log_probs=torch.zeros(rows, 0),
-        returns=slots,
-        values=slots,
-        value_mask=value_mask,
-    )
-    return rollouts, experience
+    return rollouts, make_experience(rollouts)
 
 
 def make_config(shape: Shape, folder: Path) -> RunConfig:

@@ -205,24 +205,21 @@ def test_the_training_process_dies_with_its_supervisor(tmp_path: Path) -> None:
     "words",
     [
         ["--cfg", "job"], ["--help"], ["dry_run=true"], ["+dry_run=True"], ["runtime=local"],
-        ["training.max_restarts=0"],
+        ["training.max_restarts=0"], ["WORLD_SIZE"],
     ],
 )  # fmt: skip
-def test_commands_without_training_or_restarts_run_in_the_process_itself(
+def test_ranks_of_torchrun_and_commands_without_restarts_run_in_the_process_itself(
     words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Supervisor, "run", lambda self: pytest.fail("supervised"))
-    monkeypatch.setattr(sys, "argv", ["ray_gpt.py", "--config-name", "x", *words])
-    monkeypatch.delenv(CHILD_OF, raising=False)
-    assert supervise() is None
-
-
-def test_ranks_of_torchrun_have_no_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["ray_gpt.py", "--config-name", "x"])
     monkeypatch.setattr(Supervisor, "run", lambda self: 12)
+    monkeypatch.delenv(CHILD_OF, raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(sys, "argv", ["ray_gpt.py", "--config-name", "x"])
     assert supervise() == 12
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    if words == ["WORLD_SIZE"]:
+        monkeypatch.setenv("WORLD_SIZE", "2")
+    else:
+        monkeypatch.setattr(sys, "argv", [*sys.argv, *words])
     assert supervise() is None
 
 

@@ -18,7 +18,11 @@ from mindspeed_rlxf.models.attention import Attend, PackedSequences
 from mindspeed_rlxf.rollout import generation, native
 from mindspeed_rlxf.rollout.kv_cache import DecodeStep, KvCache
 from mindspeed_rlxf.rollout.native import NativeRollout
-from mindspeed_rlxf.rollout.rollout_engine import GenerationRequest
+from mindspeed_rlxf.rollout.rollout_engine import (
+    FinishReason,
+    GenerationRequest,
+    answer_from_table,
+)
 from mindspeed_rlxf.rollout.rounds import Rounds
 from mindspeed_rlxf.rollout.sampling import SamplingSettings, StopStrings
 
@@ -213,28 +217,6 @@ def test_a_given_response_scores_what_generating_it_reported(
     assert rollout.stats().prompt_tokens == sum(map(len, prompts)) + sum(len(t) - 1 for t in tokens)
 
 
-def second_rank(monkeypatch: pytest.MonkeyPatch, broadcast: Any) -> TinyModel:
-    """The model of the second of two tensor-parallel ranks, whose first is rank 40 of the world."""
-    monkeypatch.setattr(generation, "full_logits", lambda h, w, *_: (h @ w.T).float())
-    monkeypatch.setattr(generation.dist, "get_global_rank", lambda group, rank: 40 + rank)
-    monkeypatch.setattr(generation.dist, "broadcast", broadcast)
-    model = TinyModel()
-    model.tp_group = SimpleNamespace(rank=lambda: 1, size=lambda: 2)
-    return model
-
-
-@pytest.mark.parametrize("max_rows", [1, 2, 5, 100])
-def test_sampled_responses_do_not_depend_on_how_many_grow_together(
-    prompts: list[np.ndarray], max_rows: int
-) -> None:
-    keys = {"do_sample": True, "temperature": 2.0, "top_p": 0.9}
-    expected = generate(prompts, 3, **keys)
-    got = generate(prompts, max_rows, **keys)
-    assert got[0] == expected[0]
-    for ours, theirs in zip(got[1], expected[1], strict=True):
-        assert ours == pytest.approx(theirs, abs=1e-6)
-
-
 @pytest.mark.parametrize("max_rows", [1, 3, 100])
 def test_nothing_is_computed_beyond_what_is_produced(
     prompts: list[np.ndarray], max_rows: int
@@ -274,7 +256,8 @@ def test_every_eos_token_ends_a_response_and_min_new_tokens_holds_it_back(
 def test_tensor_parallel_ranks_take_rows_and_tokens_of_the_first(
     prompts: list[np.ndarray], monkeypatch: pytest.MonkeyPatch, sizes: Sizes
 ) -> None:
-    # a rank that rounds differently would stop at another step and wait in a collective for ever
+    """A rank that rounds differently would stop at another step and wait for ever."""
+
     def broadcast(tokens: Tensor, source: int, group: object) -> None:
         assert source == 40
         if limits:
@@ -282,8 +265,14 @@ def test_tensor_parallel_ranks_take_rows_and_tokens_of_the_first(
         else:
             tokens.fill_(7)
 
+    # The second of two ranks, whose first is rank 40 of the world.
+    monkeypatch.setattr(generation, "full_logits", lambda h, w, *_: (h @ w.T).float())
+    monkeypatch.setattr(generation.dist, "get_global_rank", lambda group, rank: 40 + rank)
+    monkeypatch.setattr(generation.dist, "broadcast", broadcast)
+    model = TinyModel()
+    model.tp_group = SimpleNamespace(rank=lambda: 1, size=lambda: 2)
     limits = [torch.tensor([3, 0])]  # rows, tokens of the cache
-    tokens, _ = answers(engine(second_rank(monkeypatch, broadcast), 5), prompts, max_new_tokens=3)
+    tokens, _ = answers(engine(model, 5), prompts, max_new_tokens=3)
     assert tokens == [[7, 7, 7]] * len(prompts) and sizes.slots == 3
 
 
@@ -310,12 +299,6 @@ def test_an_engine_without_weights_or_asleep_does_not_generate(prompts: list[np.
     with pytest.raises(AssertionError, match="has not received its weights"):
         next(rollout.generate(asked))
     state = TinyModel().state_dict()
-    rollout.update_weights(state.items(), 4)
-    assert next(rollout.generate(asked)).weights_version == 4
-    with pytest.raises(RuntimeError, match="Missing key"):
-        rollout.update_weights([], 5)
-    with pytest.raises(AssertionError, match="has not received its weights"):
-        next(rollout.generate(asked))
     rollout.update_weights(state.items(), 5)
     results = rollout.generate(asked)
     assert next(results).weights_version == 5
@@ -327,18 +310,40 @@ def test_an_engine_without_weights_or_asleep_does_not_generate(prompts: list[np.
         next(rollout.generate(asked))
 
 
-def test_stop_strings_end_a_response_where_their_last_token_is(prompts: list[np.ndarray]) -> None:
+@pytest.mark.parametrize("steps", [1, 5])
+def test_stop_strings_end_a_response_where_their_last_token_is(
+    prompts: list[np.ndarray], steps: int
+) -> None:
     """Tokens are letters, so a string of two is cut by them; the rest of the batch goes on."""
     core = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate("abcdefghijk")}, "a"))
     core.decoder = decoders.Fuse()
     stop = StopStrings(("cd", "gg", "ib", "e"), PreTrainedTokenizerFast(tokenizer_object=core))
     sampled: dict[str, Any] = {"do_sample": True, "eos_token_ids": (), "max_new_tokens": 12}
     free, _, *_ = generate(prompts, **sampled)
-    cut, log_probs, *_ = generate(prompts, **sampled, stop=stop)
+    rollout = engine(TinyModel(), 3, steps=steps)
+    ended, log_probs = answers(rollout, prompts, **sampled, stop=stop)
     expected = []
     for tokens in free:
         text = "".join("abcdefghijk"[i] for i in tokens)
         ends = [text.find(string) + len(string) for string in stop.strings if string in text]
         expected.append(tokens[: min(ends, default=12)])
-    assert cut == expected and len({len(tokens) for tokens in cut}) > 3
-    assert [len(row) for row in log_probs] == [len(row) for row in cut]
+    assert ended == expected and len({len(tokens) for tokens in ended}) > 3
+    assert [len(row) for row in log_probs] == [len(row) for row in ended]
+    assert rollout.stats().sampled_tokens == sum(map(len, ended))
+
+
+def test_given_responses_come_back_with_the_versions_and_reasons_of_generated_ones(
+    prompts: list[np.ndarray],
+) -> None:
+    rollout, ids = engine(TinyModel(), 2), [70, 50, 60]
+    asked = requests(prompts[:3], ids, settings(do_sample=True, temperature=2.0))
+    responses = {70: [5, EOS], 50: [5, 6], 60: [EOS]}
+    rollout.update_weights(TinyModel().state_dict().items(), 7)
+    found = {result.place: result for result in answer_from_table(rollout, responses, asked)}
+    stop, length = FinishReason.STOP, FinishReason.LENGTH
+    assert [found[place].finish_reason for place in range(3)] == [stop, length, stop]
+    scored = rollout.score(prompts[:3], [responses[i] for i in ids], 2.0)
+    assert [found[place].log_probs for place in range(3)] == scored
+    assert found[1].tokens == [5, 6] and found[1].weights_version == 7
+    with pytest.raises(KeyError):
+        next(answer_from_table(rollout, {70: [5]}, asked))

@@ -97,15 +97,6 @@ def test_sampling_sorts_where_a_top_p_is_used(
     assert phase(run, Role.ACTOR_ROLLOUT, "generate").activations == expected
 
 
-def test_roles_of_a_pool_add_up_but_only_the_largest_phase_counts(
-    config: Callable[..., RunConfig],
-) -> None:
-    pool = pool_memory(config(), "main")
-    assert [r.role for r in pool.roles] == [Role.ACTOR_ROLLOUT, Role.REF, Role.CRITIC]  # no rule
-    phases = [p.total for r in pool.roles for p in r.phases]
-    assert pool.total == sum(sum(r.state) + r.other for r in pool.roles) + max(phases)
-
-
 def test_what_is_offloaded_counts_in_the_phases_that_use_it(
     config: Callable[..., RunConfig],
 ) -> None:
@@ -155,14 +146,6 @@ def test_first_stage_holds_two_micro_batches(config: Callable[..., RunConfig]) -
     assert phase(run, Role.ACTOR_ROLLOUT, "update").activations == expected
 
 
-def test_interleaved_stages_hold_more(config: Callable[..., RunConfig]) -> None:
-    # two chunks of one layer each; a step of 48 / 4 replicas = 12 micro-batches holds 5 chunks
-    run = config({**PP2, "actor_rollout.num_layers_per_virtual_pipeline_stage": 1})
-    layer = layer_bytes(run.actor_rollout.architecture, 24, 1, False, 4).kept
-    expected = 5 * (layer + 2 * 24 * 64 * 4)
-    assert phase(run, Role.ACTOR_ROLLOUT, "update").activations == expected
-
-
 def test_a_micro_batch_takes_the_limit_of_tokens(config: Callable[..., RunConfig]) -> None:
     # 12 samples of 24 tokens at most: 50 tokens, or all 288 of them
     a = config().critic.architecture
@@ -189,13 +172,6 @@ def test_a_gradient_reduced_early_needs_a_sum_of_the_heads_beside_it(
             one, other = (phase(run, Role.ACTOR_ROLLOUT, "update", stage) for run in (early, late))
             assert one.other - other.other == added
             assert one.activations == other.activations
-
-
-def test_distributed_optimizer_is_shared_by_the_replicas(config: Callable[..., RunConfig]) -> None:
-    whole = role_memory(config(), Role.CRITIC, 0)
-    shared = role_memory(config({"critic.use_distributed_optimizer": True}), Role.CRITIC, 0)
-    assert shared.state.optimizer * 8 == shared.state.weights * 2  # two moments of an eighth
-    assert shared.state.gradients == pytest.approx(whole.state.gradients, rel=0.05)
 
 
 def expert_bytes(config: RunConfig, share: int) -> int:
