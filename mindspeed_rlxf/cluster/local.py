@@ -28,7 +28,6 @@ from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Rows
 from mindspeed_rlxf.device import worlds
 
-Outcome = Any  # the result of one rank, which all ranks get
 T = TypeVar("T")
 
 
@@ -46,7 +45,7 @@ class LocalHandle:
 class LocalCall:
     """A call that has ended; implements `Call`."""
 
-    def __init__(self, requests: Sequence[Request], outcomes: Sequence[Outcome]) -> None:
+    def __init__(self, requests: Sequence[Request], outcomes: Sequence[Any]) -> None:
         """Keep (rows, reply) of each rank."""
         role, method = requests[0].role.value, requests[0].method
         self.handles = [
@@ -86,7 +85,7 @@ class LocalPool:
         """
         assert first_rank == 0 and len(requests) == self.world_size, "a local pool has no parts"
         mine = requests[self._runtime.rank]
-        outcome: Outcome | WorkerError
+        outcome: Any
         try:
             with stacks_when_late(self._runtime.timeout_s):
                 outcome = self._host.run(mine)
@@ -131,7 +130,7 @@ class LocalRuntime:
         """Whether this process writes the files of the run."""
         return self.rank == 0
 
-    def exchange(self, outcome: Outcome | WorkerError, what: str) -> list[Outcome]:
+    def exchange(self, outcome: Any, what: str) -> list[Any]:
         """Wait for the outcomes of all ranks and return them, in the order of ranks; a collective.
 
         A rank that passes a failure raises it without waiting; every other rank waits for all ranks

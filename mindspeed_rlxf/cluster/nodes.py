@@ -45,9 +45,6 @@ class Node:
     count: int
     free: int
 
-    def __str__(self) -> str:
-        return f"{self.host} ({self.ip}): {self.free} of {self.count} free"
-
 
 def address_key(ip: str) -> tuple[int, int]:
     """Return (IP version, address as a number), to sort 10.0.0.9 before 10.0.0.10."""
@@ -60,7 +57,7 @@ def describe_shortage(
 ) -> str:
     """Return a message with the devices that a pool needs, the nodes, and a hint."""
     each = f"{list(shape)}, one entry per node" if len(shape) > 1 else f"{shape[0]} on one node"
-    shown = [str(node) for node in nodes[:MAX_SHOWN]]
+    shown = [f"{n.host} ({n.ip}): {n.free} of {n.count} free" for n in nodes[:MAX_SHOWN]]
     if len(nodes) > MAX_SHOWN:
         shown.append(f"and {len(nodes) - MAX_SHOWN} more nodes")
     return (

@@ -6,8 +6,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +58,12 @@ class RoleHost:
         and prints its traceback; the WorkerError of a rank whose rows are needed stays as it is.
         """
         try:
-            call = self._bind(request, resolve_refs(request.args, self._fetch))
+            args = resolve_refs(request.args, self._fetch)
+            args = [self._get_role(arg.role) if isinstance(arg, Peer) else arg for arg in args]
             device.reset_peak_memory()
             work.take()
             began, started = time.time(), time.perf_counter()
-            output = call()
-            assert isinstance(output, RoleOutput), (
-                f"{request.method} must return a RoleOutput, got {type(output).__name__}"
-            )
+            output = self._call(request, args)
             device.synchronize()
             seconds = time.perf_counter() - started
             memory, done = device.peak_memory(), work.take()
@@ -87,20 +84,18 @@ class RoleHost:
         except Exception as error:
             raise worker_error(error, request.role.value, self._rank, request.method) from error
 
-    def _bind(self, request: Request, args: Sequence[Any]) -> Callable[[], Any]:
-        """Return what builds the role and keeps it, or calls it or its engine; a RoleOutput."""
-        args = [self._get_role(arg.role) if isinstance(arg, Peer) else arg for arg in args]
+    def _call(self, request: Request, args: Sequence[Any]) -> RoleOutput:
         if request.factory is not None:
-            return partial(self._build, request.role, request.factory, args)
+            self._roles[request.role] = request.factory(*args)
+            return RoleOutput()
         role = self._get_role(request.role)
         if request.of_engine:
-            method = getattr(role.engine, request.method)
-            return lambda: RoleOutput(report=method(*args))
-        return partial(getattr(role, request.method), *args)
-
-    def _build(self, role: Role, factory: Callable[..., Any], args: Sequence[Any]) -> RoleOutput:
-        self._roles[role] = factory(*args)
-        return RoleOutput()
+            return RoleOutput(report=getattr(role.engine, request.method)(*args))
+        output = getattr(role, request.method)(*args)
+        assert isinstance(output, RoleOutput), (
+            f"{request.method} must return a RoleOutput, got {type(output).__name__}"
+        )
+        return output
 
     def _get_role(self, role: Role) -> Any:
         assert role in self._roles, f"{role.value} has not been built in this process"

@@ -58,7 +58,7 @@ from mindspeed_rlxf.engine.readouts import (
 from mindspeed_rlxf.engine.schedule import average_metrics, run_schedule
 from mindspeed_rlxf.engine.sharded_files import fail_together, gather_all, save_sharded
 from mindspeed_rlxf.engine.train_engine import Part, PolicyStep, ValueStep
-from mindspeed_rlxf.engine.train_state import StateSaver, TrainState, load_state
+from mindspeed_rlxf.engine.train_state import TrainState, load_state
 from mindspeed_rlxf.models.attention import shares_prompts
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.models.transformer import TransformerModel
@@ -146,8 +146,8 @@ class MegatronEngine:
                     self.skipped,
                     role.model_chunks,
                     self.describe,
+                    lambda *part: self._offload.read(*part),
                 )
-                self._saver = StateSaver(self.state, lambda *part: self._offload.read(*part))
             self._shares = self._agree_on_sharing()
         self._brings_together = brings_together
         self._offload = self._make_offload()
@@ -398,10 +398,10 @@ class MegatronEngine:
         return copy_side_files(self.source, folder, self.head, self.dtype)
 
     def begin_save(self, folder: Path) -> None:
-        self._saver.begin(folder)
+        self.state.begin_save(folder)
 
     def end_save(self) -> float:
-        return self._saver.end()
+        return self.state.end_save()
 
     def load_state(self, folder: Path) -> Loaded:
         with self.holding(Part.WEIGHTS, Part.OPTIMIZER):

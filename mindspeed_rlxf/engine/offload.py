@@ -105,7 +105,7 @@ class _MovedPart:
     def __init__(self, tensors: Tensors, copies: CopyStream, is_copied: bool) -> None:
         self._tensors, self._copies, self._is_copied = tensors, copies, is_copied
         self._host = _HostMemory()
-        self._storages: dict[int, _Storage] = {}
+        self.storages: dict[int, _Storage] = {}
         self._arrived: Any = None  # event of the last copies to the device
         self.is_away, self.is_changed = False, True
 
@@ -120,7 +120,7 @@ class _MovedPart:
         self._copies.finish()  # copies to the device may still run
         if self._is_copied and self.is_changed:
             with self._copies.copying():
-                for each in self._storages.values():
+                for each in self.storages.values():
                     for on_device, host in each.pairs():
                         host.copy_(on_device, non_blocking=True)
             self._copies.finish()
@@ -137,19 +137,19 @@ class _MovedPart:
         if not self.is_away:
             return
         try:
-            for each in self._storages.values():
+            for each in self.storages.values():
                 each.resize(each.num_bytes)
         except RuntimeError:  # out of memory: the copies on the host stay valid
             self._free()
             raise
         if self._is_copied:
             with self._copies.copying():
-                for each in self._storages.values():
+                for each in self.storages.values():
                     for on_device, host in each.pairs():
                         on_device.copy_(host, non_blocking=True)
             self._arrived = self._copies.mark()
         else:
-            for each in self._storages.values():
+            for each in self.storages.values():
                 each.on_device().zero_()
         self.is_away = False
 
@@ -162,24 +162,20 @@ class _MovedPart:
         if arrived is not None:
             self._copies.join(arrived)
 
-    def find(self, tensor: Tensor) -> _Storage | None:
-        """Return the storage of a tensor if it is of this part and on the host, else None."""
-        return self._storages.get(_key(tensor)) if self.is_away else None
-
     def _add_new_storages(self) -> None:
         """Add storages of tensors made since the last time; skip storages of no bytes."""
         new: dict[int, _Storage] = {}
         for tensor in self._tensors():
             storage = tensor.untyped_storage()
-            if _key(tensor) not in self._storages and storage.nbytes():
+            if _key(tensor) not in self.storages and storage.nbytes():
                 new[_key(tensor)] = _Storage(tensor.detach(), storage.nbytes())
         if self._is_copied:
             self._host.assign(list(new.values()))
             self.is_changed = self.is_changed or bool(new)
-        self._storages |= new
+        self.storages |= new
 
     def _free(self) -> None:
-        for each in self._storages.values():
+        for each in self.storages.values():
             each.resize(0)
 
 
@@ -235,15 +231,11 @@ class Offload:
         later waits for copies that are still on their way.
         """
         for part in self._parts.values():
-            if (storage := part.find(tensor)) is not None:
+            if part.is_away and (storage := part.storages.get(_key(tensor))) is not None:
                 offset = int(tensor.storage_offset())
                 return storage.read(offset + start, offset + stop)
             part.await_copies()
         return tensor.view(-1)[start:stop].to("cpu", copy=True)
-
-    def away(self) -> frozenset[Part]:
-        """Return the parts that are not on the device."""
-        return frozenset(part for part, moved in self._parts.items() if moved.is_away)
 
     def _own_parts(self, parts: Collection[Part]) -> list[Part]:
         return [part for part in Part if part in parts and part in self._parts]

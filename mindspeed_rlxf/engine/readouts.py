@@ -117,7 +117,6 @@ def scatter_rows(flat: Sequence[Tensor], mask: Tensor) -> Tensor:
     flat[m]: values of micro-batch m, row after row; the micro-batches have consecutive rows
     mask:    [all rows, width] bool
     """
-    values = torch.cat([part.cpu() for part in flat]).float()
     out = torch.zeros(mask.shape, dtype=torch.float32)
-    out[mask] = values
+    out[mask] = torch.cat([part.cpu() for part in flat]).float()
     return out

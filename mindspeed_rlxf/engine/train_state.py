@@ -57,12 +57,16 @@ Read = Callable[[Tensor, int, int], Tensor]
 """(tensor, start, stop) -> copy on the host of elements start to stop, flattened."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainState:
-    """The state that training changes on this rank.
+    """The state that training changes on this rank, and how it is saved.
+
+    Between `begin_save` and `end_save`, collectives of the role, files are written in
+    a thread from copies on the host, while the role works on.
 
     model_chunks: of a virtual pipeline; 1 without one
     describe:     writes config.json and the tokenizer of the model into a folder; returns the files
+    read:         copies a range of a contiguous tensor of the state to the host
     """
 
     weights: StageWeights
@@ -72,50 +76,34 @@ class TrainState:
     skipped: SkippedSteps
     model_chunks: int
     describe: Callable[[Path], list[Path]]
+    read: Read
+    saving: tuple[Path, Future[float]] | None = None
 
-
-class StateSaver:
-    """Writes the role's training state, from copies on the host.
-
-    Files are written in a thread between `begin` and `end`, while the role works on. These two are
-    collectives over the role's ranks.
-    """
-
-    def __init__(self, state: TrainState, read: Read) -> None:
-        """Make a saver that writes nothing yet.
-
-        read: copies a range of a contiguous tensor of the state to the host
-        """
-        self._state, self._read = state, read
-        self._folder: Path | None = None
-        self._writing: Future[float] | None = None
-
-    def begin(self, folder: Path) -> None:
+    def begin_save(self, folder: Path) -> None:
         """Copy this rank's share to the host, and start to write it into `folder` in a thread.
 
         A collective. Raises AssertionError if the save before was not ended.
         """
-        assert self._writing is None, "the save before this one has not been ended"
-        state, rank = self._state, dist.get_rank()
-        texts = {RANDOM_FILE.format(rank): json.dumps(_random_state(state.groups))}
+        assert self.saving is None, "the save before this one has not been ended"
+        rank = dist.get_rank()
+        texts = {RANDOM_FILE.format(rank): json.dumps(_random_state(self.groups))}
         if rank == 0:
-            texts[STATE] = json.dumps(saved_numbers(state), indent=1)
-        with state.groups.active():
-            chunks = list(_copy_share(state, self._read))
+            texts[STATE] = json.dumps(saved_numbers(self), indent=1)
+        with self.groups.active():
+            chunks = list(_copy_share(self))
         # With `runtime: local` the first rank makes the folder of the checkpoint and removes
         # unfinished ones right before.
         dist.barrier()
-        self._folder = folder
-        self._writing = _WRITER.submit(_write_and_hash, rank, chunks, texts, folder, state.describe)
+        writing = _WRITER.submit(_write_and_hash, rank, chunks, texts, folder, self.describe)
+        self.saving = folder, writing
 
-    def end(self) -> float:
+    def end_save(self) -> float:
         """Wait for the files of all ranks; return the seconds that the slowest rank needed.
 
         Raises OSError on all ranks where one could not write.
         """
-        writing, folder = self._writing, self._folder
-        assert writing and folder, "no save has begun"
-        self._writing = None
+        assert self.saving is not None, "no save has begun"
+        (folder, writing), self.saving = self.saving, None
         with fail_together(folder):
             mine = writing.result()  # waits
         return max(gather_all([mine]))
@@ -209,22 +197,20 @@ def _load_share(state: TrainState, folder: Path) -> bool:
     return True
 
 
-def _copy_share(state: TrainState, read: Read) -> Iterator[HeldChunk]:
-    """Yield chunks on the host of the weights, then of the optimizer slots, that this rank writes.
-
-    read: copies a range of a tensor to the host
-    """
+def _copy_share(state: TrainState) -> Iterator[HeldChunk]:
+    """Yield host chunks of the weights, then of the optimizer slots, that this rank writes."""
     by_parameter = {}
     for shard in shards(state.weights, state.groups):
         by_parameter[id(shard.parameter)] = shard
-        yield from _copy_range(read, WEIGHT, shard, shard.parameter.detach(), 0, shard.written)
+        weights = shard.parameter.detach()
+        yield from _copy_range(state.read, WEIGHT, shard, weights, 0, shard.written)
     for held in held_slots(state.optimizer):
         shard = by_parameter[id(held.parameter)]
         flat, start = shard.written, held.start or 0
         if held.start is not None:  # only this rank has the slice
             flat = held.flat if shard.is_written else range(0)
         for name, tensor in held.slots.items():
-            yield from _copy_range(read, name, shard, tensor, start, flat)
+            yield from _copy_range(state.read, name, shard, tensor, start, flat)
 
 
 def _copy_range(

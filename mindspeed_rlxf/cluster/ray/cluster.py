@@ -7,7 +7,6 @@ reads its environment on import.
 """
 
 import contextlib
-import itertools
 import logging
 import os
 import secrets
@@ -38,7 +37,6 @@ LOOPBACK = "127.0.0.1"
 KNOCK_S = 10.0
 GUARD = Path(__file__).with_name("orphan_guard.py")
 GUARD_END_S, GUARD_PAUSE_S = 30.0, 0.5
-START_ATTEMPTS = 2  # of our private cluster
 # In what Ray raises when its processes do not answer within 30 s, most of which has no option.
 START_TIMED_OUT = "timed out during startup", "Timed out waiting for file", "Failed to start GCS"
 LOG_TAIL = 2_000  # characters of a log of Ray that did not start
@@ -203,7 +201,7 @@ def _start_own(resources: dict[str, float]) -> RayCluster:
     """Start our private cluster, with a token and an orphan guard; return it.
 
     Sets environment variables of Ray in this process. If Ray's processes do not answer in time, as
-    on a busy host, tries START_ATTEMPTS times.
+    on a busy host, tries once more.
     """
     if "ray" not in sys.modules:  # too late otherwise: Ray's own defaults hold
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray's word for: loopback only
@@ -212,18 +210,13 @@ def _start_own(resources: dict[str, float]) -> RayCluster:
         _own_token.append(secrets.token_hex(32))
     _set_token_mode(RAY_AUTH_TOKEN=_own_token[0])
     _keep_quiet()
-    for attempt in itertools.count(1):
-        try:
-            return _try_to_start(resources)
-        except Exception as error:  # Ray raises this type itself
-            late = any(text in str(error) for text in START_TIMED_OUT)
-            if not late or attempt == START_ATTEMPTS:
-                raise
-            logger.warning(
-                "Ray did not start (attempt %d of %d), as on a busy host: %s",
-                attempt, START_ATTEMPTS, error,
-            )  # fmt: skip
-    raise AssertionError("unreachable")
+    try:
+        return _try_to_start(resources)
+    except Exception as error:  # Ray raises this type itself
+        if not any(text in str(error) for text in START_TIMED_OUT):
+            raise
+        logger.warning("Ray did not start, as on a busy host, and is started again: %s", error)
+    return _try_to_start(resources)
 
 
 def _try_to_start(resources: dict[str, float]) -> RayCluster:

@@ -77,14 +77,6 @@ def test_the_leader_writes_logged_tokens_to_the_file_of_its_rank(tmp_path: Path)
     assert [json.loads(each) for each in file.read_text().splitlines()] == [line]
 
 
-def test_a_failure_says_role_rank_host_phase_and_cause() -> None:
-    error = failure("fail", "no good")
-    assert (error.role, error.rank, error.phase) == ("critic", 3, "fail")
-    assert error.cause == "RuntimeError: no good" and error.host
-    assert "raise RuntimeError(message)" in error.remote_traceback
-    assert not error.is_aftermath
-
-
 def test_a_lost_peer_is_no_first_cause() -> None:
     assert failure("fail", "[gloo] Connection closed by peer [127.0.0.1]:1").is_aftermath
 

@@ -33,12 +33,12 @@ def test_ranks_meet_before_they_write_a_checkpoint(
     """With `runtime: local` the first rank alone makes its folder, and may be the last there."""
     calls: list[str] = []
     state: Any = SimpleNamespace(
-        groups=SimpleNamespace(active=contextlib.nullcontext), describe=None
+        groups=SimpleNamespace(active=contextlib.nullcontext), describe=None, saving=None
     )
     for name in ("_random_state", "_copy_share"):
         monkeypatch.setattr(train_state, name, lambda *_: [])
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     monkeypatch.setattr(dist, "barrier", lambda: calls.append("meet"))
     monkeypatch.setattr(train_state._WRITER, "submit", lambda *_: calls.append("write"))
-    train_state.StateSaver(state, lambda *_: None).begin(tmp_path)
+    train_state.TrainState.begin_save(state, tmp_path)
     assert calls == ["meet", "write"]

@@ -6,7 +6,6 @@ from hypothesis import given, strategies as st
 
 from mindspeed_rlxf.engine.micro_batch import (
     bring_together,
-    chunk_rows,
     group_by_tokens,
     pack_by_tokens,
     saved_tokens,
@@ -15,10 +14,6 @@ from mindspeed_rlxf.engine.micro_batch import (
 
 LIMIT = 12
 lengths_of_rows = st.lists(st.integers(1, LIMIT), min_size=1, max_size=30)
-
-
-def test_rows_are_cut_in_groups_of_one_size() -> None:
-    assert chunk_rows([4, 2, 0, 1, 3], 2) == [[4, 2], [0, 1], [3]]
 
 
 def test_a_group_is_closed_when_the_next_row_does_not_fit() -> None:
@@ -74,29 +69,6 @@ def test_packed_groups_hold_every_row_once_within_the_limit(
 def test_the_group_with_most_rows_is_halved() -> None:
     assert split_groups([[0], [1, 2, 3], [4, 5]], 4) == [[0], [1], [2, 3], [4, 5]]
     assert split_groups([[0], [1, 2, 3], [4, 5]], 5) == [[0], [1], [2], [3], [4, 5]]
-
-
-@given(
-    replicas=st.integers(1, 20).flatmap(
-        lambda rows: st.lists(
-            st.lists(st.integers(1, LIMIT), min_size=rows, max_size=rows), min_size=1, max_size=4
-        )
-    ),
-    multiple=st.integers(1, 4),
-)
-def test_replicas_with_as_many_rows_come_to_as_many_groups(
-    replicas: list[list[int]], multiple: int
-) -> None:
-    """The largest count, rounded up to a multiple that a virtual pipeline needs; rows at most."""
-    rows = range(len(replicas[0]))
-    grouped = [group_by_tokens(rows, lengths, LIMIT) for lengths in replicas]
-    count = max(map(len, grouped))
-    count = min(count + -count % multiple, len(rows))
-    for lengths, groups in zip(replicas, grouped, strict=True):
-        split = split_groups(groups, count)
-        assert len(split) == count
-        assert list(chain.from_iterable(split)) == list(rows)
-        assert all(split) and max(sum(lengths[r] for r in group) for group in split) <= LIMIT
 
 
 def test_a_shared_prompt_counts_once_in_a_group() -> None:

@@ -53,13 +53,6 @@ def test_losses_are_averaged_by_hand(
     assert not output.metrics["part"].total.requires_grad
 
 
-def test_sums_of_responses_are_divided_by_the_largest_length() -> None:
-    loss = torch.tensor([1.0, 2.0, 6.0], requires_grad=True)
-    sums = output_of(loss, [2, 1], LossNormalizer.SEQUENCE_SUMS)
-    (slope,) = torch.autograd.grad(sums.loss / sums.weight, loss)
-    assert slope.tolist() == [1 / 16] * 3
-
-
 def slow(loss: list[float], lengths: list[int], normalizer: LossNormalizer) -> float:
     """The loss of a whole mini-batch, by its definition."""
     responses: list[list[float]] = []

@@ -5,11 +5,9 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.testing import assert_close
 
 from mindspeed_rlxf.data.batch import Rollouts
-from mindspeed_rlxf.engine.micro_batch import MicroBatch, chunk_rows, make_micro_batches
-from mindspeed_rlxf.engine.readouts import scatter_rows
+from mindspeed_rlxf.engine.micro_batch import MicroBatch, make_micro_batches
 from mindspeed_rlxf.models.attention import PackedSequences
 from tests.rows import length_mask, made_rollouts
 
@@ -102,15 +100,3 @@ def test_padded_rows_are_filled_to_the_longest_and_a_multiple(multiple: int, wid
     assert batch.token_ids.shape == (2, width) and batch.attend is None
     assert batch.token_ids[1].tolist() == [101, 102] + [0] * (width - 2)
     assert batch.positions.tolist() == list(range(width))
-
-
-@settings(max_examples=30, deadline=None)
-@given(counts=st.lists(st.integers(1, 5), min_size=1, max_size=7), size=st.integers(1, 7))
-def test_scattered_values_stand_in_the_row_they_came_from(counts: list[int], size: int) -> None:
-    expected = torch.zeros(len(counts), 6)
-    for row, count in enumerate(counts):
-        expected[row, :count] = torch.arange(1, count + 1) + 10.0 * row
-    parts = chunk_rows(range(len(counts)), size)
-    flat = [torch.cat([expected[r, : counts[r]] for r in part]) for part in parts]
-    got = scatter_rows(flat, length_mask(torch.tensor(counts), 6))
-    assert_close(got, expected, rtol=0, atol=0)

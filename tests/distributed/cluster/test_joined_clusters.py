@@ -1,4 +1,4 @@
-"""A run joins a Ray that was started by the commands of the documents, with tokens."""
+"""A run joins a Ray that was started by the commands of the documents, ours and older ones."""
 
 import os
 import shlex
@@ -14,7 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.golden.runs import PPO, SMALL
+
+REPOSITORY = Path(__file__).resolve().parents[3]
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 START_S = 60.0
 JOIN = """
@@ -27,6 +29,15 @@ try:
 except UserError as error:
     print(f"error: {error}")
 """
+# MindSpeed-LLM's guide, with CPU stand-ins for the NPUs.
+HEAD = """ray start --head --port 6344 --dashboard-host=0.0.0.0 --dashboard-port=8260
+          --resources '{"NPU": 8}'"""
+SECOND = """ray start --address=HEAD:6344 --resources '{"NPU": 8}'"""
+TRAIN = "python ray_gpt.py --config-name ppo_trainer_tiny"
+CHANGES = {
+    **SMALL, **PPO, "training.train_iters": 1, "resource_pool.main": "[1,1]",
+    "device.resource_name": "NPU",
+}  # fmt: skip
 
 pytestmark = pytest.mark.long
 
@@ -68,9 +79,18 @@ def running(line: str, environment: dict[str, str], output: Path) -> Iterator[No
 
 @pytest.fixture
 def environment() -> Iterator[dict[str, str]]:
+    """Of a user without a token; at the end of the test nothing of their Ray is left."""
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="d") as home:  # sockets: a short path
-        own = {n: v for n, v in os.environ.items() if not n.startswith("RAY_")}
+        own = {name: v for name, v in os.environ.items() if not name.startswith("RAY_")}
         yield {**own, "HOME": home, "RAY_TMPDIR": home, "PYTHONPATH": str(REPOSITORY)}
+        left = [p for p in psutil.process_iter(["environ"]) if of_home(p, home)]
+        for process in left:
+            process.kill()
+        psutil.wait_procs(left, timeout=10)
+
+
+def of_home(process: psutil.Process, home: str) -> bool:
+    return (process.info["environ"] or {}).get("RAY_TMPDIR") == home
 
 
 def join(environment: dict[str, str]) -> str:
@@ -111,3 +131,24 @@ def test_a_listener_that_is_not_ray_is_refused_within_a_minute(environment: dict
     )
     assert len(printed.splitlines()) == 1
     assert time.monotonic() - began < 80  # Ray waits for 40
+
+
+def test_the_commands_of_the_older_guide_train(environment: dict[str, str], tmp_path: Path) -> None:
+    port = str(free_port())
+    more = [f"{key}={value}" for key, value in CHANGES.items()]
+    more.append(f"training.output_dir={tmp_path / 'run'}")
+    # The ports of the guide may be in use here; the second host is this one.
+    head = HEAD.replace("6344", port).replace("8260", str(free_port()))
+    second = SECOND.replace("HEAD:6344", f"127.0.0.1:{port}")
+    for line, program, extra in (
+        (head, RAY, ["--num-cpus=1"]),
+        (second, RAY, ["--num-cpus=1"]),
+        (TRAIN, [sys.executable], more),
+    ):
+        words = [*program, *shlex.split(line)[1:], *extra]
+        done = subprocess.run(
+            words, env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "joined the Ray cluster" in done.stdout
+    assert "done: 1 iterations" in done.stdout
