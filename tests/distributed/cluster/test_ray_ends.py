@@ -10,11 +10,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
-import pytest
 
 from tests.distributed.cluster.group_checks import build
 from tests.distributed.cluster.stand_ins import StandIn
@@ -88,27 +86,6 @@ def test_nothing_of_an_own_cluster_is_left_after_an_interrupt_and_after_a_kill()
             assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
             wait_until_gone(Path(facts["temp_dir"]))
         assert process.communicate()[1] == ""
-
-
-@pytest.mark.long
-def test_a_driver_that_is_killed_while_ray_starts_leaves_nothing() -> None:
-    with TemporaryDirectory(dir="/tmp") as root, driver(RAY_ADDRESS="local", RAY_TMPDIR=root) as me:
-        deadline, process = time.monotonic() + 60, psutil.Process(me.pid)
-        while not any(map(is_idle_worker, children := process.children(recursive=True))):
-            assert me.poll() is None and time.monotonic() < deadline
-            time.sleep(0.01)
-        (folder,) = Path(root).iterdir()
-        me.kill()
-        _, alive = psutil.wait_procs(children, timeout=20)
-        assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
-        wait_until_gone(folder)
-
-
-def is_idle_worker(process: psutil.Process) -> bool:
-    try:
-        return any("default_worker" in word for word in process.cmdline())
-    except psutil.Error:
-        return False
 
 
 def wait_until_gone(folder: Path) -> None:

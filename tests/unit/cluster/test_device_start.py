@@ -56,15 +56,6 @@ def test_a_worker_hands_on_the_device_that_ray_gave_it_and_how_long_it_waits(
     assert setups == [((kind, 2), {"assigned": assigned, "deadline_s": 1860.0})]
 
 
-def test_a_process_of_torchrun_takes_its_local_rank(
-    setups: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    with pytest.raises(Stop):
-        local.claim_device(DeviceKind.NPU, 1, 60.0)
-    assert setups == [((DeviceKind.NPU, 1, 3), {"deadline_s": 120.0})]
-
-
 def test_a_failed_device_setup_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def setup(*_args: Any, **_kwargs: Any) -> None:
         raise ValueError("no CANN")

@@ -1,12 +1,11 @@
 """Role groups split arguments over ranks and join what the ranks return."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.cluster.group import RoleGroup, Sharded, submit_together
+from mindspeed_rlxf.cluster.group import RoleGroup, Sharded
 from mindspeed_rlxf.cluster.interface import PoolPart, Reply, Request
 from mindspeed_rlxf.cluster.refs import Piece, RowsRef
 from mindspeed_rlxf.config.enums import Role
@@ -88,23 +87,6 @@ def test_a_call_does_not_wait_when_the_inputs_give_the_number_of_rows() -> None:
     assert [request.num_rows for request in pool.requests] == [3, 3]
 
 
-@dataclass(frozen=True)
-class Inputs:
-    rows: Any
-    others: Any
-    coefficient: float
-
-
-def test_references_in_the_fields_of_a_dataclass_are_split_as_the_rows_they_stand_for() -> None:
-    group, pool = make_group(2, tp=1, pp=1)
-    rows = group.call(SomeRole.work, Inputs(ref(4, 2), None, 0.5)).rows()
-    halves = ref(4, 2).split(2)
-    assert [request.args for request in pool.requests] == [
-        (Inputs(half, None, 0.5),) for half in halves
-    ]
-    assert [piece.num_rows for piece in rows.pieces] == [3, 3]
-
-
 def test_rows_of_unknown_number_wait_for_the_replies_once() -> None:
     group, pool = make_group(2, tp=1, pp=1)
     pending = group.call(SomeRole.work, 5)
@@ -124,15 +106,3 @@ def test_a_part_of_a_pool_is_a_pool_whose_ranks_count_from_its_first() -> None:
     assert pool.first_rank == 4
     with pytest.raises(AssertionError, match="recording has 5 ranks, not 3 \\+ 3"):
         PoolPart(pool, 3, 3)
-
-
-def test_parts_that_wait_for_each_other_are_called_at_once() -> None:
-    pool = RecordingPool(3)
-    first = RoleGroup(Role.CRITIC, ParallelLayout(2, 2), PoolPart(pool, 0, 2))
-    other = RoleGroup(Role.CRITIC, ParallelLayout(1), PoolPart(pool, 2, 1))
-    parts = first.prepare(SomeRole.work, "a"), other.prepare(SomeRole.work, "b")
-    pending = submit_together(pool, *parts)
-    assert pending.result() == [] and pool.calls[0].waits == 1  # waited for all the same
-    assert [(r.method, r.args) for r in pool.requests] == [
-        ("work", ("a",)), ("work", ("a",)), ("work", ("b",)),
-    ]  # fmt: skip

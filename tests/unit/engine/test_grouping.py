@@ -24,20 +24,6 @@ def test_a_group_is_closed_when_the_next_row_does_not_fit() -> None:
     assert group_by_tokens([], [], 10) == []
 
 
-@given(lengths=lengths_of_rows, data=st.data())
-def test_groups_hold_every_row_in_order_and_no_more_tokens_than_the_limit(
-    lengths: list[int], data: st.DataObject
-) -> None:
-    rows = data.draw(st.permutations(range(len(lengths))))
-    groups = group_by_tokens(rows, lengths, LIMIT)
-    assert list(chain.from_iterable(groups)) == rows
-    tokens = [sum(lengths[row] for row in group) for group in groups]
-    assert max(tokens) <= LIMIT
-    # none could have taken the first row of the next one
-    following = [lengths[group[0]] for group in groups[1:]]
-    assert all(a + b > LIMIT for a, b in zip(tokens, following, strict=False))
-
-
 def test_packed_groups_are_few_and_even() -> None:
     """Rows 3, 0, 1, 2 of 7, 4, 5, 6 tokens: 7 + 4 and 6 + 5; in order 7, 4 + 5, 6."""
     lengths = [4, 5, 6, 7]

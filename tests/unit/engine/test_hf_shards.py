@@ -1,6 +1,5 @@
 """Every number of the model is written once, whatever the layout, and read where it belongs."""
 
-import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,31 +63,3 @@ def test_replicas_write_every_number_once_and_about_as_many_each(
             # Padding and what other ranks write lie somewhere on the line that replicas share.
             assert max(by_replica) <= total / dp + 0.25 * total, by_replica
     assert all(bool((count == 1).all()) for count in times.values())
-
-
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_a_slice_of_a_shard_is_the_same_numbers_as_in_the_shard(tp: int) -> None:
-    """Each number of the model is its place; shards are filled whole and in slices."""
-    a = architecture_of("qwen2")
-    model, first = {}, 1
-    for name, shape in hf_shapes(a, Head.LANGUAGE_MODEL).items():
-        count = torch.Size(shape).numel()
-        model[name] = torch.arange(first, first + count, dtype=torch.float64).view(shape)
-        first += count
-    for rank in range(tp):
-        weights, groups = rank_of("qwen2", (rank, tp), (0, 1), (0, 1))
-        for shard in shards(weights, groups):
-            numel = shard.parameter.numel()
-            full, cut = torch.zeros(numel).double(), torch.zeros(numel).double()
-            ends = sorted({0, numel // 3, numel // 3 + 1, 2 * numel // 3, numel})
-            ranges = [range(*pair) for pair in itertools.pairwise(ends)]
-            for target, flats in ((full, [range(numel)]), (cut, ranges)):
-                for flat in flats:
-                    for held in shard.held_chunks("weight", target[flat.start : flat.stop], flat):
-                        held.tensor.copy_(model[held.name][held.chunk.slices])
-            assert cut.equal(full)
-            filled = full[full != 0]
-            assert filled.unique().numel() == filled.numel()
-            assert numel - filled.numel() == sum(full == 0), "only padding is left"
-            if not any("embed" in b.source or "lm_head" in b.source for b in shard.chunks):
-                assert filled.numel() == numel
