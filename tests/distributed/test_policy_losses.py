@@ -73,12 +73,6 @@ def with_kl_and_entropy(responses: list[Response]) -> Tensor:
     return over_tokens(losses)
 
 
-def with_squared_kl(responses: list[Response]) -> Tensor:
-    return over_tokens(
-        [token_losses(r) + KL_COEF * (r.log_probs - r.ref) ** 2 / 2 for r in responses]
-    )
-
-
 def with_sequence_ratios(responses: list[Response]) -> Tensor:
     means = []
     for r in responses:
@@ -104,20 +98,13 @@ def weighed(responses: list[Response]) -> Tensor:
     )
 
 
-def preferring(kind: str) -> Slow:
-    def loss(responses: list[Response]) -> Tensor:
-        pairs = []
-        for first, second in zip(responses[::2], responses[1::2], strict=True):
-            margin = (first.log_probs - first.ref).sum() - (second.log_probs - second.ref).sum()
-            sign = first.advantages[0]
-            if kind == "sigmoid":
-                pair = -torch.log(torch.sigmoid(0.1 * sign * margin))
-            else:
-                pair = (sign * margin - 1 / 0.2) ** 2
-            pairs.append(pair * sign.abs())
-        return torch.stack(pairs).mean()
-
-    return loss
+def preferring(responses: list[Response]) -> Tensor:
+    pairs = []
+    for first, second in zip(responses[::2], responses[1::2], strict=True):
+        margin = (first.log_probs - first.ref).sum() - (second.log_probs - second.ref).sum()
+        sign = first.advantages[0]
+        pairs.append(-torch.log(torch.sigmoid(0.1 * sign * margin)) * sign.abs())
+    return torch.stack(pairs).mean()
 
 
 CASES: dict[str, tuple[Slow, dict[str, dict[str, Any]]]] = {
@@ -127,10 +114,6 @@ CASES: dict[str, tuple[Slow, dict[str, dict[str, Any]]]] = {
             "algorithm": {"kl_in": "loss", "kl_penalty": KlPenalty.LOW_VAR_KL},
             "actor_rollout": {"entropy_coeff": 0.05},
         },
-    ),
-    "squared kl": (
-        with_squared_kl,
-        {"algorithm": {"kl_in": "loss", "kl_penalty": KlPenalty.MSE}},
     ),
     "gspo": (
         with_sequence_ratios,
@@ -147,20 +130,8 @@ CASES: dict[str, tuple[Slow, dict[str, dict[str, Any]]]] = {
         },
     ),
     "importance weights": (weighed, {"algorithm": {"rollout_is_threshold": 1.1}}),
-    "online dpo": (
-        preferring("sigmoid"),
-        {"training": {"stage": Stage.RAY_ONLINE_DPO}},
-    ),
-    "online ipo": (
-        preferring("ipo"),
-        {
-            "training": {"stage": Stage.RAY_ONLINE_DPO},
-            "actor_rollout": {"dpo_loss_type": "ipo"},
-        },
-    ),
+    "online dpo": (preferring, {"training": {"stage": Stage.RAY_ONLINE_DPO}}),
 }
-
-
 LOST = [2, 3]  # a whole micro-batch of responses that could not be scored
 
 
@@ -169,12 +140,10 @@ LOST = [2, 3]  # a whole micro-batch of responses that could not be scored
     [
         ("kl and entropy", "one process", []),
         ("kl and entropy", "tp2 pp2", []),
-        ("squared kl", "tp2 dp2", []),
         ("gspo", "tp2 pp2", []),
         ("dual clip", "tp2 dp2", []),
         ("importance weights", "one process", []),
-        ("online dpo", "tp2 dp2", []),
-        ("online ipo", "tp2 pp2", []),
+        ("online dpo", "tp2 pp2", []),
         ("kl and entropy", "tp2 pp2", LOST),
         ("gspo", "tp2 pp2", LOST),
         ("dual clip", "tp2 dp2", LOST),

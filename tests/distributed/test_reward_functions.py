@@ -57,8 +57,10 @@ def server() -> Iterator[Server]:
     made.http.server_close()
 
 
-def metrics_of(out: Path, runtime: Any, more: dict[str, Any]) -> list[dict[str, float]]:
-    config = golden_config("grpo", out, {**TWO_RANKS, **more})
+def metrics_of(
+    out: Path, runtime: Any, keys: dict[str, Any], name: str = "grpo"
+) -> list[dict[str, float]]:
+    config = golden_config(name, out, keys)
     directory = RunDirectory.create(config)
     train(config, prepare(config), directory, runtime)
     directory.unlock()
@@ -72,9 +74,9 @@ def read_metrics(directory: RunDirectory) -> list[dict[str, float]]:
 def test_a_function_trains_as_the_rule_that_it_repeats(
     warm_runtime: Any, tmp_path: Path, file: Path
 ) -> None:
-    by_rule = metrics_of(tmp_path / "rule", warm_runtime, {})
+    by_rule = metrics_of(tmp_path / "rule", warm_runtime, TWO_RANKS)
     own = {"+reward.function": f"{file}:exact"}
-    by_function = metrics_of(tmp_path / "function", warm_runtime, own)
+    by_function = metrics_of(tmp_path / "function", warm_runtime, {**TWO_RANKS, **own})
     assert "train/arithmetic/exact" in by_function[1]
     for rule, function in zip(by_rule, by_function, strict=True):
         assert function.pop("reward/failed", 0.0) == 0.0
@@ -114,11 +116,7 @@ def run_with_server(
         keys |= {"critic.critic_mini_batch_size": 8, "critic.micro_batch_size": 1}
     if name == "dapo":  # one step, which measures the KL
         keys |= {"actor_rollout.ppo_mini_batch_size": 16, "actor_rollout.ppo_epochs": 1}
-    config = golden_config(name, out, {**keys, **more})
-    directory = RunDirectory.create(config)
-    train(config, prepare(config), directory, runtime)
-    directory.unlock()
-    lines = read_metrics(directory)
+    lines = metrics_of(out, runtime, {**keys, **more}, name)
     return [{k: v for k, v in m.items() if not k.startswith(MACHINE_METRICS)} for m in lines]
 
 
@@ -130,15 +128,8 @@ def test_scores_that_a_server_lost_have_no_part_in_training(
     warm_runtime: Any, tmp_path: Path, server: Server, name: str
 ) -> None:
     def judge(samples: list[dict[str, Any]]) -> tuple[int, Any]:
-        lost = {"error": "lost"}
-        return 200, {
-            "scores": [
-                lost if sum(s.encode()) % 3 == 0 else sum(s.encode()) % 2 for s in texts(samples)
-            ]
-        }
-
-    def texts(samples: list[dict[str, Any]]) -> list[str]:
-        return [s["prompt"] + s["response"] for s in samples]
+        sums = [sum((s["prompt"] + s["response"]).encode()) for s in samples]
+        return 200, {"scores": [{"error": "lost"} if n % 3 == 0 else n % 2 for n in sums]}
 
     server.answer = judge
     runs = [
@@ -168,6 +159,7 @@ def test_too_many_failed_samples_stop_the_run_and_are_named(
     warm_runtime: Any, tmp_path: Path, file: Path
 ) -> None:
     with pytest.raises(RewardsFailed) as error:
-        metrics_of(tmp_path / "fails", warm_runtime, {"+reward.function": f"{file}:fails"})
+        keys = {**TWO_RANKS, "+reward.function": f"{file}:fails"}
+        metrics_of(tmp_path / "fails", warm_runtime, keys)
     assert "could not be scored" in str(error.value)
     assert "sample 0: exception (ValueError: never)" in str(error.value)

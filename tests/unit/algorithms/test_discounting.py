@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from mindspeed_rlxf.algorithms import advantages
-from mindspeed_rlxf.algorithms.advantages import BLOCK, discounted_sums, estimate_gae, rewards_to_go
+from mindspeed_rlxf.algorithms.advantages import BLOCK, discounted_sums, estimate_gae
 
 WIDTH = BLOCK * BLOCK // 8 + 5
 
@@ -74,12 +74,6 @@ def test_short_rows_have_the_bits_of_the_loop_whatever_stands_beside_them(
     for mine, theirs, other in zip(found, expected, alone, strict=True):
         assert torch.equal(mine[:5], theirs[:5])
         assert torch.equal(mine[:5, : 2 * BLOCK], other)
-
-
-def test_rewards_to_go_of_a_long_row_is_its_sum() -> None:
-    rewards = torch.ones(1, WIDTH)
-    found = rewards_to_go(rewards, torch.ones(1, WIDTH, dtype=torch.bool), 1.0)
-    assert torch.equal(found, torch.arange(WIDTH, 0, -1, dtype=torch.float32)[None])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -94,7 +94,7 @@ class Shown:
     test: str
 
 
-SAMPLING = Shown("roles/test_sampling_keys.py", "test_every_sampling_key_reaches_generation")
+SAMPLING = Shown("roles/test_rollout.py", "test_every_sampling_key_reaches_generation")
 TRAINING: dict[str, Any] = {
     "stage": Case("ray_online_dpo", see.experience, {**GROUPS, f"{ACTOR}micro_batch_size": 2}),
     "train_iters": Case(5), "global_batch_size": Case(192), "seq_length": Case(32),
@@ -131,7 +131,7 @@ ALGORITHM: dict[str, Any] = {
     "score_slot_limit": Case("batch_width", see.driven), "advantage_whiten": Case("none", see.loss),
     "loss_normalizer": Case("sequence_means", see.loss),
     "old_log_probs": Case("rollout", see.driven), "rollout_is_threshold": Case(1.5, see.loss),
-    "max_log_prob_gap": Shown("roles/test_log_prob_gap.py",
+    "max_log_prob_gap": Shown("roles/test_gap.py",
      "test_a_gap_over_the_limit_names_the_worst_token"),
 }  # fmt: skip
 KL_CTRL: dict[str, Any] = {
@@ -273,7 +273,7 @@ DATA: dict[str, Any] = {
     "shuffle": Case(False, see.driven),
 }  # fmt: skip
 VALIDATION_SAMPLING = Shown(
-    "roles/test_sampling_keys.py", "test_every_sampling_key_of_validation_reaches_its_generation"
+    "roles/test_rollout.py", "test_every_sampling_key_of_validation_reaches_its_generation"
 )
 VALIDATION: dict[str, Any] = {
     "interval": Case(2, see.validated, {"data.val_files": "val.jsonl"}),

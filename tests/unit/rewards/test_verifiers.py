@@ -49,17 +49,13 @@ def test_base_accuracy_needs_no_box(response: str, score: float) -> None:
         ("\\left(1, 2\\right)", "(1,2)", True),
         ("1,2", "12", False), ("1/0", "1/0", True), ("0.333", "1/3", False), ("A", "a", True),
         ("", "", False), ("4", "so\n#### 4", True), ("4", "thus \\boxed{4}", True),
-        ("4", "", False),
+        ("4", "", False), ("9" * 1_000_000, "9", False),
     ],
 )  # fmt: skip
 def test_answers_are_compared_as_numbers_or_as_normalised_text(
     mine: str, truth: str, same: bool
 ) -> None:
     assert is_same_answer(mine, truth) is same
-
-
-def test_a_number_of_a_million_digits_costs_nothing() -> None:
-    assert not is_same_answer("9" * 1_000_000, "9")
 
 
 @pytest.mark.parametrize(

@@ -92,20 +92,13 @@ TWO = {"training.micro_batch_size": 2}
         ({**TWO, **MEANS}, [[0, 1], [2, 3]]),
         ({**TWO, **EXPERTS}, [[0, 1], [2, 3]]),
         ({**TWO, **PAIRS}, [[0, 1], [2, 3]]),
+        ({**TWO, **EXPERTS, "training.max_tokens_per_micro_batch": 64}, [[0, 2], [1, 3]]),
     ],
-    ids=["sums", "means of micro-batches", "balanced experts", "pairs"],
+    ids=["sums", "means of micro-batches", "balanced experts", "pairs", "by tokens"],
 )
 def test_micro_batches_whose_samples_matter_stay_whole(
     make_tree: MakeTree, changes: dict[str, Any], expected: list[list[int]]
 ) -> None:
-    assert _rows(config_of(make_tree, changes)) == expected
-
-
-def _rows(config: RunConfig) -> list[list[int]]:
+    config = config_of(make_tree, changes)
     shares = balanced_steps(config, Role.ACTOR_ROLLOUT, [[0, 1, 2, 3]], 4, lengths)
-    return [share.rows for share in shares]
-
-
-def test_samples_of_micro_batches_by_tokens_go_alone(make_tree: MakeTree) -> None:
-    by_tokens = {**EXPERTS, **TWO, "training.max_tokens_per_micro_batch": 64}
-    assert _rows(config_of(make_tree, by_tokens)) == [[0, 2], [1, 3]]
+    assert [share.rows for share in shares] == expected

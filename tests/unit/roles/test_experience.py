@@ -41,16 +41,10 @@ KL_COEF = 0.1
 
 
 def made(
-    estimator: AdvEstimator,
-    stage: Stage = Stage.RAY_GRPO,
-    greedy: tuple[Rollouts | None, Scores | None] = (None, None),
-    scores: list[float] | Scores = SCORES,
-    kl: torch.Tensor | None = None,
-    policy: str = "raise",
-    **keys: Any,
+    estimator: AdvEstimator, *args: Any, **how: Any
 ) -> tuple[Experience, ExperienceReport, torch.Tensor]:
     """Experience, report, and log-prob less reference log-prob of each token [4, 6]."""
-    output, difference = output_of(estimator, stage, greedy, scores, kl, policy, **keys)
+    output, difference = output_of(estimator, *args, **how)
     assert isinstance(output.rows, Experience) and isinstance(output.report, ExperienceReport)
     return output.rows, output.report, difference
 
@@ -60,16 +54,12 @@ def output_of(
     stage: Stage = Stage.RAY_GRPO,
     greedy: tuple[Rollouts | None, Scores | None] = (None, None),
     scores: list[float] | Scores = SCORES,
-    kl: torch.Tensor | None = None,
+    kl: torch.Tensor | None = None,  # that of the vocabulary, in place of an estimate
     policy: str = "raise",
     group_size: int = 2,
     token_log: TokenLog | None = None,
     **keys: Any,
 ) -> tuple[RoleOutput, torch.Tensor]:
-    """What `make` returns, and log-prob less reference log-prob of each token [4, 6].
-
-    kl: that of the vocabulary, in place of an estimate
-    """
     keys = {"advantage_whiten": AdvantageWhiten.NONE, **keys}
     config: Any = SimpleNamespace(
         algorithm=AlgorithmConfig(adv_estimator=estimator, **keys),
@@ -203,13 +193,6 @@ def test_penalties_are_subtracted_after_scale_and_clip() -> None:
     assert report.score.total == pytest.approx(3 - 1.0 + 1 + 2)
 
 
-def test_online_dpo_marks_the_better_response_of_each_pair() -> None:
-    experience, report, difference = made(AdvEstimator.GAE, stage=Stage.RAY_ONLINE_DPO)
-    assert experience.advantages[:, 0].tolist() == [1, -1, -1, 1]
-    assert experience.ref_log_probs.shape == difference.shape
-    assert report.rewards.total == pytest.approx(sum(SCORES)), "the KL is in the loss"
-
-
 def test_a_score_that_is_no_number_is_named() -> None:
     with pytest.raises(ValueError, match="the reward gave nan for sample 2; correct"):
         made(AdvEstimator.GRPO, scores=[1.0, 0.0, float("nan"), 1.0])
@@ -236,17 +219,6 @@ def lost_scores(scores: list[float], lost: list[int]) -> Scores:
     """Scores whose samples `lost` were not scored by a server, so that their number is made up."""
     failures = [FailedSample(i, "remote", "", True) if i in lost else None for i in range(4)]
     return RuleScores(torch.tensor(scores), [{} for _ in scores], failures)
-
-
-def test_a_lost_score_is_no_signal_by_hand() -> None:
-    scores = lost_scores([1.0, 1.0, 0.0, 1.0], [2])  # seven right answers would be the same
-    experience, report, _ = made(
-        AdvEstimator.GRPO, scores=scores, group_size=4, kl_in="loss", kl_penalty=KlPenalty.MSE
-    )
-    assert not experience.advantages.any()
-    assert experience.trained_mask.sum(1).tolist() == [3, 5, 0, 6]
-    assert (report.score.mean, report.num_masked) == (1.0, 1)
-    assert len(report.kl) == 4, "the KL needs no score"
 
 
 STAGES = {"pairs": Stage.RAY_ONLINE_DPO, AdvEstimator.GAE: Stage.RAY_PPO}

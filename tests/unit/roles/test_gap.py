@@ -4,7 +4,7 @@ Row 0: a, (x, y given), EOS. Row 1: c, (z given), without EOS. Numbers of given 
 """
 
 from collections.abc import Sequence
-from math import exp, log, log1p
+from math import exp, log, log1p, nan
 from typing import Any
 
 import pytest
@@ -83,7 +83,7 @@ def roles(
         actor_rollout = ActorConfig.model_construct(
             max_new_tokens=LIMIT, n_samples_per_prompt=2, entropy_coeff=0.1
         )
-        value_model = CriticConfig.model_construct(cliprange_value=0.2)
+        value_model = CriticConfig.model_construct(cliprange_value=0.2, vf_coef=0.5)
         training = TrainingConfig.model_construct(stage=stage)
         parts = None
         old_log_probs = OldLogProbs.RECOMPUTE
@@ -154,11 +154,19 @@ def test_the_policy_learns_from_its_own_tokens(
     assert ppo_kl == pytest.approx(-log(1.5) - log(0.5), rel=1e-5)
 
 
-def test_the_critic_learns_the_slots_of_these_tokens() -> None:
-    output = learnt(roles()[1], "update_critic")
+@pytest.mark.parametrize(
+    ("normalizer", "divisor", "weight"),
+    [(LossNormalizer.MINIBATCH_TOKENS, 1, 4), (LossNormalizer.SEQUENCE_SUMS, LIMIT, 2)],
+)
+def test_the_critic_learns_the_slots_of_these_tokens(
+    normalizer: LossNormalizer, divisor: int, weight: int
+) -> None:
+    output = learnt(roles(normalizer=normalizer)[1], "update_critic")
     # 0.5 * (0.5 - 0.4135)^2, 0.5 * (0.3 - 0.73)^2, 0.5 * (0.6 - 1)^2 (clipped), 0.5 * (0.5 - 2)^2
-    assert float(output.loss) == pytest.approx(0.00374113 + 0.09245 + 0.08 + 1.125, rel=1e-5)
-    assert output.weight == 4
+    loss = (0.00374113 + 0.09245 + 0.08 + 1.125) / divisor
+    assert float(output.loss) == pytest.approx(0.5 * loss, rel=1e-5)
+    assert float(output.metrics["vf_loss"].total) == pytest.approx(loss, rel=1e-5)
+    assert output.weight == weight
 
 
 def test_a_preferred_response_is_its_own_tokens() -> None:
@@ -172,3 +180,22 @@ def test_log_probs_of_training_and_generation_are_compared_on_these_tokens() -> 
     role = roles()[0]
     gap = role.log_probs(rollouts()).report.gap
     assert (gap.count, gap.largest, gap.smallest) == (3, 0.25, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("row", "token", "gap", "place"),
+    [
+        (0, 3, 0.75, "differ by 0.75 at response token 3 (id 1) of sample 0"),
+        (1, 0, nan, "differ by nan at response token 0 (id 1) of sample 1"),
+    ],
+)
+def test_a_gap_over_the_limit_names_the_worst_token(
+    row: int, token: int, gap: float, place: str
+) -> None:
+    role, given = roles()[0], rollouts()
+    role.algorithm = role.algorithm.model_copy(update={"max_log_prob_gap": 0.5})
+    role.log_probs(given)
+    given.rollout_log_probs[row, token] = OLD[row, token] - gap
+    with pytest.raises(ValueError, match=r"over algorithm.max_log_prob_gap=0.5") as caught:
+        role.log_probs(given)
+    assert place in str(caught.value)

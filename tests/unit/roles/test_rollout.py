@@ -5,11 +5,19 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from mindspeed_rlxf.config.schema import ActorConfig, ValidationConfig
+from mindspeed_rlxf.data.batch import Prompts
 from mindspeed_rlxf.roles import rollout as module
-from mindspeed_rlxf.roles.rollout import RolloutRole
+from mindspeed_rlxf.roles.rollout import (
+    RolloutRole,
+    gather_rollouts,
+    sampling_settings,
+    validation_settings,
+)
 from mindspeed_rlxf.rollout import replica as replicas
 from mindspeed_rlxf.rollout.rollout_engine import (
     FinishReason,
@@ -17,7 +25,17 @@ from mindspeed_rlxf.rollout.rollout_engine import (
     GenerationResult,
     GenerationStats,
 )
-from tests.unit.roles.test_generation import PROMPTS
+from mindspeed_rlxf.rollout.sampling import SamplingSettings
+
+PROMPTS = Prompts(
+    [40, 41, 42], [np.array([1, 2]), np.array([3]), np.array([4, 5, 6])],
+    ["a", "b", "c"], ["x", "y", "z"], [[]] * 3, [{"n": i} for i in range(3)],
+)  # fmt: skip
+RESULTS = [  # as they finish
+    GenerationResult(1, [7], [-1.0], FinishReason.STOP, 5),
+    GenerationResult(2, [8, 9], [-2.0, -3.0], FinishReason.LENGTH, 5),
+    GenerationResult(0, [7, 8, 9], [-4.0, -5.0, -6.0], FinishReason.STOP, 4),
+]
 
 
 class Scripted:
@@ -102,3 +120,37 @@ def test_an_engine_sleeps_after_a_failure_and_its_leader_alone_returns_rows(
     with pytest.raises(ValueError, match="no such sample"):
         role.generate(replace(PROMPTS, sample_ids=[40, -1, 42]), 1)
     assert engine.calls == ["wake", "generate", "sleep"] * 2
+
+
+def test_rows_stand_in_the_order_of_the_prompts() -> None:
+    rows = gather_rollouts(PROMPTS, iter(RESULTS))
+    assert rows.sample_ids == [40, 41, 42] and rows.ground_truths == ["a", "b", "c"]
+    assert rows.extra_infos == [{"n": 0}, {"n": 1}, {"n": 2}]
+    assert rows.prompt_ids.tolist() == [[1, 2, 0], [3, 0, 0], [4, 5, 6]]
+    assert rows.response_ids.tolist() == [[7, 8, 9], [7, 0, 0], [8, 9, 0]]
+    assert rows.response_lengths.tolist() == [3, 1, 2]
+    assert rows.has_eos.tolist() == [True, True, False]
+    assert rows.rollout_log_probs.tolist() == [[-4.0, -5.0, -6.0], [-1.0, 0, 0], [-2.0, -3.0, 0]]
+    assert rows.weights_version.dtype == torch.int32
+    assert rows.weights_version.tolist() == [[4, 4, 4], [5, 0, 0], [5, 5, 0]]
+
+
+def test_every_sampling_key_reaches_generation() -> None:
+    keys = {
+        "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_new_tokens": 2, "max_new_tokens": 8,
+    }  # fmt: skip
+    actor: Any = SimpleNamespace(**keys)
+    found = sampling_settings(actor, [3, 4], True)
+    assert found == SamplingSettings(do_sample=True, eos_token_ids=(3, 4), **keys)
+    assert found.logit_temperature == 0.7  # of the log-probs in training too
+    assert sampling_settings(actor, [3, 4], False).logit_temperature == 1.0
+
+
+def test_every_sampling_key_of_validation_reaches_its_generation() -> None:
+    greedy = SamplingSettings(
+        False, 0.7, 5, 0.9, min_new_tokens=2, max_new_tokens=8, eos_token_ids=(3,)
+    )
+    keys = {"do_sample": True, "temperature": 0.6, "top_k": 9, "top_p": 0.5}
+    found = validation_settings(ValidationConfig(**keys), greedy)  # type: ignore[arg-type]
+    assert found == SamplingSettings(**keys, min_new_tokens=2, max_new_tokens=8, eos_token_ids=(3,))  # type: ignore[arg-type]
+    assert validation_settings(ValidationConfig(), greedy).do_sample is False

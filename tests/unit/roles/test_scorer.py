@@ -1,6 +1,5 @@
 """Responses are scored while others are generated; a failure is that of one sample."""
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ import pytest
 
 from mindspeed_rlxf.config import plugins
 from mindspeed_rlxf.config.schema import RewardConfig
-from mindspeed_rlxf.data.batch import Prompts, Rollouts
+from mindspeed_rlxf.data.batch import Prompts
 from mindspeed_rlxf.roles import scorer as module
 from mindspeed_rlxf.roles.rollout import gather_rollouts
 from mindspeed_rlxf.roles.scorer import ScorerRole
@@ -148,11 +147,3 @@ def test_rows_that_were_not_followed_are_scored_when_they_are_asked_for(role: Sc
         assert role.score(other).report.scores == [0.0, 1.0]
     list(role.follow(prompts, results_of(["3", "2"])))
     assert role.score(rollouts).report.scores == [1.0, 0.0], "scores of other responses"
-
-
-def test_ranks_that_lead_no_replica_score_nothing(role: ScorerRole) -> None:
-    role.is_leader = False
-    prompts = prompts_of(["2"])
-    before = threading.active_count()
-    rollouts: Rollouts = gather_rollouts(prompts, role.follow(prompts, results_of(["2"])))
-    assert role.score(rollouts).rows is None and threading.active_count() == before
