@@ -86,7 +86,7 @@ class Role:
 
     def generate(self, prompts: Any, seed: int, sampling: Any) -> RoleOutput:
         count, lengths = prompts.num_rows, [self.length] * prompts.num_rows
-        given = prompts.sample_ids, prompts.data_sources, [16] * count, lengths, [True] * count
+        given = [16] * count, lengths, [True] * count
         return RoleOutput(self._rows(prompts), GenerateReport(*given, count, count, count, 0.0))
 
     def score(self, rollouts: Any) -> RoleOutput:

@@ -4,8 +4,7 @@ import inspect
 import re
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from mindspeed_rlxf.config.enums import RewardKind
 from mindspeed_rlxf.config.plugins import find_carried, loaded
@@ -15,7 +14,7 @@ from mindspeed_rlxf.config.schema import RewardConfig
 from mindspeed_rlxf.data.prompt_store import reward_style
 from mindspeed_rlxf.rewards.outcome import Outcome, Sample
 from mindspeed_rlxf.rewards.remote import RemoteRewards
-from mindspeed_rlxf.rewards.rules import BUILTIN_SOURCES, OWN_RULES, RULES, SLOW_RULES, RewardResult
+from mindspeed_rlxf.rewards.rules import BUILTIN_SOURCES, OWN_RULES, RULES, SLOW_RULES
 from mindspeed_rlxf.rewards.scoring import Plan, weighted_sum
 from mindspeed_rlxf.rewards.workers import WorkerPool
 
@@ -91,44 +90,26 @@ def check_functions(reward: RewardConfig) -> Iterator[Problem]:
             yield Problem(key, rule, dict(part.arguments), "correct them", colon=True)
 
 
-def find_idle_sources(reward: RewardConfig, data_sources: Collection[str]) -> Iterator[str]:
-    """Yield a line for `reward.rules` and each function that names sources which no row has."""
-    named = {"reward.rules": [*reward.rules]}
-    for part in reward.parts:
-        named[f"data_sources of the reward function {part.name}"] = [*part.data_sources]
-    for key, sources in named.items():
-        if idle := [source for source in sources if source not in data_sources]:
-            there = ", ".join(sorted(data_sources))
-            yield f"{key}: no row has the data source {', '.join(idle)}; there are {there}"
+Scoring: TypeAlias = list[tuple[str, float, Future[Outcome]]]
+"""The scoring of a sample, in progress: (name, weight, outcome) of each server that scores it.
+
+At the end that of this host's processes, if they do: without a name, as it is a weighted sum.
+"""
 
 
-@dataclass(frozen=True)
-class Scoring:
-    """The scoring of one sample, in progress.
+def join_scoring(scoring: Scoring) -> Outcome:
+    """Wait for all outcomes of a sample; return their weighted sum, or a failure; 0 for none.
 
-    own:    outcome of this host's processes, weighted already; None = they do not score the sample
-    remote: (name, weight, outcome) of each server
+    Raises:
+        ScoringBroken: the scoring processes cannot score any sample.
     """
-
-    own: Future[Outcome] | None
-    remote: list[tuple[str, float, Future[Outcome]]]
-
-    def outcome(self) -> Outcome:
-        """Wait for all outcomes, and return their weighted sum, or the first failure.
-
-        Raises:
-            ScoringBroken: the scoring processes cannot score any sample.
-        """
-        own = self.own.result() if self.own else Outcome(RewardResult(0.0))
-        others = [(name, weight, future.result()) for name, weight, future in self.remote]
-        for outcome in (own, *(outcome for _, _, outcome in others)):
-            if outcome.result is None:
-                return outcome
-        assert own.result is not None
-        results = [(name, weight, o.result) for name, weight, o in others if o.result]
-        added = weighted_sum(results)
-        score, parts = own.result.score + added.score, {**own.result.parts, **added.parts}
-        return Outcome(RewardResult(score, parts))
+    found = [(name, weight, future.result()) for name, weight, future in scoring]
+    for _, _, outcome in reversed(found):
+        if outcome.result is None:
+            return outcome
+    return Outcome(
+        weighted_sum([(name, weight, o.result) for name, weight, o in found if o.result])
+    )
 
 
 class StreamingRewards:
@@ -151,9 +132,13 @@ class StreamingRewards:
         label `rule`, else its score is 0.
         """
         source = sample.data_source
-        remote = [(p, server) for p, server in self._remote if p.applies_to(source)]
+        scoring: Scoring = [
+            (part.name, part.weight, server.submit(sample))
+            for part, server in self._remote
+            if part.applies_to(source)
+        ]
         local = any(part.applies_to(source) for part, _ in self._plan.parts)
         by_label = reward_style(sample.extra_info) == "rule"
-        by_default = not remote and (self._plan.defaults or by_label)
-        own = self._pool.submit(sample) if local or by_default else None
-        return Scoring(own, [(p.name, p.weight, server.submit(sample)) for p, server in remote])
+        if local or (not scoring and (self._plan.defaults or by_label)):
+            scoring.append(("", 1.0, self._pool.submit(sample)))
+        return scoring

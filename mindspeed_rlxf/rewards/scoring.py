@@ -89,13 +89,13 @@ class SampleScorer:
 def weighted_sum(results: Sequence[tuple[str, float, RewardResult]]) -> RewardResult:
     """Add up weighted scores. results: (name, weight, result) of each function
 
-    The parts are each score, unweighted, under its name, and its own parts under `name/key`. No
-    results give 0.
+    The parts are each score, unweighted, under its name, and its own parts under `name/key`. Of a
+    result without a name its own parts are taken as they are. No results give 0.
     """
     parts: dict[str, float] = {}
     for name, _, result in results:
-        parts[name] = result.score
-        parts.update({f"{name}/{key}": value for key, value in result.parts.items()})
+        scores = {name: result.score} if name else {}
+        parts |= scores | {f"{name}/{k}" if name else k: v for k, v in result.parts.items()}
     return RewardResult(sum(weight * result.score for _, weight, result in results), parts)
 
 

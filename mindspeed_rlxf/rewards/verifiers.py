@@ -188,22 +188,20 @@ OF_VERIFIERS: dict[Verifier, Extract] = {
 }
 
 
-class AnswerFinder:
-    """Finds answers as the rule of the response's data source reads them."""
+def find_answers(
+    responses: Sequence[str],
+    data_sources: Sequence[str],
+    rules: Mapping[str, str],
+    verifiers: Sequence[tuple[Verifier, float]] = (),
+) -> list[str | None]:
+    """Return the answer of each response as what scores it reads it, None without one.
 
-    def __init__(
-        self, rules: Mapping[str, str], verifiers: Sequence[tuple[Verifier, float]] = ()
-    ) -> None:
-        """Choose by rule for each data source, or by the first verifier that compares answers.
-
-        Rules and verifiers without a function take the whole text as the answer.
-        """
-        table = BUILTIN_SOURCES | dict(rules)
-        self._by_source = {source: OF_RULES.get(rule, whole_text) for source, rule in table.items()}
+    That is the rule of its data source, or the first verifier that compares answers. Rules and
+    verifiers without a function here take the whole text as the answer.
+    """
+    table = BUILTIN_SOURCES | dict(rules)
+    extracts = [OF_RULES.get(table.get(source, ""), whole_text) for source in data_sources]
+    if verifiers:
         comparing = [OF_VERIFIERS[rule] for rule, _ in verifiers if rule in OF_VERIFIERS]
-        self._for_all = (comparing or [whole_text])[0] if verifiers else None
-
-    def find(self, responses: Sequence[str], data_sources: Sequence[str]) -> list[str | None]:
-        """Return each response's answer, None without one."""
-        extracts = [self._for_all or self._by_source.get(s, whole_text) for s in data_sources]
-        return [find(text) or None for find, text in zip(extracts, responses, strict=True)]
+        extracts = [*comparing, whole_text][:1] * len(responses)
+    return [find(text) or None for find, text in zip(extracts, responses, strict=True)]

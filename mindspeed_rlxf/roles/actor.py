@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from mindspeed_rlxf.algorithms.losses import truncated_importance
 from mindspeed_rlxf.cluster.group import Pending, RoleGroup, Sharded
-from mindspeed_rlxf.cluster.interface import Pool, PoolPart, Request
+from mindspeed_rlxf.cluster.interface import Pool, PoolPart
 from mindspeed_rlxf.cluster.refs import RowsRef
 from mindspeed_rlxf.config.enums import OldLogProbs, Role, Stage
 from mindspeed_rlxf.config.schema import RunConfig
@@ -40,10 +40,6 @@ class ActorGroup:
 
     def build(self) -> Pending:
         return self.group.build(ActorRole, self.run)
-
-    def prepare_send_weights(self) -> list[Request]:
-        """Return the requests that send weights in a disaggregated pool, for `submit_together`."""
-        return self.group.prepare(ActorRole.send_weights)
 
     def log_probs(self, rollouts: RowsRef, lengths: Lengths) -> Pending:
         """Submit the actor's log-probs. Rows: LogProbs. Reports: LogProbReport.

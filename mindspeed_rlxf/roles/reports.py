@@ -62,8 +62,6 @@ class Summary:
 class GenerateReport:
     """Generation of a replica: lists with one entry per sample, and counts of GenerationStats."""
 
-    sample_ids: list[int]
-    data_sources: list[str]
     prompt_lengths: list[int]
     response_lengths: list[int]
     has_eos: list[bool]

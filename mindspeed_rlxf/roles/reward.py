@@ -12,7 +12,7 @@ from mindspeed_rlxf.data.prompt_store import reward_style
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
 from mindspeed_rlxf.rewards.classifier import Classifier
 from mindspeed_rlxf.rewards.manager import RewardManager
-from mindspeed_rlxf.rewards.verifiers import AnswerFinder
+from mindspeed_rlxf.rewards.verifiers import find_answers
 from mindspeed_rlxf.roles.engines import EngineFactory, megatron_engine, room_on_device
 from mindspeed_rlxf.roles.reports import FailedSample, ScoreReport
 from mindspeed_rlxf.roles.scorer import ScorerRole
@@ -72,11 +72,11 @@ class RewardGroup:
             return self._score_by_functions(rollouts, True)
         return self.group.call(RewardRole.score_by_rule, rollouts, True)
 
-    def _score_by_functions(self, rollouts: RowsRef, find_answers: bool = False) -> Pending:
+    def _score_by_functions(self, rollouts: RowsRef, validates: bool = False) -> Pending:
         assert self.scorers is not None
         is_whole = rollouts.selection is None and len(rollouts.pieces) == self.scorers.layout.dp
         pieces = Sharded([RowsRef((piece,)) for piece in rollouts.pieces]) if is_whole else rollouts
-        scored = self.scorers.call(ScorerRole.score, pieces, find_answers)
+        scored = self.scorers.call(ScorerRole.score, pieces, validates)
         return scored.require(self._check)
 
     def _check(self, reports: list[ScoreReport]) -> None:
@@ -107,10 +107,9 @@ class RewardRole:
 
     def __init__(self, config: RunConfig, build_engine: EngineFactory = megatron_engine) -> None:
         reward = config.reward
-        self.config = reward
+        self.config, self.verifiers = reward, config.verifiers
         self.tokenizer = load_tokenizer(config.training.tokenizer_name_or_path)
         self.rules = RewardManager(dict(reward.rules), config.verifiers)
-        self.answers = AnswerFinder(dict(reward.rules), config.verifiers)
         by_model = reward.kind is RewardKind.MODEL
         self.engine = build_engine(config, Role.REWARD) if by_model else None
         self.classifier = None
@@ -172,14 +171,16 @@ class RewardRole:
         both = RuleScores(torch.tensor(scores, dtype=torch.float32), parts, failures)
         return RoleOutput(both, ScoreReport(scores, parts, failures))
 
-    def score_by_rule(self, rollouts: Rollouts, find_answers: bool = False) -> RoleOutput:
+    def score_by_rule(self, rollouts: Rollouts, validates: bool = False) -> RoleOutput:
         """Score responses by the verifiers or the rule of each sample's data source.
 
-        Rows: Scores. Report: ScoreReport with parts, and with `find_answers` the answers found.
+        Rows: Scores. Report: ScoreReport with parts, and if it `validates` the answers found.
         """
         texts = self._decode(rollouts.response_tokens())
         results = self.rules.score(texts, rollouts.ground_truths, rollouts.data_sources)
         scores = [result.score for result in results]
-        found = self.answers.find(texts, rollouts.data_sources) if find_answers else []
+        found: list[str | None] = []
+        if validates:
+            found = find_answers(texts, rollouts.data_sources, self.config.rules, self.verifiers)
         report = ScoreReport(scores, [dict(result.parts) for result in results], answers=found)
         return RoleOutput(Scores(torch.tensor(scores, dtype=torch.float32)), report)

@@ -64,7 +64,7 @@ class RolloutGroup:
             return
         parts = [self.group.prepare(RolloutRole.update_weights, version)]
         if self.run.parts:
-            parts.insert(0, actor.prepare_send_weights())
+            parts.insert(0, actor.group.prepare(ActorRole.send_weights))
         submit_together(self.pool, *parts).result()
         self._version = version
 
@@ -156,8 +156,6 @@ class RolloutRole:
             return RoleOutput()
         stats = engine.stats()
         report = GenerateReport(
-            sample_ids=rows.sample_ids,
-            data_sources=rows.data_sources,
             prompt_lengths=rows.prompt_lengths.tolist(),
             response_lengths=rows.response_lengths.tolist(),
             has_eos=rows.has_eos.tolist(),

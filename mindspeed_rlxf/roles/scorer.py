@@ -8,12 +8,10 @@ from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts, RoleOutput, Rollouts, RuleScores
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
 from mindspeed_rlxf.rewards.outcome import Sample
-from mindspeed_rlxf.rewards.plans import Scoring, StreamingRewards, scores_row
-from mindspeed_rlxf.rewards.verifiers import AnswerFinder
+from mindspeed_rlxf.rewards.plans import Scoring, StreamingRewards, join_scoring, scores_row
+from mindspeed_rlxf.rewards.verifiers import find_answers
 from mindspeed_rlxf.roles.reports import FailedSample, ScoreReport
 from mindspeed_rlxf.rollout.rollout_engine import GenerationResult
-
-KEPT_GENERATIONS = 2  # latest calls of `follow` whose scores can still be read
 
 
 class ScorerRole:
@@ -24,10 +22,9 @@ class ScorerRole:
     """
 
     def __init__(self, config: RunConfig) -> None:
-        self.reward = config.reward
+        self.reward, self.verifiers = config.reward, config.verifiers
         self.tokenizer = load_tokenizer(config.training.tokenizer_name_or_path)
         self.rewards = StreamingRewards(config.reward)
-        self.answers = AnswerFinder(dict(config.reward.rules), config.verifiers)
         self.is_leader = True  # whether this rank scores for its replica; set by RolloutRole
         self._started: list[dict[tuple[int, ...], Scoring]] = []  # one for each call of `follow`
 
@@ -36,11 +33,11 @@ class ScorerRole:
     ) -> Iterator[GenerationResult]:
         """Yield the results unchanged; start to score each one first, on a leader rank.
 
-        `score` takes the scorings of the last KEPT_GENERATIONS calls; older ones are forgotten.
+        `score` takes the scorings of the last two calls; older ones are forgotten.
         Does not score rows that a model alone scores.
         """
         begun: dict[tuple[int, ...], Scoring] = {}
-        self._started = [*self._started, begun][-KEPT_GENERATIONS:]
+        self._started = [*self._started, begun][-2:]
         for result in results:
             place = result.place
             if self.is_leader and scores_row(self.reward, prompts.extra_infos[place]):
@@ -61,16 +58,16 @@ class ScorerRole:
         if not self.is_leader:
             return RoleOutput()
         prompts, responses = rollouts.prompt_tokens(), rollouts.response_tokens()
-        scorings = []
+        scorings: list[Scoring] = []
         for row, sample_id in enumerate(rollouts.sample_ids):
             key = sample_id, *responses[row]
             if not (validates or scores_row(self.reward, rollouts.extra_infos[row])):
-                scorings.append(Scoring(None, []))
+                scorings.append([])
             elif begun := next((each for each in reversed(self._started) if key in each), None):
                 scorings.append(begun.pop(key))
             else:
                 scorings.append(self._submit(rollouts, row, prompts[row], responses[row]))
-        outcomes = [scoring.outcome() for scoring in scorings]
+        outcomes = [join_scoring(scoring) for scoring in scorings]
         failed_score = self.reward.failed_score
         scores = [o.result.score if o.result else failed_score for o in outcomes]
         parts = [dict(o.result.parts) if o.result else {} for o in outcomes]
@@ -82,7 +79,7 @@ class ScorerRole:
         answers: list[str | None] = []
         if validates:
             texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
-            answers = self.answers.find(texts, rollouts.data_sources)
+            answers = find_answers(texts, rollouts.data_sources, self.reward.rules, self.verifiers)
         return RoleOutput(rows, ScoreReport(scores, parts, failures, answers))
 
     def _submit(

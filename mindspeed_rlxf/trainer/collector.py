@@ -85,11 +85,9 @@ class Collected:
         Looks at kept samples, and with ReMax at greedy responses, which have the id of their
         prompt's first sample. If both are not finite, the sample's own score is returned.
         """
-        ids = self._chosen(report.sample_ids for report in self.generate_reports())
-        scores = self.score_report().scores
+        ids, scores = self.sample_ids(), self.score_report().scores
         if self.greedy_batch:
-            reports = self.greedy_batch.generated.result()
-            ids = [i for report in reports for i in report.sample_ids] + ids
+            ids = self.greedy_batch.prompts.sample_ids + ids
             scores = self.greedy_batch.scores() + scores
         return {i: s for i, s in zip(ids, scores, strict=True) if not math.isfinite(s)}
 
@@ -105,8 +103,8 @@ class Collected:
         return [report for batch in self.batches for report in batch.generated.result()]
 
     def data_sources(self) -> list[str]:
-        """Wait for the responses; return the data source of each kept sample."""
-        return self._chosen(report.data_sources for report in self.generate_reports())
+        """Return the data source of each kept sample, without waiting."""
+        return self._chosen(batch.prompts.data_sources for batch in self.batches)
 
     def calls(self) -> dict[str, list[Pending]]:
         """Return the calls of generation (`gen`) and scoring (`reward`), of ReMax's batch too."""

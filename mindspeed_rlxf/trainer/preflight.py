@@ -30,7 +30,6 @@ from mindspeed_rlxf.rewards.classifier import check_classifier
 from mindspeed_rlxf.rewards.manager import RewardManager
 from mindspeed_rlxf.rewards.plans import (
     check_functions,
-    find_idle_sources,
     needs_processes,
     rule_decides,
     scores_row,
@@ -114,8 +113,6 @@ def prepare(config: RunConfig) -> Prepared:
         raise UserError(problems)
     stops = describe_stop_tokens(prepared.tokenizer, described, data_stops, actor.stop_token_ids)
     prepared.notices = [stops, *prepared.notices, *_list_notices(config)]
-    sources = {p.data_source for p in chain(prepared.train_prompts, prepared.val_prompts)}
-    prepared.notices += find_idle_sources(config.reward, sources)
     return prepared
 
 

@@ -12,7 +12,7 @@ from mindspeed_rlxf.rewards.outcome import Cause, Sample
 from mindspeed_rlxf.rewards.plans import (
     StreamingRewards,
     check_functions,
-    find_idle_sources,
+    join_scoring,
     make_plan,
     needs_processes,
     rule_decides,
@@ -74,14 +74,6 @@ def test_functions_have_to_name_rules_that_take_their_arguments(
     assert why in problem
 
 
-def test_data_sources_that_no_row_has_are_named() -> None:
-    some = reward({"function": "length", "data_sources": ["a", "b"]}, rules={"c": "gsm8k"})
-    assert list(find_idle_sources(some, {"a", "b", "c"})) == []
-    rules, part = find_idle_sources(some, {"a"})
-    assert rules == "reward.rules: no row has the data source c; there are a"
-    assert "part0: no row has the data source b" in part
-
-
 def test_a_plan_has_every_text_that_a_process_needs() -> None:
     mine = plugins.Source("/gone/mine.py", "def score(): ...")
     plugins.carry(mine)
@@ -112,7 +104,7 @@ def test_rules_score_the_validation_of_a_model_without_functions() -> None:
     tower = "9^{" * 6 + "9" + "}" * 6
     samples = [("\\boxed{7}", "7"), (f"\\boxed{{{tower}}}", f"8{tower[1:]}"), ("\\boxed{7}", "8")]
     scorings = [rewards.submit(Sample("", *texts, MATH)) for texts in samples]
-    right, endless, wrong = (scoring.outcome() for scoring in scorings)
+    right, endless, wrong = map(join_scoring, scorings)
     rewards._pool.close()
     assert endless.cause is Cause.TIMEOUT
     assert [o.result and o.result.score for o in (right, wrong)] == [1.0, 0.0]

@@ -10,9 +10,9 @@ from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.rewards.answers import format_score
 from mindspeed_rlxf.rewards.manager import RewardManager
 from mindspeed_rlxf.rewards.verifiers import (
-    AnswerFinder,
     accuracy,
     base_accuracy,
+    find_answers,
     is_same_answer,
     steps,
     strict_format,
@@ -98,7 +98,7 @@ def test_rows_without_a_ground_truth_are_found_before_the_run() -> None:
 
 
 def one(response: str, source: str = "gsm8k", **more: Any) -> str | None:
-    return AnswerFinder({"mine": "gsm8k"}, **more).find([response], [source])[0]
+    return find_answers([response], [source], {"mine": "gsm8k"}, **more)[0]
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_weights_are_taken_apart_from_generation_and_their_time_is_reported(
     assert engine.calls == ["wake", "generate", "sleep"] * 2
     report = first.report
     assert (report.sync_s, second.report.sync_s) == (5.0, 1.0)
-    assert (report.sample_ids, report.response_lengths) == (PROMPTS.sample_ids, [1, 1, 1])
+    assert report.response_lengths == [1, 1, 1]
     assert report.prompt_tokens == 6
 
 

@@ -97,7 +97,7 @@ def test_a_response_is_scored_before_the_last_one_is_there(
     def generation() -> Iterator[GenerationResult]:
         *first, last = results_of(texts)
         yield from first
-        assert [s.outcome().result.score for s in submitted] == [1.0, 0.0, 1.0]
+        assert [module.join_scoring(s).result.score for s in submitted] == [1.0, 0.0, 1.0]
         (tmp_path / "flag").touch()
         yield last
 

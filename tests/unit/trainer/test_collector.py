@@ -58,8 +58,6 @@ class Script:
         self.generated.append((prompts, sampling))
         count = prompts.num_rows
         report = GenerateReport(
-            sample_ids=prompts.sample_ids,
-            data_sources=[""] * count,
             prompt_lengths=[1] * count,
             response_lengths=[i + 1 for i in prompts.sample_ids],
             has_eos=[True] * count,

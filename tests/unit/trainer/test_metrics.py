@@ -32,8 +32,6 @@ from mindspeed_rlxf.trainer.metrics import (
 
 def generated(prompts: list[int], responses: list[int], has_eos: list[bool]) -> GenerateReport:
     return GenerateReport(
-        sample_ids=list(range(len(prompts))),
-        data_sources=[""] * len(prompts),
         prompt_lengths=prompts,
         response_lengths=responses,
         has_eos=has_eos,

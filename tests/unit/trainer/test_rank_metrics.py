@@ -77,7 +77,7 @@ def test_the_idle_share_of_a_pool_is_what_its_ranks_did_not_work() -> None:
 
 
 def report(prompts: list[int], responses: list[int]) -> GenerateReport:
-    return GenerateReport([], [], prompts, responses, [], 0, 0, 0, 0.0)
+    return GenerateReport(prompts, responses, [], 0, 0, 0, 0.0)
 
 
 def test_operations_of_generation_and_of_the_passes_that_ranks_report(
