@@ -1,6 +1,6 @@
 """Token rewards, generalised advantage estimation and rewards to go.
 
-Axes: slots = positions of rewards and values, one more than tokens of a response (`slots`).
+Shapes use `slots`, the reward and value positions: one more than the response tokens (`slots`).
 """
 
 import torch
@@ -14,17 +14,14 @@ BLOCK = 128
 
 
 def discounted_sums(inputs: Tensor, factors: Tensor, stride: int = 1) -> Tensor:
-    """Return x [rows, width] with x_t = inputs_t + factor^stride * x_(t+1); x_width = 0.
+    """Return x [rows, width] with x_t = inputs_t + factor^stride * x_(t+1) and x_width = 0.
 
-    inputs:  [rows, width]
-    factors: [rows], one for each row, 0 to 1, of the same dtype
-    stride:  exponent of the factors; only the recursion sets it
-    Rows of more than BLOCK items are summed in blocks, all at once; then the first elements of the
-    blocks are summed by recursion, and each block adds the discounted sum of the blocks after it.
-
-    Terms are multiplied by powers of at most 1, and nothing is divided. With unit roundoff u and n
-    levels of recursion, the error is at most n (3 BLOCK + 4) u times the same sum over |inputs|:
-    1.3e-13 in fp64 and 7e-5 in fp32 for widths up to BLOCK^3.
+    `factors` [rows] are in 0..1 and share the dtype; only the recursion sets `stride`. Rows longer
+    than BLOCK are summed in blocks, all at once; a recursion sums the first elements, and each
+    block adds the discounted sum after it. Terms are multiplied by powers up to 1 and never
+    divided: with unit roundoff u and n recursion levels, the error stays within n (3 BLOCK + 4) u
+    times the same sum over |inputs|, which is 1.3e-13 in fp64 and 7e-5 in fp32 for widths up to
+    BLOCK^3.
     """
     width = inputs.size(1)
     if width <= BLOCK:
@@ -42,11 +39,6 @@ def discounted_sums(inputs: Tensor, factors: Tensor, stride: int = 1) -> Tensor:
 
 
 def _one_by_one(inputs: Tensor, factors: Tensor) -> Tensor:
-    """Return `discounted_sums(inputs, factors)` by a loop from the last position to the first.
-
-    inputs: [rows, width], not changed; factors: [rows]
-    The result is not contiguous: the same position of all rows is next to each other.
-    """
     # A copy in which the same position of all rows is contiguous in memory.
     columns = inputs.t().clone(memory_format=torch.contiguous_format)
     for t in reversed(range(len(columns) - 1)):
@@ -57,9 +49,8 @@ def _one_by_one(inputs: Tensor, factors: Tensor) -> Tensor:
 def token_rewards(kl: Tensor, scores: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
     """Return [batch, slots] rewards: -kl_coef * kl, plus the score on each row's last True slot.
 
-    kl:     [batch, slots] fp32, 0 where not trained
-    scores: [batch]
-    mask:   [batch, slots] bool, `slots.value_mask`; a row without True has its score on slot 0
+    `kl` is [batch, slots] fp32, 0 unless trained, and `scores` [batch]. `mask` is
+    `slots.value_mask`; a row without True gets its score on slot 0.
     """
     rewards = -kl_coef * kl
     return rewards.scatter_add(1, last_slots(mask)[:, None], scores[:, None])
@@ -68,14 +59,20 @@ def token_rewards(kl: Tensor, scores: Tensor, mask: Tensor, kl_coef: float) -> T
 def estimate_gae(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float | Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return (advantages, returns) by GAE (arXiv:1506.02438, section 3), each [batch, slots].
+    """Estimate GAE advantages and returns (arXiv:1506.02438, section 3).
 
-    Both are 0 where `mask` is False. Advantages are not whitened; returns are advantages + values.
-    rewards: [batch, slots] fp32, KL penalty already added
-    values:  [batch, slots] fp32
-    mask:    [batch, slots] bool, True = slot that is trained. Other slots are skipped, as if
-             they were cut out of the row: the slot after a True slot is the next True slot
-    lam:     one for all responses, or [batch] fp32
+    Args:
+        rewards: [batch, slots] fp32, KL penalty included.
+        values: [batch, slots] fp32.
+        mask: [batch, slots] bool, True for trained slots. Other slots are skipped as if cut out:
+            the
+        successor to a True slot is the next True slot.
+        gamma: Discount.
+        lam: GAE lambda, a single number or [batch] fp32.
+
+    Returns:
+        Advantages (not whitened) and returns (advantages + values), both [batch, slots], 0 where
+        masked.
     """
     counts = mask.sum(1)
     packed = torch.arange(mask.size(1), device=mask.device) < counts[:, None]
@@ -89,10 +86,6 @@ def estimate_gae(
 
 
 def _move(values: Tensor, sources: Tensor, targets: Tensor) -> Tensor:
-    """Return a tensor shaped as `values`: 0, but values[sources[i]] at targets[i] for each i.
-
-    sources, targets: indices of the flattened tensor
-    """
     flat = torch.zeros_like(values).flatten()
     moved = values.flatten().index_select(0, sources)
     return flat.index_copy_(0, targets, moved).view(values.shape)
@@ -101,15 +94,10 @@ def _move(values: Tensor, sources: Tensor, targets: Tensor) -> Tensor:
 def _sum_td_errors(
     rewards: Tensor, values: Tensor, counts: Tensor, gamma: float, lam: float | Tensor
 ) -> Tensor:
-    """Return [batch, steps]: for each step the discounted sum of its and all later TD errors.
+    """Return [batch, steps]: TD errors summed from each step on, discounted by gamma * lam.
 
-    The discount per step is gamma * lam.
-    rewards, values: [batch, steps], 0 after the first counts[row] steps of a row
-    counts:          [batch] int64
-    lam:             one for all rows, or [batch]
-    Rows of more than BLOCK steps are summed in fp64 if the tensors are on the CPU; on other
-    devices, which may have no fp64, all rows are summed in the dtype of `values`. The result has
-    that dtype.
+    `rewards` and `values` are 0 after the first counts[row] steps. On CPU, rows longer than BLOCK
+    are summed in fp64; other devices, which may lack fp64, use the dtype `values` has.
     """
     sums = torch.zeros_like(values)
     long = counts > BLOCK
@@ -126,32 +114,27 @@ def _sum_td_errors(
 
 
 def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
-    """Return lambda = 1 - 1 / (alpha * l) of responses of l tokens (VAPO, arXiv:2504.05118, 4.2).
+    """Return [batch] lambda = 1 - 1 / (alpha * length) (VAPO, arXiv:2504.05118, 4.2).
 
-    The longer a response, the closer to 1. Departure: 0 where alpha * l < 1, for which the formula
-    gives a negative number.
-    lengths: [batch] int64, at least 1 -> [batch] fp32
+    Longer responses get a lambda closer to 1. Departure from the paper: 0 if alpha * length < 1,
+    because the formula turns negative there.
     """
     return (1.0 - 1.0 / (alpha * lengths.float())).clamp(min=0.0)
 
 
 def rewards_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """Return [batch, slots]: the sum of this slot's reward and the discounted rewards after it.
+    """Return [batch, slots] REINFORCE returns: a slot's reward plus the discounted later ones.
 
-    0 where `mask` is False. This is the return of REINFORCE. A False slot is skipped as if cut out:
-    its reward does not count and it does not discount.
-    rewards: [batch, slots] fp32
-    mask:    [batch, slots] bool, True = slot that is trained
-    gamma:   discount per True slot
+    `mask` is True for trained slots; other slots get 0, and neither count nor discount.
     """
     _, returns = estimate_gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)
     return returns
 
 
 def shape_scores(scores: Tensor, scale: float, clip: float | None) -> Tensor:
-    """Return scale * score, clamped to +-clip; clip None = not clamped. [batch] -> [batch].
+    """Return scale * score, clamped to +-clip unless that is None: [batch] -> [batch].
 
-    NaN where a score is NaN or inf, because clamping would hide inf.
+    NaN and inf scores become NaN, because clamping would hide inf.
     """
     scaled = scores.where(scores.isfinite(), torch.nan) * scale
     return scaled if clip is None else scaled.clamp(-clip, clip)
@@ -160,11 +143,10 @@ def shape_scores(scores: Tensor, scale: float, clip: float | None) -> Tensor:
 def overlong_penalty(
     response_lengths: Tensor, max_new_tokens: int, buffer_len: int, factor: float
 ) -> Tensor:
-    """Return what to subtract from the scores of long responses (DAPO, arXiv:2503.14476, 3.4).
+    """Return the penalty [batch] fp32 for long responses (DAPO, arXiv:2503.14476, 3.4).
 
-    It rises linearly from 0 at max_new_tokens - buffer_len to `factor` at max_new_tokens, and is
-    constant outside these lengths; all 0 with buffer_len 0.
-    response_lengths: [batch] int64 -> [batch] fp32, >= 0
+    It is 0 up to max_new_tokens - buffer_len tokens, then rises linearly to `factor` at
+    max_new_tokens; always 0 if buffer_len is 0.
     """
     if not buffer_len:
         return response_lengths.float() * 0.0

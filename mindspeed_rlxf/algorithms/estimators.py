@@ -1,7 +1,7 @@
-"""Advantage estimators by their names in `algorithm.adv_estimator`.
+"""Advantage estimators by their `algorithm.adv_estimator` names.
 
-Axes: batch = samples, those of one prompt next to each other; response = tokens; slots = positions
-of rewards and values (`slots`), one more than tokens.
+Shapes: `batch` are samples, grouped by prompt; `response` are tokens; `slots` are the reward and
+value positions (`slots`), one more than tokens.
 """
 
 from collections.abc import Callable
@@ -27,23 +27,28 @@ from mindspeed_rlxf.config.registry import register_part
 
 @dataclass(frozen=True)
 class Rewarded:
-    """Input of an estimator: rewards and masks of the responses of one data-parallel rank.
+    """Estimator input: rewards and masks on one data-parallel rank.
 
-    All responses to a prompt are on one rank. An estimator must give a response the same advantages
-    however prompts are distributed over ranks.
+    All responses to a prompt are on one rank. A response must get the same advantages however
+    prompts are distributed over ranks.
 
-    scores:        [batch] fp32, penalties included
-    rewards:       [batch, slots] fp32: the score on the last True slot, and the KL penalty if it is
-                   in the reward; whitened with `whiten_rewards`
-    value_mask:    [batch, slots] bool, True = slot that is trained
-    trained_mask:  [batch, response] bool, True = token that is trained; a row without True is
-                   masked out (`is_scored`): it must not change the advantages of others
-    values:        [batch, slots] fp32, 0 where masked; None without a critic
-    greedy_scores: [batch], of the greedy response to the same prompt, penalties included; None
-                   unless the estimator reads it
-    group_size:    samples of one prompt
-    critic_lam:    lambda of the returns that the critic learns; None = `lam`
-    lam_alpha:     lambda of the advantages is 1 - 1 / (lam_alpha * trained tokens); None = `lam`
+    Attributes:
+        scores: [batch] fp32, penalties included.
+        rewards: [batch, slots] fp32: the score on the last True slot, plus the KL penalty if it
+            belongs
+        to the reward; whitened with `whiten_rewards`.
+        value_mask: [batch, slots] bool, True for trained slots.
+        trained_mask: [batch, response] bool, True for trained tokens. A row without True is masked
+            out
+        (`is_scored`) and must not change other advantages.
+        values: [batch, slots] fp32, 0 where masked; None without a critic.
+        greedy_scores: [batch], the greedy response's score for the same prompt, penalties included;
+        None unless the estimator reads it.
+        group_size: Samples per prompt.
+        gamma: Discount.
+        lam: GAE lambda.
+        critic_lam: Lambda for the critic's returns; None = `lam`.
+        lam_alpha: The advantages' lambda is 1 - 1 / (lam_alpha * trained tokens); None = `lam`.
     """
 
     scores: Tensor
@@ -60,16 +65,12 @@ class Rewarded:
 
     @property
     def is_scored(self) -> Tensor:
-        """[batch] bool, False = the response is masked out, because it could not be scored."""
+        """[batch] bool, False if the response could not be scored and is masked out."""
         return self.trained_mask.any(1)
 
 
 class Estimate(NamedTuple):
-    """Output of an estimator.
-
-    advantages: [batch, response]; used only where `trained_mask` is True
-    returns:    [batch, slots], what the critic learns; None without a critic
-    """
+    """Advantages [batch, response], used only for trained tokens, and the critic's target."""
 
     advantages: Tensor
     returns: Tensor | None = None
@@ -79,11 +80,10 @@ Estimator = Callable[[Rewarded], Estimate]
 
 
 def gae(given: Rewarded) -> Estimate:
-    """Return GAE advantages and returns by the critic's values.
+    """Return GAE advantages and returns from the critic's values.
 
-    With `lam_alpha` the advantages' lambda depends on the response's length, and with `critic_lam`
-    the returns have a lambda of their own, else `lam` (VAPO, arXiv:2504.05118, sections 4.1 and
-    4.2). The advantages are cut to the slots of tokens. AssertionError without values.
+    With `lam_alpha`, the advantages' lambda depends on the response length, and with `critic_lam`
+    the returns have their own lambda (VAPO, arXiv:2504.05118, sections 4.1 and 4.2).
     """
     assert given.values is not None, "GAE needs the values of a critic"
     of_slots = given.rewards, given.values, given.value_mask, given.gamma
@@ -98,29 +98,24 @@ def gae(given: Rewarded) -> Estimate:
 
 
 def reinforce_plus_plus(given: Rewarded) -> Estimate:
-    """Return the discounted rewards to go of each token as advantages; `returns` is None.
+    """Return each token's discounted rewards to go as advantages (arXiv:2501.03262).
 
-    REINFORCE++, arXiv:2501.03262. The paper's whitening is done by the caller.
+    The caller does the paper's whitening.
     """
     returns = rewards_to_go(given.rewards, given.value_mask, given.gamma)
     return Estimate(returns[:, : given.trained_mask.size(1)])
 
 
 def remax(given: Rewarded) -> Estimate:
-    """Return as advantages the rewards to go minus the score of the prompt's greedy response.
-
-    ReMax, arXiv:2310.10505. No returns. AssertionError without `greedy_scores`.
-    """
+    """Return rewards to go minus the prompt's greedy score (ReMax, arXiv:2310.10505)."""
     assert given.greedy_scores is not None, "ReMax needs the scores of greedy responses"
     return Estimate(reinforce_plus_plus(given).advantages - given.greedy_scores[:, None])
 
 
 def make_group_estimator(advantages: Callable[[Tensor, Tensor, int], Tensor]) -> Estimator:
-    """Return an estimator that gives all trained tokens of a response the same advantage, others 0.
+    """Return an estimator with one advantage per response, on its trained tokens.
 
-    It has no returns.
-    advantages: function of (sum of the rewards of each response [batch], whether the response is
-                scored [batch] bool, group_size) -> [batch]
+    `advantages` maps (total reward per response [batch], `is_scored`, group_size) to [batch].
     """
 
     def estimate(given: Rewarded) -> Estimate:
@@ -143,12 +138,10 @@ ESTIMATORS: dict[str, Estimator] = {
 
 
 def register_estimator(name: str, traits: EstimatorTraits) -> Callable[[Estimator], Estimator]:
-    """Return a decorator that makes a function a choice of `algorithm.adv_estimator`.
+    """Return a decorator that makes a function a choice for `algorithm.adv_estimator`.
 
-    It puts the function into ESTIMATORS and `traits` into TRAITS under `name`, and returns the
-    function unchanged.
-    traits: needs of the estimator, and whether the caller whitens its advantages by default
-    Errors: ValueError, when it decorates, for a name in use.
+    `traits` say what it needs, and whether its advantages are whitened by default. Decorating
+    raises ValueError if the name is in use.
     """
 
     def register(estimator: Estimator) -> Estimator:

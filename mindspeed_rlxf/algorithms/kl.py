@@ -1,4 +1,4 @@
-"""KL between policy and reference, estimated from sampled tokens, and the penalty's coefficient."""
+"""KL between policy and reference, estimated from sampled tokens, and its coefficient."""
 
 import math
 
@@ -12,7 +12,7 @@ MAX_LOG_RATIO = 20.0
 
 
 def bounded_log_ratio(log_ratio: Tensor) -> Tensor:
-    """Return log_ratio clamped to +-20, verl's bounds (verl/trainer/ppo/core_algos.py); any shape.
+    """Clamp a log-ratio to +-20, verl's bounds (verl/trainer/ppo/core_algos.py).
 
     The gradient is exact within the bounds and 0 beyond them; NaN stays NaN.
     """
@@ -23,12 +23,11 @@ MAX_LOW_VAR_KL = 10.0
 
 
 def kl_per_token(log_probs: Tensor, ref_log_probs: Tensor, kind: KlPenalty) -> Tensor:
-    """Return an estimate of the KL of each token, in the arguments' shape (any) and dtype.
+    """Return each token's KL estimate, in the arguments' shape and dtype.
 
-    With d = log_probs - ref_log_probs: `kl` d (k1 of http://joschu.net/blog/kl-approx.html), `abs`
-    |d|, `mse` d^2 / 2 (k2), `low_var_kl` exp(-d) - 1 + d (k3). For `low_var_kl` d is clamped to
-    +-20 and the estimate to +-10 (verl's bounds), with gradient 0 beyond them; NaN stays NaN.
-    AssertionError for `full`, which is no estimate from samples.
+    With d = log_probs - ref_log_probs: `kl` is d (k1 in http://joschu.net/blog/kl-approx.html),
+    `abs` |d|, `mse` d^2 / 2 (k2), `low_var_kl` exp(-d) - 1 + d (k3). For `low_var_kl`, d is clamped
+    to +-20 and the estimate to +-10 (verl's bounds), with gradient 0 beyond them; NaN stays NaN.
     """
     difference = log_probs - ref_log_probs
     if kind is KlPenalty.KL:
@@ -46,8 +45,8 @@ def kl_per_token(log_probs: Tensor, ref_log_probs: Tensor, kind: KlPenalty) -> T
 class KlController:
     """The KL coefficient `value`, fixed or adaptive (arXiv:1909.08593, section 2.2).
 
-    Adaptive: value *= 1 + clip(kl / target - 1, -0.2, 0.2) * num_samples / horizon per iteration,
-    a factor that is clamped to [0.5, 2].
+    If adaptive, each iteration multiplies it by 1 + clip(kl / target - 1, -0.2, 0.2) * num_samples
+    / horizon, clamped to [0.5, 2].
     """
 
     def __init__(self, kl_coef: float, adaptive: bool, target_kl: float, horizon: float) -> None:
@@ -55,10 +54,11 @@ class KlController:
         self._adaptive, self._target, self._horizon = adaptive, target_kl, horizon
 
     def update(self, kl: float, num_samples: int) -> None:
-        """Raise `value` if `kl` is over the target, lower it if below; a fixed coefficient stays.
+        """Raise an adaptive `value` if `kl` exceeds the target, lower it if below.
 
-        kl:          mean over samples of their mean KL per token; NaN changes nothing
-        num_samples: samples of the iteration
+        Args:
+            kl: Mean over samples; each sample's KL is a mean over its tokens. NaN changes nothing.
+            num_samples: Samples in the iteration.
         """
         if not self._adaptive or math.isnan(kl):
             return

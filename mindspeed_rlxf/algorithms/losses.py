@@ -1,6 +1,6 @@
-"""Losses of PPO, GSPO, DPO and the value model, per token or per pair; callers sum and normalise.
+"""PPO, GSPO, DPO and value losses, per token or per pair; callers sum and normalise.
 
-Arguments per token are flat [tokens] fp32 tensors of the trained tokens only, response after
+Per-token arguments are flat [tokens] fp32 tensors that hold only trained tokens, response after
 response; there is no mask.
 """
 
@@ -19,24 +19,25 @@ from mindspeed_rlxf.config.enums import LossNormalizer
 
 @dataclass(frozen=True)
 class Mean:
-    """A metric of one micro-batch: a detached sum, and the weight to divide it by."""
+    """A micro-batch metric: a detached sum, and the weight that divides it."""
 
     total: Tensor  # scalar fp64; fp32 on an NPU, which has no fp64
     weight: int
 
     @classmethod
     def of(cls, values: Tensor, weight: int, scale: float = 1.0) -> Mean:
-        """Return a Mean whose total is the sum of `values` (any shape) times `scale`, detached."""
+        """Return a Mean whose total is sum(values) * scale, detached; any shape."""
         return cls(values.detach().double().sum() * scale, weight)
 
 
 @dataclass(frozen=True)
 class LossOutput:
-    """Loss of one micro-batch, as a sum: the engine divides by the global weight.
+    """A micro-batch's loss as a sum; the engine divides by the global weight.
 
-    loss:    scalar with gradient, the sum over tokens or responses
-    weight:  number of tokens or responses in the micro-batch, or 1 for a mean of means
-    metrics: by name; each is reported as its total over its weight, summed over all replicas
+    Attributes:
+        loss: Scalar with gradient, summed over tokens or responses.
+        weight: Number of tokens or responses in the micro-batch, or 1 for a mean of means.
+        metrics: Reported as total / weight, each summed over all replicas.
     """
 
     loss: Tensor
@@ -45,18 +46,16 @@ class LossOutput:
 
 
 class TokenLoss(NamedTuple):
-    """loss: [tokens] with gradient; clipped: [tokens] bool, True where clipping changed it."""
+    """Loss [tokens] with gradient, and a [tokens] bool mask: True if clipping changed it."""
 
     loss: Tensor
     clipped: Tensor
 
 
 class ClipRange(NamedTuple):
-    """Clip range of the ratio: 1 - low to 1 + high.
+    """Ratio clip range 1 - low to 1 + high; high > low is clip-higher (arXiv:2503.14476, 3.1).
 
-    dual: upper bound -A * dual of the loss where the advantage A < 0 (dual clip,
-          arXiv:1912.09729); None = no bound
-    high > low is DAPO's clip-higher (arXiv:2503.14476, section 3.1).
+    With an advantage A < 0, `dual` bounds the loss by -A * dual (dual clip, arXiv:1912.09729).
     """
 
     low: float
@@ -67,11 +66,11 @@ class ClipRange(NamedTuple):
 def clipped_policy_loss(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, clip: ClipRange
 ) -> TokenLoss:
-    """Return the loss max(-A r, -A clip(r, 1 - low, 1 + high)), and where clipping changed it.
+    """Return the PPO loss max(-A r, -A clip(r, 1 - low, 1 + high)) per token.
 
-    Both per token; r = exp(log_probs - old_log_probs), A = advantages (PPO, arXiv:1707.06347,
-    section 3). With `clip.dual` the loss is at most -A * dual where A < 0. The log-ratio is clamped
-    to +-20 against overflow of exp, so a token beyond that has no gradient.
+    r = exp(log_probs - old_log_probs) and A = advantages (arXiv:1707.06347, section 3). `clip.dual`
+    bounds it by -A * dual if A < 0. The log-ratio is clamped to +-20 so that exp cannot overflow;
+    tokens beyond have no gradient.
     """
     ratio = torch.exp(bounded_log_ratio(log_probs - old_log_probs))
     return _clip_loss(ratio, advantages, clip)
@@ -80,13 +79,11 @@ def clipped_policy_loss(
 def sequence_policy_loss(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, clip: ClipRange, lengths: Tensor
 ) -> TokenLoss:
-    """Return per token the clipped loss with one ratio per response, and where clipping changed it.
+    """Return the clipped loss per token with one ratio per response.
 
-    GSPO-token, arXiv:2507.18071, 4.3. The ratio of all tokens of a response is the exponential of
-    the mean, over its tokens, of log_probs - old_log_probs, clamped to +-20. Its gradient flows to
-    each token's own log_prob, with weight 1.
-    log_probs, old_log_probs, advantages: [tokens] of all responses, one response after the other
-    lengths: [responses] int64, tokens of each response; they add up to the length of `log_probs`
+    GSPO-token, arXiv:2507.18071, 4.3: the response ratio is exp(mean over tokens (log_probs -
+    old_log_probs)), its exponent clamped to +-20. Gradients flow to each token's own log_prob with
+    weight 1. `lengths` [responses] int64 add up to len(log_probs).
     """
     lengths = lengths.to(log_probs.device)
     row = torch.repeat_interleave(torch.arange(len(lengths), device=log_probs.device), lengths)
@@ -98,10 +95,6 @@ def sequence_policy_loss(
 
 
 def _clip_loss(ratio: Tensor, advantages: Tensor, clip: ClipRange) -> TokenLoss:
-    """Return max(-A r, -A clip(r, 1 - low, 1 + high)) of ratios r, and where clipping changed -A r.
-
-    If `clip.dual` is given, at most -A * dual where A < 0, which counts as clipped too.
-    """
     free = -advantages * ratio
     held = -advantages * torch.clamp(ratio, 1.0 - clip.low, 1.0 + clip.high)
     loss, clipped = torch.maximum(free, held), held > free
@@ -113,10 +106,11 @@ def _clip_loss(ratio: Tensor, advantages: Tensor, clip: ClipRange) -> TokenLoss:
 
 
 def truncated_importance(old_log_probs: Tensor, rollout_log_probs: Tensor, cap: float) -> Tensor:
-    """Return min(exp(old_log_probs - rollout_log_probs), cap), of the arguments' shape, detached.
+    """Return the importance weights min(exp(old_log_probs - rollout_log_probs), cap).
 
-    The importance weight of tokens that the rollout sampled, for the training model
-    (https://fengyao.notion.site/off-policy-rl). The log-ratio is clamped to +-20.
+    They weigh tokens that the rollout sampled for the training model
+    (https://fengyao.notion.site/off-policy-rl). Detached, in the arguments' shape; the log-ratio is
+    clamped to +-20.
     """
     ratio = torch.exp(bounded_log_ratio(old_log_probs - rollout_log_probs))
     return ratio.clamp(max=cap).detach()
@@ -125,10 +119,10 @@ def truncated_importance(old_log_probs: Tensor, rollout_log_probs: Tensor, cap: 
 def clipped_value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, cliprange_value: float | None
 ) -> TokenLoss:
-    """Return the loss 0.5 * max((v - R)^2, (v_clip - R)^2), and where clipping raised it.
+    """Return the value loss 0.5 * max((v - R)^2, (v_clip - R)^2) per slot.
 
-    Both per element; v = values, R = returns, v_clip = v clamped to old value +- `cliprange_value`.
-    cliprange_value: None = 0.5 * (v - R)^2, nothing is clipped
+    v = values, R = returns, and v_clip is v clamped to the old value +- `cliprange_value`; None =
+    no clipping.
     """
     moved = values - old_values
     if cliprange_value is None:
@@ -142,12 +136,12 @@ def clipped_value_loss(
 
 
 def preference_loss(chosen: Tensor, rejected: Tensor, beta: float, kind: str) -> Tensor:
-    """Return [pairs]: the loss of direct preference optimisation of each pair, for `kind`.
+    """Return the direct preference optimisation loss [pairs].
 
-    chosen, rejected: [pairs] log(pi / pi_ref), summed over the tokens of the whole response
-    sigmoid: -log sigmoid(beta h), h = chosen - rejected (arXiv:2305.18290, equation 7)
-    ipo:     (h - 1 / (2 beta))^2 (arXiv:2310.12036, equation 17)
-    hinge:   max(0, 1 - beta h) (arXiv:2305.10425)
+    h = chosen - rejected; each is log(pi / pi_ref) [pairs], summed over the response tokens.
+    - sigmoid: -log sigmoid(beta h) (arXiv:2305.18290, equation 7)
+    - ipo: (h - 1 / (2 beta))^2 (arXiv:2310.12036, equation 17)
+    - hinge: max(0, 1 - beta h) (arXiv:2305.10425)
     """
     margin = chosen - rejected
     if kind == "sigmoid":
@@ -169,16 +163,18 @@ def normalised_loss(
 ) -> LossOutput:
     """Return a micro-batch's loss as a sum, the weight that divides it later, and its metrics.
 
-    loss:           [tokens] with gradient, response after response
-    lengths:        [responses] number of tokens of each; 0 = the response is masked out
-    max_new_tokens: divisor of each response's sum with `sequence_sums`, whatever its length
-    parts:          name -> [tokens], metrics averaged as the loss is
-    per_token:      name -> [tokens], metrics averaged over tokens
-    coefficient:    factor of the loss; metrics are reported without it
+    The weight is the token count for `minibatch_tokens`, 1 for `micro_batch_mean` (already a mean,
+    as in TRL), else the number of responses with tokens; 0 without any token. The constant divisor
+    for `sequence_sums` is Dr. GRPO's (arXiv:2503.20783, section 3.2).
 
-    The weight is the tokens with `minibatch_tokens`, 1 with `micro_batch_mean` (whose loss, as in
-    TRL, is a mean already), else the responses with tokens. It is 0 without any token. The constant
-    divisor of `sequence_sums` is that of Dr. GRPO (arXiv:2503.20783, section 3.2).
+    Args:
+        loss: [tokens] with gradient, response after response.
+        lengths: [responses], tokens per response; 0 = masked out.
+        normalizer: How token losses are averaged.
+        max_new_tokens: Divisor for each response sum with `sequence_sums`, whatever its length.
+        parts: Name -> [tokens], metrics averaged like the loss.
+        per_token: Name -> [tokens], metrics averaged over tokens.
+        coefficient: Loss factor; metrics are reported without it.
     """
     tokens, rows = loss.numel(), int((lengths > 0).sum())
     scale, weight, token_scale, token_weight = 1.0, tokens, 1.0, tokens

@@ -1,6 +1,6 @@
-"""Means and whitening over masked tensors, optionally over all data-parallel ranks.
+"""Masked means and whitening, optionally over all data-parallel ranks.
 
-all_reduce: returns a tensor's sum over the ranks that share the batch
+`all_reduce` returns a tensor's sum over the ranks that share the batch.
 """
 
 from collections.abc import Callable
@@ -12,14 +12,14 @@ AllReduce = Callable[[Tensor], Tensor]
 
 
 def alone(tensor: Tensor) -> Tensor:
-    """Return the tensor itself: the `all_reduce` of a single process."""
+    """Return the tensor itself: `all_reduce` for a single process."""
     return tensor
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Return the mean of `values` where `mask` is True, over `dim`; None = over all elements.
+    """Return the mean over True elements, along `dim` or over everything.
 
-    NaN where the mask has no True, and where a value outside the mask is infinite or NaN.
+    NaN if the mask has no True, or if a value outside it is NaN or infinite.
     """
     if dim is None:
         return (values * mask).sum() / mask.sum()
@@ -33,17 +33,20 @@ def masked_whiten(
     eps: float = 1e-8,
     shift_mean: bool = True,
 ) -> Tensor:
-    """Return values scaled to mean 0 and variance 1 over the True elements of all ranks.
+    """Scale values to mean 0 and variance 1 over the True elements on all ranks.
 
-    0 where the mask is False.
-    values:     [...] fp32, on the host (an NPU converts fp64 to fp32); the dtype of the result
-    mask:       [...] bool, on the host
-    all_reduce: sums a tensor over the ranks; by default this process is the only one
-    eps:        added to the variance
-    shift_mean: False = the mean stays as it is, not 0 (TRL's whitening of rewards)
-    The variance has divisor n - 1, as TRL's. Sums are in fp64, so that the result does not depend
-    on the distribution of samples over ranks.
-    Errors: ValueError with a single True element on all ranks together.
+    The variance has divisor n - 1, like TRL's. Sums are in fp64, so results do not depend on how
+    samples are distributed over ranks.
+
+    Args:
+        values: [...] fp32, on the host (an NPU converts fp64 to fp32).
+        mask: [...] bool, on the host. The result is 0 outside.
+        all_reduce: Sums a tensor over the ranks; by default this process is the only one.
+        eps: Added to the variance.
+        shift_mean: False keeps the mean (TRL's reward whitening).
+
+    Raises:
+        ValueError: There is a single True element on all ranks together.
     """
     wide = values.double()
     first = all_reduce(torch.stack((mask.sum().double(), (wide * mask).sum())))
