@@ -1,4 +1,4 @@
-"""The actor role: it trains the policy, recomputes log-probs, and sends weights to the rollout."""
+"""The actor role: trains the policy, recomputes log-probs, and sends weights to the rollout."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ from mindspeed_rlxf.roles.reports import (
 
 
 class ActorGroup:
-    """The ranks of the actor, the policy that learns."""
+    """The actor's ranks."""
 
     def __init__(self, config: RunConfig, pool: Pool) -> None:
         layout = config.layout(Role.ACTOR_ROLLOUT)
@@ -39,24 +39,25 @@ class ActorGroup:
         self.group = RoleGroup(Role.ACTOR_ROLLOUT, layout, trains)
 
     def build(self) -> Pending:
+        """Submit the role's construction and weight loading."""
         return self.group.build(ActorRole, self.run)
 
     def log_probs(self, rollouts: RowsRef, lengths: Lengths) -> Pending:
         """Submit the actor's log-probs. Rows: LogProbs. Reports: LogProbReport.
 
-        lengths: called, which waits for the responses, only if the work is balanced by length
+        `lengths` is called, and waits for the responses, only if work is balanced by length.
         """
         return call_balanced(self.run, self.group, ActorRole.log_probs, rollouts, lengths)
 
     def sample_texts(self, rollouts: RowsRef, count: int) -> list[SampleText]:
-        """Wait for the first `count` samples, at least 1; return their token ids."""
+        """Wait for the first `count` samples (at least 1) and return their token ids."""
         rows = list(range(count))
         rows += [0] * (-count % self.group.layout.dp)  # replicas get equal parts
         pending = self.group.call(ActorRole.describe, rollouts.take(rows))
         return [text for report in pending.result() for text in report][:count]
 
     def make_experience(self, inputs: ExperienceInputs) -> Pending:
-        """Submit rewards and advantages, without a critic. Rows: Experience."""
+        """Submit rewards and advantages without a critic. Rows: Experience."""
         return self.group.call(ActorRole.make_experience, inputs)
 
     def update_policy(
@@ -67,10 +68,10 @@ class ActorGroup:
         iteration: int,
         kl_coef: float,
     ) -> Pending:
-        """Submit an optimizer step per mini-batch and epoch, then an advance of the learning rate.
+        """Submit an optimizer step per mini-batch and epoch, then a learning-rate update.
 
-        In online DPO the two responses of a pair stay together. Reports: UpdateReport.
-        iteration: with the seed it determines the shuffle of the mini-batches
+        In online DPO a pair's two responses stay together. The seed and `iteration` determine how
+        mini-batches are shuffled. Reports: UpdateReport.
         """
         orders = mini_batch_order(
             rollouts.num_rows,
@@ -92,7 +93,7 @@ class ActorGroup:
 
 
 class ActorRole:
-    """The policy that learns; `RolloutRole` generates with its weights."""
+    """The trained policy; `RolloutRole` generates with its weights."""
 
     def __init__(self, config: RunConfig, build_engine: EngineFactory = megatron_engine) -> None:
         actor = config.actor_rollout
@@ -104,9 +105,9 @@ class ActorRole:
         self.measures = config.old_log_probs is OldLogProbs.AUTO
 
     def send_weights(self) -> RoleOutput:
-        """Send the weights to the ranks that generate, which call `RolloutRole.update_weights`.
+        """Send the weights to generating ranks in disaggregated placement.
 
-        Only for a disaggregated pool.
+        They call `RolloutRole.update_weights`.
         """
         from mindspeed_rlxf.rollout.replica import send_weights  # brings in Megatron
 
@@ -114,11 +115,13 @@ class ActorRole:
         return RoleOutput()
 
     def log_probs(self, rollouts: Rollouts) -> RoleOutput:
-        """Compute log-probs under the training model, and report their gaps to those of generation.
+        """Compute log-probs under the training model, and their gaps to the rollout's.
 
-        Rows: LogProbs. Report: LogProbReport, with the importance weights too if
-        `rollout_is_threshold` is set. Both only on the leader of a replica.
-        Errors: ValueError for a token's gap over `max_log_prob_gap` or NaN, if that key is set.
+        Rows: LogProbs. Report: LogProbReport, with importance weights if `rollout_is_threshold` is
+        set. Both only on replica leaders.
+
+        Raises:
+            ValueError: A token's gap exceeds `max_log_prob_gap` or is NaN.
         """
         result = self.engine.log_probs(rollouts, self.config.logit_temperature)
         if result is None:
@@ -140,7 +143,7 @@ class ActorRole:
         return RoleOutput(result, LogProbReport(Summary.of(gaps[mask]), weight))
 
     def describe(self, rollouts: Rollouts) -> RoleOutput:
-        """Report what the sample log needs of each row (`SampleText`)."""
+        """Report what the sample log needs from each row (`SampleText`)."""
         prompts, responses = rollouts.prompt_tokens(), rollouts.response_tokens()
         texts = []
         for row, sample_id in enumerate(rollouts.sample_ids):
@@ -150,6 +153,7 @@ class ActorRole:
         return RoleOutput(report=texts)
 
     def make_experience(self, inputs: ExperienceInputs) -> RoleOutput:
+        """Compute rewards and advantages (`ExperienceMaker.make`)."""
         return self.experience.make(inputs)
 
     def update_policy(
@@ -159,13 +163,14 @@ class ActorRole:
         steps: list[list[int]],
         kl_coef: float = 0.0,
     ) -> RoleOutput:
-        """Take one optimizer step for each entry of `steps`, then advance the learning rate.
+        """Take one optimizer step per entry in `steps`, then advance the learning rate.
 
-        steps:   this replica's rows of each mini-batch
-        kl_coef: weight of the KL where it is part of the loss
-        Report: UpdateReport, whose first step has the metrics of `measure_differences` if
-        `old_log_probs` is auto; no rows.
-        Errors: FloatingPointError for a loss or gradient that is not finite, by `nan_policy`.
+        `steps` are this replica's rows in each mini-batch, and `kl_coef` weighs the KL if it
+        belongs to the loss. Report: UpdateReport; with `old_log_probs: auto` its first step
+        includes the `measure_differences` metrics.
+
+        Raises:
+            FloatingPointError: A loss or gradient is not finite, subject to `nan_policy`.
         """
         # Responses that could not be scored have no trained token in the experience.
         trained = fit_columns(experience.trained_mask, rollouts.response_mask.size(1))

@@ -1,8 +1,8 @@
-"""All roles of a run, as the driver calls them.
+"""All roles in a run, as the driver calls them.
 
-A role's file has its group, the handle of the driver, above the class of its workers. A method that
-returns `Pending` submits its call and does not wait; its docstring gives the type of the rows of
-`Pending.rows()` ("Rows") and of the reports of `Pending.result()` ("Reports").
+Each role file has the driver's group above the workers' class. Methods that return `Pending` submit
+a call without waiting; their docstrings name the row type (`Pending.rows()`) and the report type
+(`Pending.result()`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mindspeed_rlxf.roles.scorer import ScorerRole
 
 @dataclass(frozen=True)
 class RoleGroups:
-    """The groups of all roles of a run; `ref` and `critic` are None where the run has none."""
+    """The groups for all roles; `ref` and `critic` are None if the run has none."""
 
     actor: ActorGroup
     rollout: RolloutGroup
@@ -40,9 +40,10 @@ class RoleGroups:
         eos_token_ids: Sequence[int],
         scores_in_processes: bool = False,
     ) -> RoleGroups:
-        """Build every role in its pool's processes, all pools at the same time, and wait.
+        """Build every role in its pool's processes, all pools at once, and wait.
 
-        scores_in_processes: functions or rules score in processes of their own, during generation
+        With `scores_in_processes`, functions or rules score in separate processes during
+        generation.
         """
         policy = pools[config.placement[Role.ACTOR_ROLLOUT]]
         actor, rollout = ActorGroup(config, policy), RolloutGroup(config, policy)

@@ -1,4 +1,4 @@
-"""Divide the samples of an iteration among the replicas of a role, so that all have equal work."""
+"""Divide an iteration's samples among a role's replicas so that all get equal work."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,12 +20,12 @@ Lengths = Callable[[], ResponseLengths]
 def balanced_steps(
     config: RunConfig, role: Role, orders: list[list[int]], mini_batch_size: int, lengths: Lengths
 ) -> list[RankSteps]:
-    """Return, for each replica, the rows of its samples and their optimizer steps (`rank_steps`).
+    """Return each replica's sample rows and optimizer steps (`rank_steps`).
 
-    Replicas get equally many samples of each mini-batch, of nearly equal work, for which `lengths`
-    is waited for; with `balance_by_length` off, or one replica, consecutive ones without waiting.
-    orders:          the order of the samples in each epoch
-    mini_batch_size: samples of all replicas in one optimizer step
+    Every replica gets the same number of samples per mini-batch, with similar work by `lengths`.
+    With `balance_by_length` off, or one replica, samples are consecutive and nothing waits for the
+    lengths. `orders` has each epoch's sample order; `mini_batch_size` counts samples on all
+    replicas.
     """
     replicas, together, unit = config.layout(role).dp, config.kept_together(role), 1
     if together == 1 and config.shares_in_updates(role):
@@ -42,11 +42,11 @@ def call_balanced(
     lengths: Lengths,
     *args: Any,
 ) -> Pending:
-    """Submit a method that computes each row by itself, with equal work for each replica.
+    """Submit a row-wise method with equal work for each replica.
 
     Waits for `lengths` first, unless `_estimate_costs` returns None: replicas then get equal
-    contiguous parts. `Pending.rows` has the order of `rollouts`; reports are not reordered.
-    args: further arguments, the same for all
+    contiguous parts. `Pending.rows` keeps the order in `rollouts`; reports are not reordered.
+    `args` are the same for all replicas.
     """
     unit = config.shared_samples(group.role, rollouts.num_rows // group.layout.dp)
     costs = _estimate_costs(config, group.role, lengths, unit)
@@ -61,12 +61,11 @@ def call_balanced(
 
 
 def _estimate_costs(config: RunConfig, role: Role, lengths: Lengths, unit: int) -> list[int] | None:
-    """Return the estimated floating-point operations of each sample; waits for the lengths.
+    """Return each sample's estimated FLOPs, after waiting for the lengths.
 
-    unit: number of consecutive samples that share their prompt, which counts for the first alone
-    Logits of the responses count except for the critic. None, without waiting, where the role's
-    `balance_by_length` is off (the actor's for roles that do not learn), or there is one replica:
-    replicas then get consecutive samples.
+    `unit` consecutive samples share their prompt; only the first counts it. Response logits count
+    except for the critic. None, without waiting, if the role's `balance_by_length` is off (the
+    actor's for untrained roles) or there is one replica.
     """
     section = config.role(role)
     learner = section if isinstance(section, LearningConfig) else config.actor_rollout

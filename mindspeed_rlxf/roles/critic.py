@@ -1,4 +1,4 @@
-"""The critic role: it computes values, makes experience from them, and trains the value model."""
+"""The critic role: computes values, makes experience from them, and trains the value model."""
 
 from functools import partial
 
@@ -21,13 +21,14 @@ from mindspeed_rlxf.roles.reports import UpdateReport
 
 
 class CriticGroup:
-    """The ranks of the critic."""
+    """The critic's ranks."""
 
     def __init__(self, config: RunConfig, pool: Pool) -> None:
         self.run, self.config, self.seed = config, config.value_model, config.training.seed
         self.group = RoleGroup(Role.CRITIC, config.layout(Role.CRITIC), pool)
 
     def build(self) -> Pending:
+        """Submit the role's construction and weight loading."""
         return self.group.build(CriticRole, self.run)
 
     def values(self, rollouts: RowsRef, lengths: Lengths) -> Pending:
@@ -70,24 +71,26 @@ class CriticRole:
         self.experience = ExperienceMaker(config, make_objective(config, replicas), replicas)
 
     def values(self, rollouts: Rollouts) -> RoleOutput:
-        """Compute the values of the response's states, 0 in slots that are not read.
+        """Compute the response values, 0 in slots that are not read.
 
-        Rows: Values, [batch, response + 1], only on the leader of a replica. Slot t is the state
-        before token t; of a response of n tokens slot n is the state after its last token.
+        Slot t is the state before token t; slot n follows the last one among n tokens. Rows:
+        Values, [batch, response + 1], only on replica leaders.
         """
         return RoleOutput(self.engine.values(rollouts))
 
     def make_experience(self, inputs: ExperienceInputs) -> RoleOutput:
+        """Compute rewards, advantages and returns (`ExperienceMaker.make`)."""
         return self.experience.make(inputs)
 
     def update_critic(
         self, rollouts: Rollouts, experience: Experience, steps: list[list[int]]
     ) -> RoleOutput:
-        """Take one optimizer step for each entry of `steps`, then advance the learning rate.
+        """Take one optimizer step per entry in `steps`, then advance the learning rate.
 
-        steps: this replica's rows of each mini-batch
-        Report: UpdateReport; no rows.
-        Errors: FloatingPointError for a loss or gradient that is not finite, by `nan_policy`.
+        `steps` are this replica's rows in each mini-batch. Report: UpdateReport.
+
+        Raises:
+            FloatingPointError: A loss or gradient is not finite, subject to `nan_policy`.
         """
         step = ValueStep(partial(self.loss, experience), experience.value_mask)
         metrics = []
@@ -99,8 +102,8 @@ class CriticRole:
     def loss(self, experience: Experience, rows: list[int], values: Tensor) -> LossOutput:
         """Compute a micro-batch's clipped value loss, times `vf_coef`, and its metrics.
 
-        rows:   of the micro-batch
-        values: [slots] fp32 with gradient, where `value_mask` of these rows is True, row after row
+        `values` [slots] fp32 have a gradient and follow `value_mask` for the micro-batch's `rows`,
+        row after row.
         """
         mask = experience.value_mask[rows]
         old = experience.values[rows][mask].to(values.device)

@@ -1,4 +1,4 @@
-"""The training engine of each role, from the configuration of the run."""
+"""Each role's training engine, built from the run's configuration."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ EngineFactory: TypeAlias = Callable[[RunConfig, Role], TrainEngine]
 
 
 def room_on_device() -> AbstractContextManager[None]:
-    """Return a block on whose entry the engines of this process move their parts to the host.
+    """Return a context in which this process's engines keep their parts on the host.
 
-    For a model that is no engine and needs the device's memory.
+    For a model outside the engines that needs device memory.
     """
     return offload.holding()
 
 
 def megatron_engine(config: RunConfig, role: Role) -> MegatronEngine:
-    """Return the Megatron engine of a role, with an optimizer if the role is trained.
+    """Return a role's Megatron engine, with an optimizer if the role is trained.
 
-    A collective over the role's ranks; it loads the weights. Megatron is imported here, because
-    the driver imports this module, and a worker has to set up its device first.
+    A collective over the role's ranks, which load the weights. Megatron is imported here because
+    the driver imports this module, and a worker must set up its device first.
     """
     from mindspeed_rlxf.engine.engine import MegatronEngine
     from mindspeed_rlxf.engine.finite import SkippedSteps

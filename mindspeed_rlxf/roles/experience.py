@@ -1,7 +1,7 @@
-"""Make experience from log-probs, values and scores of the responses (design, section 6).
+"""Make experience from log-probs, values and scores (design, section 6).
 
-On the critic's ranks, or without a critic on the actor's. Each replica computes its own samples;
-whitening sums over all replicas.
+Runs on the critic's ranks, or without a critic on the actor's. Each replica computes its own
+samples; whitening sums over all replicas.
 """
 
 from math import isfinite
@@ -31,16 +31,12 @@ from mindspeed_rlxf.roles.reports import ExperienceReport, Summary, value_fit
 
 
 class ExperienceMaker:
-    """Computes rewards, advantages and returns of the samples of a replica."""
+    """Computes rewards, advantages and returns for a replica's samples."""
 
     def __init__(
         self, config: RunConfig, objective: Objective, sum_over_replicas: AllReduce
     ) -> None:
-        """Read the settings of the rewards.
-
-        objective: estimates the advantages
-        sum_over_replicas: returns a tensor's sum over the data-parallel ranks
-        """
+        """Read the settings; `sum_over_replicas` sums a tensor over data-parallel ranks."""
         self.run, self.algorithm, self.objective = config, config.algorithm, objective
         self.sum_over_replicas = sum_over_replicas
         self.old_are_of_update = config.old_log_probs is OldLogProbs.AUTO
@@ -50,12 +46,12 @@ class ExperienceMaker:
     def make(self, inputs: ExperienceInputs) -> RoleOutput:
         """Compute rewards, advantages and returns; a collective over replicas.
 
-        Rows: Experience, whose unused columns have width 0. Report: ExperienceReport. With a token
-        log also the rows of that log.
+        Rows: Experience; unused columns have width 0. Report: ExperienceReport. With a token log,
+        also its rows.
 
         Raises:
-            ValueError: scores that are NaN or inf, unless `nan_policy` is skip; whitening over
-                fewer than two tokens.
+            ValueError: Scores are NaN or inf, unless `nan_policy` is skip, or whitening got fewer
+                than two tokens.
         """
         rollouts, width = inputs.rollouts, inputs.rollouts.response_ids.size(1)
         # Each role pads to the longest response that its own replica saw.
@@ -103,13 +99,10 @@ class ExperienceMaker:
         return RoleOutput(experience, report, token_rows)
 
     def _make_rewarded(self, inputs: ExperienceInputs, trained: Tensor, kl: Tensor) -> Rewarded:
-        """Return the input of the advantage estimator: rewards per slot, masks, values, scores.
+        """Return the estimator input from trained [batch, response] and KL (0 if untrained).
 
-        The rewards contain the KL penalty if the objective puts it there, and are whitened (without
-        a shift of the mean) with `whiten_rewards`. Values and greedy scores are None if not given.
-
-        trained: [batch, response] bool
-        kl:      [batch, response], 0 where not trained
+        Rewards contain the KL penalty if the objective puts it there, and are whitened (without a
+        mean shift) with `whiten_rewards`.
         """
         rollouts, algorithm = inputs.rollouts, self.algorithm
         mask = value_mask(
@@ -144,10 +137,10 @@ class ExperienceMaker:
         )
 
     def _shape_scores(self, rollouts: Rollouts, scores: Scores) -> Tensor:
-        """Return [batch]: scores, scaled and clipped, less the penalties (missing EOS, length).
+        """Return scores [batch], scaled and clipped, minus penalties (missing EOS, length).
 
         Raises:
-            ValueError: NaN or inf, which give NaN with `nan_policy: skip`.
+            ValueError: Scores are NaN or inf; with `nan_policy: skip` they become NaN instead.
         """
         given = zip(rollouts.sample_ids, scores.scores.tolist(), strict=True)
         wrong = [f"{score} for sample {i}" for i, score in given if not isfinite(score)]
@@ -170,10 +163,6 @@ class ExperienceMaker:
 def _summarize(
     experience: Experience, given: Rewarded, kl: Tensor | None, generated: Tensor
 ) -> ExperienceReport:
-    """Summarize a replica's experience for the metrics, without responses that are not scored.
-
-    kl and generated are [batch, response].
-    """
     tokens, slots, scored = experience.trained_mask, experience.value_mask, given.is_scored
     has_values = bool(slots.numel())
     return ExperienceReport(

@@ -1,7 +1,7 @@
-"""Objectives of the policy: advantages of tokens, and the loss, by algorithm.
+"""Policy objectives: each algorithm's advantages and loss.
 
-Advantages are computed on the ranks that make experience (the critic's, or without a critic the
-actor's), the loss on the actor's ranks. Each of these ranks builds the objective by itself.
+The experience ranks (the critic's, or the actor's without a critic) compute advantages, the actor's
+ranks the loss. Each rank builds its own objective.
 """
 
 from functools import partial
@@ -31,19 +31,17 @@ from mindspeed_rlxf.engine.train_engine import PolicyStep, TokenLogProbs
 
 
 class ClippedObjective:
-    """PPO and GSPO: advantages by `adv_estimator`, whitened if configured, and the clipped loss.
+    """PPO and GSPO: advantages by `adv_estimator`, optional whitening, clipped loss.
 
-    The ratio of probabilities is that of a token (ppo) or of a response (gspo).
-
-    kl_in_reward:    whether the KL penalty is part of the token rewards
-    reads_reference: whether the loss reads the reference's log-probs
+    The probability ratio is per token (ppo) or per response (gspo). `kl_in_reward` puts the KL
+    penalty into the token rewards; with `reads_reference` the loss reads the reference's log-probs.
     """
 
     def __init__(self, config: RunConfig, sum_over_replicas: AllReduce) -> None:
-        """Read where the KL term goes and the clip range; a bound that is None is `clip_ratio`.
+        """Read the clip range and where the KL term goes; a None bound is `clip_ratio`.
 
         The loss gets a KL term only if `kl_in` is loss and the run has a reference.
-        sum_over_replicas: returns a tensor's sum over the data-parallel ranks
+        `sum_over_replicas` returns a tensor's sum over the data-parallel ranks.
         """
         actor = config.actor_rollout
         self.actor, self.algorithm = actor, config.algorithm
@@ -58,9 +56,9 @@ class ClippedObjective:
         )
 
     def estimate(self, given: Rewarded) -> Estimate:
-        """Return advantages and returns by `algorithm.adv_estimator`; a collective over replicas.
+        """Return advantages and returns by `algorithm.adv_estimator`; a collective.
 
-        Advantages are whitened over the batch of all replicas with `advantage_whiten: batch`.
+        With `advantage_whiten: batch`, advantages are whitened over the batch on all replicas.
         """
         found = ESTIMATORS[self.algorithm.adv_estimator](given)
         advantages = found.advantages
@@ -71,9 +69,9 @@ class ClippedObjective:
     def step(
         self, rollouts: Rollouts, experience: Experience, rows: list[int], kl_coef: float
     ) -> PolicyStep:
-        """Return loss function and temperature of an optimizer step on these rows; take no step.
+        """Return the loss function and temperature for an optimizer step on these rows.
 
-        A collective over replicas. kl_coef: weight of the KL where it is part of the loss
+        A collective over replicas. `kl_coef` weighs the KL if it belongs to the loss.
         """
         advantages = experience.advantages
         if self.algorithm.advantage_whiten is AdvantageWhiten.MINIBATCH:
@@ -99,12 +97,11 @@ class ClippedObjective:
         rows: list[int],
         tokens: TokenLogProbs,
     ) -> LossOutput:
-        """Compute a micro-batch's loss and metrics: clipped policy loss - entropy bonus + KL loss.
+        """Compute a micro-batch's clipped policy loss - entropy bonus + KL loss, and metrics.
 
-        Where the experience has no old log-probs (width 0), the ratio is 1.
-        advantages: [all rows, response]
-        rows:       of the micro-batch
-        tokens:     log-probs and entropy of the trained tokens of these rows, row after row
+        `advantages` are [all rows, response]; `tokens` have log-probs and entropy for the trained
+        tokens in the micro-batch's `rows`, row after row. Without old log-probs (width 0) the ratio
+        is 1.
         """
         mask = experience.trained_mask[rows]
         log_probs, entropy = tokens
@@ -140,7 +137,7 @@ class ClippedObjective:
 
 
 class PairObjective:
-    """Online DPO: the loss prefers the better of the two responses to a prompt."""
+    """Online DPO: the loss prefers the better response to each prompt."""
 
     kl_in_reward, reads_reference = False, True
 
@@ -148,25 +145,25 @@ class PairObjective:
         self.actor = config.actor_rollout
 
     def estimate(self, given: Rewarded) -> Estimate:
-        """Return advantages 1 for tokens of a pair's better response, -1 for the worse, 0 if equal.
+        """Return advantage 1 for tokens in a pair's better response, -1 in the worse, 0 if equal.
 
-        NaN where a score of the pair is NaN. No returns.
+        NaN if a score in the pair is NaN. No returns.
         """
         return Estimate(preference_of_pairs(given.scores)[:, None] * given.trained_mask)
 
     def step(
         self, rollouts: Rollouts, experience: Experience, rows: list[int], kl_coef: float
     ) -> PolicyStep:
+        """Return the loss function and temperature for an optimizer step."""
         return PolicyStep(partial(self.loss, experience), self.actor.logit_temperature)
 
     def loss(self, experience: Experience, rows: list[int], tokens: TokenLogProbs) -> LossOutput:
-        """Return the sum of DPO losses of a micro-batch's pairs, the number of pairs, metrics.
+        """Return the DPO loss summed over a micro-batch's pairs, the pair count, and metrics.
 
-        A pair with equal scores has loss 0; the metrics but the entropy leave it out, and
-        `dpo_decided` is the share of other pairs. A NaN score gives a NaN loss. A pair without
-        trained tokens could not be scored and does not count.
-        rows:   of the micro-batch, two responses of a pair next to each other
-        tokens: log-probs and entropy of their trained tokens, row after row
+        A pair with equal scores has loss 0 and counts only in the entropy; `dpo_decided` is the
+        fraction with unequal scores. A NaN score gives a NaN loss. A pair without trained tokens
+        could not be scored and does not count. A pair's two `rows` are adjacent; `tokens` follow
+        them.
         """
         mask = experience.trained_mask[rows]
         log_probs, entropy = tokens
@@ -199,9 +196,9 @@ Objective: TypeAlias = ClippedObjective | PairObjective
 
 
 def make_objective(config: RunConfig, sum_over_replicas: AllReduce) -> Objective:
-    """Make the objective of a run: preferences of pairs for online DPO, else the clipped one.
+    """Return pair preferences for online DPO, else the clipped objective.
 
-    sum_over_replicas: returns a tensor's sum over the data-parallel ranks
+    `sum_over_replicas` returns a tensor's sum over the data-parallel ranks.
     """
     if config.training.stage is Stage.RAY_ONLINE_DPO:
         return PairObjective(config)

@@ -12,20 +12,21 @@ from mindspeed_rlxf.roles.engines import EngineFactory, megatron_engine
 
 
 class ReferenceGroup:
-    """The ranks of the frozen reference policy."""
+    """The frozen reference policy's ranks."""
 
     def __init__(self, config: RunConfig, pool: Pool) -> None:
         self.run = config
         self.group = RoleGroup(Role.REF, config.layout(Role.REF), pool)
 
     def build(self) -> Pending:
+        """Submit the role's construction and weight loading."""
         return self.group.build(ReferenceRole, self.run)
 
     def log_probs(self, rollouts: RowsRef, lengths: Lengths) -> Pending:
         """Submit the reference's log-probs.
 
-        Rows: LogProbs; with `algorithm.kl_penalty: full` LogProbsWithKl, whose KL to the actor
-        (of the same processes) is over the whole vocabulary.
+        Rows: LogProbs; with `algorithm.kl_penalty: full` LogProbsWithKl with the KL to the actor
+        (in the same processes) over the whole vocabulary.
         """
         group = self.run, self.group
         if self.run.algorithm.kl_penalty is KlPenalty.FULL:
@@ -42,16 +43,16 @@ class ReferenceRole:
         self.temperature = config.actor_rollout.logit_temperature
 
     def log_probs(self, rollouts: Rollouts) -> RoleOutput:
-        """Compute log-probs of the trained tokens by the reference, at the actor's temperature.
+        """Compute trained tokens' reference log-probs at the actor's temperature.
 
-        Rows: LogProbs, only on the leader of a replica.
+        Rows: LogProbs, only on replica leaders.
         """
         return RoleOutput(self.engine.log_probs(rollouts, self.temperature))
 
     def log_probs_with_kl(self, rollouts: Rollouts, actor: ActorRole) -> RoleOutput:
-        """Compute log-probs, and KL(actor || reference) of each token over the whole vocabulary.
+        """Compute log-probs, and each token's full-vocabulary KL(actor || reference).
 
-        Rows: LogProbsWithKl, only on the leader of a replica.
+        Rows: LogProbsWithKl, only on replica leaders.
         """
         policy = actor.engine
         return RoleOutput(self.engine.log_probs_with_kl(rollouts, self.temperature, policy))

@@ -1,4 +1,4 @@
-"""Reports of role methods to the driver: plain Python values, without tensors."""
+"""Reports from role methods to the driver: plain Python values without tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mindspeed_rlxf.engine.train_engine import PolicyStep, TokenLogProbs
 
 @dataclass(frozen=True)
 class Summary:
-    """Count, sum, largest and smallest of many numbers; summaries can be merged."""
+    """Count, sum, maximum and minimum over many elements; summaries can be merged."""
 
     count: int
     total: float
@@ -26,10 +26,7 @@ class Summary:
 
     @classmethod
     def of(cls, values: Tensor) -> Summary:
-        """Return the summary of all numbers of a tensor.
-
-        values: any shape; on the host, as an NPU lacks fp64
-        """
+        """Summarize all elements in a tensor, which is on the host (an NPU lacks fp64)."""
         if not values.numel():
             return cls(0, 0.0, -math.inf, math.inf)
         wide = values.double()
@@ -37,7 +34,7 @@ class Summary:
 
     @classmethod
     def merge(cls, parts: Iterable[Summary]) -> Summary:
-        """Return the summary of all numbers that `parts` (one or more) summarize."""
+        """Return one summary for everything that `parts` (one or more) cover."""
         parts = list(parts)
         return cls(
             sum(p.count for p in parts),
@@ -48,10 +45,11 @@ class Summary:
 
     @property
     def mean(self) -> float:
+        """Mean over all elements."""
         return self.total / self.count
 
     def named(self, prefix: str) -> dict[str, float]:
-        """Return metrics `prefix/mean`, `prefix/max` and `prefix/min`, NaN without a number."""
+        """Return metrics `prefix/mean`, `prefix/max` and `prefix/min`, NaN if empty."""
         names = f"{prefix}/mean", f"{prefix}/max", f"{prefix}/min"
         if not self.count:
             return dict.fromkeys(names, math.nan)
@@ -60,7 +58,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class GenerateReport:
-    """Generation of a replica: lists with one entry per sample, and counts of GenerationStats."""
+    """A replica's generation: lists with one entry per sample, and GenerationStats counts."""
 
     prompt_lengths: list[int]
     response_lengths: list[int]
@@ -83,10 +81,10 @@ class ResponseLengths:
 
 @dataclass(frozen=True)
 class LogProbReport:
-    """The recomputed log-probs compared with the rollout's, over tokens.
+    """Recomputed log-probs compared with the rollout's, over tokens.
 
-    gap:    |difference| of log-probs
-    weight: truncated ratio of probabilities; None without `rollout_is_threshold`
+    `gap` is |log-prob difference|, and `weight` the truncated probability ratio; None without
+    `rollout_is_threshold`.
     """
 
     gap: Summary
@@ -95,10 +93,7 @@ class LogProbReport:
 
 @dataclass(frozen=True)
 class FailedSample:
-    """A sample whose scoring failed.
-
-    cause, is_outside: of `rewards.outcome.Cause`
-    """
+    """A sample that could not be scored; `cause` and `is_outside` as in `outcome.Cause`."""
 
     sample_id: int
     cause: str
@@ -108,7 +103,7 @@ class FailedSample:
 
 @dataclass(frozen=True)
 class ScoreReport:
-    """Scores before any penalty; lists with one entry per sample of the rank, or empty."""
+    """Scores before any penalty; lists with one entry per sample on the rank, or empty."""
 
     scores: list[float]
     parts: list[dict[str, float]] = field(default_factory=list)  # named parts of a rule's reward
@@ -118,17 +113,16 @@ class ScoreReport:
 
     @property
     def is_scored(self) -> list[bool]:
-        """Of each sample: False if it failed for a cause outside and is masked out."""
+        """Per sample: False if an outside failure masks it out."""
         if not self.failures:
             return [True] * len(self.scores)
         return [not (failure and failure.is_outside) for failure in self.failures]
 
 
 def value_fit(returns: Tensor, values: Tensor) -> list[float]:
-    """Return the sums over the slots of a rank that `explained_variance` needs.
+    """Return the per-rank sums for `explained_variance` over slots on the host.
 
-    The number of slots, and sums in fp64 of returns R, R^2, errors R - V, and (R - V)^2.
-    returns, values: of the same shape, on the host
+    These are the slot count, and fp64 sums: returns R, R^2, errors R - V, and (R - V)^2.
     """
     wide = returns.double()
     errors = wide - values.double()
@@ -137,9 +131,9 @@ def value_fit(returns: Tensor, values: Tensor) -> list[float]:
 
 
 def explained_variance(parts: Sequence[Sequence[float]]) -> float:
-    """Return 1 - Var(R - V) / Var(R) over the slots of all ranks; NaN if Var(R) <= 1e-12.
+    """Return 1 - Var(R - V) / Var(R) over all ranks' `value_fit` sums.
 
-    parts: `value_fit` of each rank; NaN also where they have no slot
+    NaN without slots or if Var(R) <= 1e-12.
     """
     n, *sums = (sum(column) for column in zip(*parts, strict=True))
     if n == 0:
@@ -151,12 +145,17 @@ def explained_variance(parts: Sequence[Sequence[float]]) -> float:
 
 @dataclass(frozen=True)
 class ExperienceReport:
-    """Experience of a replica.
+    """A replica's experience.
 
-    kl: mean KL per token of each sample; [] where it is not computed
-    score, rewards: over samples; advantages: over tokens; returns, values: over slots
-    returns, values, fit: None without a critic
-    num_masked: samples that no other entry but kl counts, because they could not be scored
+    Attributes:
+        kl: Each sample's mean KL per token; empty if not computed.
+        score: Over samples, like `rewards`.
+        rewards: Response totals.
+        advantages: Over tokens.
+        returns: Over slots, like `values`; both are None without a critic.
+        values: The critic's values.
+        fit: `value_fit`; None without a critic.
+        num_masked: Samples that could not be scored; only `kl` counts them.
     """
 
     kl: list[float]
@@ -171,7 +170,7 @@ class ExperienceReport:
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """Metrics of each optimizer step, averaged over all replicas, and the learning rate."""
+    """Each optimizer step's metrics, averaged over all replicas, and the learning rate."""
 
     steps: list[dict[str, float]]
     lr: float
@@ -179,10 +178,7 @@ class UpdateReport:
 
 @dataclass(frozen=True)
 class SampleText:
-    """The token ids of one sample, for the sample log.
-
-    weights_version: smallest and largest over its tokens
-    """
+    """One sample's token ids for the sample log, and its (min, max) weights version."""
 
     sample_id: int
     prompt_ids: list[int]
@@ -193,12 +189,11 @@ class SampleText:
 def measure_differences(
     step: PolicyStep, rollouts: Rollouts, experience: Experience, kl_penalty: KlPenalty
 ) -> PolicyStep:
-    """Return a copy of the step whose loss reports two more metrics; its value is the same.
+    """Return a copy of the step whose loss also reports two metrics; its value is unchanged.
 
-    `rollout/log_prob_gap_mean`: mean over trained tokens of |log-prob - log-prob of generation|
-    `critic/kl`: KL to the reference, mean over samples of their mean per trained token; left out
-    if the experience has no log-probs of the reference
-    The log-probs are those before the optimizer step.
+    `rollout/log_prob_gap_mean` is the mean |log-prob - rollout log-prob| over trained tokens.
+    `critic/kl` is the KL to the reference, averaged per sample and then over samples; omitted if
+    the experience has no reference log-probs. Log-probs are those before the optimizer step.
     """
 
     def loss(rows: list[int], tokens: TokenLogProbs) -> LossOutput:

@@ -1,4 +1,4 @@
-"""The reward role: it scores responses by a reward model, a classifier or rules."""
+"""The reward role: scores responses with a reward model, a classifier or rules."""
 
 import torch
 
@@ -19,19 +19,19 @@ from mindspeed_rlxf.roles.scorer import ScorerRole
 
 
 class RewardsFailed(RuntimeError):
-    """More samples of a batch could not be scored than `reward.max_failed` allows."""
+    """More samples in a batch could not be scored than `reward.max_failed` allows."""
 
 
 class RewardGroup:
     """The ranks that score responses.
 
-    group:    ranks of the reward model, or of the rules; without a model the scorers, if any
-    scorers:  ranks that score by functions or rules in processes, during generation; None = no such
-    streams:  the scores of training come from the scorers, alone or together with the model
+    `scorers`, if any, score by functions or rules in processes, during generation. `group` are the
+    model's or rules' ranks; without a model the scorers, if any. With `streams`, training scores
+    come from the scorers, alone or together with the model.
     """
 
     def __init__(self, config: RunConfig, pool: Pool, beside: RoleGroup | None = None) -> None:
-        """Choose the ranks. beside: the ranks that generate, which get the scorers, if any"""
+        """Choose the ranks; scorers, if any, run beside the generating ranks `beside`."""
         self.run, self.scorers = config, None
         by_model = config.reward.kind is not RewardKind.RULE
         if beside is not None:
@@ -45,15 +45,15 @@ class RewardGroup:
         )
 
     def build(self) -> list[Pending]:
-        """Submit the building of the reward's own ranks, if there are any."""
+        """Submit the construction on the reward's own ranks, if there are any."""
         if self.group is self.scorers:
             return []
         return [self.group.build(RewardRole, self.run)]
 
     def score(self, rollouts: RowsRef) -> Pending:
-        """Submit the scoring of the responses. Rows: Scores. Reports: ScoreReport per replica.
+        """Submit the responses for scoring. Rows: Scores. Reports: ScoreReport per replica.
 
-        With functions beside a model, the scorers score first and the model adds its scores.
+        With functions beside a model, the scorers go first and the model adds its scores.
         """
         if not self.streams:
             return self.group.call(RewardRole.score, rollouts)
@@ -64,9 +64,9 @@ class RewardGroup:
         return both.after(scored).require(self._check)
 
     def score_by_rule(self, rollouts: RowsRef) -> Pending:
-        """Submit scoring by the rules or functions alone, even if the reward is a model.
+        """Submit scoring by rules or functions alone, even if the reward is a model.
 
-        Reports have the answers found in the responses.
+        Reports include the answers found in the responses.
         """
         if self.scorers is not None:
             return self._score_by_functions(rollouts, True)
@@ -85,10 +85,10 @@ class RewardGroup:
 
 
 def check_failures(failures: list[FailedSample | None], max_failed: int | None) -> None:
-    """Raise RewardsFailed, with the first failed samples, if more than `max_failed` failed.
+    """Raise RewardsFailed, naming the first failures, if more than `max_failed` failed.
 
-    failures:   one entry per sample; None = it was scored
-    max_failed: None = a tenth of the samples, rounded down, at least one
+    `failures` has one entry per sample, None if scored. `max_failed` None = a tenth, rounded down,
+    at least one.
     """
     failed = [failure for failure in failures if failure is not None]
     allowed = max(1, len(failures) // 10) if max_failed is None else max_failed
@@ -103,7 +103,7 @@ def check_failures(failures: list[FailedSample | None], max_failed: int | None) 
 
 
 class RewardRole:
-    """Scores responses by rules (no device), by a Megatron reward model, or by a classifier."""
+    """Scores responses by rules (no device), a Megatron reward model, or a classifier."""
 
     def __init__(self, config: RunConfig, build_engine: EngineFactory = megatron_engine) -> None:
         reward = config.reward
@@ -120,9 +120,9 @@ class RewardRole:
             )
 
     def score(self, rollouts: Rollouts) -> RoleOutput:
-        """Score responses by `reward.kind`: reward model, Hugging Face classifier, or rules.
+        """Score responses by `reward.kind`.
 
-        Rows: Scores. Report: ScoreReport. Of a reward model only on the leader of a replica.
+        Rows: Scores. Report: ScoreReport. With a reward model only on replica leaders.
         """
         if self.classifier is not None:
             prompts = self._decode(rollouts.prompt_tokens())
@@ -141,14 +141,12 @@ class RewardRole:
         return texts
 
     def score_beside_rules(self, rollouts: Rollouts, rules: RuleScores) -> RoleOutput:
-        """Score by the model, the functions, or by both: by the row's `reward_model.style`.
+        """Score by the model, and add the functions' scores `rules` for the same samples.
 
-        Without a style the score is model_weight * the model's + the functions'.
-
-        Rows: RuleScores. Report: ScoreReport, with the model's score as the part `model`. Neither
-        on ranks other than the leader.
-        rules: scores of the functions for the same samples. A sample whose functions failed keeps
-               the score it has there (`reward.failed_score`); the model's is not added
+        A row's `reward_model.style` leaves one out; without it the score is model_weight * the
+        model's + the functions'. A sample whose functions failed keeps `reward.failed_score`,
+        without the model's. Rows: RuleScores. Report: ScoreReport, with the model's score as the
+        part `model`. Only on leaders.
         """
         output = self.score(rollouts)
         if output.rows is None:  # this rank is no leader
@@ -172,9 +170,9 @@ class RewardRole:
         return RoleOutput(both, ScoreReport(scores, parts, failures))
 
     def score_by_rule(self, rollouts: Rollouts, validates: bool = False) -> RoleOutput:
-        """Score responses by the verifiers or the rule of each sample's data source.
+        """Score responses by verifiers, or by each data source's rule.
 
-        Rows: Scores. Report: ScoreReport with parts, and if it `validates` the answers found.
+        Rows: Scores. Report: ScoreReport with parts, and when validating the answers found.
         """
         texts = self._decode(rollouts.response_tokens())
         results = self.rules.score(texts, rollouts.ground_truths, rollouts.data_sources)

@@ -1,4 +1,4 @@
-"""The rollout role: it generates responses with the weights of the policy."""
+"""The rollout role: generates responses with the policy's weights."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -29,7 +29,7 @@ from mindspeed_rlxf.rollout.sampling import SamplingSettings, StopStrings
 
 
 class Sampling(Enum):
-    """How tokens are chosen: by the actor's keys, the most likely ones, by those of validation."""
+    """Token selection: the actor's keys, greedy, or the validation keys."""
 
     TRAINING = "training"
     GREEDY = "greedy"
@@ -37,9 +37,9 @@ class Sampling(Enum):
 
 
 class RolloutGroup:
-    """The ranks that generate: those of the actor, or the other part of a disaggregated pool.
+    """The generating ranks: the actor's, or the other part in disaggregated placement.
 
-    A replica is a tensor-parallel group of these ranks.
+    A replica is a tensor-parallel group.
     """
 
     def __init__(self, config: RunConfig, pool: Pool) -> None:
@@ -49,17 +49,17 @@ class RolloutGroup:
         self._version: int | None = None  # of the weights that the ranks have
 
     def build(self, eos_token_ids: Sequence[int], scored: bool = False) -> Pending:
-        """Submit the building of the rollout; call it after that of actor and scorers.
+        """Submit the role's construction, after the actor's and the scorers'.
 
-        It shares the processes and weights of the actor, unless the pool is split.
-        scored: responses go to the scorers in the same processes
+        It shares the actor's processes and weights, unless placement is disaggregated. `scored`
+        responses go to the scorers in the same processes.
         """
         actor = None if self.run.parts else Peer(Role.ACTOR_ROLLOUT)
         scorer = Peer(Role.SCORER) if scored else None
         return self.group.build(RolloutRole, self.run, tuple(eos_token_ids), actor, scorer)
 
     def update_weights(self, actor: ActorGroup, version: int) -> None:
-        """Give the rollout the weights of the actor after `version` updates, and wait."""
+        """Give the rollout the actor's weights after `version` updates, and wait."""
         if version == self._version:
             return
         parts = [self.group.prepare(RolloutRole.update_weights, version)]
@@ -77,7 +77,7 @@ class RolloutGroup:
 
 
 class RolloutRole:
-    """One rank of a rollout replica, in a process of the actor or in its own."""
+    """One rank in a rollout replica, in the actor's process or its own."""
 
     def __init__(
         self,
@@ -86,12 +86,10 @@ class RolloutRole:
         actor: ActorRole | None = None,
         scorer: ScorerRole | None = None,
     ) -> None:
-        """Build the rollout engine; a collective over the ranks that generate.
+        """Build the rollout engine; a collective over the generating ranks.
 
-        actor:  role of the same process that trains the weights; None = other ranks train and send
-                their weights
-        scorer: role of the same process that scores responses as they finish; None = no scoring
-                here. Its `is_leader` is set to whether this rank leads its rollout replica
+        `actor` trains the weights in this process; None = other ranks train and send them. `scorer`
+        scores finished responses in this process, and gets its `is_leader` here.
         """
         from mindspeed_rlxf.rollout.replica import build_replica  # brings in Megatron
 
@@ -113,10 +111,10 @@ class RolloutRole:
         self.sync_s = 0.0  # seconds of waiting for weights since the last report
 
     def update_weights(self, version: int) -> RoleOutput:
-        """Give the engine the actor's weights, which have had `version` updates.
+        """Give the engine the actor's weights after `version` updates.
 
-        Ranks that do not train wait for the weights that `ActorRole.send_weights` sends. The time
-        is added to `sync_s`, which the next report contains.
+        Untrained ranks wait for `ActorRole.send_weights`. The next report includes the time as
+        `sync_s`.
         """
         started = time.monotonic()
         self.replica.take_weights(version)
@@ -126,12 +124,11 @@ class RolloutRole:
     def generate(
         self, prompts: Prompts, seed: int, sampling: Sampling = Sampling.TRAINING
     ) -> RoleOutput:
-        """Generate responses to the prompts; rows and report only on the leader of a replica.
+        """Generate responses; rows and report only on replica leaders.
 
-        Takes fixed responses if the prompts have them (all or none), with the engine's log-probs.
-        seed: with the sample ids it determines every sampled token
-        The engine wakes for the call and sleeps afterwards, also after an error. With a scorer it
-        starts to score responses as they finish.
+        Prompts may bring fixed responses (all or none); the engine adds log-probs. The engine wakes
+        for the call and sleeps afterwards, also after an error. A scorer starts to score responses
+        as they finish. The seed and the sample ids determine every sampled token.
         """
         engine = self.replica.engine
         requests = make_requests(prompts, self.settings[sampling], seed)
@@ -174,11 +171,7 @@ def sampling_settings(
     do_sample: bool,
     stop: StopStrings | None = None,
 ) -> SamplingSettings:
-    """Return the settings of generation by the actor's keys.
-
-    do_sample: False = greedy, whatever the actor's key says
-    stop:      texts that end a response; None = none
-    """
+    """Return settings from the actor's keys; do_sample False means greedy, whatever they say."""
     return SamplingSettings(
         do_sample=do_sample,
         temperature=actor.temperature,
@@ -194,7 +187,7 @@ def sampling_settings(
 def validation_settings(
     validation: ValidationConfig, settings: SamplingSettings
 ) -> SamplingSettings:
-    """Return `settings` with do_sample, temperature, top_k and top_p of the validation section."""
+    """Return `settings` with the validation section's sampling keys."""
     return replace(
         settings,
         do_sample=validation.do_sample,
@@ -207,7 +200,7 @@ def validation_settings(
 def make_requests(
     prompts: Prompts, settings: SamplingSettings, seed: int
 ) -> list[GenerationRequest]:
-    """Return a request with `settings` and `seed` for each prompt, in order; `place` is its row."""
+    """Return a request for each prompt, in order; `place` is its row."""
     samples = zip(prompts.sample_ids, prompts.token_ids, strict=True)
     return [
         GenerationRequest(place, sample_id, prompt, settings, seed)
@@ -216,9 +209,9 @@ def make_requests(
 
 
 def gather_rollouts(prompts: Prompts, results: Iterable[GenerationResult]) -> Rollouts:
-    """Consume all results; return the padded rows of a batch, in the order of its prompts.
+    """Consume all results; return padded rows in prompt order.
 
-    results: one for each prompt, in any order, else AssertionError
+    `results` must hold one for each prompt, in any order.
     """
     by_place = {result.place: result for result in results}
     assert by_place.keys() == set(range(prompts.num_rows)), "one result for each prompt"

@@ -1,4 +1,4 @@
-"""The scorer role: it scores responses as they finish, in the process that generates them."""
+"""The scorer role: scores responses as they finish, in the process that generates them."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -17,8 +17,8 @@ from mindspeed_rlxf.rollout.rollout_engine import GenerationResult
 class ScorerRole:
     """Scores responses by functions and rules, in child processes.
 
-    `follow` starts to score each response when it is finished, and `score` waits for the result.
-    Rows that `follow` has not seen are scored in `score`.
+    `follow` starts scoring each finished response, and `score` waits for the results; it starts
+    rows that `follow` has not seen.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -31,10 +31,10 @@ class ScorerRole:
     def follow(
         self, prompts: Prompts, results: Iterable[GenerationResult]
     ) -> Iterator[GenerationResult]:
-        """Yield the results unchanged; start to score each one first, on a leader rank.
+        """Yield the results unchanged; on leaders, start scoring each one first.
 
-        `score` takes the scorings of the last two calls; older ones are forgotten.
-        Does not score rows that a model alone scores.
+        `score` reads the last two calls; older ones are forgotten. Rows for a model alone are
+        skipped.
         """
         begun: dict[tuple[int, ...], Scoring] = {}
         self._started = [*self._started, begun][-2:]
@@ -47,13 +47,13 @@ class ScorerRole:
             yield result
 
     def score(self, rollouts: Rollouts, validates: bool = False) -> RoleOutput:
-        """Wait for the score of each row; `reward.failed_score` where scoring failed.
+        """Wait for each row's score; `reward.failed_score` if scoring failed, 0 for a model's rows.
 
-        Rows that a model alone scores get 0.
+        When validating, every row is scored, and the report has each response's answer. Rows:
+        RuleScores. Report: ScoreReport with parts and failures. Both only on leaders.
 
-        Rows: RuleScores. Report: ScoreReport with parts and failures. Both only on a leader rank.
-        validates: score every row, and report the answer extracted from each response
-        Errors: ScoringBroken where the scoring processes cannot score any sample.
+        Raises:
+            ScoringBroken: No sample can be scored.
         """
         if not self.is_leader:
             return RoleOutput()
