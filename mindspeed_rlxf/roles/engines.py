@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, TypeAlias
 
+from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import LossNormalizer, Role
 from mindspeed_rlxf.config.schema import LearningConfig, RunConfig
 from mindspeed_rlxf.engine import offload
@@ -24,6 +25,11 @@ def room_on_device() -> AbstractContextManager[None]:
     For a model outside the engines that needs device memory.
     """
     return offload.holding()
+
+
+def device_model() -> str:
+    """Return the device's model name, empty on CPU."""
+    return device.device_name()
 
 
 def megatron_engine(config: RunConfig, role: Role) -> MegatronEngine:

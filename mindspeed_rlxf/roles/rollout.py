@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from mindspeed_rlxf import device
 from mindspeed_rlxf.cluster.group import Pending, RoleGroup, Sharded, submit_together
 from mindspeed_rlxf.cluster.interface import Peer, Pool, PoolPart
 from mindspeed_rlxf.config.enums import Role
@@ -17,6 +16,7 @@ from mindspeed_rlxf.config.schema import ActorConfig, RunConfig, ValidationConfi
 from mindspeed_rlxf.data.batch import Prompts, RoleOutput, Rollouts
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
 from mindspeed_rlxf.roles.actor import ActorGroup, ActorRole
+from mindspeed_rlxf.roles.engines import device_model
 from mindspeed_rlxf.roles.reports import GenerateReport
 from mindspeed_rlxf.roles.scorer import ScorerRole
 from mindspeed_rlxf.rollout.rollout_engine import (
@@ -160,7 +160,7 @@ class RolloutRole:
             decoded_tokens=stats.decoded_tokens,
             sampled_tokens=stats.sampled_tokens,
             sync_s=sync_s,
-            device=device.device_name(),
+            device=device_model(),
         )
         return RoleOutput(rows, report)
 
