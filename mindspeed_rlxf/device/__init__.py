@@ -43,7 +43,7 @@ FACTS = {
     ),
 }
 MIB = 1024**2
-DETERMINISTIC_CUDA = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
+DETERMINISTIC_CUDA: Mapping[str, str] = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
 
 _active: DeviceKind | None = None
 
@@ -181,12 +181,8 @@ def set_deterministic(wanted: bool | None) -> None:
         wanted = _active in (None, DeviceKind.CPU)
     if not wanted:
         return
-    variables: Mapping[str, str] = {}
-    if _active is DeviceKind.CUDA:
-        variables = DETERMINISTIC_CUDA
-    elif _active is DeviceKind.NPU:
-        variables = npu.DETERMINISTIC
-    for name, value in variables.items():
+    variables = {DeviceKind.CUDA: DETERMINISTIC_CUDA, DeviceKind.NPU: npu.DETERMINISTIC}
+    for name, value in variables.get(_active or DeviceKind.CPU, {}).items():
         os.environ.setdefault(name, value)
     torch.use_deterministic_algorithms(True)
     # Slow, and only useful to find reads of memory that was never written.
@@ -278,8 +274,8 @@ def communicator_bytes(kind: DeviceKind) -> int:
 
 def host_memory() -> int:
     """Return the total bytes of this host's memory, or the container's limit if that is lower."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return int(min(total, control_group.read_amount(control_group.Amount.MEMORY_LIMIT)))
+    limit = control_group.read_amount(control_group.Amount.MEMORY_LIMIT)
+    return int(min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), limit))
 
 
 def to_text(state: Tensor) -> str:
@@ -311,14 +307,11 @@ def load_process_state(state: dict[str, Any]) -> bool:
     Changes nothing and returns False if they are of another kind of device.
     """
     library = active_library()
-    device = None if state["device"] is None else from_text(state["device"])
-    if library is None or device is None:
-        if library is not device:
-            return False
-    elif library.get_rng_state().numel() != device.numel():
+    own = "" if library is None else to_text(library.get_rng_state())
+    if len(own) != len(state["device"] or ""):
         return False
-    else:
-        library.set_rng_state(device)
+    if library is not None:
+        library.set_rng_state(from_text(state["device"]))
     torch.set_rng_state(from_text(state["torch"]))
     words, *place = state["numpy"]
     np.random.set_state(("MT19937", np.array(words, dtype=np.uint32), *place))

@@ -124,7 +124,24 @@ def apply() -> None:
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self
     torch.Tensor.type = _type_with_cuda_prefix(torch.Tensor.type)
     torch.compile = _uncompiled  # type: ignore[assignment]
-    _patch_runtime()
+    cuda = torch.cuda
+    cuda.current_device = lambda: CPU
+    cuda.set_device = lambda device: None
+    cuda.synchronize = lambda device=None: None
+    cuda.empty_cache = lambda: None
+    cuda.Stream = _Stream
+    cuda.current_stream = cuda.default_stream = torch.cpu.current_stream
+    cuda.stream = lambda stream: contextlib.nullcontext()
+    cuda.get_device_capability = lambda device=None: (0, 0)
+    cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *args, **kwargs: None
+
+    for module in (torch.cuda, torch.cuda.random):
+        module.get_rng_state = lambda device=None: torch.get_rng_state()
+        module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+        # not torch.manual_seed, which seeds every device and would call this function again
+        module.manual_seed = module.manual_seed_all = torch.default_generator.manual_seed
+        module.initial_seed = lambda: torch.initial_seed()
+
     wrap_collectives()
     share_device()
 
@@ -168,24 +185,3 @@ class _Stream(torch.cpu.Stream):
 
     def synchronize(self) -> None:
         """Do nothing; megatron-core 0.12 calls it instead of waiting for the event."""
-
-
-def _patch_runtime() -> None:
-    """Replace the functions of `torch.cuda` that Megatron calls by ones for the CPU."""
-    cuda = torch.cuda
-    cuda.current_device = lambda: CPU
-    cuda.set_device = lambda device: None
-    cuda.synchronize = lambda device=None: None
-    cuda.empty_cache = lambda: None
-    cuda.Stream = _Stream
-    cuda.current_stream = cuda.default_stream = torch.cpu.current_stream
-    cuda.stream = lambda stream: contextlib.nullcontext()
-    cuda.get_device_capability = lambda device=None: (0, 0)
-    cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *args, **kwargs: None
-
-    for module in (torch.cuda, torch.cuda.random):
-        module.get_rng_state = lambda device=None: torch.get_rng_state()
-        module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
-        # not torch.manual_seed, which seeds every device and would call this function again
-        module.manual_seed = module.manual_seed_all = torch.default_generator.manual_seed
-        module.initial_seed = lambda: torch.initial_seed()

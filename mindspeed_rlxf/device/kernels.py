@@ -76,8 +76,7 @@ def find(operator: Operator, *shape: int) -> Any:
             found = source.load()
             source.probe(found, device.current_device(), *shape)
         except Exception as error:  # whatever a library of the device raises
-            cause = str(error).strip().splitlines()[:1]
-            why = f"{type(error).__name__}: {cause[0] if cause else ''}"
+            why = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
             logger.info("%s: %s does not work here (%s)", operator.value, source.name, why)
             continue
         logger.info("%s: %s", operator.value, source.name)

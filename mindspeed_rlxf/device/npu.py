@@ -94,11 +94,9 @@ def start(index: int, assigned: str | None, deadline_s: float | None) -> None:
 
 def check_cann(environment: Mapping[str, str]) -> None:
     """Raise ValueError unless CANN's set_env.sh has been sourced and LIBRARY is found."""
-    homes = [environment[name] for name in HOME if environment.get(name)]
-    if not homes:
-        raise ValueError(f"CANN needs {' or '.join(HOME)}, neither is set; {SOURCE_IT}")
-    if not Path(homes[0]).is_dir():
-        raise ValueError(f"CANN's folder {homes[0]} is not there; correct it, or {SOURCE_IT}")
+    home = next((environment[name] for name in HOME if environment.get(name)), "")
+    if not home or not Path(home).is_dir():
+        raise ValueError(f"{' or '.join(HOME)} must be CANN's folder, not {home!r}; {SOURCE_IT}")
     folders = filter(None, environment.get("LD_LIBRARY_PATH", "").split(os.pathsep))
     if any(Path(folder, LIBRARY).exists() for folder in folders):
         return
@@ -147,7 +145,6 @@ def count_by_torch(reason: str = "") -> int:
 
     reason: why npu-smi did not answer, for the error
     """
-    check_installed()
     try:
         output = driver.run_tool([sys.executable, "-c", ASK], IMPORT_S)
         return int(output.rpartition(ANSWER)[2])

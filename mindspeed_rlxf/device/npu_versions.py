@@ -107,8 +107,10 @@ HOME = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
 SET_ENV = ("/usr/local/Ascend/cann/set_env.sh", "/usr/local/Ascend/ascend-toolkit/set_env.sh")
 SET_ENV_ATB = "/usr/local/Ascend/nnal/atb/set_env.sh"
 KERNELS = "built-in/op_impl/ai_core/tbe/kernel"
-MOUNTS = " ".join(f"--device {name}" for name in DEVICE_FILES) + f" -v {DRIVER}:{DRIVER}"
-IN_CONTAINER = f"in a container: --device /dev/davinci0 (one for each) {MOUNTS}"
+IN_CONTAINER = (
+    "in a container: --device /dev/davinci0 (one for each) "
+    f"{' '.join(f'--device {name}' for name in DEVICE_FILES)} -v {DRIVER}:{DRIVER}"
+)
 
 
 class Installed(NamedTuple):

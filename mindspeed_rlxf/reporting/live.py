@@ -106,7 +106,13 @@ class LiveConsole(Console):
                 more = self._validated if label == "score" else ""
                 rows.add_row(label, Text.assemble(value, drawn, "  ", more))
         for label, facts in FACTS.items() if metrics else ():
-            shown = (f"{k} {_show(v, metrics[v])}" for k, v in facts.items() if v in metrics)
+            shown = (
+                f"{fact} {metrics[name]:.0%}"
+                if name.endswith(("_fraction", "/mfu"))
+                else f"{fact} {format_short(metrics[name])}"
+                for fact, name in facts.items()
+                if name in metrics
+            )
             rows.add_row(label, "  ".join(shown))
         for label, prefix in FAMILIES.items():
             found = {k.removeprefix(prefix): v for k, v in metrics.items() if k.startswith(prefix)}
@@ -129,8 +135,3 @@ def draw_curve(values: Sequence[float], width: int) -> str:
     low, high = min(means), max(means)
     scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
     return "".join(BLOCKS[int((value - low) * scale + 0.5)] for value in means)
-
-
-def _show(name: str, value: float) -> str:
-    """Format a metric: fractions as a percentage, others by `format_short`."""
-    return f"{value:.0%}" if name.endswith(("_fraction", "/mfu")) else format_short(value)

@@ -260,6 +260,5 @@ def _choose_mode(run: TrackedRun, prefix: str) -> str:
     asked = os.environ.get(f"{prefix}_MODE")
     if run.offline:
         return "disabled" if asked == "disabled" else "offline"
-    has_key = bool(os.environ.get(f"{prefix}_API_KEY"))
-    online = has_key if run.offline is None else True
+    online = run.offline is False or os.environ.get(f"{prefix}_API_KEY")
     return asked or ("online" if online else "offline")

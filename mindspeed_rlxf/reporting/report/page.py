@@ -84,9 +84,13 @@ def make_report(
         f'<script type="text/plain" id="data-{name}">{base64.b64encode(blob).decode()}</script>'
         for name, blob in blobs.items()
     )
-    title = html.escape(", ".join(run.name for run in runs))
     return Template(_read("report/report.html")).substitute(
-        title=title, policy=policy, live=version, style=style, script=script, data=data
+        title=html.escape(", ".join(run.name for run in runs)),
+        policy=policy,
+        live=version,
+        style=style,
+        script=script,
+        data=data,
     )
 
 

@@ -145,8 +145,8 @@ def test_a_device_that_is_not_there_is_named(
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({}, "ASCEND_HOME_PATH or ASCEND_TOOLKIT_HOME, neither is set"),
-        ({"ASCEND_HOME_PATH": "/not/there"}, "/not/there is not there"),
+        ({}, "ASCEND_HOME_PATH or ASCEND_TOOLKIT_HOME must be CANN's folder, not ''"),
+        ({"ASCEND_HOME_PATH": "/not/there"}, "not '/not/there'"),
         ({"ASCEND_TOOLKIT_HOME": "/"}, r"libascendcl\.so must be on LD_LIBRARY_PATH"),
     ],
 )

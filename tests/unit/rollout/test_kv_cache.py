@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -12,9 +11,6 @@ from mindspeed_rlxf.config import generation_memory
 from mindspeed_rlxf.models.attention import PackedSequences
 from mindspeed_rlxf.rollout import kv_cache
 from mindspeed_rlxf.rollout.kv_cache import CacheShape, DecodeStep, KvCache, Prefill
-from tests.npu_sim import load
-
-standin = load("attention")
 
 LAYERS, HEADS, GROUPS, DIM = 2, 4, 2, 8
 
@@ -83,17 +79,6 @@ def test_prefill_then_decode_is_causal_attention_of_the_whole_sequence(layer: in
         places = [n + step for n in prompts]
         out = decode(cache, layer, qkv, places)
         assert_close(out, torch.stack([w[p] for w, p in zip(whole, places, strict=True)]))
-
-
-def test_masks_of_decoding_have_a_shape_that_an_npu_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row for each query of a group; torch repeats a single one, CANN's operator does not."""
-    qkv, results = [random_tokens(4, 1), random_tokens(7, 2)], []
-    for attention in (F.scaled_dot_product_attention, standin.scaled_dot_product_attention):
-        monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
-        cache = new_cache(slots=2)
-        prefill(cache, 1, qkv, [3, 6])
-        results.append(decode(cache, 1, qkv, [3, 6]))
-    assert torch.equal(*results)
 
 
 def test_scores_of_a_decode_step_are_not_rounded_to_low_precision() -> None:

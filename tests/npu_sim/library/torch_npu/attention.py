@@ -7,10 +7,8 @@ A mask is True where a score does NOT count.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 COMPRESSED = (2048, 2048)  # shape of the mask that causal modes take: strictly upper triangular
@@ -112,29 +110,6 @@ def npu_fusion_attention_grad(
         )[0]  # fmt: skip
     dq, dk, dv = torch.autograd.grad(out, inputs, dy)
     return dq, dk, dv, None, None
-
-
-_TORCHS_OWN = F.scaled_dot_product_attention
-
-
-def scaled_dot_product_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any
-) -> Tensor:
-    """Call torch's attention, but raise RuntimeError for a bool mask that CANN refuses.
-
-    op-plugin up to 26.0.0 hands a bool mask unchanged to the fused operator, which takes only the
-    shapes BNSS, B1SS, 11SS and SS.
-    """
-    if attn_mask is not None and attn_mask.dtype is torch.bool and query.dim() == 4:
-        batch, heads = query.shape[:2]
-        scores = (query.size(2), key.size(2))
-        known = {(batch, heads, *scores), (batch, 1, *scores), (1, 1, *scores), scores}
-        if tuple(attn_mask.shape) not in known:
-            raise RuntimeError(
-                f"get unsupported atten_mask shape, the shape is {tuple(attn_mask.shape)}; "
-                f"B=[{batch}], N=[{heads}], Sq=[{scores[0]}], Skv=[{scores[1]}]"
-            )
-    return _TORCHS_OWN(query, key, value, attn_mask, **options)
 
 
 def _require(supported: bool, what: str) -> None:
