@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mindspeed_rlxf.cluster.group import Sharded
@@ -19,7 +19,6 @@ from mindspeed_rlxf.config.rank_layout import ParallelLayout
 from mindspeed_rlxf.data.batch import Prompts, RoleOutput
 from mindspeed_rlxf.engine.parallel import ParallelGroups
 from mindspeed_rlxf.models import shared_experts
-from mindspeed_rlxf.models.grouped_experts import stack_experts
 from mindspeed_rlxf.models.parameter_counts import shard_sizes
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.roles.rollout import RolloutRole, Sampling, make_requests
@@ -29,6 +28,7 @@ from tests.distributed.groups import build_group, build_policy
 from tests.distributed.llamas import MIXTRAL, QWEN3_MOE, make_llama, run_config
 from tests.distributed.test_experts import EP2, PP2, TP2
 from tests.distributed.test_parity_with_transformers import make_prompts
+from tests.unit.models.moe import Expert, Experts, Router, one_by_one, place_weights
 
 GROUPED = hasattr(F, "grouped_mm")
 EOS, SEED = [3, 8, 17, 21, 26, 30, 34], 5
@@ -195,50 +195,6 @@ def test_a_rank_that_needs_no_more_responses_still_serves_its_experts(
 EXPERTS, HIDDEN, TOPK = 8, 16, 3
 
 
-class Expert(nn.Module):
-    """A gated MLP as Megatron's."""
-
-    def __init__(self, width: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.linear_fc1 = nn.Linear(HIDDEN, 2 * width, bias=False, dtype=dtype)
-        self.linear_fc2 = nn.Linear(width, HIDDEN, bias=False, dtype=dtype)
-
-    def forward(self, hidden: Tensor, shares: Tensor) -> Tensor:
-        gate, up = self.linear_fc1(hidden).chunk(2, dim=-1)
-        out: Tensor = self.linear_fc2((F.silu(gate) * up * shares[:, None]).to(hidden.dtype))
-        return out
-
-
-class Experts(nn.Module):
-    """One expert after the other, as Megatron's module."""
-
-    def __init__(self, experts: list[Expert]) -> None:
-        super().__init__()
-        self.local_experts = nn.ModuleList(experts)
-
-    def forward(self, hidden: Tensor, counts: Tensor, shares: Tensor) -> tuple[Tensor, None]:
-        parts = zip(self.local_experts, hidden.split(counts.tolist()), strict=True)
-        outs = [
-            expert(rows, weights)
-            for (expert, rows), weights in zip(parts, shares.split(counts.tolist()), strict=True)
-        ]
-        return torch.cat(outs), None
-
-
-class AnyRouter(nn.Module):
-    """Three experts of each token, the last one rarely; the probabilities need not add up to 1."""
-
-    topk = TOPK
-
-    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
-        generator = torch.Generator().manual_seed(3)
-        weight = torch.randn(HIDDEN, EXPERTS, generator=generator) / 4
-        scores = (hidden.flatten(0, -2).float() @ weight).exp()
-        scores[:, -1] *= 1e-3
-        least = scores.topk(TOPK).values[:, -1:]
-        return scores.masked_fill(scores < least, 0.0), None
-
-
 @dataclass
 class Layer:
     router: nn.Module
@@ -260,17 +216,15 @@ class ExchangeProbe:
         counts: tokens of each rank; chunk: of all ranks that are exchanged at once
         """
         torch.manual_seed(7)
-        experts = [Expert(width, dtype) for _ in range(EXPERTS)]
+        experts = [Expert(HIDDEN, width, dtype) for _ in range(EXPERTS)]
         weights = [[p.detach().float() for p in expert.parameters()] for expert in experts]
         rank, share = self.groups.ep.rank(), EXPERTS // self.groups.ep.size()
         own = slice(rank * share, (rank + 1) * share)
-        stack_experts(Experts(experts[own][::-1] if is_reversed else experts[own]))
-        for expert, numbers in zip(experts[own], weights[own], strict=True):
-            for parameter, values in zip(expert.parameters(), numbers, strict=True):
-                parameter.copy_(values)
+        local = Experts(experts[own])
+        place_weights(local, "reversed buffer" if is_reversed else "stack")
         exchange = shared_experts.Exchange(self.groups.ep, self.groups.tp, counts)
-        router = AnyRouter()
-        layer = shared_experts.SharedExperts(Layer(router, Experts(experts[own])), exchange)
+        router = Router(HIDDEN, EXPERTS, TOPK, EXPERTS - 1)
+        layer = shared_experts.SharedExperts(Layer(router, local), exchange)
         layer.bind()
         tokens = [torch.randn(count, HIDDEN).to(dtype) for count in counts][rank]
         usual, shared_experts.EXCHANGE_TOKENS = shared_experts.EXCHANGE_TOKENS, chunk
@@ -284,15 +238,6 @@ class ExchangeProbe:
             error = (expected - row).abs().max() / expected.abs().max()
             largest = max(largest, float(error))
         return RoleOutput(report=(largest, layer.weights is not None))
-
-
-def one_by_one(token: Tensor, shares: Tensor, weights: list[list[Tensor]]) -> Tensor:
-    """Sum what each expert makes of a token, fp32."""
-    total = torch.zeros(HIDDEN)
-    for share, (widens, narrows) in zip(shares, weights, strict=True):
-        gate, up = (widens @ token.float()).chunk(2)
-        total += share * (narrows @ (F.silu(gate) * up))
-    return total
 
 
 @pytest.mark.parametrize(

@@ -19,21 +19,7 @@ from mindspeed_rlxf.models.parameters import (
     shard_slices,
     stage_parameters,
 )
-
-
-def architecture(**keys: Any) -> ArchitectureConfig:
-    base: dict[str, Any] = {
-        "num_layers": 4,
-        "hidden_size": 16,
-        "ffn_hidden_size": 24,
-        "num_attention_heads": 8,
-        "num_query_groups": 4,
-        "kv_channels": 6,
-        "vocab_size": 37,
-        "max_position_embeddings": 32,
-        "untie_embeddings_and_output_weights": True,
-    }
-    return ArchitectureConfig(**(base | keys))
+from tests.unit.weights.folders_of import architecture_of
 
 
 def coverage(
@@ -71,7 +57,8 @@ def test_the_ranks_hold_every_element_once(
     """sizes: heads of a group, numbers of a head, numbers of the MLP on a rank"""
     heads_per_group, head_dim, ffn_per_rank = sizes
     shared = min(ranks_per_group, tp)  # by that many ranks is each group
-    a = architecture(
+    a = architecture_of(
+        "llama",
         add_qkv_bias=bias and keys["num_experts"] is None,
         num_layers=1,
         hidden_size=5,
@@ -111,7 +98,7 @@ def parameter_named(a: ArchitectureConfig, name: str) -> StageParameter:
 @pytest.mark.parametrize("tp", [1, 2, 4, 8, 16])  # 4 groups, 96 rows
 def test_query_key_value_rows_are_interleaved_by_group_as_megatron_splits_them(tp: int) -> None:
     # Megatron views its output as [groups, (queries of the group, key, value), head_dim]
-    a = architecture()
+    a = architecture_of("llama")
     parameter = parameter_named(a, "decoder.layers.0.self_attention.linear_qkv.weight")
     shapes = hf_shapes(a, Head.LANGUAGE_MODEL)
     tensors = {s: torch.randn(shapes[s]) for s in parameter.sources}
@@ -122,7 +109,7 @@ def test_query_key_value_rows_are_interleaved_by_group_as_megatron_splits_them(t
 
 
 def test_each_rank_holds_gate_rows_then_up_rows() -> None:
-    a = architecture()
+    a = architecture_of("llama")
     parameter = parameter_named(a, "decoder.layers.0.mlp.linear_fc1.weight")
     gate, up = torch.randn(2, 24, 16)
     mlp = "model.layers.0.mlp."
@@ -132,7 +119,7 @@ def test_each_rank_holds_gate_rows_then_up_rows() -> None:
 
 
 def test_vocabulary_is_padded_at_its_end_to_a_multiple_of_tp() -> None:
-    a = architecture(vocab_size=5)
+    a = architecture_of("llama", vocab_size=5)
     assert [padded_vocab_size(a, tp) for tp in (1, 2, 4, 5)] == [5, 6, 8, 5]
     embedding = parameter_named(a, "embedding.word_embeddings.weight")
     parts = [shard_slices(embedding, a, rank, 4)[0] for rank in range(4)]
@@ -142,7 +129,7 @@ def test_vocabulary_is_padded_at_its_end_to_a_multiple_of_tp() -> None:
 def test_chunks_of_a_rank_are_stages_of_a_longer_pipeline() -> None:
     """Eight layers on two ranks of two chunks (Megatron): rank 0 has 0, 1 and 4, 5; rank 1 has 2, 3
     and 6, 7."""
-    a = architecture(num_layers=8)
+    a = architecture_of("llama", num_layers=8)
     ranks = [
         {p.name: p.sources for p in rank_parameters(a, Head.LANGUAGE_MODEL, rank, 2, 2)}
         for rank in (0, 1)
@@ -160,7 +147,7 @@ def test_chunks_of_a_rank_are_stages_of_a_longer_pipeline() -> None:
 
 
 def test_a_rank_holds_neighbouring_experts_and_counts_them_from_zero() -> None:
-    a = architecture(num_experts=4, moe_router_topk=2)
+    a = architecture_of("llama", num_experts=4, moe_router_topk=2)
     held = {p.name: p for p in stage_parameters(a, Head.LANGUAGE_MODEL, 1, 2, 1, 2)}
     place, block = "decoder.layers.0.mlp.experts.local_experts", "model.layers.2.block_sparse_moe"
     for local, expert in ((0, 2), (1, 3)):

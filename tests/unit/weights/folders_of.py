@@ -40,14 +40,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "mixtral": {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24},
 }
-CLASSES = {
-    "llama": "Llama",
-    "tied": "Llama",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-    "qwen3_moe": "Qwen3Moe",
-    "mixtral": "Mixtral",
-}
+CLASSES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral"}
 
 
 def architecture_of(family: str, **keys: Any) -> ArchitectureConfig:
@@ -59,7 +52,7 @@ def hf_config(family: str, a: ArchitectureConfig, head: Head) -> dict[str, Any]:
     """Return the config.json that transformers writes for a model."""
     ending = "ForCausalLM" if head is Head.LANGUAGE_MODEL else "ForSequenceClassification"
     config = {
-        "architectures": [CLASSES[family] + ending],
+        "architectures": [CLASSES.get(family, "Llama") + ending],
         "model_type": "llama" if family == "tied" else family,
         "num_hidden_layers": a.num_layers,
         "hidden_size": a.hidden_size,

@@ -1,6 +1,5 @@
 """Conversions from Hugging Face to every layout and back keep every bit."""
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -35,21 +34,11 @@ EXPERT_LAYOUTS = {
     "tp2-pp2-ep2": ["--tp", "2", "--pp", "2", "--ep", "2"],
     "vpp-ep4": ["--pp", "2", "--ep", "4", "--num-layers-per-virtual-pipeline-stage", "1"],
 }
-FORMATS = ["torch", "torch_dist"]
-
-
-def layouts_of(family: str) -> dict[str, list[str]]:
-    return LAYOUTS | (EXPERT_LAYOUTS if "num_experts" in FAMILIES[family] else {})
-
-
-LM, SCORE = Head.LANGUAGE_MODEL, Head.SCORE
 CASES = [
-    *(
-        (family, LM, name, kind)
-        for family in FAMILIES
-        for name, kind in itertools.product(layouts_of(family), FORMATS)
-    ),
-    *(("llama", SCORE, *case) for case in itertools.product(("tp1", "tp4-pp2", "vpp"), FORMATS)),
+    (family, layout, kind)
+    for family, keys in (FAMILIES | {"score": {}}).items()
+    for layout in LAYOUTS | (EXPERT_LAYOUTS if "num_experts" in keys else {})
+    for kind in ("torch", "torch_dist")
 ]
 
 
@@ -57,18 +46,18 @@ def run(*arguments: Any) -> None:
     assert main([str(argument) for argument in arguments]) == 0
 
 
-@pytest.mark.parametrize(("family", "head", "layout", "kind"), CASES)
-def test_a_model_comes_back_bit_by_bit(
-    tmp_path: Path, family: str, head: Head, layout: str, kind: str
-) -> None:
-    tensors = make_folder(tmp_path / "hf", family, head)
-    options, orm = layouts_of(family)[layout], ["--orm"] if head is SCORE else []
+@pytest.mark.parametrize(("family", "layout", "kind"), CASES)
+def test_a_model_comes_back_bit_by_bit(tmp_path: Path, family: str, layout: str, kind: str) -> None:
+    scored = family == "score"
+    head, orm = (Head.SCORE, ["--orm"]) if scored else (Head.LANGUAGE_MODEL, [])
+    tensors = make_folder(tmp_path / "hf", "llama" if scored else family, head)
+    options = (LAYOUTS | EXPERT_LAYOUTS)[layout]
     run(tmp_path / "hf", tmp_path / "mg", "--to", "mg", "--format", kind, *options, *orm)
     run(tmp_path / "mg", tmp_path / "back", "--to", "hf", *orm)
     assert_same(read_folder(tmp_path / "back"), tensors)
     for name in ("config.json", "tokenizer.json"):
         before, after = (json.loads((tmp_path / at / name).read_text()) for at in ("hf", "back"))
-        added = {"num_labels", "id2label", "label2id"} if head is SCORE else set()
+        added = {"num_labels", "id2label", "label2id"} if scored else set()
         assert {key: value for key, value in after.items() if key not in added} == before
 
 

@@ -17,11 +17,8 @@ import torch
 from megatron.core.enums import ModelType
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.enums import AttnBackend
-from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from mindspeed_rlxf.weights import pickled
-from mindspeed_rlxf.weights.chunks import whole
 from mindspeed_rlxf.weights.pickled import StandIn, read_torch_file
 from mindspeed_rlxf.weights.torch_dist import read_metadata_tensors
 
@@ -84,38 +81,6 @@ def test_a_listed_class_becomes_a_stand_in(tmp_path: Path, module: str, name: st
     got = read_torch_file(tmp_path / "x.pt")
     assert isinstance(got, StandIn) and (type(got).__module__, type(got).__name__) == (module, name)
     assert got.arguments == (1,) and got.state == {"a": None}
-
-
-def distributed(folder: Path, *saved: Any) -> Path:
-    """A `torch_dist` checkpoint of these objects, as torch.distributed.checkpoint writes it."""
-    places, described, data = {}, {}, b""
-    for number, item in enumerate(saved):
-        stream = io.BytesIO()
-        torch.save(item, stream)
-        name = f"item{number}"
-        described[name] = (
-            dcp.TensorStorageMetadata(
-                dcp.TensorProperties(item.dtype),
-                item.shape,
-                [dcp.ChunkStorageMetadata(torch.Size([0]), item.shape)],
-            )
-            if isinstance(item, torch.Tensor)
-            else dcp.BytesStorageMetadata()
-        )
-        info = _StorageInfo("__0_0.distcp", len(data), len(stream.getvalue()))
-        offset = torch.Size([0]) if isinstance(item, torch.Tensor) else None
-        places[dcp.MetadataIndex(name, offset)] = info
-        data += stream.getvalue()
-    (folder / "__0_0.distcp").write_bytes(data)
-    metadata = dcp.Metadata(described, storage_data=places)
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    return folder
-
-
-def test_what_torch_distributed_checkpoint_writes_is_read(tmp_path: Path) -> None:
-    found = read_metadata_tensors(distributed(tmp_path, torch.arange(4.0), random_state(), [None]))
-    assert list(found) == ["item0"]
-    assert torch.equal(found["item0"].read(whole((4,))), torch.arange(4.0))
 
 
 def test_metadata_that_is_missing_or_of_another_kind_is_named(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from mindspeed_rlxf.models.parameters import Head, hf_shapes
@@ -79,12 +78,6 @@ def test_every_chunk_is_read(folder: Path) -> None:
         for bottom, right in product(range(top + 1, 8), range(left + 1, 6)):
             found = moments.read(Chunk((top, left), (bottom - top, right - left)))
             assert found.equal(MATRIX[top:bottom, left:right])
-
-
-def test_the_library_reads_the_files_too(folder: Path) -> None:
-    pieces = load_file(file_of(folder, 0))
-    assert sorted(pieces) == ["exp_avg/m@0,0", "exp_avg/m@1,0", "weight/v@0"]
-    assert pieces["exp_avg/m@1,0"].equal(MATRIX[1:2, :3]) and pieces["weight/v@0"].equal(VECTOR[:3])
 
 
 def test_numbers_that_no_file_has_are_an_error(folder: Path) -> None:
