@@ -33,9 +33,6 @@ from tests.distributed.llamas import (
 from tests.distributed.samples import make_rollouts
 from tests.distributed.test_parity_with_transformers import expected_logits
 from tests.distributed.test_virtual_pipeline import Exporter
-from tests.unit.weights.folders_of import read_folder
-
-FAMILIES = {"plain": PLAIN, "tied": TIED, "qwen2": QWEN2, "qwen3-moe": QWEN3_MOE}
 
 
 class StockModel:
@@ -45,11 +42,6 @@ class StockModel:
         megatron_versions.apply_patches()
         self.architecture, self.tp = architecture, tp
         self.groups = ParallelGroups(tp, 1, seed=1)
-
-    def load(self, folder: Path, sharded: bool) -> RoleOutput:
-        """Every number of this rank, by Megatron's names."""
-        model = self._filled(folder, sharded)
-        return RoleOutput(report={n: p.tolist() for n, p in model.named_parameters()})
 
     def logits(self, folder: Path, sharded: bool, token_ids: list[int]) -> RoleOutput:
         """[tokens, vocabulary] of one sequence."""
@@ -94,63 +86,32 @@ class StockModel:
             max_sequence_length=a.max_position_embeddings,
             share_embeddings_and_output_weights=not a.untie_embeddings_and_output_weights,
             position_embedding_type="rope",
+            rotary_base=int(a.rotary_base),
         )
 
 
-def converted(source: Path, target: Path, *options: str) -> Path:
-    assert main([str(source), str(target), "--to", "mg", *options]) == 0
-    return target
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_stock_megatron_loads_both_formats_strictly(
-    warm_runtime: Any, tmp_path: Path, family: str
+@pytest.mark.parametrize(
+    ("architecture", "tp"),
+    [
+        pytest.param(PLAIN, 1, id="plain"),
+        pytest.param(TIED, 1, id="tied"),
+        pytest.param(QWEN2, 1, id="qwen2"),
+        pytest.param(QWEN3_MOE, 1, id="qwen3-moe"),
+        pytest.param(ONE_GROUP, 2, id="shared-group", marks=[pytest.mark.long, shares_groups]),
+    ],
+)
+def test_stock_megatron_loads_both_formats_strictly_and_computes_what_transformers_does(
+    warm_runtime: Any, tmp_path: Path, architecture: ArchitectureConfig, tp: int
 ) -> None:
-    """A sharded checkpoint that was written for other ranks too."""
-    a = FAMILIES[family]
-    make_llama(tmp_path / "hf", a)
-    tensors = read_folder(tmp_path / "hf")
-    legacy = converted(tmp_path / "hf", tmp_path / "legacy")
-    options = ["--format", "torch_dist", "--pp", "2"]
-    sharded = converted(tmp_path / "hf", tmp_path / "sharded", *options)
-    group = build_group(warm_runtime, ParallelLayout(1), StockModel, a)
-    for folder, is_sharded in ((legacy, False), (sharded, True)):
-        got = group.call(StockModel.load, folder, is_sharded).result()[0]
-        named = {name: torch.tensor(values) for name, values in got.items()}
-        assert not any(tensor.isnan().any() for tensor in named.values())
-        assert torch.equal(
-            named["embedding.word_embeddings.weight"], tensors["model.embed_tokens.weight"]
-        )
-        o_proj = "decoder.layers.1.self_attention.linear_proj.weight"
-        assert torch.equal(named[o_proj], tensors["model.layers.1.self_attn.o_proj.weight"])
-        qkv = named["decoder.layers.0.self_attention.linear_qkv.weight"]
-        # 2 query groups of 2 heads: per group its query heads, its key head, its value head.
-        q, k, v = (tensors[f"model.layers.0.self_attn.{n}_proj.weight"] for n in "qkv")
-        d = a.head_dim
-        assert torch.equal(qkv, torch.cat([q[: 2 * d], k[:d], v[:d], q[2 * d :], k[d:], v[d:]]))
-        if a.num_experts is None:
-            fc1 = named["decoder.layers.1.mlp.linear_fc1.weight"]
-            parts = [tensors[f"model.layers.1.mlp.{n}_proj.weight"] for n in ("gate", "up")]
-        else:
-            fc1 = named["decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight"]
-            expert = "model.layers.1.mlp.experts.3."
-            parts = [tensors[f"{expert}{n}_proj.weight"] for n in ("gate", "up")]
-        assert torch.equal(fc1, torch.cat(parts))
-
-
-@pytest.mark.long
-@shares_groups
-def test_stock_megatron_computes_with_ranks_that_share_a_group(
-    warm_runtime: Any, tmp_path: Path
-) -> None:
-    model = make_llama(tmp_path / "hf", ONE_GROUP)
+    model = make_llama(tmp_path / "hf", architecture)
     tokens = make_rollouts().response_ids[0].tolist()
     with torch.no_grad():
         expected = model(torch.tensor([tokens])).logits[0]
-    group = build_group(warm_runtime, ParallelLayout(2, 2), StockModel, ONE_GROUP, 2)
+    group = build_group(warm_runtime, ParallelLayout(tp, tp), StockModel, architecture, tp)
     for kind in ("torch", "torch_dist"):
-        folder = converted(tmp_path / "hf", tmp_path / kind, "--format", kind, "--tp", "2")
-        got = group.call(StockModel.logits, folder, kind == "torch_dist", tokens).result()[0]
+        target, options = tmp_path / kind, ["--to", "mg", "--format", kind, "--tp", str(tp)]
+        assert main([str(tmp_path / "hf"), str(target), *options]) == 0
+        got = group.call(StockModel.logits, target, kind == "torch_dist", tokens).result()[0]
         error = (torch.tensor(got) - expected).abs().max() / expected.abs().max()
         assert error < 2e-5, f"{kind}: {error:.2e}"
 
@@ -163,7 +124,8 @@ def test_a_role_starts_from_a_folder_of_another_layout(
     """Written for four tensor-parallel ranks, more than there are query groups, and loaded by two
     stages; the run's own folder as well."""
     model = make_llama(tmp_path / "hf", PLAIN, scored)
-    folder = converted(tmp_path / "hf", tmp_path / "mg", "--format", kind, "--tp", "4")
+    folder, options = tmp_path / "mg", ["--to", "mg", "--format", kind, "--tp", "4"]
+    assert main([str(tmp_path / "hf"), str(folder), *options]) == 0
     rollouts = make_rollouts()
     expected = expected_logits(model, rollouts, scored)
     head = Head.SCORE if scored else Head.LANGUAGE_MODEL

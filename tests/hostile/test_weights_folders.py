@@ -139,31 +139,12 @@ def test_metadata_with_impossible_entries_is_refused(
     assert outcome(lambda: read_all(folder))
 
 
-KEY = "weight/model.norm.weight@0"
-HEADERS: dict[str, Any] = {
-    "no dict": [],
-    "no fields": {KEY: {}},
-    "no name": {"weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}},
-    **{
-        f"{field} of {value}": {
-            KEY: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4], field: value}
-        }
-        for field, value in (
-            *(("shape", [2]), ("shape", None), ("dtype", "O")),
-            *(("data_offsets", [0, 8]), ("data_offsets", None)),
-        )
-    },
-}
-
-
-LENGTHS = {"a length of 0": 0, "a length of 2**40": 1 << 40}
-
-
-@pytest.mark.parametrize("name", [*HEADERS, *LENGTHS])
-def test_a_header_with_impossible_entries_is_refused(tmp_path: Path, name: str) -> None:
-    data = json.dumps(HEADERS.get(name, {})).encode()
-    length = struct.pack("<Q", LENGTHS.get(name, len(data)))
-    file_of(tmp_path, 0).write_bytes(length + data + bytes(4))
+@pytest.mark.parametrize(
+    "header", [[], {"weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}]
+)
+def test_a_header_that_lists_no_chunks_is_refused(tmp_path: Path, header: Any) -> None:
+    data = json.dumps(header).encode()
+    file_of(tmp_path, 0).write_bytes(struct.pack("<Q", len(data)) + data + bytes(4))
     assert "is damaged or truncated" in outcome(lambda: read_all(tmp_path))
 
 

@@ -79,28 +79,6 @@ def test_responses_attend_to_one_copy_of_their_prompt(
         assert_close(pack.attend(1, *qkv), torch.cat(expected))
 
 
-@pytest.mark.parametrize(
-    ("lengths", "padded"),
-    [
-        ((5, 5, 4), True),  # 3 * 25 = 75 against 66: padding is cheap
-        ((1, 1, 9), False),  # 3 * 81 = 243 against 83: one call per sequence
-        ((7,), False),
-    ],
-)
-def test_padding_is_chosen_while_it_is_cheap(lengths: tuple[int, ...], padded: bool) -> None:
-    calls: list[torch.Size] = []
-    plain = attention.causal_attention
-
-    def counted(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        calls.append(query.shape)
-        return plain(query, key, value)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "causal_attention", counted)
-        PackedSequences(lengths=lengths).attend(1, *random_tokens(sum(lengths)))
-    assert len(calls) == (1 if padded else len(lengths))
-
-
 @pytest.mark.parametrize("lengths", [[5, 5, 4], [1, 1, 9]])
 def test_packed_gradients_are_those_of_each_alone(lengths: list[int]) -> None:
     def gradients(packed: bool) -> tuple[Tensor, ...]:

@@ -16,6 +16,7 @@ from mindspeed_rlxf.models import heads
 from mindspeed_rlxf.models.heads import full_logits, token_log_probs
 
 TOKENS, HIDDEN, VOCAB = 8, 6, 10
+Problem = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def on_ranks(
 
 
 @pytest.fixture
-def problem() -> tuple[Tensor, Tensor, Tensor]:
+def problem() -> Problem:
     """hidden [tokens, hidden], weight [vocab, hidden], labels [tokens] with both end ids."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(TOKENS, HIDDEN, generator=generator)
@@ -97,10 +98,7 @@ def gradients(
 @pytest.mark.parametrize("chunk", [3, 4, 1024])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probs_entropy_and_gradients_are_those_of_log_softmax(
-    problem: tuple[Tensor, Tensor, Tensor],
-    monkeypatch: pytest.MonkeyPatch,
-    chunk: int,
-    temperature: float,
+    problem: Problem, monkeypatch: pytest.MonkeyPatch, chunk: int, temperature: float
 ) -> None:
     monkeypatch.setattr(heads, "CHUNK_TOKENS", chunk)
     hidden, weight, labels = problem
@@ -115,9 +113,7 @@ def test_log_probs_entropy_and_gradients_are_those_of_log_softmax(
     assert_close(gradients(ours, hidden, weight), gradients(theirs, hidden, weight))
 
 
-def test_padding_ids_have_probability_zero_and_no_gradient(
-    problem: tuple[Tensor, Tensor, Tensor],
-) -> None:
+def test_padding_ids_have_probability_zero_and_no_gradient(problem: Problem) -> None:
     hidden, weight, labels = problem
     padded = torch.cat((weight, torch.full((2, HIDDEN), 50.0)))
 
@@ -131,10 +127,7 @@ def test_padding_ids_have_probability_zero_and_no_gradient(
 
 @pytest.mark.parametrize(("ranks", "rows"), [(2, 5), (3, 4), (4, 3), (2, 10)])
 def test_vocabulary_split_over_ranks_changes_nothing(
-    problem: tuple[Tensor, Tensor, Tensor],
-    monkeypatch: pytest.MonkeyPatch,
-    ranks: int,
-    rows: int,
+    problem: Problem, monkeypatch: pytest.MonkeyPatch, ranks: int, rows: int
 ) -> None:
     # 10 ids over 3 ranks of 4 rows, or 4 of 3: the last rank holds padding; of 2 of 10 nothing else
     hidden, weight, labels = problem
@@ -164,7 +157,7 @@ def test_vocabulary_split_over_ranks_changes_nothing(
 
 
 def test_full_logits_of_split_vocabulary_have_no_padding(
-    problem: tuple[Tensor, Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+    problem: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hidden, weight, _ = problem
     padded = torch.cat((weight, torch.ones(2, HIDDEN)))
@@ -178,7 +171,7 @@ def test_full_logits_of_split_vocabulary_have_no_padding(
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_kl_over_the_vocabulary_is_torchs(
-    problem: tuple[Tensor, Tensor, Tensor], monkeypatch: pytest.MonkeyPatch, ranks: int
+    problem: Problem, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
     monkeypatch.setattr(heads, "CHUNK_TOKENS", 3)
     hidden, weight, _ = problem
@@ -199,12 +192,16 @@ def test_kl_over_the_vocabulary_is_torchs(
         assert_close(found, expected)
 
 
-def test_low_precision_weights_have_fp32_softmax_sums() -> None:
+def test_softmax_sums_are_fp32_and_shifted() -> None:
     # 512 equal logits: a bf16 sum of exponentials stops growing at 256
     hidden, weight = torch.ones(1, 4, dtype=torch.bfloat16), torch.zeros(512, 4).bfloat16()
     values, entropy = token_log_probs(hidden, weight, torch.tensor([3]), 512, Group())
     assert values.dtype == entropy.dtype == torch.float32
     assert_close(values, -torch.tensor([512.0]).log())
+    hidden, weight = torch.tensor([[1000.0]]), torch.tensor([[1.0], [-1.0], [1.0]])
+    values, entropy = token_log_probs(hidden, weight, torch.tensor([0]), 3, Group())
+    assert_close(values, torch.tensor([0.5]).log())
+    assert_close(entropy, torch.tensor([2.0]).log())
 
 
 def weight_gradient(
@@ -255,7 +252,7 @@ def test_weight_gradient_of_many_chunks_is_as_exact_as_of_one_product(
 
 
 def test_no_logits_of_a_whole_micro_batch_are_kept_for_backward(
-    problem: tuple[Tensor, Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+    problem: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heads, "CHUNK_TOKENS", 2)
     hidden, weight, labels = problem
@@ -269,10 +266,3 @@ def test_no_logits_of_a_whole_micro_batch_are_kept_for_backward(
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         token_log_probs(hidden.requires_grad_(), weight, labels, VOCAB, Group())
     assert max(kept, default=0) < 2 * VOCAB
-
-
-def test_large_logits_neither_overflow_nor_vanish() -> None:
-    hidden, weight = torch.tensor([[1000.0]]), torch.tensor([[1.0], [-1.0], [1.0]])
-    values, entropy = token_log_probs(hidden, weight, torch.tensor([0]), 3, Group())
-    assert_close(values, torch.tensor([0.5]).log())
-    assert_close(entropy, torch.tensor([2.0]).log())

@@ -36,26 +36,25 @@ def test_shards_of_tensor_parallel_ranks_hold_padding_and_whole_norms() -> None:
     assert sum(shard_sizes(MODEL, LM, 2, 0, 1)) == PADDED + 2 * layer + 8
 
 
-@pytest.mark.parametrize("model", [MODEL, TIED])
-def test_last_stage_has_an_output_layer_even_if_tied(model: ArchitectureConfig) -> None:
-    assert sum(shard_sizes(model, LM, 1, 0, 2)) == EMBEDDING + LAYER
-    assert sum(shard_sizes(model, LM, 1, 1, 2)) == LAYER + 8 + EMBEDDING
+FOUR = TIED.model_copy(update={"num_layers": 4})
 
 
-def test_a_stage_receives_the_numbers_of_all_other_stages() -> None:
-    assert received_numbers(MODEL, LM, 1, 0, 1) == 0
-    assert received_numbers(MODEL, LM, 1, 0, 2) == LAYER + 8 + EMBEDDING
-    assert received_numbers(MODEL, LM, 1, 1, 2) == EMBEDDING + LAYER
-    assert received_numbers(TIED, LM, 1, 0, 2) == LAYER + 8
-    assert received_numbers(TIED, LM, 1, 1, 2) == EMBEDDING + LAYER  # the first stage's embedding
-
-
-def test_chunks_of_a_virtual_pipeline_are_counted_with_their_stage() -> None:
-    four = TIED.model_copy(update={"num_layers": 4})
-    assert sum(shard_sizes(four, LM, 1, 0, 2, 2)) == EMBEDDING + 2 * LAYER
-    assert sum(shard_sizes(four, LM, 1, 1, 2, 2)) == 2 * LAYER + 8 + EMBEDDING
-    assert received_numbers(four, LM, 1, 0, 2, 2) == 2 * LAYER + 8
-    assert received_numbers(four, LM, 1, 1, 2, 2) == EMBEDDING + 2 * LAYER
+@pytest.mark.parametrize(
+    ("model", "stages", "sizes"),  # stages: number, chunks on each rank
+    [
+        (MODEL, (2,), [EMBEDDING + LAYER, LAYER + 8 + EMBEDDING]),
+        (TIED, (2,), [EMBEDDING + LAYER, LAYER + 8 + EMBEDDING]),  # has the embedding twice
+        (FOUR, (2, 2), [EMBEDDING + 2 * LAYER, 2 * LAYER + 8 + EMBEDDING]),
+    ],
+)
+def test_a_stage_receives_the_numbers_of_all_other_stages(
+    model: ArchitectureConfig, stages: tuple[int, ...], sizes: list[int]
+) -> None:
+    assert [sum(shard_sizes(model, LM, 1, rank, *stages)) for rank in (0, 1)] == sizes
+    own_head = sizes[1] if model is MODEL else sizes[1] - EMBEDDING  # else the first stage's
+    assert received_numbers(model, LM, 1, 0, *stages) == own_head
+    assert received_numbers(model, LM, 1, 1, *stages) == sizes[0]
+    assert received_numbers(model, LM, 1, 0, 1) == 0
 
 
 SPARSE = MODEL.model_copy(update={"num_experts": 4, "moe_ffn_hidden_size": 6, "qk_layernorm": True})

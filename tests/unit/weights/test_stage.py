@@ -1,4 +1,4 @@
-"""Loading shards and writing them back, with ranks whose collectives read each other's tensors."""
+"""Loading a rank's shards, and writing them back on one rank."""
 
 import json
 from dataclasses import dataclass
@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 from mindspeed_rlxf.models.parameters import Head, shard_shape, stage_parameters
@@ -16,9 +15,6 @@ from mindspeed_rlxf.weights import stage_loader as weights
 from mindspeed_rlxf.weights.hf_folder import open_hf_folder
 from mindspeed_rlxf.weights.stage_loader import StageWeights
 from tests.unit.weights.folders_of import architecture_of, assert_same, make_folder, read_folder
-
-LM, SCORE = Head.LANGUAGE_MODEL, Head.SCORE
-
 
 A = architecture_of("llama")
 
@@ -42,87 +38,20 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "source"
 
 
-def stage(head: Head, tp: Group, pp: Group) -> StageWeights:
+def stage(head: Head, tp_rank: int = 0, tp: int = 1) -> StageWeights:
     """The parameters of one rank, with nan for what loading leaves out."""
     named = [
-        (parameter.name, Parameter(torch.full(shard_shape(parameter, A, tp.size()), torch.nan)))
-        for parameter in stage_parameters(A, head, pp.rank(), pp.size())
+        (parameter.name, Parameter(torch.full(shard_shape(parameter, A, tp), torch.nan)))
+        for parameter in stage_parameters(A, head)
     ]
     module: Any = SimpleNamespace(named_parameters=lambda: named)
-    return StageWeights(module, A, head, tp, pp, Group(0, 1))  # type: ignore[arg-type]
+    return StageWeights(module, A, head, Group(tp_rank, tp), Group(0, 1), Group(0, 1))  # type: ignore[arg-type]
 
 
-def ranks_of(
-    monkeypatch: pytest.MonkeyPatch, head: Head, tp: int, pp: int
-) -> list[list[StageWeights]]:
-    """[pp][tp] ranks; a broadcast reads the same parameter of the source."""
-    ranks = [[stage(head, Group(t, tp), Group(p, pp)) for t in range(tp)] for p in range(pp)]
-    gathered: list[tuple[int, str]] = []  # stage and name of the parameter
-    gather = StageWeights.hf_tensors
-
-    def hf_tensors(self: StageWeights, parameter: Any, keep: bool = True) -> dict[str, Tensor]:
-        gathered[:] = [(self.pp_group.rank(), parameter.name)]
-        return gather(self, parameter, keep)
-
-    def broadcast(tensor: Tensor, src: int, group: Group) -> None:
-        [(p, name)] = gathered
-        tensor.copy_(ranks[p][src].tensors[name].detach())
-
-    monkeypatch.setattr(StageWeights, "hf_tensors", hf_tensors)
-    monkeypatch.setattr(weights.dist, "broadcast", broadcast)
-    monkeypatch.setattr(weights.dist, "get_global_rank", lambda group, rank: rank)
-    return ranks
-
-
-def export(
-    monkeypatch: pytest.MonkeyPatch,
-    ranks: list[list[StageWeights]],
-    target: Path,
-    source: Path,
-    described: Path | None = None,
-) -> None:
-    """The last stage first, so that the first one knows what the others wrote."""
-    files: list[Any] = [[]] * len(ranks)
-
-    def all_gather_object(gathered: list[Any], mine: Any, group: Group) -> None:
-        if group.size() == 1:
-            gathered[:] = [mine]
-            return
-        files[group.rank()] = mine
-        gathered[:] = files
-
-    monkeypatch.setattr(weights.dist, "all_gather_object", all_gather_object)
-    for row in reversed(ranks):
-        for rank in reversed(row):
-            rank.export(target, source, rank.tp_group.rank() == 0, described)
-
-
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (2, 2)])
-def test_what_is_written_is_what_was_read(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: Path, tp: int, pp: int
-) -> None:
-    ranks = ranks_of(monkeypatch, LM, tp, pp)
-    for rank in (rank for row in ranks for rank in row):
-        assert rank.load(open_hf_folder(source)) == []
-        assert not any(t.isnan().any() for t in rank.tensors.values())
-    target = tmp_path / "target"
-    export(monkeypatch, ranks, target, source)
-    expected = read_folder(source)
-    assert_same(read_folder(target), expected)
-    files = sorted(path.name for path in target.iterdir())
-    if pp == 1:
-        assert files == ["config.json", "model.safetensors", "tokenizer.json"]
-    else:
-        assert "model.safetensors.index.json" in files
-        assert set(open_hf_folder(target)) == set(expected)
-        index = json.loads((target / "model.safetensors.index.json").read_text())
-        size = sum(t.numel() * t.element_size() for t in expected.values())
-        assert index["metadata"]["total_size"] == size
-
-
-def test_vocabulary_padding_is_zero(monkeypatch: pytest.MonkeyPatch, source: Path) -> None:
-    ((_, last),) = ranks_of(monkeypatch, LM, 2, 1)
-    last.load(open_hf_folder(source))
+def test_a_rank_loads_all_of_its_shard_and_zeros_for_padding(source: Path) -> None:
+    last = stage(Head.LANGUAGE_MODEL, 1, 2)
+    assert last.load(open_hf_folder(source)) == []
+    assert not any(t.isnan().any() for t in last.tensors.values())
     embedding = last.tensors["embedding.word_embeddings.weight"]
     assert embedding.shape == (19, 16)  # of 37 ids the last 18, and one of padding
     assert embedding[:18].any(dim=1).all() and not embedding[18].any()
@@ -131,13 +60,19 @@ def test_vocabulary_padding_is_zero(monkeypatch: pytest.MonkeyPatch, source: Pat
 def test_a_missing_score_head_is_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: Path
 ) -> None:
-    ((rank,),) = ranks_of(monkeypatch, SCORE, 1, 1)
+    rank = stage(Head.SCORE)
     assert rank.load(open_hf_folder(source)) == ["score.weight"]
     assert rank.tensors["score.weight"].isnan().all()
     rank.tensors["score.weight"].data.fill_(0.25)
-    export(monkeypatch, [[rank]], tmp_path / "target", source)
-    got = read_folder(tmp_path / "target")
-    assert "lm_head.weight" not in got and (got["score.weight"] == 0.25).all()
+    alone = lambda gathered, mine, group: gathered.__setitem__(0, mine)  # noqa: E731
+    monkeypatch.setattr(weights.dist, "all_gather_object", alone)
+    assert rank.export(tmp_path / "target", source, True) is None
+    files = sorted(path.name for path in (tmp_path / "target").iterdir())
+    assert files == ["config.json", "model.safetensors", "tokenizer.json"]
+    got, expected = read_folder(tmp_path / "target"), read_folder(source)
+    del expected["lm_head.weight"]
+    assert (got.pop("score.weight") == 0.25).all()
+    assert_same(got, expected)
     config = json.loads((tmp_path / "target" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForSequenceClassification"]
     assert config["id2label"] == {"0": "LABEL_0"} and config["vocab_size"] == 37
