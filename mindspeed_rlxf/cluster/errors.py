@@ -1,4 +1,4 @@
-"""Errors of workers, which name role, rank, host and phase, and what explains them in the logs."""
+"""Worker errors with role, rank, host and phase, and hang diagnosis from worker logs."""
 
 from __future__ import annotations
 
@@ -17,31 +17,34 @@ DIED = "the process died"  # start of the cause where a worker raised nothing
 
 @dataclass(frozen=True)
 class Origin:
-    """Names a rank and its method, for messages. log: its log file; empty = none"""
+    """A rank and its method, for messages."""
 
     role: str
     rank: int
     host: str
     phase: str
-    log: str = ""
+    log: str = ""  # file with its output; empty if there is none
 
     @property
     def call(self) -> str:
+        """The call as `role.phase`."""
         return f"{self.role}.{self.phase}"
 
     def make_error(self, cause: str, remote_traceback: str = "") -> WorkerError:
+        """Return the WorkerError for this rank."""
         return WorkerError(self.role, self.rank, self.host, self.phase, cause, remote_traceback)
 
 
 class WorkerError(RuntimeError):
     """A worker process raised or died.
 
-    role:  role that was running; the pool's name while no role was
-    phase: method of the role, or what the process did (`start`)
-    cause: `ValueError: its message`, or how the process ended
-    remote_traceback: of the cause, for the log; empty when the process died
-    is_aftermath: the cause is a lost connection to another rank, so another failure came first
-    errno: of the cause, if that is an OSError
+    Attributes:
+        role: Running role; the pool name if no role was running.
+        phase: Role method, or what the process did (`start`).
+        cause: `ValueError: its message`, or how the process ended.
+        remote_traceback: Worker traceback, for the log; empty if the process died.
+        is_aftermath: The cause is a lost connection to another rank, so another failure came first.
+        errno: Set if the cause is an OSError.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class WorkerError(RuntimeError):
 
     @property
     def error(self) -> str:
-        """Return the class of the cause as text, `ValueError`, or DIED."""
+        """The error class as text, for example `ValueError`, or DIED."""
         return DIED if self.cause.startswith(DIED) else self.cause.partition(":")[0]
 
     def __reduce__(self) -> tuple[type[WorkerError], tuple[object, ...]]:
@@ -74,12 +77,14 @@ class WorkerError(RuntimeError):
 class RuntimeTimeout(RuntimeError):
     """A wait reached its deadline.
 
-    what:    the call that was waited for, as `role.phase`
-    missing: the ranks that did not arrive
-    hint:    what these ranks do, or wait for themselves; empty = unknown
-    hosts:   hosts of the missing ranks; empty = unknown
-    role, phase: `what` before and after its first dot
-    rank, host:  of the first missing rank; None = unknown
+    `role` and `phase` are `what` around its first dot; `rank` and `host` those of the first late
+    rank.
+
+    Attributes:
+        what: Late call as `role.phase`.
+        missing: Late ranks.
+        hint: What these ranks do, or wait for themselves; empty if unknown.
+        hosts: Hosts with late ranks; empty if unknown.
     """
 
     def __init__(
@@ -105,11 +110,11 @@ class RuntimeTimeout(RuntimeError):
 
 
 class DevicesMissing(RuntimeError):
-    """A joined cluster did not have the devices in time; the same command may succeed later."""
+    """A joined cluster lacked devices at the deadline; the same command may succeed later."""
 
 
 class StorageUnreadable(RuntimeError):
-    """Files of the run cannot be read now, which says nothing about their content.
+    """Run files cannot be read now, which says nothing about their content.
 
     The same command may succeed later.
     """
@@ -140,15 +145,11 @@ def stacks_when_late(timeout_s: float) -> Iterator[None]:
 def explain_timeout(
     error: RuntimeTimeout, late: Sequence[Origin], lacks_rows: Mapping[Origin, bool]
 ) -> RuntimeTimeout:
-    """Return a new RuntimeTimeout that names the ranks to blame, and says what they do.
+    """Return a RuntimeTimeout that names the ranks to blame, and says what they do.
 
-    To blame are the late ranks that do not wait for others; if all wait, the producers of rows that
-    do not; else all late ranks.
-
-    Args:
-        late: The missing ranks.
-        lacks_rows: The missing ranks, then the ranks whose rows they lack; True = waits for rows
-            itself, so its call has not begun.
+    Late ranks not waiting for others are to blame; if all wait, the row producers that do not wait;
+    otherwise every late rank. `lacks_rows` has the late ranks, then the ranks whose rows they lack;
+    True means the rank waits for rows itself, so its call has not begun.
     """
     waits = ("waiting for rows", True)
     states = {
@@ -164,7 +165,7 @@ def explain_timeout(
 
 
 def read_stack(log: str) -> str:
-    """Return the stacks that a worker's present call wrote to its log; "" if there are none."""
+    """Return the stacks the worker's current call wrote to its log, or an empty string."""
     try:
         with open(log, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
@@ -176,7 +177,7 @@ def read_stack(log: str) -> str:
 
 
 def describe_stack(stack: str) -> tuple[str, bool]:
-    """Return what the thread that runs roles does, and whether it waits in torch.distributed."""
+    """Return what the role thread does, and whether it waits in torch.distributed."""
     if not stack:
         return "no stack in its log: stopped, gone, or no shared storage", False
     ours = next((t for t in THREAD.split(stack) if "cluster/worker.py" in t), None)

@@ -1,4 +1,4 @@
-"""All ranks of a role as one object of the driver: calls, reports, and references to rows.
+"""All ranks of a role as one driver object: calls, reports and row references.
 
 critic = RoleGroup(Role.CRITIC, config.layout(Role.CRITIC), pools["critic"])
 critic.build(CriticRole, config).result()
@@ -30,13 +30,13 @@ _ended: deque[Span] = deque(maxlen=20_000)
 
 @dataclass(frozen=True)
 class Sharded:
-    """An argument that differs by replica: parts[i] goes to every rank of replica i."""
+    """An argument that differs by replica: every rank of replica i gets parts[i]."""
 
     parts: Sequence[Any]
 
 
 class Pending:
-    """A submitted call of a role's ranks; `result` waits for it to end."""
+    """A submitted role call; `result` waits for its end."""
 
     def __init__(
         self,
@@ -46,7 +46,6 @@ class Pending:
         pool: str = "",
         what: Sequence[str] = (),
     ) -> None:
-        """Describe a call that has been submitted."""
         self._call, self._leaders, self._num_rows = call, leaders, num_rows
         self.pool, self.what = pool, what
         self._replies: list[Reply] | None = None
@@ -55,30 +54,31 @@ class Pending:
         self._before: list[Pending] = []
 
     def reorder(self, rows: Sequence[int]) -> Pending:
-        """Make `rows` return this selection of the leaders' joined rows; returns self."""
+        """Make `rows` return this selection from the leaders' joined rows; returns self."""
         self._order = rows
         return self
 
     def after(self, other: Pending) -> Pending:
         """Make waits for this call wait for `other` first, whose rows it reads; returns self.
 
-        Its errors are raised then; its check (`require`) is not called.
+        Errors in `other` are raised then; its check (`require`) is not called.
         """
         self._before.append(other)
         return self
 
     def with_earlier(self) -> list[Pending]:
+        """Return the calls given to `after`, then this call."""
         return [*self._before, self]
 
     def require(self, check: Callable[[list[Any]], None]) -> Pending:
-        """Make `result` call `check` with the reports before it returns them; returns self."""
+        """Make `result` call `check` with the reports before returning them; returns self."""
         self._check = check
         return self
 
     def rows(self) -> RowsRef:
         """Return a reference to the leaders' rows in data-parallel order, or as set by `reorder`.
 
-        Waits for the call only if the number of rows is unknown.
+        Waits for the call only if the row count is unknown.
         """
         counts = list(self._num_rows)
         if None in counts:
@@ -98,7 +98,7 @@ class Pending:
 
     @property
     def seconds(self) -> float:
-        """Seconds that the slowest rank spent in the method; waits for the call to end."""
+        """Seconds the slowest rank spent in the method; waits for the call to end."""
         return max(reply.seconds for reply in self.replies())
 
     def _leader_replies(self) -> list[Reply]:
@@ -106,9 +106,9 @@ class Pending:
         return [replies[rank] for rank in self._leaders]
 
     def replies(self) -> list[Reply]:
-        """Wait for all ranks, first those of `after`; return their replies by rank.
+        """Wait for all ranks, first those in `after`; return their replies by rank.
 
-        The first time, records the call for the timeline. Raises WorkerError, RuntimeTimeout.
+        The first wait records the call for the timeline. Raises WorkerError or RuntimeTimeout.
         """
         if self._replies is None:
             for other in self._before:
@@ -131,18 +131,18 @@ class RoleGroup:
         self.role, self.layout, self.pool = role, layout, pool
 
     def build(self, factory: Callable[..., Any], *args: Any) -> Pending:
-        """Submit the building of the role; each process keeps `factory(*args)`."""
+        """Build the role on every rank; each process keeps `factory(*args)`."""
         return self.call(BUILD, *args, factory=with_plugins(factory))
 
     def call(self, method: Callable[..., Any] | str, *args: Any, **how: Any) -> Pending:
-        """Submit a method of the role's class to every rank.
+        """Submit a role method to every rank.
 
         Args:
-            method: The plain function, as `RolloutRole.generate`; it returns as many rows as its
-                part of the first split argument with rows, or no rows.
+            method: Plain function, such as `RolloutRole.generate`. It returns no rows, or as many
+                as its part of the first split argument with rows.
             args: Each replica gets its part of a `Sharded`, and an equal contiguous part of a
-                RowsRef, alone or in a field of a dataclass. Other values are the same for all.
-            how: Further fields of `Request`.
+                RowsRef, alone or in a dataclass field. Other values are the same for all.
+            how: Further `Request` fields.
         """
         requests, num_rows = self._make_requests(method, args, **how)
         names = _name_calls(requests)
@@ -151,7 +151,7 @@ class RoleGroup:
         return Pending(call, self.layout.leaders(), num_rows, self.pool.name, names)
 
     def call_engine(self, method: Callable[..., Any], *args: Any) -> Pending:
-        """Submit a method of `TrainEngine` to every rank's engine; its results are the reports."""
+        """Submit a `TrainEngine` method to every rank's engine; its results are the reports."""
         return self.call(method, *args, of_engine=True)
 
     def prepare(self, method: Callable[..., Any], *args: Any) -> list[Request]:
@@ -161,9 +161,9 @@ class RoleGroup:
     def _make_requests(
         self, method: Callable[..., Any] | str, args: Sequence[Any], **how: Any
     ) -> tuple[list[Request], list[int | None]]:
-        """Return a request for each rank, and the number of rows that each replica returns.
+        """Return one request per rank, and each replica's row count, None if unknown.
 
-        It is that of the first split argument with rows, else None. Only leaders keep rows.
+        The count is that of the first split argument with rows. Only leaders keep rows.
         """
         name, size = method if isinstance(method, str) else method.__name__, self.layout.dp
         shards: list[Sequence[Any]] = []
@@ -186,9 +186,9 @@ class RoleGroup:
 
 
 def submit_together(pool: Pool, *parts: Sequence[Request]) -> Pending:
-    """Submit the requests of all parts of a pool as one call; its ranks may wait for each other.
+    """Submit requests for several pool parts as one call; their ranks may wait for each other.
 
-    parts: of `RoleGroup.prepare`, in the order of ranks
+    The parts come from `RoleGroup.prepare`, in rank order.
     """
     requests = [request for part in parts for request in part]
     return Pending(pool.submit(requests), [], [], pool.name, _name_calls(requests))
@@ -209,9 +209,7 @@ def _find_num_rows(values: Sequence[Any]) -> int | None:
 def record_call(pool: str, names: Sequence[str], replies: Sequence[Reply], asked: float) -> None:
     """Record the work of the first MOST_RANKS ranks and the driver's wait, for `take_spans`.
 
-    Args:
-        names: `role.method` of each reply.
-        asked: When the driver began to wait, seconds since the epoch.
+    The wait began at `asked`, epoch seconds; `names` has `role.method` per reply.
     """
     for name, reply in zip(names, replies, strict=False):
         if reply.rank < MOST_RANKS:
@@ -222,7 +220,7 @@ def record_call(pool: str, names: Sequence[str], replies: Sequence[Reply], asked
 
 
 def take_spans() -> list[Span]:
-    """Remove and return the recorded spans, in the order of recording."""
+    """Return the recorded spans in recording order, and forget them."""
     found = []
     while _ended:
         found.append(_ended.popleft())

@@ -1,12 +1,11 @@
-"""The interface of a runtime, which `ray.runtime` and `local` implement.
+"""The runtime interface, implemented by `ray.runtime` and `local`.
 
 A pool is one torch.distributed world: process i is rank i, one process per device. Several roles
-may live in the processes of one pool; their methods then run one after the other, in the order of
-submission. On Ray methods on different pools run at the same time; the pools of `local` are the
-same processes.
+may share pool processes; their methods then run one after another, in submission order. Methods on
+different Ray pools run concurrently; the pools of `local` are the same processes.
 
-A pool may be split into parts. The neighbouring ranks of a part form a world of their own, which
-`PoolPart` presents as a pool. Methods on different parts run at the same time too.
+A pool may be split into parts. Neighbouring ranks form a part with its own world, presented as a
+pool by `PoolPart`. Methods on different parts run concurrently too.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,16 +22,15 @@ COLLECTIVE_MARGIN_S = 60.0  # the driver's deadline passes first, and its messag
 
 @dataclass(frozen=True)
 class Peer:
-    """An argument that the worker replaces by the object of another role of its process."""
+    """An argument that the worker replaces by another role object in its process."""
 
     role: Role
 
 
 class Request(NamedTuple):
-    """A call of one role method on one rank.
+    """A role method call on one rank.
 
-    The rank replaces each RowsRef in `args` by its rows, and each argument that is a Peer by the
-    role object.
+    The rank replaces each RowsRef in `args` by its rows, and each Peer by the role object.
     """
 
     role: Role
@@ -45,7 +43,7 @@ class Request(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """The reply of one rank to the driver."""
+    """One rank's reply to the driver."""
 
     report: Any  # None where the rank is no leader
     num_rows: int | None  # rows that the rank keeps; None = the method returned no rows
@@ -57,39 +55,41 @@ class Reply(NamedTuple):
 
 
 class Call(Protocol):
-    """A method submitted to all ranks of a pool."""
+    """A method submitted to all pool ranks."""
 
     @property
     def handles(self) -> Sequence[Handle]:
-        """Handles of each rank's rows, in the order of ranks; the rows may not exist yet."""
+        """Row handles in rank order; the rows may not exist yet."""
 
     def wait(self) -> list[Reply]:
-        """Wait for all ranks; return their replies in the order of ranks.
+        """Wait for all ranks; return their replies in rank order.
 
-        Raises WorkerError, or RuntimeTimeout at the deadline; without Ray `submit` has raised them.
+        Raises WorkerError, or RuntimeTimeout at the deadline; without Ray, `submit` has raised
+        them.
         """
 
 
 class Pool(Protocol):
+    """Worker processes that run role methods, one per rank."""
+
     name: str
     world_size: int
 
     def submit(self, requests: Sequence[Request], first_rank: int = 0) -> Call:
-        """Start one request per rank, in the order of ranks, without waiting.
+        """Start one request per rank, in rank order, without waiting.
 
         Without Ray the requests run before `submit` returns, and it raises their errors.
-        first_rank: the rank that gets the first request, so that a part can be called alone
+        `first_rank` gets the first request, so that a part can be called alone.
         """
 
     def shutdown(self) -> None:
-        """End the pool, with its processes unless another pool can use them or others own them."""
+        """End the pool, and its processes unless another pool uses them or others own them."""
 
 
 class PoolPart:
-    """A part of a pool as a pool of its own; implements `Pool`."""
+    """A pool part as a pool with its own ranks; implements `Pool`."""
 
     def __init__(self, pool: Pool, first_rank: int, world_size: int) -> None:
-        """Take consecutive ranks of `pool`, under its name; asserts that the pool has them."""
         assert 0 <= first_rank <= first_rank + world_size <= pool.world_size, (
             f"{pool.name} has {pool.world_size} ranks, not {first_rank} + {world_size}"
         )
@@ -97,6 +97,7 @@ class PoolPart:
         self._pool, self._first = pool, first_rank
 
     def submit(self, requests: Sequence[Request], first_rank: int = 0) -> Call:
+        """Start one request per rank without waiting."""
         return self._pool.submit(requests, self._first + first_rank)
 
     def shutdown(self) -> None:
@@ -104,6 +105,8 @@ class PoolPart:
 
 
 class Runtime(Protocol):
+    """Creates pools, and ends them."""
+
     def create_pools(
         self,
         processes_per_node: Mapping[str, Sequence[int]],
@@ -112,9 +115,9 @@ class Runtime(Protocol):
         """Create all pools at the same time and wait; return them by name.
 
         Args:
-            processes_per_node: Number of processes on each node, by pool.
-            parts: Sizes of the parts of disaggregated pools, by pool.
+            processes_per_node: Process count on each node, by pool.
+            parts: Part sizes of disaggregated pools, by pool.
         """
 
     def shutdown(self) -> None:
-        """End all pools and everything else that this runtime started."""
+        """End all pools and everything else this runtime started."""

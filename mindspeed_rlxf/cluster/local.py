@@ -1,7 +1,7 @@
-"""The runtime without Ray: one process, or all ranks of torchrun, each running the same driver.
+"""The runtime without Ray: one process, or all torchrun ranks, each running the same driver.
 
 Every pool spans the whole torchrun world and all pools share its processes, so calls run one after
-the other. Rows and reports are exchanged between the ranks at the end of each call.
+another. The ranks exchange rows and reports at the end of each call.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class LocalHandle:
-    """A handle that contains the rows of one rank; equal only to itself."""
+    """Holds one rank's rows; equal only to itself."""
 
     rows: Rows | None
     origin: str
@@ -43,10 +43,9 @@ class LocalHandle:
 
 
 class LocalCall:
-    """A call that has ended; implements `Call`."""
+    """An ended call; implements `Call`."""
 
     def __init__(self, requests: Sequence[Request], outcomes: Sequence[Any]) -> None:
-        """Keep (rows, reply) of each rank."""
         role, method = requests[0].role.value, requests[0].method
         self.handles = [
             LocalHandle(rows, f"rows of {role}.{method} from rank {rank}")
@@ -60,9 +59,10 @@ class LocalCall:
 
 
 def claim_device(kind: DeviceKind, threads: int, timeout_s: float) -> None:
-    """Set up the device with index LOCAL_RANK of torchrun (default 0), before Megatron is imported.
+    """Set up the device with torchrun's index LOCAL_RANK (default 0), before Megatron is imported.
 
-    Raises UserError as `device.setup` raises ValueError. timeout_s: longest call
+    Collectives may take COLLECTIVE_MARGIN_S longer than `timeout_s`. Raises UserError if the device
+    cannot be used.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     try:
@@ -72,7 +72,7 @@ def claim_device(kind: DeviceKind, threads: int, timeout_s: float) -> None:
 
 
 class LocalPool:
-    """Implements `protocol.Pool` in the processes of torchrun, or in this one."""
+    """Implements `Pool` in the torchrun processes, or in this one."""
 
     def __init__(self, name: str, runtime: LocalRuntime) -> None:
         self.name, self.world_size, self._runtime = name, runtime.size, runtime
@@ -81,7 +81,7 @@ class LocalPool:
     def submit(self, requests: Sequence[Request], first_rank: int = 0) -> LocalCall:
         """Run this rank's request, wait for the other ranks, and return the ended call.
 
-        Raises the WorkerError of a rank on every rank, RuntimeTimeout on one that waits too long.
+        Every rank raises another rank's WorkerError, and RuntimeTimeout if it waits too long.
         """
         assert first_rank == 0 and len(requests) == self.world_size, "a local pool has no parts"
         mine = requests[self._runtime.rank]
@@ -100,12 +100,12 @@ class LocalPool:
 
 
 class LocalRuntime:
-    """Implements `protocol.Runtime` in the processes of torchrun, or in this one."""
+    """Implements `Runtime` in the torchrun processes, or in this one."""
 
     def __init__(self, kind: DeviceKind, threads: int = 1, timeout_s: float = 1800.0) -> None:
-        """Set up the device and join the torch world of all ranks; waits for them.
+        """Set up the device and join the torch world; waits for the other ranks.
 
-        timeout_s: longest wait for the other ranks in an exchange; collectives have a minute more
+        `timeout_s` limits waits for other ranks in an exchange; collectives get a minute more.
         """
         self.rank = int(os.environ.get("RANK", "0"))
         self.size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -121,23 +121,21 @@ class LocalRuntime:
 
     @classmethod
     def from_config(cls, config: RunConfig) -> LocalRuntime:
-        """Make the runtime of this process, and wait for the other ranks."""
+        """Create this process's runtime, and wait for the other ranks."""
         os.environ.update(offload_environment(config))  # read when the device starts
         return cls(config.device.kind, config.device.cpu_threads, config.runtime.timeout_s)
 
     @property
     def is_first(self) -> bool:
-        """Whether this process writes the files of the run."""
+        """Whether this process writes the run files."""
         return self.rank == 0
 
     def exchange(self, outcome: Any, what: str) -> list[Any]:
-        """Wait for the outcomes of all ranks and return them, in the order of ranks; a collective.
+        """Collect every rank's outcome in rank order; a collective.
 
-        A rank that passes a failure raises it without waiting; every other rank waits for all ranks
-        and raises the failure of the lowest one. what: is waited for, for RuntimeTimeout
-
-        Raises:
-            RuntimeTimeout: After `timeout_s`; it names the missing ranks.
+        A rank passing a failure raises it without waiting. Every other rank waits for all ranks,
+        then raises the failure from the lowest one, or after `timeout_s` RuntimeTimeout with the
+        missing ranks.
         """
         number = next(self._calls)
         keys = [f"call/{number}/{rank}" for rank in range(self.size)]
@@ -180,7 +178,7 @@ class LocalRuntime:
         processes_per_node: Mapping[str, Sequence[int]],
         parts: Mapping[str, Sequence[int]] | None = None,
     ) -> dict[str, LocalPool]:
-        """Return one pool for each name, all of the same processes."""
+        """Return one pool per name, all with the same processes."""
         assert not parts, "the rules of the configuration refuse disaggregated pools"
         size = self.size
         problems = [

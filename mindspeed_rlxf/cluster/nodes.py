@@ -1,4 +1,4 @@
-"""The nodes of a cluster: devices, order of ranks, and comparison with the driver's node.
+"""Cluster nodes: devices, rank order, and comparison with the driver node.
 
 Light to import and free of Ray: `report_node` runs on every node.
 """
@@ -37,7 +37,7 @@ A = TypeVar("A")
 
 @dataclass(frozen=True)
 class Node:
-    """A node with `count` devices, `free` of them not in use."""
+    """A node with `count` devices, `free` of them unused."""
 
     id: str
     host: str
@@ -47,7 +47,7 @@ class Node:
 
 
 def address_key(ip: str) -> tuple[int, int]:
-    """Return (IP version, address as a number), to sort 10.0.0.9 before 10.0.0.10."""
+    """Return (IP version, numeric address), to sort 10.0.0.9 before 10.0.0.10."""
     address = ipaddress.ip_address(ip)
     return address.version, int(address)
 
@@ -55,7 +55,7 @@ def address_key(ip: str) -> tuple[int, int]:
 def describe_shortage(
     pool: str, shape: Sequence[int], resource: str, address: str, nodes: Sequence[Node]
 ) -> str:
-    """Return a message with the devices that a pool needs, the nodes, and a hint."""
+    """Return a message with the devices a pool needs, the nodes, and a hint."""
     each = f"{list(shape)}, one entry per node" if len(shape) > 1 else f"{shape[0]} on one node"
     shown = [f"{n.host} ({n.ip}): {n.free} of {n.count} free" for n in nodes[:MAX_SHOWN]]
     if len(nodes) > MAX_SHOWN:
@@ -70,7 +70,7 @@ def describe_shortage(
 
 @dataclass(frozen=True)
 class Place:
-    """The host and the devices of a worker process."""
+    """Where a worker process runs."""
 
     host: str
     ip: str
@@ -81,10 +81,10 @@ class Place:
 
 
 def order_ranks(found: Sequence[tuple[A, Place]]) -> tuple[tuple[A, ...], tuple[Place, ...]]:
-    """Sort processes into the order of ranks: by node, then device; return (processes, places).
+    """Sort processes into rank order, by node and then device; return (processes, places).
 
     Nodes come in the order of `processes_per_node` (`Place.entry`). Ray may swap nodes with equally
-    many processes: these are sorted by address, so that a restart gives the same ranks.
+    many processes: these are sorted by address, so a restart gives the same ranks.
     """
     sizes = Counter(place.entry for _, place in found)
     address = {place.entry: address_key(place.ip) for _, place in found}
@@ -97,7 +97,7 @@ def order_ranks(found: Sequence[tuple[A, Place]]) -> tuple[tuple[A, ...], tuple[
 
 
 def describe_places(places: Sequence[Place]) -> str:
-    """Return places, in the order of ranks, as `ranks 0-7 on node1 (10.0.0.1), rank 8 on ...`."""
+    """Return places in rank order, as `ranks 0-7 on node1 (10.0.0.1), rank 8 on ...`."""
     parts, first = [], 0
     for (host, ip), group in groupby(places, key=lambda place: (place.host, place.ip)):
         last = first + len(list(group)) - 1
@@ -109,13 +109,13 @@ def describe_places(places: Sequence[Place]) -> str:
 
 @functools.cache
 def build_id() -> str:
-    """Return this package's version with a hash of its sources: `0.1.0, sources 3f2a91c07d4e`."""
+    """Return the package version with a source hash: `0.1.0, sources 3f2a91c07d4e`."""
     sources = hash_sources(Path(mindspeed_rlxf.__file__).parent)
     return f"{mindspeed_rlxf.__version__}, sources {sources}"
 
 
 def hash_sources(folder: Path) -> str:
-    """Hash the names and contents of the Python files below a folder; 12 hexadecimal digits."""
+    """Hash Python file names and contents below a folder; 12 hexadecimal digits."""
     hashed = hashlib.sha256()
     for file in sorted(folder.rglob("*.py"), key=lambda file: file.relative_to(folder).as_posix()):
         hashed.update(file.relative_to(folder).as_posix().encode() + b"\0")
@@ -124,16 +124,16 @@ def hash_sources(folder: Path) -> str:
 
 
 def versions(names: Sequence[str]) -> dict[str, str]:
-    """Return the versions of this package (`build_id`) and of `names`; NONE if not installed."""
+    """Return versions for this package (`build_id`) and for `names`; NONE if not installed."""
     return {OURS: build_id(), **{name: packages.version(name) or NONE for name in names}}
 
 
 def find_differences(
     installed: Mapping[str, str], expected: Mapping[str, str]
 ) -> list[tuple[str, str, str]]:
-    """Return (package, version, expected version) of each package with another version.
+    """Return (package, version, expected version) for each package with another version.
 
-    What follows a `+` does not count: 2.7.1+cpu, as on a head node without devices, equals 2.7.1.
+    Ignores text after a `+`: 2.7.1+cpu, as on a head node without devices, equals 2.7.1.
     """
     found = [(name, installed.get(name, NONE), wanted) for name, wanted in expected.items()]
     return [each for each in found if each[1].partition("+")[0] != each[2].partition("+")[0]]
@@ -141,24 +141,18 @@ def find_differences(
 
 @dataclass(frozen=True)
 class NodeReport:
-    """Installation and files of one node.
-
-    files:    folder -> what `list_files` returns
-    sees_run: the node sees the run directory
-    """
+    """Installation and files on one node."""
 
     host: str
     versions: dict[str, str]
-    files: dict[str, dict[str, str] | None]
-    sees_run: bool
+    files: dict[str, dict[str, str] | None]  # `list_files` by folder
+    sees_run: bool  # sees the run directory
 
 
 def report_node(folders: Sequence[str], run_file: str | None) -> NodeReport:
-    """Return the report of this node.
+    """Report this node and its files in `folders`, which workers read.
 
-    Args:
-        folders: Read by workers; their files are listed.
-        run_file: A file that the driver wrote to the run directory; None counts as seen.
+    `run_file` is a file the driver wrote to the run directory; None counts as seen.
     """
     return NodeReport(
         host=socket.gethostname(),
@@ -169,9 +163,9 @@ def report_node(folders: Sequence[str], run_file: str | None) -> NodeReport:
 
 
 def list_files(folder: str) -> dict[str, str] | None:
-    """Return {path in the folder: fingerprint} of its model and tokenizer files; None = no folder.
+    """Return model and tokenizer files as {path in the folder: fingerprint}; None without a folder.
 
-    Of Megatron's weights these are the files of the iteration that is loaded.
+    For Megatron weights, lists the files in the iteration to load.
     """
     root = Path(folder)
     if not os.path.isdir(root):
@@ -193,13 +187,10 @@ def list_files(folder: str) -> dict[str, str] | None:
 
 
 def find_node_problems(driver: NodeReport, node: NodeReport, keys: Mapping[str, str]) -> list[str]:
-    """Return texts on differences in versions and files that would change or fail a run.
+    """Describe version and file differences that would change or fail a run.
 
-    Compares packages that the driver has, which may lack those for devices, and folders that it
-    has. Files that only the node has do not count.
-
-    Args:
-        keys: Configuration keys that name a folder, by folder.
+    Compares packages and folders present on the driver, which may lack device packages. Ignores
+    files only the node has. `keys` has the configuration keys that name a folder, by folder.
     """
     expected = {name: version for name, version in driver.versions.items() if version != NONE}
     found = [
@@ -230,7 +221,7 @@ def find_node_problems(driver: NodeReport, node: NodeReport, keys: Mapping[str, 
 
 
 def unshared(hosts: str) -> Problem:
-    """Make the problem of hosts that do not see the run directory. hosts: names, for the message"""
+    """Return the problem for hosts that do not see the run directory."""
     return Problem(
         "training.output_dir",
         f"must be on storage that all nodes share, {hosts} did not see the file that the driver "

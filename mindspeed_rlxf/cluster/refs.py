@@ -1,6 +1,6 @@
 """References to rows, which stay on the workers that made them.
 
-The driver holds and rearranges references only. No tensor passes through it, in reports neither.
+The driver only holds and rearranges references. No tensor passes through it, not even in reports.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Fetch = Callable[[list[Handle]], list[Rows]]
 
 
 class Piece(NamedTuple):
-    """The rows that one rank returned."""
+    """Rows returned by one rank."""
 
     handle: Handle
     num_rows: int
@@ -28,16 +28,14 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class RowsRef:
-    """A reference to rows of several pieces: all of them, or a selection in any order.
-
-    selection: indices into the rows of all pieces, one piece after the other; None = all rows.
-    """
+    """A reference to the rows in several pieces: all rows, or a selection in any order."""
 
     pieces: tuple[Piece, ...]
-    selection: tuple[int, ...] | None = None
+    selection: tuple[int, ...] | None = None  # indices into all pieces' rows; None = all rows
 
     @cached_property
     def num_rows(self) -> int:
+        """Row count."""
         if self.selection is not None:
             return len(self.selection)
         return sum(piece.num_rows for piece in self.pieces)
@@ -47,9 +45,10 @@ class RowsRef:
         return _first_rows(self.pieces)
 
     def take(self, rows: Sequence[int]) -> RowsRef:
-        """Return a reference to these rows, in the given order, with the pieces that it needs.
+        """Return a reference to these rows, in the given order, with only the pieces it needs.
 
-        rows: indices, at least one, with repeats; IndexError if one is negative or too large
+        Needs at least one index; repeats are allowed. Raises IndexError if one is negative or too
+        large.
         """
         assert len(rows) > 0, "take needs at least one row"
         if min(rows) < 0 or max(rows) >= self.num_rows:
@@ -70,7 +69,7 @@ class RowsRef:
 
     @classmethod
     def concat(cls, refs: Sequence[RowsRef]) -> RowsRef:
-        """Return a reference to the rows of all `refs`, in turn; of one ref that ref itself."""
+        """Return a reference to all rows in `refs`, in turn; a single ref is returned as it is."""
         if len(refs) == 1:
             return refs[0]
         pieces: list[Piece] = []
@@ -85,10 +84,7 @@ class RowsRef:
         return cls(tuple(pieces), tuple(selection))
 
     def split(self, n: int) -> list[RowsRef]:
-        """Return references to `n` contiguous parts of equal size.
-
-        Raises ValueError where `n` does not divide the number of rows.
-        """
+        """Return references to `n` contiguous parts with equal size, or raise ValueError."""
         if self.num_rows % n:
             raise ValueError(f"{self.num_rows} rows must be a multiple of {n} to be split equally")
         if n == 1:
@@ -99,10 +95,10 @@ class RowsRef:
         return [self.take(range(i * size, (i + 1) * size)) for i in range(n)]
 
     def by_piece(self) -> list[tuple[Piece, list[int], list[int]]]:
-        """Return (piece, rows, positions) for each piece with a selected row, in order of pieces.
+        """Return (piece, rows, positions) for each piece with a selected row, in piece order.
 
-        Rows are indices within the piece, positions those of the same rows in this reference,
-        ascending. Without rows: the first piece, which gives the type of the rows.
+        Rows are indices within the piece; positions are those rows' ascending places in this
+        reference. Without rows, returns the first piece, for its row type.
         """
         everything = range(sum(piece.num_rows for piece in self.pieces))
         starts = self._starts
@@ -115,12 +111,12 @@ class RowsRef:
 
 
 def as_rows_field(ref: RowsRef | None) -> Any:
-    """Return `ref` untyped, for a dataclass field of rows: workers get the rows in its place."""
+    """Return `ref` untyped, for a dataclass field with rows: workers get the rows in its place."""
     return ref
 
 
 def resolve(ref: RowsRef, fetch: Fetch) -> Rows:
-    """Fetch the pieces that `ref` needs; return its rows, in its order."""
+    """Fetch the pieces `ref` needs; return its rows, in its order."""
     entries = ref.by_piece()
     fetched = fetch([piece.handle for piece, _, _ in entries])
     parts, positions = [], []
@@ -138,7 +134,7 @@ def resolve(ref: RowsRef, fetch: Fetch) -> Rows:
 
 
 def find_refs(value: Any) -> list[RowsRef]:
-    """Return the references of an argument: itself, or those in fields of a dataclass."""
+    """Return an argument's references: itself, or those in its dataclass fields."""
     return [value] if isinstance(value, RowsRef) else list(_ref_fields(value).values())
 
 
@@ -157,7 +153,7 @@ def resolve_refs(args: Sequence[Any], fetch: Fetch) -> list[Any]:
 
 
 def number_handles(args: Sequence[Any]) -> tuple[tuple[Any, ...], list[Handle]]:
-    """Return `args` with the handles in its RowsRefs replaced by indices, and their list."""
+    """Return `args` with the handles in its RowsRefs replaced by indices, and the handle list."""
     index: dict[Handle, int] = {}
 
     def number(ref: RowsRef) -> RowsRef:
@@ -170,8 +166,8 @@ def number_handles(args: Sequence[Any]) -> tuple[tuple[Any, ...], list[Handle]]:
 def split_refs(value: Any, n: int) -> list[Any]:
     """Return an argument for each of `n` replicas.
 
-    A RowsRef, alone or in a field of a dataclass, is split into equal contiguous parts (ValueError
-    if `n` does not divide its rows). Other values are the same for all.
+    Splits a RowsRef, alone or in a dataclass field, into equal contiguous parts (ValueError if `n`
+    does not divide its rows). Other values are the same for all.
     """
     if isinstance(value, RowsRef):
         return value.split(n)

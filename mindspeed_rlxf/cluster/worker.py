@@ -1,4 +1,4 @@
-"""The roles of one rank, how their methods are run, and the environment variables of workers."""
+"""The roles on one rank, their method calls, and worker environment variables."""
 
 import dataclasses
 import os
@@ -44,10 +44,9 @@ LOST_PEER = (
 
 
 class RoleHost:
-    """Holds the role objects of one rank and runs their methods."""
+    """Holds one rank's role objects and runs their methods."""
 
     def __init__(self, rank: int, fetch: Fetch) -> None:
-        """rank: in the pool; fetch: returns the rows of handles"""
         self._rank, self._fetch = rank, fetch
         self._roles: dict[Role, Any] = {}
 
@@ -55,7 +54,7 @@ class RoleHost:
         """Run the method on the rows it asks for; return its rows, and the reply to the driver.
 
         Only leaders (`keeps_rows`) return rows and a report. Raises WorkerError for any Exception,
-        and prints its traceback; the WorkerError of a rank whose rows are needed stays as it is.
+        and prints its traceback; a WorkerError from a rank whose rows are needed stays unchanged.
         """
         try:
             args = resolve_refs(request.args, self._fetch)
@@ -103,10 +102,10 @@ class RoleHost:
 
 
 def worker_error(error: Exception, role: str, rank: int, phase: str) -> WorkerError:
-    """Print the traceback to stderr, and return the WorkerError of this rank.
+    """Print the traceback to stderr, and return this rank's WorkerError.
 
-    `is_aftermath` is True for torch's network errors and texts of LOST_PEER, which the end of
-    another rank causes.
+    `is_aftermath` is True for torch network errors and LOST_PEER messages, caused by another
+    rank's end.
     """
     text = "".join(traceback.format_exception(error))
     print(text, file=sys.stderr, flush=True)
@@ -125,7 +124,7 @@ def worker_error(error: Exception, role: str, rank: int, phase: str) -> WorkerEr
 
 
 def to_host(rows: Rows) -> Rows:
-    """Detach tensors and move them to the host, in storages of exactly their size.
+    """Detach tensors and move them to the host, in storages with exactly their size.
 
     Pickling a view would send the whole storage.
     """
@@ -139,7 +138,7 @@ def to_host(rows: Rows) -> Rows:
 
 
 def forwarded_environment(environment: Mapping[str, str]) -> dict[str, Secret]:
-    """Return the variables of FORWARDED and FORWARDED_NAMES, but no lists of visible devices."""
+    """Return the variables in FORWARDED and FORWARDED_NAMES, but no lists of visible devices."""
     return {
         name: variable_secret(name, value)
         for name, value in environment.items()
@@ -148,17 +147,15 @@ def forwarded_environment(environment: Mapping[str, str]) -> dict[str, Secret]:
 
 
 def worker_environment(given: Mapping[str, Secret], inherits: bool) -> dict[str, Secret]:
-    """Return the variables to set for a worker.
+    """Return the variables to set for a worker; `resource_pool.env` (`given`) takes precedence.
 
-    Args:
-        given: `resource_pool.env`, which takes precedence over the driver's variables.
-        inherits: Workers inherit the driver's environment and need only `given`.
+    A worker that inherits the driver's environment needs only `given`.
     """
     return dict(given) if inherits else {**forwarded_environment(os.environ), **given}
 
 
 def offload_environment(config: RunConfig) -> dict[str, str]:
-    """Return the allocator's variables for a run with offload, except those the user has set."""
+    """Return allocator variables for a run with offload, except those the user has set."""
     offloads = [config.role(role).offload for role in config.roles]
     if not any(offload.weights or offload.optimizer for offload in offloads):
         return {}
@@ -170,7 +167,7 @@ def offload_environment(config: RunConfig) -> dict[str, str]:
 def list_variables(
     given: Mapping[str, Secret], offloading: Mapping[str, str] | None = None
 ) -> list[tuple[str, str, str]]:
-    """Return (name, value, source) of the variables that workers get, sorted; secrets are `***`."""
+    """Return (name, value, source) per worker variable, sorted by name; secrets are `***`."""
     sources: dict[str, Mapping[str, object]] = {
         "driver": forwarded_environment(os.environ),
         "resource_pool.env": given,

@@ -1,7 +1,6 @@
-"""Find and make Adam's tensors of each parameter (its slots), in any of Megatron's optimizers.
+"""Find and create each parameter's Adam tensors (slots), in any Megatron optimizer.
 
-With the distributed optimizer a data-parallel rank has a flat slice of the slots of some
-parameters.
+With the distributed optimizer a data-parallel rank has a flat slice of some parameters' slots.
 """
 
 from collections.abc import Iterator
@@ -21,12 +20,12 @@ Slots = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class HeldSlots:
-    """Adam's tensors (slots) of a parameter on this rank.
+    """A parameter's Adam tensors (slots) on this rank.
 
-    slots: the moments, and `fp32_param` unless the parameter itself is fp32
-
-    start: offset of this rank's slice in the flattened parameter; no other replica has the slice.
-           None = every replica has the slots of the whole parameter
+    Attributes:
+        slots: Moments, and `fp32_param` unless the parameter itself is fp32.
+        start: This rank's slice offset in the flattened parameter; no other replica has the slice.
+            None if every replica has the whole parameter's slots.
     """
 
     parameter: Tensor
@@ -35,21 +34,21 @@ class HeldSlots:
 
     @property
     def flat(self) -> range:
-        """The range of elements of the flattened parameter that the slots belong to."""
+        """Element range in the flattened parameter covered by the slots."""
         start = self.start or 0
         return range(start, start + next(iter(self.slots.values())).numel())
 
 
 def single_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
-    """Return the optimizers that `optimizer` chains, or itself: experts have their own."""
+    """Return the optimizers chained by `optimizer`, or itself: experts have their own."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def held_slots(optimizer: MegatronOptimizer) -> Iterator[HeldSlots]:
-    """Yield this rank's slots by parameter: the moments, and main weights beside bf16 ones.
+    """Yield this rank's slots by parameter: moments, and main weights beside bf16 ones.
 
-    Skips parameters of which the distributed optimizer has no slice on this rank. The tensors are
-    the optimizer's own, detached; moments that it does not have yet are new zeros.
+    Skips parameters without a distributed-optimizer slice on this rank. The tensors are the
+    optimizer's own, detached; missing moments are new zeros.
     """
     for each in single_optimizers(optimizer):
         for parameter, main, start in _held_mains(each):
@@ -61,7 +60,7 @@ def held_slots(optimizer: MegatronOptimizer) -> Iterator[HeldSlots]:
 
 
 def make_slots(optimizer: MegatronOptimizer, step: int) -> None:
-    """Add zero moments to main parameters that have none; set the number of steps to `step`."""
+    """Add missing zero moments to main parameters; set the step count to `step`."""
     for each in single_optimizers(optimizer):
         for _, main, _ in _held_mains(each):
             state = each.optimizer.state[main]
@@ -77,7 +76,7 @@ def make_slots(optimizer: MegatronOptimizer, step: int) -> None:
 
 
 def count_steps(optimizer: MegatronOptimizer) -> int:
-    """Return the number of optimizer steps taken, for Adam's bias correction; 0 = none yet.
+    """Return the optimizer step count, for Adam's bias correction; 0 before the first step.
 
     Raises AssertionError if it differs between parameters.
     """
@@ -89,10 +88,10 @@ def count_steps(optimizer: MegatronOptimizer) -> int:
 
 
 def _held_mains(optimizer: Any) -> Iterator[tuple[Tensor, Tensor, int | None]]:
-    """Yield each parameter, the tensor that this rank's optimizer updates for it, and an offset.
+    """Yield each parameter, the tensor this rank's optimizer updates for it, and an offset.
 
-    The offset is where the tensor starts in the flattened parameter; None = it is whole. Skips
-    parameters of which Megatron's distributed optimizer has no slice on this rank.
+    The offset is the tensor's start in the flattened parameter; None for a whole tensor. Skips
+    parameters without a distributed-optimizer slice on this rank.
     """
     if not isinstance(optimizer, DistributedOptimizer):
         groups: list[Any] = [(g["params"], g["params"]) for g in optimizer.optimizer.param_groups]

@@ -1,4 +1,4 @@
-"""Build the model, optimizer and schedule of a role on this rank."""
+"""Build a role's model, optimizer and schedule on this rank."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -33,9 +33,9 @@ from mindspeed_rlxf.models.transformer import (
 def build_chunks(
     role: RoleConfig, head: Head, groups: ParallelGroups, dtype: torch.dtype
 ) -> list[TransformerModel]:
-    """Build the model chunks of this pipeline rank on the device; one without virtual pipeline.
+    """Build this pipeline rank's model chunks on the device; one without virtual pipeline.
 
-    The weights are not set, those of experts are 0.
+    Weights are not set; expert weights are 0.
     """
     assert role.architecture is not None, "checked beforehand"
     count = role.model_chunks
@@ -67,10 +67,10 @@ def build_chunks(
 
 
 def wrap(chunk: TransformerModel, optimizer: OptimizerConfig) -> DistributedDataParallel:
-    """Wrap a chunk in Megatron's data parallelism: gradients are summed over replicas in fp32.
+    """Wrap a chunk in Megatron's data parallelism, which sums fp32 gradients over replicas.
 
-    Sets `reduced_early` of each parameter: whether its gradient is reduced while the backward pass
-    runs. The hooks that gather weights in forward passes start switched off.
+    Sets `reduced_early` on each parameter: whether its gradient is reduced during the backward
+    pass. Hooks that gather weights in forward passes start switched off.
     """
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -87,11 +87,11 @@ def wrap(chunk: TransformerModel, optimizer: OptimizerConfig) -> DistributedData
 
 
 def set_gather_in_forward(models: Sequence[Any], enabled: bool) -> None:
-    """Switch on or off that forward passes gather the weights which the last step changed.
+    """Switch weight gathering in forward passes on or off, after a step has changed the weights.
 
-    Switching off gathers all weights at once. It must be off for generation, checkpoints and
-    exports, which read weights without a forward pass. No effect where the configuration does not
-    gather ahead.
+    Switching off gathers all weights at once. Generation, checkpoints and exports need it off,
+    because they read weights without a forward pass. No effect unless the configuration gathers
+    ahead.
     """
     for model in models:
         hooked = _gathers_in_forward(model)
@@ -102,10 +102,10 @@ def set_gather_in_forward(models: Sequence[Any], enabled: bool) -> None:
 
 
 def await_gathers(model: Any) -> None:
-    """Wait for gathers of this chunk's weights that a forward pass started and did not wait for.
+    """Wait for weight gathers that this chunk's forward pass started and did not wait for.
 
-    Megatron waits when the module of a weight is called. The head's weight is read after the
-    forward pass, without calling its module.
+    Megatron waits when it calls a weight's module. The head weight is read after the forward pass,
+    without calling its module.
     """
     if _gathers_in_forward(model):
         # Buckets are numbered from the last weight to the first.
@@ -120,7 +120,7 @@ def _gathers_in_forward(model: Any) -> bool:
 def connect_schedule(
     config: TransformerConfig, models: Sequence[Any], optimizer: MegatronOptimizer
 ) -> None:
-    """Set the functions in `config` with which Megatron's schedule scales and reduces gradients.
+    """Set the functions in `config` that Megatron's schedule uses to scale and reduce gradients.
 
     Gradients are reduced after the last micro-batch. Megatron skips the reduction if `config` lacks
     these functions.
@@ -134,9 +134,12 @@ def connect_schedule(
 def build_optimizer(
     config: OptimizerConfig, models: list[DistributedDataParallel], dtype: torch.dtype
 ) -> MegatronOptimizer:
-    """Build Adam with decoupled weight decay, with fp32 main weights if the model is bf16.
+    """Build Adam with decoupled weight decay, and fp32 main weights if the model is bf16.
 
-    models: this rank's chunks, wrapped for data parallelism; dtype: of the model
+    Args:
+        config: Optimizer settings.
+        models: This rank's chunks, wrapped for data parallelism.
+        dtype: Model dtype.
     """
     return get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -163,8 +166,8 @@ def build_scheduler(
 ) -> OptimizerParamScheduler:
     """Build the learning-rate schedule over `train_iters` iterations, one step each.
 
-    It warms up from 0, the rate of the first iteration, over the fraction `lr_warmup_fraction`,
-    then decays by `lr_decay_style`. Sets the first rate in the optimizer.
+    It warms up from 0, the first iteration's rate, over the fraction `lr_warmup_fraction`, then
+    decays by `lr_decay_style`. Sets the first rate in the optimizer.
     """
     return OptimizerParamScheduler(
         optimizer,

@@ -1,6 +1,6 @@
-"""A Megatron model with its schedule and, where it is trained, its optimizer.
+"""A Megatron model with its schedule and, if trained, its optimizer.
 
-`TrainEngine` documents the methods of its interface.
+`TrainEngine` documents the interface methods.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ logger = logging.getLogger(__name__)
 
 
 class MegatronEngine:
-    """One role's model on this rank: a pipeline stage of a tensor-parallel replica.
+    """One role's model on this rank: a pipeline stage in a tensor-parallel replica.
 
-    With a virtual pipeline the stage consists of several chunks of the model.
+    With a virtual pipeline the stage has several model chunks.
     """
 
     def __init__(
@@ -89,14 +89,19 @@ class MegatronEngine:
     ) -> None:
         """Build the model, load its weights, and move offloaded parts away; a collective.
 
-        Seeds the process. Without `optimizer` the model is frozen. Raises ValueError where weights
-        are missing or damaged.
+        Seeds the process, by seed and rank. Raises ValueError if weights are missing or damaged.
 
-        skipped:       counts skipped steps and decides if the run goes on; None = raise at once
-        deterministic: see `device.set_deterministic`; it holds for the whole process
-        tokenizer:     its folder, for side files that `load` lacks; None = nothing is exported
-        brings_together: True = an update may compute the rows of a mini-batch in any order, so that
-                       those of one prompt are neighbours
+        Args:
+            role: Role configuration.
+            head: Model head.
+            seed: Base seed.
+            optimizer: Optimizer settings; None freezes the model.
+            train_iters: Length of the learning-rate schedule.
+            skipped: Counts skipped steps and decides if the run goes on; None raises at once.
+            deterministic: See `device.set_deterministic`; holds for the whole process.
+            tokenizer: Tokenizer folder, for side files that `load` lacks; None exports nothing.
+            brings_together: Whether an update may reorder rows so that shared prompts are
+                neighbours.
         """
         assert role.architecture is not None and role.load is not None, "checked beforehand"
         megatron_versions.apply_patches()
@@ -153,7 +158,6 @@ class MegatronEngine:
         self._offload = self._make_offload()
 
     def _agree_on_sharing(self) -> bool:
-        """Return whether prompts are shared: if the role asks for it, and all its ranks can."""
         if not (self.role.share_prompts and self.role.packed_sequences):
             return False
         attention = self.chunks[0].decoder.layers[0].self_attention.core_attention
@@ -163,7 +167,7 @@ class MegatronEngine:
         return able
 
     def _make_offload(self) -> Offload:
-        """Make the parts that the role's key `offload` names movable, and move them to the host."""
+        """Make the parts named by the role's `offload` key movable, and move them to the host."""
         optimizer, keys = self.optimizer, self.role.offload
         adams = [each.optimizer for each in single_optimizers(optimizer)] if optimizer else []
         movable = [Part.WEIGHTS] if keys.weights else []
@@ -174,27 +178,29 @@ class MegatronEngine:
         return made
 
     def offload(self) -> None:
+        """Move the parts named by the role's `offload` key to host memory."""
         self._offload.offload(self._offload.movable)
 
     def onload(self) -> None:
-        """Bring all parts back to the device; movable parts of other engines make room."""
+        """Bring all parts back to the device; other engines' movable parts make room."""
         with self.holding(*Part):
             pass
 
     def holding(self, *parts: Part, later: Part | None = None) -> AbstractContextManager[None]:
         """Return a context manager that keeps parts on the device (see `offload.holding`).
 
-        later: a part whose copy may still run in the block, until `Offload.await_copies`
+        The copy of part `later` may still run in the block, until `Offload.await_copies`.
         """
         return offload.holding((self._offload, parts), later=[later] if later else [])
 
     @property
     def module(self) -> torch.nn.Module:
-        """The module with all parameters of this rank, named as in `models.parameters`."""
+        """The module with all this rank's parameters, named as in `models.parameters`."""
         return self.chunks[0] if len(self.chunks) == 1 else torch.nn.ModuleList(self.chunks)
 
     @property
     def config(self) -> TransformerConfig:
+        """Megatron's transformer configuration."""
         return self.chunks[0].config
 
     def _load_weights(self, seed: int) -> None:
@@ -210,10 +216,10 @@ class MegatronEngine:
     def micro_batches(
         self, rollouts: Rollouts, rows: Sequence[int], in_order: bool = False
     ) -> list[MicroBatch]:
-        """Make micro-batches of the given rows, packed or padded as this role computes.
+        """Make micro-batches from the given rows, packed or padded as this role computes.
 
-        A collective over the data-parallel ranks, which must pass equally many rows.
-        in_order: True = consecutive rows in each micro-batch, whatever `balance_by_length` says
+        A collective over the data-parallel ranks, which must pass equally many rows. With
+        `in_order` each micro-batch has consecutive rows, even with `balance_by_length`.
         """
         lengths = rollouts.prompt_lengths + rollouts.response_lengths
         balances = self.role.architecture is not None and self.role.architecture.balances_experts
@@ -235,9 +241,12 @@ class MegatronEngine:
 
     @property
     def is_leader(self) -> bool:
+        """Whether this rank's results are used for its replica."""
         return self.groups.is_leader
 
     def log_probs(self, rollouts: Rollouts, temperature: float) -> LogProbs | None:
+        """Compute log-probs for the trained response tokens, 0 elsewhere."""
+
         def read(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
             return read_log_probs(model, batch, hidden, temperature).log_probs
 
@@ -250,7 +259,7 @@ class MegatronEngine:
         """Compute the trained tokens' log-probs, and KL(policy || this engine) over the vocabulary.
 
         None on ranks other than the leader. Both engines must have the same layout, so that a rank
-        has the same vocabulary shard of both.
+        has the same vocabulary shard in both.
         """
         counts = rollouts.trained_mask.sum(1)
         starts = (counts.cumsum(0) - counts).tolist()
@@ -274,6 +283,7 @@ class MegatronEngine:
         return LogProbsWithKl(log_probs, kl)
 
     def values(self, rollouts: Rollouts) -> Values | None:
+        """Compute values for the slots marked by `readable_slots`."""
         slots = readable_slots(rollouts.trained_mask, rollouts.response_mask)
 
         def read(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
@@ -283,6 +293,7 @@ class MegatronEngine:
         return Values(scatter_rows(flat, slots)) if self.is_leader else None
 
     def scores(self, rollouts: Rollouts) -> Scores | None:
+        """Compute the score at each response's last token."""
         flat = self._read_all(rollouts, read_scores)
         return Scores(torch.cat(flat).float().cpu()) if self.is_leader else None
 
@@ -292,10 +303,10 @@ class MegatronEngine:
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[MicroBatch], read: Read) -> list[Tensor]:
-        """Run the forward passes without gradients; return `read` of each micro-batch.
+        """Run the forward passes without gradients; return `read`'s result per micro-batch.
 
-        Empty on all pipeline stages but the last. Leaves the model in evaluation mode.
-        micro_batches: at least one
+        Needs at least one micro-batch. Empty on all pipeline stages but the last. Leaves the model
+        in evaluation mode.
         """
         for model in self.models:
             model.eval()
@@ -318,12 +329,12 @@ class MegatronEngine:
     def train_step(
         self, micro_batches: Sequence[MicroBatch], step: PolicyStep | ValueStep
     ) -> dict[str, float]:
-        """Take an optimizer step on one mini-batch, or skip it where a number is not finite.
+        """Take an optimizer step on one mini-batch, or skip it if a number is not finite.
 
-        Offloaded parts are moved to the device; movable parts of other engines make room.
-        Returns the metrics of the loss averaged over the mini-batch of all data-parallel ranks
-        (on the last stage only), `grad_norm`, and with `nan_policy: skip` `skipped_steps`, 0 or 1.
-        Raises FloatingPointError, before any weight changes, as `SkippedSteps.judge` decides.
+        Moves offloaded parts to the device; other engines' movable parts make room. Returns loss
+        metrics averaged over the mini-batch on all data-parallel ranks (last stage only),
+        `grad_norm`, and with `nan_policy: skip` `skipped_steps`, 0 or 1. Raises FloatingPointError,
+        before any weight changes, as `SkippedSteps.judge` decides.
         """
         self._mini_batch += 1
         with self.holding(*Part, later=Part.OPTIMIZER), self.groups.active():
@@ -346,6 +357,7 @@ class MegatronEngine:
         return metrics
 
     def end_iteration(self) -> float:
+        """Advance the learning-rate schedule; return the ending iteration's rate."""
         assert self.optimizer is not None and self.scheduler is not None
         set_gather_in_forward(self.models, False)
         rate = float(self.optimizer.param_groups[0]["lr"])
@@ -354,19 +366,21 @@ class MegatronEngine:
         return rate
 
     def sum_over_replicas(self, tensor: Tensor) -> Tensor:
+        """Return a small CPU tensor's sum over the data-parallel ranks."""
         total = tensor.clone()
         dist.all_reduce(total, group=self.groups.dp_host)
         return total
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every weight as (Hugging Face name, whole device tensor), on every rank."""
         with self.holding(Part.WEIGHTS):
             yield from hf_tensors(self.weights, self.groups, self.role.model_chunks)
 
     def export(self, hf_folder: Path | None, megatron_folder: Path | None) -> None:
-        """Write the weights as a Hugging Face folder and as a Megatron checkpoint; None = not.
+        """Write the weights as a Hugging Face folder and as a Megatron checkpoint; None skips one.
 
-        A collective over the role's ranks. A folder is complete when all ranks have returned.
-        Raises OSError on all ranks where one cannot write (see `save_sharded` for the exception).
+        A collective over the role's ranks. A folder is complete when all ranks have returned. If a
+        rank cannot write, all ranks raise OSError (see `save_sharded` for the exception).
         """
         # With `runtime: local` the first rank has just removed the files of an earlier export.
         dist.barrier()
@@ -394,16 +408,19 @@ class MegatronEngine:
                     self.describe(megatron_folder)
 
     def describe(self, folder: Path) -> list[Path]:
-        """Write config.json, with head and dtype of training, and the tokenizer's files."""
+        """Write config.json, with training head and dtype, and the tokenizer files."""
         return copy_side_files(self.source, folder, self.head, self.dtype)
 
     def begin_save(self, folder: Path) -> None:
+        """Copy the training state to the host, and start writing it into `folder`."""
         self.state.begin_save(folder)
 
     def end_save(self) -> float:
+        """Wait for all ranks' files; return the slowest rank's seconds."""
         return self.state.end_save()
 
     def load_state(self, folder: Path) -> Loaded:
+        """Load a training state; see `train_state.load_state`."""
         with self.holding(Part.WEIGHTS, Part.OPTIMIZER):
             self._offload.mark_changed(Part.WEIGHTS, Part.OPTIMIZER)
             return load_state(self.state, folder)

@@ -1,8 +1,8 @@
 """Guard optimizer steps against NaN and inf.
 
-The loss and the gradient norm are checked before any weight changes. All ranks of the role agree on
-the result once per step, so that replicas, pipeline stages and shards of the optimizer either all
-take the step or all skip it.
+The loss and the gradient norm are checked before any weight changes. All ranks in the role agree on
+the result once per step, so replicas, pipeline stages and optimizer shards either all take the step
+or all skip it.
 """
 
 import math
@@ -21,19 +21,14 @@ REMEDY = "lower the learning rate or raise warm-up, look at the rewards and at b
 
 @dataclass(frozen=True)
 class Step:
-    """The result of an optimizer step.
+    """An optimizer step's result."""
 
-    grad_norm: before clipping
-    wrong:     names of numbers that are not finite, so that the step was skipped; empty = it was
-               taken
-    """
-
-    grad_norm: float
-    wrong: tuple[str, ...] = ()
+    grad_norm: float  # before clipping
+    wrong: tuple[str, ...] = ()  # non-finite numbers, which skipped the step
 
 
 class _Stopped(Exception):
-    """Raised to leave Megatron's step after the gradient norm and before weights change."""
+    """Leaves Megatron's step after the gradient norm and before weights change."""
 
     def __init__(self, step: Step) -> None:
         self.step = step
@@ -42,8 +37,8 @@ class _Stopped(Exception):
 class GuardedOptimizer:
     """Wraps Megatron's optimizer; skips a step, before weights change, if a number is not finite.
 
-    It replaces the optimizer's `get_grad_norm`, which Megatron calls after gradients have been
-    summed over the replicas, and before it clips them and changes weights.
+    Replaces the optimizer's `get_grad_norm`, which Megatron calls after summing gradients over the
+    replicas, and before it clips them and changes weights.
     """
 
     def __init__(self, optimizer: MegatronOptimizer) -> None:
@@ -53,10 +48,10 @@ class GuardedOptimizer:
         self._losses_finite, self._checked = True, False
 
     def step(self, losses: Sequence[Tensor]) -> Step:
-        """Take an optimizer step, or skip it where a number is not finite; a collective.
+        """Take an optimizer step, or skip it if a number is not finite; a collective.
 
-        Returns the gradient norm, and which numbers were not finite on any rank.
-        losses: of this rank's micro-batches, scalars
+        The losses are scalars from this rank's micro-batches. Returns the gradient norm, and the
+        numbers not finite on any rank.
         """
         self._losses_finite = all(bool(loss.isfinite()) for loss in losses)
         self._checked = False
@@ -83,18 +78,18 @@ class GuardedOptimizer:
 
 
 class SkippedSteps:
-    """Counts skipped steps in a row and decides whether the run goes on."""
+    """Counts consecutive skipped steps and decides whether the run goes on."""
 
     def __init__(self, policy: str, max_skipped: int, role: str) -> None:
         self.policy, self.max_skipped, self.role = policy, max_skipped, role
         self.in_a_row = 0
 
     def judge(self, step: Step, iteration: int, mini_batch: int) -> None:
-        """Count a skipped step; a step that was taken resets the count.
+        """Count a skipped step; a taken step resets the count.
 
         Raises FloatingPointError for a skipped step if `training.nan_policy` is `raise`, or if more
-        than `max_skipped` in a row were skipped.
-        iteration, mini_batch: counted from 1, for the message
+        than `max_skipped` in a row were skipped. The message counts iteration and mini-batch from
+        1.
         """
         if not step.wrong:
             self.in_a_row = 0

@@ -1,4 +1,4 @@
-"""The weights of a role as whole Hugging Face tensors, one parameter at a time."""
+"""A role's weights as whole Hugging Face tensors, one parameter at a time."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,10 +23,10 @@ from mindspeed_rlxf.weights.stage_loader import StageWeights
 def hf_tensors(
     weights: StageWeights, groups: ParallelGroups, chunks: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every weight as (Hugging Face name, whole tensor on the device), on every rank.
+    """Yield every weight as (Hugging Face name, whole device tensor), on every rank.
 
-    In the order of `hf_shapes`, whatever the layout. A collective: all ranks of the role must
-    iterate to the same tensor. A tied output layer is left out, as in Hugging Face's files.
+    The order is that of `hf_shapes`, whatever the layout. A collective: all ranks in the role must
+    iterate to the same tensor. Omits a tied output layer, as Hugging Face files do.
     """
     architecture, pp, ep = weights.architecture, groups.pp, groups.ep
     dtype = next(iter(weights.tensors.values())).dtype

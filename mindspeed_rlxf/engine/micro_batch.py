@@ -1,7 +1,7 @@
-"""Group rows into micro-batches: samples of one forward, packed end to end or padded.
+"""Group rows into micro-batches: samples for one forward pass, packed end to end or padded.
 
-Axes: rows = samples, tokens = all positions of the micro-batch in the order of the flattened hidden
-states ([s, b] flattened; packed: b = 1).
+Axes: rows = samples, tokens = all micro-batch positions in flattened hidden-state order ([s, b]
+flattened; packed: b = 1).
 """
 
 import heapq
@@ -27,7 +27,7 @@ Rows = Sequence[int]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The inputs of one forward pass, and where its tokens are in the hidden states."""
+    """Inputs for one forward pass, and the token positions in its hidden states."""
 
     rows: list[int]  # indices of the rows in the rank's batch
     token_ids: Tensor  # [b, s] int64
@@ -44,15 +44,17 @@ class MicroBatch:
     def prediction_places(self, slots: Tensor) -> Tensor:
         """Return the flat index of the hidden state one token before each marked slot.
 
-        That state predicts the slot's token. The result is [marked slots], row after row.
-        slots: [rows, slots] bool, True = marked; slot t is the position of response token t, the
-               last one may be behind the response
+        That state predicts the slot's token. Shape [marked slots], row after row.
+
+        Args:
+            slots: [rows, slots] bool, True for marked slots. Slot t is response token t's position;
+                the last one may lie behind the response.
         """
         row, slot = slots.nonzero(as_tuple=True)
         return self._flat_places(row, self.prompt_lengths[row] - 1 + slot)
 
     def last_places(self) -> Tensor:
-        """Return the flat index of the last token of each row, [rows]."""
+        """Return the flat index of each row's last token, [rows]."""
         last = self.prompt_lengths + self.response_lengths - 1
         return self._flat_places(torch.arange(len(last)), last)
 
@@ -63,7 +65,7 @@ class MicroBatch:
         return flat.to(self.token_ids.device)
 
     def work(self, a: ArchitectureConfig, reads_logits: bool) -> Work:
-        """Return what a forward pass computes. reads_logits: False = a value or reward model"""
+        """Return the work in a forward pass; value and reward models read no logits."""
         tokens = flops = 0
         starts, before = self.starts.tolist(), None
         lengths = zip(self.prompt_lengths.tolist(), self.response_lengths.tolist(), strict=True)
@@ -85,12 +87,11 @@ def make_micro_batches(
     device: torch.device,
     numbers: Sequence[int] | None = None,
 ) -> list[MicroBatch]:
-    """Make one micro-batch for each group of rows.
+    """Make one micro-batch per row group.
 
-    packed:      True = rows end to end; False = padded to the longest row
-    multiple_of: the token axis is padded to a multiple of it, as sequence parallel splits this axis
-    numbers:     `number_prompts` of the batch if neighbouring rows of one prompt share it, which
-                 needs packed rows; None = each row has its own
+    Rows lie end to end if `packed`, else are padded to the longest row. The token axis is padded to
+    a multiple of `multiple_of`, because sequence parallelism splits it. With `numbers` (from
+    `number_prompts`) neighbouring rows share an equal prompt, which needs packed rows.
     """
     prompts, responses = rollouts.prompt_lengths.tolist(), rollouts.response_lengths.tolist()
     batches = []
@@ -175,9 +176,9 @@ def _pad_rows(
 
 
 def number_prompts(rollouts: Rollouts) -> list[int]:
-    """Return a number for the prompt of each row, the same for equal token ids.
+    """Return each row's prompt number, equal for equal token ids.
 
-    A row without a response has a number of its own.
+    A row without a response has its own number.
     """
     numbers: dict[Any, int] = {}
     lengths = rollouts.prompt_lengths.tolist(), rollouts.response_lengths.tolist()
@@ -187,7 +188,7 @@ def number_prompts(rollouts: Rollouts) -> list[int]:
 
 
 def bring_together(rows: Rows, prompts: Sequence[int]) -> Rows:
-    """Return the rows with those of one prompt next to each other, else in their order."""
+    """Return the rows with equal prompts next to each other, otherwise in their order."""
     first: dict[int, int] = {}
     for place, row in enumerate(rows):
         first.setdefault(prompts[row], place)
@@ -195,7 +196,7 @@ def bring_together(rows: Rows, prompts: Sequence[int]) -> Rows:
 
 
 def saved_tokens(rows: Rows, prompts: Sequence[int], lengths: Sequence[int]) -> list[int]:
-    """Return `saved` of `group_rows`. lengths: tokens of each prompt of the batch"""
+    """Return `saved` for `group_rows`; `lengths` has the prompt tokens of each row in the batch."""
     same = [prompts[a] == prompts[b] for a, b in pairwise(rows)]
     return [0, *(lengths[row] * equal for row, equal in zip(rows[1:], same, strict=True))]
 
@@ -210,16 +211,19 @@ def group_rows(
 ) -> list[Rows]:
     """Divide this rank's rows into micro-batches, equally many on every data-parallel rank.
 
-    By `micro_batch_size`, or by tokens where `max_tokens_per_micro_batch` is set; then a collective
-    over `group`. Groups are split so that their number is a multiple of `micro_batch_multiple`, as
-    far as they have more than one row.
+    Groups by `micro_batch_size`, or by tokens if `max_tokens_per_micro_batch` is set; the latter is
+    a collective over `group`. Splits groups with more than one row until their number is a multiple
+    of `micro_batch_multiple`.
 
-    lengths:  tokens of every row of the batch, indexed by row
-    in_order: True = groups of consecutive rows also with `balance_by_length`, which would pack
-              rows by tokens (`pack_by_tokens`)
-    group:    the data-parallel ranks, for tensors on the CPU
-    saved:    for each of `rows` the tokens that it has less behind the row before it, whose prompt
-              it shares; 0 = the prompts differ. None = no prompt is shared
+    Args:
+        role: Role configuration.
+        rows: This rank's row indices.
+        lengths: Tokens of every row in the batch, indexed by row.
+        in_order: Whether groups have consecutive rows even with `balance_by_length`, which would
+            pack rows by tokens (`pack_by_tokens`).
+        group: Data-parallel ranks, for CPU tensors.
+        saved: For each of `rows`, the tokens saved behind the previous row by sharing its prompt; 0
+            for different prompts. None shares no prompt.
     """
     limit = role.max_tokens_per_micro_batch
     if limit is None:
@@ -235,16 +239,16 @@ def group_rows(
 
 
 def chunk_rows(rows: Rows, size: int) -> list[Rows]:
-    """Divide rows into consecutive groups of `size`; the last one may be shorter."""
+    """Divide rows into consecutive groups with `size` rows; the last one may be shorter."""
     return [rows[i : i + size] for i in range(0, len(rows), size)]
 
 
 def group_by_tokens(
     rows: Rows, lengths: Sequence[int], limit: int, saved: Sequence[int] | None = None
 ) -> list[Rows]:
-    """Divide rows into consecutive groups of at most `limit` tokens; a longer row is alone.
+    """Divide rows into consecutive groups up to `limit` tokens; a longer row is alone.
 
-    saved: see `group_rows`
+    `saved`: see `group_rows`.
     """
     groups, start, tokens = [], 0, 0
     for place, row in enumerate(rows):
@@ -259,13 +263,13 @@ def group_by_tokens(
 def pack_by_tokens(
     rows: Rows, lengths: Sequence[int], limit: int, saved: Sequence[int] | None = None
 ) -> list[Rows]:
-    """Divide rows into few groups of nearly equal token counts, at most `limit` tokens each.
+    """Divide rows into few groups with nearly equal token counts, at most `limit` tokens each.
 
-    A row longer than the limit is alone. Rows of one prompt stay together up to the limit. Rows of
-    a group keep their order; groups are in the order of their first rows. Rows go, longest first,
-    to the group with the fewest tokens; while a group exceeds the limit, all is repeated with one
-    more group, up to the number that `group_by_tokens` needs, whose result is then returned.
-    saved: see `group_rows`
+    A row longer than the limit is alone. Rows sharing a prompt stay together up to the limit. Rows
+    keep their order within a group; groups are ordered by their first rows. Rows go, longest first,
+    to the group with the fewest tokens. While a group exceeds the limit, everything is repeated
+    with one more group, up to the number that `group_by_tokens` needs, whose result is then
+    returned.
     """
     consecutive = group_by_tokens(rows, lengths, limit, saved)
     pieces, tokens = [[row] for row in rows], [lengths[row] for row in rows]
@@ -300,10 +304,10 @@ def _group_longest_first(tokens: Sequence[int], count: int) -> list[list[int]]:
 
 
 def split_groups(groups: Sequence[Rows], count: int) -> list[Rows]:
-    """Return the groups after halving that of the most rows until there are `count` groups.
+    """Return the groups after halving the one with the most rows until there are `count` groups.
 
-    Of equal groups the first is halved; the halves, the shorter one first, take its place.
-    Stops earlier where every group has one row. More than `count` groups are returned unchanged.
+    Among equal groups, halves the first; the halves, the shorter one first, take its place. Stops
+    earlier if every group has one row. Returns more than `count` groups unchanged.
     """
     result = list(groups)
     while len(result) < count:

@@ -1,8 +1,8 @@
-"""Move parts of an engine between device and host memory.
+"""Move engine parts between device and host memory.
 
-Storages are moved, not tensors. A storage is freed by resizing it to 0 bytes, and later resized to
-its old size. So all tensors that view it stay valid: parameters, views of Megatron's buffers,
-gradients, the weights that a rollout shares.
+Storages are moved, not tensors. A storage is freed by resizing it to 0 bytes, and later resized
+back. So all tensors that view it stay valid: parameters, Megatron's buffer views, gradients, and
+weights shared with a rollout.
 """
 
 import contextlib
@@ -26,15 +26,11 @@ Tensors = Callable[[], Iterable[Tensor]]
 
 @dataclass
 class _Storage:
-    """A storage on the device, and the host memory that it is copied to.
+    """A device storage, and the host memory it is copied to."""
 
-    tensor: any tensor that views the storage
-    pieces: host memory, in order, each [bytes] uint8; empty where the part is not copied
-    """
-
-    tensor: Tensor
+    tensor: Tensor  # any tensor that views the storage
     num_bytes: int
-    pieces: list[Tensor] = field(default_factory=list)
+    pieces: list[Tensor] = field(default_factory=list)  # host memory, in order, [bytes] uint8
 
     def resize(self, num_bytes: int) -> None:
         """Free (0) or allocate the storage on the device; its content is lost."""
@@ -45,13 +41,13 @@ class _Storage:
         return self.tensor.as_strided((self.num_bytes // self.tensor.itemsize,), (1,), 0)
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (range of the storage on the device, the host memory of the same range)."""
+        """Yield (device range, its host memory)."""
         hosts = [piece.view(self.tensor.dtype) for piece in self.pieces]
         devices = self.on_device().split([host.numel() for host in hosts])
         yield from zip(devices, hosts, strict=True)
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Return a copy of elements `start` to `stop` of the host memory, [stop - start]."""
+        """Return a copy of host elements `start` to `stop`, [stop - start]."""
         copied, at = torch.empty(stop - start, dtype=self.tensor.dtype), 0
         for piece in (piece.view(self.tensor.dtype) for piece in self.pieces):
             first, last = max(start, at), min(stop, at + piece.numel())
@@ -71,8 +67,8 @@ class _HostMemory:
     def assign(self, storages: list[_Storage]) -> None:
         """Append host memory, as many bytes as each storage has, to its `pieces`.
 
-        Allocates chunks as needed. A storage gets several pieces where a chunk is used up before
-        its end.
+        Allocates chunks as needed. A storage gets several pieces if a chunk is used up before its
+        end.
         """
         wanted = sum(_round_to_alignment(each.num_bytes) for each in storages) - self._free
         for each in storages:
@@ -94,12 +90,10 @@ def _round_to_alignment(size: int) -> int:
 
 
 class _MovedPart:
-    """Moves the storages of one part of an engine.
+    """Moves the storages in one engine part.
 
-    tensors:    returns the tensors that the part has now (an optimizer's first step makes some)
-    is_copied:  False = the part is freed without a copy, and is zeros after `onload`
-    is_away:    the part is on the host
-    is_changed: the copy on the host is out of date
+    A part that is not copied is only freed, and is zeros after `onload`. An optimizer's first step
+    makes some tensors, so `tensors` returns the current ones.
     """
 
     def __init__(self, tensors: Tensors, copies: CopyStream, is_copied: bool) -> None:
@@ -107,7 +101,7 @@ class _MovedPart:
         self._host = _HostMemory()
         self.storages: dict[int, _Storage] = {}
         self._arrived: Any = None  # event of the last copies to the device
-        self.is_away, self.is_changed = False, True
+        self.is_away, self.is_changed = False, True  # changed: the host copy is out of date
 
     def offload(self) -> None:
         """Copy the part to the host if it has changed, wait, and free it on the device.
@@ -128,11 +122,11 @@ class _MovedPart:
         self.is_away, self.is_changed = True, False
 
     def onload(self) -> None:
-        """Allocate the storages on the device and start to copy them back.
+        """Allocate the storages on the device and start copying them back.
 
         Does nothing if they are there. Without `is_copied` they become zeros. `await_copies` waits
-        for the copies.
-        Raises RuntimeError where the device lacks memory; the part is then still on the host.
+        for the copies. Raises RuntimeError if the device lacks memory; the part is then still on
+        the host.
         """
         if not self.is_away:
             return
@@ -154,7 +148,7 @@ class _MovedPart:
         self.is_away = False
 
     def await_copies(self) -> None:
-        """Make device work launched from now on wait for the copies of the last `onload`.
+        """Make device work launched from now on wait for the last `onload`'s copies.
 
         Does nothing if there were none, or in a second call for the same copies.
         """
@@ -163,7 +157,7 @@ class _MovedPart:
             self._copies.join(arrived)
 
     def _add_new_storages(self) -> None:
-        """Add storages of tensors made since the last time; skip storages of no bytes."""
+        """Add storages for tensors made since the last time; skip empty storages."""
         new: dict[int, _Storage] = {}
         for tensor in self._tensors():
             storage = tensor.untyped_storage()
@@ -180,14 +174,14 @@ class _MovedPart:
 
 
 def _key(tensor: Tensor) -> int:
-    """Return a number that identifies a tensor's storage, also while it has no memory."""
     return tensor.untyped_storage()._cdata
 
 
 class Offload:
-    """Moves the parts of one engine between device and host.
+    """Moves one engine's parts between device and host.
 
-    movable: parts that are moved to the host when another engine of the process needs the device
+    Attributes:
+        movable: Parts that move to the host when another engine in the process needs the device.
     """
 
     def __init__(self, tensors: Mapping[Part, Tensors], movable: Collection[Part]) -> None:
@@ -199,36 +193,36 @@ class Offload:
         }
 
     def offload(self, parts: Collection[Part]) -> None:
-        """Copy changed parts to the host, and free the memory of all given parts on the device.
+        """Copy changed parts to the host, and free all given parts on the device.
 
-        Gradients are not copied. Skips parts that the engine lacks or that are on the host already.
+        Gradients are not copied. Skips parts the engine lacks or that are on the host already.
         """
         for part in self._own_parts(parts):
             self._parts[part].offload()
 
     def onload(self, parts: Collection[Part]) -> None:
-        """Allocate these parts on the device and start to copy them back; gradients become zeros.
+        """Allocate these parts on the device and start copying them back; gradients become zeros.
 
-        Skips parts that the engine lacks or that are there. `await_copies` waits for the copies.
+        Skips parts the engine lacks or that are there. `await_copies` waits for the copies.
         """
         for part in self._own_parts(parts):
             self._parts[part].onload()
 
     def await_copies(self, *parts: Part) -> None:
-        """Make device work launched from now on wait for these parts to arrive there."""
+        """Make device work launched from now on wait for these parts to arrive."""
         for part in self._own_parts(parts):
             self._parts[part].await_copies()
 
     def mark_changed(self, *parts: Part) -> None:
-        """Mark the host copies of these parts as out of date; skip parts that the engine lacks."""
+        """Mark these parts' host copies as out of date; skip parts the engine lacks."""
         for part in self._own_parts(parts):
             self._parts[part].is_changed = True
 
     def read(self, tensor: Tensor, start: int, stop: int) -> Tensor:
-        """Return a copy on the host of elements `start` to `stop` of a contiguous tensor.
+        """Return a host copy of elements `start` to `stop` in a contiguous tensor.
 
-        The tensor may be on the device or moved to the host; it stays there. Device work launched
-        later waits for copies that are still on their way.
+        The tensor may be on the device or on the host; it stays there. Device work launched later
+        waits for copies still on their way.
         """
         for part in self._parts.values():
             if part.is_away and (storage := part.storages.get(_key(tensor))) is not None:
@@ -244,11 +238,13 @@ class Offload:
 def tensors_of(
     module: torch.nn.Module, models: Iterable[Any], adams: list[Any]
 ) -> dict[Part, Tensors]:
-    """Return, for each part of a Megatron engine, a function that lists its present tensors.
+    """Return, for each part of a Megatron engine, a function that lists its current tensors.
 
-    models: chunks wrapped for data parallelism, which have the gradient buffers
-    adams:  torch's optimizers, which have moments and main weights beside the model's own; empty if
-            nothing is trained: then there are only weights
+    Args:
+        module: Module with the weights.
+        models: Chunks wrapped for data parallelism, which have the gradient buffers.
+        adams: Torch optimizers, which have moments and main weights beside the model's own. Without
+            any, nothing is trained and there are only weights.
     """
     if not adams:
         return {Part.WEIGHTS: module.parameters}
@@ -281,7 +277,7 @@ _holds: list[tuple[Offload, frozenset[Part]]] = []
 
 
 def register(offload: Offload) -> None:
-    """Add an engine whose parts may be moved, until the engine is collected."""
+    """Add an engine whose parts may move, until the engine is collected."""
     _known.add(offload)
 
 
@@ -289,13 +285,15 @@ def register(offload: Offload) -> None:
 def holding(
     *needs: tuple[Offload, Collection[Part]], later: Collection[Part] = ()
 ) -> Iterator[None]:
-    """Keep parts on the device inside the block, beside the parts of enclosing blocks.
+    """Keep parts on the device inside the block, beside the parts held by enclosing blocks.
 
-    All other movable parts of all engines are moved to the host first, also where `needs` is empty,
-    to make room for something else. Parts stay on the device after the block.
+    First moves all other movable parts of all engines to the host, even if `needs` is empty, to
+    make room for something else. Parts stay on the device after the block.
 
-    needs: (offload of an engine, its parts)
-    later: parts whose copies may still run in the block; call `Offload.await_copies` before use
+    Args:
+        needs: (engine's offload, its parts).
+        later: Parts whose copies may still run in the block; call `Offload.await_copies` before
+            use.
     """
     holds = [(offload, frozenset(parts)) for offload, parts in needs]
     _holds.extend(holds)

@@ -1,8 +1,8 @@
-"""One role's Megatron parallel groups, so that roles of different layouts share a process.
+"""One role's Megatron parallel groups, so that roles with different layouts share a process.
 
-Megatron keeps its groups in module globals. `ParallelGroups` remembers the globals of one role and
-puts them back while the role runs (`active`). Roles of one layout share their process groups: a
-group costs two threads on a CPU and the buffers of a communicator on a device.
+Megatron keeps its groups in module globals. `ParallelGroups` remembers one role's globals and puts
+them back while the role runs (`active`). Roles with the same layout share their process groups: a
+group costs two threads on a CPU and a communicator's buffers on a device.
 """
 
 import contextlib
@@ -48,24 +48,20 @@ def _restored() -> Iterator[None]:
 
 
 class ParallelGroups:
-    """Tensor, pipeline, data and expert parallel groups of one role over the process world.
+    """One role's tensor, pipeline, data and expert parallel groups over the process world.
 
-    random_states: states of the role's Megatron random streams, by name, while it is not active
-
-    Each expert is split over tp as a dense MLP is. The experts of a layer are distributed over
-    `ep` neighbouring data-parallel ranks: expert rank = data-parallel rank % ep. The gradients of
-    an expert are summed over the dp / ep ranks that hold it.
+    Each expert is split over tp like a dense MLP. A layer's experts are distributed over `ep`
+    neighbouring data-parallel ranks: expert rank = data-parallel rank % ep. An expert's gradients
+    are summed over the dp / ep ranks that hold it. `random_states` has the role's Megatron random
+    streams, by name, while it is not active.
     """
 
     def __init__(self, tp: int, pp: int, seed: int, chunks: int = 1, ep: int = 1) -> None:
-        """Make or reuse the groups of a layout; a collective of all processes of the world.
+        """Make or reuse a layout's groups; a collective over all processes in the world.
 
         Does not activate them: leaves Megatron's globals and random streams as they are. Side
-        effect: seeds the generator of the device, on a CPU torch's own, with `seed`.
-        Raises AssertionError if the world is no multiple of tp * pp * ep.
-
-        seed:   seed from which those of the role's Megatron random streams derive
-        chunks: chunks of the model on a pipeline rank
+        effect: seeds the device generator, on a CPU torch's own, with `seed`, which also seeds the
+        role's Megatron random streams. `chunks` counts model chunks on a pipeline rank.
         """
         assert dist.get_world_size() % (tp * pp * ep) == 0, "the world holds no whole replicas"
         with _restored():
@@ -92,7 +88,7 @@ class ParallelGroups:
     def active(self) -> Iterator[None]:
         """Give Megatron these groups and random streams in the block, and restore the outer ones.
 
-        The state of these at the end of the block is kept for the next block.
+        Keeps their state at the block's end for the next block.
         """
         with _restored():
             _set_globals(self._state, self.random_states)
@@ -103,23 +99,25 @@ class ParallelGroups:
 
     @property
     def is_first_stage(self) -> bool:
+        """Whether this rank is in the first pipeline stage."""
         return self.pp.rank() == 0
 
     @property
     def is_last_stage(self) -> bool:
+        """Whether this rank is in the last pipeline stage."""
         return self.pp.rank() == self.pp.size() - 1
 
     @property
     def is_leader(self) -> bool:
-        """Whether results of this rank are used for its replica: last stage, first tp rank."""
+        """Whether this rank's results are used for its replica: last stage, first tp rank."""
         return self.is_last_stage and self.tp.rank() == 0
 
 
 def _make_groups(tp: int, pp: int, ep: int) -> dict[str, Any]:
-    """Make Megatron's groups of this layout; return its globals, which hold them, and EP_HOST.
+    """Make Megatron's groups for this layout; return its globals, which hold them, and EP_HOST.
 
-    A collective of the world. Leaves the new groups in Megatron's globals, for the caller to undo,
-    and sets the timeout of each.
+    A collective over the world. Leaves the new groups in Megatron's globals, for the caller to
+    undo, and sets each group's timeout.
     """
     vars(parallel_state).update(_PRISTINE)
     parallel_state.initialize_model_parallel(
@@ -135,10 +133,10 @@ def _make_groups(tp: int, pp: int, ep: int) -> dict[str, Any]:
 
 
 def _ep_host_group(tp: int, ep: int) -> dist.ProcessGroup:
-    """Return a gloo group of the ranks of this rank's expert-parallel group.
+    """Return a gloo group with this rank's expert-parallel ranks.
 
-    It is the group itself if that is of gloo or has one rank; otherwise all ranks of the world
-    must call together, as new groups are made.
+    This is the expert-parallel group itself if it uses gloo or has one rank; otherwise all ranks in
+    the world must call together, because new groups are made.
     """
     own = parallel_state.get_expert_model_parallel_group()
     if ep == 1 or dist.get_backend(own) == "gloo":
@@ -155,9 +153,9 @@ def _ep_host_group(tp: int, ep: int) -> dist.ProcessGroup:
 
 
 def process_groups(state: dict[str, Any]) -> Iterator[dist.ProcessGroup]:
-    """Yield the process groups among the values of `state`, some more than once.
+    """Yield the process groups among Megatron's globals, some more than once.
 
-    state: globals of Megatron's `parallel_state`; megatron-core 0.12 has no list of its groups
+    megatron-core 0.12 has no group list.
     """
     for value in state.values():
         for item in value if isinstance(value, list) else [value]:

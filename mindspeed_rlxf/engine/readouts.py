@@ -1,6 +1,6 @@
-"""Functions that compute results from a micro-batch's hidden states, on the last pipeline stage.
+"""Compute results from a micro-batch's hidden states, on the last pipeline stage.
 
-Axes: tokens = trained tokens of the micro-batch, row after row; slots = positions with a value.
+Axes: tokens = the micro-batch's trained tokens, row after row; slots = positions with a value.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,9 +22,9 @@ Read: TypeAlias = Callable[[TransformerModel, MicroBatch, Tensor], Tensor]
 def loss_reader(
     step: PolicyStep | ValueStep,
 ) -> Callable[[TransformerModel, MicroBatch, Tensor], LossOutput]:
-    """Return a function that computes the loss of a step from a micro-batch's hidden states.
+    """Return a function that computes a step's loss from a micro-batch's hidden states.
 
-    A PolicyStep gets log-probs of the trained tokens, a ValueStep the values of its slots.
+    A PolicyStep gets the trained tokens' log-probs, a ValueStep its slots' values.
     """
 
     def read(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> LossOutput:
@@ -38,9 +38,9 @@ def loss_reader(
 def read_log_probs(
     model: TransformerModel, batch: MicroBatch, hidden: Tensor, temperature: float
 ) -> TokenLogProbs:
-    """Compute log-probs and entropies of the trained tokens, [tokens] each.
+    """Compute the trained tokens' log-probs and entropies, [tokens] each.
 
-    A collective of the tensor-parallel ranks. temperature: divides the logits
+    A collective over the tensor-parallel ranks.
     """
     places = batch.prediction_places(batch.trained_mask)
     return TokenLogProbs(
@@ -58,20 +58,19 @@ def read_log_probs(
 def read_values(
     model: TransformerModel, batch: MicroBatch, hidden: Tensor, slots: Tensor
 ) -> Tensor:
-    """Compute the values of the marked slots, row after row, fp32.
+    """Compute the values for the slots marked in [rows, slots] bool, row after row, fp32.
 
     A slot's value is the score head's output one token before it (`prediction_places`). With
-    sequence parallelism a collective of the tensor-parallel ranks.
-    slots: [rows, slots] bool of this micro-batch, True = wanted
+    sequence parallelism a collective over the tensor-parallel ranks.
     """
     full = model.full_hidden(hidden, partial_gradient=False)
     return model.score(full.index_select(0, batch.prediction_places(slots)))
 
 
 def read_scores(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
-    """Compute the score at the last token of each row, [rows] fp32.
+    """Compute the score at each row's last token, [rows] fp32.
 
-    With sequence parallelism a collective of the tensor-parallel ranks.
+    With sequence parallelism a collective over the tensor-parallel ranks.
     """
     full = model.full_hidden(hidden, partial_gradient=False)
     return model.score(full.index_select(0, batch.last_places()))
@@ -94,10 +93,10 @@ def read_log_probs_and_kl(
     states: Tensor,
     temperature: float,
 ) -> Tensor:
-    """Compute [2, tokens]: log-probs of the trained tokens, and KL(policy || model) at each.
+    """Compute [2, tokens]: the trained tokens' log-probs, and KL(policy || model) at each.
 
-    policy: the last chunk of the policy's model
-    states: [tokens, hidden], the policy's `read_states` of this micro-batch
+    `policy` is the policy's last model chunk; `states`, [tokens, hidden], are its `read_states` for
+    this micro-batch.
     """
     kl = full_kl(
         states.to(hidden.device),
@@ -112,10 +111,11 @@ def read_log_probs_and_kl(
 
 
 def scatter_rows(flat: Sequence[Tensor], mask: Tensor) -> Tensor:
-    """Return [rows, width] fp32 on the CPU: the flat values where the mask is True, 0 elsewhere.
+    """Return [rows, width] fp32 on the CPU: the flat values at True mask elements, 0 elsewhere.
 
-    flat[m]: values of micro-batch m, row after row; the micro-batches have consecutive rows
-    mask:    [all rows, width] bool
+    Args:
+        flat: Values per micro-batch, row after row; the micro-batches have consecutive rows.
+        mask: [all rows, width] bool.
     """
     out = torch.zeros(mask.shape, dtype=torch.float32)
     out[mask] = torch.cat([part.cpu() for part in flat]).float()

@@ -1,4 +1,4 @@
-"""Run Megatron's schedule over micro-batches, and average the metrics of their losses."""
+"""Run Megatron's schedule over micro-batches, and average their loss metrics."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,13 +21,11 @@ def run_schedule(
     then: Callable[[TransformerModel, MicroBatch, Tensor], Any],
     forward_only: bool = False,
 ) -> list[Any]:
-    """Run the forward passes, and unless `forward_only` the backward passes, of all micro-batches.
+    """Run forward passes and, unless `forward_only`, backward passes for all micro-batches.
 
-    Returns the output of `then` for each micro-batch on the last pipeline stage, else [].
-
-    models: this rank's chunks of the model, wrapped for data parallelism where they are trained
-    last:   the last chunk, not wrapped
-    then:   computes from the hidden states a LossOutput, or with forward_only any tensor
+    The models are this rank's chunks, wrapped for data parallelism if trained; `last` is the last
+    one, not wrapped. `then` computes a LossOutput from the hidden states, or with `forward_only`
+    any tensor. Returns its outputs on the last pipeline stage, else [].
     """
 
     def forward_step(batches, model):  # type: ignore[no-untyped-def]
@@ -61,11 +59,10 @@ def run_schedule(
 def average_metrics(
     outputs: Sequence[LossOutput], sum_over_replicas: Callable[[Tensor], Tensor]
 ) -> dict[str, float]:
-    """Return the metrics averaged over the mini-batch of all data-parallel ranks, by name.
+    """Return metrics averaged over the mini-batch on all data-parallel ranks, by name.
 
-    A metric whose weights (numbers of tokens or samples) sum to 0 is 0.
-    outputs: of this rank's micro-batches. A rank before the last pipeline stage has none, returns
-             {} and takes no part in the sum
+    A metric is 0 if its weights (token or sample counts) sum to 0. A rank before the last pipeline
+    stage has no outputs, returns {} and takes no part in the sum.
     """
     if not outputs:
         return {}

@@ -1,7 +1,7 @@
-"""Write a Megatron checkpoint of a model's weights with megatron-core.
+"""Write a model's weights as a Megatron checkpoint with megatron-core.
 
-In megatron-core 0.12 a synchronous save forks processes. So this module runs the steps of an
-asynchronous save one after the other, in this process.
+In megatron-core 0.12 a synchronous save forks processes. So this module runs an asynchronous save's
+steps one after another, in this process.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def name_with_free_space(error: BaseException, folder: Path) -> str:
-    """Return class and text of an error, and the free space of the folder's disk if known."""
+    """Return an error's class and text, and the free disk space at the folder if known."""
     text = f"{type(error).__name__}: {error}"
     try:
         return f"{text} ({shutil.disk_usage(folder).free / 2**20:.0f} MiB are free there)"
@@ -27,7 +27,7 @@ def name_with_free_space(error: BaseException, folder: Path) -> str:
 
 
 def gather_all(items: list[T]) -> list[T]:
-    """Return the items of all ranks of the world as one list, by rank; a collective."""
+    """Return all ranks' items as one list, by rank; a collective over the world."""
     gathered: list[list[T]] = [[]] * dist.get_world_size()
     dist.all_gather_object(gathered, items)
     return [item for part in gathered for item in part]
@@ -35,12 +35,11 @@ def gather_all(items: list[T]) -> list[T]:
 
 @contextlib.contextmanager
 def fail_together(folder: Path) -> Iterator[None]:
-    """Raise OSError on all ranks of the world if the block raises an Exception on one.
+    """Raise OSError on all ranks in the world if the block raises an Exception on one.
 
-    A collective after the block, in which there must be none. Without it the other ranks would wait
-    in their next collective for the rank that failed. The text names each rank that failed; on the
-    rank itself the error is the cause.
-    folder: where the block writes, for the text
+    A collective after the block, which must contain none. Without it the other ranks would wait in
+    their next collective for the failed rank. The text names `folder`, to which the block writes,
+    and each failed rank; on the rank itself the error is the cause.
     """
     failed: Exception | None = None
     try:
@@ -54,11 +53,11 @@ def fail_together(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def raise_os_errors(folder: Path) -> Iterator[None]:
-    """Turn what megatron-core raises for a failed write inside the block into an OSError.
+    """Turn megatron-core's exceptions for a failed write inside the block into an OSError.
 
-    Its text has the cause on the lowest rank that failed and the free space. Other exceptions pass.
+    Its text has the cause on the lowest failed rank and the free space. Other exceptions pass.
     megatron-core 0.16 raises torch's CheckpointException (no subclass of Exception) on all ranks,
-    and only on the first one with the failures. 0.12 raises a RuntimeError on the rank that failed.
+    and only the first one has the failures. 0.12 raises a RuntimeError on the failed rank.
     """
     try:
         yield
@@ -77,10 +76,9 @@ def raise_os_errors(folder: Path) -> Iterator[None]:
 
 
 def save_sharded(state: dict[str, Any], folder: Path) -> None:
-    """Write a sharded checkpoint into `folder`, which must exist; a collective.
+    """Write a sharded state dict into the existing `folder`; a collective.
 
-    state: Megatron's sharded state dict
-    Raises OSError on a rank that could not write. With megatron-core 0.16 all ranks raise it if a
+    Raises OSError if this rank could not write. With megatron-core 0.16 all ranks raise it if a
     rank's share could not be written; otherwise, as with 0.12, the others wait in a collective.
     """
     with raise_os_errors(folder):

@@ -1,14 +1,14 @@
-"""Write the training state of a role to a folder, and load it; all ranks of the role take part.
+"""Write a role's training state to a folder, and load it; all ranks in the role take part.
 
-    state_00003.safetensors     weights and Adam's slots that the rank writes (`weights.role_state`)
-    random/rank_00003.json      random streams of a rank
+    state_00003.safetensors     weights and Adam slots written by the rank (`weights.role_state`)
+    random/rank_00003.json      a rank's random streams
     state.json                  steps taken, layout
-    part_00003.json             files and headers that the rank wrote, until the driver has merged
-                                the parts of all ranks into index.json
-    config.json, ...            side files of the model, for conversion
+    part_00003.json             files and headers the rank wrote, until the driver has merged all
+                                ranks' parts into index.json
+    config.json, ...            model side files, for conversion
 
-Tensors can be read in any layout, random streams only in the layout that wrote them. Learning rates
-and other settings of the optimizer are not stored: the configuration has them.
+Any layout can read the tensors; only the writing layout reads its random streams. Learning rates
+and other optimizer settings are not stored: the configuration has them.
 """
 
 import json
@@ -61,12 +61,8 @@ Read = Callable[[Tensor, int, int], Tensor]
 class TrainState:
     """The state that training changes on this rank, and how it is saved.
 
-    Between `begin_save` and `end_save`, collectives of the role, files are written in
-    a thread from copies on the host, while the role works on.
-
-    model_chunks: of a virtual pipeline; 1 without one
-    describe:     writes config.json and the tokenizer of the model into a folder; returns the files
-    read:         copies a range of a contiguous tensor of the state to the host
+    Between `begin_save` and `end_save`, collectives over the role, a thread writes files from host
+    copies while the role works on.
     """
 
     weights: StageWeights
@@ -74,15 +70,15 @@ class TrainState:
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     skipped: SkippedSteps
-    model_chunks: int
-    describe: Callable[[Path], list[Path]]
+    model_chunks: int  # of a virtual pipeline; 1 without one
+    describe: Callable[[Path], list[Path]]  # writes the model's side files into a folder
     read: Read
     saving: tuple[Path, Future[float]] | None = None
 
     def begin_save(self, folder: Path) -> None:
-        """Copy this rank's share to the host, and start to write it into `folder` in a thread.
+        """Copy this rank's share to the host, and start writing it into `folder` in a thread.
 
-        A collective. Raises AssertionError if the save before was not ended.
+        A collective. Raises AssertionError if the previous save was not ended.
         """
         assert self.saving is None, "the save before this one has not been ended"
         rank = dist.get_rank()
@@ -98,9 +94,9 @@ class TrainState:
         self.saving = folder, writing
 
     def end_save(self) -> float:
-        """Wait for the files of all ranks; return the seconds that the slowest rank needed.
+        """Wait for all ranks' files; return the slowest rank's seconds.
 
-        Raises OSError on all ranks where one could not write.
+        Raises OSError on all ranks if one could not write.
         """
         assert self.saving is not None, "no save has begun"
         (folder, writing), self.saving = self.saving, None
@@ -122,10 +118,9 @@ def _write_and_hash(
 ) -> float:
     """Write a rank's files, then its part of the index; return the seconds taken.
 
-    Makes the folder, and fsyncs it. Runs in a thread, so it uses no collective.
-    chunks:   this rank's share of the state on the host; emptied once they are written
-    texts:    path within the folder -> content
-    describe: called with the folder on rank 0; returns files, which get entries too
+    Makes the folder, and fsyncs it. Runs in a thread, so it uses no collective. Empties `chunks`
+    once written. `texts` has contents by path within the folder. Rank 0 also describes the model;
+    those files get entries too.
     """
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
@@ -144,12 +139,12 @@ def _write_and_hash(
 
 
 def load_state(state: TrainState, folder: Path) -> Loaded:
-    """Check and load the training state of this role from `folder`; a collective over its ranks.
+    """Check and load this role's training state from `folder`; a collective over its ranks.
 
     Each rank first reads and hashes its part of all files. Random streams are not loaded if the
-    layout or the kind of device has changed: they go on from the seed, and `same_layout` of the
-    result is False. If the folder has damage, another model or no state, or cannot be read for some
-    seconds, all ranks return that instead of raising; the state may be loaded in part then.
+    layout or the device kind has changed: they go on from the seed, and the result's `same_layout`
+    is False. If the folder has damage, another model or no state, or cannot be read for some
+    seconds, all ranks return that instead of raising; the state may then be loaded in part.
     """
 
     def check() -> None:  # each rank hashes a part of all files
@@ -166,7 +161,6 @@ def load_state(state: TrainState, folder: Path) -> Loaded:
 
 
 def _agree(step: Callable[[], None]) -> Loaded:
-    """Run a step of loading; return what went wrong on any rank. A collective after the step."""
     found = gather_all([attempt(step)])
     return Loaded(
         "; ".join(dict.fromkeys(each.problem for each in found if each.problem)),
@@ -177,9 +171,9 @@ def _agree(step: Callable[[], None]) -> Loaded:
 def _load_share(state: TrainState, folder: Path) -> bool:
     """Load this rank's weights, optimizer, step counts and random streams, without collectives.
 
-    Returns False where random streams were not loaded, as the layout or device kind has changed.
-    Raises ValueError where the folder has another model or no state, OSError where it cannot be
-    read; the state may be loaded in part then.
+    Returns False if random streams were not loaded, because the layout or device kind has changed.
+    Raises ValueError if the folder has another model or no state, OSError if it cannot be read; the
+    state may then be loaded in part.
     """
     numbers = json.loads((folder / STATE).read_bytes())
     with state.groups.active():
@@ -198,7 +192,7 @@ def _load_share(state: TrainState, folder: Path) -> bool:
 
 
 def _copy_share(state: TrainState) -> Iterator[HeldChunk]:
-    """Yield host chunks of the weights, then of the optimizer slots, that this rank writes."""
+    """Yield host chunks with the weights, then the optimizer slots, written by this rank."""
     by_parameter = {}
     for shard in shards(state.weights, state.groups):
         by_parameter[id(shard.parameter)] = shard
@@ -222,12 +216,11 @@ def _copy_range(
 
 
 def _load_tensors(state: TrainState, folder: Path, step: int) -> None:
-    """Read this rank's weights and optimizer slots from the files of `folder`, in place.
+    """Read this rank's weights and optimizer slots from the files in `folder`, in place.
 
-    Makes the optimizer's slots first. Uses a bounded buffer on the host.
-    Raises ValueError where files are damaged or of another model (`open_state`, `_read_range`),
-    OSError where they cannot be read; some tensors may have been read then.
-    step: optimizer steps taken, from which the optimizer counts on
+    Makes the optimizer's slots first, which count on from `step`. Uses a bounded host buffer.
+    Damaged files and another model's raise ValueError (`open_state`, `_read_range`), unreadable
+    ones OSError; some tensors may have been read then.
     """
     make_slots(state.optimizer, step)
     ours = state.weights
@@ -244,9 +237,9 @@ def _load_tensors(state: TrainState, folder: Path, step: int) -> None:
 
 
 def _read_range(reader: StateReader, slot: str, shard: Shard, tensor: Tensor, flat: range) -> None:
-    """Read a range of a shard into `tensor`; elements that pad the vocabulary become 0.
+    """Read a shard range into `tensor`; vocabulary padding becomes 0.
 
-    Raises ValueError where the folder lacks a tensor, or has it in another dtype than `tensor`'s.
+    Raises ValueError if the folder lacks a tensor, or has it in another dtype.
     """
     filled, stored = 0, reader(slot)
     for held in shard.held_chunks(slot, tensor, flat):
@@ -262,7 +255,7 @@ def _read_range(reader: StateReader, slot: str, shard: Shard, tensor: Tensor, fl
 
 
 def saved_numbers(state: TrainState) -> dict[str, Any]:
-    """Return the content of `state.json`: counts of steps and the layout."""
+    """Return the content for `state.json`: step counts and the layout."""
     return {
         "optimizer_steps": count_steps(state.optimizer),
         "scheduler_steps": state.scheduler.num_steps,

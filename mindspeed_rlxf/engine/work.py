@@ -1,4 +1,4 @@
-"""Count what the passes of training engines compute in this process, until `take` is called."""
+"""Count the work in training engine passes in this process, until `take` is called."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ FORWARD, TRAIN = 1, 3  # operations of a pass, in those of a forward pass
 
 
 class Work(NamedTuple):
-    """tokens: of prompts and responses, padding left out; flops: floating-point operations"""
+    """Tokens, without padding, and floating-point operations."""
 
     tokens: int = 0
     flops: int = 0
@@ -17,12 +17,12 @@ _done: list[Work] = []
 
 
 def add(work: Work) -> None:
-    """Add the work of a pass of a whole replica; called by its leader alone."""
+    """Add a whole replica's work in a pass; called by its leader alone."""
     _done.append(work)
 
 
 def take() -> Work:
-    """Return the work since the last call of this function."""
+    """Return the work since the last call."""
     found = Work(*map(sum, zip(*_done, strict=True))) if _done else NONE
     _done.clear()
     return found

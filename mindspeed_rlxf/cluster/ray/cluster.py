@@ -1,9 +1,9 @@
-"""Join a running Ray cluster, or start our own, which ends with this process.
+"""Join a running Ray cluster, or start a private one, which ends with this process.
 
-Our private cluster listens on the loopback interface only (unless Ray was imported before), needs a
-token made here, and keeps its files in one temporary folder that no other user can enter.
-`orphan_guard` ends it if this process is killed. Ray is imported inside the functions, because it
-reads its environment on import.
+A private cluster listens on the loopback interface only (unless Ray was imported before), needs a
+token made here, and keeps its files in one temporary folder closed to other users. `orphan_guard`
+ends it if this process is killed. Ray is imported inside the functions, because it reads its
+environment on import.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ LONGEST_SOCKET = "session_2026-01-31_12-00-00_000000_4194304/sockets/plasma_stor
 
 
 class OrphanGuard:
-    """The `orphan_guard` process of a private cluster; one that is killed is replaced."""
+    """The `orphan_guard` process for a private cluster; a killed guard is replaced."""
 
     def __init__(self, temp_dir: Path) -> None:
         self._temp_dir, self._ending = temp_dir, threading.Event()
@@ -82,15 +82,15 @@ class OrphanGuard:
 
 @dataclass
 class RayCluster:
-    """A connection to a Ray cluster, which `close` ends. own: the cluster ends with it"""
+    """A connection to a Ray cluster, ended by `close`."""
 
-    own: bool
+    own: bool  # private: ends with the connection
     address: str
     temp_dir: Path | None = None
     guard: OrphanGuard | None = None
 
     def close(self) -> None:
-        """Disconnect from Ray; of our private cluster the guard ends all processes and files."""
+        """Disconnect from Ray; for a private cluster the guard ends all processes and files."""
         import ray
 
         ray.shutdown()
@@ -99,21 +99,21 @@ class RayCluster:
 
 
 def resource_name(device: DeviceConfig) -> str:
-    """Return Ray's name of a device: `device.resource_name`, or that of the device kind."""
+    """Return Ray's device resource: `device.resource_name`, or the default for the device kind."""
     return device.resource_name or device_facade.facts(device.kind).ray_resource
 
 
 def open_cluster(address: str | None, resources: dict[str, float]) -> RayCluster:
-    """Join the cluster that `choose_cluster` names; if it names none, start our own.
+    """Join the cluster named by `choose_cluster`; if there is none, start a private one.
 
-    Sets the environment variables in QUIET that are not set yet, and patches Ray (`_keep_quiet`).
+    Sets unset environment variables from QUIET, and patches Ray (`_keep_quiet`).
 
     Args:
         address: `runtime.address`.
-        resources: Devices that our private cluster registers beside those that Ray finds.
+        resources: Devices a private cluster registers beside those Ray finds.
 
     Raises:
-        UserError: The cluster cannot be joined. If our own does not start, Ray's error.
+        UserError: The cluster cannot be joined. A failed start raises Ray's error.
     """
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
@@ -170,8 +170,8 @@ def _join_cluster(address: str) -> RayCluster:
 def asks_for_token(address: str) -> bool:
     """Ask a cluster for its nodes without a token; return whether it refuses.
 
-    A client with a token cannot use a cluster without (Ray 2.60): its actors never start. Raises
-    one of Ray's errors after 40 s if no Ray answers.
+    A client with a token cannot use a cluster without (Ray 2.60): its actors never start. Raises a
+    Ray error after 40 s if no Ray answers.
     """
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
@@ -185,7 +185,6 @@ def asks_for_token(address: str) -> bool:
 
 
 def _set_token_mode(**token: str) -> None:
-    """Make Ray use tokens in this process, also if it is imported already; sets the environment."""
     os.environ.update(RAY_AUTH_MODE="token", **token)
     if "ray" in sys.modules:  # it has read its environment
         from ray._raylet import (  # type: ignore[attr-defined]
@@ -198,10 +197,10 @@ def _set_token_mode(**token: str) -> None:
 
 
 def _start_own(resources: dict[str, float]) -> RayCluster:
-    """Start our private cluster, with a token and an orphan guard; return it.
+    """Start a private cluster, with a token and an orphan guard; return it.
 
-    Sets environment variables of Ray in this process. If Ray's processes do not answer in time, as
-    on a busy host, tries once more.
+    Sets Ray environment variables in this process. If Ray's processes do not answer in time, as on
+    a busy host, tries once more.
     """
     if "ray" not in sys.modules:  # too late otherwise: Ray's own defaults hold
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray's word for: loopback only
@@ -220,7 +219,7 @@ def _start_own(resources: dict[str, float]) -> RayCluster:
 
 
 def _try_to_start(resources: dict[str, float]) -> RayCluster:
-    """Start our private cluster; after an error log the ends of Ray's error logs and remove all."""
+    """Start a private cluster; after an error log the ends of Ray's error logs and clean up."""
     import ray
 
     root = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
@@ -262,7 +261,7 @@ def _keep_quiet() -> None:
 
 
 def object_store_bytes() -> int:
-    """Return the object store size of our private cluster: a tenth of the host memory, bytes."""
+    """Return the object store size for a private cluster: a tenth of host memory, bytes."""
     tenth = device_facade.host_memory() // 10
     return max(min(OBJECT_STORE_LIMIT, tenth), 100 * 2**20)
 

@@ -1,4 +1,4 @@
-"""The nodes of a Ray cluster: list them, run functions there, compare and reserve them."""
+"""Ray nodes: list them, run functions there, compare them with the driver and reserve devices."""
 
 import logging
 import random
@@ -39,9 +39,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def live_nodes(resource: str) -> list[Node]:
-    """List the live nodes, also those without devices, sorted by address.
+    """List live nodes sorted by address, including those without devices.
 
-    Hosts of equal names get a part of their node id: `node1/3f2a91`. resource: of a device
+    Hosts with equal names get a node id suffix: `node1/3f2a91`.
     """
     free = ray._private.state.available_resources_per_node()
     alive = [facts for facts in ray.nodes() if facts["Alive"]]
@@ -57,24 +57,24 @@ def live_nodes(resource: str) -> list[Node]:
 
 
 class Task(NamedTuple):
-    """A function, sent by name, to call on a node. node: Ray's id; resource: of a device or None"""
+    """A function, sent by name, to call on a node."""
 
-    node: str
+    node: str  # Ray's id
     function: Callable[..., Any]
     args: tuple[Any, ...] = ()
-    resource: str | None = None
+    resource: str | None = None  # needs one such device
 
 
 class Failed(NamedTuple):
-    """In place of the result of a task that raised, died or was late."""
+    """Replaces the result if a task raised, died or was late."""
 
     cause: str
 
 
 def run_tasks(tasks: Sequence[Task], environment: Mapping[str, str], timeout_s: float) -> list[Any]:
-    """Run all tasks at once, and kill late ones; return the result of each, or Failed, in order.
+    """Run all tasks at once, and kill late ones; return each result, or Failed, in order.
 
-    A task takes no CPU, so that it also runs on a busy node, and one device if it names a resource.
+    A task takes no CPU, so it also runs on a busy node, and one device if it names a resource.
     """
     refs = []
     for task in tasks:
@@ -102,9 +102,9 @@ def run_tasks(tasks: Sequence[Task], environment: Mapping[str, str], timeout_s: 
 
 
 def device_options(resource: str | None, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return Ray's options of a process without CPUs, with one device of `resource` or none.
+    """Return Ray options for a process without CPUs, with one `resource` device or none.
 
-    The environment must have no secrets: Ray shows and logs it.
+    The environment must not contain secrets: Ray shows and logs it.
     """
     options: dict[str, Any] = {"num_cpus": 0}
     if resource == "GPU":
@@ -117,10 +117,10 @@ def device_options(resource: str | None, environment: Mapping[str, str]) -> dict
 
 
 class DeviceClaim:
-    """Reserves placement groups for the pools of one run: all of them or none.
+    """Reserves placement groups for all pools in a run, or for none.
 
-    A run that waits holds no devices, so that two runs with half of their devices each do not wait
-    for each other. On a joined cluster each node is compared once with the driver's.
+    A waiting run holds no devices, so two runs with half their devices each do not wait for each
+    other. On a joined cluster each node is compared once with the driver node.
     """
 
     def __init__(
@@ -134,16 +134,17 @@ class DeviceClaim:
         check_s: float,
         excludes: bool,
     ) -> None:
-        """Store what `reserve` needs; nothing is compared or reserved yet.
+        """Prepare a claim; nothing is compared or reserved yet.
 
         Args:
-            resource: Ray's name of a device.
-            logical: True on our own CPU cluster, where one host stands for all nodes.
-            wait_s: Longest wait for devices; None on our private cluster, which never grows.
-            keys: Folders that workers read, with the configuration keys that name each.
-            run_file: A file of the run directory, which all nodes of the run should see.
-            check_s: Longest wait for the reports of new nodes.
-            excludes: True = nodes that differ are not used; False = they are refused.
+            address: Cluster address, for messages.
+            resource: Ray's device resource.
+            logical: True on a private CPU cluster, whose one host stands for all nodes.
+            wait_s: Longest wait for devices; None on a private cluster, which never grows.
+            keys: Folders read by workers, with the configuration keys that name each.
+            run_file: A file in the run directory, which all nodes should see.
+            check_s: Longest wait for reports from new nodes.
+            excludes: True excludes differing nodes; False refuses them.
         """
         self._address, self._resource = address, resource
         self._logical, self._wait_s = logical, wait_s
@@ -156,12 +157,12 @@ class DeviceClaim:
     def reserve(self, shapes: Shapes) -> dict[str, Any]:
         """Reserve devices for all pools, wait for missing ones; return the placement group by pool.
 
-        A group has a bundle for each entry of the pool's shape. Warns while it waits. The deadline
-        does not cut short the comparison of new nodes, which has its own.
+        A group has one bundle per entry in the pool's shape. Warns while waiting. The deadline does
+        not cut short the comparison with new nodes, which has its own.
 
         Raises:
             DevicesMissing: At the deadline, on a joined cluster.
-            UserError: At the deadline, on our own; a node differs from the driver's.
+            UserError: At the deadline, on a private cluster; or a node differs from the driver.
         """
         limit = OWN_WAIT_S if self._wait_s is None else self._wait_s
         deadline = time.monotonic() + limit
@@ -188,9 +189,9 @@ class DeviceClaim:
                 raise DevicesMissing(waited + text)
 
     def check(self, nodes: list[Node]) -> list[Node]:
-        """Compare new nodes with the driver's; return `nodes` without the excluded ones.
+        """Compare new nodes with the driver; return `nodes` without excluded ones.
 
-        Waits up to `check_s` for their reports. Warns once of a node to exclude.
+        Waits up to `check_s` for their reports. Warns once per excluded node.
 
         Raises:
             UserError: A node has a fault, and faulty nodes are refused.
@@ -223,7 +224,7 @@ class DeviceClaim:
         return [node for node in nodes if node.id not in self.excluded]
 
     def require_shared_folder(self, hosts: set[str]) -> None:
-        """Raise UserError if one of the hosts of the run does not see the run directory."""
+        """Raise UserError if a host in the run does not see the run directory."""
         apart = sorted({r.host for r in self._seen.values() if not r.sees_run} & hosts)
         if apart:
             raise UserError(unshared(", ".join(apart)))
@@ -256,7 +257,7 @@ class DeviceClaim:
 
 
 def _find_late_pools(groups: Mapping[str, Any], wait_s: float) -> list[str]:
-    """Wait until Ray has placed all groups, `wait_s` at most; return the names of the others.
+    """Wait until Ray has placed all groups, up to `wait_s`; return the other pools' names.
 
     `PlacementGroup.wait` truncates its limit to whole seconds, and calls a placed group late if no
     time is left (Ray 2.60).

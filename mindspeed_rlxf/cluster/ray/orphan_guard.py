@@ -1,10 +1,10 @@
-"""Kill the processes and remove the files that a killed driver leaves.
+"""Kill processes and remove files left by a killed driver.
 
 Run as `python -S orphan_guard.py TEMP_DIR`. Standard input is a pipe from the driver, which closes
-however the driver ends. Ray's own processes notice that the driver is gone too, but its agents, and
-workers that are just starting, take a minute. The driver starts the guard before Ray. The processes
-of the cluster are found by the name of its TEMP_DIR: in the command line, the environment, or the
-path of an open file (a worker overwrites the first two with its title).
+however the driver ends. Ray's own processes notice the driver's end too, but its agents, and
+workers just starting, take a minute. The driver starts the guard before Ray. Cluster processes are
+found by the TEMP_DIR name: in the command line, the environment, or the path to an open file (a
+worker overwrites the first two with its title).
 """
 
 import contextlib
@@ -21,7 +21,7 @@ QUIET_S = 0.5  # the guard ends when it has seen no process of the cluster for t
 def main(temp_dir: str) -> None:
     """Wait until stdin closes, then kill all processes that mention `temp_dir`, and remove it.
 
-    Repeats that until no process and no folder was there for QUIET_S, at most for GRACE_S.
+    Repeats until no process and no folder was there for QUIET_S, at most for GRACE_S.
     """
     spared = {os.getpid(), os.getppid()}  # the driver lives when it closes the pipe itself
     word = os.fsencode(temp_dir)  # a random name: no other run mentions it
@@ -41,7 +41,7 @@ def main(temp_dir: str) -> None:
 
 
 def mentions(pid: int, word: bytes) -> bool:
-    """Return whether the word is in a process's command line, environment, or open files' paths."""
+    """Return whether a process's command line, environment, or open file paths contain the word."""
     folder = f"/proc/{pid}"
     with contextlib.suppress(OSError):  # ended meanwhile, or another user's
         for name in ("cmdline", "environ"):

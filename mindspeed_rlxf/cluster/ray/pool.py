@@ -1,9 +1,8 @@
 """A pool of Ray actors: one torch world, one process per device.
 
-Rows are in Ray's object store. The driver passes Ray's references on as arguments of the calls that
-read the rows, so Ray brings the rows to a rank before its call begins, and forgets them when the
-driver has no reference any more. A call whose rows another rank failed to make fails with the error
-of that rank.
+Ray's object store holds the rows. The driver passes Ray references on as call arguments, so Ray
+brings the rows to a rank before its call begins, and forgets them when the driver has no reference
+any more. If a rank failed to make rows, the calls reading them fail with its error.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ FIRST_LOOK_S, LONGEST_LOOK_S = 0.05, 0.5  # between two polls of running calls
 
 
 class RayWorker:
-    """The Ray actor class of one process of a pool."""
+    """The Ray actor class for one pool process."""
 
     def __init__(self) -> None:
         self._rows: Sequence[Rows] = ()  # of the present call
@@ -63,7 +62,7 @@ class RayWorker:
         self._timeout_s = 0.0
 
     def report_place(self, entry: int) -> Place:
-        """Return where this process runs. entry: index of its node in `processes_per_node`"""
+        """Return where this process runs; `entry` is its node's index in `processes_per_node`."""
         context = ray.get_runtime_context()
         ids = [i for found in context.get_accelerator_ids().values() for i in found]
         devices = tuple(int(i) for i in ids if i.isdigit())
@@ -71,7 +70,7 @@ class RayWorker:
         return Place(socket.gethostname(), ip, entry, devices, os.getpid(), node)
 
     def open_store(self, ip: str, world_size: int, timeout_s: float) -> int:
-        """Open and keep the rendezvous store of the pool on rank 0, at `ip`; return its port."""
+        """Open and keep the pool's rendezvous store on rank 0, at `ip`; return its port."""
         timeout = timedelta(seconds=timeout_s)
         self._store, port = worlds.open_store(ip, world_size, timeout)
         return port
@@ -91,16 +90,10 @@ class RayWorker:
     ) -> None:
         """Redirect output, set up network and device, and join the world of the pool or part.
 
-        Waits until all ranks of the pool join. Raises WorkerError.
-
-        Args:
-            origin: Pool, rank and log of this process; an empty log leaves its output alone.
-            ip: This node's address, as the cluster knows it: collectives use its interface.
-            parts: Sizes of the pool's parts; one part is the whole pool.
-            timeout_s: The driver's deadline of a call.
-            deadline_s: Longest wait of ranks for each other.
-            store_ip: Address of the rendezvous store, which rank 0 opened.
-            secrets: Variables for os.environ, hidden from Ray, which would show them.
+        Waits until all pool ranks join. Raises WorkerError. Collectives use the network interface
+        with `ip`, this node's address in the cluster. One part is the whole pool. A call has
+        `timeout_s`, a collective `deadline_s`. Rank 0 opened the store at `store_ip`. `secrets` are
+        environment variables hidden from Ray, because it would show them.
         """
         os.environ.update(secrets)
         try:
@@ -125,7 +118,7 @@ class RayWorker:
     def run_request(self, message: bytes, *rows: Rows) -> tuple[Rows | None, Reply]:
         """Run a pickled request (see `RoleHost.run`), whose handles are indices into `rows`.
 
-        A late one writes the stacks to the log.
+        A late request writes its stacks to the log.
         """
         assert self._host is not None, "this process belongs to no pool"
         self._rows = rows
@@ -137,7 +130,7 @@ class RayWorker:
 
 
 def redirect_output(path: Path) -> None:
-    """Append all further stdout and stderr of this process, C++ included, to the file `path`."""
+    """Append all further stdout and stderr output, including C++, to the file `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     for name, number in (("stdout", 1), ("stderr", 2)):
@@ -150,23 +143,18 @@ def redirect_output(path: Path) -> None:
 
 @dataclass(eq=False, slots=True)
 class RankCall:
-    """A call of one rank; also the driver's handle of the rows that it returns.
-
-    reply:  Ray's reference to the reply
-    rows:   Ray's reference to the rows, which the driver hands on and never reads
-    inputs: calls whose rows this one reads; empty once all ranks have replied
-    """
+    """One rank's call; also the driver's handle for the rows it returns."""
 
     origin: Origin
-    reply: Any
-    rows: Any = None
-    inputs: list[RankCall] = field(default_factory=list)
+    reply: Any  # Ray's reference
+    rows: Any = None  # Ray's reference, which the driver hands on and never reads
+    inputs: list[RankCall] = field(default_factory=list)  # whose rows it reads, until all replied
 
     def __repr__(self) -> str:
         return f"rows of {self.origin.call} from rank {self.origin.rank}"
 
     def late_inputs(self) -> list[RankCall]:
-        """Return the calls that have not made the rows yet which this one reads."""
+        """Return the input calls that have not made their rows yet."""
         calls = {call.rows: call for call in self.inputs}
         if not calls:
             return []
@@ -175,7 +163,7 @@ class RankCall:
 
 
 def gather(calls: Sequence[RankCall], timeout_s: float) -> list[Any]:
-    """Wait for all calls; return their replies in order.
+    """Wait for all calls until `timeout_s` from now; return their replies in order.
 
     Raises:
         WorkerError: A call failed, noticed within LONGEST_LOOK_S; see `_find_first_cause`.
@@ -206,7 +194,7 @@ def gather(calls: Sequence[RankCall], timeout_s: float) -> list[Any]:
 
 
 def _read_values(refs: Sequence[Any], by_ref: dict[Any, RankCall]) -> dict[Any, Any]:
-    """Return the reply of each ended call by its reference; of a failed one its WorkerError."""
+    """Return each ended call's reply by its reference, or its WorkerError."""
     try:
         return dict(zip(refs, ray.get(list(refs)), strict=True))
     except RayError:
@@ -220,9 +208,9 @@ def _read_values(refs: Sequence[Any], by_ref: dict[Any, RankCall]) -> dict[Any, 
 
 
 def as_worker_error(error: RayError, call: RankCall) -> WorkerError:
-    """Return the WorkerError of the rank that raised, whose process died or whose rows were lost.
+    """Return the WorkerError for the rank that raised, whose process died or whose rows were lost.
 
-    It may be another rank, whose rows this call reads.
+    This may be another rank, whose rows the call reads.
     """
     cause: Any = error
     while isinstance(cause, RayTaskError) and cause.cause is not None:
@@ -262,7 +250,7 @@ def _find_first_cause(
 ) -> WorkerError:
     """Return the failure that caused the others: the lowest rank's that is no aftermath.
 
-    While all are aftermath, waits up to FIRST_CAUSE_S for more. waiting: replies not there yet
+    While all are aftermath, waits up to FIRST_CAUSE_S for more failures among `waiting` replies.
     """
     deadline = time.monotonic() + FIRST_CAUSE_S
     while waiting and all(error.is_aftermath for error in failed):
@@ -275,16 +263,15 @@ def _find_first_cause(
 
 
 class RayCall:
-    """A method submitted to ranks of a pool; implements `Call`."""
+    """A method submitted to pool ranks; implements `Call`."""
 
     def __init__(self, handles: Sequence[RankCall], timeout_s: float) -> None:
-        """Describe a call that has been submitted. handles: of its ranks, in order"""
         self.handles, self._timeout_s = handles, timeout_s
 
     def wait(self) -> list[Reply]:
-        """Wait for the replies of all ranks, from now; return them in order.
+        """Wait for all ranks' replies, from now; return them in order.
 
-        Raises WorkerError; after the deadline RuntimeTimeout with what the late ranks do.
+        Raises WorkerError, or at the deadline RuntimeTimeout with what the late ranks do.
         """
         try:
             replies: list[Reply] = gather(self.handles, self._timeout_s)
@@ -304,7 +291,7 @@ class RayCall:
 
 
 class RayPool:
-    """Implements `protocol.Pool`."""
+    """Implements `Pool`."""
 
     def __init__(
         self,
@@ -315,7 +302,6 @@ class RayPool:
         log_dir: Path | None,
         timeout_s: float,
     ) -> None:
-        """Describe processes that run. actors, places: of the ranks, in order"""
         self.name, self.world_size, self.timeout_s = name, len(actors), timeout_s
         self.actors, self.places = actors, places
         self._placement_group, self._log_dir = placement_group, log_dir
@@ -342,11 +328,11 @@ class RayPool:
         return RayCall(calls, self.timeout_s)
 
     def origin(self, rank: int, role: str, phase: str) -> Origin:
-        """Return where a call runs, for messages. phase: name of the method"""
+        """Return where a call runs, for messages; `phase` is the method name."""
         return Origin(role, rank, self.places[rank].host, phase, self.log_of(rank))
 
     def log_of(self, rank: int) -> str:
-        """Return the path of a rank's log on its host; empty if its output is not redirected."""
+        """Return a rank's log path on its host; empty if its output is not redirected."""
         if self._log_dir is None:
             return ""
         return str(self._log_dir.absolute() / self.name / f"rank_{rank:05d}.log")

@@ -1,4 +1,4 @@
-"""The runtime on Ray: a cluster and the pools on it, from start to end."""
+"""The Ray runtime: a cluster and its pools, from start to end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FOUND_BY_RAY = ("GPU", "NPU")  # devices that Ray counts itself; our private clu
 
 
 class RayRuntime:
-    """Implements `protocol.Runtime`. Importing this module does not import Ray."""
+    """Implements `Runtime`. Importing this module does not import Ray."""
 
     def __init__(
         self,
@@ -39,14 +39,16 @@ class RayRuntime:
         read_by_workers: Mapping[str, str] | None = None,
         run_file: Path | None = None,
     ) -> None:
-        """Join the Ray cluster that `settings.address` names, or start our own.
+        """Join the Ray cluster named by `settings.address`, or start a private one.
 
         Args:
-            num_devices: Devices of the run; our private cluster declares those unknown to Ray.
-            log_dir: Gets one folder per pool; None leaves the output of workers to Ray.
-            pool_settings: None = the defaults, with the wait of `settings.start_timeout_s`.
-            read_by_workers: Folder -> configuration keys that name it; compared on every node.
-            run_file: A file of the run directory; hosts that see it share the directory.
+            device: Device kind, resource and threads.
+            settings: Address and deadlines.
+            num_devices: Devices in the run; a private cluster declares those unknown to Ray.
+            log_dir: Gets one folder per pool; None leaves worker output to Ray.
+            pool_settings: Defaults to `settings.start_timeout_s` as the device wait.
+            read_by_workers: Configuration keys by folder; compared on every node.
+            run_file: A file in the run directory; hosts that see it share the directory.
 
         Raises:
             UserError: The cluster cannot be joined.
@@ -79,7 +81,7 @@ class RayRuntime:
 
     @classmethod
     def from_config(cls, config: RunConfig, log_dir: Path, run_file: Path | None) -> RayRuntime:
-        """Join or start the cluster of the configuration; `create_pools` checks its nodes."""
+        """Join or start the configured cluster; `create_pools` checks its nodes."""
         pool = config.pool_settings
         offloading = {n: Secret(v, v) for n, v in offload_environment(config).items()}
         env = {**offloading, **pool.env}
@@ -100,11 +102,11 @@ class RayRuntime:
     ) -> dict[str, RayPool]:
         """Create all pools at the same time and wait; return them by name.
 
-        After an error no process of these pools is left.
+        After an error no process in these pools is left.
 
         Args:
-            processes_per_node: Number of processes on each node, by pool.
-            parts: Sizes of the parts of disaggregated pools, by pool.
+            processes_per_node: Process count on each node, by pool.
+            parts: Part sizes of disaggregated pools, by pool.
 
         Raises:
             WorkerError: A process cannot start.
@@ -129,7 +131,7 @@ class RayRuntime:
     def _start_processes(
         self, shapes: Mapping[str, tuple[int, ...]], groups: Mapping[str, Any]
     ) -> dict[str, RayPool]:
-        """Start the processes of pools on their reserved devices and wait; return the pools.
+        """Start pool processes on their reserved devices and wait; return the pools.
 
         On a joined cluster logs the placement, and raises UserError if a host does not see the run.
         """
@@ -166,7 +168,7 @@ class RayRuntime:
     def _join_worlds(
         self, pools: Mapping[str, RayPool], parts: Mapping[str, Sequence[int]]
     ) -> None:
-        """Make each pool, or each of its parts, a torch.distributed world, and wait."""
+        """Make each pool, or each pool part, a torch.distributed world, and wait."""
         from mindspeed_rlxf.cluster.ray.pool import RankCall, gather
 
         limit = self.start_timeout_s
@@ -199,7 +201,7 @@ class RayRuntime:
         gather(joining, limit)
 
     def shutdown(self) -> None:
-        """Kill the processes of all pools, and leave the cluster, which ends if it is our own."""
+        """Kill all pool processes and leave the cluster, which ends if it is private."""
         try:
             for pool in self._pools:
                 pool.shutdown()
@@ -208,14 +210,14 @@ class RayRuntime:
 
 
 def freeze_imports() -> None:
-    """Exempt all present objects, chiefly modules, once from garbage collection: it is slow."""
+    """Exempt all present objects, chiefly modules, from slow garbage collection."""
     if not gc.get_freeze_count():
         gc.collect()
         gc.freeze()
 
 
 def folders_of_workers(config: RunConfig) -> dict[str, str]:
-    """Return {folder that workers read: the configuration keys that name it, joined by ", "}."""
+    """Return {folder read by workers: its configuration keys, joined by ", "}."""
     keys: dict[str, list[str]] = {}
     for role in config.roles:
         if role is Role.REWARD and config.reward.kind is RewardKind.RULE:
