@@ -12,7 +12,7 @@ from mindspeed_rlxf.config.problems import Problem, UserError, closest
 from mindspeed_rlxf.reporting.console import use_utf8
 
 P = ParamSpec("P")
-LINE_S = 5.0  # shortest time between two writes of progress to a file
+LINE_S = 30.0  # shortest time between two writes of progress to a file
 Option: TypeAlias = tuple[tuple[str, ...], dict[str, Any]]
 
 
