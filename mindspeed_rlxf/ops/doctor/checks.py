@@ -94,7 +94,7 @@ def describe(problem: BaseException) -> str:
 def check_software(kind: DeviceKind) -> Iterator[Finding]:
     """Check versions of packages; on NPU also CANN and which versions fit together.
 
-    A missing package is an error if this package depends on it; an NPU also needs its adapter of torch.
+    A missing package is an error if this package depends on it or the device does.
     """
     yield ok("versions.python", f"{platform.python_version()}, {sys.executable}")
     is_npu = kind is DeviceKind.NPU
