@@ -252,7 +252,7 @@ class RunCheckpoints:
             UserError: The prompts differ, or all checkpoints are damaged.
             StorageUnreadable: Files cannot be read; nothing is changed.
         """
-        older, loaded = self._load_first(self._check_and_load, note)
+        older, loaded = self._load_first(note, resumes=True)
         for each in older:
             self._note_score(each.state)
         state = older[0].state if older else None
@@ -286,23 +286,32 @@ class RunCheckpoints:
         UserError if there are checkpoints and none can be loaded. note: prints the loaded folder,
         and a warning for each that cannot be loaded
         """
-        older, _ = self._load_first(lambda found: self._load_roles(found.path), note)
+        older, _ = self._load_first(note, resumes=False)
         if not older:
             return 0
         note(f"weights of {older[0].path}")
         return older[0].iteration
 
-    def _load_first(
-        self, load: Callable[[Checkpoint], Loaded], note: Note
-    ) -> tuple[list[Checkpoint], Loaded]:
-        """Load the newest checkpoint for which `load` returns no problem; note those of newer ones.
+    def _load_first(self, note: Note, resumes: bool) -> tuple[list[Checkpoint], Loaded]:
+        """Load the newest checkpoint that fits; note why newer ones are passed over.
 
-        Returns it with all older ones ([] without checkpoints), and how it was loaded. Raises
-        UserError if there are checkpoints and none can be loaded.
+        One that the run `resumes` from must have the run's prompts, and line files as long as at
+        the checkpoint. Returns it with all older ones ([] without checkpoints), and how it was
+        loaded. Raises UserError if there are checkpoints and none can be loaded, or for other
+        prompts.
         """
         whole, problems = find_whole_checkpoints(self.config, self.store)
         for i, found in enumerate(whole):
-            loaded = load(found)
+            lacking = resumes and find_shortened_file(self.directory, found.state["positions"])
+            if lacking:
+                problems.append(f"{found.path} cannot be resumed from: {lacking}")
+                continue
+            if resumes and found.state["prompts_digest"] != self.prompts_digest:
+                rule = f"must give the prompts of the run in {self.directory.path}, with this "
+                rule += "tokenizer they are others"
+                remedy = "put files and tokenizer back, or set training.new_run=true"
+                raise UserError(Problem("data.train_files", rule, remedy=remedy))
+            loaded = self._load_roles(found.path)
             if not loaded.problem:
                 for problem in problems:
                     note(f"warning: {problem}; resuming from an older checkpoint")
@@ -311,20 +320,6 @@ class RunCheckpoints:
         if problems:  # a new start would remove the checkpoints and records
             raise UserError(no_whole_checkpoint(self.directory, problems))
         return [], Loaded()
-
-    def _check_and_load(self, found: Checkpoint) -> Loaded:
-        """Load a checkpoint into the roles, unless a line file is shorter than at the checkpoint.
-
-        Raises UserError if the run has other prompts.
-        """
-        if lacking := find_shortened_file(self.directory, found.state["positions"]):
-            return Loaded(f"{found.path} cannot be resumed from: {lacking}")
-        if found.state["prompts_digest"] != self.prompts_digest:
-            rule = f"must give the prompts of the run in {self.directory.path}, with this "
-            rule += "tokenizer they are others"
-            remedy = "put files and tokenizer back, or set training.new_run=true"
-            raise UserError(Problem("data.train_files", rule, remedy=remedy))
-        return self._load_roles(found.path)
 
     def _load_roles(self, path: Path) -> Loaded:
         calls = [

@@ -61,14 +61,8 @@ def find_problem(run: Path) -> Problem | None:
     """Return why no report can be made of a folder; None if it has an iteration."""
     if run.is_dir() and read_iterations(run):
         return None
-    rule, remedy = "must be a run directory", "give the folder that training.output_dir names"
-    if not run.is_dir():
-        rule += f", it {'is a file' if run.exists() else 'does not exist'}"
-    elif (run / "config.yaml").exists():
-        rule += " with an iteration in metrics.jsonl, it has none yet"
-        remedy = "wait for the first iteration"
-    else:
-        rule += ", it has no metrics.jsonl with an iteration"
+    rule = "must be a run directory with an iteration in metrics.jsonl"
+    remedy = "wait for the first iteration, or give the folder that training.output_dir names"
     return Problem("RUN", rule, repr(str(run)), remedy)
 
 

@@ -66,12 +66,9 @@ class Checkpoint:
         """Read the manifest and check the sizes, not the contents, of the files that it lists.
 
         Raises ValueError if the manifest is damaged or of another iteration, or a file is missing
-        or of another size.
+        or of another size; FileNotFoundError without a manifest.
         """
-        try:
-            manifest = Manifest.from_json((self.path / MANIFEST).read_bytes())
-        except FileNotFoundError:
-            raise ValueError(f"{MANIFEST} is missing") from None
+        manifest = Manifest.from_json((self.path / MANIFEST).read_bytes())
         if manifest.iteration != self.iteration:
             raise ValueError(f"{MANIFEST} is of iteration {manifest.iteration}")
         if found := list(filter(None, (size_problem(self.path, e) for e in manifest.files))):
@@ -85,10 +82,6 @@ class Manifest:
     files: list[Entry]
     about: dict[str, Any]
     """Versions and layouts that wrote the checkpoint; for people."""
-
-    def part(self, name: str) -> list[Entry]:
-        """Return the entries of one subfolder, with paths relative to it; [] for none."""
-        return entries_below(name, self.files)
 
     def to_json(self) -> str:
         """Return the manifest as JSON, with format version and a hash of all other content."""
@@ -253,9 +246,9 @@ def find_whole_checkpoints(
 
     def read(checkpoint: Checkpoint) -> Checkpoint:
         manifest, folder = checkpoint.read(), checkpoint.path / TRAINER
-        if missing := [name for name in parts if not manifest.part(name)]:
+        if missing := [name for name in parts if not entries_below(name, manifest.files)]:
             raise ValueError(f"no files of {' and '.join(missing)}")
-        if damage := find_damage(folder, manifest.part(TRAINER)):
+        if damage := find_damage(folder, entries_below(TRAINER, manifest.files)):
             raise ValueError("; ".join(f"{TRAINER}/{problem}" for problem in damage))
         return replace(checkpoint, state=json.loads((folder / STATE).read_bytes()))
 

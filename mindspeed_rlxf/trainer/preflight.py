@@ -69,10 +69,7 @@ def prepare(config: RunConfig) -> Prepared:
         UserError: with all problems; those found before the tokenizer if it cannot be loaded.
     """
     directory, data = RunDirectory.choose(config), config.data
-    problems = [
-        *RunDirectory.check(config),
-        *check_resume(config, directory),
-    ]
+    problems = [*RunDirectory.check(config), *check_resume(config, directory)]
     if not config.validation.only:
         problems += check_save_folders(config, directory)
     for role in config.roles:
@@ -126,9 +123,6 @@ def _list_notices(config: RunConfig) -> list[str]:
             "actor_rollout.top_k/top_p filter the sampled tokens; log-probs are of the unfiltered "
             "distribution"
         )
-    if actor.stop_strings:
-        shown = ", ".join(map(repr, actor.stop_strings))
-        notices.append(f"responses also end with the text: {shown}")
     if config.critic and "score.weight" not in _open_weights(config.critic):
         notices.append(f"critic.load={config.critic.load} has no score head: it starts untrained")
     return notices

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
-
 WRITE = re.compile(r"^write (\d+) of (.*)$")
 RANDOM = re.compile(r"\.[0-9a-f]{16}\.tmp$")  # end of a name that `files.safe.hidden_name` makes
 
@@ -39,7 +37,7 @@ def choose_steps(steps: list[str]) -> list[str]:
 
 
 class FailingFiles:
-    """List the opens, writes, fsyncs, renames, mkdirs and torch.saves below a folder; fail one.
+    """List the opens, writes, fsyncs, renames, and mkdirs below a folder; fail one.
 
     failing: name of the step that raises OSError ENOSPC, "" = none
     steps:   names of the steps so far
@@ -54,7 +52,6 @@ class FailingFiles:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Patch the functions of Python and torch that write files, inside the block."""
         with contextlib.ExitStack() as stack:
             for module, name, make in (
                 (builtins, "open", self._open),
@@ -64,7 +61,6 @@ class FailingFiles:
                 (os, "replace", self._named),
                 (os, "rename", self._named),
                 (os, "mkdir", self._named),
-                (torch, "save", self._save),
             ):
                 wrapped = make(name, getattr(module, name))
                 stack.enter_context(mock.patch.object(module, name, wrapped))
@@ -118,14 +114,6 @@ class FailingFiles:
             return original(path, *args, **kwargs)
 
         return called
-
-    def _save(self, _name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def saved(value: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(file, (str, os.PathLike)):  # C++ writes the file, without a Python stream
-                self.step("torch.save", file)
-            return original(value, file, *args, **kwargs)
-
-        return saved
 
 
 class Stream:

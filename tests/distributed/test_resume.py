@@ -114,24 +114,31 @@ def test_an_interrupted_run_is_the_uninterrupted_one_bitwise(
         assert_a_checkpoint_is_the_final_model(cut, iterations, role, tmp_path / role)
 
 
-@pytest.mark.long
-def test_a_run_resumes_in_the_warm_up_of_the_critic(run: Run, models: Path, tmp_path: Path) -> None:
-    """Bit by bit; before the actor has taken a step, its optimizer has no moments."""
-    how = {"train_iters": 4, "sections": {"critic": {"warmup_iters": 2}}}
-    whole = run(tmp_path / "whole", keep_last=9, **how)
-    run(tmp_path / "cut", killed_in=2, **how)
-    cut = run(tmp_path / "cut", **how)
-    assert state_of(cut, 4) == state_of(whole, 4)
+def resumed(run: Run, folder: Path, iterations: int, **how: Any) -> tuple[RunDirectory, Any]:
+    """Kill a run in iteration 2, resume it, and compare it with an undisturbed one.
+
+    Returns the run, and the metrics of its iterations.
+    """
+    whole = run(folder / "whole", keep_last=9, train_iters=iterations, **how)
+    run(folder / "cut", killed_in=2, train_iters=iterations, **how)
+    cut = run(folder / "cut", train_iters=iterations, **how)
+    assert state_of(cut, iterations) == state_of(whole, iterations)
     lines = lines_of(cut.metrics)
     assert lines == lines_of(whole.metrics) and lines_of(cut.samples) == lines_of(whole.samples)
-    metrics = [line["metrics"] for line in lines]
+    return whole, [line["metrics"] for line in lines]
+
+
+@pytest.mark.long
+def test_a_run_resumes_in_the_warm_up_of_the_critic(run: Run, models: Path, tmp_path: Path) -> None:
+    """Before the actor has taken a step, its optimizer has no moments."""
+    whole, metrics = resumed(run, tmp_path, 4, sections={"critic": {"warmup_iters": 2}})
     assert ["actor/pg_loss" in each for each in metrics] == [False, False, True, True]
     assert all("critic/vf_loss" in each for each in metrics)
     rates = [each.get("actor/lr") for each in metrics]  # linear decay over two iterations
     assert rates == [None, None, metrics[0]["critic/lr"], metrics[2]["critic/lr"]]
     coefficients = [each["critic/kl_coeff"] for each in metrics]  # adaptive
     assert coefficients[0] == coefficients[1] == coefficients[2] != coefficients[3]
-    versions = [sample["weights_version"] for sample in lines_of(cut.samples)[::16]]
+    versions = [sample["weights_version"] for sample in lines_of(whole.samples)[::16]]
     assert versions == [[0, 0], [0, 0], [0, 0], [1, 1]], "no weights move in the warm-up"
     start = load_file(models / "lm" / "model.safetensors")
     after = tensors_of(whole, 2, "actor")
@@ -142,18 +149,19 @@ def test_a_run_resumes_in_the_warm_up_of_the_critic(run: Run, models: Path, tmp_
 def test_a_run_resumes_whose_old_log_probs_are_those_of_the_update(
     run: Run, tmp_path: Path
 ) -> None:
-    """Bit by bit; the coefficient of the KL in the loss follows what the update measures."""
+    """The coefficient of the KL in the loss follows what the update measures."""
     in_loss = {"kl_in": "loss", "kl_penalty": KlPenalty.LOW_VAR_KL}
     one_step = {"ppo_mini_batch_size": 16, "ppo_epochs": 1}
-    how = {"train_iters": 3, "sections": {"algorithm": in_loss, "actor_rollout": one_step}}
-    whole = run(tmp_path / "whole", **how)
-    run(tmp_path / "cut", killed_in=2, **how)
-    cut = run(tmp_path / "cut", **how)
-    assert state_of(cut, 3) == state_of(whole, 3)
-    lines = lines_of(cut.metrics)
-    assert lines == lines_of(whole.metrics)
-    assert len({line["metrics"]["critic/kl_coeff"] for line in lines}) == 3
-    assert all("rollout/log_prob_gap_max" not in line["metrics"] for line in lines)
+    sections = {"algorithm": in_loss, "actor_rollout": one_step}
+    _, metrics = resumed(run, tmp_path, 3, sections=sections)
+    assert len({each["critic/kl_coeff"] for each in metrics}) == 3
+    assert all("rollout/log_prob_gap_max" not in each for each in metrics)
+
+
+@pytest.mark.long
+def test_slots_in_slices_go_on_bitwise_in_bf16(run: Run, tmp_path: Path) -> None:
+    """fp32 main weights and moments of the distributed optimizer, over two replicas."""
+    resumed(run, tmp_path, 3, ranks=2, layout={"bf16": True}, sections=SHARDED_SLOTS)
 
 
 def assert_versions_count_updates(samples: list[dict[str, Any]]) -> None:
@@ -329,17 +337,6 @@ def test_experts_tied_embeddings_and_chunks_change_their_layout(
         for name in LOSSES:
             expected = pytest.approx(theirs["metrics"][name], rel=1e-5, abs=1e-7)
             assert ours["metrics"][name] == expected, (ours["iteration"], name)
-
-
-@pytest.mark.long
-def test_slots_in_slices_go_on_bitwise_in_bf16(run: Run, tmp_path: Path) -> None:
-    """fp32 main weights and moments of the distributed optimizer, over two replicas."""
-    how = {"ranks": 2, "layout": {"bf16": True}, "sections": SHARDED_SLOTS, "train_iters": 3}
-    whole = run(tmp_path / "whole", **how)
-    run(tmp_path / "cut", killed_in=2, **how)
-    cut = run(tmp_path / "cut", **how)
-    assert state_of(cut, 3) == state_of(whole, 3)
-    assert lines_of(cut.metrics) == lines_of(whole.metrics)
 
 
 def test_another_run_is_refused_and_a_finished_one_is_marked(run: Run, tmp_path: Path) -> None:

@@ -51,13 +51,6 @@ def test_each_key_has_the_rule_of_the_schema(
     assert (found.key, found.now, found.rule) == (key, value, rule)
 
 
-def test_the_architecture_is_fixed(tree: dict[str, Any]) -> None:
-    name = next(iter(tree["model"]))
-    (found,) = find_changes(tree, changed(tree, f"model.{name}.num_layers", 96))
-    assert found.rule == "fixed"
-    assert str(found).startswith(f"model.{name}.num_layers: ")
-
-
 @pytest.mark.parametrize(("key", "value"), [("new_run", True), ("resume", "never")])
 def test_keys_of_the_command_do_not_count(tree: dict[str, Any], key: str, value: Any) -> None:
     assert find_changes(tree, changed(tree, f"training.{key}", value)) == []

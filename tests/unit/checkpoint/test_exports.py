@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.checkpoint.checkpoints import RunCheckpoints
-from mindspeed_rlxf.checkpoint.directory import RunDirectory, check_save_folders, export_folders
+from mindspeed_rlxf.checkpoint.directory import RunDirectory, export_folders
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.load import resolve, resolve_with_notes
 from tests.unit.checkpoint.runs import MakeTree
@@ -66,14 +66,3 @@ def test_the_save_keys_name_the_folders_of_the_final_weights(
     assert all(megatron == Path(str(hf).replace("hf", "megatron")) for hf, megatron in found)
     shared = [note for note in notes if "are one folder" in note]
     assert len(shared) == ("a/actor" in actor)
-
-
-def test_a_save_folder_that_holds_weights_is_refused(make_tree: MakeTree, tmp_path: Path) -> None:
-    config = resolve(make_tree({"critic.save": str(tmp_path / "c")}), "test")
-    assert check_save_folders(config, RunDirectory(tmp_path / "run")) == []
-    (tmp_path / "c" / "megatron").mkdir(parents=True)
-    (tmp_path / "c" / "iter_0000001").mkdir()  # what was loaded may stand beside it
-    assert check_save_folders(config, RunDirectory(tmp_path / "run")) == []
-    (tmp_path / "c" / "megatron" / "x").write_text("")
-    (problem,) = check_save_folders(config, RunDirectory(tmp_path / "run"))
-    assert str(problem).startswith(f"critic.save={str(tmp_path / 'c')!r} must not hold weights")

@@ -8,7 +8,6 @@ import pytest
 from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from mindspeed_rlxf.checkpoint.stopping import StopRequest
 from mindspeed_rlxf.cluster.errors import RuntimeTimeout, WorkerError
-from mindspeed_rlxf.trainer import run
 from mindspeed_rlxf.trainer.run import report
 
 RAISED = WorkerError("critic", 3, "b", "values", "ValueError: a\nbad number", "trace of the worker")
@@ -73,21 +72,3 @@ def test_a_failure_in_a_save_has_the_iteration_of_the_save(tmp_path: Path) -> No
         stop.end_iteration(iteration)
         report(RunDirectory(tmp_path), OSError("no space left"), stop)
         assert json.loads((tmp_path / "failure.json").read_text())["iteration"] == iteration
-
-
-def test_a_report_that_cannot_be_written_is_a_warning(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_arguments: object, **_keywords: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(run, "replace_file", full)
-    report(RunDirectory(tmp_path), RAISED, StopRequest(60.0))
-    assert "failure.json cannot be written: [Errno 28] No space" in capsys.readouterr().err
-
-
-def test_a_later_rank_of_torchrun_writes_no_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    report(None, RAISED, StopRequest(60.0))
-    assert capsys.readouterr().err.count("\n") == 1

@@ -45,14 +45,6 @@ def test_skipped_steps_and_non_finite_scores_are_warned_of(make: Make, capsys: A
     assert "the reward returned nan for sample 17 in iteration 4" in printed
 
 
-def test_groups_without_signal_are_warned_of_once(make: Make, capsys: Any) -> None:
-    recorder = make()
-    for i in (1, 2, 3):
-        recorder.write_iteration(i, {"rollout/alike_groups": float(i)}, 1.0)
-    printed = capsys.readouterr().out
-    assert printed.count("prompt groups") == 1 and "1 prompt groups of iteration 1" in printed
-
-
 def test_illnesses_are_written_down_and_printed_once(
     make: Make, tmp_path: Path, capsys: Any
 ) -> None:
@@ -85,18 +77,6 @@ def test_the_first_illness_of_stop_on_is_returned(make: Make, capsys: Any) -> No
     note = capsys.readouterr().out
     assert "was stopped after iteration 3 by logging.stop_on (kl_runaway: the KL" in note
     assert resumed.check_health(4, {"critic/kl": 5.0}) is None, "it would never get further"
-
-
-def test_an_adaptive_coefficient_holds_its_target(
-    make_tree: Callable[..., Any], tmp_path: Path
-) -> None:
-    changes = {"algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_ctrl.target_kl": 3.0}
-    recorder = Recorder(resolve(make_tree(changes), "test"), RunDirectory(tmp_path), None)
-    for i in range(1, 9):
-        recorder.check_health(i, {"critic/kl": 5.0 if i < 5 else 7.0})
-    recorder.close()
-    (line,) = (tmp_path / "health.jsonl").read_text().splitlines()
-    assert json.loads(line)["iteration"] == 7 and "(limit 6)" in line
 
 
 class Mine(Tracker):

@@ -71,12 +71,6 @@ def test_a_stop_at_once_names_the_iterations_that_are_lost(clock: Clock, stop: S
     )
 
 
-def test_the_first_save_is_predicted_from_the_iterations(clock: Clock, stop: StopRequest) -> None:
-    run_iterations(clock, stop, 30.0)
-    assert stop.left_s == 45.0
-    assert StopRequest(60.0, clock=clock).left_s is None
-
-
 @pytest.mark.parametrize(
     ("began", "lost"),
     [(False, "nothing is lost"), (True, "iteration 1 will run again, from the start")],
@@ -163,11 +157,3 @@ def test_a_rule_stops_after_the_iteration_and_says_which(clock: Clock, stop: Sto
     assert (
         str(ended) == "stopped by logging.stop_on=all_cut: 95% of the responses are cut; raise it"
     )
-
-
-def test_a_signal_comes_before_a_rule(clock: Clock, stop: StopRequest) -> None:
-    run_iterations(clock, stop, 10.0)
-    stop.begin_iteration()
-    stop.on_signal(signal.SIGTERM)
-    stop.request("all_cut", "")
-    assert isinstance(stop.ended(), Stopped)

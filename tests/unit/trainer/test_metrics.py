@@ -9,7 +9,6 @@ import torch
 from mindspeed_rlxf.roles.reports import (
     ExperienceReport,
     FailedSample,
-    GenerateReport,
     LogProbReport,
     ResponseLengths,
     ScoreReport,
@@ -25,24 +24,8 @@ from mindspeed_rlxf.trainer.metrics import (
     rollout_metrics,
     score_metrics,
     source_metrics,
-    throughput_metrics,
     update_metrics,
 )
-
-
-def generated(prompts: list[int], responses: list[int], has_eos: list[bool]) -> GenerateReport:
-    return GenerateReport(
-        prompt_lengths=prompts,
-        response_lengths=responses,
-        has_eos=has_eos,
-        prompt_tokens=sum(prompts),
-        decoded_tokens=sum(responses) - len(responses),
-        sampled_tokens=sum(responses),
-        sync_s=0.0,
-    )
-
-
-REPLICAS = [generated([4, 6], [1, 9], [True, False]), generated([2], [5], [True])]
 
 
 def test_lengths_are_over_all_samples() -> None:
@@ -61,22 +44,19 @@ def test_lengths_are_over_all_samples() -> None:
     }
 
 
-def test_throughput_counts_prompts_and_responses() -> None:
-    assert throughput_metrics(REPLICAS, 3e12, 2.0, 3, None) == {
-        "throughput/tokens_per_s": 13.5,  # 12 + 15 tokens
-        "throughput/tokens_per_s_per_device": 4.5,
-        "throughput/tflops_per_device": 0.5,
-    }
-
-
 def test_the_log_prob_gap_is_a_mean_over_tokens() -> None:
-    reports = [
-        LogProbReport(Summary.of(torch.tensor([0.1, 0.3]))),
-        LogProbReport(Summary(1, 1, 1, 1)),
-    ]
-    assert log_prob_metrics(reports) == {
+    gaps = [Summary.of(torch.tensor([0.1, 0.3])), Summary(1, 1, 1, 1)]
+    expected = {
         "rollout/log_prob_gap_mean": pytest.approx(1.4 / 3),
         "rollout/log_prob_gap_max": 1,
+    }
+    assert log_prob_metrics([LogProbReport(gap) for gap in gaps]) == expected
+    weights = Summary.of(torch.tensor([0.5, 1.5]))
+    assert log_prob_metrics([LogProbReport(gap, weights) for gap in gaps]) == {
+        **expected,
+        "rollout/is_weight/mean": 1.0,
+        "rollout/is_weight/max": 1.5,
+        "rollout/is_weight/min": 0.5,
     }
 
 
@@ -108,13 +88,6 @@ def test_kl_is_a_mean_over_the_samples_of_all_replicas() -> None:
     assert len(metrics) == 2 + 15
 
 
-def test_importance_weights_are_reported_where_they_are_used() -> None:
-    """Reports without weights: see test_the_log_prob_gap_is_a_mean_over_tokens."""
-    gap, weights = Summary.of(torch.tensor([0.1])), Summary.of(torch.tensor([0.5, 1.5]))
-    metrics = log_prob_metrics([LogProbReport(gap, weights) for _ in range(2)])
-    assert metrics["rollout/is_weight/mean"] == 1.0 and metrics["rollout/is_weight/max"] == 1.5
-
-
 def test_update_metrics_are_means_over_steps() -> None:
     steps = [{"pg_loss": 0.5, "grad_norm": 1.0}, {"pg_loss": -0.1, "grad_norm": 3.0}]
     metrics = update_metrics("actor", UpdateReport(steps, lr=1e-6))
@@ -139,13 +112,6 @@ def test_skipped_steps_are_counted_and_in_no_mean() -> None:
     assert metrics["actor/pg_loss_abs"] == 0.5 and metrics["actor/grad_norm"] == 1.0
     none = update_metrics("actor", UpdateReport(steps[1:], lr=1.0))
     assert none["actor/skipped_steps"] == 1.0 and math.isnan(none["actor/pg_loss"])
-
-
-def test_summaries_merge_as_if_made_at_once() -> None:
-    parts = [torch.tensor([1.0, 2.0]), torch.tensor([[-7.0]]), torch.tensor([4.0, 4.0, 5.0])]
-    merged = Summary.merge(Summary.of(part) for part in parts)
-    assert merged == Summary.of(torch.cat([part.flatten() for part in parts]))
-    assert merged.mean == 1.5 and merged.count == 6
 
 
 def test_scores_and_parts_are_averaged_by_data_source() -> None:

@@ -55,12 +55,6 @@ def test_a_phase_has_its_time_its_peak_and_its_slowest_rank() -> None:
     }
 
 
-def test_ranks_are_named_as_their_pool_counts() -> None:
-    """The ranks that generate are the last ones of a disaggregated pool."""
-    found = phase_metrics({"gen": [pending("main", 1.0, 5.0, first=4)]})
-    assert found["slowest_rank/gen"] == 5.0
-
-
 def test_a_phase_with_an_earlier_call_has_the_time_of_both() -> None:
     """The functions beside a reward model, in another pool; skews are those of the model."""
     model = pending("model", 1.0, 3.0).after(pending("main", 5.0, 6.0))
@@ -99,10 +93,15 @@ def test_operations_of_generation_and_of_the_passes_that_ranks_report(
 
 def test_the_share_of_the_peak_is_there_where_the_peak_is_known() -> None:
     known, unknown = (
-        throughput_metrics([report([4], [2])], 8e12, 2.0, 4, peak) for peak in (4e12, None)
+        throughput_metrics([report([4, 6], [1, 9]), report([2], [5])], 9e12, 2.0, 3, peak)
+        for peak in (6e12, None)
     )
     assert known == unknown | {"throughput/mfu": 0.25}
-    assert unknown["throughput/tflops_per_device"] == 1.0
+    assert unknown == {
+        "throughput/tokens_per_s": 13.5,  # 12 + 15 tokens
+        "throughput/tokens_per_s_per_device": 4.5,
+        "throughput/tflops_per_device": 1.5,
+    }
 
 
 @pytest.mark.parametrize(
