@@ -34,7 +34,6 @@ from mindspeed_rlxf.checkpoint.supervised import (
 from mindspeed_rlxf.config.problems import quote
 
 FIRST_PAUSE_S = 5.0  # what the last attempt left is ended meanwhile
-LONGEST_PAUSE_S = 300.0
 
 
 class Failure(NamedTuple):
@@ -62,7 +61,7 @@ class Restarts:
     @property
     def pause_s(self) -> float:
         """Seconds before the next restart: 5, 10, 20, ... 300 since the newest checkpoint."""
-        return min(FIRST_PAUSE_S * 2.0 ** (self.used - 1), LONGEST_PAUSE_S)
+        return min(FIRST_PAUSE_S * 2.0 ** (self.used - 1), 300.0)
 
     def decide(self, failure: Failure, allowed: int) -> tuple[bool, str]:
         """Return whether to start again, and the reason; count the restart if so.
@@ -90,11 +89,11 @@ class Restarts:
         return True, f"{self.used} of {allowed} (training.max_restarts), from {place}"
 
 
-POINTER = Path("checkpoints") / "latest_checkpointed_iteration.txt"
 SHUTDOWN_S = 60.0  # beyond the grace, until a training process that does not stop is killed
-PR_SET_PDEATHSIG = 1
-NOT_TRAINING = ("-h", "--help", "--cfg", "-c", "--cfg=job", "-cjob")
-UNSUPERVISED = ("dry_run=true", "runtime=local", "runtime.kind=local", "training.max_restarts=0")
+UNSUPERVISED = (
+    "-h", "--help", "--cfg", "-c", "--cfg=job", "-cjob", "dry_run=true", "runtime=local",
+    "runtime.kind=local", "training.max_restarts=0",
+)  # fmt: skip
 
 
 def supervise() -> int | None:
@@ -109,14 +108,12 @@ def supervise() -> int | None:
         # Until training watches signals: an end without a traceback.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != given[0]:  # it has ended already
             os._exit(EXIT_STOPPED)
         return None
-    words = sys.argv[1:]
-    trains = not any(word in NOT_TRAINING for word in words)
-    is_plain = any(word.lstrip("+").lower() in UNSUPERVISED for word in words)
-    if "WORLD_SIZE" in os.environ or is_plain or not trains:
+    is_plain = any(word.lstrip("+").lower() in UNSUPERVISED for word in sys.argv[1:])
+    if "WORLD_SIZE" in os.environ or is_plain:
         return None
     return Supervisor([sys.executable, *sys.orig_argv[1:]]).run()
 
@@ -187,13 +184,14 @@ class Supervisor:
 
     def _restart_overrides(self) -> list[str]:
         """Return overrides that resume the run; on a joined cluster it waits for good nodes."""
-        directory = quote(self._facts["directory"])
-        changes = ["training.new_run=false", "training.resume=auto"]
-        changes.append(f"training.output_dir={directory}")
-        if self._facts.get("joined"):
-            wait_s = self._facts["node_wait_s"]
-            changes += [f"++resource_pool.wait_s={wait_s}", "++resource_pool.bad_nodes=exclude"]
-        return changes
+        facts = self._facts
+        wait_s = f"++resource_pool.wait_s={facts['node_wait_s']}"
+        return [
+            "training.new_run=false",
+            "training.resume=auto",
+            f"training.output_dir={quote(facts['directory'])}",
+            *([wait_s, "++resource_pool.bad_nodes=exclude"] if facts.get("joined") else []),
+        ]
 
     def _wait_for(self, child: subprocess.Popen[bytes]) -> int:
         """Wait for a process; return its exit code, negative = a signal.
@@ -243,7 +241,8 @@ class Supervisor:
         directory = Path(self._facts["directory"])
         saved = 0
         with contextlib.suppress(OSError, ValueError):
-            saved = int((directory / POINTER).read_text(encoding="utf-8"))
+            pointer = directory / "checkpoints" / "latest_checkpointed_iteration.txt"
+            saved = int(pointer.read_text(encoding="utf-8"))
         if code == EXIT_MISTAKE:
             return Failure(None, None, saved)
         file = directory / "failure.json"

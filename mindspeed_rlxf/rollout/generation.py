@@ -9,7 +9,6 @@ end, or go back to the queue, from numbers that are equal on all ranks of a repl
 import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -28,20 +27,6 @@ from mindspeed_rlxf.rollout.rows import GrowingSample, RowGroup, RowStates
 from mindspeed_rlxf.rollout.sampling import check_log_probs
 
 REFILLED = 8  # while others decode, samples enter once they would be 1 in REFILLED of the rows
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of one `generate`.
-
-    rows:   most rows in the batch
-    tokens: most tokens in the KV cache, counted as rows times the longest row; None = no limit
-    steps:  decode steps that are launched before the host reads the drawn tokens
-    """
-
-    rows: int
-    tokens: int | None
-    steps: int
 
 
 def cache_shape(model: TransformerModel) -> CacheShape:
@@ -66,16 +51,26 @@ class Generation:
         self,
         model: TransformerModel,
         requests: Sequence[GenerationRequest],
-        limits: Limits,
         stats: GenerationStats,
         rounds: Rounds,
+        max_rows: int,
+        max_tokens: int | None,
+        steps: int,
     ) -> None:
         """Put all requests into the queue and allocate an empty KV cache.
 
-        stats:  is counted up by every pass
-        rounds: announces every pass to the ranks that share experts
+        Args:
+            model: Module with all layers, in evaluation mode.
+            requests: One for each sample.
+            stats: Each pass adds to its counts.
+            rounds: Announces each pass to the ranks that share experts.
+            max_rows: Most rows in the batch.
+            max_tokens: Most tokens in the KV cache, counted as rows times the longest row; None =
+                no limit.
+            steps: Decode steps that are launched before the host reads the drawn tokens.
         """
-        self.model, self.limits, self.stats, self.rounds = model, limits, stats, rounds
+        self.model, self.stats, self.rounds = model, stats, rounds
+        self.max_rows, self.max_tokens, self.steps = max_rows, max_tokens, steps
         self.waiting = deque(map(GrowingSample, requests))
         self.active: list[GrowingSample] = []
         self.where = next(model.parameters()).device
@@ -84,7 +79,7 @@ class Generation:
         self._max_length = max(len(request.prompt) for request in requests) + width
         self._decoder = Decoder(model, self._max_length)
         self.cache = KvCache(cache_shape(model), self._max_length, self.where)
-        self.states = RowStates(limits.rows, width, self.where)
+        self.states = RowStates(max_rows, width, self.where)
         self._groups: list[RowGroup] | None = None  # the rows by settings; None = to be made
         self._counts = np.zeros(0, np.int64)  # response tokens of each row, when last read
         self._prompts = np.zeros(0, np.int64)  # prompt tokens of each row
@@ -113,9 +108,9 @@ class Generation:
     # Rows that enter
 
     def _count_admissible(self) -> int:
-        longest, rows, limit = self._longest_row(0), len(self.active), self.limits.tokens
-        for row in itertools.islice(self.waiting, self.limits.rows - rows):
-            longest, rows = max(longest, row.length), rows + 1
+        longest, rows, limit = self._longest_row(0), len(self.active), self.max_tokens
+        for row in itertools.islice(self.waiting, self.max_rows - rows):
+            longest, rows = max(longest, len(row.request.prompt) + len(row.tokens)), rows + 1
             if limit is not None and rows * self._row_capacity(longest + GROWTH) > limit:
                 return rows - 1 - len(self.active)
         return rows - len(self.active)
@@ -132,7 +127,7 @@ class Generation:
         self._set_active(
             [*kept, *entering], np.concatenate((self._counts, counts)).astype(np.int64)
         )
-        self.cache.fit(len(self.active), self._longest_row(self.limits.steps))
+        self.cache.fit(len(self.active), self._longest_row(self.steps))
         self.states.set_up(first, entering)
         donors = {row.key: slot for slot, row in enumerate(kept) if row.key in self._prompt_states}
         for pack in self._make_packs(first, donors):
@@ -215,14 +210,14 @@ class Generation:
     # Rows that decode
 
     def _decode(self) -> None:
-        """Launch `limits.steps` decode steps of all rows, without reading the drawn tokens.
+        """Launch `steps` decode steps of all rows, without reading the drawn tokens.
 
         Fewer if no row may have that many more tokens. First moves rows back to the queue if the
         cache cannot hold these steps, and resizes it. Announces each step to the ranks that share
         experts.
         """
         left = [row.settings.max_new_tokens for row in self.active] - self._counts
-        steps = min(self.limits.steps, int(left.max()))
+        steps = min(self.steps, int(left.max()))
         self._preempt(steps)
         rows = len(self.active)
         self.cache.fit(rows, self._longest_row(steps))
@@ -271,7 +266,7 @@ class Generation:
 
     def _preempt(self, steps: int) -> None:
         """Move rows back to the queue's head if the cache is too small for `steps` more steps."""
-        limit, rows = self.limits.tokens, len(self.active)
+        limit, rows = self.max_tokens, len(self.active)
         if limit is None or rows == 1:
             return
         if rows * self._row_capacity(self._longest_row(steps)) <= limit:

@@ -17,15 +17,13 @@ from mindspeed_rlxf.config.generation_memory import PREFILL_TOKENS, kv_cache_row
 from mindspeed_rlxf.models.attention import PackedSequences
 from mindspeed_rlxf.models.heads import token_log_probs
 from mindspeed_rlxf.models.transformer import TransformerModel
-from mindspeed_rlxf.rollout.generation import Generation, Limits, broadcast_from_first, cache_shape
+from mindspeed_rlxf.rollout.generation import Generation, broadcast_from_first, cache_shape
 from mindspeed_rlxf.rollout.rollout_engine import (
     GenerationRequest,
     GenerationResult,
     GenerationStats,
 )
 from mindspeed_rlxf.rollout.weights import WeightSource
-
-STEPS_OF_A_DEVICE = 8  # decode steps between two reads of the drawn tokens, which wait for them
 
 
 class NativeRollout:
@@ -45,7 +43,7 @@ class NativeRollout:
         memory:   bytes of the device's memory to plan the KV cache with; None = all
         steps:    decode steps between two reads of the drawn tokens; a row that ends in between is
                   computed on. None = 1 on the CPU, where reading costs nothing, else
-                  STEPS_OF_A_DEVICE
+                  8
         """
         self.source, self.max_rows, self.memory = source, max_rows, memory
         self.model: TransformerModel = source.module
@@ -54,7 +52,7 @@ class NativeRollout:
         self._awake = False
         self._device = next(source.module.parameters()).device
         on_cpu = self._device.type == "cpu"
-        self.steps = steps or (1 if on_cpu else STEPS_OF_A_DEVICE)
+        self.steps = steps or (1 if on_cpu else 8)
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights; after an error the engine has no version and cannot generate."""
@@ -96,8 +94,10 @@ class NativeRollout:
         generation = None
         if requests:
             with self._computing():
-                limits = self._make_limits(requests)
-                generation = Generation(self.model, requests, limits, self._stats, rounds)
+                rows, tokens = self._choose_limits(requests)
+                generation = Generation(
+                    self.model, requests, self._stats, rounds, rows, tokens, self.steps
+                )
         try:
             while generation and (generation.waiting or generation.active):
                 with self._computing():
@@ -115,8 +115,8 @@ class NativeRollout:
         with self._computing():
             self._stats.idle_passes = self.source.rounds.finish()
 
-    def _make_limits(self, requests: Sequence[GenerationRequest]) -> Limits:
-        """Return the limits of one `generate`; a collective of the tensor-parallel ranks."""
+    def _choose_limits(self, requests: Sequence[GenerationRequest]) -> tuple[int, int | None]:
+        """Return the most rows and tokens of the cache; a collective of the replica's ranks."""
         prompt = max(len(request.prompt) for request in requests)
         response = max(request.settings.max_new_tokens for request in requests)
         memory = None
@@ -131,7 +131,7 @@ class NativeRollout:
         agreed = torch.tensor([rows, tokens or 0], device=self._device)
         broadcast_from_first(agreed, self.model.tp_group)
         rows, tokens = agreed.tolist()
-        return Limits(rows, tokens or None, self.steps)
+        return rows, tokens or None
 
     def score(
         self,

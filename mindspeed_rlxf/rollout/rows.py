@@ -38,11 +38,6 @@ class GrowingSample:
         self.log_probs: list[float] = []
 
     @property
-    def length(self) -> int:
-        """Number of `prefill_ids`."""
-        return len(self.request.prompt) + len(self.tokens)
-
-    @property
     def prefill_ids(self) -> np.ndarray:
         """Input of a prefill: the prompt, then the copied part of the response; [tokens] int64."""
         return np.concatenate((self.request.prompt, np.asarray(self.tokens, dtype=np.int64)))

@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-MARGIN = 8  # tokens decoded before a string, as neighbours may change the text of a token
-
-
 @dataclass(frozen=True)
 class StopStrings:
     """Strings that end a response and stay in it.
@@ -38,8 +35,9 @@ class StopStrings:
 
     def is_completed_by(self, tokens: Sequence[int]) -> bool:
         """Whether the last of `tokens`, the response so far, completes one of the strings."""
-        # one token for each byte of the longest string
-        window = MARGIN + max(len(string.encode()) for string in self.strings)
+        # One token for each byte of the longest string, and eight before, as neighbours may change
+        # the text of a token.
+        window = 8 + max(len(string.encode()) for string in self.strings)
         text = self._decode(tokens[-window:])
         if not any(string in text for string in self.strings):
             return False
@@ -55,8 +53,6 @@ class StopStrings:
 
 
 BLOCK = 512  # ids of the vocabulary that one sum covers
-# In fp32 less than 1; its product with a positive number is less than the number.
-BELOW_ONE = 1 - 2**-23
 
 
 @dataclass(frozen=True)
@@ -198,8 +194,9 @@ def _draw_by_inverse_cdf(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Ten
 def _find_crossing(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     ends = running_sum(weights)
     total = ends[:, -1]
-    # Below the total, which a uniform number of 1 would not pass.
-    targets = torch.minimum(uniforms * total, total * BELOW_ONE)[:, None]
+    # Below the total, which a uniform number of 1 would not pass: the fp32 product of a positive
+    # number and 1 - 2^-23 is less than the number.
+    targets = torch.minimum(uniforms * total, total * (1 - 2**-23))[:, None]
     n = weights.size(-1)
     # in fp32, as not every device finds the smallest of integers
     # No binary search: sums of parallel scans may fall, and may rise at a weight of 0.

@@ -54,8 +54,9 @@ class SharedWeights:
         self.groups = ParallelGroups(engine.groups.tp.size(), 1, seed, ep=experts.size())
         architecture = engine.role.architecture
         self.module, self.rounds = build_rollout_module(architecture, self.groups, engine.dtype)
-        share = {"ep_rank": experts.rank(), "ep": experts.size()}
-        self._table = list(stage_parameters(architecture, engine.head, **share))
+        self._table = list(
+            stage_parameters(architecture, engine.head, ep_rank=experts.rank(), ep=experts.size())
+        )
         self._parameters = dict(self.module.named_parameters())
         self._shapes = {name: p.shape for name, p in self._parameters.items()}
         self._kept_on_device = contextlib.ExitStack()

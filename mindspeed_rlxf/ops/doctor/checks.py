@@ -27,8 +27,6 @@ from mindspeed_rlxf.device.driver import DriverView, list_device_files, query_dr
 from mindspeed_rlxf.device.findings import Finding, Status, error, judge, ok, warning
 from mindspeed_rlxf.ops.sizes import GIB, existing_folder, format_bytes
 
-DISTRIBUTION = "mindspeed-rlxf"
-HEALTHY = ("OK", "")
 BUSY_MIB = 4096  # the driver itself takes up to 3 GiB of an idle device
 OPEN_FILES = 32768  # asked for by the guides of MindSpeed; Ray opens some for each worker
 PROCESSES = 4096
@@ -81,8 +79,8 @@ def check_host(subject: Subject) -> list[Finding]:
         try:
             found += check()
         except Exception as problem:
-            value = f"the check itself failed ({describe(problem)})"
-            found.append(warning(name, value, "check it by hand"))
+            cause = f"the check itself failed ({describe(problem)})"
+            found.append(warning(name, cause, "check it by hand"))
     return found
 
 
@@ -99,7 +97,7 @@ def check_software(kind: DeviceKind) -> Iterator[Finding]:
     yield ok("versions.python", f"{platform.python_version()}, {sys.executable}")
     is_npu = kind is DeviceKind.NPU
     try:
-        parsed = [Requirement(line) for line in requires(DISTRIBUTION) or []]
+        parsed = [Requirement(line) for line in requires("mindspeed-rlxf") or []]
     except PackageNotFoundError:  # run from its sources
         parsed = []
     wanted = {each.name: each for each in parsed if not each.marker or each.marker.evaluate()}
@@ -161,7 +159,9 @@ def driver_findings(view: DriverView) -> Iterator[Finding]:
     value = f"{len(view.devices)} x {names}, driver {view.version}"
     remedy = f"{view.tool} lists none: look at the driver's log"
     yield judge(bool(view.devices), "devices.driver", value, remedy, Status.ERROR)
-    sick = [f"{each.index}: {each.health}" for each in view.devices if each.health not in HEALTHY]
+    sick = [
+        f"{each.index}: {each.health}" for each in view.devices if each.health not in ("OK", "")
+    ]
     if sick:
         remedy = "reset or replace the device, and exclude this host until then"
         yield error("devices.health", ", ".join(sick), remedy)

@@ -24,11 +24,6 @@ from mindspeed_rlxf.ops.doctor.output import merge
 
 SURVEY_S = 120.0  # torch of an NPU may load for 40 s, and npu-smi take 20 s
 GROUP_S = 90.0  # processes start, import torch, open devices
-MARGIN_S = 5.0  # a rank's deadline is earlier than the driver's, as its message has more detail
-MOST_RANKS_ON_CPU = 8
-SHOWN = 8
-ELEMENTS = 2**20  # of an all-reduce, fp32, 4 MiB
-REPEATS = 4
 
 
 def check_cluster(subject: Subject, address: str | None) -> list[Finding]:
@@ -44,9 +39,13 @@ def check_cluster(subject: Subject, address: str | None) -> list[Finding]:
         UserError: No cluster is named, or it cannot be joined.
     """
     if (address or os.environ.get("RAY_ADDRESS") or "local") == "local":
-        remedy = "set RAY_ADDRESS, runtime.address or --address; auto is one that runs on this host"
         raise UserError(
-            Problem("--cluster", "needs a Ray cluster and none is named", remedy=remedy)
+            Problem(
+                "--cluster",
+                "needs a Ray cluster and none is named",
+                remedy="set RAY_ADDRESS, runtime.address or --address; auto is one that runs on "
+                "this host",
+            )
         )
     cluster = open_cluster(address, {})
     try:
@@ -125,13 +124,13 @@ def _check_collectives(
 ) -> list[Finding]:
     """All-reduce over the free devices inside each host, then over all hosts where that works.
 
-    On CPU with MOST_RANKS_ON_CPU ranks on a host at most, and 1 if it declares no devices.
+    On CPU with at most eight ranks on a host, and one if it declares no devices.
     """
     groups = []
     for node in nodes:
         count = node.free
         if kind is DeviceKind.CPU:
-            count = min(node.free, MOST_RANKS_ON_CPU) if node.count else 1
+            count = min(node.free, 8) if node.count else 1
         groups += [[node] * count] if count else []
     causes = _all_reduce_groups(kind, resource, groups, environment)
     remedy = "look at the devices and the library's log there, or exclude the host"
@@ -177,7 +176,8 @@ def _all_reduce_groups(
         store, port = worlds.open_store(ip)
         stores.append(store)
         for rank, node in enumerate(group):
-            arguments = (kind, ip, port, rank, len(group), GROUP_S - MARGIN_S)
+            # A rank's deadline is earlier than the driver's, as its message has more detail.
+            arguments = (kind, ip, port, rank, len(group), GROUP_S - 5.0)
             tasks.append(Task(node.id, all_reduce, arguments, resource if node.count else None))
     replies = iter(run_tasks(tasks, environment, GROUP_S))
     found = []
@@ -189,7 +189,7 @@ def _all_reduce_groups(
             for rank, node in enumerate(group)
             if not store.check([arrival_key(rank)])
         ]
-        parts = [f"{', '.join(absent[:SHOWN])} never came"] if absent else []
+        parts = [f"{', '.join(absent[:8])} never came"] if absent else []
         found.append("; ".join(parts + [cause for cause in causes if cause][:1]))
     return found
 
@@ -202,7 +202,7 @@ def arrival_key(rank: int) -> str:
 def all_reduce(
     kind: DeviceKind, ip: str, port: int, rank: int, world_size: int, timeout_s: float
 ) -> str:
-    """Join the process group, all-reduce `rank + 1` REPEATS times, and leave the group.
+    """Join the process group, all-reduce 4 MiB four times, and leave the group.
 
     Args:
         kind: Device kind, which chooses the backend.
@@ -228,8 +228,8 @@ def all_reduce(
             timeout=timeout,
         )
         wanted = world_size * (world_size + 1) // 2  # 1 + 2 + ... + world_size
-        elements = torch.empty(ELEMENTS, device=place)
-        for _ in range(REPEATS):
+        elements = torch.empty(2**20, device=place)
+        for _ in range(4):
             elements.fill_(rank + 1)
             dist.all_reduce(elements)
             if not bool((elements == wanted).all()):

@@ -10,7 +10,6 @@ from typing import Any
 from mindspeed_rlxf.cluster.nodes import build_id
 from mindspeed_rlxf.device.findings import Finding, Status
 
-SCHEMA = 1  # of `as_json`: rises when a field changes its meaning or goes away
 SHOWN_HOSTS = 4
 
 
@@ -31,7 +30,7 @@ def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
     """Return the report for `json.dump`. Keys may be added, but not removed or redefined."""
     host, counts = socket.gethostname(), Counter(finding.status for finding in findings)
     return {
-        "schema": SCHEMA,
+        "schema": 1,  # rises when a field changes its meaning or goes away
         "host": host,
         "build": build_id(),
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),

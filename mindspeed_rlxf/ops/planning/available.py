@@ -17,14 +17,13 @@ def look_once(config: RunConfig) -> RunConfig:
     A plan reads both hundreds of times, but the driver's tool takes seconds and a cluster answers
     over TCP.
     """
-    found = config
     if config.runtime.kind == "ray":
         address = {"address": joined_address(config) or LOCAL}
-        found = found.model_copy(update={"runtime": config.runtime.model_copy(update=address)})
-    if (memory := device_memory(found)) is not None:
+        config = config.model_copy(update={"runtime": config.runtime.model_copy(update=address)})
+    if (memory := device_memory(config)) is not None:
         size = {"memory_gib": memory / GIB}
-        found = found.model_copy(update={"device": config.device.model_copy(update=size)})
-    return found
+        config = config.model_copy(update={"device": config.device.model_copy(update=size)})
+    return config
 
 
 def is_joined(config: RunConfig) -> bool:

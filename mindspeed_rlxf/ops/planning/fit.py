@@ -7,7 +7,6 @@ from mindspeed_rlxf.config.problems import Problem
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.ops.planning import available
 from mindspeed_rlxf.ops.planning.host_memory import (
-    ALWAYS,
     PHASES,
     HostMemory,
     disk_needed,
@@ -17,12 +16,6 @@ from mindspeed_rlxf.ops.planning.memory import PoolMemory, pool_memories
 from mindspeed_rlxf.ops.planning.stage_memory import Phase, State
 from mindspeed_rlxf.ops.sizes import format_bytes
 from mindspeed_rlxf.reporting.table import pairs, table
-
-REMEDY = (
-    "set offload, recompute or use_distributed_optimizer, lower num_samples_per_step, "
-    "micro_batch_size or max_tokens_per_micro_batch, raise tensor_model_parallel_size, or use more "
-    "devices; plan.suggest=true looks for layouts that fit"
-)
 
 
 def check_fit(config: RunConfig) -> tuple[dict[str, str], list[Problem]]:
@@ -61,7 +54,16 @@ def check_fit(config: RunConfig) -> tuple[dict[str, str], list[Problem]]:
             "it comes from the host's memory, see below"
             if available.on_cpu(config)
             else "memory of a device is unknown: set device.memory_gib",
-            Problem(f"resource_pool.{pool.pool}", subject, remedy=REMEDY),
+            Problem(
+                f"resource_pool.{pool.pool}",
+                subject,
+                remedy=(
+                    "set offload, recompute or use_distributed_optimizer, lower "
+                    "num_samples_per_step, micro_batch_size or max_tokens_per_micro_batch, raise "
+                    "tensor_model_parallel_size, or use more devices; plan.suggest=true looks for "
+                    "layouts that fit"
+                ),
+            ),
         )
     host = host_memory_needed(config, pools)
     remedy = "offload less, use fewer processes, smaller micro-batches, or more hosts"
@@ -112,7 +114,7 @@ def _host_table(host: HostMemory) -> str:
     """Return the table of the host's memory: a row per part, a column per phase."""
     rows: list[list[object]] = [["part", *PHASES]]
     for part in host.parts:
-        sizes = [part.bytes if each in part.phases else 0 for each in ALWAYS]
+        sizes = [part.bytes if each in part.phases else 0 for each in PHASES]
         rows.append([part.name, *map(format_bytes, sizes)])
     rows.append(["together", *map(format_bytes, host.phases)])
     return (

@@ -1,5 +1,6 @@
 """Compute the host memory and the disk that a run needs."""
 
+import contextlib
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
@@ -15,18 +16,16 @@ from mindspeed_rlxf.ops.planning.memory import PoolMemory, has_model
 from mindspeed_rlxf.ops.planning.stage_memory import itemsize, optimizer_itemsize
 from mindspeed_rlxf.weights.hf_folder import open_hf_folder
 
-LOAD, ITERATION, CHECKPOINT, FINAL = range(4)
 PHASES = ("load", "iteration", "checkpoint", "final weights")
-ALWAYS = (LOAD, ITERATION, CHECKPOINT, FINAL)
 
 
 @dataclass(frozen=True)
 class HostPart:
-    """Bytes of one consumer of host memory, and the phases of the run (of PHASES) that it is in."""
+    """Bytes of one consumer of host memory, and the phases of the run in which it takes them."""
 
     name: str
     bytes: int
-    phases: tuple[int, ...] = ALWAYS
+    phases: tuple[str, ...] = PHASES
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class HostMemory:
     @property
     def phases(self) -> list[int]:
         """Return the bytes of each of PHASES."""
-        return [sum(part.bytes for part in self.parts if phase in part.phases) for phase in ALWAYS]
+        return [sum(part.bytes for part in self.parts if phase in part.phases) for phase in PHASES]
 
     @property
     def total(self) -> int:
@@ -70,12 +69,11 @@ def host_memory_needed(config: RunConfig, pools: list[PoolMemory]) -> HostMemory
     }
     shared = config.runtime.kind == "local" or is_joined(config)
     count = max(sizes.values()) if shared else sum(sizes.values())
-    per_pool = [_processes_on_one_host(config, pool.processes) for pool in pools]
-    devices = sum(pool.total * each for pool, each in zip(pools, per_pool, strict=True))
-    copies: dict[Role, int] = {}
-    for pool, each in zip(pools, per_pool, strict=True):
-        for role in pool.roles:
-            copies[role.role] = copies.get(role.role, 0) + role.copies * each
+    devices, copies = 0, Counter[Role]()
+    for pool in pools:
+        processes = _processes_on_one_host(config, pool.processes)
+        devices += pool.total * processes
+        copies.update({role.role: role.copies * processes for role in pool.roles})
     # Rows of two iterations: the last ones are kept until the next ones replace them. Per prompt
     # token 8 bytes for the id. Per response token 50: id 8; fp32 log-probs of rollout, actor and
     # reference, KL, value; advantage, old and reference log-prob, return, value; two masks of 1.
@@ -93,7 +91,9 @@ def host_memory_needed(config: RunConfig, pools: list[PoolMemory]) -> HostMemory
         HostPart("driver", PROCESS_BYTES + prompts),
         HostPart("what the roles hold", devices if on_cpu(config) else 0),
         HostPart(
-            "rows, and those of the iteration before", 2 * responses * row, (ITERATION, CHECKPOINT)
+            "rows, and those of the iteration before",
+            2 * responses * row,
+            ("iteration", "checkpoint"),
         ),
         *(HostPart(f"{role.value}: copies of what it offloads", n) for role, n in copies.items()),
         *(
@@ -102,7 +102,7 @@ def host_memory_needed(config: RunConfig, pools: list[PoolMemory]) -> HostMemory
                 _checkpoint_bytes(config, role)
                 * _processes_on_one_host(config, config.processes_of(role))
                 // sum(config.processes_of(role)),
-                (CHECKPOINT,),
+                ("checkpoint",),
             )
             for role in trained
         ),
@@ -110,7 +110,7 @@ def host_memory_needed(config: RunConfig, pools: list[PoolMemory]) -> HostMemory
             HostPart(
                 f"{role.value}: final weights while they are written",
                 _export_on_one_host(config, role),
-                (FINAL,),
+                ("final weights",),
             )
             for role in trained
         ),
@@ -146,8 +146,12 @@ def _numbers(config: RunConfig, role: Role) -> int:
 
 
 def _stored(config: RunConfig, role: Role) -> int:
+    """Return the bytes of a role's weights in its folder, whose final norm shows the precision."""
     section = config.role(role)
-    return _numbers(config, role) * stored_itemsize(section.load, itemsize(section))
+    size = itemsize(section)
+    with contextlib.suppress(KeyError, ValueError):
+        size = open_hf_folder(str(section.load))["model.norm.weight"].dtype.itemsize
+    return _numbers(config, role) * size
 
 
 def _checkpoint_bytes(config: RunConfig, role: Role) -> int:
@@ -168,11 +172,3 @@ def _export_on_one_host(config: RunConfig, role: Role) -> int:
         for ep_rank in range(ep)
     ]
     return share * max(Counter(bisect_right(ends, rank) for rank in writers).values())
-
-
-def stored_itemsize(folder: str | None, otherwise: int) -> int:
-    """Return the bytes of one weight in a Hugging Face folder, read from the final norm."""
-    try:
-        return open_hf_folder(str(folder))["model.norm.weight"].dtype.itemsize
-    except (KeyError, ValueError):
-        return otherwise

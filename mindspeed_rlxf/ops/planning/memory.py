@@ -138,16 +138,20 @@ def _generating_memory(config: RunConfig, pool: str) -> PoolMemory:
         (Phase("receive weights", other=bucket_bytes(config)), _generate_phase(config, 0)),
         OffloadConfig(),
     )
-    processes = tuple(count_per_node(config.resource_pool[pool], *config.parts))
-    process = device.process_bytes(config.device.kind)
-    return PoolMemory(pool, config.parts[0], (rollout,), process, processes, GENERATES)
+    return PoolMemory(
+        pool,
+        config.parts[0],
+        (rollout,),
+        device.process_bytes(config.device.kind),
+        tuple(count_per_node(config.resource_pool[pool], *config.parts)),
+        GENERATES,
+    )
 
 
 def bucket_bytes(config: RunConfig) -> int:
     """Return the bytes of the largest bucket in which a disaggregated pool sends weights."""
     actor = config.actor_rollout
-    shapes = hf_shapes(actor.architecture, Head.LANGUAGE_MODEL)
-    buckets = make_buckets(shapes, itemsize(actor))
+    buckets = make_buckets(hf_shapes(actor.architecture, Head.LANGUAGE_MODEL), itemsize(actor))
     return itemsize(actor) * max(sum(map(prod, bucket.values())) for bucket in buckets)
 
 
@@ -157,14 +161,17 @@ def pool_memory(config: RunConfig, pool: str) -> PoolMemory:
     Of equal ranks, the first.
     """
     roles = [role for role in config.roles_of(pool) if has_model(config, role)]
-    process = device.process_bytes(config.device.kind)
     processes = tuple(config.processes_of(config.roles_of(pool)[0]))
     ranks: dict[tuple[int, ...], int] = {}  # stage in each role -> first rank with these
     for rank in range(sum(processes)):
         ranks.setdefault(tuple(config.layout(role).pp_rank(rank) for role in roles), rank)
     needs = (
         PoolMemory(
-            pool, rank, tuple(map(partial(role_memory, config), roles, stages)), process, processes
+            pool,
+            rank,
+            tuple(map(partial(role_memory, config), roles, stages)),
+            device.process_bytes(config.device.kind),
+            processes,
         )
         for stages, rank in ranks.items()
     )

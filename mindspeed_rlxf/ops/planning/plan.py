@@ -17,15 +17,13 @@ from mindspeed_rlxf.ops.planning.stage_memory import is_split, micro_batches
 from mindspeed_rlxf.ops.planning.suggest import suggest, usable_bytes
 from mindspeed_rlxf.reporting.table import pairs, table
 
-MAX_LINES = 32  # with more devices, those of the same pipeline stages share a line
-
 
 def topology(config: RunConfig) -> str:
     """Return a text table per pool; two for a disaggregated one, ranks that train and generate.
 
-    A line per device; over MAX_LINES devices in all, a line per range with equal pipeline stages.
+    A line per device; over 32 devices in all, a line per range with equal pipeline stages.
     """
-    by_device = sum(map(sum, config.resource_pool.values())) <= MAX_LINES
+    by_device = sum(map(sum, config.resource_pool.values())) <= 32
     tables = []
     for pool, sizes in config.resource_pool.items():
         devices = [(host, number) for host, size in enumerate(sizes) for number in range(size)]
@@ -163,14 +161,12 @@ def plan(config: RunConfig, nested: bool = False) -> Plan:
 
 def _describe_validation(config: RunConfig) -> str:
     """Return as text the interval of validation, responses per prompt, decoding and reward."""
-    keys, found = config.validation, []
-    if keys.only:
-        found.append("and no training")
-    elif keys.interval:
-        found.append(f"every {keys.interval} iterations")
-    found.append(f"{keys.n_samples} responses per prompt")
-    found.append(_describe_decoding(keys.do_sample, keys.temperature))
-    return ", ".join([*found, f"scored by {keys.reward.value}"])
+    keys = config.validation
+    interval = f"every {keys.interval} iterations, " if keys.interval else ""
+    return (
+        f"{'and no training, ' if keys.only else interval}{keys.n_samples} responses per prompt, "
+        f"{_describe_decoding(keys.do_sample, keys.temperature)}, scored by {keys.reward.value}"
+    )
 
 
 def _describe_decoding(do_sample: bool, temperature: float) -> str:

@@ -21,18 +21,15 @@ from mindspeed_rlxf.ops.sizes import GIB, format_bytes
 
 SIZES = (1, 2, 4, 8)
 """Of tensor and pipeline parallelism."""
-FULL_TOKENS = 16384  # of a micro-batch that fills a device, if sequences are short
 SHOWN = 3
-RUNTIME_BYTES, KEPT_FREE = 4 * GIB, 0.1
-"""What a suggestion leaves of a device: to the runtime, and a fraction for fragmentation."""
 
 Changes = dict[str, Any]
 """YAML key -> value, as `critic.offload.optimizer` -> True."""
 
 
 def usable_bytes(device_bytes: int) -> int:
-    """Return the bytes of a device that a suggestion may use: without runtime and fragmentation."""
-    return int((device_bytes - RUNTIME_BYTES) * (1 - KEPT_FREE))
+    """Return a device's bytes without 4 GiB for the runtime and a tenth for fragmentation."""
+    return int((device_bytes - 4 * GIB) * (1 - 0.1))
 
 
 def suggest(config: RunConfig, nested: bool, limit: int) -> str:
@@ -60,8 +57,9 @@ def suggest(config: RunConfig, nested: bool, limit: int) -> str:
                 f"     {' '.join(_list_overrides(config, changes, nested))}",
             ]
             break
-    none = f"  no layout that was tried fits {format_bytes(limit)} of a device: use more devices"
-    return "\n".join(lines) or none
+    return "\n".join(lines) or (
+        f"  no layout that was tried fits {format_bytes(limit)} of a device: use more devices"
+    )
 
 
 def _list_layouts(config: RunConfig, tp: int, pp: int) -> Iterator[Changes]:
@@ -72,7 +70,8 @@ def _list_layouts(config: RunConfig, tp: int, pp: int) -> Iterator[Changes]:
     """
     actor = config.actor_rollout
     length = actor.max_prompt_length + actor.max_new_tokens
-    sequences = sorted({1, 2, 4, max(FULL_TOKENS // length, 1)}, reverse=True)
+    # If sequences are short, a micro-batch of 16384 tokens fills a device.
+    sequences = sorted({1, 2, 4, max(16384 // length, 1)}, reverse=True)
     roles = [role for role in config.roles if has_model(config, role)]
     frozen = [role for role in roles if not isinstance(config.role(role), LearningConfig)]
     # Roles that offload their weights, and whether optimizers are offloaded.

@@ -58,7 +58,7 @@ if "wait" in step:
     time.sleep(60)
 sys.exit(step["exit"])
 """
-FACTS = {"max_restarts": 3, "stop_grace_s": 60.0}
+FACTS = {"max_restarts": 3, "stop_grace_s": 60.0, "node_wait_s": 7.0}
 
 
 @pytest.fixture(autouse=True)
@@ -147,7 +147,7 @@ def test_a_training_process_that_is_killed_is_reported_and_replaced(
 
 
 def test_a_restart_on_a_joined_cluster_waits_for_good_nodes(tmp_path: Path) -> None:
-    lost = failed(4, "died", facts={**FACTS, "joined": True, "node_wait_s": 7.0})
+    lost = failed(4, "died", facts={**FACTS, "joined": True})
     assert make(tmp_path, lost, {"exit": 0}).run() == 0
     waits = ["++resource_pool.wait_s=7.0", "++resource_pool.bad_nodes=exclude"]
     assert attempts(tmp_path) == [[], again(tmp_path) + waits]
