@@ -31,23 +31,23 @@ from tests.distributed.llamas import (
 )
 from tests.distributed.probe import EngineProbe
 from tests.distributed.samples import make_rollouts
-from tests.distributed.test_parity_with_transformers import expected_logits, make_prompts
+from tests.distributed.test_parity_with_transformers import (
+    PADDED,
+    PP2,
+    SP,
+    TP2,
+    expected_logits,
+    make_prompts,
+)
 from tests.unit.weights.folders_of import read_folder
 
 FAMILIES = {"qwen3-moe": QWEN3_MOE, "unnormed": QWEN3_MOE_UNNORMED, "mixtral": MIXTRAL}
-TP2 = {"tensor_model_parallel_size": 2}
-PP2 = {"pipeline_model_parallel_size": 2}
 EP2 = {"expert_model_parallel_size": 2}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "ep1": (1, {}),
-    "ep1-padded": (1, {"packed_sequences": False}),
-    "ep2": (2, EP2),
-    "ep2-padded": (2, {**EP2, "packed_sequences": False}),
-    "tp2": (2, TP2),
-    "tp2-sp": (2, {**TP2, "sequence_parallel": True}),
-    "tp2-ep2-sp": (4, {**TP2, **EP2, "sequence_parallel": True}),
-    "pp2-ep2": (4, {**EP2, **PP2}),
-}
+    "ep1": (1, {}), "ep1-padded": (1, PADDED), "ep2": (2, EP2), "ep2-padded": (2, EP2 | PADDED),
+    "tp2": (2, TP2), "tp2-sp": (2, TP2 | SP), "tp2-ep2-sp": (4, TP2 | EP2 | SP),
+    "pp2-ep2": (4, EP2 | PP2),
+}  # fmt: skip
 VIRTUAL = {"virtual-pp2-ep2": (4, {**EP2, **PP2, "num_layers_per_virtual_pipeline_stage": 1})}
 
 

@@ -35,27 +35,16 @@ from tests.distributed.llamas import (
 from tests.distributed.probe import EngineProbe
 from tests.distributed.samples import make_rollouts
 
-LAYOUTS = {
-    "tp1": {},
-    "tp1-padded": {"packed_sequences": False},
-    "tp2": {"tensor_model_parallel_size": 2},
-    "tp2-sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-    "tp2-sp-padded": {
-        "tensor_model_parallel_size": 2,
-        "sequence_parallel": True,
-        "packed_sequences": False,
-    },
-    "pp2": {"pipeline_model_parallel_size": 2},
-    "pp2-padded": {"pipeline_model_parallel_size": 2, "packed_sequences": False},
-}
+TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+SP, PADDED = {"sequence_parallel": True}, {"packed_sequences": False}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp1": {}, "tp1-padded": PADDED, "tp2": TP2, "tp2-sp": TP2 | SP,
+    "tp2-sp-padded": TP2 | SP | PADDED, "pp2": PP2, "pp2-padded": PP2 | PADDED,
+}  # fmt: skip
 FAMILIES = {
-    "plain": PLAIN,
-    "tied": TIED,
-    "scaled-rope": SCALED,
-    "qwen2": QWEN2,
-    "qwen3": QWEN3,
+    "plain": PLAIN, "tied": TIED, "scaled-rope": SCALED, "qwen2": QWEN2, "qwen3": QWEN3,
     "one-group": ONE_GROUP,
-}
+}  # fmt: skip
 
 
 def three_layouts(**families: ArchitectureConfig) -> list[Any]:

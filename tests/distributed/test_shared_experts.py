@@ -26,8 +26,8 @@ from mindspeed_rlxf.rollout.native import NativeRollout
 from mindspeed_rlxf.rollout.replica import SharedWeights
 from tests.distributed.groups import build_group, build_policy
 from tests.distributed.llamas import MIXTRAL, QWEN3_MOE, make_llama, run_config
-from tests.distributed.test_experts import EP2, PP2, TP2
-from tests.distributed.test_parity_with_transformers import make_prompts
+from tests.distributed.test_experts import EP2
+from tests.distributed.test_parity_with_transformers import PP2, TP2, make_prompts
 from tests.unit.models.moe import Expert, Experts, Router, one_by_one, place_weights
 
 GROUPED = hasattr(F, "grouped_mm")
@@ -37,22 +37,15 @@ NOTHING: tuple[Any, ...] = ()
 
 @dataclass
 class Seen:
-    """One replica's part of a generation.
+    """One replica's part of a generation."""
 
-    responses: tokens and log-probs, in the order of the prompts; of a closed one those taken
-    awake:     numbers of the parameters while it generates; asleep: afterwards
-    copies:    storages that it freed on falling asleep, and that something keeps
-    own, idle: passes with tokens of its own, and those for other ranks
-    grouped:   of each layer, whether it computed grouped GEMMs
-    """
-
-    responses: list[tuple[list[int], list[float]]]
-    awake: int
-    asleep: int
-    copies: int
-    own: int
-    idle: int
-    grouped: list[bool]
+    responses: list[tuple[list[int], list[float]]]  # tokens, log-probs; if closed those taken
+    awake: int  # elements of the parameters while it generates
+    asleep: int  # and afterwards
+    copies: int  # storages that it freed on falling asleep, and that something keeps
+    own: int  # passes with tokens of its own
+    idle: int  # and those for other ranks
+    grouped: list[bool]  # of each layer, whether it computed grouped GEMMs
 
 
 class WatchedRollout(RolloutRole):
@@ -242,7 +235,7 @@ class ExchangeProbe:
 
 @pytest.mark.parametrize(
     ("width", "dtype", "grouped"),
-    # rows of 12 numbers in bf16 begin at no multiple of 16 bytes
+    # rows of 12 elements in bf16 begin at no multiple of 16 bytes
     [(12, torch.float32, True), (8, torch.bfloat16, True), (12, torch.bfloat16, False)],
 )
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.long), 4])

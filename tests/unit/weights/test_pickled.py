@@ -4,7 +4,6 @@ import io
 import os
 import pickle
 import random
-import zipfile
 from argparse import Namespace
 from collections import OrderedDict
 from pathlib import Path, PosixPath
@@ -18,7 +17,6 @@ from megatron.core.enums import ModelType
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.enums import AttnBackend
 
-from mindspeed_rlxf.weights import pickled
 from mindspeed_rlxf.weights.pickled import StandIn, read_torch_file
 from mindspeed_rlxf.weights.torch_dist import read_metadata_tensors
 
@@ -67,20 +65,6 @@ def test_what_megatron_puts_in_its_files_is_read(tmp_path: Path, is_zip: bool) -
     parameter, attributed = got["optimizer"]["main"][0]
     assert torch.equal(parameter, torch.ones(2, 2)) and attributed.shape == (3,)
     assert got["names"][0] == b"bytes" and got["names"][4] == (2,)
-
-
-NAMES = [(module, name) for module, names in pickled.STAND_INS.items() for name in names]
-
-
-@pytest.mark.parametrize(("module", "name"), NAMES)
-def test_a_listed_class_becomes_a_stand_in(tmp_path: Path, module: str, name: str) -> None:
-    program = f"\x80\x02c{module}\n{name}\n(K\x01tR}}X\x01\x00\x00\x00aNsb.".encode("latin1")
-    with zipfile.ZipFile(tmp_path / "x.pt", "w") as archive:
-        archive.writestr("a/data.pkl", program)
-        archive.writestr("a/version", b"3\n")
-    got = read_torch_file(tmp_path / "x.pt")
-    assert isinstance(got, StandIn) and (type(got).__module__, type(got).__name__) == (module, name)
-    assert got.arguments == (1,) and got.state == {"a": None}
 
 
 def test_metadata_that_is_missing_or_of_another_kind_is_named(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Loading a rank's shards, and writing them back on one rank."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,21 +13,10 @@ from mindspeed_rlxf.models.parameters import Head, shard_shape, stage_parameters
 from mindspeed_rlxf.weights import stage_loader as weights
 from mindspeed_rlxf.weights.hf_folder import open_hf_folder
 from mindspeed_rlxf.weights.stage_loader import StageWeights
+from tests.unit.models.test_heads import Group
 from tests.unit.weights.folders_of import architecture_of, assert_same, make_folder, read_folder
 
 A = architecture_of("llama")
-
-
-@dataclass(frozen=True)
-class Group:
-    index: int
-    count: int
-
-    def rank(self) -> int:
-        return self.index
-
-    def size(self) -> int:
-        return self.count
 
 
 @pytest.fixture
