@@ -2,8 +2,10 @@
 
 import importlib.util
 import json
+import os
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -158,3 +160,49 @@ def test_collectives_use_the_interface_of_the_nodes_address(
     assert device.network_environment(NPU, "127.0.0.1")["HCCL_IF_IP"] == "127.0.0.1"
     monkeypatch.setenv("HCCL_SOCKET_IFNAME", "eth1")
     assert "HCCL_IF_IP" not in device.network_environment(NPU, "127.0.0.1")
+
+
+ON_CUDA = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
+ON_NPU = {
+    "HCCL_DETERMINISTIC": "true",
+    "CLOSE_MATMUL_K_SHIFT": "1",
+    "ATB_MATMUL_SHUFFLE_K_ENABLE": "0",
+    "LCCL_DETERMINISTIC": "1",
+}
+NAMES = [*ON_CUDA, *ON_NPU]
+
+
+@pytest.fixture
+def put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in NAMES:
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = fills
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted", "given", "variables"),
+    [
+        (CPU, None, {}, {}),
+        (NPU, True, {}, ON_NPU),
+        (CUDA, True, {}, ON_CUDA),
+        (CUDA, True, {"NCCL_ALGO": "Tree"}, {**ON_CUDA, "NCCL_ALGO": "Tree"}),
+        (CPU, False, {}, None),
+        (NPU, None, {}, None),
+        (CUDA, False, {}, None),
+    ],
+)
+def test_torch_and_the_libraries_of_the_device_repeat_their_sums(
+    put_back: None, monkeypatch: pytest.MonkeyPatch, kind: DeviceKind, wanted: bool | None,
+    given: dict[str, str], variables: dict[str, str] | None,
+) -> None:  # fmt: skip
+    """variables: None = nothing is set"""
+    monkeypatch.setattr(device, "_active", kind)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    device.set_deterministic(wanted)
+    assert torch.are_deterministic_algorithms_enabled() == (variables is not None)
+    assert {name: os.environ[name] for name in NAMES if name in os.environ} == (variables or {})

@@ -1,18 +1,22 @@
-"""Devices of an NPU host are counted without torch_npu in this process."""
+"""Devices are counted, and their memory is read, without claiming one."""
 
 import os
+import shutil
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.device import npu
+from mindspeed_rlxf.device import driver, npu
 from mindspeed_rlxf.ops.doctor import checks
 from tests.unit.device import npu_recorder
 
-NPU = DeviceKind.NPU
+CPU, CUDA, NPU = DeviceKind.CPU, DeviceKind.CUDA, DeviceKind.NPU
 
 
 class Host:
@@ -34,16 +38,11 @@ class Host:
 
 
 @pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Host:
+def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Host]:
     """CANN and torch_npu are installed; importing torch_npu fails the test."""
     npu_recorder.install(monkeypatch, tmp_path)
     (tmp_path / "bin").mkdir()
-    return Host(tmp_path / "bin", monkeypatch)
-
-
-@pytest.fixture(autouse=True)
-def stays_out(host: Host) -> object:
-    yield
+    yield Host(tmp_path / "bin", monkeypatch)
     assert "torch_npu" not in sys.modules
 
 
@@ -100,3 +99,44 @@ def test_the_doctor_compares_the_counts_of_torch_and_of_the_driver(host: Host) -
     assert [(f.status.value, f.value) for f in found] == [
         ("error", "torch sees 3, the driver offers 4")
     ]
+
+
+MIB = 1024**2
+GPUS = "0, H100, 81559, 4, 550.54\n1, A100, 40960, 4, 550.54\n"
+CHIPS = npu_recorder.smi_table(2).replace("65536", "32768", 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "output", "size"),
+    [
+        (CUDA, GPUS, 40960 * MIB),
+        (NPU, CHIPS, 32768 * MIB),
+        (CUDA, "[N/A]\n", None),
+        (NPU, "[N/A]\n", None),
+        (CUDA, None, None),
+        (NPU, None, None),
+        (CPU, CHIPS, None),
+    ],
+)
+def test_the_smallest_device_counts_where_the_tool_answers(
+    monkeypatch: pytest.MonkeyPatch, kind: DeviceKind, output: str | None, size: int | None
+) -> None:
+    """output: None = there is no tool"""
+    done = SimpleNamespace(returncode=0, stdout=output, stderr="")
+    monkeypatch.setattr(shutil, "which", lambda tool: tool if output else None)
+    monkeypatch.setattr(driver, "run_within", lambda command, limit_s: done)
+    assert device.smallest_device_memory(kind) == size
+
+
+def test_a_tool_that_cannot_be_killed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """npu-smi waits for a driver that hangs, in a state in which no signal ends it."""
+    kept: list[subprocess.Popen[str]] = []
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda process: kept.append(process))
+    monkeypatch.setattr(driver, "KILL_S", 0.1)
+    with pytest.raises(subprocess.TimeoutExpired):
+        driver.run_within(["sleep", "60"], 0.1)
+    monkeypatch.undo()
+    (process,) = kept
+    assert process.poll() is None
+    process.kill()
+    process.communicate(timeout=30)

@@ -111,7 +111,7 @@ def test_the_first_screen_answers_and_draws_curves_of_both_runs(page: Any) -> No
     page.click("button:has(.swatch):has-text('second')")
 
 
-def test_a_curve_is_read_and_zoomed_by_keys_and_by_dragging(page: Any) -> None:
+def test_a_curve_is_read_and_zoomed_by_keys(page: Any) -> None:
     svg = see(page, "#key-charts .chart .plot")
     readout = page.locator("#key-charts .chart output").first
     svg.focus()
@@ -123,33 +123,16 @@ def test_a_curve_is_read_and_zoomed_by_keys_and_by_dragging(page: Any) -> None:
     assert status.inner_text() == "iterations 30 to 41"
     page.keyboard.press("0")
     assert page.locator("#reset-zoom").is_disabled()
-    box = svg.bounding_box()
-    page.mouse.move(box["x"] + 100, box["y"] + 60)
-    page.mouse.down()
-    page.mouse.move(box["x"] + 250, box["y"] + 60, steps=4)
-    page.mouse.up()
-    assert status.inner_text().startswith("iterations ")
-    page.click("#reset-zoom")
 
 
 def test_metrics_are_found_by_name(page: Any) -> None:
     see(page, "#curves")
     assert "Training by data source" in page.inner_text("#curves")
-    page.fill("#metric-search", "pg_clipfrac")
-    assert set(plotted(page, "#curves .chart")["first"]) == {0}
     page.fill("#metric-search", "grad")
     assert page.locator("#curves .chart h3").all_inner_texts() == ["actor/grad_norm"]
     assert "Same values: critic/grad_norm" in page.locator("#curves .chart").inner_text()
     page.fill("#metric-search", "slowest")
     assert plotted(page, "#curves .chart")["first"][:4] == [1, 0, 1, 0], "ranks have no mean"
-    page.fill("#metric-search", "pg_loss")
-    plotted(page, "#curves .chart")
-    page.click("text=Logarithmic")
-    assert page.locator("#curves .chart .linear").is_visible()
-    page.click("text=Logarithmic")
-    page.fill("input[type=range]", "1")
-    assert page.locator("#smoothing").inner_text() == "none"
-    page.fill("input[type=range]", "9")
     page.fill("#metric-search", "no such")
     assert "No metric" in page.locator("#curves").inner_text()
     page.fill("#metric-search", "")
@@ -169,12 +152,6 @@ def test_samples_are_filtered_searched_and_walked_by_keys(page: Any) -> None:
     count = see(page, "#sample-count")
     assert count.inner_text() == "175 of 175 samples"
     page.select_option("[data-filter=kind]", "training")
-    page.fill("[data-filter=to]", "39")
-    page.fill("[data-filter=from]", "40")
-    assert "The first iteration is after the last." in page.inner_text("#sample")
-    page.click("#clear-filters")
-    assert count.inner_text() == "175 of 175 samples"
-    page.select_option("[data-filter=kind]", "training")
     page.fill("[data-filter=from]", "40")
     assert count.inner_text() == "4 of 175 samples"
     page.fill("[data-filter=low]", "1")
@@ -185,9 +162,8 @@ def test_samples_are_filtered_searched_and_walked_by_keys(page: Any) -> None:
     page.keyboard.press("j")
     selected = page.locator("#samples [aria-selected=true]").inner_text()
     assert "plain" in selected and "plain"[0] in page.locator("#sample").inner_text()
-    for name in ("kind", "from"):
-        control = page.locator(f"[data-filter={name}]")
-        control.select_option("") if name == "kind" else control.fill("")
+    page.click("#clear-filters")
+    assert count.inner_text() == "175 of 175 samples"
 
 
 def test_tokens_have_colours_and_their_numbers_by_keys(page: Any) -> None:
