@@ -1,4 +1,4 @@
-"""Chunks: rectangular ranges of a tensor's elements, which ranks hold in memory and files store."""
+"""Tensor chunks (rectangular index ranges), in memory or stored in files."""
 
 from __future__ import annotations
 
@@ -38,60 +38,63 @@ Wrote = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Chunk:
-    """A range of indices of each axis of a tensor."""
+    """An index range per axis."""
 
     starts: Shape
     shape: Shape
 
     @property
     def stops(self) -> Shape:
+        """End index per axis."""
         return tuple(map(add, self.starts, self.shape))
 
     @property
     def numel(self) -> int:
+        """Element count."""
         return prod(self.shape)
 
     @property
     def slices(self) -> tuple[slice, ...]:
+        """The chunk as an index for tensors."""
         return tuple(map(slice, self.starts, self.stops))
 
     def narrow(self, dim: int, start: int, size: int) -> Chunk:
-        """Return the part with indices from `start` to `start + size` in axis `dim`."""
+        """Restrict one axis to `size` indices from `start`, counted within the chunk."""
         starts, shape = list(self.starts), list(self.shape)
         starts[dim], shape[dim] = starts[dim] + start, size
         return Chunk(tuple(starts), tuple(shape))
 
     def overlap(self, other: Chunk) -> Chunk | None:
-        """Return the intersection of two chunks of one tensor; None if it is empty."""
+        """Return the intersection with another chunk, or None if empty."""
         starts = tuple(map(max, self.starts, other.starts))
         shape = tuple(map(sub, map(min, self.stops, other.stops), starts))
         return Chunk(starts, shape) if all(size > 0 for size in shape) else None
 
     def move(self, outer: Chunk, target: Chunk) -> Chunk:
-        """Return where this part of `outer` is in a copy of `outer` at `target`."""
+        """Translate the chunk from `outer`, which contains it, to the same part in `target`."""
         steps = map(sub, target.starts, outer.starts)
         return Chunk(tuple(map(add, self.starts, steps)), self.shape)
 
     def relative_to(self, outer: Chunk) -> Chunk:
-        """Return this chunk with its starts counted from the first corner of `outer`."""
+        """Return the chunk with its starts counted from those in `outer`."""
         return self.move(outer, whole(outer.shape))
 
     def split(self, numel: int) -> Iterator[Chunk]:
-        """Yield chunks of whole rows of the first axis: at most `numel` elements, or one row."""
+        """Yield chunks with whole rows: at most `numel` elements, or one row."""
         rows = max(1, numel // max(1, prod(self.shape[1:])))
         for row in range(0, self.shape[0], rows):
             yield self.narrow(0, row, min(rows, self.shape[0] - row))
 
 
 def whole(shape: Shape) -> Chunk:
-    """Return the chunk that covers a tensor of this shape."""
+    """Return the chunk covering a tensor with this shape."""
     return Chunk((0,) * len(shape), shape)
 
 
 def flat_chunks(flat: range, shape: Shape) -> Iterator[Chunk]:
-    """Yield the chunks of a range of flat indices of a row-major tensor of one or two axes.
+    """Yield the chunks covering a flat index range in a row-major tensor with one or two axes.
 
-    At most three: the end of a row, whole rows, the start of a row.
+    At most three: a row's end, whole rows, a row's start.
     """
     assert 1 <= len(shape) <= 2, f"a parameter has one axis or two, not {shape}"
     start, stop, width = flat.start, flat.stop, shape[-1]
@@ -105,9 +108,9 @@ def flat_chunks(flat: range, shape: Shape) -> Iterator[Chunk]:
 
 
 def view_chunk(numbers: Tensor, start: int, chunk: Chunk, shape: Shape) -> Tensor:
-    """Return a chunk of a row-major tensor of this shape as a view of `numbers`.
+    """View a chunk of a larger row-major tensor with this shape.
 
-    `numbers` are contiguous elements of it, the first of which has the flat index `start`.
+    `numbers` are contiguous elements in it, starting at the flat index `start`.
     """
     stride = (*shape[1:], 1)
     offset = numbers.storage_offset() - start + sum(map(mul, chunk.starts, stride))
@@ -116,7 +119,7 @@ def view_chunk(numbers: Tensor, start: int, chunk: Chunk, shape: Shape) -> Tenso
 
 @dataclass(frozen=True)
 class ShardChunk:
-    """A chunk of a Hugging Face tensor, and where a rank's parameter has the same elements."""
+    """A Hugging Face tensor chunk, and its place in a rank's parameter."""
 
     source: str  # name of the Hugging Face tensor
     chunk: Chunk
@@ -130,10 +133,9 @@ def shard_chunks(
     tp: int,
     vocab_rows: int | None = None,
 ) -> Iterator[ShardChunk]:
-    """Yield the chunks of Hugging Face tensors that make up a tensor-parallel rank's shard.
+    """Yield the Hugging Face chunks making up a tensor-parallel rank's shard, without padding.
 
-    Rows that pad the vocabulary are in no chunk. `vocab_rows` of the embedding are on each rank;
-    None = the padded vocabulary / tp.
+    `vocab_rows` are the embedding rows per rank; None = padded vocabulary / tp.
     """
     offset = 0
     for part in shard_slices(parameter, architecture, tp_rank, tp, vocab_rows):
@@ -146,7 +148,7 @@ def shard_chunks(
 
 @dataclass(frozen=True)
 class HeldChunk:
-    """A chunk of a Hugging Face tensor, with its elements in memory."""
+    """A Hugging Face tensor chunk, with its elements in memory."""
 
     slot: str  # "weight", or the name of an optimizer state of the tensor (such as "exp_avg")
     name: str
@@ -156,33 +158,31 @@ class HeldChunk:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor that is stored as chunks, of which chunks are read as copies.
-
-    chunks: (a chunk, where its elements are in what `read` reads, `read`, which copies a part of
-            that) for each stored one
-    index:  leading indices, if this is the sub-tensor stored[index] only
-    """
+    """A tensor stored as chunks; `read` copies any chunk."""
 
     name: str  # for messages
     dtype: torch.dtype
     size: Shape  # of the stored tensor
+    # Each chunk, its place in what the third entry reads, a function that copies a part of that.
     chunks: list[tuple[Chunk, Chunk, Callable[[Chunk], Tensor]]]
-    index: Shape = ()
+    index: Shape = ()  # leading indices, if this is the sub-tensor stored[index] only
 
     @classmethod
     def of(cls, name: str, tensor: Any, dtype: torch.dtype, shape: Shape) -> StoredTensor:
-        """Make one of a tensor, or of what gives tensors when it is sliced."""
+        """Wrap a tensor, or anything returning tensors when sliced."""
         chunk = whole(shape)
         return cls(name, dtype, shape, [(chunk, chunk, lambda part: tensor[part.slices].clone())])
 
     @property
     def shape(self) -> Shape:
+        """Shape without the leading indices."""
         return self.size[len(self.index) :]
 
     def read(self, chunk: Chunk) -> Tensor:
-        """Return a copy of a chunk of the (sub-)tensor, joined from the stored chunks.
+        """Return a copy of a chunk, joined from the stored chunks.
 
-        Raises ValueError if they do not cover it.
+        Raises:
+            ValueError: the stored chunks do not cover it.
         """
         wanted = Chunk(self.index + chunk.starts, (1,) * len(self.index) + chunk.shape)
         result = torch.zeros(wanted.shape, dtype=self.dtype)
@@ -208,7 +208,7 @@ StoredWeights = dict[str, StoredTensor]
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A tensor that is made when it is written, and dropped after that."""
+    """A tensor created when written, and dropped afterwards."""
 
     shape: Shape
     dtype: torch.dtype
@@ -216,16 +216,18 @@ class PlannedTensor:
 
     @property
     def num_bytes(self) -> int:
+        """Size in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
     @classmethod
     def of(cls, tensor: Tensor) -> PlannedTensor:
+        """Plan an existing tensor."""
         return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """A file of a converted folder, or a folder of files."""
+    """A file in a converted folder, or a folder with several."""
 
     path: str  # relative to the folder
     num_bytes: int  # of its tensors
@@ -246,11 +248,10 @@ def add_rank(
     tp: int = 1,
     ep_rank: int = 0,
 ) -> list[str]:
-    """Add a rank's tensors in a Megatron checkpoint to `weights`, by Hugging Face names.
+    """Add a rank's `tensors` from a Megatron checkpoint to `weights`, by Hugging Face names.
 
-    parameters: those that the rank may have, with any head
-    tensors:    by the names of the checkpoint
-    Returns a line for each that is missing, of another shape, or not in the model.
+    `parameters` are the rank's possible ones, with any head; `folder` is for messages. Returns a
+    line per missing, misshapen or unknown tensor.
     """
     problems, used = [], set()
     for parameter in parameters:
@@ -284,9 +285,9 @@ def add_rank(
 
 
 def spellings(name: str) -> list[str]:
-    """List the names under which checkpoints may store a parameter, its own first.
+    """List a parameter's possible names in checkpoints, its own first.
 
-    Transformer Engine, and sharded checkpoints, name a norm after the linear layer behind it.
+    Transformer Engine and sharded checkpoints name a norm after the linear layer behind it.
     """
     fused = {
         "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
@@ -301,13 +302,13 @@ def spellings(name: str) -> list[str]:
 
 
 def unknown_names(names: Iterable[str], used: set[str]) -> list[str]:
-    """Return the names, sorted, that are neither in `used` nor expected beside the weights."""
+    """Return, sorted, the names neither in `used` nor expected beside the weights."""
     known = used | {RM_HEAD_BIAS, OUTPUT_LAYER.name}
     return sorted(name for name in names if name not in known and not IGNORED.search(name))
 
 
 def refuse(folder: Path, problems: list[str]) -> None:
-    """Raise a ValueError with the first MAX_PROBLEMS of a folder of weights, if there are any."""
+    """Raise a ValueError listing the first MAX_PROBLEMS problems, if there are any."""
     if problems:
         more = len(problems) - MAX_PROBLEMS
         shown = problems[:MAX_PROBLEMS] + ([f"and {more} more"] if more > 0 else [])

@@ -1,4 +1,4 @@
-"""Check the arguments of `convert` against the folders on disk, and plan the conversion."""
+"""Check the arguments to `convert` against the folders on disk, and plan the conversion."""
 
 import argparse
 import math
@@ -18,9 +18,12 @@ from mindspeed_rlxf.weights.tensor_conversion import (
 
 
 def plan_conversion(arguments: argparse.Namespace) -> Conversion:
-    """Check the arguments of `convert`, open the source and return the conversion; writes nothing.
+    """Check the arguments, open the source and return the conversion; writes nothing.
 
-    An existing target is not a problem here. Raises ValueError.
+    An existing target is no problem here.
+
+    Raises:
+        ValueError: invalid arguments, or an unusable source.
     """
     source, target, config = _check_folders(arguments)
     to = Format.HF if arguments.to == "hf" else Format(arguments.format or "torch")
@@ -60,7 +63,7 @@ def plan_conversion(arguments: argparse.Namespace) -> Conversion:
 
 
 def _check_folders(arguments: argparse.Namespace) -> tuple[Path, Path, Path]:
-    """Check flags and folders; return the source, the target, and the folder of config.json."""
+    """Check flags and folders; return source, target, and the config.json folder."""
     size, ranks = arguments.shard_size_gb, vars(arguments)
     given = [f"--{name}={ranks[name]}" for name in ("tp", "pp", "ep") if ranks[name] != 1]
     given += ["--num-layer-list"] if arguments.num_layer_list else []
@@ -101,7 +104,7 @@ def _check_folders(arguments: argparse.Namespace) -> tuple[Path, Path, Path]:
 
 
 def _check_source(arguments: argparse.Namespace, source: Path) -> bool:
-    """Check the folder `source`; return whether it is a Hugging Face folder, or has no weights."""
+    """Check the source; return whether it is a Hugging Face folder, or has no weights."""
     if not source.is_dir():
         raise _error(source, "must be a folder", "give the folder of the weights")
     kind, place = find_weights(source)
@@ -123,10 +126,10 @@ def _check_source(arguments: argparse.Namespace, source: Path) -> bool:
 def _find_config_and_target(
     arguments: argparse.Namespace, source: Path, is_hf: bool
 ) -> tuple[Path, Path]:
-    """Return the folder of config.json (--hf-config, else the source), and the target.
+    """Return the config.json folder (--hf-config, else the source), and the target.
 
     As in the old tool, a --save-dir with a config.json and without --hf-config is the original
-    folder: its `mg2hf` is the target.
+    folder, and its `mg2hf` is the target.
     """
     target = Path(arguments.target or arguments.save_dir)
     config = Path(arguments.hf_config) if arguments.hf_config else source
@@ -146,7 +149,7 @@ def _find_config_and_target(
 def _check_model(
     arguments: argparse.Namespace, architecture: ArchitectureConfig, model_type: str
 ) -> None:
-    """Raise UserError for flags about the model that are unknown or contradict its config.json."""
+    """Raise UserError for model flags which are unknown or contradict config.json."""
     family, true_size = arguments.model_type_hf, arguments.true_vocab_size
     guess = closest(family or "", FAMILIES)
     families = f"did you mean {guess}?" if guess else f"use {', '.join(FAMILIES)}"

@@ -1,4 +1,4 @@
-"""Open folders of weights of any format, and copy the side files of a model."""
+"""Open weight folders in any format, and copy a model's side files."""
 
 import json
 from pathlib import Path
@@ -32,8 +32,10 @@ SIDE_FILES = (
 def find_description(weights: str | Path, tokenizer: str | Path) -> Path:
     """Return the folder whose config.json and generation_config.json describe the weights.
 
-    That of the weights if it has a config.json or the Hugging Face format, else the tokenizer's.
-    Raises ValueError if that lacks a config.json too, and as `find_weights`.
+    The weight folder if it has a config.json or Hugging Face format, else the tokenizer's.
+
+    Raises:
+        ValueError: neither has a config.json, or `find_weights` fails.
     """
     weights, tokenizer = Path(weights), Path(tokenizer)
     if (weights / CONFIG).exists() or find_weights(weights)[0] is Format.HF:
@@ -49,11 +51,13 @@ def find_description(weights: str | Path, tokenizer: str | Path) -> Path:
 def open_weights(
     folder: str | Path, architecture: ArchitectureConfig, trust_files: bool = False
 ) -> StoredWeights:
-    """Open the weights of a folder of any format; tensors are read later, chunk by chunk.
+    """Open a weight folder in any format; chunks are read later.
 
-    `trust_files` reads pickled files with an old torch too (`pickled.read_torch_file`). Raises
-    ValueError for what is missing, damaged, no data or of another model; OSError if the tracker
-    file or a file of a run's checkpoint cannot be read.
+    `trust_files` reads pickled files with an old torch too (`pickled.read_torch_file`).
+
+    Raises:
+        ValueError: missing or damaged files, code in files, or another model.
+        OSError: an unreadable tracker file or run checkpoint.
     """
     kind, place = find_weights(Path(folder))
     if kind is Format.RUN_STATE:
@@ -68,9 +72,9 @@ def open_weights(
 def copy_side_files(
     source: Path, target: Path, head: Head, dtype: torch.dtype | None = None
 ) -> list[Path]:
-    """Copy config.json and those of SIDE_FILES that `source` has; return the paths of the copies.
+    """Copy config.json and all SIDE_FILES from `source`; return the new paths.
 
-    The copied config.json names a classifier of one label for a score head, and `dtype` if given.
+    For a score head, the new config.json names a classifier with one label; `dtype` goes in too.
     """
     config = json.loads((source / CONFIG).read_bytes())
     if head is Head.SCORE:

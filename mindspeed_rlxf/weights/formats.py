@@ -1,4 +1,4 @@
-"""Find the format of a folder of weights, and the weights in it.
+"""Find a weight folder's format, and the weights in it.
 
 Imports little, as every node calls it.
 """
@@ -24,7 +24,7 @@ FAMILIES = {
 
 
 class Format(str, Enum):
-    """Formats of weights: `hf`, the values of --ckpt-format, and that of runs."""
+    """Weight formats: `hf`, the --ckpt-format values, and that used by runs."""
 
     HF = "hf"
     LEGACY = "torch"
@@ -33,11 +33,13 @@ class Format(str, Enum):
 
 
 def find_weights(folder: Path) -> tuple[Format, Path]:
-    """Return the format of a folder, and the folder with the weights: itself or one inside it.
+    """Return a folder's format, and the folder with the weights: itself or one inside it.
 
-    A folder of no known format, also one that does not exist, counts as Hugging Face, whose reader
-    reports what is missing. Raises ValueError for several iterations without a tracker file and for
-    a tracker file that names no folder, OSError if it cannot be read.
+    A missing folder or unknown format counts as Hugging Face, whose reader reports what is missing.
+
+    Raises:
+        ValueError: several iterations without a tracker file, or a tracker file naming no folder.
+        OSError: an unreadable tracker file.
     """
     hf = (INDEX, SINGLE, PICKLED_INDEX, PICKLED)
     if not folder.is_dir() or any((folder / name).exists() for name in hf):
@@ -53,7 +55,7 @@ def find_weights(folder: Path) -> tuple[Format, Path]:
 
 
 def _find_iteration(folder: Path) -> Path | None:
-    """Return the folder of the iteration that the tracker file names; without one, the only one."""
+    """Return the iteration folder in the tracker file; without one, the only folder."""
     tracker = folder / TRACKER
     if tracker.exists():
         text = tracker.read_bytes()[:100].decode("utf-8", "replace").strip()

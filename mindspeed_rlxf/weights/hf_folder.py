@@ -1,6 +1,6 @@
-"""Hugging Face folders: read chunk by chunk, and safetensors files written tensor by tensor.
+"""Hugging Face folders: reads chunks, and writes safetensors files tensor by tensor.
 
-The library for safetensors wants all tensors of a file in memory when it writes.
+To write a file, the safetensors library wants all its tensors in memory.
 """
 
 import json
@@ -33,10 +33,12 @@ OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def open_hf_folder(folder: str | Path, trust_files: bool = False) -> StoredWeights:
-    """Open the tensors of a folder; safetensors files come before `pytorch_model.bin`.
+    """Open a folder's tensors; safetensors files take precedence over `pytorch_model.bin`.
 
-    Reads the headers of all files. Raises ValueError if the folder, its index or a file is missing
-    or damaged, or elsewhere.
+    Reads only headers.
+
+    Raises:
+        ValueError: folder, index or a file is missing or damaged.
     """
     place = Path(folder)
     if not place.is_dir():
@@ -67,7 +69,6 @@ def _open_all(index: Path, trust_files: bool) -> StoredWeights:
 
 
 def _open_file(path: Path, trust_files: bool) -> StoredWeights:
-    """Return the tensors of a file by name, without their data."""
     if path.suffix == ".bin":
         content = read_torch_file(path, trust_files)
         if not isinstance(content, dict):
@@ -91,7 +92,7 @@ def open_safetensors(path: Path) -> StoredWeights:
 
 
 def shape_problems(weights: StoredWeights, expected: dict[str, tuple[int, ...]]) -> list[str]:
-    """Return a line for each expected tensor that is missing or has another shape."""
+    """Return a line per missing or misshapen tensor."""
     problems = []
     for name, shape in expected.items():
         if name not in weights:
@@ -102,12 +103,12 @@ def shape_problems(weights: StoredWeights, expected: dict[str, tuple[int, ...]])
 
 
 def hf_file_name(number: int, count: int) -> str:
-    """Return the name of file `number`, counted from 0, of `count` files of weights."""
+    """Return the name for file `number`, counted from 0, out of `count`."""
     return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
 def write_index(folder: Path, files: dict[str, dict[str, int]]) -> None:
-    """Write the index, if there are several files. files: file name -> {tensor name: bytes}"""
+    """Write the index if there are several files, given as {file: {tensor: bytes}}."""
     if len(files) > 1:
         weight_map = {name: file for file, sizes in files.items() for name in sizes}
         total = sum(sum(sizes.values()) for sizes in files.values())
@@ -118,9 +119,9 @@ def write_index(folder: Path, files: dict[str, dict[str, int]]) -> None:
 def write_safetensors(
     path: Path, tensors: dict[str, PlannedTensor], wrote: Wrote = lambda _: None
 ) -> None:
-    """Write a safetensors file, one tensor at a time, and fsync it; an older file is replaced.
+    """Write a safetensors file tensor by tensor, and fsync it; an older file is replaced.
 
-    The widest dtypes come first, so that all tensors are aligned.
+    The widest dtypes come first, which aligns all tensors.
     """
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}

@@ -1,4 +1,4 @@
-"""Megatron's checkpoints of one file per rank: `mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`."""
+"""Megatron checkpoints with a file per rank: `mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`."""
 
 import mmap
 import os
@@ -45,9 +45,10 @@ Grid = dict[tuple[int, int, int], list[StoredWeights]]
 def read_legacy(
     folder: Path, architecture: ArchitectureConfig, trust_files: bool = False
 ) -> StoredWeights:
-    """Open the weights of `folder`, which contains the folders of the ranks.
+    """Open the weights in `folder`, which contains the rank folders.
 
-    Raises ValueError if ranks are missing or damaged, or have another model.
+    Raises:
+        ValueError: missing or damaged ranks, or another model.
     """
     grid = _read_ranks(folder, architecture, trust_files)
     layout = _find_layout(grid, folder, architecture)
@@ -64,10 +65,10 @@ def read_legacy(
 
 
 def _read_ranks(folder: Path, architecture: ArchitectureConfig, trust_files: bool) -> Grid:
-    """Open the files of all ranks; return (tp, pp, ep) rank -> tensors of its chunks.
+    """Open all rank files; return (tp, pp, ep) rank -> tensors per model chunk.
 
-    A rank that a folder name lacks is 0. A name's only suffix is the pipeline rank, or the expert
-    rank if each file holds a part of the experts.
+    A rank missing in a folder name is 0. A name's only suffix is the pipeline rank, or the expert
+    rank if the files hold different experts.
     """
     matches = [(RANK_FOLDER.fullmatch(path.name), path) for path in sorted(folder.iterdir())]
     files = {
@@ -101,7 +102,6 @@ def _read_ranks(folder: Path, architecture: ArchitectureConfig, trust_files: boo
 
 
 def _read_chunks(file: Path, trust_files: bool) -> list[StoredWeights]:
-    """Read a rank's file; return the tensors of each chunk: "model", or "model0", "model1", ..."""
     content = read_torch_file(file, trust_files)
     names = content if isinstance(content, dict) else {}
     keys = [k for k in names if type(k) is str and re.fullmatch(r"model\d{0,4}", k, re.ASCII)]
@@ -119,7 +119,7 @@ def _read_chunks(file: Path, trust_files: bool) -> list[StoredWeights]:
 
 
 def _find_layout(grid: Grid, folder: Path, a: ArchitectureConfig) -> MegatronLayout:
-    """Return the layout of the ranks, with the number of layers in each pipeline stage."""
+    """Return the parallel layout, with the layer count per pipeline stage."""
     tp, pp, ep = (max(rank[axis] for rank in grid) + 1 for axis in range(3))
     chunks = len(grid[0, 0, 0])
     if any(len(found) != chunks for found in grid.values()):
@@ -142,9 +142,9 @@ def legacy_files(
     shard: MakeShard,
     folder: str,
 ) -> Iterator[PlannedFile]:
-    """Yield the planned file of each rank, below `folder`; a reward head gets a bias of zeros.
+    """Yield the planned file per rank, below `folder`; a reward head gets a zero bias.
 
-    `dtype` is named in the arguments; each shard keeps its own.
+    `dtype` goes into the stored arguments; shards keep their own.
     """
     for tp_rank, pp_rank, ep_rank in layout.ranks():
         models: dict[str, OrderedDict[str, PlannedTensor]] = {}
@@ -167,14 +167,14 @@ def legacy_files(
 
 
 def zero_bias(dtype: torch.dtype) -> PlannedTensor:
-    """Return a planned zero bias for Megatron's reward head; the Hugging Face head has no bias."""
+    """Plan the zero bias in Megatron's reward head; the Hugging Face head has none."""
     return PlannedTensor((1,), dtype, lambda: torch.zeros(1, dtype=dtype))
 
 
 def checkpoint_arguments(
     a: ArchitectureConfig, layout: MegatronLayout, dtype: torch.dtype
 ) -> Namespace:
-    """Return the `args` of a checkpoint, which Megatron compares with its own or takes over."""
+    """Return the `args` which Megatron compares with its own or takes over."""
     return Namespace(
         num_layers=a.num_layers,
         hidden_size=a.hidden_size,
@@ -212,10 +212,9 @@ def checkpoint_arguments(
 
 
 def write_torch_file(path: Path, tree: dict[str, Any], wrote: Wrote) -> None:
-    """Write `tree` with `torch.save`.
+    """Write `tree` with `torch.save`, making its PlannedTensors one at a time.
 
-    PlannedTensors in dictionaries of `tree` become tensors, which are made one at a time: the file
-    is first written without their data, then filled through a mapping.
+    The file is first written without their data, then filled through a mapping.
     """
     fake = torch.serialization.skip_data(materialize_fake_tensors=True)
     with FakeTensorMode(), fake:  # type: ignore[no-untyped-call]

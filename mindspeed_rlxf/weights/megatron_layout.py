@@ -1,4 +1,4 @@
-"""How a Megatron checkpoint is split over ranks, and the names it then uses."""
+"""How a Megatron checkpoint is split over ranks, and its parameter names."""
 
 import re
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ ITERATION = 1  # of weights that come from Hugging Face
 
 @dataclass(frozen=True)
 class MegatronLayout:
-    """Parallel layout of a checkpoint."""
+    """A checkpoint's parallel layout."""
 
     tp: int
     ep: int
@@ -36,23 +36,25 @@ class MegatronLayout:
 
     @property
     def pp(self) -> int:
+        """Pipeline-parallel size."""
         return len(self.stages)
 
     @property
     def chunks(self) -> int:
+        """Model chunks per rank (virtual pipeline)."""
         return len(self.stages[0])
 
     def vocab_rows(self, architecture: ArchitectureConfig) -> int:
-        """Return the number of embedding rows on each tensor-parallel rank, padding included."""
+        """Return the embedding rows per tensor-parallel rank, with padding."""
         return padded_vocab_size(architecture, self.tp * self.vocab_multiple) // self.tp
 
     def ranks(self) -> Iterator[tuple[int, int, int]]:
-        """Yield every (tp rank, pp rank, ep rank), by pp rank, then ep rank, then tp rank."""
+        """Yield every (tp rank, pp rank, ep rank), by pp, then ep, then tp rank."""
         for pp_rank, ep_rank, tp_rank in product(range(self.pp), range(self.ep), range(self.tp)):
             yield tp_rank, pp_rank, ep_rank
 
     def rank_folder(self, tp_rank: int, pp_rank: int, ep_rank: int) -> str:
-        """Return the name of a rank's folder, mp_rank_TT[_PPP][_EEE], as Megatron has it."""
+        """Return a rank's folder name as in Megatron, mp_rank_TT[_PPP][_EEE]."""
         pipeline = f"_{pp_rank:03d}" if self.pp > 1 else ""
         expert = f"_{ep_rank:03d}" if self.ep > 1 else ""
         return f"mp_rank_{tp_rank:02d}{pipeline}{expert}"
@@ -60,7 +62,7 @@ class MegatronLayout:
     def parameters(
         self, architecture: ArchitectureConfig, head: Head, pp_rank: int, chunk: int, ep_rank: int
     ) -> Iterator[StageParameter]:
-        """Yield the parameters of one chunk of one rank, by the names of Megatron's GPTModel."""
+        """Yield the parameters in a rank's model chunk, by GPTModel names."""
         layers = self.stages[pp_rank][chunk]
         place = (chunk * self.pp + pp_rank, self.chunks * self.pp, ep_rank, self.ep)
         for parameter in stage_parameters(architecture, head, *place, layers):
@@ -69,7 +71,7 @@ class MegatronLayout:
     def parameters_of_any_head(
         self, architecture: ArchitectureConfig, pp_rank: int, chunk: int, ep_rank: int
     ) -> list[StageParameter]:
-        """Return the parameters of one chunk of one rank, those of all kinds of head included."""
+        """Return the parameters in a rank's model chunk, with all heads."""
         place = pp_rank, chunk, ep_rank
         found = [p for head in Head for p in self.parameters(architecture, head, *place)]
         return list({parameter.name: parameter for parameter in found}.values())
@@ -84,9 +86,13 @@ def make_layout(
     layer_list: list[int] | None = None,
     vocab_multiple: int = 1,
 ) -> MegatronLayout:
-    """Make a layout of these parallel sizes; UserError if they do not fit the model.
+    """Make a layout with these parallel sizes.
 
-    `layers_per_chunk` are those of each virtual stage, `layer_list` those of each pipeline rank.
+    `layers_per_chunk` is per virtual stage, `layer_list` per pipeline rank, `vocab_multiple`
+    divides the embedding rows per rank.
+
+    Raises:
+        UserError: the sizes do not fit the model.
     """
     problems = [
         *_find_size_problems(architecture, tp, ep, vocab_multiple),
@@ -100,7 +106,7 @@ def make_layout(
 
 
 def layout_of(counts: list[int], tp: int, pp: int, ep: int, vocab_multiple: int) -> MegatronLayout:
-    """Make a layout from the layers of each pipeline stage, in model order, unchecked."""
+    """Make a layout from the layer count per pipeline stage, in model order, unchecked."""
     starts = [sum(counts[:stage]) for stage in range(len(counts))]
     layers = [range(start, start + n) for start, n in zip(starts, counts, strict=True)]
     return MegatronLayout(
@@ -111,7 +117,7 @@ def layout_of(counts: list[int], tp: int, pp: int, ep: int, vocab_multiple: int)
 def _find_size_problems(
     a: ArchitectureConfig, tp: int, ep: int, vocab_multiple: int
 ) -> Iterator[Problem]:
-    """Yield the problems of the tensor and expert parallel sizes and of `vocab_multiple`."""
+    """Yield problems with the tensor and expert parallel sizes and `vocab_multiple`."""
     sizes = {
         "attention heads": a.num_attention_heads,
         "rows of query, key and value": qkv_rows(a),
@@ -137,7 +143,7 @@ def _find_size_problems(
 def _find_layer_problems(
     num_layers: int, pp: int, layers_per_chunk: int | None, layer_list: list[int] | None
 ) -> Iterator[Problem]:
-    """Yield at most one problem of the flags that distribute layers over the pipeline."""
+    """Yield at most one problem with the flags distributing layers over the pipeline."""
     if pp < 1:
         yield Problem(PP, "must be at least 1", pp, "use 1 or more")
     elif layers_per_chunk is not None and layer_list is not None:

@@ -1,7 +1,7 @@
-"""Read pickled files of checkpoints without running code of the file.
+"""Read pickled checkpoint files without running code in them.
 
-Files of torch.save go through `torch.load(weights_only=True)`, `.metadata` of a sharded checkpoint
-through an unpickler that finds only the listed names. Classes beside torch's own become stand-ins.
+torch.save files go through `torch.load(weights_only=True)`, a sharded checkpoint's `.metadata`
+through an unpickler which finds only the listed names. Non-torch classes become stand-ins.
 """
 
 from __future__ import annotations
@@ -62,20 +62,19 @@ METADATA_STAND_INS: dict[str, tuple[str, ...]] = {
 
 
 class StandIn:
-    """Stands for a pickled object: keeps its arguments and its state, and calls nothing.
-
-    state: what the pickle gives to `__setstate__`, mostly attributes by name; None = nothing
-    """
+    """Replaces a pickled object: keeps its arguments and state, and calls nothing."""
 
     arguments: tuple[Any, ...]
-    state: Any = None
+    state: Any = None  # argument to `__setstate__`, mostly attributes by name; None = nothing
 
     def __new__(cls, *arguments: Any, **_: Any) -> StandIn:
+        """Keep the arguments."""
         made = object.__new__(cls)
         made.arguments = arguments
         return made
 
     def __setstate__(self, state: Any) -> None:
+        """Keep the state."""
         self.state = state
 
 
@@ -96,16 +95,18 @@ _IN_METADATA = _classes(METADATA_STAND_INS) | {
 
 
 def read_torch_file(path: Path, trust_files: bool = False) -> Any:
-    """Return the object in a file of torch.save; tensors of a zip file are mapped, not read.
+    """Return the object in a torch.save file; tensors in a zip file are mapped, not read.
 
-    trust_files: also read it with a torch older than SAFE_TORCH
-    Raises ValueError if it cannot be read, or has anything but data.
+    `trust_files` allows a torch older than SAFE_TORCH.
+
+    Raises:
+        ValueError: it cannot be read, or has anything but data.
     """
     return load_pickled(str(path), path, trust_files, mmap=zipfile.is_zipfile(path))
 
 
 def load_pickled(source: Any, path: Path, trust_files: bool, **how: Any) -> Any:
-    """Return what torch.save wrote to `source`; see read_torch_file. path: for messages"""
+    """Like `read_torch_file`, from any `source`; `path` is for messages."""
     if not trust_files and Version(torch.__version__) < Version(SAFE_TORCH):
         raise ValueError(
             f"{path} is a pickled file, which torch {torch.__version__} cannot read safely "
@@ -126,7 +127,7 @@ def load_pickled(source: Any, path: Path, trust_files: bool, **how: Any) -> Any:
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """Return the stand-in, the class or the dtype of a listed name; nothing is imported."""
+        """Return a listed name's stand-in, class or dtype; imports nothing."""
         if (module, name) in _IN_METADATA:
             return _IN_METADATA[module, name]
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
@@ -135,9 +136,10 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_metadata(path: Path) -> Any:
-    """Return the object in the `.metadata` of a sharded checkpoint.
+    """Return the object in a sharded checkpoint's `.metadata`.
 
-    Raises ValueError if it cannot be read, or has anything but data.
+    Raises:
+        ValueError: it cannot be read, or has anything but data.
     """
     try:
         return _MetadataUnpickler(io.BytesIO(path.read_bytes()), encoding="utf-8").load()
@@ -146,7 +148,6 @@ def read_metadata(path: Path) -> Any:
 
 
 def _refusal(path: Path, error: Exception) -> ValueError:
-    """Return the error for a file that was not read: names what is not data, or the damage."""
     if found := re.search(r"GLOBAL ([\w.]+)|function <?([\w. ]+)", str(error)):
         return ValueError(
             f"{path} must hold nothing but data, and it has {found[1] or found[2]}; if you made "

@@ -1,13 +1,13 @@
-"""Tensors of a role in a checkpoint of a run: chunks in safetensors files, one file per rank.
+"""A role's tensors in a run checkpoint: chunks in safetensors files, one file per rank.
 
     state_00003.safetensors     "exp_avg/model.layers.0.mlp.up_proj.weight@128,0": [64, 4096] fp32
 
-A chunk is a part of a Hugging Face tensor, or of one of the optimizer's tensors for it (its slot).
-Its name has slot, tensor and first element, the header has dtype and shape. `index.json` has these
-of all files, so a rank of any layout opens only the files with chunks that it needs. The padding of
-a vocabulary has no Hugging Face name and is not stored: it is zero.
+Each chunk belongs to a Hugging Face tensor, or to an optimizer state for it (its slot). Its name
+has slot, tensor and first element, the header has dtype and shape. `index.json` repeats these for
+all files, so a rank in any layout opens only the files it needs. Vocabulary padding has no Hugging
+Face name and is not stored: it is zero.
 
-Older versions of this package had megatron-core write sharded checkpoints, which are read here too.
+In older versions megatron-core wrote sharded checkpoints, also read here.
 """
 
 from collections import defaultdict
@@ -49,13 +49,15 @@ BUFFER_BYTES = 4 << 20  # of one chunk; one of several stored ones is held twice
 
 
 def file_of(folder: Path, rank: int) -> Path:
+    """Return the path to a rank's file."""
     return folder / f"state_{rank:05d}.safetensors"
 
 
 def write_chunks(file: Path, chunks: Iterable[HeldChunk]) -> list[Row]:
     """Write a rank's chunks to a safetensors file and fsync it; an older file is replaced.
 
-    Returns the rows for the index: (name, dtype, shape) of each tensor.
+    Returns:
+        Index rows (name, dtype, shape).
     """
     planned = {
         f"{held.slot}/{held.name}@{','.join(map(str, held.chunk.starts))}": PlannedTensor.of(
@@ -68,10 +70,12 @@ def write_chunks(file: Path, chunks: Iterable[HeldChunk]) -> list[Row]:
 
 
 def read_slots(folder: Path) -> dict[str, StoredWeights]:
-    """Return the tensors of each slot in a role's folder; a slot that it lacks is empty.
+    """Return the tensors per slot in a role's folder; a missing slot is empty.
 
-    Reads the index, or in a folder of an older version the headers of all files. The first read of
-    a chunk maps its file. Raises ValueError where a file is damaged.
+    Reads the index, or all headers in folders from older versions. Reading a chunk maps its file.
+
+    Raises:
+        ValueError: a damaged file.
     """
     open_once = cache(lambda file: open_safetensors(folder / file))  # maps it
 
@@ -103,11 +107,16 @@ def read_slots(folder: Path) -> dict[str, StoredWeights]:
 def open_state(
     folder: Path, architecture: ArchitectureConfig, head: Head, trust_files: bool = False
 ) -> StateReader:
-    """Open a role's folder of a checkpoint: torch_dist if it has METADATA, else safetensors files.
+    """Open a role's checkpoint folder: torch_dist if it has METADATA, else safetensors files.
 
-    Returns a function that returns the tensors of a slot. Raises ValueError for damage and another
-    model (of torch_dist: in that function, also for a slot that was not saved), OSError when a file
-    cannot be read.
+    Returns:
+        A function from slot to tensors. With torch_dist it raises ValueError for another model, and
+            for
+        a slot which was not saved.
+
+    Raises:
+        ValueError: damage, or another model.
+        OSError: an unreadable file.
     """
     if (folder / METADATA).exists():  # written by megatron-core; no pickle is run
         tensors = read_metadata_tensors(folder, trust_files)

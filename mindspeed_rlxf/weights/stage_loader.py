@@ -1,6 +1,6 @@
-"""Move weights between a Hugging Face folder and the Megatron stage of this rank.
+"""Move weights between a Hugging Face folder and this rank's Megatron stage.
 
-Both directions use the parameter map of `models.parameters`.
+Both directions use the parameter map in `models.parameters`.
 """
 
 from pathlib import Path
@@ -28,7 +28,7 @@ from mindspeed_rlxf.weights.hf_folder import (
 
 
 class StageWeights:
-    """The parameters of one pipeline rank's module, with their Hugging Face names and slices."""
+    """A pipeline rank's parameters, with their Hugging Face names and slices."""
 
     def __init__(
         self,
@@ -41,10 +41,10 @@ class StageWeights:
         chunks: int = 1,
         trust_files: bool = False,
     ) -> None:
-        """Match the parameters of the module with those of this rank in the architecture.
+        """Match the module's parameters with this rank's in the architecture.
 
-        module: the stage, or a ModuleList of its chunks if there are several
-        trust_files: of the folders that are read, see `open_weights`
+        `module` is the stage, or a ModuleList with its chunks if there are several. `trust_files`
+        is for source folders, see `open_weights`.
         """
         self.architecture, self.head = architecture, head
         self.tp_group, self.pp_group, self.ep_group = tp_group, pp_group, ep_group
@@ -56,10 +56,10 @@ class StageWeights:
         assert mapped == set(self.tensors), f"map and module differ: {mapped ^ set(self.tensors)}"
 
     def load(self, folder: StoredWeights) -> list[str]:
-        """Overwrite every parameter with the folder's weights; read this rank's slices only.
+        """Overwrite every parameter from the folder; read only this rank's slices.
 
-        A score head that the folder of a language model lacks is left as it is. Returns the names
-        of such parameters.
+        Returns:
+            Names left unchanged: a score head, if the folder has a language model without one.
         """
         absent, ranks = [], (self.tp_group.rank(), self.tp_group.size())
         for parameter in self.table:
@@ -74,11 +74,14 @@ class StageWeights:
         return absent
 
     def hf_tensors(self, parameter: StageParameter, keep: bool = True) -> dict[str, Tensor]:
-        """Gather a parameter from all tp ranks; return copies of its Hugging Face tensors by name.
+        """Gather a parameter from all tp ranks; return copies by Hugging Face name.
 
-        A collective over the tp group. The shards come one after the other, so that the device
-        needs room for the tensors and two shards, not for a second copy of all shards.
-        keep: False = only take part, and return {}
+        A collective over the tp group. Shards arrive one after the other, so the device needs room
+        for the tensors and two shards, not for a second copy.
+
+        Args:
+            parameter: the parameter to gather.
+            keep: False = only participate, and return {}.
         """
         shard, tp, a = self.tensors[parameter.name].detach(), self.tp_group, self.architecture
         names = parameter.sources if keep else ()
@@ -94,21 +97,21 @@ class StageWeights:
     def export(
         self, target: Path, source: Path, writes: bool, described: Path | None = None
     ) -> Exception | None:
-        """Write the weights as the Hugging Face folder `target`, one file per pp and ep rank.
+        """Write the weights as a Hugging Face folder, one file per pp and ep rank.
 
         The first rank also writes index, config.json and tokenizer. A collective over the tensor-,
         pipeline- and expert-parallel groups.
 
         Args:
-            source: folder that the weights came from; each tensor is converted to its dtype there,
-                or keeps its own if the folder lacks it.
-            writes: True on the ranks that write (tp rank 0 of the first `ep` replicas); the others
-                only take part in the collective.
-            described: folder of config.json and the tokenizer; None = `source`.
+            target: folder to write.
+            source: folder the weights came from; tensors get their dtype there, else keep their
+                own.
+            writes: True on writing ranks (tp rank 0 in the first `ep` replicas); others only
+                participate.
+            described: folder with config.json and tokenizer; None = `source`.
 
         Returns:
-            What kept this rank from reading `source` or writing, None if nothing did: raised at
-            once, it would leave the other ranks waiting in the collective.
+            This rank's error, if any. Raised at once, it would leave other ranks waiting.
         """
         pp, ep = self.pp_group, self.ep_group
         name = hf_file_name(pp.rank() * ep.size() + ep.rank(), pp.size() * ep.size())

@@ -1,4 +1,4 @@
-"""Files of a run checkpoint: written, hashed by the rank that wrote them, checked before use."""
+"""Run checkpoint files: written, hashed by the writing rank, checked before use."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ Entry = dict[str, Any]
 
 @dataclass(frozen=True)
 class Loaded:
-    """Result of loading a role's state from a checkpoint."""
+    """Result from loading a role's state."""
 
     problem: str = ""  # why a rank of the role could not load it
     unreadable: str = ""  # read errors that lasted, which are no damage
@@ -34,9 +34,9 @@ MANIFEST = "manifest.json"
 
 
 def patiently(read: Callable[[], T]) -> T:
-    """Return `read()`; after an OSError, such as EIO or ESTALE, try again for some seconds.
+    """Return `read()`; after an OSError, such as EIO or ESTALE, retry for some seconds.
 
-    Raises the last OSError; at once FileNotFoundError, and errors that are ValueErrors too.
+    Raises the last OSError; FileNotFoundError and ValueErrors at once.
     """
     for pause in PAUSES_S:
         try:
@@ -49,7 +49,7 @@ def patiently(read: Callable[[], T]) -> T:
 
 
 def attempt(step: Callable[[], None]) -> Loaded:
-    """Run a step of loading, patiently; return what went wrong, without raising it."""
+    """Run a loading step, patiently; return what went wrong, without raising it."""
     try:
         patiently(step)
     except (ValueError, FileNotFoundError) as error:
@@ -60,7 +60,7 @@ def attempt(step: Callable[[], None]) -> Loaded:
 
 
 def entry_of(folder: Path, file: Path) -> Entry:
-    """Fsync and hash a file; return its manifest entry: path relative to `folder`, size, sha256."""
+    """Fsync and hash a file; return its manifest entry, with a path relative to `folder`."""
     digest = hashlib.sha256()
     with open(file, "rb") as stream:
         os.fsync(stream.fileno())
@@ -72,7 +72,7 @@ def entry_of(folder: Path, file: Path) -> Entry:
 
 
 def entries_below(name: str, entries: Iterable[Entry]) -> list[Entry]:
-    """Return the entries of one subfolder, with paths relative to it; [] for none."""
+    """Return the entries in a subfolder, with paths relative to it."""
     head = f"{name}/"
     return [
         {**entry, "path": entry["path"].removeprefix(head)}
@@ -82,22 +82,19 @@ def entries_below(name: str, entries: Iterable[Entry]) -> list[Entry]:
 
 
 def write_part(folder: Path, rank: int, entries: list[Entry], tensors: dict[str, Any]) -> None:
-    """Write what one rank has written to a role's folder; the rank's last file.
-
-    `tensors` has, by file, the rows that its reader wants of the header.
-    """
+    """Write a rank's entries, and per file its index rows; the rank's last file in a folder."""
     write_text(_part(folder, rank), json.dumps({"files": entries, "tensors": tensors}))
 
 
 def has_parts(folder: Path, ranks: int) -> bool:
-    """Return whether all ranks of a role have written their files."""
+    """Return whether all ranks have written their files."""
     return len(list(folder.glob("part_*.json"))) == ranks
 
 
 def merge_parts(folder: Path, ranks: int) -> Entry:
-    """Merge the parts of all ranks into INDEX and remove them; return the entry of INDEX.
+    """Merge all parts into INDEX and remove them; return the entry for INDEX.
 
-    So a rank that loads opens one file to find its tensors, not those of all ranks.
+    A loading rank then opens one file to find its tensors, not one per rank.
     """
     parts = [json.loads(_part(folder, rank).read_bytes()) for rank in range(ranks)]
     index = {
@@ -115,10 +112,7 @@ def _part(folder: Path, rank: int) -> Path:
 
 
 def read_index(folder: Path) -> dict[str, Any] | None:
-    """Read the INDEX of a role's folder; None without one, as older versions wrote none.
-
-    Raises OSError, ValueError.
-    """
+    """Read the INDEX in a role's folder; None without one, as older versions wrote none."""
     try:
         return dict(json.loads((folder / INDEX).read_bytes()))
     except FileNotFoundError:
@@ -126,9 +120,9 @@ def read_index(folder: Path) -> dict[str, Any] | None:
 
 
 def role_entries(folder: Path) -> list[Entry]:
-    """Return the entries of all files in a role's folder of a checkpoint.
+    """Return the entries for all files in a role's checkpoint folder.
 
-    From its INDEX, else from the manifest of an older version, whose hashes the driver has checked.
+    From its INDEX, else from an older version's manifest, whose hashes the driver has checked.
     """
     if (index := read_index(folder)) is not None:
         return list(index["files"])
@@ -140,17 +134,17 @@ def role_entries(folder: Path) -> list[Entry]:
 
 
 def find_damage(folder: Path, entries: Iterable[Entry]) -> list[str]:
-    """Read and hash all files of `entries`; return a line for each that differs."""
+    """Read and hash all files in `entries`; return a line per difference."""
     return [problem for entry in entries if (problem := content_problem(folder, entry))]
 
 
 def under(folder: str, entries: Iterable[Entry]) -> list[Entry]:
-    """Return the entries with `folder` put before their paths."""
+    """Prefix the paths in `entries` with `folder`."""
     return [{**entry, "path": f"{folder}/{entry['path']}"} for entry in entries]
 
 
 def size_problem(folder: Path, entry: Entry) -> str | None:
-    """Return how a file differs from its entry without reading it: missing, a link, other size."""
+    """Return how a file differs from its entry, without reading it: missing, a link, size."""
     try:  # `Path.is_file` would take a read error for a missing file
         found = os.lstat(folder / entry["path"])
     except (FileNotFoundError, NotADirectoryError):
@@ -163,9 +157,9 @@ def size_problem(folder: Path, entry: Entry) -> str | None:
 
 
 def content_problem(folder: Path, entry: Entry) -> str | None:
-    """Return how a file differs from its entry: missing, a link, other size or hash; else None.
+    """Return how a file differs from its entry: missing, a link, size or hash.
 
-    Raises OSError if the file cannot be read for some seconds.
+    Raises OSError if the file was unreadable for some seconds.
     """
     if problem := patiently(lambda: size_problem(folder, entry)):
         return problem

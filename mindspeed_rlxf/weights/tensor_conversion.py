@@ -1,4 +1,4 @@
-"""Conversion of weights between Hugging Face and Megatron folders, one tensor at a time."""
+"""Convert weights between Hugging Face and Megatron folders, one tensor at a time."""
 
 import os
 import shutil
@@ -49,7 +49,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Conversion:
-    """A conversion whose arguments are checked; `conversion.plan_conversion` makes it."""
+    """A conversion with checked arguments, from `conversion.plan_conversion`."""
 
     config: Path  # folder of config.json and the tokenizer
     target: Path  # folder to write
@@ -64,15 +64,16 @@ class Conversion:
 
     @property
     def shares_groups(self) -> bool:
-        """Whether a legacy target has more tensor-parallel ranks than query groups (KV heads)."""
+        """Whether a legacy target has more tensor-parallel ranks than KV heads."""
         ranks = self.layout.tp if self.layout and self.to is Format.LEGACY else 1
         return ranks > self.architecture.kv_heads
 
 
 def read_architecture(folder: Path) -> tuple[ArchitectureConfig, dict[str, Any]]:
-    """Read a folder's config.json; return (architecture, content of the file).
+    """Read a folder's config.json; return (architecture, file content).
 
-    Raises ValueError if it is invalid, describes an unsupported model, or cannot be read.
+    Raises:
+        ValueError: it is unreadable, invalid, or describes an unsupported model.
     """
     config = read_hf_config(folder)
     if found := find_unsupported(config):
@@ -88,7 +89,7 @@ def read_architecture(folder: Path) -> tuple[ArchitectureConfig, dict[str, Any]]
 
 
 def choose_head(config: dict[str, Any], orm: bool) -> Head:
-    """Return a score head if `orm` (--orm) or config.json says so, else a language-model head."""
+    """Return a score head if --orm (`orm`) or config.json says so, else a language-model head."""
     name = str((config.get("architectures") or [""])[0])
     is_scorer = orm or name.endswith("ForSequenceClassification")
     return Head.SCORE if is_scorer else Head.LANGUAGE_MODEL
@@ -97,7 +98,7 @@ def choose_head(config: dict[str, Any], orm: bool) -> Head:
 def open_source(
     source: Path, architecture: ArchitectureConfig, head: Head, trust_files: bool = False
 ) -> StoredWeights:
-    """Open the weights to convert. Raises ValueError unless they are exactly those of the model."""
+    """Open the weights to convert. Raises ValueError unless they are exactly the model's."""
     weights = open_weights(source, architecture, trust_files)
     expected = hf_shapes(architecture, head)
     scored = "score.weight" in weights
@@ -115,12 +116,13 @@ def open_source(
 def convert(conversion: Conversion, progress: Progress) -> None:
     """Write the target folder, which appears under its name once complete.
 
-    `progress` is called with (bytes done, bytes in all) first and after each tensor.
+    Calls `progress` with (bytes done, total bytes) first and after each tensor.
 
     Raises:
-        ValueError: if the target exists (unless it may be replaced), the disk is too small,
-            tensors to be joined differ in dtype, or the source is damaged.
-        OSError: if a file cannot be read or written.
+        ValueError: the target exists (unless replaceable), the disk is too small, tensors to be
+            joined
+            differ in dtype, or the source is damaged.
+        OSError: an unreadable file, or a failed write.
     """
     c, groups = conversion, dict[str, dict[str, PlannedTensor]]()
     dtype = c.dtype or c.weights["model.norm.weight"].dtype  # named in Megatron's arguments
@@ -168,9 +170,9 @@ def convert(conversion: Conversion, progress: Progress) -> None:
 def _plan_shard(
     c: Conversion, layout: MegatronLayout, parameter: StageParameter, tp_rank: int
 ) -> PlannedTensor:
-    """Plan a tensor-parallel rank's shard of a parameter, whose padding is 0.
+    """Plan a tensor-parallel rank's shard, with zero padding.
 
-    Its dtype is the conversion's, or else that of its sources; UserError if these differ.
+    Uses the conversion's dtype, else the sources'; UserError if these differ.
     """
     a = c.architecture
     rows = layout.vocab_rows(a) if parameter.split is Split.VOCAB else None
@@ -193,7 +195,7 @@ def _plan_shard(
 
 
 def _hf_groups(c: Conversion) -> dict[str, dict[str, PlannedTensor]]:
-    """Plan the tensors of a Hugging Face checkpoint: file name -> tensor name -> planned tensor."""
+    """Plan the Hugging Face files: file name -> tensor name -> planned tensor."""
     groups: list[dict[str, PlannedTensor]] = [{}]
     held = 0
 
@@ -215,8 +217,8 @@ def _hf_groups(c: Conversion) -> dict[str, dict[str, PlannedTensor]]:
 def new_folder(target: Path, replace: bool) -> Iterator[Path]:
     """Yield the empty folder `TARGET.partial`; rename it to `target` after the block.
 
-    Removes it if the block raises, one that an interrupted call left, and with `replace` an older
-    target. Raises UserError if the target exists without `replace`, or either has no MARKER.
+    Removes it if the block raises, one left by an interrupted call, and with `replace` an older
+    target. Raises UserError if the target exists without `replace`, or an old folder has no MARKER.
     """
     partial = target.with_name(f"{target.name}.partial")
     for folder in (target, partial):

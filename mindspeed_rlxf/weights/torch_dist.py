@@ -1,7 +1,7 @@
 """Megatron's sharded checkpoints (`torch_dist`): global tensors in chunks, for any layout.
 
-Layers (and experts) of the same name are one tensor with an axis more. `.metadata` names the chunks
-and where they lie in the `.distcp` files; every chunk is what `torch.save` writes for a tensor.
+Equally named layers (and experts) form one tensor with an additional axis. `.metadata` lists the
+chunks and their places in the `.distcp` files, each in `torch.save` format.
 """
 
 import io
@@ -63,9 +63,10 @@ Place = tuple[str, int, int]
 
 
 def read_metadata_tensors(folder: Path, trust_files: bool = False) -> StoredWeights:
-    """Read `.metadata` of a sharded checkpoint; return its tensors by name.
+    """Read a sharded checkpoint's `.metadata`; return its tensors by name.
 
-    Raises ValueError if it is damaged, or a file is missing or truncated.
+    Raises:
+        ValueError: it is damaged, or a file is missing or truncated.
     """
     content = read_metadata(folder / METADATA)
 
@@ -112,7 +113,7 @@ def read_metadata_tensors(folder: Path, trust_files: bool = False) -> StoredWeig
 
 
 def _read_place(entry: tuple[Any, Any]) -> tuple[tuple[str, Shape], Place]:
-    """Return ((tensor name, first element of its chunk), where it is stored) of an entry."""
+    """Return ((tensor name, first element), place) for an entry."""
     index, info = (each.state for each in entry)
     if info.get("transform_descriptors"):
         raise ValueError("compressed entries are not read")
@@ -125,9 +126,9 @@ def _read_place(entry: tuple[Any, Any]) -> tuple[tuple[str, Shape], Place]:
 def read_torch_dist(
     folder: Path, tensors: StoredWeights, architecture: ArchitectureConfig, prefix: str = ""
 ) -> StoredWeights:
-    """Return the weights among a checkpoint's `tensors`, or with `prefix` an optimizer state.
+    """Return the weights among a checkpoint's `tensors`, or an optimizer state by `prefix`.
 
-    Raises ValueError if the checkpoint has another model.
+    Raises ValueError for another model.
     """
     found: StoredWeights = {}
     for name, stored in tensors.items():
@@ -142,9 +143,9 @@ def read_torch_dist(
 def _unstack(
     name: str, stored: StoredTensor, a: ArchitectureConfig
 ) -> Iterator[tuple[str, StoredTensor]]:
-    """Yield the tensors of each layer (and expert) in one, by the names of each; see `_stacked`.
+    """Yield the tensor per layer (and expert) from a stacked one, by unstacked name.
 
-    One more layer than the model has is enough to be refused.
+    One layer too many is enough to refuse the checkpoint.
     """
     if not name.startswith("decoder.layers.") or LAYER.match(name):
         yield name, stored
@@ -158,9 +159,9 @@ def _unstack(
 
 
 def _stacked(name: str, expert: int | None) -> tuple[str, Shape]:
-    """Return (name of the tensor of all layers, and experts, parameter's index in it).
+    """Return (stacked tensor name, parameter's index in it).
 
-    The index is (layer,), with an expert (layer, expert), for a parameter outside layers ().
+    The index is (layer,), with an expert (layer, expert), outside layers ().
     """
     layer = LAYER.match(name)
     if layer is None:
@@ -171,7 +172,7 @@ def _stacked(name: str, expert: int | None) -> tuple[str, Shape]:
 
 
 class _Planner(DefaultSavePlanner):
-    """Makes each chunk when the writer comes to it, and frees the one before."""
+    """Makes each chunk when the writer reaches it, and frees the previous one."""
 
     def __init__(self, makers: dict[MetadataIndex, Callable[[], Tensor]]) -> None:
         super().__init__()
@@ -195,9 +196,9 @@ def plan_torch_dist(
     shard: MakeShard,
     folder: str,
 ) -> PlannedFile:
-    """Plan the folder of a checkpoint that any layout can load; a reward head gets a zero bias.
+    """Plan a checkpoint folder loadable in any layout; a reward head gets a zero bias.
 
-    `layout` has one rank. `dtype` is named in the arguments; each tensor keeps its own.
+    `layout` has one rank. `dtype` goes into the stored arguments; tensors keep their own.
     """
     items: list[WriteItem] = []
     planned: dict[MetadataIndex, PlannedTensor] = {}
