@@ -193,7 +193,6 @@ def generation_flops(config: RunConfig, generated: Sequence[GenerateReport]) -> 
     Each response counts with its prompt, although an engine may compute a shared one once.
     """
     a = config.actor_rollout.architecture
-    assert a is not None, "the actor has a model"
     prompts = np.array([n for report in generated for n in report.prompt_lengths], np.float64)
     outputs = np.array([n for report in generated for n in report.response_lengths], np.float64)
     return float(np.sum(sample_flops(a, prompts + outputs, outputs)))  # type: ignore[arg-type]

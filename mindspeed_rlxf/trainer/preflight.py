@@ -95,8 +95,9 @@ def prepare(config: RunConfig) -> Prepared:
         )
     data_stops = sorted({*training.stop_token_ids, *validation.stop_token_ids})
     stop_ids = sorted({*actor.stop_token_ids, *data_stops})
-    found = _attempt(problems, lambda: eos_token_ids(prepared.tokenizer, described, stop_ids))
-    prepared.eos_token_ids = found or ()
+    prepared.eos_token_ids = (
+        _attempt(problems, lambda: eos_token_ids(prepared.tokenizer, described, stop_ids)) or ()
+    )
     remedy = "correct actor_rollout.stop_token_ids, or the generation_config.json of its load"
     problems += [
         Problem(f"EOS id {i}", f"must be below vocab_size={vocab_size}", remedy=remedy)

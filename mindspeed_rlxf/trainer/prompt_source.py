@@ -46,11 +46,10 @@ class PromptSource:
         cls, config: RunConfig, prompts: Sequence[Prompt], fixed: FixedResponses | None = None
     ) -> PromptSource:
         """Return the source of a run, at its first batch; several data sets are drawn by weight."""
-        training = config.training
-        size, shuffle = training.global_batch_size, config.data.shuffle
+        training, data = config.training, config.data
         sizes = prompts.sizes if isinstance(prompts, PromptStore) else (len(prompts),)
-        weights = config.data.train_weights
-        sampler = make_sampler(sizes, weights, size, training.seed, shuffle)
+        batch = training.global_batch_size
+        sampler = make_sampler(sizes, data.train_weights, batch, training.seed, data.shuffle)
         return cls(prompts, sampler, config.actor_rollout.n_samples_per_prompt, fixed)
 
     def next_prompts(self) -> Prompts:

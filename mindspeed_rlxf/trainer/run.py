@@ -129,8 +129,8 @@ def training(
     stop = stop or StopRequest(config.training.stop_grace_s)
     roles = build_roles(config, prepared, runtime)
     with phase("hashing the prompts"):
-        scored = bool(config.reward.parts)
-        prompts = hash_prompts(prepared.train_prompts, prepared.eos_token_ids, scored)
+        inputs = prepared.train_prompts, prepared.eos_token_ids
+        prompts = hash_prompts(*inputs, reads_extra_info=bool(config.reward.parts))
     checkpoints = RunCheckpoints(config, roles, directory, prompts, writes)
     with phase("looking for a checkpoint and loading it"):
         state = checkpoints.restore(_announce if writes else lambda _: None)
