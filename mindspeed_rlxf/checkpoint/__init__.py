@@ -1,1 +1,1 @@
-"""Directory, lock, checkpoints, records and exports of a run; how a run stops and resumes."""
+"""Run directory, lock, checkpoints and records; how a run stops and resumes."""

@@ -1,4 +1,4 @@
-"""Save and restore the checkpoints of a run, from the driver."""
+"""Save and restore run checkpoints from the driver."""
 
 import json
 import math
@@ -57,12 +57,12 @@ SEEN_WITHIN_S = 30.0  # network file systems show new files late
 
 
 class RunCheckpoints:
-    """Save and restore the state of all roles and of the driver.
+    """Saves and restores the state of all roles and the driver.
 
-    Saving has two steps: roles write to a hidden folder (`write`), then it is renamed (`commit`).
-    In between the caller writes the iteration's line of metrics.jsonl, with the time of writing.
-    With `async_save` the roles write during the next iteration; a thread renames the folder as soon
-    as all have written, and `settle` waits for that.
+    A save has two steps: the roles write to a hidden folder (`write`), then the driver renames it
+    (`commit`). In between the caller writes the iteration's metrics.jsonl line, including the write
+    time. With `async_save` the roles write during the next iteration, a thread renames the folder
+    once all ranks are done, and `settle` waits for it.
     """
 
     def __init__(
@@ -76,10 +76,8 @@ class RunCheckpoints:
     ) -> None:
         """Prepare; nothing is read or written yet.
 
-        Args:
-            prompts_digest: `hash_prompts` of this run, which a resumed checkpoint must have.
-            writes: False on all but the first rank of torchrun, which write no driver files.
-            clock: Seconds, for saves by time.
+        `prompts_digest` (this run's `hash_prompts`) must match when resuming. `writes` is False on
+        all torchrun ranks but the first, which skip the driver's files. `clock` counts seconds.
         """
         self.config, self.directory, self.writes = config, directory, writes
         self.store = RunStore(directory.checkpoints)
@@ -101,8 +99,8 @@ class RunCheckpoints:
         """Return whether to save after this iteration.
 
         Saves are due after the last iteration (or if the run `stops`), every `save_interval`
-        iterations, and `seconds_between_saves` after the last save or the start of this process; 0
-        turns either of the two off.
+        iterations, and `seconds_between_saves` after the last save or process start; 0 disables
+        either one.
         """
         training = self.config.training
         interval, seconds = training.save_interval, training.seconds_between_saves
@@ -111,10 +109,10 @@ class RunCheckpoints:
         return is_last or is_multiple or 0 < seconds <= self._clock() - self._last_save
 
     def write(self, iteration: int, note: Note) -> float:
-        """Let all ranks write a checkpoint to a hidden folder; return the seconds that this took.
+        """Let all ranks write a checkpoint to a hidden folder; return the seconds taken.
 
-        First finishes an earlier asynchronous save, whose seconds do not count, and removes
-        unfinished checkpoints. With `async_save` the ranks write the files later.
+        Finishes an earlier asynchronous save first (its time does not count) and removes unfinished
+        checkpoints. With `async_save` the ranks write the files later.
         """
         self.settle(note)
         started = time.monotonic()
@@ -135,13 +133,10 @@ class RunCheckpoints:
     def commit(
         self, iteration: int, state: dict[str, Any], score: float | None, note: Note
     ) -> None:
-        """Add the driver's state and publish the checkpoint; with `async_save` in a thread.
+        """Add the driver's state and publish the checkpoint; with `async_save` in the background.
 
-        Fsyncs the line files now: their lengths are part of the state.
-
-        Args:
-            score: Value of `validation.best_metric`, None = not validated.
-            note: Prints a line for the user.
+        Fsyncs the line files first, because their lengths are part of the state. `score` is the
+        value of `validation.best_metric`, None if not validated.
         """
         self._last_save = self._clock()
         content = {
@@ -157,7 +152,7 @@ class RunCheckpoints:
             self.settle(note)
 
     def settle(self, note: Note) -> None:
-        """Wait until an asynchronous save in progress is published; do nothing without one."""
+        """Wait until an asynchronous save in progress is published; return at once without one."""
         if self._waiting is not None:
             if self._give_up == math.inf:
                 self._wait_for_ranks()
@@ -167,12 +162,11 @@ class RunCheckpoints:
                 note(f"checkpoint of iteration {self.newest}: {self.store.path(self.newest)}")
 
     def close(self) -> None:
-        """End an asynchronous save, which is published only if all ranks have written already."""
+        """End an asynchronous save; it is published only if all ranks have already written."""
         self._give_up = 0.0
         self._publisher.shutdown()
 
     def _wait_for_ranks(self) -> None:
-        """Wait until the ranks of all roles have written their files; raise their errors."""
         calls = [each.group.call_engine(TrainEngine.end_save) for each in self.trained.values()]
         seconds = max(call.result()[0] for call in calls)
         if self.config.training.async_save:
@@ -188,8 +182,7 @@ class RunCheckpoints:
     def _write_and_commit(self, content: dict[str, Any]) -> None:
         """Wait for all ranks, write the driver's files and the manifest, and rename the folder.
 
-        Then removes old checkpoints, and updates the files that name the latest and the best one.
-        Raises RuntimeError if files of ranks are missing.
+        Then removes old checkpoints and updates the pointer files.
         """
         iteration, hidden = content["iteration"], self.store.hidden(content["iteration"])
         roles = {name: role for role, name in SAVED_AS.items() if role in self.trained}
@@ -241,12 +234,12 @@ class RunCheckpoints:
     def restore(self, note: Note) -> dict[str, Any] | None:
         """Load the newest undamaged checkpoint into the roles; return the driver's state.
 
-        None if there are no checkpoints. Truncates line files to their length at the checkpoint (0
-        without one), removes later iterations from token files, renames later checkpoints, and
-        removes unfinished ones.
+        Returns None without checkpoints. Truncates line files to their checkpointed length (else
+        0), drops later iterations from token files, renames later checkpoints, removes unfinished
+        ones.
 
         Args:
-            note: Prints a line: each checkpoint that is passed over, and where the run resumes.
+            note: Prints a line per skipped checkpoint, and the one resumed from.
 
         Raises:
             UserError: The prompts differ, or all checkpoints are damaged.
@@ -280,11 +273,10 @@ class RunCheckpoints:
         return state
 
     def load_newest(self, note: Note) -> int:
-        """Load the newest checkpoint that fits into the roles; return its iteration, 0 for none.
+        """Load the newest usable checkpoint into the roles; return its iteration, 0 without any.
 
-        For commands that do not continue the run: changes nothing in the run directory. Raises
-        UserError if there are checkpoints and none can be loaded. note: prints the loaded folder,
-        and a warning for each that cannot be loaded
+        For commands beside the run: changes nothing in the run directory. Notes the loaded folder,
+        and a warning per unusable checkpoint. Raises UserError if none can be loaded.
         """
         older, _ = self._load_first(note, resumes=False)
         if not older:
@@ -293,12 +285,10 @@ class RunCheckpoints:
         return older[0].iteration
 
     def _load_first(self, note: Note, resumes: bool) -> tuple[list[Checkpoint], Loaded]:
-        """Load the newest checkpoint that fits; note why newer ones are passed over.
+        """Load the newest usable checkpoint; return it with all older ones, and how it was loaded.
 
-        One that the run `resumes` from must have the run's prompts, and line files as long as at
-        the checkpoint. Returns it with all older ones ([] without checkpoints), and how it was
-        loaded. Raises UserError if there are checkpoints and none can be loaded, or for other
-        prompts.
+        To resume (`resumes`), the prompts must be the run's and no line file may be shorter than at
+        the checkpoint. Raises UserError for other prompts, or if none can be loaded.
         """
         whole, problems = find_whole_checkpoints(self.config, self.store)
         for i, found in enumerate(whole):
@@ -335,10 +325,7 @@ class RunCheckpoints:
         return Loaded(same_layout=all(each.same_layout for each in loaded))
 
     def export_weights(self) -> None:
-        """Write the weights of the trained roles to `export_folders`, and mark the run as finished.
-
-        Existing folders are removed first.
-        """
+        """Export the trained roles to `export_folders`, replacing them; mark the run finished."""
         if self.writes:
             self.store.point(EXPORTED, None)
         pending = []

@@ -1,4 +1,4 @@
-"""The folder of a run: paths of its files, and checks before a command uses it."""
+"""Run directory: file paths, and checks before a command uses it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COMMAND_KEYS = {"training.new_run", "training.resume", "dry_run"}
 
 @dataclass(frozen=True)
 class Change:
-    """A key whose value differs; ABSENT = none. rule: whether a resumed run accepts it, `Resume`"""
+    """A key changed from `before` to `now`; `rule`: whether a resumed run accepts it."""
 
     key: str
     before: Any
@@ -44,15 +44,12 @@ class Change:
 
 
 def find_changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
-    """Return the keys that differ, in the order of `now`, then those that only `before` has.
+    """Return the differing keys, in the order of `now`, then those only in `before`.
 
-    COMMAND_KEYS and removed keys do not count. A key that one side lacks, because another version
-    of the package wrote it, counts as its default, or as ABSENT. The addresses of reward servers
-    may change, and with `reward.allow_changed_function` the text of a reward function.
-
-    Args:
-        before: Nested dict of `keys.to_tree`, in plain YAML types.
-        now: The same.
+    Both are nested dicts from `keys.to_tree`, in plain YAML types. COMMAND_KEYS and removed keys do
+    not count. A key missing on one side (written by another package version) counts as its default,
+    or as ABSENT. Reward server addresses may change, and with `reward.allow_changed_function` also
+    the source of a reward function.
     """
     old, new = dict(_iterate_leaves(before)), dict(_iterate_leaves(now))
     allows_text = now.get("reward", {}).get("allow_changed_function") is True
@@ -73,7 +70,7 @@ def find_changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
 
 
 def is_function_text(change: Change) -> bool:
-    """Return whether only hashes of reward function files changed; no function is new or gone."""
+    """Return whether only reward function hashes changed; no function is new or gone."""
     return _differs_only_in(change, "sha256")
 
 
@@ -106,14 +103,15 @@ T = TypeVar("T")
 class RunDirectory:
     """Paths of a run's files. The first rank creates the folder; the others only compute paths.
 
-    changes:   keys that differ from the run that is resumed
-    health:    file with the begin and end of each health finding
-    consumed:  ledger of the prompts and sample ids of each iteration
-    samples_tokens: folder with a file of each rank that makes experience
-    timeline:  folder of the timelines of all ranks
-    trackers:  folder of one folder per tracker
-    logs:      folder of driver.log and of one folder of rank logs per pool
-    mark:      file with a new name at each start, which every node must see; None before `create`
+    Attributes:
+        changes: Keys changed since the run was last started.
+        health: Start and end of each health finding.
+        consumed: Ledger of each iteration's prompts and sample ids.
+        samples_tokens: Folder with one token log per rank making experience.
+        timeline: Folder with the timelines of all ranks.
+        trackers: Folder with one subfolder per tracker.
+        logs: Folder with driver.log, and a subfolder of rank logs per pool.
+        mark: File with a new name at each start, visible to every node; None before `create`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -136,10 +134,7 @@ class RunDirectory:
 
     @property
     def is_used(self) -> bool:
-        """Whether config.yaml or metrics.jsonl exists, so that a run has written here.
-
-        Raises StorageUnreadable.
-        """
+        """Whether config.yaml or metrics.jsonl exists, so a run has written here."""
         try:
             names = readable(lambda: os.listdir(self.path))
         except (FileNotFoundError, NotADirectoryError):
@@ -148,10 +143,10 @@ class RunDirectory:
 
     @classmethod
     def create(cls, config: RunConfig) -> RunDirectory:
-        """Make or reuse the run's folder: lock it for this process, make logs/, write config.yaml.
+        """Create or reuse the run's folder: lock it, make logs/, write config.yaml.
 
-        If the folder has a run with other keys (`changes`), the configuration is written to the
-        next config.<n>.yaml. Writes a new `mark`. Raises UserError (see `check`).
+        On `changes` the configuration goes to the next config.<n>.yaml. Writes a new `mark`. Raises
+        UserError (see `check`).
         """
         if problems := cls.check(config):
             raise UserError(problems)
@@ -173,13 +168,11 @@ class RunDirectory:
         return directory
 
     def unlock(self) -> None:
+        """Release the lock, if this process holds it."""
         lock.release(self.path)
 
     def release(self) -> None:
-        """Unlock the folder, and free its name if metrics.jsonl has no line.
-
-        Only the process that has the lock may call it.
-        """
+        """Unlock the folder as its holder, and free its name if metrics.jsonl is empty."""
         if not self.metrics.exists() or not self.metrics.stat().st_size:
             self.metrics.unlink(missing_ok=True)
             for file in self._list_configs():
@@ -188,10 +181,9 @@ class RunDirectory:
 
     @classmethod
     def check(cls, config: RunConfig) -> list[Problem]:
-        """Return [the problem that keeps this command from using the folder `choose`]; [] for none.
+        """Return the problem preventing this command from using the folder `choose`, if any.
 
-        A run that cannot be resumed, a live run, or no right to write. Writes nothing. Raises
-        UserError if the run's last configuration cannot be read.
+        It cannot be resumed, is in use, or is not writable. Writes nothing.
         """
         run = cls.choose(config)
         shown = repr(str(run.path))
@@ -216,10 +208,10 @@ class RunDirectory:
         return [Problem(KEY, rule, shown, f"put them back, or set {remedy}")]
 
     def compare_with(self, config: RunConfig) -> list[Change]:
-        """Return the keys that differ from the last configuration in this folder; [] without one.
+        """Return the keys changed since the last configuration in this folder; [] without one.
 
-        Keys that have no effect in this run are free to change. Raises UserError if the last
-        configuration cannot be read.
+        Keys without effect in this run are free to change. Raises UserError if the last
+        configuration is unreadable.
         """
         if not (configs := self._list_configs()):
             return []
@@ -241,10 +233,10 @@ class RunDirectory:
 
     @classmethod
     def choose(cls, config: RunConfig) -> RunDirectory:
-        """Return the folder that the command writes to; nothing is made.
+        """Return the folder this command writes to, without creating it.
 
-        With training.new_run it is the first of NAME, NAME-2, ... without a run, with
-        validation.only the first of validation, validation-2, ... in the run's folder.
+        With training.new_run: the first unused one among NAME, NAME-2, ...; with validation.only:
+        among validation, validation-2, ... in the run's folder.
         """
         path, new = cls.of_run(config).path, config.training.new_run
         if config.validation.only:
@@ -253,14 +245,14 @@ class RunDirectory:
 
     @classmethod
     def of_run(cls, config: RunConfig) -> RunDirectory:
-        """Return the folder that `training.output_dir` names; `choose` may return another one."""
+        """Return the folder `training.output_dir`; `choose` may return another one."""
         return cls(Path(config.training.output_dir).absolute())
 
 
 def readable(read: Callable[[], T]) -> T:
-    """Return `read()`, tried again for some seconds after read errors (`patiently`).
+    """Return `read()`, retried for some seconds after read errors (`patiently`).
 
-    Raises StorageUnreadable if they last; FileNotFoundError and ValueErrors as they are.
+    Raises StorageUnreadable if they persist. FileNotFoundError and ValueErrors pass through.
     """
     try:
         return patiently(read)
@@ -276,7 +268,7 @@ def _find_free(path: Path) -> Path:
 
 
 def find_write_obstacle(folder: Path) -> str:
-    """Return why files cannot be written in a folder, which may not exist yet; "" if they can."""
+    """Return why files cannot be written in a folder (it may not exist yet), "" if they can."""
     parent = next(p for p in (folder, *folder.parents) if p.exists())
     if not parent.is_dir():
         return f"{parent} is a file"
@@ -289,7 +281,7 @@ def _not_writable(path: Path, reason: str) -> Problem:
 
 
 def export_folders(config: RunConfig, role: Role, final: Path) -> tuple[Path, Path]:
-    """Return the (Hugging Face, Megatron) folders of a role: in its `save`, else in `final`."""
+    """Return a role's (Hugging Face, Megatron) export folders: in its `save`, else in `final`."""
     folder = config.save_folder(role)
     if folder is not None:
         return folder / HF, folder / MEGATRON
@@ -297,10 +289,9 @@ def export_folders(config: RunConfig, role: Role, final: Path) -> tuple[Path, Pa
 
 
 def check_save_folders(config: RunConfig, directory: RunDirectory) -> list[Problem]:
-    """Return a problem for each `ROLE.save` that cannot be written, or holds weights already.
+    """Return a problem for each `ROLE.save` folder already holding weights or not writable.
 
-    A resumed run may have exported to its folders before, so they are checked only if a key has
-    changed.
+    A resumed run may have exported there before, so it checks them only if such a key changed.
     """
     changed = {change.key for change in directory.compare_with(config)}
     if directory.config.exists() and not any(key.endswith(".save") for key in changed):

@@ -1,8 +1,8 @@
-"""Allow one live run per run directory, by a file in which its holder counts.
+"""Allow one live run per run directory, by a lock file with a counter.
 
-The kernel's file locks are not used: over NFS one can outlive a host that is gone. On the holder's
-host its process decides. Elsewhere a lock is stale when an observer has seen it unchanged for
-STALE_S by its own clock. A holder that was taken for dead finds that before its next write.
+Kernel file locks are not used: over NFS one can outlive its host. On the holder's host, the
+process table decides. Elsewhere, a lock is stale once an observer has seen it unchanged for
+STALE_S by its own clock. A holder declared dead notices before its next write.
 """
 
 import contextlib
@@ -29,13 +29,13 @@ _seen: dict[Path, tuple[str, float]] = {}  # content of the locks of other hosts
 
 
 class LockLost(Exception):
-    """Another process has taken the run directory, as this one seemed to be dead."""
+    """Another process has taken the run directory, because this one seemed dead."""
 
 
 def take(folder: Path) -> None:
     """Lock the folder for this process, and keep counting in the lock file until `release`.
 
-    Raises UserError that names a live holder (see `find_holder`, which may wait).
+    Raises UserError if another live process holds it (see `find_holder`, which may wait).
     """
     file = folder / LOCK
     while file not in _held:
@@ -57,7 +57,7 @@ def take(folder: Path) -> None:
 
 
 def release(folder: Path) -> None:
-    """Release the lock and remove its file, if this process has it."""
+    """Release the lock and remove its file, if this process holds it."""
     file = folder / LOCK
     if file in _held:
         _held.pop(file).set()
@@ -66,9 +66,9 @@ def release(folder: Path) -> None:
 
 
 def require(folder: Path) -> None:
-    """Raise LockLost if this process took the lock and another one has it now.
+    """Raise LockLost if another process holds the lock taken by this one.
 
-    Call it before writing to the folder. A lock file that cannot be read is no reason.
+    Call it before each write to the folder. An unreadable lock file is ignored.
     """
     file = folder / LOCK
     with contextlib.suppress(OSError):
@@ -77,9 +77,9 @@ def require(folder: Path) -> None:
 
 
 def find_holder(folder: Path) -> Problem | None:
-    """Return why this process cannot take the lock; None if it can, or has it already.
+    """Return why this process cannot take the lock; None if it can, or already holds it.
 
-    If the lock is of another host, waits until it changes, or has been unchanged for STALE_S.
+    For a lock from another host, waits until it changes or has been unchanged for STALE_S.
     """
     holder, is_sure = _look(folder / LOCK)
     if not is_sure:
@@ -98,9 +98,9 @@ def find_holder(folder: Path) -> Problem | None:
 
 
 def is_locked(folder: Path) -> bool:
-    """Return whether another process seems to have the lock; never waits, never takes it.
+    """Return whether another process seems to hold the lock, without waiting.
 
-    A lock of another host counts until this process has seen it unchanged for STALE_S.
+    A lock from another host counts until this process has seen it unchanged for STALE_S.
     """
     with contextlib.suppress(OSError):
         return bool(_look(folder / LOCK)[0])
@@ -108,7 +108,7 @@ def is_locked(folder: Path) -> bool:
 
 
 def _look(file: Path) -> tuple[str, bool]:
-    """Return (name of the other process that has the lock, "" for none; whether that is sure)."""
+    """Return (name of another process holding the lock, or ""; whether this is certain)."""
     text = None if file in _held else _read(file)
     if text is None:
         return "", True
@@ -163,7 +163,7 @@ def _is_mine(text: str | None) -> bool:
 
 @cache
 def _machine() -> str:
-    """Name the boot of this host and its space of pids; containers of a host may differ in it."""
+    """Name this boot and its pid namespace; containers on one host may differ in the latter."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

@@ -26,15 +26,14 @@ from mindspeed_rlxf.weights.state_files import write_text
 
 
 class Recorder:
-    """Writes metric, sample and health files, the timeline, trackers and the console of a run."""
+    """Writes a run's metric, sample and health files, timeline, trackers and console."""
 
     def __init__(
         self, config: RunConfig, directory: RunDirectory, tokenizer: Any, writes: bool = True
     ) -> None:
-        """Open the files, replay the health rules of a resumed run, start trackers and console.
+        """Open the files, replay the health rules on resume, start trackers and console.
 
-        Args:
-            writes: False on all but the first rank of torchrun, which write nowhere.
+        `writes` is False on all torchrun ranks but the first, which write nothing.
         """
         self.tokenizer = tokenizer
         samples = directory.samples, directory.val_samples
@@ -90,10 +89,10 @@ class Recorder:
             )
 
     def check_health(self, iteration: int, metrics: Mapping[str, float]) -> Finding | None:
-        """Apply the health rules; write problems that begin or end with this iteration to a file.
+        """Apply the health rules; append findings starting or ending with this iteration to a file.
 
-        Prints those that begin, each rule only once. Returns the first that ends the run by
-        `logging.stop_on`.
+        Prints each starting rule once. Returns the first finding stopping the run
+        (`logging.stop_on`).
         """
         found = self.health.check(iteration, metrics)
         for finding in found:
@@ -106,12 +105,7 @@ class Recorder:
     def warn_of_non_finite(
         self, iteration: int, metrics: dict[str, float], scores: dict[int, float]
     ) -> None:
-        """Warn of skipped optimizer steps, and of scores that are not finite.
-
-        Args:
-            metrics: Of the iteration.
-            scores: Score that is not finite, by sample id.
-        """
+        """Warn about skipped optimizer steps and non-finite `scores` (by sample id)."""
         for role in ("critic", "actor"):
             if count := int(metrics.get(f"{role}/skipped_steps", 0)):
                 self.note(
@@ -125,11 +119,10 @@ class Recorder:
     def write_validation(
         self, iteration: int, metrics: dict[str, float], own_line: bool = False
     ) -> None:
-        """Print one line of the metrics `val/...`, as a note.
+        """Print the `val/...` metrics on one line.
 
-        Args:
-            own_line: The metrics belong to no iteration of this run: also write them to
-                metrics.jsonl and the trackers, and pass them to the health rules.
+        With `own_line` no iteration records them: also write them to metrics.jsonl and trackers,
+        and apply the health rules.
         """
         if own_line:
             self._metrics.write(metrics_record(iteration, metrics, metrics["timing/val"]))
@@ -150,10 +143,9 @@ class Recorder:
         )
 
     def write_timeline(self, iteration: int, driver: Mapping[str, tuple[float, float]]) -> None:
-        """Write phases of the driver and recorded calls to ranks to the timeline.
+        """Add the driver's phases and the recorded rank calls to the timeline.
 
-        Args:
-            driver: Start, seconds of the epoch, and seconds, by phase.
+        `driver` has (start in epoch seconds, duration in seconds) by phase.
         """
         if self._timeline is None:
             return
@@ -161,11 +153,7 @@ class Recorder:
         self._timeline.write(iteration, own + take_spans())
 
     def token_log(self, iteration: int, sample_ids: Sequence[int]) -> TokenLog | None:
-        """Return which samples of this iteration the ranks log token by token; None for none.
-
-        Args:
-            sample_ids: Of the iteration, in order; the first `logging.samples` are logged.
-        """
+        """Return the samples to log token by token (the first `logging.samples`), or None."""
         chosen = frozenset(sample_ids[: self._num_kept(len(sample_ids))])
         if not chosen or not self._logging.sample_tokens:
             return None
@@ -177,6 +165,7 @@ class Recorder:
         return num_samples if limit == "all" else min(limit, num_samples)
 
     def close(self) -> None:
+        """Close the files, trackers and console."""
         for each in self._writers:
             each.close()
         self._trackers.close()
@@ -191,12 +180,10 @@ class Recorder:
         sources: Sequence[str],
         about: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        """Fetch the texts of the first `logging.samples` samples, and append them to a sample file.
+        """Fetch the strings of the first `logging.samples` samples, and append them to a file.
 
-        Args:
-            sources: Data source of each sample.
-            about: More fields of each sample of a validation, written to val_samples.jsonl; None =
-                samples of training.
+        `scores` and `sources` cover all rows, in order. `about` has extra fields per validation
+        sample (val_samples.jsonl); None for training samples.
         """
         writer = self._samples[about is not None]
         count = self._num_kept(rollouts.num_rows if about is None else len(about))

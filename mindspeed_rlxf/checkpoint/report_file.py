@@ -1,4 +1,4 @@
-"""Write the report of runs: report.html in the run directory, or a file that the user names."""
+"""Write HTML reports: report.html in the run directory, or a user-given file."""
 
 import functools
 import os
@@ -25,14 +25,10 @@ def write_report(
     max_samples: int = MAX_SAMPLES,
     tokenizer: Any = None,
 ) -> int:
-    """Write one HTML report of several runs to `file`, replacing it; return its size in bytes.
+    """Write one HTML report on several runs, replacing the file; return its size in bytes.
 
-    Args:
-        max_samples: Of all runs together.
-        tokenizer: Of all runs; None = each run's own, if it can be loaded.
-
-    Raises:
-        UserError: A folder has no iteration.
+    Shows `max_samples` samples over all runs. `tokenizer` None = each run's own, if it can be
+    loaded. Raises UserError if a folder has no iteration.
     """
     split = None if tokenizer is None else functools.partial(token_pieces, tokenizer)
     folders = open_runs(runs, split)
@@ -42,10 +38,9 @@ def write_report(
 
 
 def open_runs(runs: Sequence[Path], split: TokenSplitter | None = None) -> list[RunFolder]:
-    """Return the runs to report on; UserError for folders without an iteration.
+    """Return the runs to report on; UserError if a folder has no iteration.
 
-    Args:
-        split: For all runs; None = by each run's own tokenizer, if it can be loaded.
+    `split` splits strings into tokens; None = by each run's own tokenizer, if it can be loaded.
     """
     if problems := [found for run in runs if (found := find_problem(run))]:
         raise UserError(problems)
@@ -58,7 +53,7 @@ def open_runs(runs: Sequence[Path], split: TokenSplitter | None = None) -> list[
 
 
 def find_problem(run: Path) -> Problem | None:
-    """Return why no report can be made of a folder; None if it has an iteration."""
+    """Return why a folder has nothing to report; None if it has an iteration."""
     if run.is_dir() and read_iterations(run):
         return None
     rule = "must be a run directory with an iteration in metrics.jsonl"
@@ -67,7 +62,7 @@ def find_problem(run: Path) -> Problem | None:
 
 
 def find_state(run: Path) -> str:
-    """Return the state of a run: "running", "failed", "finished" or "stopped"."""
+    """Return a run's state: "running", "failed", "finished" or "stopped"."""
     directory = RunDirectory(run.absolute())
     if lock.is_locked(directory.path):
         return "running"
@@ -79,15 +74,15 @@ def find_state(run: Path) -> str:
 
 
 def find_version(run: Path) -> str:
-    """Return a text that changes with the run's state and the sizes of the files it shows."""
+    """Return a string that changes with the run's state and its file sizes."""
     sizes = [str(file.stat().st_size) if (file := run / name).exists() else "-" for name in WATCHED]
     return " ".join([find_state(run), *sizes])
 
 
 def load_split(run: Path) -> TokenSplitter | None:
-    """Return a function that splits responses into tokens of the run's tokenizer.
+    """Return a function splitting responses into tokens with the run's tokenizer.
 
-    None if the run has no token log, or the tokenizer cannot be loaded.
+    None without a token log, or if the tokenizer cannot be loaded.
     """
     configs = read_configs(run)
     path = configs[-1][1].get("training.tokenizer_name_or_path") if configs else None

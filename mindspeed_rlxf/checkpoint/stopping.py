@@ -1,8 +1,8 @@
 """End a run before `train_iters`: on SIGTERM and SIGINT, and before `training.max_wall_time`.
 
-The trainer asks at the end of every iteration: `if stop.is_due(): save, end`. Where the time is too
-short for that, the signal handler raises KeyboardInterrupt and the run ends at once. An interrupted
-save never damages a checkpoint.
+The trainer asks after each iteration: `if stop.is_due(): save, end`. If there is no time for
+that, the signal handler raises KeyboardInterrupt and the run ends at once. An interrupted save
+never damages a checkpoint.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Stopped(Exception):
 
 
 class StoppedByRule(Exception):
-    """The run ended before `train_iters` because of `logging.stop_on`, and is saved."""
+    """The run was ended by `logging.stop_on` and is saved."""
 
     role, phase = "driver", "health"
 
@@ -38,7 +38,7 @@ class StoppedByRule(Exception):
 class StopRequest:
     """Decides whether a run ends after this iteration; as a context manager, handles signals.
 
-    Times are in seconds. Before the first iteration has ended there is no prediction, and a signal
+    Times are in seconds. Before the first iteration ends there is no prediction, and a signal
     raises KeyboardInterrupt at once.
     """
 
@@ -50,13 +50,14 @@ class StopRequest:
         clock: Callable[[], float] = time.monotonic,
         history: int = HISTORY,
     ) -> None:
-        """Prepare; the context manager handles signals.
+        """Prepare; signals are handled inside the context only.
 
         Args:
             grace_s: `training.stop_grace_s`.
-            wall_s: `training.max_wall_time`, None = no limit.
-            started: When the command was given, by `clock`; None = now.
-            history: Past iterations to predict from, HISTORY at least; one should validate.
+            wall_s: `training.max_wall_time`; None = no limit.
+            started: Command start by `clock`; None = now.
+            clock: Seconds.
+            history: Past iterations used for predictions, at least HISTORY.
         """
         self.grace_s, self.wall_s, self._clock = grace_s, wall_s, clock
         self._started = clock() if started is None else started
@@ -72,26 +73,29 @@ class StopRequest:
         self.agree: Callable[[Any], Any] = lambda mine: mine
 
     def begin_iteration(self) -> None:
+        """Start timing an iteration."""
         self._since = self._clock()
 
     def end_iteration(self, iteration: int) -> None:
+        """Record the iteration's duration."""
         assert self._since is not None, "begin_iteration() comes first"
         self._iterations.append(self._clock() - self._since)
         self.iteration, self._since = iteration, None
 
     def record_save(self, iteration: int, seconds: float) -> None:
+        """Record the last saved iteration, and how long its save took."""
         self._saves.append(seconds)
         self.saved = iteration
 
     def request(self, rule: str, text: str) -> None:
-        """Ask to save and end the run after this iteration, by a rule of `logging.stop_on`."""
+        """Ask to save and end the run after this iteration, by a `logging.stop_on` rule."""
         self._rule = rule, text
 
     def is_due(self) -> bool:
         """Return whether to save and end now: by a signal, a rule or `max_wall_time`.
 
-        Call it at the end of an iteration, on every rank: under torchrun all get rank 0's answer
-        and its rule, which `ended` names (none if a signal came).
+        Call it after each iteration on every rank: under torchrun all get rank 0's answer, and its
+        rule for `ended` (none after a signal).
         """
         asked = self._asked is not None
         due = asked or self._rule is not None or self._no_time_for_another()
@@ -105,20 +109,20 @@ class StopRequest:
 
     @property
     def under_way(self) -> int:
-        """Number of the iteration in progress, or of the last one, whose save may go on; or 0."""
+        """Iteration in progress, or the last one, whose save may continue; 0 before the first."""
         return self.iteration + (self._since is not None)
 
     @property
     def save_s(self) -> float:
-        """Predicted seconds of a save: the longest of the last HISTORY saves.
+        """Predicted save time: the longest recent save.
 
-        Before the first save, half the median iteration; 0 before the first iteration has ended.
+        Half the median iteration before the first save, 0 before the first iteration ends.
         """
         return max(self._saves or [self._usual_s() / 2])
 
     @property
     def left_s(self) -> float | None:
-        """Predicted seconds until this iteration and its save are done; None before one ended."""
+        """Predicted seconds until this iteration and its save end; None before one ended."""
         if not self._iterations:
             return None
         spent = 0.0 if self._since is None else self._clock() - self._since
@@ -129,7 +133,7 @@ class StopRequest:
 
     @property
     def work_lost(self) -> str:
-        """Text on the iterations that a stop now would lose, and where they run again from."""
+        """Message on the iterations lost by stopping now."""
         first, last = self.saved + 1, self.under_way
         if last < first:
             return "nothing is lost"
@@ -153,9 +157,9 @@ class StopRequest:
     def on_signal(self, number: int, _frame: FrameType | None = None) -> None:
         """Handle a signal: end after this iteration if the grace time allows it, and print so.
 
-        Else, and until the first iteration has ended, raise KeyboardInterrupt. A second signal
-        raises it too, unless it follows within ONE_SIGNAL_S. If the run goes on, a timer sends
-        SIGALRM one second before the grace time ends. Sets `reason`.
+        Otherwise, and before the first iteration ends, raise KeyboardInterrupt; also on a second
+        signal, unless it follows within ONE_SIGNAL_S. If the run continues, a timer sends SIGALRM
+        one second before the grace time ends. Sets `reason`.
         """
         name, now = signal.Signals(number).name, self._clock()
         if self._asked is not None:

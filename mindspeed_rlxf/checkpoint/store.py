@@ -1,7 +1,7 @@
-"""The folder `checkpoints` of a run: find, check, publish and remove checkpoints.
+"""The `checkpoints` folder: find, check, publish and remove checkpoints; the driver's state.
 
-A checkpoint is written to a hidden folder, which is renamed once everything is on the disk; then
-the pointer file gets its iteration. A manifest lists every file with size and hash.
+A checkpoint is written to a hidden folder, renamed once everything is on disk; then the pointer
+file gets its iteration. A manifest lists every file with size and hash.
 """
 
 from __future__ import annotations
@@ -48,14 +48,11 @@ TRAINER, STATE, CONFIG = "trainer", "state.json", "config.yaml"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder with the name of a checkpoint; `read` checks whether it is complete.
+    """A folder named like a checkpoint; `read` checks completeness.
 
-    state: the driver's state, filled by `find_whole_checkpoints`, with
-        iteration
-        trainer:             result of `PpoTrainer.state_dict`
-        positions:           file name -> bytes of each line file (`line_positions`)
-        prompts_digest:      result of `hash_prompts`
-        score, score_metric: validation score of this iteration, None = not validated; its metric
+    `find_whole_checkpoints` fills `state`, the driver's: "iteration", "trainer"
+    (`PpoTrainer.state_dict`), "positions" (`line_positions`), "prompts_digest" (`hash_prompts`),
+    "score" (None if not validated) and "score_metric".
     """
 
     path: Path
@@ -63,10 +60,10 @@ class Checkpoint:
     state: dict[str, Any] = field(default_factory=dict)
 
     def read(self) -> Manifest:
-        """Read the manifest and check the sizes, not the contents, of the files that it lists.
+        """Read the manifest and check the size, not the content, of each listed file.
 
-        Raises ValueError if the manifest is damaged or of another iteration, or a file is missing
-        or of another size; FileNotFoundError without a manifest.
+        Raises ValueError if the manifest is damaged or from another iteration, or a file is missing
+        or has another size; FileNotFoundError without a manifest.
         """
         manifest = Manifest.from_json((self.path / MANIFEST).read_bytes())
         if manifest.iteration != self.iteration:
@@ -78,13 +75,15 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Manifest:
+    """Files in a checkpoint, and the versions and layouts that wrote it."""
+
     iteration: int
     files: list[Entry]
     about: dict[str, Any]
     """Versions and layouts that wrote the checkpoint; for people."""
 
     def to_json(self) -> str:
-        """Return the manifest as JSON, with format version and a hash of all other content."""
+        """Return the manifest as JSON, with format version and a hash over all other content."""
         content = {
             "format_version": FORMAT_VERSION,
             "iteration": self.iteration,
@@ -95,10 +94,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Manifest:
-        """Parse the text of `to_json` and check its hash.
-
-        Raises ValueError if the text was changed, or has another format version.
-        """
+        """Parse the output of `to_json`; ValueError if changed, or of another version."""
         try:
             about = json.loads(text)
             stated, found = about.pop("sha256"), _digest(about)
@@ -116,7 +112,7 @@ class Manifest:
 
 
 class RunStore:
-    """The folder of one run's checkpoints, with files that name the latest, best and exported."""
+    """A run's checkpoint folder, with files naming the latest, best and exported iteration."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -132,15 +128,15 @@ class RunStore:
         return sorted(named, key=lambda each: -each.iteration)
 
     def hidden(self, iteration: int) -> Path:
-        """Return the path of the hidden folder in which a checkpoint is written."""
+        """Return the hidden folder in which a checkpoint is written."""
         return self.folder / f".iter_{iteration:07d}"
 
     def path(self, iteration: int) -> Path:
-        """Return the path of a published checkpoint."""
+        """Return the folder of a published checkpoint."""
         return self.folder / f"iter_{iteration:07d}"
 
     def begin(self, iteration: int) -> Path:
-        """Remove all unfinished checkpoints, make the hidden folder of a new one, and return it."""
+        """Remove all unfinished checkpoints; create and return the hidden folder for a new one."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.clear_unfinished()
         hidden = self.hidden(iteration)
@@ -153,11 +149,10 @@ class RunStore:
             self._remove(path)
 
     def _remove(self, path: Path) -> None:
-        """Remove a folder, a file or a link, not a link's target.
+        """Remove a folder, file or link (not its target).
 
-        It gets a hidden name first, so that no half-removed checkpoint has a checkpoint's name.
-        Network file systems keep files that are open elsewhere (`.nfs*`): the next save tries
-        again.
+        It gets a hidden name first, so no half-removed checkpoint looks published. Network file
+        systems keep files open elsewhere (`.nfs*`): the next save tries again.
         """
         going = path
         try:
@@ -175,7 +170,7 @@ class RunStore:
     def commit(self, manifest: Manifest) -> Path:
         """Publish a checkpoint: write the manifest, rename the hidden folder, update the pointer.
 
-        Returns the final path. An older checkpoint of that name is renamed (`move_aside`).
+        Returns the final path. An older checkpoint with this name is set aside (`move_aside`).
         """
         hidden, final = self.hidden(manifest.iteration), self.path(manifest.iteration)
         write_text(hidden / MANIFEST, manifest.to_json())
@@ -206,8 +201,7 @@ class RunStore:
     def prune(self, keep_last: int, keep_every: int, best: int | None = None) -> None:
         """Remove all but the newest `keep_last`, multiples of `keep_every` (0 = none) and `best`.
 
-        Also removes checkpoints that were set aside (`NAME.unused`), if they are of earlier
-        iterations than the two newest that remain.
+        Also removes `NAME.unused` folders from before the two newest remaining iterations.
         """
         kept = []
         for i, each in enumerate(self.newest_first()):
@@ -221,7 +215,7 @@ class RunStore:
                 self._remove(folder)
 
     def exported(self) -> int | None:
-        """Return the iteration whose weights were exported; None if no file says so."""
+        """Return the iteration whose weights were exported; None if unknown."""
         try:
             return int(readable((self.folder / EXPORTED).read_text))
         except (FileNotFoundError, ValueError):
@@ -236,10 +230,10 @@ def _digest(content: dict[str, Any]) -> str:
 def find_whole_checkpoints(
     config: RunConfig, store: RunStore
 ) -> tuple[list[Checkpoint], list[str]]:
-    """Return (complete checkpoints, newest first; a line per damaged one).
+    """Return (complete checkpoints, newest first; one line per damaged one).
 
-    Complete: all files have their sizes, no trained role lacks files, and the driver's files have
-    their hashes. The ranks of the roles hash the roles' files later. Raises StorageUnreadable.
+    Complete: all file sizes match, no trained role lacks files, and the driver's files have their
+    hashes. The roles' ranks hash their own files later. Raises StorageUnreadable.
     """
     whole, problems = [], []
     parts = [name for role, name in SAVED_AS.items() if role in config.roles] + [TRAINER]
@@ -263,9 +257,9 @@ def find_whole_checkpoints(
 def find_resumable(
     config: RunConfig, directory: RunDirectory
 ) -> tuple[list[Checkpoint], list[str]]:
-    """Return `find_whole_checkpoints`; nothing if the command does not resume a run.
+    """Return `find_whole_checkpoints`, or nothing if this command does not resume a run.
 
-    It resumes from an older checkpoint if it finds damage when it hashes the files of the roles.
+    An older checkpoint is used if hashing the roles' files later finds damage.
     """
     if not directory.is_used or config.training.new_run:
         return [], []
@@ -273,17 +267,14 @@ def find_resumable(
 
 
 def no_whole_checkpoint(directory: RunDirectory, problems: Sequence[str]) -> Problem:
-    """Return the problem of a run whose checkpoints have all been refused."""
+    """Return the problem with a run whose checkpoints were all refused."""
     rule = f"can be resumed from: {'; '.join(problems)}"
     remedy = "put the files back, or set training.new_run=true"
     return Problem(f"no checkpoint of {directory.path}", rule, remedy=remedy)
 
 
 def check_resume(config: RunConfig, directory: RunDirectory) -> list[Problem]:
-    """Return [problem] if all checkpoints are damaged, or have more iterations than `train_iters`.
-
-    Raises StorageUnreadable.
-    """
+    """Return a problem if all checkpoints are damaged, or `train_iters` is below the newest."""
     whole, problems = find_resumable(config, directory)
     wanted = config.training.train_iters
     if whole and whole[0].iteration > wanted:
@@ -295,9 +286,9 @@ def check_resume(config: RunConfig, directory: RunDirectory) -> list[Problem]:
 
 
 def is_finished(config: RunConfig, directory: RunDirectory) -> bool:
-    """Return whether the newest checkpoint is that of `train_iters`, and its weights were exported.
+    """Return whether the newest checkpoint has `train_iters` iterations and was exported.
 
-    A run that has gone further is refused by `check_resume`.
+    `check_resume` refuses a run with more iterations.
     """
     whole, _ = find_resumable(config, directory)
     wanted = config.training.train_iters
@@ -308,10 +299,9 @@ def is_finished(config: RunConfig, directory: RunDirectory) -> bool:
 def hash_prompts(
     prompts: Sequence[Prompt], eos_token_ids: Sequence[int], reads_extra_info: bool = False
 ) -> str:
-    """Return the SHA-256 (hex) of a run's prompts, in order, and of its EOS ids, in any order.
+    """Return the SHA-256 (hex) over a run's prompts, in order, and EOS ids, in any order.
 
-    Args:
-        reads_extra_info: Also hash the other columns of the rows, which reward functions get.
+    `reads_extra_info` includes the rows' other columns, passed to reward functions.
     """
     found = hashlib.sha256(json.dumps(sorted(eos_token_ids)).encode())
     for prompt in prompts:
@@ -325,10 +315,9 @@ def hash_prompts(
 
 
 def cut_files(directory: RunDirectory, positions: dict[str, int]) -> None:
-    """Truncate each line file to its length at the checkpoint.
+    """Truncate each line file to its length at the checkpoint (`positions`), 0 if absent there.
 
-    Args:
-        positions: Bytes by file name, else 0. Missing and shorter files stay as they are.
+    Missing and shorter files stay as they are.
     """
     for file in _line_files(directory):
         if file.exists():  # removed samples stay away
@@ -339,9 +328,9 @@ def cut_files(directory: RunDirectory, positions: dict[str, int]) -> None:
 
 
 def find_shortened_file(directory: RunDirectory, positions: dict[str, int]) -> str:
-    """Return a text on the first line file that is shorter than at the checkpoint, "" for none.
+    """Return a message on the first line file shorter than at the checkpoint, "" if none.
 
-    Files of samples may be: no state depends on them, and users remove them.
+    Sample files may be shorter: users remove them, and no state depends on them.
     """
     for file in (directory.metrics, directory.health, directory.consumed):
         wanted = positions.get(file.name, 0)
@@ -355,7 +344,7 @@ def find_shortened_file(directory: RunDirectory, positions: dict[str, int]) -> s
 
 
 def line_positions(directory: RunDirectory) -> dict[str, int]:
-    """Fsync each line file; return file name -> bytes. Missing files are left out."""
+    """Fsync each existing line file; return file name -> bytes."""
     positions = {}
     for file in _line_files(directory):
         if file.exists():

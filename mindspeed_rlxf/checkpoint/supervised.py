@@ -1,6 +1,6 @@
-"""Messages between a training process and its supervisor: a file of facts, exit codes.
+"""Messages between a training process and its supervisor: a facts file, exit codes.
 
-Imports nothing heavy, so that the supervisor stays small.
+Has no heavy imports, to keep the supervisor small.
 """
 
 import json
@@ -23,15 +23,15 @@ def report_facts(**facts: Any) -> None:
 
 
 def find_command_start() -> float | None:
-    """Return when the user gave the command, by `time.monotonic`; None without a supervisor."""
+    """Return the command's start by `time.monotonic`; None without a supervisor."""
     given = read_supervision()
     return float(given[2]) if given else None
 
 
 def read_supervision() -> tuple[int, str, str] | None:
-    """Read CHILD_OF: (supervisor's pid, file for facts, command's start).
+    """Read CHILD_OF: (supervisor's pid, facts file, command start).
 
-    None if it is not set, or the process is not this one's parent.
+    None if it is unset, or the pid is not this process's parent.
     """
     pid, _, rest = os.environ.get(CHILD_OF, "").partition(":")
     started, _, file = rest.partition(":")
@@ -41,7 +41,7 @@ def read_supervision() -> tuple[int, str, str] | None:
 
 
 def read_facts(file: Path) -> dict[str, Any]:
-    """Return the facts in a JSON file; {} if it cannot be read."""
+    """Return the facts in a JSON file; {} if unreadable."""
     try:
         found = json.loads(file.read_bytes())
     except (OSError, ValueError):
@@ -50,4 +50,5 @@ def read_facts(file: Path) -> dict[str, Any]:
 
 
 def write_facts(file: Path, facts: Mapping[str, Any]) -> None:
+    """Replace the facts file."""
     replace_file(file, json.dumps(facts, indent=2, ensure_ascii=False) + "\n")

@@ -1,4 +1,4 @@
-"""Collect the samples of an iteration: generate and score; with `filter_groups` draw again."""
+"""Collect an iteration's samples: generate and score; with `filter_groups` draw again."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -23,28 +23,30 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Batch:
-    """A global batch of prompts, and the running calls that generate and score responses."""
+    """A global batch of prompts, with the running calls generating and scoring responses."""
 
     prompts: Prompts
     generated: Pending
     scored: Pending
 
     def scores(self) -> list[float]:
-        """Wait for the scores; return them in the order of the samples."""
+        """Wait for the scores; return them in sample order."""
         return [score for report in self.scored.result() for score in report.scores]
 
 
 @dataclass(frozen=True)
 class Collected:
-    """The samples of an iteration.
+    """An iteration's samples.
 
     Attributes:
-        rollouts, scores: references to the samples' rows in the workers.
-        batches: all batches that were generated.
-        kept: indices, among all samples of `batches`, of those that are trained on; None = all.
-        num_alike: prompts kept although their responses all score the same.
-        greedy, greedy_scores: for ReMax, rows of the greedy response to each sample's prompt.
-        greedy_batch: the batch of the greedy responses.
+        rollouts: References to the samples' rows in the workers.
+        scores: References to their scores.
+        batches: All generated batches.
+        kept: Indices of the trained samples among all samples in `batches`; None = all.
+        num_alike: Prompts kept although all their responses score the same.
+        greedy: For ReMax, the row with the greedy response to each sample's prompt.
+        greedy_scores: Its score.
+        greedy_batch: The greedy responses' batch.
     """
 
     rollouts: RowsRef
@@ -57,7 +59,7 @@ class Collected:
     greedy_batch: Batch | None = None
 
     def responses(self) -> ResponseLengths:
-        """Wait for the responses; return the lengths and EOS flags of the kept samples."""
+        """Wait for the responses; return the kept samples' lengths and EOS flags."""
         reports = self.generate_reports()
         return ResponseLengths(
             self._chosen(report.prompt_lengths for report in reports),
@@ -66,7 +68,7 @@ class Collected:
         )
 
     def score_report(self) -> ScoreReport:
-        """Wait for the scores; return those of the kept samples with their parts and failures.
+        """Wait for the scores; return the kept samples' scores, parts and failures.
 
         Parts and failures are [] if there were none; answers are left out.
         """
@@ -80,10 +82,10 @@ class Collected:
         )
 
     def non_finite_scores(self) -> dict[int, float]:
-        """Wait for the scores; return sample id -> score of those that are NaN or inf.
+        """Wait for the scores; return the non-finite ones by sample id.
 
-        Looks at kept samples, and with ReMax at greedy responses, which have the id of their
-        prompt's first sample. If both are not finite, the sample's own score is returned.
+        Covers kept samples, and with ReMax greedy responses, identified by their prompt's first
+        sample. A sample's own score takes precedence.
         """
         ids, scores = self.sample_ids(), self.score_report().scores
         if self.greedy_batch:
@@ -92,22 +94,22 @@ class Collected:
         return {i: s for i, s in zip(ids, scores, strict=True) if not math.isfinite(s)}
 
     def sample_ids(self) -> list[int]:
-        """Return the ids of the kept samples, in the order of `rollouts`, without waiting."""
+        """Return the kept samples' ids, in the order of `rollouts`, without waiting."""
         return self._chosen(batch.prompts.sample_ids for batch in self.batches)
 
     def generate_reports(self) -> list[GenerateReport]:
-        """Wait for generation; return each replica's reports, on all samples, dropped ones too.
+        """Wait for generation; return each replica's reports, dropped samples included.
 
-        Greedy responses of ReMax are not in the reports.
+        Greedy ReMax responses are not in the reports.
         """
         return [report for batch in self.batches for report in batch.generated.result()]
 
     def data_sources(self) -> list[str]:
-        """Return the data source of each kept sample, without waiting."""
+        """Return each kept sample's data source, without waiting."""
         return self._chosen(batch.prompts.data_sources for batch in self.batches)
 
     def calls(self) -> dict[str, list[Pending]]:
-        """Return the calls of generation (`gen`) and scoring (`reward`), of ReMax's batch too."""
+        """Return the generation (`gen`) and scoring (`reward`) calls, including ReMax's batch."""
         batches = self._all_batches()
         return {
             "gen": [batch.generated for batch in batches],
@@ -115,10 +117,10 @@ class Collected:
         }
 
     def sync_s(self) -> float:
-        """Wait for generation; return the seconds that the slowest replica waited for weights.
+        """Wait for generation; return the seconds the slowest replica waited for weights.
 
-        The sum over all generated batches, ReMax's too, each with its own slowest replica. The time
-        in which the rollout engine wakes is included.
+        Summed over all generated batches including ReMax's, each with its own slowest replica.
+        Includes the rollout engine's wake-up.
         """
         calls = [batch.generated for batch in self._all_batches()]
         return sum(max(float(report.sync_s) for report in call.result()) for call in calls)
@@ -132,9 +134,9 @@ class Collected:
 
 
 class Collector:
-    """Generate and score the samples of each iteration.
+    """Generates and scores each iteration's samples.
 
-    With `algorithm.filter_groups` more batches are drawn until enough prompts have responses with
+    With `algorithm.filter_groups` it draws more batches until enough prompts have responses with
     different scores.
     """
 
@@ -145,9 +147,9 @@ class Collector:
         self.group_size = config.actor_rollout.n_samples_per_prompt
 
     def collect(self) -> Collected:
-        """Draw prompts, start to generate and score responses; return references to the samples.
+        """Draw prompts, start generation and scoring; return references to the samples.
 
-        Also starts the greedy responses of ReMax. Waits for scores only with `filter_groups`.
+        Also starts ReMax's greedy responses. Waits for scores only with `filter_groups`.
         """
         if self.algorithm.filter_groups:
             found = self._collect_differing_groups()
@@ -160,9 +162,9 @@ class Collector:
         return self._add_greedy(found) if self.algorithm.estimator.reads_greedy else found
 
     def metrics(self, found: Collected) -> dict[str, float]:
-        """Return `rollout/gen_batches` and `rollout/alike_groups`; {} without `filter_groups`.
+        """Return the number of generated batches, and of prompts kept with all scores equal.
 
-        The number of generated batches, and of prompts kept although their scores are all equal.
+        As `rollout/gen_batches` and `rollout/alike_groups`; {} without `filter_groups`.
         """
         if not self.algorithm.filter_groups:
             return {}
@@ -172,17 +174,16 @@ class Collector:
         }
 
     def _score(self, prompts: Prompts, generated: Pending) -> Batch:
-        """Start to score responses that are being generated."""
         return Batch(prompts, generated, self.reward.score(generated.rows()))
 
     def _collect_differing_groups(self) -> Collected:
         """Generate batches until enough prompts have responses with different scores, as in DAPO.
 
         arXiv:2503.14476, section 3.2. Prompts whose responses all score the same are dropped, but
-        fill the batch where `max_num_gen_batches` batches are not enough. Scores are compared after
+        fill the batch if `max_num_gen_batches` batches are not enough. Scores are compared after
         shaping; penalties (missing EOS, length, KL) do not count, because any two responses differ
-        in them, and neither do responses that could not be scored. Prompts beyond the batch are
-        dropped too; kept ones stay in the order drawn. Waits for the scores.
+        in them, nor do unscored responses. Prompts beyond the batch are dropped too; kept ones stay
+        in draw order. Waits for the scores.
         """
         wanted, size = self.config.training.global_batch_size, self.group_size
         batches: list[Batch] = []
@@ -205,9 +206,9 @@ class Collector:
         return Collected(rollouts, scores, batches, kept, missing)
 
     def _add_greedy(self, found: Collected) -> Collected:
-        """Start a greedy response per kept prompt and its scoring; return `found` with them added.
+        """Start and score a greedy response per kept prompt; return `found` with them added.
 
-        All samples of a prompt refer to the same greedy response.
+        All samples from a prompt share the greedy response.
         """
         size = self.group_size
         prompts = Prompts.concat([batch.prompts for batch in found.batches])

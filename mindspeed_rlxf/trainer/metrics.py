@@ -1,4 +1,4 @@
-"""Metrics of one iteration under their names in metrics.jsonl, with those of ranks and of MFU."""
+"""Iteration metrics under their names in metrics.jsonl, including rank metrics and MFU."""
 
 import math
 import re
@@ -27,9 +27,9 @@ SKIPPED = "skipped_steps"
 
 
 def rollout_metrics(lengths: ResponseLengths) -> dict[str, float]:
-    """Return statistics of lengths in tokens, as `prompt_length/...` and `response_length/...`.
+    """Return length statistics in tokens, as `prompt_length/...` and `response_length/...`.
 
-    `eos_fraction` counts responses that ended with an EOS or a stop string.
+    `eos_fraction` counts responses ended by EOS or a stop string.
     """
     finished = sum(lengths.has_eos) / len(lengths.has_eos)
     p50, p90 = np.quantile(lengths.responses, (0.5, 0.9), method="inverted_cdf")
@@ -44,10 +44,10 @@ def rollout_metrics(lengths: ResponseLengths) -> dict[str, float]:
 
 
 def log_prob_metrics(reports: Sequence[LogProbReport]) -> dict[str, float]:
-    """Return mean and maximum of the gaps between log-probs of training and of generation.
+    """Return mean and maximum gap in nats between training and generation log-probs.
 
-    The keys are `rollout/log_prob_gap_mean` and `_max`; the gaps are in nats. With importance
-    weights also `rollout/is_weight/` mean, max and min.
+    As `rollout/log_prob_gap_mean` and `_max`; with importance weights also the mean, max and min in
+    `rollout/is_weight/`.
     """
     gap = Summary.merge(report.gap for report in reports)
     metrics = {"rollout/log_prob_gap_mean": gap.mean, "rollout/log_prob_gap_max": gap.largest}
@@ -56,10 +56,10 @@ def log_prob_metrics(reports: Sequence[LogProbReport]) -> dict[str, float]:
 
 
 def score_metrics(report: ScoreReport) -> dict[str, float]:
-    """Return the mean of each named part as `reward/<part>`, and counts of failed samples by cause.
+    """Return each score part's mean as `reward/<part>`, and failed samples by cause.
 
-    If functions score, a part's mean is over the samples that have it; else a missing part counts
-    as 0.
+    With reward functions, a part is averaged over the samples having it; otherwise a missing part
+    counts as 0.
     """
     values: dict[str, list[float]] = {}
     for part in report.parts:
@@ -78,12 +78,10 @@ def score_metrics(report: ScoreReport) -> dict[str, float]:
 
 
 def source_metrics(report: ScoreReport, sources: Sequence[str]) -> dict[str, float]:
-    """Return the means `train/<data source>/score` and `train/<data source>/<part>` of samples.
+    """Return the means `train/<data source>/score` and `train/<data source>/<part>`.
 
-    Failed samples are left out; a part's mean is over the samples that have it.
-
-    Args:
-        sources: data source of each sample.
+    Failed samples are left out; a part is averaged over the samples having it. `sources` has each
+    sample's data source.
     """
     values: dict[str, list[float]] = {}
     failures = report.failures or [None] * len(report.scores)
@@ -95,10 +93,10 @@ def source_metrics(report: ScoreReport, sources: Sequence[str]) -> dict[str, flo
 
 
 def group_metrics(report: ScoreReport, group_size: int) -> dict[str, float]:
-    """Return `rollout/equal_score_groups`, the share of prompts whose responses all score the same.
+    """Return `rollout/equal_score_groups`, the fraction of prompts with all scores equal.
 
-    Responses that could not be scored do not count, and neither do prompts with less than two
-    others; {} if no prompt counts.
+    Unscored responses do not count, nor do prompts with fewer than two others; {} if no prompt
+    counts.
     """
     scored = report.is_scored
     counts = [sum(scored[i : i + group_size]) for i in range(0, len(scored), group_size)]
@@ -110,10 +108,10 @@ def group_metrics(report: ScoreReport, group_size: int) -> dict[str, float]:
 
 
 def experience_metrics(reports: Sequence[ExperienceReport], kl_coef: float) -> dict[str, float]:
-    """Return metrics `critic/...` of KL, scores, rewards and advantages, over all ranks.
+    """Return `critic/...` metrics: KL, scores, rewards and advantages, over all ranks.
 
-    KL is left out if the reports have none (no reference, or the update measures it). With a critic
-    also returns, values and the explained variance.
+    KL is missing if the reports have none (no reference, or measured by the update). A critic adds
+    returns, values and the explained variance.
     """
     kl = [value for report in reports for value in report.kl]
     metrics = {"critic/kl": sum(kl) / len(kl)} if kl else {}
@@ -130,11 +128,10 @@ def experience_metrics(reports: Sequence[ExperienceReport], kl_coef: float) -> d
 
 
 def update_metrics(role: str, report: UpdateReport) -> dict[str, float]:
-    """Return the means of a role's metrics over the optimizer steps that were not skipped.
+    """Return a role's mean metrics over the optimizer steps taken; NaN if all were skipped.
 
-    Names get the prefix `role/` unless they have a slash. NaN if all steps were skipped.
-    `role/pg_loss_abs` is the mean of |mini-batch loss|, as the plain mean is near 0 with whitened
-    advantages.
+    Names get the prefix `role/` unless they have a slash. `role/pg_loss_abs` is the mean
+    |mini-batch loss|, because the plain mean is near 0 with whitened advantages.
     """
     taken = [step for step in report.steps if not step.get(SKIPPED)]
 
@@ -159,15 +156,11 @@ def throughput_metrics(
     num_devices: int,
     peak_flops: float | None,
 ) -> dict[str, float]:
-    """Return `throughput/...`: tokens and operations per second, also per device.
+    """Return `throughput/...`: tokens and FLOPs per second, also per device.
 
-    Counts the tokens of all prompts and responses in the reports, also of dropped samples.
-
-    Args:
-        flops: operations of the iteration on all devices.
-        seconds: of the whole iteration.
-        peak_flops: operations per second that one device can do, for `throughput/mfu`; None =
-            unknown.
+    Counts all reported prompts and responses, including dropped samples. `flops` and `seconds`
+    cover the whole iteration on all devices. `peak_flops` is per second and device, for
+    `throughput/mfu`; None = unknown.
     """
     tokens = sum(sum(r.prompt_lengths) + sum(r.response_lengths) for r in reports)
     rate, per_device = tokens / seconds, flops / seconds / num_devices
@@ -188,7 +181,7 @@ Phases = Mapping[str, Sequence[Pending]]
 
 
 def generation_flops(config: RunConfig, generated: Sequence[GenerateReport]) -> float:
-    """Return the floating-point operations that generating the responses needs.
+    """Return the FLOPs needed to generate the responses.
 
     Each response counts with its prompt, although an engine may compute a shared one once.
     """
@@ -199,7 +192,7 @@ def generation_flops(config: RunConfig, generated: Sequence[GenerateReport]) -> 
 
 
 def done_work(phases: Phases) -> Work:
-    """Wait for the calls; return what their training engines computed.
+    """Wait for the calls; return the work done by their training engines.
 
     Model FLOPs (arXiv:2204.02311, appendix B): recomputed activations do not count, and a backward
     pass counts as two forward passes. A Hugging Face classifier does not count.
@@ -223,7 +216,7 @@ PEAK_TFLOPS = {
 
 
 def find_peak(name: str) -> float | None:
-    """Return the peak bf16 FLOP/s of a device; None if no pattern matches its name."""
+    """Return a device's peak bf16 FLOP/s; None if unknown."""
     found = (peak for pattern, peak in PEAK_TFLOPS.items() if re.search(pattern, name.lower()))
     return next((peak * 1e12 for peak in found), None)
 
@@ -231,12 +224,11 @@ def find_peak(name: str) -> float | None:
 def phase_metrics(phases: Phases) -> dict[str, float]:
     """Wait for the calls; return time, memory, skew and slowest rank of each phase.
 
-    `timing/<phase>`: seconds, sum over its calls of the slowest rank's; `memory/<phase>`: GiB,
-    maximum of all ranks.
-    `skew/<phase>`: the slowest rank's time / the mean of all ranks - 1. Ranks that wait for each
-    other in collectives take equally long, so it shows only work outside of collectives.
-    `slowest_rank/<phase>`: its number. Both are of the pool of the phase's last call. A phase with
-    a single rank, or no time, lacks them.
+    `timing/<phase>`: seconds, summed over calls, each by its slowest rank. `memory/<phase>`: GiB,
+    maximum over all ranks. `skew/<phase>`: slowest rank's time / mean over ranks - 1; ranks waiting
+    for each other in collectives take equally long, so it shows only work outside collectives.
+    `slowest_rank/<phase>`: its number. The latter two cover the pool of the phase's last call, and
+    need several ranks and a time above 0.
     """
     metrics = {}
     for name, calls in phases.items():
@@ -256,12 +248,10 @@ def phase_metrics(phases: Phases) -> dict[str, float]:
 
 
 def idle_metrics(phases: Phases, sizes: Mapping[str, int], seconds: float) -> dict[str, float]:
-    """Wait for the calls; return `idle/<pool>`: share of the iteration in which ranks ran none.
+    """Wait for the calls; return `idle/<pool>`: fraction of the iteration its ranks were idle.
 
-    The mean of the pool's ranks, limited to 0 to 1; 1 for a pool without calls. Other calls than
-    those of `phases`, such as the transfer of weights, count as idle.
-    sizes:   pool -> number of ranks
-    seconds: of the iteration
+    Averaged over the pool's ranks (`sizes`), clamped to [0, 1]; 1 for a pool without calls. Calls
+    outside `phases`, such as weight transfer, count as idle. `seconds` is the iteration's length.
     """
     busy: dict[str, float] = dict.fromkeys(sizes, 0.0)
     for call in (call for calls in phases.values() for call in calls):

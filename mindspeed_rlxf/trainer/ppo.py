@@ -1,4 +1,4 @@
-"""The training loop of PPO and of the algorithms without a critic."""
+"""Training loop of PPO and the critic-free algorithms."""
 
 import time
 from typing import Any
@@ -23,7 +23,7 @@ from mindspeed_rlxf.trainer.validation import Validator
 
 
 class PpoTrainer:
-    """The training loop, run by the driver, which has references to rows and no tensors."""
+    """The training loop, run by the driver, with references to rows and no tensors."""
 
     def __init__(
         self,
@@ -57,9 +57,9 @@ class PpoTrainer:
 
         With `validation.before` a run at iteration 0 validates first. An iteration: weights ->
         generate, score -> log-probs, values -> experience -> updates; the actor's only after the
-        warm-up iterations. Experience is made on the ranks of the critic, or of the actor without
-        one. Raises Stopped or StoppedByRule, after saving, when the run has to end
-        earlier; WorkerError, RuntimeTimeout and RewardsFailed, without saving.
+        warm-up iterations. Experience is made on the critic's ranks, or the actor's without a
+        critic. Raises Stopped or StoppedByRule, after saving, when the run has to end earlier;
+        WorkerError, RuntimeTimeout and RewardsFailed, without saving.
         """
         if self.config.validation.before and self.iteration == 0:
             self.validator.validate(self.iteration, version=0, own_line=True)
@@ -137,17 +137,15 @@ class PpoTrainer:
         phases: dict[str, list[Pending]],
         all_s: float,
     ) -> None:
-        """Write the iteration's metrics, samples and prompts; validate and save where due.
+        """Write the iteration's metrics, samples and prompts; validate and save when due.
 
-        Args:
-            measured: metrics so far; others are added in place.
-            phases: name -> calls of the iteration.
-            all_s: seconds of the iteration (`timing/all`).
+        Adds metrics to `measured`. `phases` has the iteration's calls by name, `all_s` its seconds.
 
         Raises:
-            Stopped, StoppedByRule: after saving, if the run has to end here (`StopRequest`); never
-                in the last iteration.
-            LockLost: before anything is written.
+            Stopped: After saving, if the run has to end here (`StopRequest`); never in the last
+                iteration.
+            StoppedByRule: Likewise, by `logging.stop_on`.
+            LockLost: Before anything is written.
         """
         lock.require(self.checkpoints.directory.path)  # first of all: the rest writes files there
         driver = {"iteration": (time.time() - all_s, all_s)}
@@ -209,7 +207,7 @@ class PpoTrainer:
         return self.config.actor_rollout.max_new_tokens
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of iteration, KL coefficient and prompts, for a checkpoint (JSON)."""
+        """Return iteration, KL coefficient and prompt position, for a checkpoint (JSON)."""
         return {
             "iteration": self.iteration,
             "kl": {"value": self.kl.value},
@@ -217,6 +215,7 @@ class PpoTrainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the result of `state_dict`."""
         self.iteration = state["iteration"]
         self.kl.value = float(state["kl"]["value"])
         self.prompts.load_state_dict(state["prompts"])

@@ -1,4 +1,4 @@
-"""Check files, data and weights of a run before a worker starts; needs no device."""
+"""Check a run's files, data and weights before a worker starts; needs no device."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -48,7 +48,7 @@ UNNAMED = "unnamed"  # data source of rows without one that a model scores
 
 @dataclass
 class Prepared:
-    """Inputs of a run that the driver has read and checked before the start."""
+    """Inputs read and checked by the driver before the start."""
 
     tokenizer: Any = None
     eos_token_ids: tuple[int, ...] = ()
@@ -60,13 +60,11 @@ class Prepared:
 
 
 def prepare(config: RunConfig) -> Prepared:
-    """Load tokenizer, prompts and fixed responses; check all files that the run reads or writes.
+    """Load tokenizer, prompts and fixed responses; check all files the run reads or writes.
 
-    Writes nothing but temporary files for the prompts (`PromptStore`); may run a program in the
-    sandbox.
-
-    Raises:
-        UserError: with all problems; those found before the tokenizer if it cannot be loaded.
+    Writes nothing but temporary prompt files (`PromptStore`); may run a program in the sandbox.
+    Raises UserError with all problems; only those found before the tokenizer if it cannot be
+    loaded.
     """
     directory, data = RunDirectory.choose(config), config.data
     problems = [*RunDirectory.check(config), *check_resume(config, directory)]
@@ -135,7 +133,6 @@ def _open_weights(section: RoleConfig) -> StoredWeights:
 
 
 def _attempt(problems: list[Problem], action: Callable[[], T]) -> T | None:
-    """Return the result of `action`; on a UserError add its problems to `problems`, return None."""
     try:
         return action()
     except UserError as error:
@@ -144,7 +141,6 @@ def _attempt(problems: list[Problem], action: Callable[[], T]) -> T | None:
 
 
 def _check_engine(config: RunConfig) -> list[Problem]:
-    """Return a problem if the rollout engine is unknown, or cannot run in a disaggregated pool."""
     key, name, known = "rollout.engine", config.rollout.engine, [NATIVE, *ENGINES]
     if name not in known:
         remedy = f"use {closest(name, known) or NATIVE}, or add its file to training.plugins"
@@ -162,10 +158,9 @@ def _load_prompts(
     prefixes: tuple[str, ...],
     problems: list[Problem],
 ) -> IndexedPrompts:
-    """Load the prompts of the indexed data sets `prefixes` if there are any, else of `files`.
+    """Load the prompts in the indexed data sets `prefixes` if there are any, else in `files`.
 
-    Only indexed data sets have stop tokens. Errors are added to `problems`; the result is empty
-    then.
+    Only indexed data sets have stop tokens. Errors are added to `problems`, with an empty result.
     """
     data = config.data
     if config.reward.kind is not RewardKind.RULE and data.default_data_source is None:
@@ -178,7 +173,7 @@ def _load_prompts(
 
 
 def check_weights(config: RunConfig, role: Role) -> list[Problem]:
-    """Return problems of a role's `load` folder: not set, missing, damaged, of another model.
+    """Return problems in a role's `load` folder: not set, missing, damaged, another model.
 
     Reads headers only. Tensor shapes are compared if config.json agrees with the model YAML. A
     critic's folder may lack the score head.
@@ -217,9 +212,9 @@ def check_weights(config: RunConfig, role: Role) -> list[Problem]:
 
 
 def _load_fixed_responses(config: RunConfig, prepared: Prepared) -> FixedResponses | None:
-    """Load the fixed responses, if any, and draw all prompts of the run to compare them.
+    """Load the fixed responses, if any, and compare them with all prompts the run will draw.
 
-    Raises UserError if the file lacks samples of the run, or answers other prompts.
+    Raises UserError if the file lacks samples, or answers other prompts.
     """
     actor, training = config.actor_rollout, config.training
     if actor.fixed_responses is None:
@@ -240,10 +235,10 @@ def _load_fixed_responses(config: RunConfig, prepared: Prepared) -> FixedRespons
 
 
 def _check_rewards(config: RunConfig, prepared: Prepared) -> list[Problem]:
-    """Return problems of the reward rules and functions, alone and with the prompts they score.
+    """Return problems with the reward rules and functions, alone and with the prompts they score.
 
-    Stops at the first kind that has any: rules and the sandbox, the functions, the prompts. Sets
-    `scores_in_processes` of `prepared`. May run a program in the sandbox.
+    Stops at the first kind with any: rules and the sandbox, functions, prompts. Sets
+    `scores_in_processes` in `prepared`. May run a program in the sandbox.
     """
     try:
         manager = RewardManager(dict(config.reward.rules), config.verifiers)
@@ -284,7 +279,7 @@ def _check_rewards(config: RunConfig, prepared: Prepared) -> list[Problem]:
 
 
 def _check_best_metric(config: RunConfig, prepared: Prepared) -> list[Problem]:
-    """Return a problem if `best_metric` names a data source that no validation prompt has."""
+    """Return a problem if `best_metric` names a data source without validation prompts."""
     metric = config.validation.best_metric
     source = metric.removeprefix("val/").rpartition("/")[0]
     known = list(dict.fromkeys(prompt.data_source for prompt in prepared.val_prompts))

@@ -1,4 +1,4 @@
-"""Hand out the training prompts of each iteration."""
+"""Hand out each iteration's training prompts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mindspeed_rlxf.data.sampler import (
 
 
 class PromptSource:
-    """Draws training prompts in sampled order, and numbers every sample of the run."""
+    """Draws training prompts in sampled order, and numbers every sample in the run."""
 
     def __init__(
         self,
@@ -30,9 +30,8 @@ class PromptSource:
     ) -> None:
         """Start with sample id 0 and no batch drawn.
 
-        Args:
-            sampler: draws indices of `prompts`; it is advanced.
-            fixed: responses to use instead of generating them; None = generate.
+        Advances `sampler`, which draws indices into `prompts`. `fixed` responses replace
+        generation.
         """
         self.prompts, self.sampler, self.fixed = prompts, sampler, fixed
         self.n_samples_per_prompt = n_samples_per_prompt
@@ -45,7 +44,7 @@ class PromptSource:
     def from_config(
         cls, config: RunConfig, prompts: Sequence[Prompt], fixed: FixedResponses | None = None
     ) -> PromptSource:
-        """Return the source of a run, at its first batch; several data sets are drawn by weight."""
+        """Return a run's source, at its first batch; several data sets are drawn by weight."""
         training, data = config.training, config.data
         sizes = prompts.sizes if isinstance(prompts, PromptStore) else (len(prompts),)
         batch = training.global_batch_size
@@ -55,8 +54,8 @@ class PromptSource:
     def next_prompts(self) -> Prompts:
         """Return the next global batch: `n_samples_per_prompt` consecutive rows for each prompt.
 
-        Takes a batch that `read_ahead` has drawn, if there is one. Numbers the samples, and adds
-        the prompts to those that `pop_consumed` returns.
+        Takes the batch drawn by `read_ahead`, if any. Numbers the samples, and adds the prompts to
+        the next `pop_consumed`.
         """
         _, indices, prompts = self.read_ahead()
         self._ahead = None
@@ -67,16 +66,16 @@ class PromptSource:
         return batch
 
     def read_ahead(self) -> tuple[dict[str, Any], list[int], list[Prompt]]:
-        """Draw and read the batch that `next_prompts` will return; `state_dict` does not change."""
+        """Draw and read the next batch of `next_prompts`; `state_dict` does not change."""
         if self._ahead is None:
             before, indices = self.sampler.state_dict(), self.sampler.next_batch()
             self._ahead = before, indices, [self.prompts[i] for i in indices]
         return self._ahead
 
     def pop_consumed(self) -> ConsumedPrompts:
-        """Return the prompts that `next_prompts` returned since `pop_consumed` was last called.
+        """Return the prompts returned by `next_prompts` since the last call.
 
-        They are given as indices, with the id of their first sample and the samples per prompt.
+        As indices, with their first sample id and the samples per prompt.
         """
         indices, self._taken = self._taken, []
         first = self._next_sample_id - len(indices) * self.n_samples_per_prompt
@@ -91,6 +90,7 @@ class PromptSource:
         return {"sampler": sampler, "next_sample_id": self._next_sample_id}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the result of `state_dict`."""
         self._ahead = None
         self.sampler.load_state_dict(state["sampler"])
         self._next_sample_id = state["next_sample_id"]
@@ -99,13 +99,10 @@ class PromptSource:
 def as_rows(
     prompts: Sequence[Prompt], first_sample_id: int = 0, fixed: FixedResponses | None = None
 ) -> Prompts:
-    """Return one row per prompt, with sample ids from `first_sample_id` on.
+    """Return one row per prompt, with sample ids starting at `first_sample_id`.
 
-    Args:
-        fixed: responses by sample id, put into the rows; None = empty responses.
-
-    Raises:
-        UserError: A fixed response is to another prompt.
+    Rows get their `fixed` responses, if any, else empty ones. Raises UserError if a fixed response
+    answers another prompt.
     """
     sample_ids = list(range(first_sample_id, first_sample_id + len(prompts)))
     token_ids = [p.token_ids for p in prompts]

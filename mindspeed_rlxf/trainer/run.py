@@ -1,6 +1,6 @@
-"""One run, from a checked configuration to an exit code: devices, roles, trainer, final weights.
+"""A run, from a checked configuration to an exit code: devices, roles, trainer, final weights.
 
-The one place where exceptions become exit codes, reports and failure.json.
+The only place turning exceptions into exit codes, reports and failure.json.
 """
 
 from __future__ import annotations
@@ -48,10 +48,8 @@ logger = logging.getLogger(__name__)
 def run(config: RunConfig, prepared: Prepared) -> int:
     """Train, or with `validation.only` validate; return the exit code (see `Ending`).
 
-    A run that has all its iterations only says so.
-
-    Raises:
-        UserError: the user's mistake; its exit code is that of the caller.
+    A run with all its iterations only says so. Raises UserError for the user's mistakes; the caller
+    chooses their exit code.
     """
     with Ending(config, prepared) as ending:
         if is_finished(config, directory := RunDirectory.choose(config)):
@@ -75,11 +73,11 @@ def run(config: RunConfig, prepared: Prepared) -> int:
 
 @contextlib.contextmanager
 def open_runtime(config: RunConfig, ending: Ending) -> Iterator[tuple[Runtime, RunDirectory, bool]]:
-    """Create the run directory and a runtime, which ends with the block; yield them.
+    """Create the run directory and a runtime, closed with the block; yield them.
 
-    On Ray the cluster is joined or started here, and left or ended after the block. With a local
-    runtime every process of torchrun calls this. The third value says whether this process writes
-    the files of the run.
+    On Ray this joins or starts the cluster, and leaves or stops it after the block. With a local
+    runtime every torchrun process calls this. The third value says whether this process writes the
+    run's files.
     """
     with contextlib.ExitStack() as opened:
         if config.runtime.kind == "local":
@@ -120,11 +118,9 @@ def training(
 ) -> Iterator[PpoTrainer]:
     """Start the workers, build the roles, and yield a trainer, resumed from the newest checkpoint.
 
-    When the block ends without an error, exports the final weights and marks the run as finished.
-
-    Args:
-        writes: whether this process writes the files of the run.
-        stop: decides after each iteration whether `fit` raises Stopped; None = without time limit.
+    If the block ends without an error, exports the final weights and marks the run finished.
+    `writes`: whether this process writes the run's files. `stop` decides after each iteration
+    whether `fit` raises Stopped; None = no time limit.
     """
     stop = stop or StopRequest(config.training.stop_grace_s)
     roles = build_roles(config, prepared, runtime)
@@ -148,7 +144,7 @@ def training(
 
 
 def report_for_restart(config: RunConfig, directory: RunDirectory) -> None:
-    """Tell the supervisor, if there is one, what it needs to start the run again."""
+    """Tell the supervisor, if there is one, how to restart the run."""
     training = config.training
     supervised.report_facts(
         directory=str(directory.path),
@@ -167,11 +163,10 @@ NAMED = ("role", "rank", "host", "phase", "error", "errno", "cause", "missing", 
 
 
 def report(directory: RunDirectory | None, error: BaseException, stop: StopRequest) -> None:
-    """Print the error to stderr; with `directory` also the folder of the logs, and failure.json.
+    """Print the error to stderr; with `directory` also the log folder, and write failure.json.
 
-    Args:
-        directory: None on the later ranks of torchrun, and before the run has one.
-        stop: knows the iterations in progress and saved.
+    `directory` is None on later torchrun ranks, and before the run has one. `stop` knows the
+    iterations in progress and saved.
     """
     is_whole = isinstance(error, (WorkerError, RuntimeTimeout, StoppedByRule))
     text = str(error) if is_whole else f"driver: {type(error).__name__}: {error}"
@@ -202,11 +197,12 @@ def report(directory: RunDirectory | None, error: BaseException, stop: StopReque
 
 
 class Ending:
-    """Context of a run; afterwards `exit_code` is the run's. Only a UserError is raised again.
+    """Context of a run, leaving its exit code in `exit_code`. Only UserError is raised again.
 
-    0 = the block ended; 75 = stopped, or what it needs is not there now: the same command goes on;
-    1 = failed, with failure.json. In the block signals are handled by `stop`. After it the run
-    directory is unlocked, and has report.html unless the run was stopped or the user was wrong.
+    0 = the block ended; 75 = stopped, or something it needs is missing now: the same command
+    continues; 1 = failed, with failure.json. Inside the block `stop` handles signals. Afterwards
+    the run directory is unlocked, and has report.html unless the run was stopped or the user was
+    wrong.
     """
 
     def __init__(self, config: RunConfig, prepared: Prepared) -> None:
@@ -226,9 +222,9 @@ class Ending:
         return self
 
     def begin(self, directory: RunDirectory) -> None:
-        """Use this run directory, which the process has locked, and print it with the notices.
+        """Use this run directory, locked by the process, and print it with the notices.
 
-        Moves failure.json of an earlier attempt to failures.jsonl, and logs to driver.log.
+        Moves an earlier attempt's failure.json to failures.jsonl, and logs to driver.log.
         """
         self._directory = directory
         if directory.failure.exists():
@@ -254,7 +250,7 @@ class Ending:
         return handled
 
     def _end(self, error: BaseException | None) -> bool:
-        """Say how the run ended and set the exit code; return False where the error goes on."""
+        """Print how the run ended and set the exit code; return False to raise the error again."""
         if self._directory and isinstance(error, (UserError, DevicesMissing)):
             self._directory.release()
         match error:
@@ -290,7 +286,7 @@ class Ending:
 
 
 def _write_report(directory: RunDirectory, prepared: Prepared) -> None:
-    """Write report.html if an iteration has ended; an error is a warning: the run is over."""
+    """Write report.html if an iteration has ended; an error is a warning, as the run is over."""
     try:
         if not find_problem(directory.path):
             write_report([directory.path], directory.report, tokenizer=prepared.tokenizer)
@@ -301,9 +297,9 @@ def _write_report(directory: RunDirectory, prepared: Prepared) -> None:
 
 
 def _log_to_file(directory: RunDirectory) -> None:
-    """From now on append log records of the package, from INFO on, to driver.log.
+    """Append the package's log records, from INFO on, to driver.log until the process ends.
 
-    Those of `cluster` are also printed to stdout. The file stays open until the process ends.
+    Also prints those from `cluster` to stdout.
     """
     handler = logging.FileHandler(directory.logs / "driver.log", encoding="utf-8")
     handler.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(name)s: %(message)s"))

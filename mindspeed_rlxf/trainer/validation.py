@@ -28,13 +28,14 @@ ACCURACY = ("accuracy", "acc", "base_acc")
 
 @dataclass(frozen=True)
 class Scored:
-    """One scored response.
+    """A scored response.
 
     Attributes:
-        length: in tokens.
-        parts: named parts of the score.
-        answer: extracted answer; None if there is none, or answers are not extracted.
-        is_scored: False = it could not be scored, for a cause that is not the response's.
+        score: Score.
+        length: In tokens.
+        parts: Named parts of the score.
+        answer: Extracted answer, if any.
+        is_scored: False if it could not be scored, for a cause outside the response.
     """
 
     score: float
@@ -44,12 +45,9 @@ class Scored:
     is_scored: bool = True
 
     def is_right(self, pass_score: float | None) -> bool:
-        """Return whether the response counts as right: score >= pass_score.
+        """Return whether the response is right: score >= pass_score; NaN never is.
 
-        NaN is never right.
-
-        Args:
-            pass_score: None = whether the accuracy part, or without one the score, is above 0.
+        With `pass_score` None: whether the accuracy part, or without one the score, is above 0.
         """
         if pass_score is not None:
             return self.score >= pass_score
@@ -60,7 +58,7 @@ class Scored:
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
     """Return 1 - C(n - c, k) / C(n, k): the chance that k of n responses include a right one.
 
-    n = num_samples, c = num_right, k: 1 to n. Unbiased estimator of arXiv:2107.03374, equation 1.
+    n = num_samples, c = num_right, k: 1 to n. Unbiased estimator from arXiv:2107.03374, equation 1.
     """
     return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
@@ -68,8 +66,8 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 def best_at_k(scores: Sequence[float], k: int) -> float:
     """Return the expected maximum of k of the n scores, drawn without replacement; k: 1 to n.
 
-    The score of rank i (from 0, ascending) is the largest of C(i, k - 1) of the C(n, k) choices.
-    NaN where a score is NaN.
+    The score ranked i (from 0, ascending) is the largest in C(i, k - 1) of the C(n, k) choices. NaN
+    if any score is NaN.
     """
     if any(math.isnan(score) for score in scores):
         return math.nan
@@ -80,9 +78,9 @@ def best_at_k(scores: Sequence[float], k: int) -> float:
 def majority_score(answers: Sequence[str | None], scores: Sequence[float]) -> float:
     """Return the mean score of the responses with the most frequent answer.
 
-    The vote of self-consistency (arXiv:2203.11171, section 2). Responses with answer None do not
-    vote; if all are None, return the mean of all scores. For several most frequent answers, return
-    the mean of their mean scores.
+    Self-consistency vote (arXiv:2203.11171, section 2). Responses without an answer do not vote; if
+    there is no answer at all, return the mean of all scores. On a tie, return the mean over the
+    tied answers' mean scores.
     """
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:
@@ -100,13 +98,14 @@ def measure(
 ) -> dict[str, float]:
     """Return metrics `val/<data source>/<name>`.
 
-    `score`, `response_length` and the parts are means over responses that have them. The other
+    `score`, `response_length` and the parts are means over the responses having them. The other
     names (mean@N, best@K, pass@K, maj@N), if in `ValidationConfig.metrics`, are means over prompts.
-    Responses that could not be scored are left out, and so is a prompt with less than K others.
+    Unscored responses are left out, and so are prompts with fewer than K others.
 
     Args:
-        groups: the responses to each prompt.
-        data_sources: of each prompt.
+        groups: The responses to each prompt.
+        data_sources: Each prompt's data source.
+        config: Validation settings.
     """
     values: dict[str, list[float]] = defaultdict(list)
     for group, source in zip(groups, data_sources, strict=True):
@@ -121,9 +120,9 @@ def measure(
 
 
 def _measure_prompt(group: Sequence[Scored], n: int, config: ValidationConfig) -> dict[str, float]:
-    """Return mean@N, best@K, pass@K and maj@N of one prompt, those in `config.metrics`.
+    """Return one prompt's mean@N, best@K, pass@K and maj@N, those in `config.metrics`.
 
-    group: its scored responses, N unless some could not be scored; {} for none
+    `group` has its scored responses: N unless some could not be scored; {} for none.
     """
     if not group:
         return {}
@@ -140,7 +139,7 @@ class Validator:
     """Generates and scores responses to all validation prompts.
 
     Sample ids are the same in each validation: response i to prompt p, both counted from 0, is
-    sample p * n_samples + i. With the seed they determine sampled tokens, so that two validations
+    sample p * n_samples + i. With the seed they determine the sampled tokens, so two validations
     differ only by their weights.
     """
 
@@ -161,18 +160,18 @@ class Validator:
     def validate(self, iteration: int, version: int, own_line: bool = False) -> dict[str, float]:
         """Generate and score responses to the validation prompts; return and print the metrics.
 
-        {} without validation prompts, and nothing is printed. The rollout ranks get the actor's
-        weights first. Samples are written to the run directory. Names are `val/<data
-        source>/<metric>` (`measure`) and `timing/val`, seconds of generation and scoring.
+        Names are `val/<data source>/<metric>` (`measure`) and `timing/val`, seconds for generation
+        and scoring; {} without validation prompts. The rollout ranks get the actor's weights first.
+        Samples are written to the run directory.
 
         Args:
-            iteration: number of finished iterations.
-            version: number of updates in the actor's weights.
-            own_line: also write the metrics to metrics.jsonl, as a separate line, and to the
-                trackers; False = the caller writes them.
+            iteration: Iterations done.
+            version: Updates in the actor's weights.
+            own_line: Also write the metrics to metrics.jsonl, as a separate line, and to trackers;
+                False = the caller writes them.
 
         Raises:
-            RewardsFailed: functions score, and too many samples failed.
+            RewardsFailed: Functions score, and too many samples failed.
         """
         if not self.prompts.num_rows:
             return {}
@@ -223,15 +222,9 @@ def validate_only(
 ) -> int:
     """Start the workers, validate the newest undamaged checkpoint, and return its iteration.
 
-    Without a checkpoint, or with training.new_run, validates the weights of `load`, and returns 0.
-
-    Args:
-        directory: folder to write metrics and samples to. The run's own folder is only read, so it
-            may be in use.
-        writes: whether this process writes files and prints the metrics.
-
-    Raises:
-        UserError: there are checkpoints and all are damaged.
+    Without a checkpoint, or with training.new_run, validates the weights in `load`, and returns 0.
+    Metrics and samples go to `directory` if this process `writes`; the run's own folder is only
+    read, so it may be in use. Raises UserError if all checkpoints are damaged.
     """
     roles = build_roles(config, prepared, runtime)
     recorder = Recorder(config, directory, prepared.tokenizer, writes)
