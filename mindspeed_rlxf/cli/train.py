@@ -54,21 +54,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if config.dry_run:
             return _dry_run(config, NESTED_ROLES in tree)
         with open_console(config.logging.console):
-            return _train(config)
+            with phase("loading libraries", prints=False):
+                from mindspeed_rlxf.trainer.preflight import prepare
+            with phase("reading tokenizer, prompts and headers of weights", prints=False):
+                prepared = prepare(config)
+            with phase("loading libraries", prints=False):
+                from mindspeed_rlxf.trainer.run import run
+            return run(config, prepared)
     except StorageUnreadable as error:
         print(f"stopped: {error}; run the same command again", file=sys.stderr, flush=True)
         return EXIT_STOPPED
-
-
-def _train(config: RunConfig) -> int:
-    with phase("loading libraries", prints=False):
-        from mindspeed_rlxf.trainer.preflight import prepare
-    with phase("reading tokenizer, prompts and headers of weights", prints=False):
-        prepared = prepare(config)
-    with phase("loading libraries", prints=False):
-        from mindspeed_rlxf.trainer.run import run
-
-    return run(config, prepared)
 
 
 def _dry_run(config: RunConfig, nested: bool) -> int:
@@ -77,7 +72,7 @@ def _dry_run(config: RunConfig, nested: bool) -> int:
 
     nested: the YAML has actor and reference under one key
     """
-    from mindspeed_rlxf.config.rules.this_host import check_host
+    from mindspeed_rlxf.config.section_rules import check_host
     from mindspeed_rlxf.ops.planning.plan import plan
     from mindspeed_rlxf.trainer.preflight import prepare
 

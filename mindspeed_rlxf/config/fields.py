@@ -24,12 +24,10 @@ Strings: TypeAlias = Annotated[tuple[str, ...], Strict(False)]
 Integers: TypeAlias = Annotated[tuple[int, ...], Strict(False)]
 
 
-def _absolute(path: str) -> str:
-    return os.path.abspath(os.path.expanduser(path))
-
-
 # Paths become absolute, because workers run in other working directories.
-FilePath: TypeAlias = Annotated[str, AfterValidator(_absolute)]
+FilePath: TypeAlias = Annotated[
+    str, AfterValidator(lambda path: os.path.abspath(os.path.expanduser(path)))
+]
 FilePaths: TypeAlias = Annotated[tuple[FilePath, ...], Strict(False)]
 
 

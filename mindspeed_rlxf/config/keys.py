@@ -153,9 +153,7 @@ def find_field(path: Sequence[str]) -> FieldInfo | None:
     field, place = RunConfig.model_fields.get(path[0]), path[0]
     for name in path[1:]:
         keys = keys_of(place)
-        if place == "resource_pool" and name not in keys:
-            break
-        if keys:
+        if keys and (place != "resource_pool" or name in keys):
             field = keys.get(name)
         place += f".{name}"
     return field

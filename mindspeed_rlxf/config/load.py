@@ -56,8 +56,6 @@ from mindspeed_rlxf.config.problems import (
     use,
 )
 from mindspeed_rlxf.config.ray_cluster import choose_cluster
-from mindspeed_rlxf.config.rules.between_sections import check_sections
-from mindspeed_rlxf.config.rules.this_host import check_host
 from mindspeed_rlxf.config.schema import (
     ArchitectureConfig,
     DeviceConfig,
@@ -66,6 +64,7 @@ from mindspeed_rlxf.config.schema import (
     RunConfig,
     TrainingConfig,
 )
+from mindspeed_rlxf.config.section_rules import check_host, check_sections
 from mindspeed_rlxf.config.unused import note_unused
 
 AUTO = "auto"

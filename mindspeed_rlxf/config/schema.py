@@ -129,10 +129,6 @@ class RunConfig(Section):
         return bool(address)
 
     @property
-    def has_pools_of_several_nodes(self) -> bool:
-        return any(len(nodes) > 1 for nodes in self.resource_pool.values())
-
-    @property
     def reads_reference(self) -> bool:
         """Whether a reward or a loss reads the reference's log-probs."""
         return self.compares_pairs or self.algorithm.kl_ctrl.kl_coef > 0

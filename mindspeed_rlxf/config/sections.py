@@ -370,9 +370,7 @@ class PoolSettings(Section):
     bad_nodes: Literal["refuse", "exclude"] = free(
         "refuse", "nodes that do not answer, or differ from the driver's", used_if="joins_cluster"
     )
-    tensor_parallel_spans_nodes: bool = reshard(
-        False, "allow tensor parallel over nodes (slow)", used_if="has_pools_of_several_nodes"
-    )
+    tensor_parallel_spans_nodes: bool = reshard(False, "allow tensor parallel over nodes (slow)")
 
     @field_validator("env", mode="before")
     @classmethod

@@ -30,7 +30,6 @@ TEXTS = {
     "generates": "generated responses (actor_rollout.fixed_responses)",
     "!reads_reference": "a run in which neither reward nor loss reads the reference",
     "saves_during_training": "a save before the last iteration",
-    "has_pools_of_several_nodes": "pools of several nodes",
     "reads_reward_rules": "a rule that scores in training or validation",
     "runs_code": "functions beside the reward model",
     "parts": "reward.functions",

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.config.ray_cluster import LOCAL
-from mindspeed_rlxf.config.rules.this_host import GIB, joined_address
+from mindspeed_rlxf.config.ray_cluster import LOCAL, choose_cluster
 from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.config.section_rules import GIB
 from mindspeed_rlxf.ops.sizes import existing_folder
 
 
@@ -18,7 +18,7 @@ def look_once(config: RunConfig) -> RunConfig:
     over TCP.
     """
     if config.runtime.kind == "ray":
-        address = {"address": joined_address(config) or LOCAL}
+        address = {"address": choose_cluster(config.runtime.address).address or LOCAL}
         config = config.model_copy(update={"runtime": config.runtime.model_copy(update=address)})
     if (memory := device_memory(config)) is not None:
         size = {"memory_gib": memory / GIB}
@@ -28,7 +28,8 @@ def look_once(config: RunConfig) -> RunConfig:
 
 def is_joined(config: RunConfig) -> bool:
     """Return whether the run joins a Ray cluster, whose hosts cannot be looked at here."""
-    return config.runtime.kind == "ray" and joined_address(config) is not None
+    address = choose_cluster(config.runtime.address).address
+    return config.runtime.kind == "ray" and address is not None
 
 
 def on_cpu(config: RunConfig) -> bool:

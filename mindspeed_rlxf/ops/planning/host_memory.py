@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from mindspeed_rlxf.config.enums import Role
-from mindspeed_rlxf.config.rules.this_host import PROCESS_BYTES
 from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.config.section_rules import PROCESS_BYTES
 from mindspeed_rlxf.models.parameter_counts import HEADS, model_numbers
 from mindspeed_rlxf.ops.planning.available import is_joined, on_cpu
 from mindspeed_rlxf.ops.planning.memory import PoolMemory, has_model

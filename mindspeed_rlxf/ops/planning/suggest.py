@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from mindspeed_rlxf.config.enums import Recompute
 from mindspeed_rlxf.config.problems import format_value
-from mindspeed_rlxf.config.rules.between_sections import check_sections
 from mindspeed_rlxf.config.schema import LearningConfig, RunConfig
+from mindspeed_rlxf.config.section_rules import check_sections
 from mindspeed_rlxf.ops.planning import available
 from mindspeed_rlxf.ops.planning.host_memory import host_memory_needed
 from mindspeed_rlxf.ops.planning.memory import cache_rows, has_model, pool_memories

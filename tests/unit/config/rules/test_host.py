@@ -6,7 +6,7 @@ import pytest
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config import packages
-from mindspeed_rlxf.config.rules import this_host
+from mindspeed_rlxf.config.section_rules import GIB
 
 Problems = Callable[..., list[str]]
 
@@ -54,9 +54,9 @@ def test_a_megatron_core_that_shares_no_group_is_named(
 def test_cpu_processes_must_fit_in_memory(
     problems: Problems, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device, "host_memory", lambda: 4 * this_host.GIB)
+    monkeypatch.setattr(device, "host_memory", lambda: 4 * GIB)
     assert problems() == []  # 8 x 0.5 GiB
-    monkeypatch.setattr(device, "host_memory", lambda: 3 * this_host.GIB)
+    monkeypatch.setattr(device, "host_memory", lambda: 3 * GIB)
     (problem,) = problems()
     assert problem.startswith("resource_pool (main=8) needs 8 processes of 0.5 GiB")
 

@@ -10,6 +10,7 @@ import pytest
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.load import resolve
+from mindspeed_rlxf.config.ray_cluster import Cluster
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.ops.planning import available
 from mindspeed_rlxf.ops.planning.fit import check_fit
@@ -95,7 +96,7 @@ def test_the_tool_of_the_driver_runs_once_for_a_plan(
         return GIB // 4
 
     monkeypatch.setattr(device, "smallest_device_memory", measure)
-    monkeypatch.setattr(available, "joined_address", lambda _: None)
+    monkeypatch.setattr(available, "choose_cluster", lambda _: Cluster(None, ""))
     run = config({**JOINED, "device.kind": "npu"})
     for times in (1, 2):
         assert any("a device needs" in each.rule for each in plan(run).problems)

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from mindspeed_rlxf.config.load import resolve
-from mindspeed_rlxf.config.rules.this_host import PROCESS_BYTES
+from mindspeed_rlxf.config.section_rules import PROCESS_BYTES
 from mindspeed_rlxf.models.parameter_counts import model_numbers
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.ops.planning.host_memory import (

@@ -10,8 +10,8 @@ from mindspeed_rlxf import device
 from mindspeed_rlxf.config import generation_memory
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.load import resolve
-from mindspeed_rlxf.config.rules.this_host import GIB
 from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.config.section_rules import GIB
 from mindspeed_rlxf.ops.planning.memory import (
     cache_rows,
     pool_memories,
