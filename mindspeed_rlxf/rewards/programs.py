@@ -5,11 +5,12 @@ The ground truth is JSON, as in data sets of programming tasks that other toolki
     {"assert_case": ["assert add(1, 2) == 3", ...]}       statements that run after the program
 """
 
-import json
 import secrets
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
+
+from pydantic import BaseModel, ValidationError
 
 from mindspeed_rlxf.config.reward_section import SandboxConfig
 from mindspeed_rlxf.rewards.rules import RewardResult, register_rule
@@ -87,29 +88,35 @@ def find_program(response: str) -> str | None:
     return None if program is None else "\n".join(program)
 
 
+class _TestCases(BaseModel):
+    fn_name: Literal["", None] = None  # such cases have to be written as assert_case
+    inputs: list[str | list[str]] = []
+    outputs: list[str | list[str]] = []
+    assert_case: list[str | list[str]] = []
+
+
 def read_cases(ground_truth: str) -> list[Case]:
     """Read test cases, at least one, from a ground truth; raise ValueError if it has none."""
     try:
-        cases = json.loads(ground_truth)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"test cases must be JSON: {error}") from error
-    if not isinstance(cases, dict):
-        raise ValueError(f"test cases must be a JSON object, not {type(cases).__name__}")
-    if cases.get("fn_name"):
-        raise ValueError("test cases that call fn_name must be written as assert_case")
-    if (assertions := cases.get("assert_case")) is not None:
-        # A case passes if a random word is printed last, after the statement. A program cannot
-        # guess the word, but it can read it from standard input.
-        words = [(_join_lines(each), secrets.token_hex(16)) for each in _filled_list(assertions)]
-        return [
-            Case(_ASSERTIONS, f"{statement}\nprint('\\n' + {word!r})\n", word, ends=True)
-            for statement, word in words
-        ]
-    inputs = _filled_list(cases.get("inputs"))
-    outputs = _filled_list(cases.get("outputs"))
-    if len(inputs) != len(outputs):
-        raise ValueError(f"{len(inputs)} inputs must have as many outputs, not {len(outputs)}")
-    return [Case("", _join_lines(i), _join_lines(o)) for i, o in zip(inputs, outputs, strict=True)]
+        cases = _TestCases.model_validate_json(ground_truth)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = " ".join(map(str, ["test cases", *first["loc"][:1]]))
+        raise ValueError(f"{key}: {first['msg']}") from None
+    inputs, outputs, assertions = (
+        ["\n".join([each] if isinstance(each, str) else each) for each in lines]
+        for lines in (cases.inputs, cases.outputs, cases.assert_case)
+    )
+    if len(inputs) != len(outputs) or not (inputs or assertions):
+        rule = "test cases must be assert_case, or inputs and as many outputs"
+        raise ValueError(f"{rule}, not {len(inputs)} and {len(outputs)}")
+    # An assertion passes if a random word is printed last, after the statement. A program cannot
+    # guess the word, but it can read it from standard input.
+    words = [(statement, secrets.token_hex(16)) for statement in assertions]
+    return [
+        Case(_ASSERTIONS, f"{statement}\nprint('\\n' + {word!r})\n", word, ends=True)
+        for statement, word in words
+    ] or [Case("", given, wanted) for given, wanted in zip(inputs, outputs, strict=True)]
 
 
 @register_rule("code", read_cases)
@@ -127,17 +134,3 @@ def code_all(response: str, ground_truth: str) -> RewardResult:
     """Score as `code`, but 1 if all cases pass, else 0."""
     result = code(response, ground_truth)
     return RewardResult(result.parts["accuracy"], result.parts)
-
-
-def _filled_list(value: Any) -> list[Any]:
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"test cases must be lists that are not empty, not {value!r:.40}")
-    return value
-
-
-def _join_lines(value: Any) -> str:
-    if isinstance(value, list) and all(isinstance(line, str) for line in value):
-        return "\n".join(value)
-    if not isinstance(value, str):
-        raise ValueError(f"inputs, outputs and assertions must be texts, not {value!r:.40}")
-    return value

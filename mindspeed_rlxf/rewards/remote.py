@@ -36,7 +36,7 @@ for handler in (HTTPHandler, HTTPSHandler, HTTPErrorProcessor, HTTPDefaultErrorH
 
 
 class RemoteRewards:
-    """Sends samples to a server in batches, in threads that start with the first sample.
+    """Sends samples to a server in batches, in threads.
 
     The request is {"samples": [{prompt, response, ground_truth, data_source, extra_info}, ...]}.
     The answer is {"scores": [...]}: for each sample, in order, a number, or an object of numbers
@@ -47,14 +47,11 @@ class RemoteRewards:
         self, url: Secret, headers: Mapping[str, Secret], batch_size: int, timeout_s: float
     ) -> None:
         self._queue: _Queue = SimpleQueue()
-        self._threads: list[threading.Thread] = []
-        self._arguments = url, reveal(headers), batch_size, timeout_s, self._queue
+        arguments = url, reveal(headers), batch_size, timeout_s, self._queue
+        for _ in range(CONNECTIONS):
+            threading.Thread(target=_post_tasks, args=arguments, daemon=True).start()
 
     def submit(self, sample: Sample) -> Future[Outcome]:
-        if len(self._threads) < CONNECTIONS:
-            thread = threading.Thread(target=_post_tasks, args=self._arguments, daemon=True)
-            self._threads.append(thread)
-            thread.start()
         future: Future[Outcome] = Future()
         self._queue.put((sample, future))
         return future

@@ -43,7 +43,7 @@ def test_check_finds_sources_without_a_rule_and_ground_truths_without_an_answer(
     ]
     problems = RewardManager({"taco": "code"}).check(prompts)
     arithmetic, gsm8k, unknown, taco = map(str, problems)
-    assert ": test cases must be lists that are not empty, not []; correct the rows" in taco
+    assert "or inputs and as many outputs, not 1 and 0; correct the rows" in taco
     assert unknown.startswith("data source 'math' (1 rows) must have a rule")
     assert arithmetic.startswith("data source 'arithmetic' (2 rows) must have ground truths")
     assert "the first without is prompt 1 ('question 1') with ''" in arithmetic

@@ -58,11 +58,12 @@ def test_lines_of_inputs_are_joined() -> None:
 @pytest.mark.parametrize(
     ("truth", "message"),
     [
-        ("7", "must be a JSON object, not int"),
-        ('{"inputs": ["1"], "outputs": []}', "must be lists that are not empty"),
-        ('{"inputs": ["1", "2"], "outputs": ["1"]}', "2 inputs must have as many outputs, not 1"),
-        ('{"assert_case": "assert 1"}', "must be lists that are not empty, not 'assert 1'"),
-        ('{"fn_name": "f", "inputs": [[1]], "outputs": [1]}', "written as assert_case"),
+        ("7", "should be an object"),
+        ('{"inputs": ["1"], "outputs": []}', "as many outputs, not 1 and 0"),
+        ("{}", "must be assert_case, or inputs"),
+        ('{"assert_case": "assert 1"}', "test cases assert_case: Input should be a valid array"),
+        ('{"fn_name": "f", "inputs": [[1]], "outputs": [1]}', "test cases fn_name: "),
+        ("[" * 100_000, "recursion limit"),
     ],
 )
 def test_a_ground_truth_without_test_cases_is_refused(truth: str, message: str) -> None:

@@ -374,7 +374,7 @@ def test_a_run_with_programs_needs_bubblewrap_unless_it_is_unsafe(
 
 def test_rows_without_test_cases_are_refused(good: Path) -> None:
     cases = write_cases(good, '{"inputs": [""], "outputs": ["3"]}', "3")
-    with pytest.raises(UserError, match=r"test cases must be a JSON object, not int"):
+    with pytest.raises(UserError, match=r"test cases: Input should be an object"):
         prepare(load_config(good, *CODE, cases, "+reward.sandbox.unsafe=true"))
 
 
