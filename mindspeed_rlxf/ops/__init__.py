@@ -1,1 +1,1 @@
-"""Operations beside or before a run: supervisor, plan of a dry run, doctor, checks of `convert`."""
+"""Operations beside or before a run: supervisor, dry-run plan, doctor."""

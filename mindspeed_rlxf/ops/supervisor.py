@@ -1,9 +1,9 @@
-"""Run the training in a child process, and start it again after a failure.
+"""Run training in a child process, and restart it after failures.
 
-The process that the user started stays small. It imports no large package, forwards signals, and
-decides by the exit code and by files of the training process: its facts (`report_facts`),
-failure.json, the pointer to the newest checkpoint. The training process is killed if the supervisor
-ends. A restart runs the same command again, which resumes.
+The user's process stays small: it imports no large package, forwards signals, and decides by the
+exit code and the training process's files: its facts (`report_facts`), failure.json and the newest
+checkpoint's pointer. Training is killed if the supervisor ends. A restart runs the same command,
+which resumes.
 """
 
 import contextlib
@@ -37,13 +37,13 @@ FIRST_PAUSE_S = 5.0  # what the last attempt left is ended meanwhile
 
 
 class Failure(NamedTuple):
-    """A failure of the training.
+    """A training failure.
 
     Attributes:
-        iteration: The failed iteration; None = unknown.
-        cause: Role, phase, class of the error, errno; None = a mistake found by a restart, which
-            equals no other failure.
-        saved: Iteration of the newest checkpoint; 0 = none.
+        iteration: Failed iteration; None = unknown.
+        cause: Role, phase, error class, errno; None = a mistake found by a restart, which equals no
+            other failure.
+        saved: Newest checkpoint's iteration; 0 = none.
     """
 
     iteration: int | None
@@ -52,7 +52,7 @@ class Failure(NamedTuple):
 
 
 class Restarts:
-    """Counts the restarts of one command since its newest checkpoint."""
+    """Counts a command's restarts since its newest checkpoint."""
 
     def __init__(self) -> None:
         self.used = 0  # since the newest checkpoint, or since the first failure
@@ -64,13 +64,17 @@ class Restarts:
         return min(FIRST_PAUSE_S * 2.0 ** (self.used - 1), 300.0)
 
     def decide(self, failure: Failure, allowed: int) -> tuple[bool, str]:
-        """Return whether to start again, and the reason; count the restart if so.
+        """Decide whether to restart, and count it.
 
-        Refuses a failure with the cause and the iteration of the one before it. Counts anew from a
-        newer checkpoint.
+        Refuses a failure with the previous one's cause and iteration. A newer checkpoint resets the
+        count.
 
         Args:
-            allowed: `training.max_restarts`; 0 = never, with "" as the reason.
+            failure: The newest failure.
+            allowed: `training.max_restarts`; 0 = never.
+
+        Returns:
+            Whether to restart, and the reason; "" if restarts are off.
         """
         last = self._last
         if last is not None and failure.saved > last.saved:
@@ -97,12 +101,11 @@ UNSUPERVISED = (
 
 
 def supervise() -> int | None:
-    """Run this process's own command in a child process, with restarts; return the exit code.
+    """Run this process's command in a child process, with restarts; return the exit code.
 
-    Returns None if this process must do the work itself: it is that child, or a rank of torchrun,
-    or its arguments (the YAML is not read) say that it runs in one process (runtime=local), may not
-    restart, or does not train (dry_run, --cfg, --help).
-    The kernel kills the child when its parent ends (Linux).
+    Returns None if this process must do the work itself: it is the child, a torchrun rank, or its
+    arguments (the YAML is not read) ask for one process (runtime=local), no restarts or no training
+    (dry_run, --cfg, --help). The kernel kills the child when its parent ends (Linux).
     """
     if given := read_supervision():
         # Until training watches signals: an end without a traceback.
@@ -119,10 +122,10 @@ def supervise() -> int | None:
 
 
 class Supervisor:
-    """Runs the attempts of one command until it is done, is stopped, or may not restart."""
+    """Runs one command's attempts until it is done, stopped, or may not restart."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        """Keep the command; on a restart, key=value arguments are appended."""
+        """Keep the command, to which a restart appends key=value arguments."""
         self._command, self._started = list(command), time.monotonic()
         self._signals: list[int] = []  # received, and not forwarded yet
         self._stops = False  # a signal has asked for an end
@@ -131,10 +134,7 @@ class Supervisor:
         self._file = Path()  # facts that the training process reports
 
     def run(self) -> int:
-        """Run the training process, again after failures that allow it; return the exit code.
-
-        Handles SIGTERM and SIGINT from now on.
-        """
+        """Run attempts to the end; return the exit code. Handles SIGTERM and SIGINT from now on."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         with tempfile.TemporaryDirectory(prefix="rlxf-run-") as folder:
@@ -147,8 +147,8 @@ class Supervisor:
     def _run_attempts(self) -> int:
         """Run attempts until no restart is needed or allowed; return the exit code.
 
-        A mistake that only a restart finds counts as one more failure: storage may be away, or
-        another process not have ended yet.
+        A mistake found only by a restart counts as one more failure: storage may be away, or
+        another process still ending.
         """
         restarts = Restarts()
         changes: list[str] = []
@@ -196,7 +196,7 @@ class Supervisor:
     def _wait_for(self, child: subprocess.Popen[bytes]) -> int:
         """Wait for a process; return its exit code, negative = a signal.
 
-        Forwards each signal to it, and kills it if it still runs SHUTDOWN_S after the run's
+        Forwards each signal, and kills the process if it still runs SHUTDOWN_S after the run's
         `stop_grace_s`; a later signal does not postpone this.
         """
         while True:
@@ -212,23 +212,19 @@ class Supervisor:
                 child.kill()
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Record a signal for the training process.
-
-        A terminal and some schedulers signal that process too; it expects both.
-        """
         self._stops = True
-        self._signals.append(number)
+        self._signals.append(number)  # a terminal signals the child too, which expects both
 
     def _find_failure(self, code: int, reported: Mapping[str, Any]) -> Failure | None:
-        """Return the failure that this attempt left in failure.json, else one of the exit code.
+        """Read the attempt's failure.json, or make a failure from the exit code.
 
         The latter is printed and written to failure.json. None if no attempt has reported its run
         directory.
 
         Args:
-            code: Exit code of the attempt.
-            reported: Facts of this attempt. It first moves an older failure.json away, then reports
-                its directory; if it did not, failure.json is of an attempt before.
+            code: Exit code.
+            reported: This attempt's facts. An attempt first moves an older failure.json away, then
+                reports its directory; if it did not, failure.json is older.
         """
         end = f"ended with status {code}"
         if code < 0:

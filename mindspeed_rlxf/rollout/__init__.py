@@ -1,1 +1,1 @@
-"""Generation engines, and the transfer of trained weights to them."""
+"""Generation engines, and weight transfer to them."""

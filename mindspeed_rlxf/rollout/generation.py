@@ -1,9 +1,9 @@
-"""One call of the native engine's `generate`: schedule the samples and run the model.
+"""One `generate` call in the native engine: schedule the samples and run the model.
 
-A sample waits in a queue, then is a row of the batch until its response ends. Rows that end leave
-the batch, and waiting samples take their slots (continuous batching). Between two reads of the
-drawn tokens the host launches several decode steps. The host decides which samples enter the batch,
-end, or go back to the queue, from numbers that are equal on all ranks of a replica.
+A sample waits in a queue, then is a batch row until its response ends. Rows that end leave the
+batch, and waiting samples take their slots (continuous batching). The host launches several decode
+steps before it reads the drawn tokens. It decides which samples enter, end or go back to the queue
+from numbers that are equal on all replica ranks.
 """
 
 import itertools
@@ -30,7 +30,7 @@ REFILLED = 8  # while others decode, samples enter once they would be 1 in REFIL
 
 
 def cache_shape(model: TransformerModel) -> CacheShape:
-    """Return layers, query groups per rank, width of a head and dtype of a model's KV cache."""
+    """Return a model's KV cache shape on this rank."""
     config = model.config
     return CacheShape(
         num_layers=config.num_layers,
@@ -41,10 +41,11 @@ def cache_shape(model: TransformerModel) -> CacheShape:
 
 
 class Generation:
-    """The samples of one `generate` and its batch; row i of the batch has slot i of the KV cache.
+    """One `generate` call's samples and batch; batch row i has KV cache slot i.
 
-    waiting: samples that are not in the batch; the first one enters next
-    active:  samples in the batch, by row
+    Attributes:
+        waiting: Samples outside the batch; the first one enters next.
+        active: Samples in the batch, by row.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Generation:
             max_rows: Most rows in the batch.
             max_tokens: Most tokens in the KV cache, counted as rows times the longest row; None =
                 no limit.
-            steps: Decode steps that are launched before the host reads the drawn tokens.
+            steps: Decode steps launched before the host reads the drawn tokens.
         """
         self.model, self.stats, self.rounds = model, stats, rounds
         self.max_rows, self.max_tokens, self.steps = max_rows, max_tokens, steps
@@ -87,11 +88,11 @@ class Generation:
         self._prompt_states: dict[bytes, Tensor] = {}
 
     def advance(self) -> list[GrowingSample]:
-        """Do steps until at least one sample ends; remove and return those that ended, by slot.
+        """Run steps until at least one sample ends; remove and return those that ended, by slot.
 
         A step is a prefill if the batch is empty, or enough waiting samples fit: all, or 1 in
-        REFILLED of the rows that the batch would have. Else it is a decode. Call it only while
-        samples wait or run.
+        REFILLED rows in the resulting batch. Otherwise it is a decode. Call it only while samples
+        wait or run.
         """
         finished: list[GrowingSample] = []
         while not finished:
@@ -116,10 +117,10 @@ class Generation:
         return rows - len(self.active)
 
     def _admit(self) -> None:
-        """Move the first waiting samples into the batch, all that fit, one at least; prefill them.
+        """Move the first waiting samples into the batch, all that fit, at least one; prefill them.
 
-        The prefill also draws the next token of each. Afterwards drops the states of prompts that
-        no waiting sample has.
+        The prefill also draws each sample's next token. Afterwards drops the states for prompts
+        that no waiting sample has.
         """
         first, rows = len(self.active), max(self._count_admissible(), 1)
         entering = [self.waiting.popleft() for _ in range(rows)]
@@ -138,15 +139,19 @@ class Generation:
         }
 
     def _make_packs(self, first: int, donors: dict[bytes, int]) -> Iterator[dict[int, int]]:
-        """Group the rows from slot `first` on into packs of at most PREFILL_TOKENS computed tokens.
+        """Group the rows from slot `first` into packs with at most PREFILL_TOKENS computed tokens.
 
-        A row is computed alone if it is longer. A row whose prompt another slot has, and which has
-        no response yet, costs nothing: it copies the prompt's keys and values.
+        A longer row is computed alone. A row without a response whose prompt another slot has costs
+        nothing: it copies the prompt's keys and values.
 
-        donors: prompt -> a slot that has it in the cache; gets an entry for each new prompt of a
-                row without response
-        Yields packs: slot -> slot that it copies its prompt from, or itself if it is computed. At
-        least one pack; without rows it is empty.
+        Args:
+            first: First slot to group.
+            donors: Prompt -> a slot with this prompt in the cache; gets an entry for each new
+                prompt in a row without response.
+
+        Yields:
+            Slot -> slot with its prompt, or itself if it is computed. At least one pack, empty
+            without rows.
         """
         pack: dict[int, int] = {}
         tokens = 0
@@ -164,13 +169,14 @@ class Generation:
         yield pack
 
     def _prefill(self, pack: dict[int, int]) -> None:
-        """Fill the cache of the slots of a pack, and draw and append the next token of each row.
+        """Fill a pack's cache slots, and draw and append each row's next token.
 
-        Keeps the last hidden state of each computed prompt in `_prompt_states` (not of a row that
-        already has tokens), from which the rows that copy it draw their first token, in later packs
-        too.
-        pack: consecutive slots -> slot whose prompt each copies; a slot that maps to itself is
-              computed, all of them in one forward pass
+        Keeps the last hidden state for each computed prompt in `_prompt_states` (not for a row that
+        already has tokens), so that rows in later packs can draw their first token too.
+
+        Args:
+            pack: Consecutive slots -> slot whose prompt each copies; a slot that maps to itself is
+                computed, all of these in one forward pass.
         """
         computed = [slot for slot, source in pack.items() if slot == source]
         last = dict(zip(computed, self._forward_prefill(computed), strict=True)) if computed else {}
@@ -189,10 +195,10 @@ class Generation:
         self._draw_next(torch.stack(states), slots, groups)  # type: ignore[arg-type]
 
     def _forward_prefill(self, slots: list[int]) -> Tensor:
-        """Run the prompts of slots, and their responses so far, through the model in one pass.
+        """Run prompts, and their responses so far, through the model in one pass.
 
-        Announces the pass, fills the cache and counts the tokens in the stats. Returns the hidden
-        states of the last tokens, [slots, hidden].
+        Announces the pass, fills the cache and counts the tokens. Returns the last tokens' hidden
+        states, [slots, hidden].
         """
         rows = [self.active[slot].prefill_ids for slot in slots]
         lengths = np.array([len(tokens) for tokens in rows])
@@ -210,9 +216,9 @@ class Generation:
     # Rows that decode
 
     def _decode(self) -> None:
-        """Launch `steps` decode steps of all rows, without reading the drawn tokens.
+        """Launch up to `steps` decode steps for all rows, without reading the drawn tokens.
 
-        Fewer if no row may have that many more tokens. First moves rows back to the queue if the
+        Fewer if no row may have as many more tokens. First moves rows back to the queue if the
         cache cannot hold these steps, and resizes it. Announces each step to the ranks that share
         experts.
         """
@@ -241,12 +247,13 @@ class Generation:
     # Rows that leave
 
     def _remove_ended(self, decoded: bool) -> list[GrowingSample]:
-        """Wait for the drawn tokens; remove from the batch the samples that ended, and return them.
+        """Wait for the drawn tokens; remove ended samples from the batch and return them.
 
-        Ordered by slot; [] if no sample has ended. Tokens after a stop string are dropped. Counts
-        the new tokens in the stats.
+        Ordered by slot; [] if no sample has ended. Drops tokens after a stop string and counts the
+        new tokens.
 
-        decoded: whether the new tokens are of decode steps, not of a prefill
+        Args:
+            decoded: Whether the new tokens come from decode steps, not from a prefill.
         """
         counts, going = self.states.read_progress(len(self.active))
         counts, ended = counts.copy(), ~going
@@ -281,12 +288,13 @@ class Generation:
         self.waiting.extendleft(reversed(preempted))
 
     def _remove_rows(self, slots: list[int]) -> list[GrowingSample]:
-        """Remove rows from the batch; return their samples, in the order of `slots`.
+        """Remove rows from the batch; return their samples, in `slots` order.
 
-        Waits for the device, and copies tokens and log-probs from it to the samples. The last rows
-        move into the freed slots.
+        Waits for the device, and copies tokens and log-probs to the samples. The last rows move
+        into the freed slots.
 
-        Raises FloatingPointError for a log-prob that is nan.
+        Raises:
+            FloatingPointError: A log-prob is nan.
         """
         tokens, log_probs = self.states.read(slots, int(self._counts[slots].max()))
         for slot, drawn, logs in zip(slots, tokens.tolist(), log_probs, strict=True):
@@ -322,9 +330,9 @@ class Generation:
 
 
 def broadcast_from_first(values: Tensor, group: dist.ProcessGroup) -> None:
-    """Replace `values` in place by those of the group's first rank; a collective.
+    """Replace `values` in place by those on the group's first rank; a collective.
 
-    Ranks that act on different values would wait for each other for ever.
+    Ranks acting on different values would wait for each other for ever.
     """
     if group.size() > 1:
         dist.broadcast(values, dist.get_global_rank(group, 0), group=group)

@@ -1,13 +1,13 @@
-"""Key-value cache that grows with its rows, and the attention of prefill and decode.
+"""Growing key-value cache, and the attention in prefill and decode.
 
-Axes: slots = rows of the cache, groups = key-value groups that this tensor-parallel rank uses;
-ranks that share a group each have its keys and values. The rows of the batch are always slots
-0 .. n - 1, so that a decode step computes these rows and no others.
+Axes: slots = cache rows, groups = key-value groups used by this tensor-parallel rank; ranks that
+share a group each have its keys and values. Batch rows are always slots 0 .. n - 1, so that a
+decode step computes only these.
 
-A layer's keys are one tensor [slots, groups, capacity, head_dim]. The capacity is the length of the
-longest row, rounded up to pages of PAGE tokens: it grows a page at a time and shrinks when long
-rows have ended. So a row takes memory for the tokens of the longest row now, not for the most
-tokens that it may have. The cache is copied once in PAGE steps, one layer after the other.
+A layer's keys are one tensor [slots, groups, capacity, head_dim]. The capacity is the longest row's
+length, rounded up to pages with PAGE tokens: it grows a page at a time and shrinks when long rows
+have ended. So a row takes memory for the longest row now, not for the most tokens it may get. The
+cache is copied once in PAGE steps, one layer after the other.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from mindspeed_rlxf.models.attention import Attend, PackedKernel, PackedSequence
 
 @dataclass(frozen=True)
 class CacheShape:
-    """The size of one slot of the cache on this rank."""
+    """Size per cache slot on this rank."""
 
     num_layers: int
     groups: int
@@ -32,18 +32,15 @@ class CacheShape:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of the keys and values of one token, in all layers."""
+        """Bytes for one token's keys and values, in all layers."""
         return 2 * self.num_layers * self.groups * self.head_dim * self.dtype.itemsize
 
 
 class KvCache:
-    """The keys and values of all layers: [layer][slots, groups, capacity, head_dim]."""
+    """Keys and values for all layers: [layer][slots, groups, capacity, head_dim]."""
 
     def __init__(self, shape: CacheShape, max_length: int, where: torch.device) -> None:
-        """Make a cache without slots on the device `where`.
-
-        max_length: the most tokens that a row can have, and the largest capacity
-        """
+        """Make a cache without slots, for rows with up to `max_length` tokens."""
         self.shape, self.max_length, self.slots, self.capacity = shape, max_length, 0, 0
         empty = (0, shape.groups, 0, shape.head_dim)
         layers = range(shape.num_layers)
@@ -51,7 +48,7 @@ class KvCache:
         self.values = [torch.zeros_like(keys) for keys in self.keys]
 
     def fit(self, slots: int, length: int) -> None:
-        """Reallocate the cache for `slots` rows of `length` tokens, rounded up to pages.
+        """Reallocate the cache for `slots` rows with `length` tokens, rounded up to pages.
 
         The first `slots` rows keep their keys and values, as far as the new capacity goes. A cache
         that is large enough stays unchanged, unless it is over a page longer than needed, or has
@@ -73,24 +70,23 @@ class KvCache:
         self.slots, self.capacity = slots, capacity
 
     def write(self, layer: int, index: tuple[Tensor, ...], key: Tensor, value: Tensor) -> None:
-        """Store the key and value of each token.
+        """Store each token's key and value, [tokens, groups, head_dim] each.
 
-        layer:      number of the layer, from 1
-        index:      (slot, group, position), int64 tensors that broadcast to [tokens, groups]
-        key, value: [tokens, groups, head_dim]
+        `layer` counts from 1; `index` has (slot, group, position), int64 tensors that broadcast to
+        [tokens, groups].
         """
         self.keys[layer - 1][index] = key
         self.values[layer - 1][index] = value
 
     def copy(self, source: Tensor, target: Tensor, length: int) -> None:
-        """Copy the first `length` positions of slots `source` to slots `target`, in all layers."""
+        """Copy the first `length` positions from slots `source` to slots `target`."""
         for tensor in (*self.keys, *self.values):
             tensor[target, :, :length] = tensor[source, :, :length]
 
 
 @dataclass
 class Prefill(PackedSequences):
-    """Attention of whole packed rows, whose keys and values are written to the cache."""
+    """Attention over whole packed rows; their keys and values go to the cache."""
 
     cache: KvCache = None  # type: ignore[assignment]
     slot: Tensor = None  # type: ignore[assignment]  # [tokens] int64, slot of each token's row
@@ -116,10 +112,10 @@ class Prefill(PackedSequences):
 
 @dataclass
 class DecodeStep(Attend):
-    """Attention of one new token for each of the slots 0 .. n - 1, over all tokens of its slot.
+    """Attention from one new token for each slot 0 .. n - 1 to all tokens in its slot.
 
     Every device uses torch's own attention: the NPU's fused operator is made for training, and its
-    operators for inference support neither fp32 nor a cache of this form.
+    inference operators support neither fp32 nor this cache layout.
     """
 
     cache: KvCache = None  # type: ignore[assignment]
@@ -146,10 +142,10 @@ class DecodeStep(Attend):
         value: Tensor,
         fused: PackedKernel | None = None,
     ) -> Tensor:
-        """Write each row's new key and value to the cache, and attend to all tokens of its slot.
+        """Write each row's new key and value to the cache, and attend to all tokens in its slot.
 
-        query:      [n, heads, d] or [n, groups, heads of a group, d], the shape of the result
-        key, value: [n, groups, d]
+        Keys and values are [n, groups, d]; queries and the result are [n, heads, d] or [n, groups,
+        heads per group, d].
         """
         rows, groups = key.size(0), key.size(1)
         self.cache.write(layer, self._index, key, value)

@@ -1,6 +1,6 @@
 """The rollout engine that generates with the Megatron model itself, and scores given responses.
 
-`generation.py` has the loop of one `generate`.
+`generation.py` has the generation loop.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from mindspeed_rlxf.rollout.weights import WeightSource
 
 
 class NativeRollout:
-    """This rank of a tensor-parallel replica; its ranks run the same steps on the same prompts."""
+    """One rank in a tensor-parallel replica; its ranks run the same steps on the same prompts."""
 
     def __init__(
         self,
@@ -36,14 +36,14 @@ class NativeRollout:
         memory: int | None = None,
         steps: int | None = None,
     ) -> None:
-        """Make an engine that sleeps and has no weights yet.
+        """Make a sleeping engine without weights.
 
-        source:   gives the module and its weights
-        max_rows: most sequences in the batch; None = as many as fit (`kv_cache_rows`)
-        memory:   bytes of the device's memory to plan the KV cache with; None = all
-        steps:    decode steps between two reads of the drawn tokens; a row that ends in between is
-                  computed on. None = 1 on the CPU, where reading costs nothing, else
-                  8
+        Args:
+            source: Provides the module and its weights.
+            max_rows: Most sequences in the batch; None = as many as fit (`kv_cache_rows`).
+            memory: Device memory for planning the KV cache, in bytes; None = all.
+            steps: Decode steps between two reads; a row that ends in between is still computed.
+                None = 1 on CPU, where reading costs nothing, else 8.
         """
         self.source, self.max_rows, self.memory = source, max_rows, memory
         self.model: TransformerModel = source.module
@@ -62,17 +62,21 @@ class NativeRollout:
 
     @property
     def weights_version(self) -> int:
+        """Version of the loaded weights."""
         assert self._version is not None, "the rollout has not received its weights"
         return self._version
 
     def stats(self) -> GenerationStats:
+        """Return the counts for the current or last call."""
         return self._stats
 
     def wake(self) -> None:
+        """Bring the weights to the device."""
         self.source.wake()
         self._awake = True
 
     def sleep(self) -> None:
+        """Free the source's copies."""
         self._awake = False
         self.source.sleep()
 
@@ -116,7 +120,7 @@ class NativeRollout:
             self._stats.idle_passes = self.source.rounds.finish()
 
     def _choose_limits(self, requests: Sequence[GenerationRequest]) -> tuple[int, int | None]:
-        """Return the most rows and tokens of the cache; a collective of the replica's ranks."""
+        """Return the most rows and cache tokens; a collective over the replica's ranks."""
         prompt = max(len(request.prompt) for request in requests)
         response = max(request.settings.max_new_tokens for request in requests)
         memory = None
@@ -139,10 +143,10 @@ class NativeRollout:
         responses: Sequence[Sequence[int]],
         temperature: float = 1.0,
     ) -> list[list[float]]:
-        """Score as `RolloutEngine.score` says, in packed passes of up to PREFILL_TOKENS tokens.
+        """Score as `RolloutEngine.score` says, in packed passes with up to PREFILL_TOKENS tokens.
 
-        A longer sequence has a pass of its own. Then computes this rank's experts for other ranks
-        until all have finished.
+        A longer sequence has its own pass. Then computes this rank's experts for other ranks until
+        all have finished.
         """
         self.model.eval()
         self._stats = GenerationStats()
@@ -163,7 +167,7 @@ class NativeRollout:
     def _score_pack(
         self, pack: list[tuple[np.ndarray, Sequence[int]]], temperature: float
     ) -> list[list[float]]:
-        """Return the log-probs of each response's tokens, computed in one packed forward pass."""
+        """Return the log-probs for each response's tokens, from one packed forward pass."""
         prompts = [len(prompt) for prompt, _ in pack]
         lengths = [p + len(response) - 1 for p, (_, response) in zip(prompts, pack, strict=True)]
         ids = [np.concatenate((prompt, response))[:-1] for prompt, response in pack]

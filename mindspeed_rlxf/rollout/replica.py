@@ -1,4 +1,4 @@
-"""Build this rank's part of a rollout replica, with the function that gives it new weights."""
+"""Build this rank's part in a rollout replica, and the function that gives it new weights."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -24,13 +24,15 @@ from mindspeed_rlxf.rollout.weights import OwnWeights, SharedWeights, WeightSour
 
 @dataclass(frozen=True)
 class Replica:
-    """This rank's part of a rollout replica.
+    """This rank's part in a rollout replica.
 
-    take_weights: gives the engine the actor's weights; its argument is the number of updates that
-                  they contain. Where other ranks train, it is a collective with them
-    is_leader:    whether the results of this rank are used for the replica
-    make_room:    returns a context manager in which the training engines leave the device, for an
-                  engine that has its own weights; by default it does nothing
+    Attributes:
+        engine: The rollout engine.
+        take_weights: Gives the engine the actor's weights; its argument is their number of updates.
+            If other ranks train, this is a collective with them.
+        is_leader: Whether this rank's results are used for the replica.
+        make_room: Returns a context manager in which the training engines leave the device, for an
+            engine with its own weights; by default it does nothing.
     """
 
     engine: RolloutEngine
@@ -42,18 +44,22 @@ class Replica:
 def send_weights(config: RunConfig, trained: TrainEngine) -> None:
     """Send the trained weights to the ranks that only generate.
 
-    A collective: all ranks that train call it while the others call `Replica.take_weights`.
+    A collective: all training ranks call it while the others call `Replica.take_weights`.
     """
     transfer.send(trained.hf_tensors(), _make_buckets(config), worlds.weights_group())
 
 
 def build_replica(config: RunConfig, trained: TrainEngine | None) -> Replica:
-    """Build this rank's rollout engine, without weights; a collective of the ranks that generate.
+    """Build this rank's rollout engine, without weights; a collective over the generating ranks.
 
-    trained: the actor's engine in the same process, whose weights the rollout engine will get or
-             share; None = other ranks train and send their weights. Then it also patches Megatron
-             and sets torch's determinism in this process, which no engine of training has done
-    Raises AssertionError for None with another engine than the package's own.
+    Args:
+        config: The run.
+        trained: The actor's engine in the same process, whose weights the rollout engine gets or
+            shares. None = other ranks train and send their weights; then this also patches Megatron
+            and sets torch's determinism, as no training engine has done so.
+
+    Raises:
+        AssertionError: `trained` is None and the engine is not native.
     """
     leads, name = config.rollout_layout.is_leader(dist.get_rank()), config.rollout.engine
     seed, actor = config.training.seed, config.actor_rollout

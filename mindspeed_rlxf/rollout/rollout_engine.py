@@ -1,7 +1,7 @@
-"""The interface of rollout engines and their registry: requests in, results as they finish.
+"""Rollout engine interface and registry: requests in, results as they finish.
 
-An engine holds the policy's weights of one replica. All ranks of a replica make the same calls with
-the same arguments, and take the same number of results from `generate`.
+An engine holds one replica's policy weights. All replica ranks make the same calls with the same
+arguments, and take the same number of results from `generate`.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ from mindspeed_rlxf.rollout.sampling import SamplingSettings
 
 
 class FinishReason(str, Enum):
-    """Reason why a response ended."""
+    """Why a response ended."""
 
     STOP = "stop"  # its last token is an EOS, or completes a stop string
     LENGTH = "length"  # it has `max_new_tokens` tokens
 
     @classmethod
     def of(cls, tokens: Sequence[int], settings: SamplingSettings) -> FinishReason:
-        """Return STOP where an EOS or a stop string ends the tokens, else LENGTH."""
+        """Return STOP if an EOS or a stop string ends the tokens, else LENGTH."""
         return cls.STOP if settings.ends_with(tokens) else cls.LENGTH
 
 
 @dataclass(frozen=True, eq=False)
 class GenerationRequest:
-    """The request of one response.
+    """Request for one response.
 
-    place:     index of the sample in the caller's batch, which the result repeats
-    sample_id: with `seed` it determines every random number, whatever else is in the batch
-    prompt:    [prompt] int64, without padding
+    Attributes:
+        place: Sample index in the caller's batch, repeated by the result.
+        sample_id: With `seed` it determines every random number, whatever else is in the batch.
+        prompt: [prompt] int64, without padding.
     """
 
     place: int
@@ -52,10 +53,10 @@ class GenerationRequest:
 class GenerationResult:
     """One finished response.
 
-    place:           of the request
-    tokens:          token ids of the response, EOS included
-    log_probs:       one per token, at the request's temperature, before top-k and top-p
-    weights_version: number of updates of the actor that the weights contain
+    Attributes:
+        tokens: Response token ids, EOS included.
+        log_probs: One per token, at the request's temperature, before top-k and top-p.
+        weights_version: Number of actor updates in the weights.
     """
 
     place: int
@@ -76,21 +77,24 @@ class GenerationStats:
 
 
 class RolloutEngine(Protocol):
-    """This rank's part of one replica of the policy that generates."""
+    """This rank's part in one replica of the generating policy."""
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights.
 
-        tensors: each Hugging Face tensor of the model once, with its name, in any order
-        version: number of updates of the actor that they contain
-        Raises ValueError for a tensor that is missing, unknown or sent twice, or has another shape.
+        Args:
+            tensors: Each Hugging Face tensor once, with its name, in any order.
+            version: Number of actor updates in them.
+
+        Raises:
+            ValueError: A tensor is missing, unknown or sent twice, or has another shape.
         """
 
     def wake(self) -> None:
         """Prepare to generate: move the weights to the device."""
 
     def sleep(self) -> None:
-        """Free the device memory that only generation needs: copies of weights, the KV cache."""
+        """Free the device memory only generation needs: weight copies, the KV cache."""
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
         """Yield one result for each request as soon as its response ends, in no fixed order.
@@ -106,21 +110,22 @@ class RolloutEngine(Protocol):
         responses: Sequence[Sequence[int]],
         temperature: float = 1.0,
     ) -> list[list[float]]:
-        """Return for each response the log-probs that generation would report for its tokens.
+        """Return the log-probs that generation would report for each response's tokens.
 
         The engine must be awake. Ranks that share experts must all call it, even without responses.
 
-        prompts:     one for each response, [prompt] int64 each
-        responses:   token ids, at least one each
-        temperature: divides the logits
+        Args:
+            prompts: One for each response, [prompt] int64 each.
+            responses: Token ids, at least one each.
+            temperature: Divides the logits.
         """
 
     def stats(self) -> GenerationStats:
-        """Return the counts of the current or last `generate` or `score`."""
+        """Return the counts for the current or last `generate` or `score`."""
 
     @property
     def weights_version(self) -> int:
-        """The version of the loaded weights, as given to `update_weights`."""
+        """Version of the loaded weights, as given to `update_weights`."""
 
 
 def answer_from_table(
@@ -130,10 +135,11 @@ def answer_from_table(
 ) -> Iterator[GenerationResult]:
     """Yield each request's given response as a result, to compare or replay runs.
 
-    The engine computes the log-probs of all responses before the first result.
+    `responses` maps sample ids to token ids, EOS included, at least one. The engine computes all
+    log-probs before the first result, so all requests must have one temperature.
 
-    responses: sample id -> token ids, EOS included, at least one
-    Raises KeyError for a sample without a response, AssertionError for two temperatures.
+    Raises:
+        KeyError: A sample has no response.
     """
     given = [list(responses[request.sample_id]) for request in requests]
     temperatures = {request.settings.logit_temperature for request in requests}
@@ -162,8 +168,8 @@ ENGINES: dict[str, EngineFactory] = {}
 def register_rollout_engine(name: str) -> Callable[[EngineFactory], EngineFactory]:
     """Return a decorator that adds an engine class, or a function that makes one, to `ENGINES`.
 
-    The decorator returns the class or function unchanged. It raises ValueError for a name that is
-    taken, "native" among them.
+    The decorator returns its argument unchanged, and raises ValueError for a taken name, "native"
+    included.
     """
 
     def register(factory: EngineFactory) -> EngineFactory:

@@ -1,4 +1,4 @@
-"""The samples of one `generate`: the host's record of each, and the states of rows on the device.
+"""Samples in one `generate` call: the host's record for each, and the row states on the device.
 
 The host reads the drawn tokens only on request (`RowStates.read_progress`), so that it can launch
 several decode steps without waiting for each.
@@ -21,16 +21,16 @@ class GrowingSample:
     """One sample during its generation, as the host knows it.
 
     Attributes:
-        sampling: The request's settings without limit and stop strings; samples with equal ones
-            draw their next tokens in one call.
-        key: Bytes of the prompt's token ids; equal prompts have equal keys.
-        tokens: The response as far as it was copied from the device, which happens when the sample
-            leaves the batch, and with stop strings at every read.
+        sampling: The settings without limit and stop strings; samples with equal ones draw their
+            next tokens in one call.
+        key: The prompt's token ids as bytes; equal prompts have equal keys.
+        tokens: The response as far as copied from the device: when the sample leaves the batch, and
+            with stop strings at every read.
         log_probs: Copied when the sample leaves the batch.
     """
 
     def __init__(self, request: GenerationRequest) -> None:
-        """Make the sample of a request, without a response yet."""
+        """Make a request's sample, without a response yet."""
         self.request, self.settings = request, request.settings
         self.sampling = replace(request.settings, max_new_tokens=0, stop=None)
         self.key = request.prompt.tobytes()
@@ -39,7 +39,7 @@ class GrowingSample:
 
     @property
     def prefill_ids(self) -> np.ndarray:
-        """Input of a prefill: the prompt, then the copied part of the response; [tokens] int64."""
+        """Input for a prefill: the prompt, then the copied response; [tokens] int64."""
         return np.concatenate((self.request.prompt, np.asarray(self.tokens, dtype=np.int64)))
 
     def append_until_end(self, tokens: Sequence[int]) -> bool:
@@ -51,7 +51,7 @@ class GrowingSample:
         return False
 
     def make_result(self, weights_version: int) -> GenerationResult:
-        """Make the result of a sample whose response has ended."""
+        """Make the result once the response has ended."""
         reason, place = FinishReason.of(self.tokens, self.settings), self.request.place
         return GenerationResult(place, self.tokens, self.log_probs, reason, weights_version)
 
@@ -61,7 +61,7 @@ class RowGroup:
     """Rows with the same sampling settings.
 
     Attributes:
-        rows: [count] int64, indices among the rows that were grouped, or a slice with all of them.
+        rows: [count] int64, indices among the grouped rows, or a slice with all.
         ends: [count] int64, EOS ids; None = no token ends a response.
     """
 
@@ -71,17 +71,18 @@ class RowGroup:
 
 
 class RowStates:
-    """Tokens, log-probs and progress of the rows, on the device. Row i is slot i of the cache.
+    """Tokens, log-probs and progress for each row, on the device. Row i is cache slot i.
 
-    Axes: slots = the most rows, width = the most tokens of a response
-    A row that has ended is decoded on until the host reads the progress. Its surplus tokens are
-    written behind its response, where nothing reads them.
+    Axes: slots = most rows, width = most tokens in a response.
+
+    A row that has ended is still decoded until the host reads the progress. Its surplus tokens land
+    behind its response, and nothing reads them.
     """
 
     def __init__(self, slots: int, width: int, where: torch.device) -> None:
-        """Allocate zeros on the device `where`, for `width` response tokens in each of the slots.
+        """Allocate zeros for `width` response tokens in each slot.
 
-        One more column takes what is appended to rows that are full.
+        One more column takes what is appended to full rows.
         """
         self.width, self.where = width, where
 
@@ -98,10 +99,10 @@ class RowStates:
         self.going = zeros(slots)  # 1 = goes on, 0 = has ended
 
     def set_up(self, first: int, rows: Sequence[GrowingSample]) -> None:
-        """Set the states of the slots from `first` on for rows that will be prefilled.
+        """Set the slots from `first` for rows to be prefilled.
 
-        Copies their responses so far. Rows that sample get the random numbers of a whole response,
-        the others zeros.
+        Copies their responses so far. Sampling rows get random numbers for a whole response, the
+        others zeros.
         """
         shape, slots = (len(rows), self.width + 1), slice(first, first + len(rows))
         uniforms, log_probs = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
@@ -119,7 +120,7 @@ class RowStates:
         self.position[slots], self.count[slots], self.limit[slots], self.going[slots] = columns
 
     def group_by_settings(self, rows: Sequence[GrowingSample]) -> list[RowGroup]:
-        """Group rows whose `sampling` is equal, in the order of each group's first row."""
+        """Group rows whose `sampling` is equal, ordered by each group's first row."""
         indices: dict[SamplingSettings, list[int]] = {}
         for i, row in enumerate(rows):
             indices.setdefault(row.sampling, []).append(i)
@@ -135,12 +136,9 @@ class RowStates:
         ]
 
     def draw(self, logits: Tensor, slots: slice, groups: Sequence[RowGroup]) -> tuple[Tensor, ...]:
-        """Draw the next token of the row in each slot, by the settings of the row's group.
+        """Draw each row's next token by its group's settings, from logits [rows, vocab] fp32.
 
-        Changes no state; `append` does.
-
-        logits: [rows, vocab] fp32
-        Returns tokens [rows] int64 and log-probs [rows] fp32 (see `draw_tokens`).
+        Changes no state. Returns tokens [rows] int64 and log-probs [rows] fp32 (see `draw_tokens`).
         """
         count = self.count[slots]
         uniforms = self.uniforms[slots].gather(1, count[:, None]).squeeze(1)
@@ -157,7 +155,7 @@ class RowStates:
     ) -> None:
         """Append a token to each row in these slots that has not ended.
 
-        A row ends with an EOS of its group, or at its limit. Does not wait for the device.
+        A row ends with an EOS from its group, or at its limit. Does not wait for the device.
         """
         count, going = self.count[slots], self.going[slots]
         self.tokens[slots].scatter_(1, count[:, None], tokens[:, None])
@@ -171,23 +169,21 @@ class RowStates:
                 going[group.rows] *= (tokens[group.rows][:, None] != group.ends).all(-1)
 
     def read_progress(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """Wait for the device, and copy the progress of the first `rows` rows to the host.
+        """Wait for the device, and copy the first `rows` rows' progress to the host.
 
-        Returns tokens of each response [rows] int64, and [rows] bool, True = has not ended.
+        Returns:
+            Each response's tokens [rows] int64, and [rows] bool, True = has not ended.
         """
         count, going = torch.stack((self.count[:rows], self.going[:rows])).cpu().numpy()
         return count, going > 0
 
     def read(self, slots: Sequence[int], most: int) -> tuple[Tensor, Tensor]:
-        """Return the first `most` tokens and log-probs of slots on the host, [slots, most] each.
-
-        Waits for the device.
-        """
+        """Wait for the device; return the slots' tokens and log-probs, [slots, most] each."""
         at = torch.tensor(slots).to(self.where)
         return self.tokens[at, :most].cpu(), self.log_probs[at, :most].cpu()
 
     def copy_rows(self, source: Tensor, target: Tensor) -> None:
-        """Copy the states of slots `source` to slots `target`, which are overwritten."""
+        """Copy the states from slots `source` to slots `target`, overwriting them."""
         for state in (self.tokens, self.log_probs, self.uniforms, self.last, self.position,
                       self.count, self.limit, self.going):  # fmt: skip
             state[target] = state[source]

@@ -1,10 +1,10 @@
-"""Choose next tokens, with one independent random stream per sample.
+"""Choose next tokens, with an independent random stream per sample.
 
-A sample's random numbers depend on (seed, sample id, position) only, not on the other samples of
-the batch, the rank or the layout.
+A sample's random numbers depend only on (seed, sample id, position), not on other samples, the rank
+or the layout.
 
-All tensors are on the device of the logits, which need not have fp64: cumulative probabilities are
-taken over blocks of the vocabulary first, then within the block that was drawn.
+All tensors are on the logits' device, which need not have fp64: cumulative probabilities are taken
+over vocabulary blocks first, then within the drawn block.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 class StopStrings:
     """Strings that end a response and stay in it.
 
-    They are searched in the decoded text, because a string can be tokenized in several ways.
-    Special tokens are not part of that text.
+    They are searched in the decoded text, because a string has several tokenizations. Special
+    tokens are not in that text.
     """
 
     strings: tuple[str, ...]
     tokenizer: PreTrainedTokenizerBase = field(compare=False, repr=False)
 
     def is_completed_by(self, tokens: Sequence[int]) -> bool:
-        """Whether the last of `tokens`, the response so far, completes one of the strings."""
+        """Return whether the last token completes one string, given the response so far."""
         # One token for each byte of the longest string, and eight before, as neighbours may change
         # the text of a token.
         window = 8 + max(len(string.encode()) for string in self.strings)
@@ -57,7 +57,7 @@ BLOCK = 512  # ids of the vocabulary that one sum covers
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """Settings of generation."""
+    """Generation settings."""
 
     do_sample: bool  # False = greedy: the most likely token, whatever temperature, top_k and top_p
     temperature: float  # divides the logits
@@ -69,11 +69,9 @@ class SamplingSettings:
     stop: StopStrings | None = None
 
     def ends_with(self, tokens: Sequence[int]) -> bool:
-        """Whether the last of `tokens` is an EOS or completes a stop string.
+        """Return whether the last token (there is one) is an EOS or completes a stop string.
 
-        A stop string counts from `min_new_tokens` on; `max_new_tokens` is not looked at.
-
-        tokens: the response so far, at least one token
+        A stop string counts from `min_new_tokens` on; `max_new_tokens` is ignored.
         """
         if tokens[-1] in self.eos_token_ids:
             return True
@@ -85,14 +83,14 @@ class SamplingSettings:
 
     @property
     def logit_temperature(self) -> float:
-        """The divisor of the logits for log-probs in generation and training; 1 when greedy."""
+        """Divides the logits for log-probs in generation and training; 1 when greedy."""
         return self.temperature if self.do_sample else 1.0
 
 
 def uniform_numbers(seed: int, sample_id: int, count: int) -> np.ndarray:
-    """Return [count] fp64 random numbers in [0, 1), which depend on seed and sample id alone.
+    """Return [count] fp64 random numbers in [0, 1), which depend only on seed and sample id.
 
-    The generator is counter-based (Philox): a smaller count gives the first of these numbers.
+    The generator is counter-based (Philox): a smaller count gives the first numbers.
     """
     return np.random.Generator(np.random.Philox(key=[seed, sample_id])).random(count)
 
@@ -100,14 +98,20 @@ def uniform_numbers(seed: int, sample_id: int, count: int) -> np.ndarray:
 def choose_tokens(
     logits: Tensor, uniforms: Tensor, generated: Tensor, settings: SamplingSettings
 ) -> tuple[Tensor, Tensor]:
-    """Choose the next token of each row. Waits for the device.
+    """Choose each row's next token. Waits for the device.
 
-    logits:    [rows, vocab] fp32, before the temperature
-    uniforms:  [rows] random numbers in [0, 1), on any device; not used when greedy
-    generated: [rows] int64, number of tokens that each response has
-    Returns tokens [rows] int64 and their log-probs [rows] fp32, at `logit_temperature` and before
-    top-k, top-p and the ban of an early EOS, on the device of `logits`.
-    Raises FloatingPointError for logits that are nan, or that allow no token.
+    Args:
+        logits: [rows, vocab] fp32, before the temperature.
+        uniforms: [rows] random numbers in [0, 1), on any device; unused when greedy.
+        generated: [rows] int64, tokens in each response.
+        settings: Sampling settings.
+
+    Returns:
+        Tokens [rows] int64 and their log-probs [rows] fp32, on the logits' device. Log-probs are at
+        `logit_temperature`, before top-k, top-p and the ban on an early EOS.
+
+    Raises:
+        FloatingPointError: Logits are nan, or allow no token.
     """
     ends = torch.tensor(settings.eos_token_ids, dtype=torch.int64, device=logits.device)
     uniforms = uniforms.float().to(logits.device)
@@ -123,11 +127,10 @@ def draw_tokens(
     settings: SamplingSettings,
     ends: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Choose as `choose_tokens`, but do not wait for the device and do not raise.
+    """Choose as `choose_tokens`, but without waiting for the device or raising.
 
-    uniforms: [rows] fp32 in [0, 1], on the device of `logits`
-    ends:     [count] int64, `settings.eos_token_ids` on that device; None = there are none
-    Returns as `choose_tokens`; where that would raise, the log-prob is nan (see `check_log_probs`).
+    `uniforms`, [rows] fp32 in [0, 1], and `ends`, the [count] int64 EOS ids or None, are on the
+    logits' device. Instead of an error the log-prob is nan (see `check_log_probs`).
     """
     warm = settings.logit_temperature != 1.0
     # not `chosen - logsumexp`, which loses the digits of a log-prob near 0 to large logits
@@ -148,7 +151,7 @@ def draw_tokens(
 
 
 def check_log_probs(log_probs: Tensor) -> None:
-    """Raise FloatingPointError if a log-prob of `draw_tokens` is nan. log_probs: on the host"""
+    """Raise FloatingPointError if a log-prob from `draw_tokens`, copied to the host, is nan."""
     if log_probs.isnan().any():
         raise FloatingPointError(
             "logits to sample from must be numbers, at least one in a row above -inf; found nan or "
@@ -172,12 +175,9 @@ def _filter_top_k_and_p(logits: Tensor, top_k: int, top_p: float) -> Tensor:
 def _draw_by_inverse_cdf(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Draw from each row the token at which the cumulative probability passes the uniform number.
 
-    The cumulative probability is exact within 1e-6. Every uniform number gives a token of
-    positive weight.
-
-    weights:  [rows, vocab] fp32, probabilities times any positive number
-    uniforms: [rows] fp32 in [0, 1]
-    Returns tokens [rows] int64 and the sums of the weights [rows] fp32, nan where a weight is nan.
+    The cumulative probability is exact within 1e-6. Every uniform number in [0, 1] gives a token
+    with positive weight. Weights [rows, vocab] fp32 are probabilities times any positive number.
+    Also returns their sums [rows] fp32, nan if a weight is nan.
     """
     rows, vocab = weights.shape
     if vocab > BLOCK:
@@ -211,10 +211,10 @@ def _find_crossing(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, T
 
 
 def running_sum(numbers: Tensor) -> Tensor:
-    """Return the cumulative sums (cumsum) of the last dimension, in the shape of `numbers`.
+    """Return the cumulative sum over the last dimension.
 
-    Uses `fixed_order_sum` where torch runs deterministic algorithms on another device than the CPU,
-    because torch refuses its own cumsum there.
+    Under deterministic algorithms torch refuses its own cumsum on devices other than the CPU; then
+    this uses `fixed_order_sum`.
     """
     if numbers.device.type == "cpu" or not torch.are_deterministic_algorithms_enabled():
         return numbers.cumsum(dim=-1)
@@ -222,7 +222,7 @@ def running_sum(numbers: Tensor) -> Tensor:
 
 
 def fixed_order_sum(numbers: Tensor) -> Tensor:
-    """Return the inclusive cumulative sums along the last dimension, added in a fixed order.
+    """Return the inclusive cumulative sum over the last dimension, added in a fixed order.
 
     A scan by doubling: step k adds to each element the element 2^k positions before it.
     """

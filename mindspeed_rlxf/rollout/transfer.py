@@ -1,8 +1,8 @@
-"""Send trained weights to ranks that only generate, as Hugging Face tensors in buckets.
+"""Send trained weights to the ranks that only generate, as Hugging Face tensors in buckets.
 
-The first rank that trains broadcasts each bucket, and after it checksums of the bucket's tensors:
-exact sums of their bit patterns as integers, over blocks of BLOCK elements. Both sides know names
-and shapes from the architecture, so nothing else is sent.
+The first training rank broadcasts each bucket, then its tensors' checksums: exact sums over their
+bit patterns as integers, in blocks with BLOCK elements. Both sides know names and shapes from the
+architecture, so nothing else is sent.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ Bucket = dict[str, tuple[int, ...]]
 
 
 def make_buckets(shapes: Mapping[str, tuple[int, ...]], itemsize: int) -> list[Bucket]:
-    """Put tensors, in order, into buckets of at most BUCKET_BYTES or of one tensor."""
+    """Put tensors, in order, into buckets with at most BUCKET_BYTES or one tensor."""
     buckets: list[Bucket] = []
     room = 0
     for name, shape in shapes.items():
@@ -43,10 +43,9 @@ def send(
     buckets: Sequence[Bucket],
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Send a stream of tensors to all ranks of the group, which call `receive`.
+    """Send a tensor stream, in the buckets' order, to all group ranks, which call `receive`.
 
-    tensors: those of the buckets, in the same order
-    group:   this rank and those that generate; None = only take part in making the tensors
+    Without a group this rank only takes part in making the tensors.
     """
     for bucket in buckets:
         part = dict(islice(tensors, len(bucket)))
@@ -61,9 +60,10 @@ def send(
 def receive(
     buckets: Sequence[Bucket], dtype: torch.dtype, group: dist.ProcessGroup
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that the first rank of the group sends; a collective with `send`.
+    """Yield the tensors from the group's first rank; a collective with `send`.
 
-    Raises ValueError, before it yields a tensor of the bucket, where a checksum differs.
+    Raises:
+        ValueError: A checksum differs; raised before the bucket's first tensor.
     """
     for bucket in buckets:
         sizes = [prod(shape) for shape in bucket.values()]
@@ -84,12 +84,11 @@ def receive(
 
 
 def block_sums(tensor: Tensor) -> Tensor:
-    """Return [blocks, 1 or 2] fp32: of each block the sums of the elements' bits as integers.
+    """Return [blocks, 1 or 2] fp32: per block the sums over the elements' bits as integers.
 
-    Each 16 bits of an element are a signed integer; the k-th of all elements of a block are summed
-    in column k. A change of one element always changes a sum.
-
-    Not every device sums integers in 64 bits, and on an NPU fp64 is fp32; these sums are exact.
+    Each 16 bits are a signed integer; an element's k-th goes to column k. A change in one element
+    always changes a sum. Not every device sums integers in 64 bits, and on an NPU fp64 is fp32;
+    these sums are exact.
     """
     patterns = tensor.detach().contiguous().view(-1, 1).view(torch.int16)
     sums = []

@@ -1,4 +1,4 @@
-"""The Megatron module that generates, and the sources of its weights."""
+"""The generating Megatron module, and the sources for its weights."""
 
 import contextlib
 import re
@@ -26,8 +26,8 @@ def build_rollout_module(
 ) -> tuple[TransformerModel, Rounds]:
     """Build a module without gradients, with all layers and this rank's experts, and its `Rounds`.
 
-    The weights are not set. With expert parallelism the layers share their experts with the other
-    ranks of the group.
+    The weights are not set. With expert parallelism the layers share their experts across the
+    group.
     """
     tp, ep = groups.tp.size(), groups.ep.size()
     config = transformer_config(architecture, tp, 1, False, dtype)
@@ -41,13 +41,13 @@ def build_rollout_module(
 
 
 class SharedWeights:
-    """Weights of all layers: shared with training, or while awake copied from other stages."""
+    """Weights for all layers: shared with training, or copied from other stages while awake."""
 
     def __init__(self, engine: MegatronEngine, seed: int) -> None:
-        """Build a module without weights, which sleeps; a collective over the world.
+        """Build a sleeping module without weights; a collective over the world.
 
-        engine: trains the weights in this process
-        seed:   of Megatron's tensor-parallel random streams
+        `engine` trains the weights in this process; `seed` starts Megatron's tensor-parallel random
+        streams.
         """
         self.engine = engine
         experts = engine.groups.ep
@@ -63,13 +63,13 @@ class SharedWeights:
         self.sleep()
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Read no tensor: training changes the weights, and `wake` gets those of other stages."""
+        """Read no tensor: training changes the weights, and `wake` gets other stages' weights."""
 
     def wake(self) -> None:
-        """Share this stage's weights and copy the other stages' from the stream of the engine.
+        """Share this stage's weights and copy the other stages' from the engine's stream.
 
-        With a pipeline a collective of the ranks of the role. The trained weights are moved to the
-        device, and stay there until `sleep`.
+        With a pipeline this is a collective over the role's ranks. The trained weights stay on the
+        device until `sleep`.
         """
         self._kept_on_device.enter_context(self.engine.holding(Part.WEIGHTS))
         weights = self.engine.weights
@@ -86,12 +86,9 @@ class SharedWeights:
             load_hf_tensors(copied, weights.architecture, self.groups, stream)
 
     def _allocate_parameter(self, parameter: StageParameter, stacks: dict[str, Tensor]) -> Tensor:
-        """Allocate a parameter of 0 on the device; the experts of a layer in one tensor.
+        """Allocate a zero parameter on the device; a layer's experts in one tensor in `stacks`.
 
-        Grouped products need the experts at equal distances in one memory.
-
-        stacks: that tensor [experts, ...] by the parameter's name without the expert's index; gets
-                an entry for the first expert of each layer
+        Grouped GEMMs need the experts at equal distances in one memory.
         """
         shape, where = self._shapes[parameter.name], device.current_device()
         if parameter.expert is None:
@@ -103,7 +100,7 @@ class SharedWeights:
         return stacks[layer][parameter.expert % count]
 
     def sleep(self) -> None:
-        """Detach all parameters, which become empty; frees the copies of other stages' weights.
+        """Detach all parameters, which become empty; frees the copies from other stages.
 
         The trained weights may leave the device again.
         """
@@ -116,15 +113,12 @@ class SharedWeights:
 
 
 class OwnWeights:
-    """A module with weights of its own, which stay on the device; on ranks that only generate."""
+    """A module with its own weights, which stay on the device; for ranks that only generate."""
 
     def __init__(
         self, architecture: ArchitectureConfig, tp: int, dtype: torch.dtype, seed: int, ep: int = 1
     ) -> None:
-        """Build the module on the device with weights of 0; a collective over the world.
-
-        seed: of Megatron's tensor-parallel random streams
-        """
+        """Build the module on the device with zero weights; a collective over the world."""
         self.architecture = architecture
         self.groups = ParallelGroups(tp, 1, seed, ep=ep)
         module, self.rounds = build_rollout_module(architecture, self.groups, dtype)
@@ -140,7 +134,7 @@ class OwnWeights:
         """Do nothing: no training needs the memory."""
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy this rank's slices of the tensors into the parameters (see `load_hf_tensors`)."""
+        """Copy this rank's slices into the parameters (see `load_hf_tensors`)."""
         parameters = dict(self.module.named_parameters())
         load_hf_tensors(parameters, self.architecture, self.groups, tensors)
 
@@ -156,12 +150,17 @@ def load_hf_tensors(
     groups: ParallelGroups,
     tensors: Iterable[tuple[str, Tensor]],
 ) -> None:
-    """Copy a rank's slices of Hugging Face tensors into its parameters, one tensor at a time.
+    """Copy a rank's slices from Hugging Face tensors into its parameters, one tensor at a time.
 
-    parameters: those to be set, by their Megatron names; without a pipeline
-    tensors:    each with its Hugging Face name, whole, in any order, on any device
-    Raises ValueError for a tensor that is missing, unknown or sent twice, or has another shape;
-    some parameters are then overwritten.
+    Args:
+        parameters: Parameters to set, by Megatron name; without a pipeline.
+        architecture: The model.
+        groups: This rank's tensor and expert groups.
+        tensors: Each complete, with its Hugging Face name, in any order, on any device.
+
+    Raises:
+        ValueError: A tensor is missing, unknown or sent twice, or has another shape; some
+            parameters are then overwritten.
     """
     tp, ep = groups.tp, groups.ep
     shapes = hf_shapes(architecture, Head.LANGUAGE_MODEL)

@@ -1,1 +1,1 @@
-"""Check hosts, devices and networks before a run starts, and bundle the files of a failed run."""
+"""Check hosts, devices and networks before a run starts."""

@@ -1,4 +1,4 @@
-"""Checks of one host; each host of a cluster runs the same."""
+"""Host checks; each cluster host runs the same."""
 
 import math
 import os
@@ -35,11 +35,11 @@ LITTLE_FREE = 10 * GIB
 
 @dataclass(frozen=True)
 class Subject:
-    """The device kind and folder to check. Picklable: every host of a cluster gets it.
+    """The device kind and folder to check; picklable, as every cluster host gets it.
 
     Attributes:
-        output_dir: absolute path of the run directory.
-        resource: name of the Ray resource for one device; None = the default name of the kind.
+        output_dir: Absolute path to the run directory.
+        resource: Ray resource name for one device; None = the kind's default.
     """
 
     kind: DeviceKind
@@ -48,10 +48,9 @@ class Subject:
 
 
 def choose_subject(config: RunConfig | None, kind: DeviceKind) -> Subject:
-    """Return what to check; without a configuration, `./outputs` as the run directory.
+    """Choose what to check; without a configuration, `./outputs` as the run directory.
 
-    Args:
-        kind: replaces the configuration's; `auto` = take the configuration's.
+    `kind` replaces the configured kind unless it is `auto`.
     """
     if config is None:
         return Subject(kind, str(Path("outputs").absolute()))
@@ -61,7 +60,7 @@ def choose_subject(config: RunConfig | None, kind: DeviceKind) -> Subject:
 
 
 def check_host(subject: Subject) -> list[Finding]:
-    """Run all checks of this host; one that raises becomes a warning."""
+    """Run all checks on this host; one that raises becomes a warning."""
     kind = device.resolve_kind(subject.kind)
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
         "versions": partial(check_software, kind),
@@ -85,14 +84,14 @@ def check_host(subject: Subject) -> list[Finding]:
 
 
 def describe(problem: BaseException) -> str:
-    """Return type and message of an exception on one line, at most 300 characters of it."""
+    """Format an exception's type and message on one line, truncated to 300 characters."""
     return f"{type(problem).__name__}: {' '.join(str(problem).split())[:300]}"
 
 
 def check_software(kind: DeviceKind) -> Iterator[Finding]:
-    """Check versions of packages; on NPU also CANN and which versions fit together.
+    """Check package versions; on NPU also CANN and the pairing.
 
-    A missing package is an error if this package depends on it or the device does.
+    A missing package is an error if this package depends on it; an NPU also needs torch_npu.
     """
     yield ok("versions.python", f"{platform.python_version()}, {sys.executable}")
     is_npu = kind is DeviceKind.NPU
@@ -122,7 +121,7 @@ def check_software(kind: DeviceKind) -> Iterator[Finding]:
 
 
 def check_devices(kind: DeviceKind) -> Iterator[Finding]:
-    """Yield findings on this host's accelerators: kind, the driver's list, torch's number."""
+    """Compare what the driver's tool and torch say about this host's accelerators."""
     try:
         counted = device.count_by_torch(kind)
     except Exception as problem:
@@ -150,7 +149,7 @@ def check_devices(kind: DeviceKind) -> Iterator[Finding]:
 
 
 def driver_findings(view: DriverView) -> Iterator[Finding]:
-    """Yield findings on the driver's devices: number, unhealthy and busy ones."""
+    """Count the driver's devices, and name unhealthy and busy ones."""
     if view.problem:
         remedy = "install the driver's tool, or mount it and /dev into the container"
         yield warning("devices.driver", view.problem, remedy)
@@ -176,7 +175,7 @@ def driver_findings(view: DriverView) -> Iterator[Finding]:
 
 
 def check_limits(folder: Path = FOLDER) -> Iterator[Finding]:
-    """Check the limits of open files and processes, also the container's."""
+    """Check limits on open files and processes, also the container's."""
     found = (
         *resource.getrlimit(resource.RLIMIT_NOFILE),
         *resource.getrlimit(resource.RLIMIT_NPROC),
@@ -201,7 +200,7 @@ def _shown(limit: float) -> str:
 
 
 def check_disk(output_dir: Path) -> Iterator[Finding]:
-    """Check rights and free space of the run directory and Ray's folders for objects."""
+    """Check permissions and free space for the run directory and Ray's objects."""
     spilled = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
     ray_stops = shutil.disk_usage(existing_folder(spilled)).total // 20  # at 95% full
     moves = "free some space, or set {} to another disk"

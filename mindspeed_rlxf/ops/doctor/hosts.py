@@ -1,4 +1,4 @@
-"""Check every host of a Ray cluster, compare the hosts, and try an all-reduce in each group."""
+"""Check every Ray host, compare the hosts, and try an all-reduce in each group."""
 
 import os
 import platform
@@ -27,16 +27,12 @@ GROUP_S = 90.0  # processes start, import torch, open devices
 
 
 def check_cluster(subject: Subject, address: str | None) -> list[Finding]:
-    """Join a Ray cluster, return findings on its hosts and collectives, and leave it.
+    """Join a Ray cluster (RAY_ADDRESS if None), check its hosts and collectives, and leave it.
 
-    Sets environment variables of Ray.
-
-    Args:
-        subject: What to check on each host.
-        address: None = RAY_ADDRESS.
+    Sets Ray's environment variables.
 
     Raises:
-        UserError: No cluster is named, or it cannot be joined.
+        UserError: No cluster is named, or joining it fails.
     """
     if (address or os.environ.get("RAY_ADDRESS") or "local") == "local":
         raise UserError(
@@ -55,7 +51,7 @@ def check_cluster(subject: Subject, address: str | None) -> list[Finding]:
 
 
 def survey_host(subject: Subject) -> tuple[list[Finding], dict[str, str]]:
-    """Return this host's findings, and the versions which must be equal on all hosts, by name."""
+    """Return this host's findings, and the versions that must be equal everywhere, by name."""
     versions = cluster_nodes.versions(npu_versions.PACKAGES)
     cann = npu_versions.cann_version() or cluster_nodes.NONE
     return check_host(subject), {**versions, "python": platform.python_version(), "cann": cann}
@@ -92,7 +88,7 @@ def _check_joined(subject: Subject) -> list[Finding]:
 
 
 def ray_finding(resource: str, count: int, most: int) -> Finding:
-    """Warn if Ray offers fewer devices on a host (`count`) than on another one (`most`)."""
+    """Warn if Ray offers fewer devices here (`count`) than on another host (`most`)."""
     return judge(
         count == most,
         "devices.ray",
@@ -102,11 +98,7 @@ def ray_finding(resource: str, count: int, most: int) -> Finding:
 
 
 def version_findings(by_host: Mapping[str, Mapping[str, str]]) -> list[Finding]:
-    """Return an error per version that differs from that of most hosts; `ok` if none does.
-
-    Args:
-        by_host: Host -> package -> version.
-    """
+    """Report each version that differs from most hosts as an error; else return one `ok`."""
     check, remedy = "cluster.versions", "install the same there, and start Ray there again"
     names = dict.fromkeys(name for there in by_host.values() for name in there)
     counts = {n: Counter(v.get(n, cluster_nodes.NONE) for v in by_host.values()) for n in names}
@@ -122,7 +114,7 @@ def version_findings(by_host: Mapping[str, Mapping[str, str]]) -> list[Finding]:
 def _check_collectives(
     kind: DeviceKind, resource: str, nodes: Sequence[Node], environment: Mapping[str, str]
 ) -> list[Finding]:
-    """All-reduce over the free devices inside each host, then over all hosts where that works.
+    """All-reduce over the free devices inside each host, then over all hosts that passed.
 
     On CPU with at most eight ranks on a host, and one if it declares no devices.
     """
@@ -158,13 +150,9 @@ def _all_reduce_groups(
     groups: Sequence[Sequence[Node]],
     environment: Mapping[str, str],
 ) -> list[str]:
-    """All-reduce in all groups at once; return the cause of each group's failure, "" if it passed.
+    """All-reduce in all groups at once; return each group's failure, "" if it passed.
 
-    Args:
-        kind: Device kind, which chooses the backend.
-        resource: Name of the Ray resource for one device.
-        groups: The node of each rank.
-        environment: Variables of the ranks.
+    A group lists each rank's node.
     """
     import ray
 
@@ -195,7 +183,7 @@ def _all_reduce_groups(
 
 
 def arrival_key(rank: int) -> str:
-    """Return the key that a rank sets in its group's store when it comes."""
+    """Return the key that a rank sets in its group's store on arrival."""
     return f"here/{rank}"
 
 
@@ -204,16 +192,10 @@ def all_reduce(
 ) -> str:
     """Join the process group, all-reduce 4 MiB four times, and leave the group.
 
-    Args:
-        kind: Device kind, which chooses the backend.
-        ip: Address of the group's TCPStore.
-        port: Port of the group's TCPStore.
-        rank: Rank of this process.
-        world_size: Ranks of the group.
-        timeout_s: Longest wait for the other ranks, in each step.
+    Ranks meet at the TCPStore `ip`:`port`, and wait for each other up to `timeout_s` in each step.
 
     Returns:
-        "" if the sums are right, else the cause of the failure.
+        "" if the sums are right, else the failure.
     """
     try:
         timeout = timedelta(seconds=timeout_s)

@@ -1,4 +1,4 @@
-"""The doctor's report: findings as text and as JSON."""
+"""The doctor's report as text and as JSON."""
 
 import socket
 from collections import Counter
@@ -14,7 +14,7 @@ SHOWN_HOSTS = 4
 
 
 def merge(findings: Iterable[Finding]) -> list[Finding]:
-    """Join findings that differ only in their hosts into one with all hosts; keep the order."""
+    """Join findings that differ only in their hosts, in order."""
     together: dict[Finding, dict[str, None]] = {}
     for finding in findings:
         together.setdefault(replace(finding, hosts=()), {}).update(dict.fromkeys(finding.hosts))
@@ -27,7 +27,7 @@ def exit_code(findings: Iterable[Finding]) -> int:
 
 
 def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
-    """Return the report for `json.dump`. Keys may be added, but not removed or redefined."""
+    """Build the report for `json.dump`; keys may be added, not removed or redefined."""
     host, counts = socket.gethostname(), Counter(finding.status for finding in findings)
     return {
         "schema": 1,  # rises when a field changes its meaning or goes away
@@ -41,7 +41,7 @@ def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 def as_text(findings: Sequence[Finding]) -> str:
-    """Return one entry per finding, errors first, each with its remedy; then the counts."""
+    """Format one entry per finding, errors first, each with its hint; then the counts."""
     ranked = sorted(findings, key=lambda f: list(Status).index(f.status), reverse=True)
     margin = max((len(finding.check) for finding in ranked), default=0) + 11
     lines = []

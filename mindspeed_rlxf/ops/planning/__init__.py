@@ -1,1 +1,1 @@
-"""Plan a run before a device is claimed: placement of ranks, memory, disk, predicted time."""
+"""Plan a run before a device is claimed: rank placement, memory, disk."""

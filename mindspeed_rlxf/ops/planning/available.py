@@ -1,4 +1,4 @@
-"""Find the memory of devices and hosts, and the free disk; claims no device, writes no file."""
+"""Find device and host memory, and free disk space; claims no device, writes no file."""
 
 import shutil
 from pathlib import Path
@@ -12,7 +12,7 @@ from mindspeed_rlxf.ops.sizes import existing_folder
 
 
 def look_once(config: RunConfig) -> RunConfig:
-    """Return the configuration with the cluster and the memory of a device that are found now.
+    """Return the configuration with the cluster and device memory found now.
 
     A plan reads both hundreds of times, but the driver's tool takes seconds and a cluster answers
     over TCP.
@@ -27,20 +27,20 @@ def look_once(config: RunConfig) -> RunConfig:
 
 
 def is_joined(config: RunConfig) -> bool:
-    """Return whether the run joins a Ray cluster, whose hosts cannot be looked at here."""
+    """Return whether the run joins a Ray cluster, whose hosts cannot be inspected here."""
     address = choose_cluster(config.runtime.address).address
     return config.runtime.kind == "ray" and address is not None
 
 
 def on_cpu(config: RunConfig) -> bool:
-    """Whether the device is a CPU, so that roles use the memory of the hosts."""
+    """Return whether roles run on CPU and so use host memory."""
     return device.resolve_kind(config.device.kind) is DeviceKind.CPU
 
 
 def device_memory(config: RunConfig) -> int | None:
-    """Return the bytes of a device: `device.memory_gib`, else those of this host's smallest.
+    """Return a device's bytes: `device.memory_gib`, else this host's smallest device.
 
-    None = unknown, as without `device.memory_gib` on a joined cluster or on CPU. Without the key it
+    None = unknown, as on CPU or a joined cluster without `device.memory_gib`. Without the key this
     runs the driver's tool, which may take seconds.
     """
     if config.device.memory_gib is not None:
@@ -49,10 +49,10 @@ def device_memory(config: RunConfig) -> int | None:
 
 
 def rollout_memory(config: RunConfig) -> int | None:
-    """Return the bytes of memory that a generating process may use; None = unknown.
+    """Return the bytes that a generating process may use; None = unknown.
 
-    On CPU, unless `device.memory_gib` is set, the generating ranks share the host's memory equally
-    (None on a joined cluster). Otherwise it is the memory of a device.
+    On CPU without `device.memory_gib`, generating ranks share the host memory equally (None on a
+    joined cluster); otherwise each has its device.
     """
     if config.device.memory_gib is not None or not on_cpu(config):
         return device_memory(config)
@@ -60,10 +60,10 @@ def rollout_memory(config: RunConfig) -> int | None:
 
 
 def host_memory(config: RunConfig) -> int | None:
-    """Return the bytes of the host that all workers run on; None if the run joins a cluster."""
+    """Return the bytes on the host that runs all workers; None if the run joins a cluster."""
     return None if is_joined(config) else device.host_memory()
 
 
 def free_disk(folder: Path) -> int:
-    """Return the free bytes of the disk that `folder` is on, or will be."""
+    """Return the free bytes on the disk that holds, or will hold, `folder`."""
     return shutil.disk_usage(existing_folder(folder)).free

@@ -1,4 +1,4 @@
-"""Compare needed memory and disk with what is available: sections of the plan, and problems."""
+"""Compare required with available memory and disk: plan sections, and problems."""
 
 from dataclasses import replace
 
@@ -19,11 +19,11 @@ from mindspeed_rlxf.reporting.table import pairs, table
 
 
 def check_fit(config: RunConfig) -> tuple[dict[str, str], list[Problem]]:
-    """Compare a run's needs with the memory of devices and hosts, and with the free disk.
+    """Compare a run's needs with device memory, host memory and free disk.
 
     Returns:
-        A section for each pool and part, host memory and disk, by title, and a problem for each
-        need larger than what is there.
+        A section for each pool and part, host memory and disk, by title; and a problem for each
+        unmet need.
     """
     sections: dict[str, str] = {}
     problems: list[Problem] = []
@@ -89,7 +89,7 @@ def check_fit(config: RunConfig) -> tuple[dict[str, str], list[Problem]]:
 
 
 def _pool_rows(pool: PoolMemory) -> list[list[object]]:
-    """Return a pool's memory table: titles, each phase of each role, then all roles together."""
+    """Build a pool's memory table: titles, each role's phases, then all roles together."""
     rows: list[list[object]] = [
         ["role", "phase", "weights", "gradients", "optimizer", "activations", "KV cache", "other",
          "sum"]
@@ -111,7 +111,7 @@ def _pool_rows(pool: PoolMemory) -> list[list[object]]:
 
 
 def _host_table(host: HostMemory) -> str:
-    """Return the table of the host's memory: a row per part, a column per phase."""
+    """Build the host memory table: a row per part, a column per phase."""
     rows: list[list[object]] = [["part", *PHASES]]
     for part in host.parts:
         sizes = [part.bytes if each in part.phases else 0 for each in PHASES]

@@ -1,4 +1,4 @@
-"""Compute the host memory and the disk that a run needs."""
+"""Compute the host memory and disk space for a run."""
 
 import contextlib
 from bisect import bisect_right
@@ -21,7 +21,7 @@ PHASES = ("load", "iteration", "checkpoint", "final weights")
 
 @dataclass(frozen=True)
 class HostPart:
-    """Bytes of one consumer of host memory, and the phases of the run in which it takes them."""
+    """One consumer's bytes, and the run's phases in which it holds them."""
 
     name: str
     bytes: int
@@ -30,10 +30,9 @@ class HostPart:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Memory of the host with most processes, if it also has the driver and all rows.
+    """Memory on the host with most processes, if it also has the driver and all rows.
 
-    Attributes:
-        page_cache: loaded weight files, which the system can drop; in no sum.
+    `page_cache` counts loaded weight files, which the system can drop; it is in no sum.
     """
 
     parts: tuple[HostPart, ...]
@@ -41,12 +40,12 @@ class HostMemory:
 
     @property
     def phases(self) -> list[int]:
-        """Return the bytes of each of PHASES."""
+        """Sum each phase's bytes, in PHASES order."""
         return [sum(part.bytes for part in self.parts if phase in part.phases) for phase in PHASES]
 
     @property
     def total(self) -> int:
-        """Return the bytes of the phase that needs most."""
+        """Return the largest phase's bytes."""
         return max(self.phases)
 
 
@@ -55,13 +54,14 @@ def _trained_roles(config: RunConfig) -> list[Role]:
 
 
 def host_memory_needed(config: RunConfig, pools: list[PoolMemory]) -> HostMemory:
-    """Return the bytes that each consumer takes of the memory of the host with most processes.
+    """Compute each consumer's bytes on the host with most processes.
 
-    On our private cluster the processes of all pools are on one host and are added up; otherwise
-    those of the largest pool count. Memory of devices and copies is added up for all pools.
+    On our private cluster all pools' processes are on one host and add up; otherwise the largest
+    pool counts. Device memory and copies add up over all pools.
 
     Args:
-        pools: memory of the pools' devices; it counts as host memory on CPU.
+        config: The run.
+        pools: The pools' device memory; on CPU it is host memory.
     """
     actor, algorithm = config.actor_rollout, config.algorithm
     sizes = {
@@ -125,7 +125,7 @@ def host_memory_needed(config: RunConfig, pools: list[PoolMemory]) -> HostMemory
 def disk_needed(config: RunConfig) -> dict[str, int]:
     """Return name -> bytes in the run directory: final weights in both formats, and checkpoints.
 
-    One checkpoint more than `training.keep_last` is counted; each has all trained roles.
+    Counts one checkpoint more than `training.keep_last`; each has all trained roles.
     """
     trained, count = _trained_roles(config), config.training.keep_last + 1
     found = {
@@ -146,7 +146,7 @@ def _numbers(config: RunConfig, role: Role) -> int:
 
 
 def _stored(config: RunConfig, role: Role) -> int:
-    """Return the bytes of a role's weights in its folder, whose final norm shows the precision."""
+    """Return the bytes in a role's folder, whose final norm shows the precision."""
     section = config.role(role)
     size = itemsize(section)
     with contextlib.suppress(KeyError, ValueError):
@@ -160,7 +160,7 @@ def _checkpoint_bytes(config: RunConfig, role: Role) -> int:
 
 
 def _export_on_one_host(config: RunConfig, role: Role) -> int:
-    """Return the bytes of final weights that are written on the host with most writers."""
+    """Return the final weights' bytes on the host with most writers."""
     section, layout = config.role(role), config.layout(role)
     ep = section.expert_model_parallel_size
     share = _numbers(config, role) // (layout.pp * ep) * itemsize(section)

@@ -1,7 +1,7 @@
-"""Compute the memory of a pool's devices: lasting memory of each role, and memory of its phases.
+"""Compute device memory per pool: each role's lasting memory, and its phases.
 
-Roles of a pool share a process, so their lasting memory adds up. Their phases follow one another,
-so only the largest phase counts. Offloaded state counts only in the phases that use it.
+Roles in a pool share a process, so their lasting memory adds up. Their phases follow one another,
+so only the largest counts. Offloaded state counts only in phases that use it.
 """
 
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ TRAINS, GENERATES = "ranks that train", "ranks that generate"
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """Bytes of one role on one rank. state: offloaded or not; other: communication buffers"""
+    """One role's bytes on one rank: `state`, offloaded or not, communication buffers and phases."""
 
     role: Role
     state: State
@@ -42,13 +42,10 @@ class RoleMemory:
     offload: OffloadConfig
 
     def on_device(self, phase: Phase | None = None) -> State:
-        """Return the bytes of weights, gradients and optimizer on the device while `phase` runs.
+        """Return the state on the device while `phase` runs; None = another role works.
 
-        Offloaded weights count only in phases of this role; gradients and optimizer, if offloaded,
-        only in phases that learn.
-
-        Args:
-            phase: of this role; None = another role works.
+        Offloaded weights count only in this role's phases; offloaded gradients and optimizer only
+        in learning phases.
         """
         here = not self.offload.weights or phase is not None
         rest = not self.offload.optimizer or (phase is not None and phase.learns)
@@ -57,20 +54,19 @@ class RoleMemory:
 
     @property
     def copies(self) -> int:
-        """Return the bytes of offloaded weights and optimizer in host memory; of no gradients."""
+        """Offloaded weights and optimizer in host memory, in bytes; gradients have no copy."""
         offload = self.offload
         return self.state.weights * offload.weights + self.state.optimizer * offload.optimizer
 
 
 @dataclass(frozen=True)
 class PoolMemory:
-    """Bytes of one rank of a pool.
+    """One pool rank's bytes.
 
     Attributes:
-        roles: memory of each role with a model.
-        process: bytes of the process without roles.
-        processes: number on each node, of the pool or of its part.
-        part: TRAINS or GENERATES if the pool is split, else "".
+        process: The process without roles.
+        processes: Processes on each node, in the pool or its part.
+        part: TRAINS or GENERATES in a split pool, else "".
     """
 
     pool: str
@@ -82,16 +78,16 @@ class PoolMemory:
 
     @property
     def peak(self) -> tuple[RoleMemory, Phase] | None:
-        """Return (role, phase) in which the rank holds most bytes; None if no role has a model."""
+        """The role and phase with most bytes on the rank; None if no role has a model."""
         phases = [(role, phase) for role in self.roles for phase in role.phases]
         return max(
             phases, key=lambda each: sum(self.on_device(*each)) + each[1].total, default=None
         )
 
     def on_device(self, busy: RoleMemory, phase: Phase) -> State:
-        """Return the state on the device, summed over all roles, while `busy` runs `phase`.
+        """Sum all roles' state on the device while `busy` runs `phase`.
 
-        The role `phase.beside` has its weights on the device too, even if they are offloaded.
+        Weights for role `phase.beside` are on the device too, even if they are offloaded.
         """
         idle = Phase(phase.name)
         found = [
@@ -102,20 +98,20 @@ class PoolMemory:
 
     @property
     def total(self) -> int:
-        """Return the most bytes that the rank's device needs at any time."""
+        """The rank's peak in bytes."""
         needed = sum(self.on_device(*self.peak)) + self.peak[1].total if self.peak else 0
         return self.process + sum(role.other for role in self.roles) + needed
 
 
 def has_model(config: RunConfig, role: Role) -> bool:
-    """Whether a role computes with a model; False for a reward by rule."""
+    """Return whether a role computes with a model; False for a rule reward."""
     return role is not Role.REWARD or config.reward.kind is RewardKind.MODEL
 
 
 def pool_memories(config: RunConfig) -> list[PoolMemory]:
-    """Return the memory of each pool: of its rank with the largest need.
+    """Compute each pool's memory on its rank with the largest need.
 
-    A disaggregated pool has two items: of its ranks that train, then of those that generate.
+    A disaggregated pool has two items: for its training ranks, then for its generating ranks.
     """
     found = []
     for pool in config.resource_pool:
@@ -126,7 +122,7 @@ def pool_memories(config: RunConfig) -> list[PoolMemory]:
 
 
 def _generating_memory(config: RunConfig, pool: str) -> PoolMemory:
-    """Return the memory of the ranks of a disaggregated pool that only generate."""
+    """Compute the memory on a disaggregated pool's generating ranks."""
     assert config.parts is not None, "the pool is split"
     actor, tp, ep = config.actor_rollout, config.rollout_tp, config.rollout_ep
     numbers = sum(shard_sizes(actor.architecture, Head.LANGUAGE_MODEL, tp, 0, 1, 1, ep))
@@ -149,17 +145,14 @@ def _generating_memory(config: RunConfig, pool: str) -> PoolMemory:
 
 
 def bucket_bytes(config: RunConfig) -> int:
-    """Return the bytes of the largest bucket in which a disaggregated pool sends weights."""
+    """Return the bytes in a disaggregated pool's largest weight bucket."""
     actor = config.actor_rollout
     buckets = make_buckets(hf_shapes(actor.architecture, Head.LANGUAGE_MODEL), itemsize(actor))
     return itemsize(actor) * max(sum(map(prod, bucket.values())) for bucket in buckets)
 
 
 def pool_memory(config: RunConfig, pool: str) -> PoolMemory:
-    """Return the memory of the pool's rank with the largest need, without ranks that only generate.
-
-    Of equal ranks, the first.
-    """
+    """Compute memory on the pool's rank with the largest need, the first if equal."""
     roles = [role for role in config.roles_of(pool) if has_model(config, role)]
     processes = tuple(config.processes_of(config.roles_of(pool)[0]))
     ranks: dict[tuple[int, ...], int] = {}  # stage in each role -> first rank with these
@@ -179,10 +172,10 @@ def pool_memory(config: RunConfig, pool: str) -> PoolMemory:
 
 
 def role_memory(config: RunConfig, role: Role, pp_rank: int) -> RoleMemory:
-    """Return the memory of a role on one rank of a pipeline stage: lasting bytes and its phases.
+    """Compute a role's lasting bytes and phases on one pipeline stage.
 
-    Gradients and optimizer state are 0 for a role that does not learn. The actor also generates, or
-    sends its weights if its pool is split.
+    Frozen roles have no gradients and optimizer. The actor also generates, or sends its weights if
+    its pool is split.
     """
     stage = PipelineStage(config, role, pp_rank)
     phases = list(stage.phases())
@@ -198,7 +191,10 @@ def role_memory(config: RunConfig, role: Role, pp_rank: int) -> RoleMemory:
 
 
 def _generate_phase(config: RunConfig, received: int) -> Phase:
-    """Return the memory of generation on a rank, which has every layer and its share of experts."""
+    """Compute generation's memory on a rank; it has every layer and its own experts.
+
+    `received` counts weight elements from other pipeline stages.
+    """
     actor, tp, a = config.actor_rollout, config.rollout_tp, config.actor_rollout.architecture
     rows, held, item = cache_rows(config), _cache_tokens(config), itemsize(actor)
     length = actor.max_prompt_length + actor.max_new_tokens
@@ -229,20 +225,20 @@ def _generate_phase(config: RunConfig, received: int) -> Phase:
 
 
 def sampling_itemsize(do_sample: bool, sorts: bool) -> int:
-    """Return the peak bytes per logit of choosing a token; `sorts` if a top_p is below 1.
+    """Return the peak bytes per logit when drawing tokens; `sorts` if a top_p is below 1.
 
     Greedy: 3 fp32 arrays (logits, scaled logits, log-softmax). Sampling: 7, with the filtered
-    logits and weights; with top_p also token ids of 8 bytes.
+    logits and weights; top_p adds 8-byte token ids.
     """
     return (7 if do_sample else 3) * FP32 + (8 if sorts else 0)
 
 
 def cache_rows(config: RunConfig) -> int:
-    """Return the number of sequences that a rollout replica generates at once.
+    """Return how many sequences a rollout replica generates at once.
 
     At most `num_samples_per_step`; if unset, as many as fit into the KV cache with the longest
     prompt and half a response each, at least one (all if the memory is unknown). Never more than
-    the replica's samples of an iteration.
+    the replica's samples in an iteration.
     """
     actor = config.actor_rollout
     waiting = -(-config.samples_per_iteration // config.rollout_layout.dp)

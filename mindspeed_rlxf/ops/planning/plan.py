@@ -1,4 +1,4 @@
-"""The plan that `dry_run=true` prints: placement, sizes, batches, memory, disk."""
+"""The plan printed by `dry_run=true`: placement, sizes, batches, memory, disk."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from mindspeed_rlxf.reporting.table import pairs, table
 
 
 def topology(config: RunConfig) -> str:
-    """Return a text table per pool; two for a disaggregated one, ranks that train and generate.
+    """Build a text table per pool; two if disaggregated: training ranks, then generating ranks.
 
     A line per device; over 32 devices in all, a line per range with equal pipeline stages.
     """
@@ -43,9 +43,9 @@ def _topology_table(
     layouts: Mapping[str, ParallelLayout],
     by_device: bool,
 ) -> str:
-    """Return the table of a pool or its part, whose first rank in the pool is `first`.
+    """Build the table for a pool or a part whose first rank in the pool is `first`.
 
-    devices: Host and number of each rank's device.
+    devices: Each rank's host and number.
     """
     rows: list[list[object]] = [
         ["pool", "hosts", "devices", "ranks", *(f"{role} TP,PP,DP" for role in layouts)]
@@ -89,10 +89,11 @@ class Plan:
 
 
 def plan(config: RunConfig, nested: bool = False) -> Plan:
-    """Make the plan of a run as text, and list its problems; claims no device, writes no file.
+    """Make a run's plan as text, and list its problems; claims no device, writes no file.
 
     Args:
-        nested: the YAML has `actor_rollout` and `ref` under `actor_rollout_ref`.
+        config: The run.
+        nested: Whether the YAML has `actor_rollout` and `ref` under `actor_rollout_ref`.
     """
     chosen = choose_cluster(config.runtime.address)
     cluster = f"cluster at {chosen.address}" if chosen.address else "private cluster on this host"
@@ -160,7 +161,6 @@ def plan(config: RunConfig, nested: bool = False) -> Plan:
 
 
 def _describe_validation(config: RunConfig) -> str:
-    """Return as text the interval of validation, responses per prompt, decoding and reward."""
     keys = config.validation
     interval = f"every {keys.interval} iterations, " if keys.interval else ""
     return (
@@ -174,7 +174,7 @@ def _describe_decoding(do_sample: bool, temperature: float) -> str:
 
 
 def _roles_table(config: RunConfig) -> list[list[object]]:
-    """Return the table of roles, a heading row first: model, pool, sizes, precision, weights."""
+    """Build the role table, titles first: model, pool, sizes, precision, weights."""
     rows: list[list[object]] = [
         ["role", "model", "pool", "ranks", "TP", "PP", "DP", "EP", "precision", "weights"]
     ]
@@ -198,7 +198,6 @@ def _roles_table(config: RunConfig) -> list[list[object]]:
 
 
 def _batch_sizes(config: RunConfig) -> list[tuple[str, object]]:
-    """Return the sizes of an iteration's batch, by what they count."""
     actor, rows = config.actor_rollout, cache_rows(config)
     per_rank = config.samples_per_iteration // config.layout(Role.ACTOR_ROLLOUT).dp
     per_replica = -(-config.samples_per_iteration // config.rollout_layout.dp)
@@ -220,7 +219,7 @@ def _batch_sizes(config: RunConfig) -> list[tuple[str, object]]:
 
 
 def _forwards_table(config: RunConfig) -> list[list[object]]:
-    """Return the table of forward passes: a heading row, and a row for each role with a model."""
+    """Build the forward-pass table: titles, then each role with a model."""
     groups = config.actor_rollout.n_samples_per_prompt > 1
     titles = ["role", "samples per rank", "micro-batch", "micro-batches"]
     rows: list[list[object]] = [[*titles, *["a prompt is computed"] * groups]]
@@ -243,7 +242,6 @@ def _describe_micro_batches(config: RunConfig, role: Role, samples: int) -> tupl
 
 
 def _describe_sharing(config: RunConfig, role: Role, samples: int) -> str:
-    """Return as text for how many responses a prompt is computed once."""
     together = config.shared_samples(role, samples)
     if together == 1:
         return "for each response"
@@ -253,7 +251,7 @@ def _describe_sharing(config: RunConfig, role: Role, samples: int) -> str:
 
 
 def _updates_table(config: RunConfig) -> list[list[object]]:
-    """Return the table of updates: a heading row, the actor's row, and the critic's if any."""
+    """Build the update table: titles, the actor, and the critic if any."""
     actor = config.actor_rollout
     rows: list[list[object]] = [
         ["role", "mini-batch", "mini-batches", "epochs", "steps per iteration",

@@ -1,6 +1,6 @@
-"""Compute the device memory of a role on one pipeline stage: what lasts, and what phases add.
+"""Compute a role's device memory on one pipeline stage: what lasts, and what phases add.
 
-`docs/models_and_weights.md` explains each formula. Bytes are of one rank.
+`docs/models_and_weights.md` explains each formula. Bytes are per rank.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ POOL_GROUP = 1  # a disaggregated pool has one more communicator, for weights
 
 
 class State(NamedTuple):
-    """Bytes of weights, gradients and optimizer."""
+    """Bytes for weights, gradients and optimizer."""
 
     weights: int
     gradients: int
@@ -35,11 +35,11 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class Phase:
-    """Bytes that a phase of a role needs in addition to the role's lasting memory.
+    """What a phase adds to its role's lasting memory, in bytes.
 
     Attributes:
-        learns: the phase also uses gradients and optimizer.
-        beside: another role whose weights must be on the device too.
+        learns: Whether the phase also uses gradients and optimizer.
+        beside: Another role whose weights must be on the device too.
     """
 
     name: str
@@ -51,17 +51,17 @@ class Phase:
 
     @property
     def total(self) -> int:
+        """Sum what the phase adds."""
         return self.activations + self.kv_cache + self.other
 
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Activations of one layer for a micro-batch.
+    """One layer's activations for a micro-batch; a layer has two norms.
 
     Attributes:
-        norm, attention, mlp: kept for the backward pass; a layer has two norms.
-        sent: copies of hidden states on the way to experts and back, 0 if dense.
-        entry: hidden states that enter the layer.
+        sent: Hidden-state copies on the way to experts and back, 0 if dense.
+        entry: Hidden states entering the layer.
     """
 
     norm: int
@@ -72,6 +72,7 @@ class LayerBytes:
 
     @property
     def kept(self) -> int:
+        """Sum what is kept for backward."""
         return 2 * self.norm + self.attention + self.mlp
 
     @property
@@ -83,7 +84,7 @@ class LayerBytes:
 def layer_bytes(
     a: ArchitectureConfig, tokens: int, tp: int, sequence_parallel: bool, itemsize: int
 ) -> LayerBytes:
-    """Return the activations of a layer for `tokens`, on one of `tp` ranks."""
+    """Compute a layer's activations for `tokens`, on one tensor-parallel rank."""
     own = tokens // tp if sequence_parallel else tokens
     # A norm keeps its input in fp32, the normed value, the output, and a root per token.
     norm = own * ((FP32 + 2 * itemsize) * a.hidden_size + FP32)
@@ -110,13 +111,13 @@ def layer_bytes(
 
 
 def recompute_bytes(role: LearningConfig, layer: LayerBytes) -> tuple[int, int]:
-    """Return (bytes kept for each micro-batch in flight, bytes recomputed at one time) of a chunk.
+    """Return (bytes kept per micro-batch in flight, bytes recomputed at one time) for a chunk.
 
-    none:      all layers; 0
-    selective: the layers without their MLPs; one MLP
-    uniform:   one entry per group of `recompute_num_layers` layers; the layers of one group
-    block:     entries of the first `recompute_num_layers` layers, and the other layers; one layer
-               if there are no others, else 0
+    - none: all layers; 0
+    - selective: the layers without their MLPs; one MLP
+    - uniform: one entry per group with `recompute_num_layers` layers; one group's layers
+    - block: entries for the first `recompute_num_layers` layers, and the other layers; one layer if
+      there are no others, else 0
     """
     layers, size = role.layers_per_chunk, role.recompute_num_layers
     if role.recompute is Recompute.NONE:
@@ -131,7 +132,7 @@ def recompute_bytes(role: LearningConfig, layer: LayerBytes) -> tuple[int, int]:
 
 
 def itemsize(role: RoleConfig) -> int:
-    """Return the bytes of one weight or activation of a role: 2 with bf16, else 4."""
+    """Return the bytes per weight or activation: 2 with bf16, else 4."""
     return 2 if role.bf16 else FP32
 
 
@@ -141,7 +142,7 @@ def optimizer_itemsize(role: RoleConfig) -> int:
 
 
 def micro_batch_tokens(role: RoleConfig, samples: int, length: int) -> int:
-    """Return the tokens of a rank's largest micro-batch, of `samples` of up to `length` tokens."""
+    """Return a rank's largest micro-batch of `samples` with `length` tokens or less, in tokens."""
     limit = role.max_tokens_per_micro_batch
     if limit is None:
         return min(role.micro_batch_size, samples) * length
@@ -149,17 +150,17 @@ def micro_batch_tokens(role: RoleConfig, samples: int, length: int) -> int:
 
 
 def micro_batches(role: RoleConfig, samples: int, length: int) -> int:
-    """Return the number of micro-batches into which a rank divides `samples`, rounded up."""
+    """Return the number of micro-batches for `samples` on a rank, rounded up."""
     limit = role.max_tokens_per_micro_batch
     size = role.micro_batch_size if limit is None else max(limit // length, 1)
     return _round_up(-(-samples // size), role.micro_batch_multiple)
 
 
 def buffer_numbers(sizes: Sequence[int], dp: int, distributed: bool) -> int:
-    """Return the number of elements of Megatron's gradient buffer for parameters of these sizes.
+    """Return the elements in Megatron's gradient buffer for these parameter sizes.
 
-    The distributed optimizer pads each parameter to a multiple of 64, and the whole to a multiple
-    of 128 and of `dp`; the weights are in a buffer of this length too.
+    The distributed optimizer pads each parameter to a multiple of 64, and the buffer to a multiple
+    of 128 and `dp`; the weights are in a buffer with this length too.
     """
     if not distributed:
         return sum(sizes)
@@ -181,12 +182,12 @@ def in_flight(pp_rank: int, pp: int, micro_batches: int, chunks: int = 1) -> int
 
 
 def is_split(config: RunConfig, pool: str) -> bool:
-    """Whether some ranks of the pool train the actor and the others only generate."""
+    """Return whether some pool ranks train the actor and the others only generate."""
     return config.parts is not None and pool == config.placement[Role.ACTOR_ROLLOUT]
 
 
 class PipelineStage:
-    """One role on one pipeline stage, with the sizes that its memory depends on."""
+    """One role on one pipeline stage, with the sizes behind its memory."""
 
     def __init__(self, config: RunConfig, role: Role, pp_rank: int) -> None:
         self.config, self.role, self.pp_rank = config, role, pp_rank
@@ -213,6 +214,7 @@ class PipelineStage:
         self.vocab = padded_vocab_size(self.architecture, self.layout.tp) // self.layout.tp
 
     def state(self) -> State:
+        """Return the bytes for weights, gradients and optimizer."""
         if self.optimizer is None:
             return State(self.numbers * self.itemsize, 0, 0)
         held = optimizer = 0
@@ -225,7 +227,7 @@ class PipelineStage:
         return State(held * self.itemsize, held * FP32, optimizer)
 
     def communication_bytes(self) -> int:
-        """Return the bytes of buffers of all process groups, and of sequence parallelism."""
+        """Return the buffers for all process groups and sequence parallelism, in bytes."""
         tp, pp, dp, ep = self.layout.tp, self.layout.pp, self.layout.dp, self.ep
         trains, config = self.optimizer is not None, self.config
         generates = self.role is Role.ACTOR_ROLLOUT and not config.parts
@@ -290,7 +292,7 @@ class PipelineStage:
         return Phase("forward", held, other=layer.sent, beside=beside)
 
     def _update(self, samples: int, shared: bool) -> Phase:
-        """Return the memory of forward and backward passes with `samples` per step on this rank."""
+        """Compute forward and backward passes with `samples` per step on this rank."""
         assert isinstance(self.section, LearningConfig), "frozen roles have no update"
         layer, layout = self._layer(samples, shared), self.layout
         held, again = recompute_bytes(self.section, layer)
@@ -315,9 +317,9 @@ class PipelineStage:
         return Phase("update", activations, other=other, learns=True)
 
     def _tokens(self, samples: int, shared: bool) -> tuple[int, int]:
-        """Return the computed tokens of the largest micro-batch, and its rows that share prompts.
+        """Return the largest micro-batch's computed tokens, and its rows that share prompts.
 
-        samples: of an epoch or mini-batch on this rank
+        samples: In an epoch or mini-batch on this rank.
         """
         tokens = micro_batch_tokens(self.section, samples, self.length)
         together = self.config.shared_samples(self.role, samples)
@@ -341,11 +343,11 @@ class PipelineStage:
         return replace(layer, attention=layer.attention + copies)
 
     def _head_bytes(self, samples: int, shared: bool) -> int:
-        """Return the bytes of a micro-batch's last hidden states and head; 0 before the last stage.
+        """Return a micro-batch's last hidden states and head, in bytes; 0 before the last stage.
 
-        The final norm's input in fp32, its normed value and output, and a copy of the tokens read.
-        A score head copies those in fp32; log-probs need logits, shifted logits, exponentials and a
-        product in fp32, for one chunk of tokens at a time.
+        These are the final norm's input in fp32, its normed value and output, and a copy for the
+        tokens read. A score head copies those in fp32; log-probs need logits, shifted logits,
+        exponentials and a product in fp32, for one chunk at a time.
         """
         if not self.last:
             return 0

@@ -1,7 +1,7 @@
-"""Search for layouts that fit the devices, the plainest first: `dry_run=true plan.suggest=true`.
+"""Search layouts for the devices, the plainest first: `dry_run=true plan.suggest=true`.
 
-The search tries a fixed list of layouts in a fixed order, so that the result depends on the
-configuration and the limit alone. Every layout passes the rules of the configuration.
+The search tries a fixed list in a fixed order, so the result depends only on the configuration and
+the limit. Every layout passes the configuration's rules.
 """
 
 from collections.abc import Iterator
@@ -33,14 +33,14 @@ def usable_bytes(device_bytes: int) -> int:
 
 
 def suggest(config: RunConfig, nested: bool, limit: int) -> str:
-    """Return the plan's section on layouts that fit: memory, rounds and overrides of each.
+    """Build the plan's section on fitting layouts: memory, rounds and overrides for each.
 
-    Shows SHOWN layouts at most: the plainest of each TP and PP, the smallest TP x PP first.
+    Shows at most SHOWN layouts: the plainest for each TP and PP, the smallest TP x PP first.
 
     Args:
         config: The run; its pools and batch sizes stay.
-        nested: The YAML has actor and reference under `actor_rollout_ref`.
-        limit: Bytes of a device that a layout may use.
+        nested: Whether the YAML has actor and reference under `actor_rollout_ref`.
+        limit: Bytes a layout may use on a device.
     """
     largest = max(map(sum, config.resource_pool.values()))
     sizes = [(tp, pp) for tp, pp in product(SIZES, SIZES) if tp * pp <= largest]
@@ -63,10 +63,10 @@ def suggest(config: RunConfig, nested: bool, limit: int) -> str:
 
 
 def _list_layouts(config: RunConfig, tp: int, pp: int) -> Iterator[Changes]:
-    """Yield changes of keys for TP x PP ranks, the layouts which cost least work first.
+    """Yield key changes for TP x PP ranks, cheapest layouts first.
 
-    Recomputation costs more than offloading, and this more than small micro-batches. Roles that do
-    not learn have no pipeline.
+    Recomputation costs more than offloading, and offloading more than small micro-batches. Frozen
+    roles have no pipeline.
     """
     actor = config.actor_rollout
     length = actor.max_prompt_length + actor.max_new_tokens
@@ -104,7 +104,7 @@ def _list_layouts(config: RunConfig, tp: int, pp: int) -> Iterator[Changes]:
 
 
 def _vary(config: RunConfig, changes: Changes) -> RunConfig | None:
-    """Return a copy with these keys changed; None if it breaks a rule of the configuration."""
+    """Return a copy with these keys changed; None if it breaks a configuration rule."""
     payload = config.model_dump()
     for key, value in changes.items():
         holder, name = _find(payload, key)
@@ -117,7 +117,7 @@ def _vary(config: RunConfig, changes: Changes) -> RunConfig | None:
 
 
 def _fitting_bytes(config: RunConfig, limit: int) -> int | None:
-    """Return the bytes of the fullest device; None if they are over `limit`, or the host lacks."""
+    """Return the fullest device's bytes; None if over `limit`, or if host memory is short."""
     pools = pool_memories(config)
     total, there = max(pool.total for pool in pools), available.host_memory(config)
     fits_host = there is None or host_memory_needed(config, pools).total <= there
@@ -125,7 +125,7 @@ def _fitting_bytes(config: RunConfig, limit: int) -> int | None:
 
 
 def _find(payload: Changes, key: str) -> tuple[Changes, str]:
-    """Return the mapping that has the last name of a key; the optimizer's lie flat in a role."""
+    """Return the mapping with a key's last name; optimizer keys lie flat in a role."""
     *parents, name = key.split(".")
     for part in parents:
         payload = payload[part]
@@ -133,7 +133,7 @@ def _find(payload: Changes, key: str) -> tuple[Changes, str]:
 
 
 def _list_overrides(config: RunConfig, changes: Changes, nested: bool) -> Iterator[str]:
-    """Yield `key=value` for each change which the configuration does not have already."""
+    """Yield `key=value` for each change from the configuration."""
     before = config.model_dump()
     for key, value in changes.items():
         holder, name = _find(before, key)
