@@ -1,9 +1,8 @@
-"""Attention for packed sequences (our own on CPU and CUDA, Megatron's on NPU), rotary angles.
+"""Attention for packed sequences (ours on CPU and CUDA, Megatron's on NPU), and rotary angles.
 
-Megatron passes query, key and value as [tokens, batch, heads, head_dim], or packed as [tokens,
-heads, head_dim], after the rotary embedding. Rows of equal length come without
-`packed_seq_params`; for packed sequences and for generation it is an `Attend`, whose method
-`attend` computes the attention.
+Megatron passes query, key and value after the rotary embedding, as [tokens, batch, heads, head_dim]
+or packed as [tokens, heads, head_dim]. Equally long rows come without `packed_seq_params`; for
+packed sequences and generation it is an `Attend`, whose `attend` computes the attention.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ PackedKernel = Callable[[Tensor, Tensor, Tensor, tuple[int, ...], tuple[int, ...
 
 
 class CoreAttention(MegatronModule):
-    """Causal scaled-dot-product attention; takes the place of Megatron's DotProductAttention."""
+    """Causal scaled-dot-product attention; replaces Megatron's DotProductAttention."""
 
     packed_kernel: PackedKernel | None = None  # the device's fused operator for this model, if any
     shared_kernel: PackedKernel | None = None  # the same for `SharedPrompts`
@@ -69,10 +68,9 @@ class CoreAttention(MegatronModule):
     ) -> Tensor:
         """Attend causally, or as `packed_seq_params` says if it is an `Attend`.
 
-        query:      [s, b, heads, d]; with an `Attend` [tokens, heads, d]
-        key, value: [s, b, groups, d]; with an `Attend` [tokens, groups, d]
-        Returns [s, b, heads * d]; with an `Attend` [tokens, heads * d], to which Megatron adds the
-        axis b. Raises AssertionError for a mask or a bias; ignores `attn_mask_type`.
+        query is [s, b, heads, d], key and value [s, b, groups, d], the result [s, b, heads * d].
+        With an `Attend` they are [tokens, heads, d], [tokens, groups, d] and [tokens, heads * d],
+        to which Megatron adds the batch axis. Ignores `attn_mask_type`; asserts no mask or bias.
         """
         assert attention_mask is None and attention_bias is None, "the mask is causal, nothing else"
         if isinstance(packed_seq_params, Attend):
@@ -86,7 +84,7 @@ class CoreAttention(MegatronModule):
 
 
 class FusedAttention(DotProductAttention):
-    """Megatron's core attention, whose computation MindSpeed replaces by the NPU's fused operator.
+    """Megatron's core attention; MindSpeed replaces its computation by the NPU's fused operator.
 
     The operator is causal here. It takes query groups without repeating keys, and both padded rows
     ("SBH") and packed sequences ("TND").
@@ -102,7 +100,7 @@ class FusedAttention(DotProductAttention):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Attend as `CoreAttention.forward`, by the fused operator; an `Attend` may use another."""
+        """Like `CoreAttention.forward`, by the fused operator; an `Attend` may use another."""
         assert attention_mask is None and attention_bias is None, "the mask is causal, nothing else"
         if isinstance(packed_seq_params, Attend):
             attended = packed_seq_params.attend(
@@ -147,16 +145,16 @@ class FusedAttention(DotProductAttention):
 
 
 def rank_heads(config: Any) -> tuple[int, int, int]:
-    """Return heads, query groups and head width of a model on this rank."""
+    """Return this rank's head count, query groups and head width."""
     tp = config.tensor_model_parallel_size
     groups = max(config.num_query_groups // tp, 1)  # ranks may share one
     return config.num_attention_heads // tp, groups, config.kv_channels
 
 
 def shares_prompts(layer: CoreAttention | FusedAttention) -> bool:
-    """Return whether responses can attend to one copy of their prompt on this device.
+    """Return whether responses can share one prompt copy on this device.
 
-    False if the layer's packed sequences use a fused operator that has no equal for this.
+    False if the layer's fused operator for packed sequences has no counterpart for this.
     """
     if isinstance(layer, CoreAttention):
         return layer.packed_kernel is None or layer.shared_kernel is not None
@@ -166,11 +164,11 @@ def shares_prompts(layer: CoreAttention | FusedAttention) -> bool:
 
 @dataclass
 class Attend(PackedSeqParams):
-    """Base class: computes which tokens of a forward pass attend to which, through Megatron.
+    """Base class: decides which tokens in a forward pass attend to which, through Megatron.
 
-    `qkv_format` is "thd" and no cumulative lengths are given: Megatron then drops the batch axis of
-    1, applies the rotary angles to tokens in the given order, and passes this object to the core
-    attention unchanged. (Versions under 0.16 drop that axis whatever the format says.)
+    `qkv_format` is "thd" without cumulative lengths: Megatron then drops the batch axis (size 1),
+    applies rotary angles in the given token order, and passes this object to the core attention
+    unchanged. (Versions under 0.16 drop that axis for any format.)
     """
 
     qkv_format: str = "thd"
@@ -183,29 +181,30 @@ class Attend(PackedSeqParams):
         value: Tensor,
         fused: PackedKernel | None = None,
     ) -> Tensor:
-        """Attend: query [tokens, heads, d]; key, value [tokens, groups, d] -> [tokens, heads, d].
+        """Attend; implemented by subclasses.
 
-        Subclasses implement it; this one raises NotImplementedError.
+        Args:
+            layer: layer number from 1, within the stage, or within the model in newer Megatron.
+            query: [tokens, heads, d].
+            key: [tokens, groups, d].
+            value: [tokens, groups, d].
+            fused: the device's operator for causal packed attention, if any.
 
-        layer: number of the layer, from 1; counted in the stage, or in the whole model by newer
-               versions of Megatron
-        fused: the device's operator for causal attention of packed sequences; None = it has none
+        Returns:
+            [tokens, heads, d].
         """
         raise NotImplementedError(f"{type(self).__name__} must say how its tokens attend")
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attend causally: query [b, heads, s, d]; key, value [b, groups, s, d] -> [b, heads, s, d]."""
+    """Attend causally: query [b, heads, s, d]; key, value [b, groups, s, d]."""
     gqa = query.size(1) != key.size(1)
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=gqa)
 
 
 @dataclass
 class PackedSequences(Attend):
-    """Sequences laid end to end; each token attends to its own sequence up to itself.
-
-    lengths: tokens of each sequence, at least one
-    """
+    """Non-empty sequences laid end to end; each token attends to its own up to itself."""
 
     lengths: tuple[int, ...] = ()
 
@@ -226,8 +225,8 @@ class PackedSequences(Attend):
     ) -> Tensor:
         """Attend causally within each sequence: by `fused`, or else by torch's operator.
 
-        Torch's is called once for all sequences, padded to the longest, if that computes little
-        more than needed (MAX_PADDED_AREA); else once for each sequence.
+        Torch's is called once for all sequences, padded to the longest, if the waste is small
+        (MAX_PADDED_AREA); else once per sequence.
         """
         if fused is not None:
             return fused(query, key, value, self.lengths, self.lengths)
@@ -247,11 +246,10 @@ class PackedSequences(Attend):
         return torch.cat([out.squeeze(0).transpose(0, 1) for out in outs])
 
     def _padding_index(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the indices that pad packed tokens, and those that pack padded tokens.
+        """Return the indices to pad packed tokens, and to pack padded ones.
 
-        First the token of each padded position [sequences * longest]; after a sequence's end its
-        last token. Then the padded position of each token [tokens]. Computed in the first call;
-        later ones return the same tensors, whatever their `device`.
+        First the token per padded position [sequences * longest]; behind a sequence its last token.
+        Then the padded position per token [tokens]. Computed once; later calls ignore `device`.
         """
         if self._index is None:
             lengths = torch.tensor(self.lengths)
@@ -266,16 +264,13 @@ class PackedSequences(Attend):
 
 @dataclass
 class SharedPrompts(Attend):
-    """Packed sequences, some of which are responses that also attend to their whole prompt.
+    """Packed sequences, including responses that also attend to their whole prompt.
 
     Responses to one prompt are neighbours, somewhere behind the prompt's own sequence.
-
-    lengths: tokens of each sequence, at least one
-    prompts: for each sequence the number of its prompt's sequence; None = it is no such response
     """
 
-    lengths: tuple[int, ...] = ()
-    prompts: tuple[int | None, ...] = ()
+    lengths: tuple[int, ...] = ()  # tokens per sequence, at least one
+    prompts: tuple[int | None, ...] = ()  # per response its prompt's sequence number, else None
 
     def __post_init__(self) -> None:
         self.starts = tuple(accumulate(self.lengths, initial=0))[:-1]
@@ -294,7 +289,7 @@ class SharedPrompts(Attend):
         value: Tensor,
         fused: PackedKernel | None = None,
     ) -> Tensor:
-        """Attend by `fused`, or else by torch's operator, once for the responses to a prompt."""
+        """Attend by `fused`, or else by torch's operator, once per prompt."""
         if fused is not None:
             if self._keys is None:
                 numbers = range(len(self.lengths))
@@ -335,7 +330,7 @@ class SharedPrompts(Attend):
         )
 
     def _responses(self, numbers: list[int], where: torch.device) -> _Responses:
-        """Pad responses to one prompt; a padded key is behind what any query sees."""
+        """Pad one prompt's responses; no query sees a padded key."""
         queries = pad_sequence([self._tokens_of(i) for i in numbers], batch_first=True)
         keys = pad_sequence([self._keys_of(i) for i in numbers], batch_first=True)
         width, lengths = queries.size(1), torch.tensor([self.lengths[i] for i in numbers])
@@ -345,17 +340,12 @@ class SharedPrompts(Attend):
 
 
 class _Responses(NamedTuple):
-    """Responses to one prompt, padded to the longest.
+    """One prompt's responses, padded to the longest."""
 
-    queries: [responses, longest] index of each padded query; keys: [responses, prompt + longest]
-    results: [tokens] index of each token's result among the padded ones
-    mask:    [longest, prompt + longest] bool, True = a query attends to a key
-    """
-
-    queries: Tensor
-    keys: Tensor
-    results: Tensor
-    mask: Tensor
+    queries: Tensor  # [responses, longest] index per padded query
+    keys: Tensor  # [responses, prompt + longest]
+    results: Tensor  # [tokens] each token's index among the padded results
+    mask: Tensor  # [longest, prompt + longest] bool, True = the query attends to the key
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         q, k, v = (
@@ -373,10 +363,7 @@ _Plan: TypeAlias = tuple[PackedSequences, Tensor, list[_Responses], Tensor]
 
 
 def inverse_frequencies(architecture: ArchitectureConfig) -> Tensor:
-    """Return the angle per position of each pair of a head's elements, scaled if configured.
-
-    Returns [head_dim / 2] fp32 on the CPU.
-    """
+    """Return the angle per position, [head_dim / 2] fp32 on CPU, scaled if configured."""
     a = architecture
     exponents = torch.arange(0, a.head_dim, 2, dtype=torch.int64).float() / a.head_dim
     inverse = 1.0 / (a.rotary_base**exponents)
@@ -388,7 +375,7 @@ def inverse_frequencies(architecture: ArchitectureConfig) -> Tensor:
 
 
 def _llama3(inverse: Tensor, a: ArchitectureConfig) -> Tensor:
-    """Return frequencies scaled as in Llama 3, [head_dim / 2]."""
+    """Scale frequencies as Llama 3 does, [head_dim / 2]."""
     assert a.original_max_position_embeddings, "llama3 scaling needs the original length"
     original = a.original_max_position_embeddings
     wavelength = 2 * math.pi / inverse
@@ -403,10 +390,8 @@ def _llama3(inverse: Tensor, a: ArchitectureConfig) -> Tensor:
 def rotary_angles(positions: Tensor, inverse: Tensor) -> Tensor:
     """Return position * frequency in Megatron's form, [tokens, 1, 1, head_dim] fp32.
 
-    The frequencies stand twice, for both halves of a head.
-
-    positions: [tokens] int64
-    inverse:   frequencies [head_dim / 2]
+    Frequencies appear twice, once per half head. `positions` are [tokens] int64, `inverse` are the
+    frequencies [head_dim / 2].
     """
     angles = positions.to(torch.float32)[:, None] * inverse[None, :]
     return torch.cat((angles, angles), dim=-1)[:, None, None, :]

@@ -1,12 +1,11 @@
-"""One decode step of the model: the next hidden state of each row from its last token.
+"""One decode step: each row's next hidden state from its last token.
 
-The weights are those of Megatron's modules, and the operators and their order are Megatron's, so
-that bf16 rounds in the same way. Megatron's checks and reshaping in every layer are left out, which
-cost most of a decode step's time on the host. The model's own modules compute norms, MLPs where the
-device fuses them, and experts whose weights no grouped GEMM can take. Experts that ranks share
-are computed as in a prefill (`shared_experts.py`).
+Uses the weights in Megatron's modules, and its operators in its order, so bf16 rounds alike. Skips
+Megatron's per-layer checks and reshaping, which dominate a decode step's host time. The model's own
+modules compute norms, fused MLPs, and experts whose weights no grouped GEMM can take. Shared
+experts run as in a prefill (`shared_experts.py`).
 
-Axes: rows = sequences, groups = key-value groups of this rank, d = width of a head.
+Axes: rows = sequences, groups = key-value groups on this rank, d = head width.
 """
 
 from typing import Any
@@ -31,10 +30,10 @@ _ONE_DNN = (
 
 
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `F.linear(hidden, weight, bias)`, faster for a few rows; for use without gradients.
+    """Like `F.linear`, but faster for a few rows; without gradients.
 
-    On a CPU in fp32 it calls oneDNN: with 16 rows MKL, which `F.linear` calls, takes 1.2 to 2 times
-    as long. As a call of oneDNN costs more, small weights are left to MKL.
+    In fp32 on CPU it calls oneDNN: with 16 rows MKL (`F.linear`) takes 1.2 to 2 times as long. A
+    oneDNN call costs more, so MKL keeps the small weights.
     """
     on_cpu = hidden.device.type == "cpu" and hidden.dtype is torch.float32
     if _ONE_DNN is None or not on_cpu or weight.numel() < SMALL:
@@ -43,10 +42,10 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 class Decoder:
-    """Runs decode steps of a model whose weights are not moved meanwhile."""
+    """Runs decode steps for a model whose weights stay in place meanwhile."""
 
     def __init__(self, model: TransformerModel, max_length: int) -> None:
-        """View the weights, and compute the rotary factors of positions below `max_length`."""
+        """View the weights, and compute rotary factors for positions below `max_length`."""
         config = model.config
         self.model, self.head_dim = model, config.kv_channels
         self.tp = model.tp_group.size()
@@ -62,11 +61,13 @@ class Decoder:
         self._rotations = torch.stack((angles.cos(), angles.sin() * signs)).to(config.params_dtype)
 
     def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Return the last layer's hidden states [rows, hidden], normed.
+        """Return the last layer's normed hidden states [rows, hidden].
 
-        token_ids, positions: [rows] int64, the new token of each row and its position
-        attend:               stores each row's new key and value, and attends to all its tokens;
-                              gets queries as [rows, groups, heads of a group, d]
+        Args:
+            token_ids: [rows] int64, each row's new token.
+            positions: [rows] int64, its position.
+            attend: stores each row's new key and value, and attends to all its tokens; gets queries
+                as [rows, groups, heads per group, d].
         """
         hidden = self.model.embedding.word_embeddings(token_ids)
         cos, sin = self._rotations[:, positions, None, None, :].unbind()
@@ -77,7 +78,7 @@ class Decoder:
         return norm(hidden)  # type: ignore[no-any-return]
 
     def sum_over_ranks(self, partial: Tensor) -> Tensor:
-        """Sum partial results over the tensor-parallel ranks in place; return the sum."""
+        """Sum partial results in place over the tensor-parallel ranks."""
         if self.tp > 1:
             dist.all_reduce(partial, group=self.model.tp_group)
         return partial
@@ -106,8 +107,12 @@ class _Layer:
     ) -> Tensor:
         """Compute the layer: [rows, hidden] -> [rows, hidden].
 
-        number:   of the layer, from 1
-        cos, sin: [rows, 1, 1, d] rotary factors; the first half of `sin` is negated
+        Args:
+            hidden: [rows, hidden].
+            number: layer number from 1.
+            cos: [rows, 1, 1, d] rotary factors.
+            sin: the same; its first half is negated.
+            attend: see `Decoder`.
         """
         rotated, value = self._projections(self.attention_norm(hidden))
         half = self.head_dim // 2
@@ -118,9 +123,9 @@ class _Layer:
         return hidden + self._mlp(self.mlp_norm(hidden))
 
     def _projections(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Project to queries and keys [rows, groups, heads of a group + 1, d], and to values.
+        """Project to queries and keys [rows, groups, heads per group + 1, d], and to values.
 
-        The key of a group is behind its queries. Values: [rows, groups, d].
+        A group's key is behind its queries. Values: [rows, groups, d].
         """
         if not self.groups:
             query, key, value = self.attention.get_query_key_value_tensors(hidden[:, None])

@@ -1,10 +1,9 @@
-"""Mixture of experts: Megatron's settings for the routing of Qwen3-MoE and Mixtral, and its loss.
+"""Mixture-of-experts routing in Megatron for Qwen3-MoE and Mixtral, and its loss.
 
-Both families choose the `moe_router_topk` experts of largest softmax probability. Megatron with
-`moe_router_pre_softmax` leaves the chosen probabilities as they are. Without it they add up to 1
-(Mixtral; Qwen3-MoE with `norm_topk_prob`), as a softmax over the chosen logits alone. Logits and
-probabilities are fp32 whatever the dtype of the model. No token is dropped: experts have no
-capacity limit.
+Both families choose the `moe_router_topk` experts with the largest softmax probability. With
+`moe_router_pre_softmax` Megatron keeps the chosen probabilities. Without it they sum to 1 (Mixtral;
+Qwen3-MoE with `norm_topk_prob`), like a softmax over the chosen logits alone. Logits and
+probabilities are always fp32. Experts have no capacity limit, so no token is dropped.
 """
 
 from collections.abc import Callable
@@ -21,9 +20,9 @@ from mindspeed_rlxf.config.schema import ArchitectureConfig
 
 
 def moe_settings(a: ArchitectureConfig, tp: int, ep: int) -> dict[str, Any]:
-    """Return the fields of Megatron's TransformerConfig for experts; {} for a dense model.
+    """Return TransformerConfig fields for experts; {} for a dense model.
 
-    tp, ep: tensor- and expert-parallel size; each expert is split over all `tp` ranks
+    Each expert is split over all `tp` ranks.
     """
     if a.num_experts is None:
         return {}
@@ -41,32 +40,29 @@ def moe_settings(a: ArchitectureConfig, tp: int, ep: int) -> dict[str, Any]:
 
 
 class Router(TopKRouter):
-    """Megatron's router with another weight of the load-balancing loss.
+    """Megatron's router with another weight for the load-balancing loss.
 
-    Megatron multiplies that loss by the micro-batch's tokens, because it divides gradients by the
-    mini-batch's tokens later. Here gradients are divided by the sum of `LossOutput.weight`
-    (response tokens, responses, pairs or micro-batches). So the loss of a micro-batch is multiplied
-    by its `LossOutput.weight` (see `set_balance_loss_weight`), and averages over the mini-batch
-    with the same weights as the main loss.
+    Megatron multiplies the loss by the micro-batch's tokens, as it later divides gradients by the
+    mini-batch's. We divide gradients by the summed `LossOutput.weight` (response tokens, responses,
+    pairs or micro-batches), so we multiply a micro-batch's loss by its weight
+    (`set_balance_loss_weight`): it then averages over the mini-batch like the main loss.
     """
 
     def attach_and_log_load_balancing_loss(
         self, activation: Tensor, aux_loss_coeff: float, aux_loss: Tensor, *_: Any, **__: Any
     ) -> Tensor:
-        """Return `activation`; its backward pass adds the gradient of the balance loss.
+        """Return `activation`; backward adds the balance loss's gradient.
 
-        Called by megatron-core 0.14 and newer.
-        aux_loss: already multiplied by its coefficient
+        `aux_loss` includes its coefficient. Called by megatron-core 0.14 and newer.
         """
         return _WithBalanceLoss.apply(activation, aux_loss)
 
     def apply_load_balancing_loss(
         self, activation: Tensor, load_balancing_loss_func: Callable[..., Tensor]
     ) -> Tensor:
-        """Compute the balance loss; return `activation`, whose backward pass adds its gradient.
+        """Compute the balance loss; return `activation`, whose backward adds its gradient.
 
-        With a coefficient of 0 only returns `activation`. Only megatron-core 0.12 and 0.13 call
-        this.
+        Called by megatron-core 0.12 and 0.13 only.
         """
         coefficient, group = self.config.moe_aux_loss_coeff, None
         if coefficient == 0:
@@ -80,7 +76,7 @@ class Router(TopKRouter):
 
 
 class _WithBalanceLoss(torch.autograd.Function):
-    """Returns `output` unchanged; the backward pass adds `weight` times the gradient of `loss`."""
+    """Returns `output` unchanged; backward adds `weight` times the gradient for `loss`."""
 
     weight = 0.0
 
@@ -95,19 +91,18 @@ class _WithBalanceLoss(torch.autograd.Function):
 
 
 def set_balance_loss_weight(weight: float) -> None:
-    """Set, for this process, the weight of the balance loss in later backward passes; 0 at first.
+    """Set the balance loss's weight in this process's later backward passes; 0 at first.
 
-    Call it with the `LossOutput.weight` of each micro-batch. Only the last pipeline stage knows
-    that weight, so the loss needs a pipeline of one stage, where the backward pass of a micro-batch
-    comes before the forward pass of the next.
+    Call it with each micro-batch's `LossOutput.weight`. Only the last pipeline stage knows it, so
+    the loss needs a single-stage pipeline: there each backward precedes the next forward.
     """
     _WithBalanceLoss.weight = float(weight)
 
 
 def use_own_router(mlp: ModuleSpec) -> None:
-    """Put `Router` into the specification of an MoE layer.
+    """Put `Router` into an MoE layer's specification.
 
-    With megatron-core 0.12 it replaces the router of all MoE layers built later in this process.
+    With megatron-core 0.12 it replaces the router in all MoE layers built later in this process.
     """
     if hasattr(mlp.submodules, "router"):
         mlp.submodules.router = Router

@@ -1,9 +1,9 @@
-"""The experts of a layer in grouped GEMMs: one call for all experts of a rank.
+"""A layer's experts in grouped GEMMs: one call for all experts on a rank.
 
-Megatron's module computes one expert after the other, some hundred operators a layer if there are
-many experts. The parameters stay Megatron's, one MLP per expert. A grouped GEMM views the
-weights of all experts as one tensor, which needs them at equal distances in one memory; so
-`stack_experts` puts them, and so they are in the buffers of the distributed optimizer.
+Megatron's module computes experts one by one: hundreds of operators per layer with many experts.
+The parameters stay Megatron's, one MLP per expert. A grouped GEMM views all experts' weights as one
+tensor, so they must be equally spaced in one storage: `stack_experts` puts them there, as do the
+distributed optimizer's buffers.
 """
 
 from __future__ import annotations
@@ -24,22 +24,17 @@ _GROUPED: Any = getattr(F, "grouped_mm", None)  # None = this version of torch i
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """Views of all experts' weights.
+    """Views over all experts' weights."""
 
-    widens:      [experts, 2 * width, hidden], gate and up projections
-    narrows:     [experts, hidden, width], down projections
-    is_reversed: whether both have the last expert first, as in the distributed optimizer's buffers
-    """
-
-    widens: Tensor
-    narrows: Tensor
-    is_reversed: bool
+    widens: Tensor  # [experts, 2 * width, hidden], gate and up projections
+    narrows: Tensor  # [experts, hidden, width], down projections
+    is_reversed: bool  # the last expert comes first, as in the distributed optimizer's buffers
 
     @classmethod
     def of(cls, experts: Sequence[Any]) -> ExpertWeights | None:
-        """View the weights of Megatron's MLPs, one for each expert, in their order in memory.
+        """View the weights of Megatron's MLPs, one per expert, in memory order.
 
-        None if torch has no grouped GEMM, or cannot use the weights where they lie in memory.
+        None if torch has no grouped GEMM, or cannot use the weights as they lie in memory.
         """
         widens = view_as_stack([expert.linear_fc1.weight for expert in experts])
         narrows = view_as_stack([expert.linear_fc2.weight for expert in experts])
@@ -53,11 +48,10 @@ class ExpertWeights:
 
 
 def routed_experts(hidden: Tensor, router: Any, weights: ExpertWeights) -> Tensor:
-    """Route and compute tokens [tokens, hidden] -> [tokens, hidden], in a decode step.
+    """Route and compute tokens in a decode step, [tokens, hidden] -> [tokens, hidden].
 
-    Without a gradient, and never waits for the device. This rank has all tokens and, of each
-    expert, its tensor-parallel shard: the caller must sum the result over the ranks.
-    router: Megatron's, of the layer
+    No gradient and no device sync. This rank has all tokens and a tensor-parallel shard per expert,
+    so the caller must sum the result over the ranks. `router` is Megatron's.
     """
     probabilities, _ = router(hidden[:, None])  # [tokens, experts], 0 where not chosen
     if weights.is_reversed:
@@ -71,11 +65,14 @@ def routed_experts(hidden: Tensor, router: Any, weights: ExpertWeights) -> Tenso
 
 
 def sort_by_expert(numbers: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Sort pairs of token and expert by expert; return the stable order and each expert's end.
+    """Sort (token, expert) pairs by expert.
 
-    numbers: [pairs] int64, the expert of each pair; `count` = another rank's, sorted to the end
-    count:   number of experts
-    Returns the order [pairs] int64, and the end of each expert's pairs in it [count] int32.
+    Args:
+        numbers: [pairs] int64 experts; `count` = on another rank, sorted to the end.
+        count: number of experts.
+
+    Returns:
+        The stable order [pairs] int64, and where each expert's pairs end in it [count] int32.
     """
     order = numbers.argsort(stable=True)
     each = torch.arange(count, device=numbers.device)
@@ -83,12 +80,13 @@ def sort_by_expert(numbers: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def gated_products(rows: Tensor, shares: Tensor, ends: Tensor, weights: ExpertWeights) -> Tensor:
-    """Return share * MLP(row) for each row, by its expert, [rows, hidden]; without a gradient.
+    """Return share * MLP(row) for each row, by its expert, [rows, hidden]; no gradient.
 
-    rows:   [rows, hidden], sorted by expert in the order of `weights`
-    shares: [rows] fp32
-    ends:   [experts] int32, end of each expert's rows. Rows behind the last end may be given; their
-            results are undefined
+    Args:
+        rows: [rows, hidden], sorted by expert in the order of `weights`.
+        shares: [rows] fp32.
+        ends: [experts] int32, end of each expert's rows; results for rows behind are undefined.
+        weights: the experts.
     """
     dtype = rows.dtype
     gate, up = _GROUPED(rows, weights.widens.transpose(1, 2), offs=ends).chunk(2, dim=-1)
@@ -99,22 +97,19 @@ def gated_products(rows: Tensor, shares: Tensor, ends: Tensor, weights: ExpertWe
 
 
 class GroupedMLP(SequentialMLP):  # type: ignore[misc]
-    """Megatron's module of experts, but with grouped GEMMs where torch and weights allow them.
-
-    The results are those of Megatron's own forward pass.
-    """
+    """Megatron's experts, in grouped GEMMs if torch and weights allow; same results."""
 
     def forward(
         self, hidden: Tensor, tokens_per_expert: Tensor, probabilities: Tensor
     ) -> tuple[Tensor, None]:
-        """Return probability * expert(token) for each token, and None in place of a bias.
+        """Return probability * expert(token) for each token, and None instead of a bias.
 
-        Megatron computes it for one expert, no token, or weights of which `ExpertWeights.of` is
-        None.
+        Megatron computes it for one expert, no token, or if `ExpertWeights.of` is None.
 
-        hidden:            [tokens, hidden], sorted by this rank's experts
-        tokens_per_expert: [experts] int, on the host or on the device
-        probabilities:     [tokens] fp32
+        Args:
+            hidden: [tokens, hidden], sorted by this rank's experts.
+            tokens_per_expert: [experts] int, on host or device.
+            probabilities: [tokens] fp32.
         """
         experts = list(self.local_experts)
         weights = ExpertWeights.of(experts) if len(experts) > 1 and len(hidden) else None
@@ -156,16 +151,18 @@ def _weighted_mlp(
 
 
 class _Product(torch.autograd.Function):
-    """rows @ weight.T for each expert, with gradients for the rows and the experts' parameters."""
+    """rows @ weight.T per expert, with gradients for rows and experts' parameters."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, stack: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
-        """Return row @ weight.T of each row's expert, [tokens, out].
+        """Return row @ weight.T by each row's expert, [tokens, out].
 
-        rows:    [tokens, in], sorted by expert
-        stack:   [experts, out, in], a view of `weights`
-        ends:    [experts] int32, end of each expert's rows
-        weights: the experts' parameters [out, in]
+        Args:
+            ctx: autograd context.
+            rows: [tokens, in], sorted by expert.
+            stack: [experts, out, in], a view over `weights`.
+            ends: [experts] int32, end of each expert's rows.
+            weights: experts' parameters [out, in].
         """
         ctx.save_for_backward(rows, ends)
         ctx.stack = stack
@@ -184,7 +181,7 @@ class _Product(torch.autograd.Function):
 
 
 class _Permute(torch.autograd.Function):
-    """rows[order]; `back` is the inverse of `order`, by which backward gathers the gradient."""
+    """rows[order]; backward gathers the gradient by `back`, the inverse order."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
@@ -198,9 +195,9 @@ class _Permute(torch.autograd.Function):
 
 
 def view_as_stack(weights: Sequence[Tensor]) -> Tensor | None:
-    """View weights as one tensor [weights, ...], in their order in memory.
+    """View weights as one tensor [weights, ...], in memory order.
 
-    None unless they lie at equal distances in one storage, in the given order or in reverse.
+    None unless equally spaced in one storage, in the given order or in reverse.
     """
     ordered = sorted((weight.data for weight in weights), key=Tensor.storage_offset)
     if len(ordered) == 1:
@@ -216,7 +213,7 @@ def view_as_stack(weights: Sequence[Tensor]) -> Tensor | None:
 
 
 def stack_experts(model: torch.nn.Module) -> None:
-    """Give the experts of each layer one storage for each of their two weights; all become 0."""
+    """Move each layer's experts into one storage per weight; all become 0."""
     for module in model.modules():
         experts = getattr(module, "local_experts", None)
         if experts is None:

@@ -1,9 +1,8 @@
-"""Log-probs, entropies and logits from the hidden states of the last stage.
+"""Log-probs, entropies and logits from the last stage's hidden states.
 
-Axes: tokens = response tokens of a micro-batch, vocab = this rank's shard of the vocabulary. Logits
-exist for `CHUNK_TOKENS` tokens at a time and are recomputed in backward, so that there is never a
-[tokens, vocab] tensor of a whole micro-batch. The weight's gradient is summed over the chunks in
-fp32.
+Axes: tokens = a micro-batch's response tokens, vocab = this rank's vocabulary shard. Logits exist
+for `CHUNK_TOKENS` tokens at a time and are recomputed in backward, so a whole micro-batch's
+[tokens, vocab] never exists. The weight gradient accumulates over chunks in fp32.
 """
 
 from collections.abc import Callable
@@ -25,18 +24,21 @@ def token_log_probs(
     tp_group: dist.ProcessGroup,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the log-prob of each label, and the entropy of each token's distribution.
+    """Compute each label's log-prob, and each token's entropy.
 
-    A collective of the tensor-parallel ranks. Large inputs are computed in chunks, and again in
-    backward.
+    A collective over the tensor-parallel ranks. Large inputs go in chunks, recomputed in backward.
 
-    hidden:      [tokens, hidden], the same on every tensor-parallel rank; its gradient is this
-                 rank's part, which the caller sums over the ranks
-    weight:      [vocab, hidden], this rank's rows of the output layer
-    labels:      [tokens] int64, token ids of the whole vocabulary
-    vocab_size:  ids from here on are padding and have probability 0
-    temperature: divides the logits
-    Returns log-probs and entropies, [tokens] fp32 each, the same on every rank.
+    Args:
+        hidden: [tokens, hidden], equal on every tensor-parallel rank; its gradient is this rank's
+            part, to be summed over the ranks by the caller.
+        weight: [vocab, hidden], this rank's output layer rows.
+        labels: [tokens] int64, token ids in the whole vocabulary.
+        vocab_size: ids from here on are padding with probability 0.
+        tp_group: tensor-parallel group.
+        temperature: divides the logits.
+
+    Returns:
+        Log-probs and entropies, [tokens] fp32 each, equal on every rank.
     """
     arguments = (hidden, weight, labels, vocab_size, tp_group, temperature)
     if hidden.size(0) <= CHUNK_TOKENS:
@@ -59,7 +61,7 @@ def _chunk_log_probs(
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
-    """`_chunk_log_probs` for one chunk of tokens after the other, recomputed in backward."""
+    """`_chunk_log_probs` chunk by chunk, recomputed in backward."""
 
     @staticmethod
     def forward(
@@ -75,10 +77,9 @@ class _ChunkedLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Compute each chunk again; return the gradients of hidden states and weight, if needed.
+        """Recompute each chunk; return gradients for hidden states and weight, if needed.
 
-        The weight's is summed over the chunks in fp32, or added to `main_grad` and None
-        (`_WeightGradient`). The other arguments get None.
+        The weight's is summed over chunks in fp32, or added to `main_grad` (`_WeightGradient`).
         """
         hidden, weight, labels = ctx.saved_tensors
         needed = ctx.needs_input_grad[:2]
@@ -111,14 +112,14 @@ class _ChunkedLogProbs(torch.autograd.Function):
 
 
 class _WeightGradient:
-    """Sums a weight's gradients over the chunks, in fp32 if the weight is bf16 or fp16.
+    """Sums a weight's gradients over chunks, in fp32 if the weight is bf16 or fp16.
 
-    Under Megatron's data parallelism such a weight may have an fp32 buffer for its gradient
-    (`main_grad`): the sum is added to it, and autograd gets no gradient. Megatron's hook still runs
-    once and adds the gradient that autograd has from elsewhere, of a tied embedding. (With
-    `grad_added_to_main_grad` the hook would drop that gradient, except for weights that Megatron
-    marks with `zero_out_wgrad`.) With `overlap_grad_reduce` the hook refuses a weight without a
-    gradient; the weight has `reduced_early`, and autograd gets the sum, rounded.
+    Under Megatron's data parallelism such a weight may have an fp32 gradient buffer (`main_grad`):
+    the sum is added to it, and autograd gets no gradient. Megatron's hook still runs once and adds
+    autograd's gradient from elsewhere, as for a tied embedding. (With `grad_added_to_main_grad` the
+    hook would drop that one, except for weights marked with `zero_out_wgrad`.) With
+    `overlap_grad_reduce` the hook refuses a weight without a gradient; the weight has
+    `reduced_early`, and autograd gets the rounded sum.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -131,7 +132,7 @@ class _WeightGradient:
         self._sum: Tensor | None = None
 
     def add(self, gradient: Tensor) -> None:
-        """Add a chunk's gradient to Megatron's buffer where there is one, else to an fp32 sum."""
+        """Add a chunk's gradient to Megatron's buffer if there is one, else to an fp32 sum."""
         if self._main_grad is not None:
             self._main_grad.add_(gradient)
         elif self._sum is None:
@@ -151,12 +152,10 @@ def shard_logits(
     tp_group: dist.ProcessGroup,
     linear: Callable[[Tensor, Tensor], Tensor] = F.linear,
 ) -> Tensor:
-    """Compute the logits of this rank's shard of the vocabulary, [tokens, vocab] fp32.
+    """Compute logits for this rank's vocabulary shard, [tokens, vocab] fp32.
 
-    They are -inf at padding ids, which are `vocab_size` and above.
-
-    weight: [vocab, hidden], this rank's rows
-    linear: multiplies hidden states by the weight
+    They are -inf at padding ids, `vocab_size` and above. `linear` multiplies `hidden` by `weight`,
+    this rank's rows [vocab, hidden].
     """
     logits = linear(hidden, weight).float()
     first = tp_group.rank() * weight.size(0)
@@ -174,12 +173,10 @@ def full_logits(
     tp_group: dist.ProcessGroup,
     linear: Callable[[Tensor, Tensor], Tensor] = F.linear,
 ) -> Tensor:
-    """Gather the logits of the whole vocabulary, [tokens, vocab_size] fp32, on every tp rank.
+    """Gather logits for the whole vocabulary, [tokens, vocab_size] fp32, on every tp rank.
 
-    A collective of the tensor-parallel ranks; passes no gradient if there are several.
-
-    weight: [vocab, hidden], this rank's rows
-    linear: multiplies hidden states by the weight
+    A collective over the tensor-parallel ranks, without a gradient if there are several; `linear`
+    as in `shard_logits`.
     """
     logits = shard_logits(hidden, weight, vocab_size, tp_group, linear)
     if tp_group.size() > 1:
@@ -201,12 +198,19 @@ def full_kl(
 ) -> Tensor:
     """Compute KL(p || q) = sum over the vocabulary of p (log p - log q), for each token.
 
-    A collective of the tensor-parallel ranks; without a gradient.
+    A collective over the tensor-parallel ranks, without a gradient.
 
-    hidden, weight:             of p: [tokens, hidden] and this rank's rows [vocab, hidden]
-    other_hidden, other_weight: the same of q
-    temperature:                divides the logits of p and q
-    Returns [tokens] fp32, the same on every rank.
+    Args:
+        hidden: p's hidden states [tokens, hidden].
+        weight: p's rows on this rank [vocab, hidden].
+        other_hidden: q's hidden states.
+        other_weight: q's rows on this rank.
+        vocab_size: ids from here on are padding.
+        tp_group: tensor-parallel group.
+        temperature: divides all logits.
+
+    Returns:
+        [tokens] fp32, equal on every rank.
     """
     parts = []
     chunk = max(1, CHUNK_TOKENS // 2)  # two distributions at a time
@@ -222,9 +226,9 @@ def full_kl(
 def _log_softmax(
     hidden: Tensor, weight: Tensor, vocab_size: int, group: dist.ProcessGroup, temperature: float
 ) -> Tensor:
-    """Compute the log-probs of this rank's shard of the vocabulary, [tokens, vocab] fp32.
+    """Compute log-probs for this rank's vocabulary shard, [tokens, vocab] fp32.
 
-    They are normalised over the whole vocabulary, by a collective; -inf at padding ids.
+    Normalised over the whole vocabulary, by a collective; -inf at padding ids.
     """
     logits = shard_logits(hidden, weight, vocab_size, group) / temperature
     maximum = logits.max(dim=-1).values
@@ -236,15 +240,13 @@ def _log_softmax(
 
 
 class _VocabParallelLogProb(torch.autograd.Function):
-    """Log-softmax at the labels, and entropy; the vocabulary is split over tp ranks."""
+    """Log-softmax at the labels, and entropy, with the vocabulary split over tp ranks."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup) -> Any:
-        """Compute log-probs and entropies [tokens] from this rank's logits [tokens, vocab shard].
+        """Compute log-probs and entropies [tokens] from this rank's logits [tokens, vocab].
 
-        A collective of `group`.
-
-        labels: [tokens] int64, token ids of the whole vocabulary
+        A collective over `group`. labels: [tokens] int64, token ids in the whole vocabulary.
         """
         maximum = logits.max(dim=-1).values
         _all_reduce(maximum, group, dist.ReduceOp.MAX)
@@ -267,11 +269,9 @@ class _VocabParallelLogProb(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, entropy_grad: Tensor | None) -> Any:
-        """Return the gradient of this rank's logits.
+        """Return the gradient for this rank's logits.
 
         d log p(label) / d logit = [label] - p; d entropy / d logit = -p (log p + entropy)
-
-        grad, entropy_grad: gradients of log-probs and entropies [tokens]; None = 0
         """
         probabilities, local, is_local, entropy = ctx.saved_tensors
         if grad is None:

@@ -1,4 +1,4 @@
-"""Count the parameters of a model and of a rank by the parameter map."""
+"""Count parameters in a model and on a rank, by the parameter map."""
 
 from functools import lru_cache
 from math import prod
@@ -16,7 +16,7 @@ HEADS = {
 
 
 def model_numbers(architecture: ArchitectureConfig, head: Head) -> int:
-    """Count the parameters of the whole model, without padding; tied weights count once."""
+    """Count a whole model's parameters, without padding; tied weights count once."""
     return sum(map(prod, hf_shapes(architecture, head).values()))
 
 
@@ -29,7 +29,7 @@ def shard_sizes(
     chunks: int = 1,
     ep: int = 1,
 ) -> tuple[int, ...]:
-    """Return the elements of each parameter on a pipeline rank, padding included, experts last."""
+    """Return each parameter's elements on a pipeline rank, with padding, experts last."""
     shared, experts = split_sizes(architecture, head, tp, pp_rank, pp, chunks, ep)
     return shared + experts
 
@@ -44,9 +44,9 @@ def split_sizes(
     chunks: int = 1,
     ep: int = 1,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the elements of each parameter's shard on one rank: outside experts, and of experts.
+    """Return each parameter shard's elements on one rank: outside experts, and in experts.
 
-    A tensor-parallel rank is not given: all have the same sizes.
+    All tensor-parallel ranks have the same sizes.
     """
     sizes: dict[bool, list[int]] = {False: [], True: []}
     for parameter in rank_parameters(architecture, head, pp_rank, pp, chunks, 0, ep):
@@ -65,10 +65,10 @@ def received_numbers(
     chunks: int = 1,
     ep: int = 1,
 ) -> int:
-    """Count the elements that a pipeline rank receives before it generates with all layers.
+    """Count the elements a pipeline rank receives before generating with all layers.
 
-    They are its shards of the other stages' parameters; of experts only those of its own
-    expert-parallel rank. A last stage with a tied output layer receives the embedding too.
+    They are its shards from other stages; among experts only its own expert-parallel rank's. A last
+    stage with a tied output layer receives the embedding too.
     """
     own = [
         prod(shard_shape(parameter, architecture, tp))

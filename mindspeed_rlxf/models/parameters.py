@@ -1,8 +1,8 @@
 """The parameter map: one table serves loading, export and weight transfer.
 
-A row of the table says of which Hugging Face tensors a Megatron parameter is made, and how it is
-split over tensor-parallel (tp) ranks. `shard_slices` returns the slices of Hugging Face tensors
-that a rank's shard consists of; reading joins them, export writes them back.
+Each row lists the Hugging Face tensors making up a Megatron parameter, and its split over
+tensor-parallel (tp) ranks. `shard_slices` returns the Hugging Face slices in a rank's shard;
+reading joins them, export writes them back.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from mindspeed_rlxf.config.schema import ArchitectureConfig
 
 
 class Head(str, Enum):
-    """Kind of output layer, which computes from the final hidden states."""
+    """Output layer kind, computing from the final hidden states."""
 
     LANGUAGE_MODEL = "language_model"  # logits over the vocabulary
     SCORE = "score"  # one number per token (AutoModelForSequenceClassification, num_labels=1)
@@ -33,27 +33,24 @@ class Split(Enum):
 
 @dataclass(frozen=True)
 class StageParameter:
-    """A Megatron parameter of one pipeline stage.
+    """A Megatron parameter in one pipeline stage.
 
-    name:    its name in Megatron; layers are counted from 0 in the stage, experts from 0 on the
-             expert-parallel rank. The tables below have `{layer}` and `{expert}` for both indices
-    sources: the Hugging Face tensors that it is made of; layers and experts of the whole model
-    expert:  index of its expert in the whole model; None = every expert-parallel rank has the
-             parameter
+    Its name counts layers from 0 in the stage, and experts from 0 on the expert-parallel rank;
+    sources have global numbers. The tables below have `{layer}` and `{expert}` for both.
     """
 
     name: str
-    sources: tuple[str, ...]
+    sources: tuple[str, ...]  # Hugging Face tensors
     split: Split
-    expert: int | None = None
+    expert: int | None = None  # global number; None = every expert-parallel rank has the parameter
 
     @property
     def is_tied_output_layer(self) -> bool:
-        """Whether this is the last stage's output layer as a copy of the first's embedding."""
+        """Whether this is the last stage's output layer, copying the embedding."""
         return self.name.endswith(OUTPUT_LAYER.name) and self.sources == EMBEDDING.sources
 
     def is_first_copy(self, tp_rank: int, ep_rank: int = 0) -> bool:
-        """Whether a rank has the first copy of the parameter's elements, which export writes."""
+        """Whether a rank has the first copy of the elements; export writes it."""
         replicated = self.split is Split.REPLICATED and tp_rank > 0
         shared = self.expert is None and ep_rank > 0
         return not (replicated or shared or self.is_tied_output_layer)
@@ -61,7 +58,7 @@ class StageParameter:
 
 @dataclass(frozen=True)
 class Slice:
-    """Rows (dim 0) or columns (dim 1) [start, stop) of a Hugging Face tensor."""
+    """Rows (dim 0) or columns (dim 1) [start, stop) in a Hugging Face tensor."""
 
     source: str
     dim: int
@@ -70,6 +67,7 @@ class Slice:
 
     @property
     def size(self) -> int:
+        """Number of rows or columns."""
         return self.stop - self.start
 
 
@@ -118,7 +116,7 @@ MLP = (
 
 
 def _moe(block: str, gate: str, up: str, down: str) -> tuple[tuple[StageParameter, ...], ...]:
-    """Return the parameters of a layer's router, and those of each of its experts."""
+    """Return parameters for a layer's router, and for each expert."""
     megatron, hf = "mlp.experts.local_experts.{expert}", block + ".experts.{expert}"
     fc1 = f"{hf}.{gate}.weight", f"{hf}.{up}.weight"
     return (_layer("mlp.router.weight", Split.REPLICATED, f"{block}.gate.weight"),), (
@@ -132,12 +130,12 @@ MIXTRAL_MOE = _moe("block_sparse_moe", "w1", "w3", "w2")
 
 
 def padded_vocab_size(architecture: ArchitectureConfig, tp: int) -> int:
-    """Return the vocabulary's size rounded up to a multiple of tp: rows of the whole embedding."""
+    """Return the vocabulary size rounded up to a multiple of tp."""
     return -(-architecture.vocab_size // tp) * tp
 
 
 def equal_share(count: int, rank: int, ranks: int) -> range:
-    """Return the indices that `rank` gets of `count` items, split evenly in order over `ranks`."""
+    """Return `rank`'s indices when `count` items are split evenly, in order, over `ranks`."""
     size = count // ranks
     return range(rank * size, (rank + 1) * size)
 
@@ -151,15 +149,20 @@ def stage_parameters(
     ep: int = 1,
     layers: range | None = None,
 ) -> Iterator[StageParameter]:
-    """Yield the parameters of one pipeline stage, in the same order on every rank.
+    """Yield a pipeline stage's parameters, in the same order on every rank.
 
     The first stage has the embedding, the last the final norm and the head; a layer's experts
-    follow its other parameters. A tied head is yielded only by a last stage that is not also the
-    first, as a copy of the embedding. Defaults: the whole model.
+    follow its other parameters. Only a last stage that is not also the first has a tied head, as a
+    copy of the embedding. Defaults to the whole model.
 
-    pp_rank, pp: index of the stage and number of stages
-    ep_rank, ep: expert-parallel rank and size; a rank has 1 / ep of each layer's experts
-    layers:      indices of the stage's layers in the model; None = an equal share
+    Args:
+        architecture: model sizes.
+        head: model head.
+        pp_rank: stage index.
+        pp: number of stages.
+        ep_rank: expert-parallel rank.
+        ep: expert-parallel size; a rank has 1 / ep of each layer's experts.
+        layers: the stage's global layer numbers; None = an equal share.
     """
     layers = equal_share(architecture.num_layers, pp_rank, pp) if layers is None else layers
     first, last = pp_rank == 0, pp_rank == pp - 1
@@ -195,9 +198,9 @@ def rank_parameters(
     ep_rank: int = 0,
     ep: int = 1,
 ) -> Iterator[StageParameter]:
-    """Yield the parameters of all chunks of the model on a pipeline rank.
+    """Yield the parameters in all model chunks on a pipeline rank.
 
-    Chunk c of rank r is stage c * pp + r of a pipeline of chunks * pp stages (Megatron's virtual
+    Chunk c on rank r is stage c * pp + r in a pipeline with chunks * pp stages (Megatron's virtual
     pipeline). With several chunks each name gets the prefix `{c}.`.
     """
     for chunk in range(chunks):
@@ -218,13 +221,13 @@ def _set_indices(
 
 
 def hf_shapes(architecture: ArchitectureConfig, head: Head) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every Hugging Face tensor of the model, by name; tied: no `lm_head`."""
+    """Return every Hugging Face tensor's shape by name; tied: no `lm_head`."""
     sources = (s for parameter in stage_parameters(architecture, head) for s in parameter.sources)
     return {source: hf_shape(source, architecture) for source in sources}
 
 
 def hf_shape(source: str, architecture: ArchitectureConfig) -> tuple[int, ...]:
-    """Return the shape of the Hugging Face tensor `source`. Raises KeyError if it is unknown."""
+    """Return the shape of Hugging Face tensor `source`. Raises KeyError if unknown."""
     return _shapes_by_ending(architecture)[source[source.rfind(".", 0, source.rfind(".")) + 1 :]]
 
 
@@ -265,12 +268,10 @@ def shard_slices(
     tp: int,
     vocab_rows: int | None = None,
 ) -> list[Slice]:
-    """Return the slices that, concatenated along their axis, are a rank's shard of `parameter`.
+    """Return the slices that, joined along their axis, are a rank's shard.
 
-    The slices have no padding: on the last ranks a vocabulary shard may have fewer rows than the
-    Megatron parameter, or none.
-
-    vocab_rows: rows of the embedding on each rank; None = the padded vocabulary / tp
+    They have no padding: on the last ranks a vocabulary shard may have fewer rows than the Megatron
+    parameter, or none. `vocab_rows` are the embedding rows per rank; None = padded vocabulary / tp.
     """
     a = architecture
     sources = parameter.sources
@@ -295,9 +296,9 @@ def shard_shape(
     tp: int,
     vocab_rows: int | None = None,
 ) -> tuple[int, ...]:
-    """Return the shape of the shard on every tensor-parallel rank, padding included.
+    """Return the shard's shape on every tensor-parallel rank, with padding.
 
-    vocab_rows: rows of the embedding on each rank; None = the padded vocabulary / tp
+    `vocab_rows` are the embedding rows per rank; None = padded vocabulary / tp.
     """
     parts = shard_slices(parameter, architecture, 0, tp, vocab_rows)
     shape = list(hf_shape(parameter.sources[0], architecture))
@@ -310,13 +311,11 @@ def shard_shape(
 def _qkv_slices(
     sources: tuple[str, ...], a: ArchitectureConfig, tp_rank: int, tp: int
 ) -> list[Slice]:
-    """Return a rank's slices of query, key and value, in Megatron's order of rows.
+    """Return a rank's query, key and value slices (named by `sources`), in Megatron's row order.
 
-    Megatron has for each query group its query heads, then its key head, then its value head. Each
-    rank has an equal share of these rows, in order. Where several ranks share a group, their rows
-    begin and end anywhere in it, and the ranks gather what they project (megatron-core 0.16).
-
-    sources: names of query, key and value
+    Per query group Megatron has its query heads, then its key head, then its value head. Each rank
+    has an equal share of these rows, in order. If several ranks share a group, their rows begin and
+    end anywhere in it, and the ranks gather their projections (megatron-core 0.16).
     """
     widths = (a.num_attention_heads // a.kv_heads * a.head_dim, a.head_dim, a.head_dim)
     held = equal_share(qkv_rows(a), tp_rank, tp)

@@ -1,18 +1,16 @@
-"""Experts of a layer that the ranks of an expert-parallel group share, without a gradient.
+"""A layer's experts, shared by an expert-parallel group, without a gradient.
 
-Each rank has its own tokens and its own experts. In a pass the tokens of all ranks are gathered on
-every rank, each rank sums its own experts' results for every token, and these sums are added up on
-the rank that the token came from:
+Each rank has its own tokens and experts. A pass gathers all ranks' tokens on every rank, each rank
+sums its experts' results per token, and these sums are added up on the token's own rank:
 
     own tokens [tokens, h] -- all_gather --> [ep * size, h] -- own experts -->
     partial sums [ep * size, h] fp32 -- reduce_scatter --> own tokens [tokens, h]
 
-The sizes are known on the host before the pass (`Exchange.sizes`), so that no rank waits for its
-device. A rank without tokens takes part with none. The router runs on the token's own rank only:
-run again on another rank, rounding could choose other experts.
+The host knows the sizes before the pass (`Exchange.sizes`), so no rank waits for its device. A rank
+without tokens participates with none. Only the token's own rank runs the router: on another rank,
+rounding could choose other experts.
 
-Axes: h = hidden size, ep = ranks of the group, size = tokens of the rank that has the most, to
-which all ranks pad
+Axes: h = hidden size, ep = group size, size = largest token count (all ranks pad to it)
 """
 
 from collections.abc import Sequence
@@ -35,55 +33,44 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 @dataclass
 class Exchange:
-    """The ranks that share the experts of a module, and the sizes of their present pass.
+    """The ranks sharing a module's experts, and their present pass."""
 
-    ep:    expert-parallel group
-    tp:    tensor-parallel group, whose ranks split each expert
-    sizes: tokens of each rank of `ep` in this pass; set before each pass, the same on all ranks
-    """
-
-    ep: dist.ProcessGroup
-    tp: dist.ProcessGroup
-    sizes: Sequence[int] = ()
+    ep: dist.ProcessGroup  # expert-parallel
+    tp: dist.ProcessGroup  # tensor-parallel, whose ranks split each expert
+    sizes: Sequence[int] = ()  # each `ep` rank's tokens; set before each pass, equal on all ranks
 
 
 class SharedExperts(nn.Module):
-    """Replaces Megatron's MoE layer in a module that generates; has the same parameter names.
+    """Replaces Megatron's MoE layer in a generating module; has the same parameter names.
 
-    A call is a collective: all ranks of the group call it for the same layer at the same time.
+    A call is a collective: all ranks in the group call the same layer at the same time.
     """
 
     def __init__(self, layer: Any, exchange: Exchange) -> None:
-        """Take the router and the experts of a layer; `bind` must come before any pass.
-
-        layer: Megatron's MoE layer with this rank's experts
-        """
+        """Take router and experts from Megatron's MoE layer; `bind` must precede any pass."""
         super().__init__()
         self.router, self.experts, self.exchange = layer.router, layer.experts, exchange
         self.count = len(layer.experts.local_experts)
         self.weights: ExpertWeights | None = None  # None = Megatron's module computes
 
     def bind(self) -> None:
-        """View the weights where they are now; call it again after they were moved.
+        """View the weights in their present place; call it again after moving them.
 
-        Views none where they cannot be viewed, or MindSpeed computes experts in its own way, which
-        only the module knows.
+        Views none if they cannot be viewed, or MindSpeed's module computes experts in its own way.
         """
         fused = device.fuses_layers()
         self.weights = None if fused else ExpertWeights.of(self.experts.local_experts)
 
     def release(self) -> None:
-        """Drop the views of the weights, which would keep their memory after they are freed."""
+        """Drop the views: they would keep freed weights in memory."""
         self.weights = None
 
     def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
         """Compute the layer for this rank's tokens; Megatron's second result, a bias, is None.
 
-        A collective of the expert-parallel ranks, and of each replica's tensor-parallel ranks.
-
-        hidden: [tokens, 1, h]; `exchange.sizes` has this number of tokens for this rank. It may be
-                0, but not on all ranks
-        Returns [tokens, 1, h].
+        A collective over the expert-parallel ranks, and each replica's tensor-parallel ranks.
+        `hidden` and the result are [tokens, 1, h], with this rank's count in `exchange.sizes`. It
+        may be 0, but not on all ranks.
         """
         tokens, exchange = hidden.flatten(0, 1), self.exchange
         topk, parts = self.router.topk, []
@@ -101,15 +88,18 @@ class SharedExperts(nn.Module):
         return out.view_as(hidden), None
 
     def _exchange_chunk(self, hidden: Tensor, routes: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Compute the layer for one chunk of each rank's tokens; a collective of all ranks.
+        """Compute the layer for one token chunk per rank; a collective.
 
         Sums in fp32 and rounds once: first over the expert-parallel ranks, which leaves only own
         tokens, then over the tensor-parallel ranks.
 
-        hidden: own tokens [tokens, h]
-        routes: of own tokens [tokens, 2 * topk] fp32: shares, then numbers of experts
-        sizes:  tokens of each rank in this chunk
-        Returns [tokens, h] for own tokens.
+        Args:
+            hidden: own tokens [tokens, h].
+            routes: for own tokens [tokens, 2 * topk] fp32: shares, then experts.
+            sizes: each rank's tokens in this chunk.
+
+        Returns:
+            [tokens, h] for own tokens.
         """
         group, count = self.exchange.ep, self.count
         everyone = _gather_rows(hidden, sizes, group)
@@ -129,16 +119,17 @@ class SharedExperts(nn.Module):
     def _in_grouped_gemms(
         self, weights: ExpertWeights, hidden: Tensor, numbers: Tensor, shares: Tensor
     ) -> Tensor:
-        """Return the weighted sum of each token's experts on this rank, [tokens, h] fp32.
+        """Return each token's weighted sum over this rank's experts, [tokens, h] fp32.
 
-        A token without an expert on this rank gets 0. Computes grouped GEMMs of pairs of a token
-        and an expert, and never waits for the device. Pairs of other ranks' experts are sorted to
-        the end, left out, and count as 0.
+        Runs grouped GEMMs over (token, expert) pairs, without a device sync. Pairs for other ranks
+        are sorted to the end, left out, and count as 0.
 
-        hidden:  [tokens, h]
-        numbers: [tokens, topk] int64, experts counted from 0 on this rank; `count` = an expert of
-                 another rank
-        shares:  [tokens * topk] fp32, the weight of each expert's result
+        Args:
+            weights: this rank's experts.
+            hidden: [tokens, h].
+            numbers: [tokens, topk] int64, experts counted from 0 on this rank; `count` = another
+                rank's.
+            shares: [tokens * topk] fp32, weight for each expert's result.
         """
         topk, elsewhere = numbers.size(1), numbers.flatten() == self.count
         if weights.is_reversed:
@@ -152,7 +143,7 @@ class SharedExperts(nn.Module):
         return pairs.unflatten(0, (-1, topk)).sum(1, dtype=torch.float32)
 
     def _with_megatron(self, hidden: Tensor, numbers: Tensor, shares: Tensor) -> Tensor:
-        """As `_in_grouped_gemms`, with Megatron's module; the sort on the host waits.
+        """Like `_in_grouped_gemms`, with Megatron's module; the sort syncs with the host.
 
         Results become fp32 before the sum: an NPU cannot sum in another dtype than its input's.
         """
@@ -193,12 +184,12 @@ def _sum_rows(rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> T
 
 
 def _is_sparse(sizes: Sequence[int]) -> bool:
-    """Whether at least half of the padded rows are padding: dropping it then saves time."""
+    """Whether at least half the padded rows are padding: dropping it then saves time."""
     return 2 * sum(sizes) <= len(sizes) * max(sizes)
 
 
 def share_experts(module: nn.Module, exchange: Exchange) -> list[SharedExperts]:
-    """Replace every layer's MLP, which must be an MoE layer, by SharedExperts; return these."""
+    """Replace every layer's MLP, an MoE layer, by SharedExperts; return these."""
     shared = []
     for layer in module.decoder.layers:  # type: ignore[union-attr]
         layer.mlp = SharedExperts(layer.mlp, exchange)  # type: ignore[union-attr]

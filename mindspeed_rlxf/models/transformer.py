@@ -1,8 +1,8 @@
-"""The Megatron module of every role: embedding, decoder, and a language-model or score head.
+"""The Megatron module in every role: embedding, decoder, and a language-model or score head.
 
-A module is one pipeline stage of the model, or a chunk of a stage. `forward` ends at the hidden
-states. From the last stage's, callers compute log-probs, values, scores or logits (`heads.py`,
-`ScoreHead`), only for the tokens that they need.
+A module is one pipeline stage, or a chunk in a stage. `forward` ends at the hidden states. From the
+last stage's, callers compute log-probs, values, scores or logits (`heads.py`, `ScoreHead`), only
+for the tokens they need.
 """
 
 from typing import Any
@@ -52,24 +52,25 @@ class RMSNorm(MegatronModule):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """Normalise in fp32, then scale in the input's dtype."""
         normed = F.rms_norm(hidden.float(), (hidden.size(-1),), eps=self.eps)
         return self.weight * normed.to(hidden.dtype)
 
 
 class ScoreHead(MegatronModule):
-    """Computes one number from each hidden state; the weight is not split over ranks."""
+    """Computes one number per hidden state; the weight is not split over ranks."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config=config)
         self.weight = Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Compute one number per hidden state: [tokens, hidden] -> [tokens] fp32."""
+        """Score hidden states: [tokens, hidden] -> [tokens] fp32."""
         return F.linear(hidden.float(), self.weight.float()).squeeze(-1)
 
 
 class TransformerModel(LanguageModule):
-    """One pipeline stage of the model, or one of the chunks of a stage."""
+    """One pipeline stage, or a model chunk in one."""
 
     def __init__(
         self,
@@ -80,15 +81,17 @@ class TransformerModel(LanguageModule):
         post_process: bool,
         vp_stage: int | None = None,
     ) -> None:
-        """Build the layers of this rank's stage, with weights unset, in Megatron's active groups.
+        """Build this rank's layers, with weights unset, in Megatron's active groups.
 
-        A collective of the first and the last of several stages if they share the embedding: they
-        all-reduce that weight.
+        A collective between first and last stage if they share the embedding (an all-reduce).
 
-        head:         which head the last stage has
-        pre_process:  whether the stage has the embedding (the first one)
-        post_process: whether the stage has the final norm and the head (the last one)
-        vp_stage:     number of the chunk where a rank has several; None = it has one
+        Args:
+            config: Megatron's configuration.
+            architecture: model sizes.
+            head: the last stage's head.
+            pre_process: whether the stage has the embedding (the first one).
+            post_process: whether the stage has final norm and head (the last one).
+            vp_stage: model chunk number if a rank has several, else None.
         """
         super().__init__(config=config)
         self.vp_stage = vp_stage
@@ -132,10 +135,10 @@ class TransformerModel(LanguageModule):
         self._mark_shards()
 
     def _mark_shards(self) -> None:
-        """Mark the parameters that are split over tensor-parallel ranks, for the gradient norm.
+        """Mark parameters split over tensor-parallel ranks, for the gradient norm.
 
-        Megatron marks them only when it initialises weights, which is skipped here. Of unmarked
-        ones it counts the gradient of tensor-parallel rank 0 alone.
+        Megatron marks them only when initialising weights, which we skip. For unmarked ones it
+        counts only tensor-parallel rank 0's gradient.
         """
         pp, chunks = self.pp_group.size(), self.vp_size or 1
         stage = (self.vp_stage or 0) * pp + self.pp_group.rank()
@@ -156,18 +159,20 @@ class TransformerModel(LanguageModule):
                 )
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
-        """Set the previous stage's hidden states for `forward`; Megatron's schedule calls it."""
+        """Set the previous stage's hidden states; Megatron's schedule calls it."""
         tensors = input_tensor if isinstance(input_tensor, list) else [input_tensor]
         self.decoder.set_input_tensor(tensors[0])
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend | None) -> Tensor:
         """Compute this stage's hidden states, [s, b, hidden].
 
-        token_ids: [b, s] int64, used on the first stage; other stages read the previous stage's
-                   hidden states (`set_input_tensor`)
-        positions: [s] int64
-        attend:    of packed tokens, b = 1; None = each row attends causally
-        With sequence parallelism the result is this rank's share of the first axis.
+        With sequence parallelism the result is this rank's share along the first axis.
+
+        Args:
+            token_ids: [b, s] int64, for the first stage; others read the previous stage's hidden
+                states (`set_input_tensor`).
+            positions: [s] int64.
+            attend: for packed tokens, b = 1; None = each row attends causally.
         """
         hidden = self.embedding(token_ids, None) if self.pre_process else None
         angles = rotary_angles(positions, self.inverse_frequencies.to(positions.device))
@@ -180,23 +185,24 @@ class TransformerModel(LanguageModule):
 
     @property
     def output_weight(self) -> Tensor:
-        """The weight of the last stage's language-model head, [padded vocab / tp, hidden].
+        """The last stage's language-model head weight, [padded vocab / tp, hidden].
 
-        With tied embeddings the embedding's, or this stage's copy of it. Only for a last stage.
+        With tied embeddings the embedding's, or this stage's copy.
         """
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
 
     def full_hidden(self, hidden: Tensor, partial_gradient: bool) -> Tensor:
-        """Return the hidden states of all tokens, [s * b, hidden], in the order of [s, b].
+        """Return all tokens' hidden states, [s * b, hidden], ordered as [s, b].
 
         With sequence parallelism a collective that gathers them.
 
-        hidden:           result of `forward`
-        partial_gradient: True = the caller computes something else on each tensor-parallel rank (a
-                          vocabulary shard), so backward sums the ranks' gradients; False = every
-                          rank computes the same
+        Args:
+            hidden: result from `forward`.
+            partial_gradient: True = each tensor-parallel rank computes something else from them (a
+                vocabulary shard), so backward sums the ranks' gradients; False = all compute the
+                same.
         """
         if self.config.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(
@@ -207,9 +213,9 @@ class TransformerModel(LanguageModule):
         return hidden.flatten(0, 1)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):  # type: ignore[no-untyped-def]
-        """Return the state for Megatron's distributed checkpoints, also of a model with score head.
+        """Return the state for Megatron's distributed checkpoints, also with a score head.
 
-        Such a model has no output layer, which Megatron's own method expects.
+        Such a model lacks the output layer expected by Megatron's own method.
         """
         with megatron_versions.current_chunk(self.vp_stage):
             if self.head is Head.SCORE:
@@ -218,9 +224,9 @@ class TransformerModel(LanguageModule):
 
 
 def plain_norm(config: TransformerConfig) -> type[torch.nn.Module]:
-    """Return the class of norms: in bf16 and fp16 the device's fused one if it works, else RMSNorm.
+    """Return the norm class: in bf16 and fp16 the device's fused one if it works, else RMSNorm.
 
-    Not used for a device whose norms MindSpeed replaces.
+    Not used on devices with MindSpeed's norms.
     """
     half = config.params_dtype in (torch.bfloat16, torch.float16)
     fused = kernels.find(kernels.Operator.NORM) if half else None
@@ -238,11 +244,11 @@ def plain_norm(config: TransformerConfig) -> type[torch.nn.Module]:
 def layer_spec(
     config: TransformerConfig, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
-    """Return the specification of this stage's layers, from Megatron's local specification.
+    """Return this stage's layer specification, from Megatron's local specification.
 
-    Core attention and router are those of this package. Norms and experts are `plain_norm` and
-    GroupedMLP; on an NPU they are Megatron's classes, which MindSpeed replaces by fused operators.
-    With experts it has the side effect of `use_own_router`.
+    Core attention and router are ours. Norms and experts are `plain_norm` and GroupedMLP; on an NPU
+    Megatron's classes, which MindSpeed replaces by fused operators. With experts it has the side
+    effect described in `use_own_router`.
     """
     # By its name at this moment: MindSpeed replaces the class itself.
     norm = torch_norm.WrappedTorchNorm if device.fuses_layers() else plain_norm(config)
@@ -266,11 +272,11 @@ def layer_spec(
 
 
 def recompute_settings(role: LearningConfig) -> dict[str, Any]:
-    """Return Megatron's settings of activation recomputation for a role; {} for none.
+    """Return Megatron's activation recomputation settings for a role; {} for none.
 
-    Selective recomputation is of the MLP or experts, which keep the most activations. Megatron's
+    Selective recomputation covers the MLP or experts, which keep the most activations. Megatron's
     default, the core attention, would save nothing: fused kernels keep no scores. Full
-    recomputation has the role's method and number of layers.
+    recomputation uses the role's method and layer count.
     """
     if role.recompute is Recompute.NONE:
         return {}
@@ -298,15 +304,20 @@ def transformer_config(
     ep: int = 1,
     recompute: dict[str, Any] | None = None,
 ) -> TransformerConfig:
-    """Return Megatron's configuration of a model on tp * pp ranks.
+    """Return Megatron's configuration for a model on tp * pp ranks.
 
-    Fusions that need extra kernels are on where the device has them (`device.kernels`), and the
-    activation's where MindSpeed has one. Without dropout; no weight is initialised.
+    Fusions needing extra kernels are on if the device has them (`device.kernels`), the activation's
+    if MindSpeed has one. No dropout; no weight is initialised.
 
-    dtype:     of parameters and activations
-    chunks:    chunks of the model on a pipeline rank
-    ep:        expert-parallel size
-    recompute: result of `recompute_settings`; None = keep all activations
+    Args:
+        architecture: model sizes.
+        tp: tensor-parallel size.
+        pp: pipeline-parallel size.
+        sequence_parallel: split activations over tp ranks.
+        dtype: for parameters and activations.
+        chunks: model chunks per pipeline rank.
+        ep: expert-parallel size.
+        recompute: from `recompute_settings`; None = keep all activations.
     """
     a = architecture
     # With chunks the interleaved schedule may send forward and backward between the same two ranks.

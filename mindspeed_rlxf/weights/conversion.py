@@ -149,7 +149,7 @@ def _find_config_and_target(
 def _check_model(
     arguments: argparse.Namespace, architecture: ArchitectureConfig, model_type: str
 ) -> None:
-    """Raise UserError for model flags which are unknown or contradict config.json."""
+    """Raise UserError for model flags that are unknown or contradict config.json."""
     family, true_size = arguments.model_type_hf, arguments.true_vocab_size
     guess = closest(family or "", FAMILIES)
     families = f"did you mean {guess}?" if guess else f"use {', '.join(FAMILIES)}"

@@ -174,7 +174,7 @@ def zero_bias(dtype: torch.dtype) -> PlannedTensor:
 def checkpoint_arguments(
     a: ArchitectureConfig, layout: MegatronLayout, dtype: torch.dtype
 ) -> Namespace:
-    """Return the `args` which Megatron compares with its own or takes over."""
+    """Return the `args` that Megatron compares with its own or takes over."""
     return Namespace(
         num_layers=a.num_layers,
         hidden_size=a.hidden_size,

@@ -1,7 +1,7 @@
 """Read pickled checkpoint files without running code in them.
 
 torch.save files go through `torch.load(weights_only=True)`, a sharded checkpoint's `.metadata`
-through an unpickler which finds only the listed names. Non-torch classes become stand-ins.
+through an unpickler that finds only the listed names. Non-torch classes become stand-ins.
 """
 
 from __future__ import annotations

@@ -111,8 +111,7 @@ def open_state(
 
     Returns:
         A function from slot to tensors. With torch_dist it raises ValueError for another model, and
-            for
-        a slot which was not saved.
+        for a slot that was not saved.
 
     Raises:
         ValueError: damage, or another model.

@@ -120,8 +120,7 @@ def convert(conversion: Conversion, progress: Progress) -> None:
 
     Raises:
         ValueError: the target exists (unless replaceable), the disk is too small, tensors to be
-            joined
-            differ in dtype, or the source is damaged.
+            joined differ in dtype, or the source is damaged.
         OSError: an unreadable file, or a failed write.
     """
     c, groups = conversion, dict[str, dict[str, PlannedTensor]]()
