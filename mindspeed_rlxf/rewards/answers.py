@@ -1,4 +1,4 @@
-"""Scores of the built-in rules for choices, formats and lengths, and of mathematics."""
+"""Scores for the built-in choice, format and length rules, and for mathematics."""
 
 import logging
 import re
@@ -18,25 +18,23 @@ _THOUSANDS = re.compile(r"(?<=[0-9])(?:\{,\}|\\,|\\!,|\\ )(?=[0-9]{3}(?![0-9]))"
 
 
 def marked_number(text: str) -> Fraction | None:
-    """Return the first number after the first `####` of a text, None without one."""
+    """Return the first number after a text's first `####`, None without one."""
     return next(iter(find_numbers(text.partition(ANSWER_MARK)[2])), None)
 
 
 def boxed_number(text: str) -> Fraction | None:
-    """Return the last number in the last `\\boxed{...}`; None without a number or a box."""
+    r"""Return the last number in the last `\boxed{...}`; None without a number or a box."""
     return last_number(find_boxed(text) or "")
 
 
 def last_number(text: str) -> Fraction | None:
+    """Return the last number in a text, None without one."""
     numbers = find_numbers(text)
     return numbers[-1] if numbers else None
 
 
 def final_number(text: str) -> Fraction | None:
-    """Return the first number after `####`, else the last in the last box, else the last of all.
-
-    None without a number.
-    """
+    """Return the first number after `####`, else the last in the last box, else the last."""
     found = (find(text) for find in (marked_number, boxed_number, last_number))
     return next((number for number in found if number is not None), None)
 
@@ -54,7 +52,7 @@ def find_numbers(text: str) -> list[Fraction]:
 
 
 def find_boxed(text: str) -> str | None:
-    """Return what the last \\boxed{...} contains; None without one or if it is not closed."""
+    r"""Return the last \boxed{...} content; None without one or if it is not closed."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
@@ -78,22 +76,22 @@ _WRAPPED = re.compile(r"\\text(?:bf|rm)?\{([^{}]*)\}")
 
 
 def multiple_choice(response: str, ground_truth: str, choices: str = CHOICES) -> float:
-    """Score 1 when the response chooses the letter of the ground truth, else 0; see `find_choice`.
+    """Score 1 if the response chooses the ground truth's letter (`find_choice`), else 0.
 
-    The ground truth is the letter alone, or a text that chooses one. Scores 0 if it chooses none.
+    The ground truth is the letter alone, or a text that chooses one; else the score is 0.
     """
     expected = _letter_alone(ground_truth, choices) or find_choice(ground_truth, choices)
     return float(expected is not None and find_choice(response, choices) == expected)
 
 
 def find_choice(text: str, choices: str) -> str | None:
-    """Return the letter of `choices` that a text chooses, None without one.
+    r"""Return the letter from `choices` that a text chooses, None without one.
 
-    The first of these that the text has decides:
-    - the last \\boxed{}: its content must be the letter
+    The first that applies decides:
+    - the last \boxed{}: its content must be the letter
     - the last `####`: the text after it must be the letter
-    - the last "answer", "choice" or "option" before a letter of `choices`, with "is" or a colon in
-      between or not. The letter may be lower case, but not before a word ("is a triangle")
+    - the last "answer", "choice" or "option" before a letter, optionally with "is" or a colon
+      between. The letter may be lower case, but not before a word ("is a triangle")
     - the last line: it must be the letter, or end with it in parentheses
     """
     if (boxed := find_boxed(text)) is not None:
@@ -116,10 +114,9 @@ def _letter_alone(text: str, choices: str) -> str | None:
 
 
 def format_score(response: str, ground_truth: str = "", pattern: str = THINK) -> float:
-    """Score 1 when the whole response matches the pattern, else 0; the ground truth is not read.
+    """Score 1 if the whole response matches the pattern, else 0.
 
-    pattern: a regular expression in which `.` matches line ends; by default a <think> element, then
-             an <answer> element
+    In `pattern`, `.` matches line ends; the default is a <think> element, then an <answer> element.
     """
     return float(re.fullmatch(pattern, response, re.DOTALL) is not None)
 
@@ -127,10 +124,9 @@ def format_score(response: str, ground_truth: str = "", pattern: str = THINK) ->
 def length_score(
     response: str, ground_truth: str = "", max_characters: int = 4000, min_characters: int = 0
 ) -> float:
-    """Score the number of characters of the response, without white space at its ends.
+    """Score the response length in characters, without white space at its ends.
 
-    Returns 0 below min_characters, 1 up to max_characters, max_characters / length above. The
-    ground truth is not read.
+    0 below min_characters, 1 up to max_characters, then max_characters / length.
     """
     length = len(response.strip())
     if length < min_characters:
@@ -139,12 +135,12 @@ def length_score(
 
 
 def math_score(response: str, ground_truth: str) -> float:
-    """Score 1 when the response's answer equals the ground truth as an expression, else 0.
+    r"""Score 1 if the response's answer equals the ground truth as an expression, else 0.
 
-    math-verify parses and compares the expressions; its errors are raised, its warnings turned off.
-    It may take any time: its own time-outs are off, because they are signals, which only work in
-    main threads. So the rule runs in processes with a deadline. ground_truth: LaTeX, or a solution
-    whose last \\boxed{} is the answer
+    math-verify parses and compares the expressions; its errors propagate. It may run without bound:
+    its own timeouts are off, because they are signals, and signals work only in main threads. So
+    the rule runs in processes with a deadline. The ground truth is LaTeX, or a solution with the
+    answer in its last \boxed{}.
     """
     import math_verify
 

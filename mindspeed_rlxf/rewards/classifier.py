@@ -1,4 +1,4 @@
-"""Scores of a Hugging Face sequence classifier of any architecture that transformers has.
+"""Scores from any Hugging Face sequence classifier that transformers supports.
 
 Its input is prompt and response as one text, tokenized by its own tokenizer.
 """
@@ -25,12 +25,10 @@ class Classifier:
     """A classifier on this rank's device. Each rank scores its own samples."""
 
     def __init__(self, folder: str, tokenizer: Any, batch_size: int, bf16: bool) -> None:
-        """Load the model of a local folder; raise ValueError where weights are missing.
+        """Load a local folder's model; raise ValueError if weights are missing.
 
-        tokenizer:  used where the folder has none; the tokenizer in use is set to truncate on the
-                    left
-        batch_size: texts per forward pass
-        bf16:       compute in bfloat16 instead of float32
+        `tokenizer` is used if the folder has none; either is set to truncate on the left.
+        `batch_size` is the number of texts per forward pass; without `bf16` it computes in float32.
         """
         from transformers import AutoModelForSequenceClassification
 
@@ -59,9 +57,9 @@ class Classifier:
         self._tokenizer.truncation_side = "left"
 
     def _find_limit(self, own: bool) -> int | None:
-        """Return the most tokens that a text may have; None = any number.
+        """Return the most tokens per text, None = unlimited.
 
-        RoBERTa and its kin number positions after that of padding, and leave those before unused.
+        RoBERTa-like models number positions after the padding id, and leave those before it unused.
         """
         positions = getattr(self._model.config, "max_position_embeddings", None)
         for name, module in self._model.named_modules():
@@ -75,10 +73,10 @@ class Classifier:
 
     @torch.no_grad()
     def score(self, texts: Sequence[str]) -> list[float]:
-        """Return the logit of each text, in the order of the texts.
+        """Return each text's logit.
 
-        Texts over the model's length lose their beginning, but keep the special tokens that the
-        tokenizer puts first, because BERT computes its score from the first token.
+        Texts over the model's limit lose their beginning, but keep the tokenizer's leading special
+        tokens, because BERT computes its score from the first token.
         """
         cut = {"truncation": True, "max_length": self._limit} if self._limit else {}
         ids = [self._tokenizer(text, **cut)["input_ids"] or [self._pad] for text in texts]

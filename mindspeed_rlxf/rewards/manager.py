@@ -1,4 +1,4 @@
-"""Score responses by the rule of their data source, or by verifiers."""
+"""Score responses by their data source's rule, or by verifiers."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +21,7 @@ from mindspeed_rlxf.rewards.verifiers import NEED_TRUTH, verify
 class RewardManager:
     """Scores responses in this process, by verifiers if there are some, else by rules.
 
-    rules: data source -> name of a rule; overrides the built-in table
+    `rules` map data sources to rule names and override the built-in table.
     """
 
     def __init__(
@@ -45,17 +45,17 @@ class RewardManager:
         ground_truths: Sequence[str],
         data_sources: Sequence[str],
     ) -> list[RewardResult]:
-        """Score each response; without verifiers, each data source must have a rule (`check`)."""
+        """Score each response; without verifiers, each data source needs a rule (`check`)."""
         rows = zip(response_texts, ground_truths, data_sources, strict=True)
         if self._verifiers:
             return [verify(self._verifiers, response, truth) for response, truth, _ in rows]
         return [RULES[self._rules[source]](response, truth) for response, truth, source in rows]
 
     def check(self, prompts: Iterable[Prompt]) -> list[Problem]:
-        """Return the problems of prompts that cannot be scored, one per data source.
+        """Return a problem for each data source with prompts that cannot be scored.
 
-        A ground truth must be accepted by the rule's function in ACCEPTS, else score above 0 as a
-        response to itself. With verifiers it must be there, if one of them reads it.
+        A ground truth must be accepted by the rule's ACCEPTS function, else score above 0 as a
+        response to itself. Verifiers that read it only need it to be there.
         """
         counts: Counter[str] = Counter()
         firsts: dict[str, tuple[Prompt, str]] = {}

@@ -1,4 +1,4 @@
-"""The outcome of scoring a sample: a result, or a failure with its cause."""
+"""Sample scoring outcomes: a result, or a failure with its cause."""
 
 import math
 from dataclasses import dataclass, field
@@ -21,12 +21,12 @@ class Cause(str, Enum):
 
     @property
     def is_outside(self) -> bool:
-        """Whether the response is not to blame: its sample is then masked out, not punished."""
+        """Whether the response is not to blame: its sample is then masked, not punished."""
         return self in (Cause.EXIT, Cause.REMOTE)
 
 
 class ScoreFailure(Exception):
-    """A sample that has no score."""
+    """A sample without a score."""
 
     def __init__(self, cause: Cause, message: str) -> None:
         super().__init__(message)
@@ -34,12 +34,12 @@ class ScoreFailure(Exception):
 
 
 class ScoringBroken(RuntimeError):
-    """Scoring itself does not work, so that no sample can be scored."""
+    """Scoring itself does not work, so no sample can be scored."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The inputs of a reward function. extra_info: other columns of the sample's row"""
+    """Reward function inputs; `extra_info` has the other columns in the sample's row."""
 
     prompt: str
     response: str
@@ -50,7 +50,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A result, or the cause and message of a failure."""
+    """A result, or a failure's cause and message."""
 
     result: RewardResult | None
     cause: Cause | None = None
@@ -58,10 +58,10 @@ class Outcome:
 
 
 def to_result(value: Any) -> RewardResult:
-    """Convert what a reward function returned: a number, or a dict of numbers with `score`.
+    """Convert a reward function's return value: a number, or a dict of numbers with `score`.
 
     Raises:
-        ScoreFailure: it is something else, or not finite.
+        ScoreFailure: It is something else, or not finite.
     """
     if not isinstance(value, dict):
         return RewardResult(_to_finite_number("the result", value))

@@ -1,4 +1,4 @@
-"""Plan how samples are scored, find mistakes of the plan, and score while others are generated."""
+"""Plan how samples are scored, check the plan, and score while others are generated."""
 
 import inspect
 import re
@@ -20,7 +20,7 @@ from mindspeed_rlxf.rewards.workers import WorkerPool
 
 
 def make_plan(reward: RewardConfig) -> Plan:
-    """Make the plan of a scoring process; servers run the functions with a url."""
+    """Make the scoring processes' plan; servers run the functions with a url."""
     rules = BUILTIN_SOURCES | dict(reward.rules)
     parts, used = [], {*rules.values()}
     for function in reward.parts:
@@ -49,7 +49,7 @@ def scores_row(reward: RewardConfig, extra_info: Mapping[str, Any]) -> bool:
 
 
 def needs_processes(reward: RewardConfig, data_sources: Collection[str]) -> bool:
-    """Whether functions or slow rules score samples of these data sources."""
+    """Whether functions or slow rules score samples from these data sources."""
     if reward.parts:
         return True
     if reward.verifier:
@@ -59,7 +59,7 @@ def needs_processes(reward: RewardConfig, data_sources: Collection[str]) -> bool
 
 
 def rule_decides(reward: RewardConfig, data_source: str, style: str | None = None) -> bool:
-    """Whether the rule of the data source scores its samples, alone or with reward functions.
+    """Whether the data source's rule scores its samples, alone or with reward functions.
 
     With a reward model alone it scores validation samples.
     """
@@ -70,7 +70,7 @@ def rule_decides(reward: RewardConfig, data_source: str, style: str | None = Non
 
 
 def check_functions(reward: RewardConfig) -> Iterator[Problem]:
-    """Yield a problem for each name of a rule that is unknown or refuses its arguments."""
+    """Yield a problem for each rule name that is unknown or refuses its arguments."""
     for part in reward.parts:
         if part.function is None or split_name(part.function) or part.function == BY_SOURCE:
             continue
@@ -98,10 +98,10 @@ At the end that of this host's processes, if they do: without a name, as it is a
 
 
 def join_scoring(scoring: Scoring) -> Outcome:
-    """Wait for all outcomes of a sample; return their weighted sum, or a failure; 0 for none.
+    """Wait for all outcomes; return their weighted sum (0 if empty), or a failure.
 
     Raises:
-        ScoringBroken: the scoring processes cannot score any sample.
+        ScoringBroken: The scoring processes cannot score any sample.
     """
     found = [(name, weight, future.result()) for name, weight, future in scoring]
     for _, _, outcome in reversed(found):
@@ -113,7 +113,7 @@ def join_scoring(scoring: Scoring) -> Outcome:
 
 
 class StreamingRewards:
-    """Scores samples by the functions, rules and servers of a configuration, in the background."""
+    """Scores samples by configured functions, rules and servers, in the background."""
 
     def __init__(self, reward: RewardConfig) -> None:
         self._plan = make_plan(reward)
@@ -126,10 +126,10 @@ class StreamingRewards:
         ]
 
     def submit(self, sample: Sample) -> Scoring:
-        """Start to score a sample by the functions and servers that apply to its data source.
+        """Start scoring by the functions and servers that apply to the data source.
 
-        If none applies, the rule of the data source scores it with the plan's `defaults` or the
-        label `rule`, else its score is 0.
+        If none applies, the data source's rule scores the sample, given the plan's `defaults` or
+        the label `rule`; else its score is 0.
         """
         source = sample.data_source
         scoring: Scoring = [

@@ -1,7 +1,7 @@
-"""Rules that run the program of a response against test cases, in a sandbox.
+r"""Rules that run a response's program against test cases, in a sandbox.
 
-The ground truth is JSON, as in data sets of programming tasks that other toolkits read:
-    {"inputs": ["1 2\n", ...], "outputs": ["3\n", ...]}   standard input and what is printed for it
+The ground truth is JSON, as other toolkits store programming tasks:
+    {"inputs": ["1 2\n", ...], "outputs": ["3\n", ...]}   standard input and expected output
     {"assert_case": ["assert add(1, 2) == 3", ...]}       statements that run after the program
 """
 
@@ -22,11 +22,13 @@ _ASSERTIONS = "\nimport sys as _sys\nexec(compile(_sys.stdin.read(), 'test', 'ex
 
 @dataclass(frozen=True)
 class Case:
-    """One test case of a program.
+    """One test case for a program.
 
-    after:  code that is appended to the program
-    stdin:  input of the program
-    stdout: text that the program must print; with `ends`, the last line that it must print
+    Attributes:
+        after: Code appended to the program.
+        stdin: Program input.
+        stdout: Text to print; with `ends`, the last line to print.
+        ends: See `stdout`.
     """
 
     after: str
@@ -35,9 +37,9 @@ class Case:
     ends: bool = False
 
     def passes(self, printed: str) -> bool:
-        """Whether the printed text is the expected one (with `ends`, whether its last line is).
+        """Whether the printed text is as expected.
 
-        White space at the end of lines and empty lines at the end do not count.
+        White space at line ends and empty lines at the end do not count.
         """
         lines, expected = (
             [line.rstrip() for line in text.rstrip().split("\n")] for text in (printed, self.stdout)
@@ -46,12 +48,12 @@ class Case:
 
 
 class CodeRules:
-    """The sandbox that the rules of this process share; it is opened for the first program."""
+    """This process's sandbox for all rules; it is opened for the first program."""
 
     sandbox: Sandbox | None = None
 
     def use(self, config: SandboxConfig) -> str:
-        """Make a sandbox with this configuration; return a line about it.
+        """Open a sandbox with this configuration; return a line about it.
 
         Raises UserError if none works here.
         """
@@ -59,7 +61,7 @@ class CodeRules:
         return self.sandbox.describe()
 
     def count_passed(self, program: str, cases: list[Case]) -> int:
-        """Return how many cases the program passes; all together have `response_s`."""
+        """Return how many cases the program passes; together they have `response_s`."""
         sandbox = self.sandbox = self.sandbox or Sandbox.choose(SandboxConfig())
         deadline = time.monotonic() + sandbox.config.response_s
         passed = 0
@@ -74,7 +76,7 @@ SHARED = CodeRules()
 
 
 def find_program(response: str) -> str | None:
-    """Return the content of the last closed Markdown block (```) of a response; None without."""
+    """Return the last closed Markdown block (```) in a response; None without one."""
     program: list[str] | None = None
     block: list[str] | None = None
     for line in response.split("\n"):
@@ -96,7 +98,7 @@ class _TestCases(BaseModel):
 
 
 def read_cases(ground_truth: str) -> list[Case]:
-    """Read test cases, at least one, from a ground truth; raise ValueError if it has none."""
+    """Read at least one test case from a ground truth, else raise ValueError."""
     try:
         cases = _TestCases.model_validate_json(ground_truth)
     except ValidationError as error:
@@ -121,7 +123,7 @@ def read_cases(ground_truth: str) -> list[Case]:
 
 @register_rule("code", read_cases)
 def code(response: str, ground_truth: str) -> RewardResult:
-    """Score the share of cases that the last Markdown block of a response passes; 0 without."""
+    """Score the fraction of cases that the response's last Markdown block passes."""
     cases = read_cases(ground_truth)
     program = find_program(response)
     passed = SHARED.count_passed(program, cases) if program is not None else 0

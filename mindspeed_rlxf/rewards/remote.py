@@ -1,4 +1,4 @@
-"""Get scores from a server: batches of samples over HTTP, with retries until a deadline."""
+"""Get scores from a server: sample batches over HTTP, retried until a deadline."""
 
 import json
 import threading
@@ -36,11 +36,11 @@ for handler in (HTTPHandler, HTTPSHandler, HTTPErrorProcessor, HTTPDefaultErrorH
 
 
 class RemoteRewards:
-    """Sends samples to a server in batches, in threads.
+    """Sends samples to a server in batches, from threads.
 
-    The request is {"samples": [{prompt, response, ground_truth, data_source, extra_info}, ...]}.
-    The answer is {"scores": [...]}: for each sample, in order, a number, or an object of numbers
-    with `score`, or {"error": text}.
+    The request is {"samples": [{prompt, response, ground_truth, data_source, extra_info}, ...]},
+    the answer {"scores": [...]} with one entry per sample, in order: a number, an object with
+    `score` and further numbers, or {"error": text}.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class RemoteRewards:
             threading.Thread(target=_post_tasks, args=arguments, daemon=True).start()
 
     def submit(self, sample: Sample) -> Future[Outcome]:
+        """Queue a sample."""
         future: Future[Outcome] = Future()
         self._queue.put((sample, future))
         return future
@@ -60,7 +61,7 @@ class RemoteRewards:
 def _post_tasks(
     url: Secret, headers: Mapping[str, str], size: int, timeout_s: float, queue: _Queue
 ) -> None:
-    """Post batches of the queue without end."""
+    """Post batches from the queue, forever."""
     while True:
         tasks, until = [queue.get()], time.monotonic() + GATHER_S
         with suppress(Empty):
@@ -78,7 +79,7 @@ def _post_tasks(
 def _ask_server(
     url: Secret, headers: Mapping[str, str], samples: Sequence[Sample], timeout_s: float
 ) -> list[Outcome]:
-    """Send samples until the server answers or timeout_s passes; return their outcomes."""
+    """Send samples until the server answers or timeout_s passes."""
     deadline = time.monotonic() + timeout_s
     body = json.dumps({"samples": [asdict(sample) for sample in samples]}, default=str).encode()
     reason, waits = "", chain(RETRY_S, repeat(RETRY_S[-1]))
@@ -95,7 +96,7 @@ def _ask_server(
 
 
 def _post_once(url: Secret, given: Mapping[str, str], body: bytes, timeout_s: float) -> bytes:
-    """Return the body of an answer; raise OSError or HTTPException if a retry may help."""
+    """Return an answer's body; raise OSError or HTTPException if a retry may help."""
     parts = urlsplit(url.get_secret_value())
     headers = {"Content-Type": "application/json", **given}
     user, at, host = parts.netloc.rpartition("@")

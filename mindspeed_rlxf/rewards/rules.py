@@ -1,4 +1,4 @@
-"""Rules that score a response by the expected answer: functions of two texts."""
+"""Rules: scores for responses with an expected answer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,10 +21,10 @@ from mindspeed_rlxf.rewards.answers import (
 
 @dataclass(frozen=True)
 class RewardResult:
-    """Score of one response, and its parts, which are logged as metrics.
+    """A response's score, and its parts, which become metrics.
 
-    parts of the built-in rules: {"accuracy": 1.0 right, 0.0 wrong}; `length` gives its score there,
-    and rules that run programs add "passed"
+    Built-in rules have the part {"accuracy": 1.0 right, 0.0 wrong}; `length` puts its score there,
+    and rules that run programs add "passed".
     """
 
     score: float
@@ -50,30 +50,30 @@ def _as_rule(score: Callable[..., float]) -> Rule:
 
 @_as_rule
 def exact_match(response: str, ground_truth: str) -> float:
-    """Score 1 when response and ground truth are equal without white space at the ends, else 0."""
+    """Score 1 if response and ground truth are equal up to surrounding white space, else 0."""
     return float(response.strip() == ground_truth.strip())
 
 
 @_as_rule
 def gsm8k(response: str, ground_truth: str) -> float:
-    """Score 1 when both texts give the same number as their answer, else 0 (arXiv:2110.14168).
+    r"""Score 1 if both texts give the same number as their answer, else 0 (arXiv:2110.14168).
 
-    The answer of a text is the number after its first `####`, else that in its last \\boxed{}, else
-    its last number. The ground truth may be the bare number or the data set's whole solution.
-    Numbers are compared by value: 1,000 = 1000.0 = $1000. A response without a number scores 0.
+    A text's answer is the number after its first `####`, else in its last \boxed{}, else its last
+    number. The ground truth may be the bare number or the whole solution. Numbers are compared by
+    value: 1,000 = 1000.0 = $1000. A response without a number scores 0.
     """
     return _same_number(final_number(response), ground_truth)
 
 
 @_as_rule
 def gsm8k_strict(response: str, ground_truth: str) -> float:
-    """Score as `gsm8k`, but take only a number after the response's first `####` as its answer."""
+    """Score as `gsm8k`, but read only the number after the response's first `####`."""
     return _same_number(marked_number(response), ground_truth)
 
 
 @_as_rule
 def gsm8k_flexible(response: str, ground_truth: str) -> float:
-    """Score as `gsm8k`, but take the response's last number as its answer, whatever is marked."""
+    """Score as `gsm8k`, but read the response's last number, whatever is marked."""
     return _same_number(last_number(response), ground_truth)
 
 
@@ -122,11 +122,12 @@ The function may raise ValueError in place of returning False: the text is shown
 def register_rule(
     name: str, accepts: Callable[[str], object] | None = None
 ) -> Callable[[Rule], Rule]:
-    """Return a decorator that adds a function to RULES, as a choice of `reward.rules`.
+    """Return a decorator that adds a function to RULES, a choice for `reward.rules`.
 
-    accepts: tests whether a ground truth is valid, stored in ACCEPTS. None = nothing
-             is stored, and a ground truth is valid if it scores above 0 as the response
-    The decorator returns the function unchanged; it raises ValueError for a name that is taken.
+    Args:
+        name: Rule name; decorating raises ValueError if it is taken.
+        accepts: Tests whether a ground truth is valid (ACCEPTS). None = it is valid if it scores
+            above 0 as the response.
     """
 
     def register(rule: Rule) -> Rule:

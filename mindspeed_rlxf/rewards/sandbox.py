@@ -1,8 +1,8 @@
-"""Run programs that a policy wrote: in bubblewrap, with limits for all their processes together.
+"""Run a policy's programs in bubblewrap, with limits over all their processes.
 
-A program gets its own namespaces, a root of read-only system folders, a small tmpfs, a filter of
-system calls, and the kernel's limits for each process. Every 50 ms we add up memory, CPU time,
-threads and files over its processes, and kill its pid namespace if they exceed a limit.
+A program gets its own namespaces, a root with read-only system folders, a small tmpfs, a system
+call filter, and kernel limits for each process. Every 50 ms we add up memory, CPU time, threads and
+files over its processes, and kill its pid namespace if they exceed a limit.
 """
 
 from __future__ import annotations
@@ -85,14 +85,14 @@ class SandboxError(ScoringBroken):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of running a program.
+    """A program's outcome.
 
     Attributes:
-        stdout: standard output, at most reward.sandbox.output_kb of it.
-        exit: exit code, or 128 + number of the signal that ended the program.
-        cause: "ok", "error" (an exit code other than 0), "killed" (by a signal), or the limit that
-            was exceeded: "cpu_time", "wall_time", "memory", "output", "files", "processes".
-        stderr: beginning of standard error, for messages.
+        stdout: Standard output, up to reward.sandbox.output_kb.
+        exit: Exit code, or 128 + signal number.
+        cause: "ok", "error" (exit code not 0), "killed" (by a signal), or the exceeded limit:
+            "cpu_time", "wall_time", "memory", "output", "files", "processes".
+        stderr: Beginning of standard error, for messages.
     """
 
     stdout: str
@@ -102,10 +102,9 @@ class Outcome:
 
 
 class Sandbox:
-    """Runs programs one after the other, each isolated from the host and from the others.
+    """Runs programs one after the other, isolated from the host and from each other.
 
-    Attributes:
-        bwrap: path of bubblewrap; None = without isolation, with limits alone.
+    `bwrap` is bubblewrap's path; None = only limits, no isolation.
     """
 
     def __init__(self, config: SandboxConfig, python: str, bwrap: str | None) -> None:
@@ -134,10 +133,10 @@ class Sandbox:
 
     @classmethod
     def choose(cls, config: SandboxConfig) -> Sandbox:
-        """Return a sandbox in bubblewrap, with `config.python` or the first Python that works.
+        """Return a bubblewrap sandbox with `config.python` or the first Python that works.
 
         Raises:
-            UserError: with the reason, if none works and `config.unsafe` is not set.
+            UserError: None works and `config.unsafe` is not set; has the reason.
         """
         bwrap = shutil.which("bwrap")
         reasons = [] if bwrap else ["bubblewrap (bwrap) is not installed"]
@@ -184,14 +183,12 @@ class Sandbox:
         return "sandbox: programs run WITHOUT isolation, with your files and your network"
 
     def run(self, program: str, stdin: str = "", wall_s: float | None = None) -> Outcome:
-        """Run a Python program until it ends or exceeds a limit; kill all its processes.
+        """Run Python source code until it ends or exceeds a limit; kill all its processes.
 
-        Args:
-            program: source code.
-            wall_s: time limit in seconds, at most reward.sandbox.wall_s; None = that.
+        `wall_s` may lower reward.sandbox.wall_s.
 
         Raises:
-            SandboxError: if the sandbox no longer works, so that an empty program fails too.
+            SandboxError: The sandbox no longer works: an empty program fails too.
         """
         most = self.config.wall_s
         outcome = self._run(program, stdin, most if wall_s is None else min(wall_s, most))
@@ -271,7 +268,7 @@ class Sandbox:
 class _Run:
     """A running program, until all its processes have ended.
 
-    first: pid of the first process of the pid namespace, without isolation of the program
+    `first` is the pid namespace's first process, without isolation the program's.
     """
 
     def __init__(
@@ -284,6 +281,7 @@ class _Run:
         self.readers = [threading.Thread(target=_read, args=each, daemon=True) for each in outputs]
 
     def finish(self, wall_s: float) -> Outcome:
+        """Wait until the program ends or exceeds a limit, and return its outcome."""
         try:
             for reader in self.readers:
                 reader.start()
@@ -321,7 +319,7 @@ class _Run:
             os.close(ended)
 
     def _find_exceeded_limit(self) -> str:
-        """Return the first limit that all processes together exceed now, "" for none."""
+        """Return the first limit exceeded by all processes together, "" for none."""
         memory, threads, cpu_s, processes = 0, 0, 0.0, _with_descendants(self.first)
         for process in processes:
             with contextlib.suppress(psutil.Error), process.oneshot():  # it may have ended
@@ -350,7 +348,7 @@ class _Run:
         return False
 
     def _kill_all(self) -> None:
-        """Kill all processes; a pid namespace ends with its first process, which ends last."""
+        """Kill all processes; a pid namespace ends with its first process."""
         found = _with_descendants(self.first)
         if not self.isolated:
             with contextlib.suppress(ProcessLookupError):
@@ -363,7 +361,7 @@ class _Run:
 
 
 def _read(stream: IO[bytes], output: bytearray, limit: int) -> None:
-    """Read until the end, to let the program write on; keep one byte more than the limit."""
+    """Read until the end, so that the program can write on; keep one byte over the limit."""
     with contextlib.suppress(OSError):  # closed while a process that got away still writes
         while read := os.read(stream.fileno(), 1 << 16):
             output += read[: limit + 1 - len(output)]

@@ -1,6 +1,6 @@
-"""Score samples by the functions of the configuration, or by the rules of their data sources.
+"""Score samples by the configured functions, or by their data sources' rules.
 
-`main` runs in a process of `workers`, which sets deadlines and kills it.
+`main` runs in a process started by `workers`, which sets deadlines and kills it.
 """
 
 import asyncio
@@ -36,12 +36,12 @@ from mindspeed_rlxf.rewards.rules import RULES, RewardResult
 class Plan:
     """Everything a scoring process needs.
 
-    parts:    reward functions, whose weighted scores are added, and the file of each; None = its
-              `function` names a rule
-    rules:    data source -> name of its rule
-    plugins:  files that register rules of plugins
-    defaults: whether the rule of its data source scores a sample that no part applies to
-    sandbox:  None if no rule runs programs
+    Attributes:
+        parts: Reward functions with their files; None = `function` names a rule.
+        rules: Data source -> rule name.
+        plugins: Files that register plugin rules.
+        defaults: Whether the data source's rule scores a sample that no part applies to.
+        sandbox: None if no rule runs programs.
     """
 
     parts: tuple[tuple[FunctionConfig, Source | None], ...]
@@ -52,7 +52,7 @@ class Plan:
 
 
 class SampleScorer:
-    """Scores samples by a plan; runs the plan's files, whose exceptions are not caught."""
+    """Scores samples by a plan; runs the plan's files and lets their exceptions through."""
 
     def __init__(self, plan: Plan) -> None:
         for plugin in plan.plugins:
@@ -87,10 +87,10 @@ class SampleScorer:
 
 
 def weighted_sum(results: Sequence[tuple[str, float, RewardResult]]) -> RewardResult:
-    """Add up weighted scores. results: (name, weight, result) of each function
+    """Add up weighted scores from (name, weight, result) triples; 0 for none.
 
-    The parts are each score, unweighted, under its name, and its own parts under `name/key`. Of a
-    result without a name its own parts are taken as they are. No results give 0.
+    The parts are each unweighted score under its name, and its own parts under `name/key`. A result
+    without a name contributes its own parts unchanged.
     """
     parts: dict[str, float] = {}
     for name, _, result in results:
@@ -119,8 +119,8 @@ def score_safely(scorer: SampleScorer, sample: Sample) -> dict[str, Any]:
 def main() -> None:
     """Read a plan, then score samples until the parent closes the socket.
 
-    Messages are bytes: the pickled plan, then JSON. The arguments of the program are descriptor of
-    the socket, id of the parent, bytes of address space.
+    Messages are bytes: the pickled plan, then JSON. The program arguments are the socket
+    descriptor, the parent's process id, and the address space limit in bytes.
     """
     descriptor, parent, memory = map(int, sys.argv[1:])
     if sys.platform == "linux":

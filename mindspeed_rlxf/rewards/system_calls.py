@@ -1,7 +1,7 @@
-"""The filter of system calls of the sandbox, a classic BPF program; see seccomp(2).
+"""The sandbox's system call filter, a classic BPF program; see seccomp(2).
 
-It refuses sockets, new namespaces, tracing, rarely used parts of the kernel, and memory that no
-limit counts. Python programs need none of them.
+It refuses sockets, new namespaces, tracing, rarely used kernel features, and memory outside all
+limits. Python programs need none of them.
 """
 
 import errno
@@ -37,10 +37,10 @@ _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in seccomp_data
 
 
 def make_filter(machine: str = "") -> bytes:
-    """Return the filter for an architecture as `platform.machine` names it; "" = this host's.
+    """Return the filter for an architecture named as by `platform.machine`; "" = this host.
 
     Raises:
-        OSError: for an architecture whose numbers of system calls are not known here.
+        OSError: The architecture's system call numbers are unknown.
     """
     machine = machine or platform.machine()
     if machine not in _ARCHITECTURES:

@@ -1,8 +1,7 @@
-"""Rule verifiers of the older toolkit (`algorithm.verifier_function`).
+"""The older toolkit's rule verifiers (`algorithm.verifier_function`).
 
-Pure functions of two texts. The score of a response is the weighted sum of several verifiers.
-Answers are compared as numbers or as normalised LaTeX, without an algebra system: `x+1` and `1+x`
-are different answers.
+Pure functions from two texts; several verifiers give a weighted sum. Answers are compared as
+numbers or as normalised LaTeX, without an algebra system: `x+1` and `1+x` are different answers.
 """
 
 import re
@@ -33,10 +32,7 @@ _DROPPED = ("\\left", "\\right", "\\!", "\\,", "\\;", "\\ ", "\\$", "$", " ", "\
 
 
 def accuracy(response: str, ground_truth: str) -> float:
-    """Score 1 if the last \\boxed{} equals the ground truth, -0.5 if it does not, -1 without a box.
-
-    Equal as `is_same_answer` says.
-    """
+    r"""Score 1 if the last \boxed{} `is_same_answer`, -0.5 if not, -1 without a box."""
     answer = find_boxed(response)
     if answer is None:
         return -1.0
@@ -44,12 +40,12 @@ def accuracy(response: str, ground_truth: str) -> float:
 
 
 def base_accuracy(response: str, ground_truth: str) -> float:
-    """Score 1 when the response's answer (`find_answer`) is the ground truth, else 0."""
+    """Score 1 if the response's answer (`find_answer`) is the ground truth, else 0."""
     return 1.0 if is_same_answer(find_answer(response), ground_truth) else 0.0
 
 
 def strict_format(response: str, ground_truth: str = "") -> float:
-    """Score 1 if the response has each of _TAGS once, in order, from end to end; else -1."""
+    """Score 1 if the response has each tag once, in order, from end to end; else -1."""
     text = response.strip()
     places = [text.find(tag) for tag in _TAGS]
     once = all(text.count(tag) == 1 for tag in _TAGS)
@@ -58,7 +54,7 @@ def strict_format(response: str, ground_truth: str = "") -> float:
 
 
 def steps(response: str, ground_truth: str = "") -> float:
-    """Score 1/3 for each marker of a step ("Step 1:", "1.", a bullet, "First,"), at most 1."""
+    """Score 1/3 for each step marker ("Step 1:", "1.", a bullet, "First,"), at most 1."""
     return min(1.0, len(_STEP.findall(response)) / 3)
 
 
@@ -75,16 +71,15 @@ NEED_TRUTH = (Verifier.ACC, Verifier.BASE_ACC)
 def verify(
     verifiers: Sequence[tuple[Verifier, float]], response: str, ground_truth: str
 ) -> RewardResult:
-    """Score a response by the weighted sum of verifiers; the parts are not weighted."""
+    """Return the weighted sum over verifiers; the parts are not weighted."""
     parts = {rule.value: FUNCTIONS[rule](response, ground_truth) for rule, _ in verifiers}
     return RewardResult(sum(parts[rule.value] * weight for rule, weight in verifiers), parts)
 
 
 def find_answer(text: str) -> str:
-    """Return the last boxed answer, else that after the last "the answer is", else the last number.
+    """Return the last boxed answer, else after the last "the answer is", else the last number.
 
-    "final answer is" counts too; such an answer ends with its sentence or line. Each as in the
-    text; "" without any.
+    "final answer is" counts too; such an answer ends with its sentence or line. "" without any.
     """
     answer = find_boxed(text)
     if answer is not None:
@@ -93,10 +88,10 @@ def find_answer(text: str) -> str:
 
 
 def is_same_answer(answer: str, ground_truth: str) -> bool:
-    """Whether two answers are equal: as numbers, else as LaTeX without spacing (`normalise`).
+    r"""Whether two answers are equal: as numbers, else as LaTeX without spacing.
 
-    1/2 = 0.5 = \\frac{1}{2}, 1,000 = 1000. The ground truth may be a solution, of which the last
-    box, else the text after the last `####` is compared. False where either is empty.
+    1/2 = 0.5 = \frac{1}{2}, 1,000 = 1000. In a whole solution, the ground truth is the last box,
+    else the text after the last `####`. False if either is empty.
     """
     truth = find_boxed(ground_truth) or ground_truth.rpartition("####")[2]
     given, expected = normalise(answer), normalise(truth)
@@ -109,11 +104,10 @@ def is_same_answer(answer: str, ground_truth: str) -> bool:
 
 
 def normalise(text: str) -> str:
-    """Return LaTeX without spacing, \\left, \\right, dollar, percent, degree signs; lower case.
+    r"""Return LaTeX without spacing, \left, \right, dollar, percent, degree signs; lower case.
 
-    Removes full stops at the end, then a final \\text{...} (a unit) unless it is the whole text;
-    keeps the content of any other \\text{...}. Writes \\dfrac as \\frac, and \\frac12 as
-    \\frac{1}{2}.
+    Removes full stops at the end, then a final \text{...} (a unit) unless it is the whole text;
+    keeps any other \text{...} content. Writes \dfrac as \frac, and \frac12 as \frac{1}{2}.
     """
     text = text.strip().rstrip(".").strip()
     text = _UNIT.sub("", text) or text
@@ -125,10 +119,10 @@ def normalise(text: str) -> str:
 
 
 def to_number(text: str) -> Fraction | None:
-    """Convert a text after `normalise` (decimal, a/b, \\frac{a}{b}) to an exact number.
+    r"""Convert a normalised text (decimal, a/b, \frac{a}{b}) to an exact number, else None.
 
-    Commas before three digits are dropped. None for another text, a fraction whose denominator is
-    0, or more digits than Python converts.
+    Commas before three digits are dropped. None also for a denominator 0 and for more digits than
+    Python converts.
     """
     plain = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
     try:
@@ -155,15 +149,12 @@ def whole_text(response: str) -> str:
 
 
 def boxed_answer(response: str) -> str | None:
-    """Return the last boxed answer, a number by value, else `normalise`d; None without a box."""
+    """Return the last boxed answer, normalised; None without a box."""
     return _normalise_answer(find_boxed(response) or "") or None
 
 
 def final_answer(response: str) -> str | None:
-    """Return the boxed or stated answer, else the last number, normalised, as `base_acc` reads it.
-
-    "" without any.
-    """
+    """Return the boxed or stated answer, else the last number, normalised; "" without any."""
     return _normalise_answer(find_answer(response))
 
 
@@ -194,10 +185,10 @@ def find_answers(
     rules: Mapping[str, str],
     verifiers: Sequence[tuple[Verifier, float]] = (),
 ) -> list[str | None]:
-    """Return the answer of each response as what scores it reads it, None without one.
+    """Return each response's answer as its scorer reads it, None without one.
 
-    That is the rule of its data source, or the first verifier that compares answers. Rules and
-    verifiers without a function here take the whole text as the answer.
+    The scorer is the data source's rule, or the first verifier that compares answers. Rules and
+    verifiers without an extractor here take the whole text.
     """
     table = BUILTIN_SOURCES | dict(rules)
     extracts = [OF_RULES.get(table.get(source, ""), whole_text) for source in data_sources]

@@ -1,6 +1,6 @@
-"""A pool of scoring processes, which may be killed: samples go in, futures of outcomes come out.
+"""A pool of killable scoring processes: samples go in, futures with outcomes come out.
 
-A thread owns one process and its socket, so a killed one leaves nothing that others use.
+Each thread owns one process and its socket, so a killed one leaves nothing that others use.
 """
 
 import json
@@ -30,10 +30,10 @@ CLOSED = "the pool of scoring processes was closed"
 
 
 class WorkerPool:
-    """Scores samples in at most `size` processes, which are started when they are needed."""
+    """Scores samples in at most `size` processes, started on demand."""
 
     def __init__(self, plan: Plan, size: int, timeout_s: float, memory: int) -> None:
-        """timeout_s: for one sample, without its wait for a process; memory: address space."""
+        """Set the time per sample, without its wait for a process, and the address space."""
         self._shared = _Shared(plan, timeout_s, memory)
         self._size, self._threads = size, list[threading.Thread]()
         self._end = weakref.finalize(self, _end, self._shared, self._threads)
@@ -50,13 +50,13 @@ class WorkerPool:
         return future
 
     def close(self) -> None:
-        """Kill all processes and their descendants; futures that are not done fail."""
+        """Kill all processes and their descendants; pending futures fail."""
         self._end()
 
 
 @dataclass
 class _Shared:
-    """What threads share; they do not have the pool, so that a forgotten one is closed."""
+    """What threads share; they do not hold the pool, so a forgotten pool is closed."""
 
     plan: Plan
     timeout_s: float
@@ -80,7 +80,7 @@ def _end(shared: _Shared, threads: list[threading.Thread]) -> None:
 
 
 def _work(shared: _Shared) -> None:
-    """Score samples of the queue until it has None, which is left for the other threads."""
+    """Score samples from the queue until it has None, which stays for the other threads."""
     process: _Process | None = None
     while (task := shared.tasks.get()) is not None:
         sample, future = task
@@ -114,7 +114,7 @@ class _Process:
         """Start it and send it the plan.
 
         Raises:
-            ScoringBroken: it does not start.
+            ScoringBroken: It does not start.
         """
         self.channel, theirs = Pipe()
         numbers = map(str, (theirs.fileno(), os.getpid(), shared.memory))
@@ -139,7 +139,7 @@ class _Process:
             raise ScoringBroken(f"a scoring process did not start: {failure}")
 
     def ask(self, data: bytes, timeout_s: float) -> dict[str, Any]:
-        """Send data; return the reply, or `cause` and `message` of its end."""
+        """Send data; return the reply, or the `cause` and `message` for its end."""
         try:
             self.channel.send_bytes(data)
             if self.channel.poll(timeout_s):
