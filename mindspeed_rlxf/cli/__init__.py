@@ -1,4 +1,4 @@
-"""Entry point of `mindspeed-rlxf <command> ...`; each command has a module here."""
+"""Entry point for `mindspeed-rlxf <command> ...`; each command has a module here."""
 
 import sys
 from collections.abc import Sequence
@@ -10,12 +10,14 @@ COMMANDS = ("train", "preprocess", "convert", "doctor", "report", "watch")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that the first argument names; return its exit code.
+    """Run the command named by the first argument; return its exit code.
 
-    argv: None = the arguments of this process; only then `train` may run in a child process, which
-          is started again after a failure (`ops.supervisor`)
     With --help or without arguments, print the usage and return 0. For an unknown command, print an
     `error:` line and return 2.
+
+    Args:
+        argv: None = this process's arguments; only then `train` may run in a child process,
+            restarted after failures (`ops.supervisor`).
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments[0] if arguments else "--help"

@@ -1,4 +1,4 @@
-"""What the commands share: options, flags of the older toolkit, `error:` lines and progress."""
+"""Shared by the commands: options, the older toolkit's flags, `error:` lines and progress."""
 
 import argparse
 import functools
@@ -17,12 +17,12 @@ Option: TypeAlias = tuple[tuple[str, ...], dict[str, Any]]
 
 
 def option(*names: str, **settings: Any) -> Option:
-    """Return the arguments of `ArgumentParser.add_argument` for one option."""
+    """Return one option's arguments for `ArgumentParser.add_argument`."""
     return names, settings
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser that raises UserError for a bad command line, where argparse would exit.
+    """Argument parser raising UserError for a bad command line; argparse would exit.
 
     --help still prints the help and exits.
     """
@@ -33,11 +33,12 @@ class Parser(argparse.ArgumentParser):
             self.add_argument(*names, **each)
 
     def error(self, message: str) -> NoReturn:
+        """Raise the message as a UserError."""
         raise UserError(Problem("", message, remedy="see --help"))
 
 
 def unknown_options(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> list[Problem]:
-    """Return a problem for each word that `parse_known_args` could not parse."""
+    """Return a problem for each word left over by `parse_known_args`."""
     options = [option for action in parser._actions for option in action.option_strings]
     problems = []
     for word in unknown:
@@ -49,7 +50,7 @@ def unknown_options(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> 
 
 
 def fail(problems: Sequence[Problem], code: int = 2) -> int:
-    """Print an `error:` line for each problem to stderr; return `code`, the exit code."""
+    """Print an `error:` line per problem to stderr; return `code`, the exit code."""
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     return code
@@ -62,7 +63,7 @@ def use_utf8_output() -> None:
 
 
 def command(main: Callable[P, int]) -> Callable[P, int]:
-    """Decorate a command: output is UTF-8, and the user's mistakes are printed and return 2."""
+    """Decorate a command: output is UTF-8; user mistakes are printed and return 2."""
 
     @functools.wraps(main)
     def run(*args: P.args, **kwargs: P.kwargs) -> int:
@@ -76,7 +77,7 @@ def command(main: Callable[P, int]) -> Callable[P, int]:
 
 
 def number(least: int) -> Callable[[str], int]:
-    """Return argparse's `type` of an integer option that is at least `least`."""
+    """Return argparse's `type` for an integer option with a lower bound."""
 
     def number(text: str) -> int:
         if int(text) < least:
@@ -90,8 +91,8 @@ def number(least: int) -> Callable[[str], int]:
 def progress_bar(unit: str, step: int = 1) -> Iterator[Callable[..., None]]:
     """Yield a function to call with the progress so far: (done, total), or (done) alone.
 
-    It moves a tqdm bar on stderr. If that is no terminal, the bar is written every LINE_S seconds
-    at most, if `step` more units are done.
+    It moves a tqdm bar on stderr. Outside a terminal the bar is written every LINE_S seconds at
+    most, after `step` more units.
     """
     from tqdm import tqdm  # here, as the process that supervises a run imports this module too
 
@@ -107,12 +108,12 @@ def progress_bar(unit: str, step: int = 1) -> Iterator[Callable[..., None]]:
 
 @dataclass(frozen=True)
 class OlderFlag:
-    """A flag of the older toolkit that has no effect here, or is refused.
+    """An older toolkit's flag, without effect here or refused.
 
     Attributes:
-        meaning: why it has no effect, or the fix if it is refused.
-        nargs: as in argparse; 0 = the flag has no value.
-        allowed: values that are accepted without effect; None = all, () = the flag is refused.
+        meaning: Why it has no effect, or the fix if it is refused.
+        nargs: As in argparse; 0 = the flag has no value.
+        allowed: Values accepted without effect; None = all, () = the flag is refused.
     """
 
     meaning: str
@@ -156,7 +157,7 @@ CONVERT_FLAGS: Mapping[str, OlderFlag] = {
     ),
     "--target-data-parallel-size": OlderFlag("optimizer states are not converted", "*"),
 }
-"""Flags of MindSpeed-LLM's convert_ckpt.py."""
+"""Flags in MindSpeed-LLM's convert_ckpt.py."""
 
 _MIX = "give data.data_path several prefixes, which training shuffles"
 _FILES = "name the files with --input, and their columns with --map-keys"
@@ -200,11 +201,11 @@ PREPROCESS_FLAGS: Mapping[str, OlderFlag] = {
         OlderFlag("give the Hugging Face folder as --tokenizer-name-or-path"),
     ),
 }
-"""Flags of MindSpeed-LLM's preprocess_data.py."""
+"""Flags in MindSpeed-LLM's preprocess_data.py."""
 
 
 def add_flags(parser: argparse.ArgumentParser, flags: Mapping[str, OlderFlag]) -> None:
-    """Add the flags to a parser, without showing them in its help. Each is None if not given."""
+    """Add the flags to a parser, hidden in its help. Each is None if not given."""
     for name, flag in flags.items():
         kind: dict[str, Any] = {"nargs": flag.nargs}
         if flag.nargs == 0:
@@ -215,7 +216,7 @@ def add_flags(parser: argparse.ArgumentParser, flags: Mapping[str, OlderFlag]) -
 def check_flags(
     arguments: argparse.Namespace, flags: Mapping[str, OlderFlag]
 ) -> tuple[list[Problem], dict[str, str]]:
-    """Return problems of the given flags that are refused, and flag -> meaning of the others."""
+    """Return problems for refused flags, and flag -> meaning for flags without effect."""
     problems, ignored = [], {}
     for name, flag in flags.items():
         value = getattr(arguments, name[2:].replace("-", "_"))

@@ -1,9 +1,9 @@
 """`convert`: convert weights between Hugging Face folders and Megatron layouts.
 
-Two spellings: `convert SOURCE TARGET --to mg`, and that of MindSpeed-LLM's convert_ckpt.py.
+Two spellings: `convert SOURCE TARGET --to mg`, and MindSpeed-LLM's convert_ckpt.py.
 
-Exit codes: 0 = written; 2 = the user's mistake, one `error:` line per problem; 75 = interrupted or
-the disk is full: run the same command again.
+Exit codes: 0 = written; 2 = user mistake, one `error:` line per problem; 75 = interrupted or disk
+full: run the same command again.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""`doctor`: find what keeps a run from working, on this host or on every host of a cluster.
+"""`doctor`: find what keeps a run from working, on this host or on every cluster host.
 
-Exit codes: 0 = no error (there may be warnings); 1 = an error was found; 2 = a mistake on the
-command line, one `error:` line per problem.
+Exit codes: 0 = no error (maybe warnings); 1 = an error was found; 2 = a mistake on the command
+line, one `error:` line per problem.
 """
 
 import json
@@ -32,9 +32,9 @@ OPTIONS = (
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check this host, or with --cluster every host; print the findings, with --json as JSON.
+    """Check this host, or every host with --cluster; print the findings, as JSON with --json.
 
-    Returns 1 if one of them is an error, else 0; 2 for mistakes of the user, which it prints.
+    Returns 1 if there is an error, else 0; 2 for user mistakes, which it prints.
     """
     parser = Parser(
         OPTIONS,

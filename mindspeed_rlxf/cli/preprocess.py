@@ -1,7 +1,7 @@
-"""`preprocess`: turn files of rows into an indexed data set.
+"""`preprocess`: turn row files into an indexed data set.
 
-Exit codes: 0 = written; 2 = the user's mistake, one `error:` line per problem; 75 = interrupted;
-1 = a worker process was killed. Unless it is 0, no new data set is left.
+Exit codes: 0 = written; 2 = user mistake, one `error:` line per problem; 75 = interrupted; 1 = a
+worker process was killed. Unless it is 0, no new data set is left.
 """
 
 import argparse
@@ -76,11 +76,10 @@ OPTIONS = (
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the data set and print how many rows were written or dropped; return 0.
+    """Write the data set, print the counts of written and dropped rows, and return 0.
 
-    Errors are printed, not raised: it returns 2 for mistakes, 75 if interrupted, 1 if a worker
-    process was killed.
-    Sets TOKENIZERS_PARALLELISM and TORCH_DEVICE_BACKEND_AUTOLOAD in this process.
+    Errors are printed, not raised: returns 2 for mistakes, 75 if interrupted, 1 if a worker process
+    was killed. Sets TOKENIZERS_PARALLELISM and TORCH_DEVICE_BACKEND_AUTOLOAD in this process.
     """
     # Megatron, whose builder writes the data set, says at every import that Apex is missing.
     warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
@@ -154,7 +153,7 @@ def _check_options(arguments: argparse.Namespace) -> PreprocessOptions:
 
 
 def _print_counts(counts: Counts, prefix: str) -> None:
-    """Print the counts of rows and the paths of the data set and, if any, of the dropped rows.
+    """Print row counts, and the paths to the data set and to dropped rows, if any.
 
     Notes on skipped files go to stderr.
     """

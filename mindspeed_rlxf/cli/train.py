@@ -1,6 +1,6 @@
 """`train`: compose the configuration, check it, then print it or run it.
 
-Exit codes: 0 = done; 2 = the user's mistake, one `error:` line per problem; else that of the run.
+Exit codes: 0 = done; 2 = user mistake, one `error:` line per problem; else the run's.
 """
 
 import sys
@@ -30,9 +30,9 @@ OPTIONS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, or only print the configuration (--cfg) or the plan (dry_run); return the exit code.
 
-    Notes are printed first, with --cfg to stderr. Silences Megatron's UserWarnings. Mistakes of the
-    user are printed, not raised, and return 2; so does a plan with problems. --cfg returns 0,
-    training the code of the run.
+    Notes are printed first, with --cfg to stderr. Silences Megatron's UserWarnings. User mistakes
+    are printed, not raised, and return 2, as does a plan with problems. --cfg returns 0, training
+    the run's code.
     """
     parser = Parser(
         OPTIONS, prog="train", description="PPO, GRPO or online DPO from a YAML configuration."
@@ -67,10 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dry_run(config: RunConfig, nested: bool) -> int:
-    """Print the plan, notes and all problems that would stop the run; return 2 if there are
-    problems, else 0.
+    """Print the plan, notes and all problems; return 2 if there are problems, else 0.
 
-    nested: the YAML has actor and reference under one key
+    `nested`: the YAML has actor and reference under one key.
     """
     from mindspeed_rlxf.config.section_rules import check_host
     from mindspeed_rlxf.ops.planning.plan import plan

@@ -1,6 +1,6 @@
-"""`watch`: serve the report of a run to browsers on this host, made anew while the run writes.
+"""`watch`: serve a run's report to browsers on this host, updated while the run writes.
 
-The server listens only on the loopback address, and a request must name this address: pages of
+The server listens only on the loopback address, and a request must name this address: pages from
 other sites whose names resolve to this host (DNS rebinding) are refused.
 
 Exit codes: 0 = ended by Ctrl-C; 2 = a mistake on the command line, one `error:` line per problem.
@@ -28,7 +28,7 @@ OPTIONS = (
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve the live report of a run until Ctrl-C, after a line with its address; return 0.
+    """Print an address and serve a run's live report there until Ctrl-C; return 0.
 
     Returns 2 for mistakes, which it prints.
     """
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_server(run: Path, max_samples: int, port: int) -> HTTPServer:
-    """Return a server of a run's report at `/`, and of its version at `/version`.
+    """Return a server for a run's report at `/`, and its version at `/version`.
 
     Raises UserError if the port cannot be bound.
     """

@@ -1,7 +1,4 @@
-"""The section `algorithm`: advantages, KL, token rewards, divisor of the losses, old log-probs.
-
-Each field has a default, a description, and how it may change when a run is resumed.
-"""
+"""The section `algorithm`: advantages, KL, token rewards, loss normalization, old log-probs."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -23,7 +20,7 @@ from mindspeed_rlxf.config.problems import Problem
 
 
 class KlControlConfig(Section):
-    """The coefficient of the KL penalty."""
+    """The KL penalty's coefficient."""
 
     type: Literal["fixed", "adaptive"] = key(
         "fixed", "fixed or adaptive coefficient", used_if="kl_coef>0", only_if=NOT_DPO
@@ -151,7 +148,7 @@ class AlgorithmConfig(Section):
 
     @property
     def estimator(self) -> EstimatorTraits:
-        """Needs of the chosen `adv_estimator`."""
+        """Traits of the chosen `adv_estimator`."""
         return TRAITS[self.adv_estimator]
 
     @property
@@ -171,7 +168,7 @@ class AlgorithmConfig(Section):
     def _null_is_default(cls, value: Any, info: ValidationInfo) -> Any:
         return cls.model_fields[str(info.field_name)].default if value is None else value
 
-    def broken_rules(self) -> Iterator[Problem]:
+    def _broken_rules(self) -> Iterator[Problem]:
         names = self.verifier_function
         if len(set(names)) < len(names):
             yield Problem(

@@ -1,4 +1,4 @@
-"""The architecture of a model: `model.<name>` in the YAML."""
+"""A model's architecture: `model.<name>` in the YAML."""
 
 from collections.abc import Iterator
 from math import gcd
@@ -8,17 +8,17 @@ from mindspeed_rlxf.config.fields import Section, free, key
 from mindspeed_rlxf.config.problems import Problem, at_most, divides, divisors, neighbours, ref, use
 
 EXPERTS = "num_experts"
-"""Condition of keys of experts, see `unused`."""
+"""Condition for expert keys, see `unused`."""
 
 MOST_LAYERS, MOST_EXPERTS, MOST_WIDTH = 10_000, 10_000, 2**22
 MOST_TOKENS, MOST_POSITIONS = 2**27, 2**31
-"""Upper limits of the keys, above any real model: checking a config allocates memory by them."""
+"""Upper limits, above any real model: checking a config allocates memory by them."""
 
 
 class ArchitectureConfig(Section):
-    """A decoder of the Llama, Qwen or Mixtral family, in Megatron's names: `model.<name>`.
+    """A Llama, Qwen or Mixtral decoder in Megatron's names.
 
-    With `num_experts` the MLP of every layer is a mixture of experts.
+    With `num_experts` every layer's MLP is a mixture of experts.
     """
 
     num_layers: int = key(..., "transformer layers", ge=1, le=MOST_LAYERS)
@@ -82,29 +82,26 @@ class ArchitectureConfig(Section):
 
     @property
     def kv_heads(self) -> int:
-        """Number of key heads, which is also that of value heads."""
+        """Number of key heads, and equally value heads."""
         return self.num_query_groups or self.num_attention_heads
 
     @property
     def head_dim(self) -> int:
-        """Width of one head."""
+        """One head's width."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
     def mlp_hidden_size(self) -> int:
-        """Inner width of a dense layer's MLP; with `num_experts` that of one expert."""
+        """Inner width: a dense layer's MLP, or one expert with `num_experts`."""
         return (self.num_experts and self.moe_ffn_hidden_size) or self.ffn_hidden_size
 
     @property
     def balances_experts(self) -> bool:
-        """Whether training adds the loss that balances experts.
-
-        True with `num_experts`, type `aux_loss` and a coefficient above 0.
-        """
+        """Whether training adds the expert load-balancing loss."""
         wanted = self.moe_router_load_balancing_type == "aux_loss"
         return self.num_experts is not None and wanted and self.moe_aux_loss_coeff > 0
 
-    def broken_rules(self) -> Iterator[Problem]:
+    def _broken_rules(self) -> Iterator[Problem]:
         heads, width = self.num_attention_heads, self.hidden_size
         if self.kv_channels is None and width % heads:
             rule = f"must divide hidden_size={width} where kv_channels is not given"
@@ -128,16 +125,16 @@ class ArchitectureConfig(Section):
 
 
 SHARED_GROUPS_SINCE = (0, 16)
-"""First release of megatron-core in which ranks can share a key-value group."""
+"""First megatron-core release with key-value groups shared between ranks."""
 
 
 def groups_per_rank(groups: int, tp: int) -> int:
-    """Return the number of key-value groups of a rank: 1 where several ranks share a group."""
+    """Return a rank's key-value groups: 1 if several ranks share a group."""
     return max(1, groups // tp)
 
 
 def qkv_rows(a: ArchitectureConfig) -> int:
-    """Return the number of rows of the query, key and value weights together, on all ranks."""
+    """Return the rows in query, key and value weights together, over all ranks."""
     return (a.num_attention_heads + 2 * a.kv_heads) * a.head_dim
 
 
@@ -147,7 +144,7 @@ def whole_groups(a: ArchitectureConfig, tp: int) -> bool:
 
 
 def possible_sizes(a: ArchitectureConfig) -> list[int]:
-    """List the tensor-parallel sizes that `find_uneven` allows for a model, ascending."""
+    """List a model's legal tensor-parallel sizes (`find_uneven`), ascending."""
     common = gcd(a.num_attention_heads, a.mlp_hidden_size)
     return [tp for tp in divisors(common) if whole_groups(a, tp) and qkv_rows(a) % tp == 0]
 
@@ -155,12 +152,14 @@ def possible_sizes(a: ArchitectureConfig) -> list[int]:
 def find_uneven(
     key: str, tp: int, a: ArchitectureConfig, model: str, section: str = ""
 ) -> Iterator[Problem]:
-    """Yield a problem for each rule that a tensor-parallel size breaks for a model.
+    """Yield a problem for each rule broken by a tensor-parallel size.
 
     Args:
-        key: configuration key that sets `tp`.
-        model: name of the architecture `a`.
-        section: prefix of the keys `architecture.*` in the problems, as "actor_rollout.".
+        key: Configuration key behind `tp`.
+        tp: Tensor-parallel size.
+        a: Architecture.
+        model: The architecture's name.
+        section: Prefix for `architecture.*` keys in problems, such as "actor_rollout.".
     """
     good = use(neighbours(tp, possible_sizes(a)))
     width = "moe_ffn_hidden_size" if a.num_experts and a.moe_ffn_hidden_size else "ffn_hidden_size"

@@ -1,7 +1,7 @@
 """Compose a config name and command-line overrides into one plain tree. Writes nothing to disk.
 
-Hydra composes; its `compose` API is used rather than `@hydra.main`, which makes folders and moves
-into them. A plain `key=value` also works for keys that the YAML does not mention.
+Uses Hydra's `compose` API, because `@hydra.main` makes folders and moves into them. A plain
+`key=value` also works for keys missing in the YAML.
 """
 
 import os
@@ -21,17 +21,18 @@ from mindspeed_rlxf.config.secrets import keep_interpolations
 
 
 def builtin_config_dir() -> Path:
-    """Return the folder `configs/rlxf` of a source checkout; if there is none, of the package."""
+    """Return the folder `configs/rlxf` in a source checkout, else in the package."""
     package = Path(__file__).resolve().parents[1]
     clone = package.parent / "configs" / "rlxf"
     return clone if clone.is_dir() else package / "configs" / "rlxf"
 
 
 def config_names(directories: Sequence[Path], group: str = "") -> list[str]:
-    """List the names of the config files in all directories, sorted, each once, without `.yaml`.
+    """List config files by name without `.yaml`, sorted, each once.
 
     Args:
-        group: subfolder to look in.
+        directories: Folders to search.
+        group: Subfolder to look in.
     """
     files = [path for directory in directories for path in (directory / group).glob("*.yaml")]
     return sorted({path.stem for path in files})
@@ -40,17 +41,19 @@ def config_names(directories: Sequence[Path], group: str = "") -> list[str]:
 def compose(
     config_name: str, overrides: Sequence[str] = (), config_dir: str | Path | None = None
 ) -> dict[str, Any]:
-    """Return the tree of `config_name` with `overrides` applied and interpolations resolved.
+    """Return the tree for `config_name` with `overrides` applied and interpolations resolved.
 
-    Secrets that came from interpolations are wrapped, see `keep_interpolations`.
+    Wraps secrets written as interpolations, see `keep_interpolations`.
 
     Args:
-        overrides: in Hydra's grammar; `key=value` may also add a key that the YAML lacks.
-        config_dir: searched before the built-in directory; must hide no file of a built-in config.
+        config_name: File name, with or without `.yaml`.
+        overrides: In Hydra's grammar; `key=value` may also add a key.
+        config_dir: Searched before the built-in directory; must hide no file behind a built-in
+            config.
 
     Raises:
-        ConfigError: unknown name or folder, bad YAML, or overrides or interpolations that cannot
-            be applied.
+        ConfigError: Unknown name or folder, bad YAML, or overrides or interpolations cannot be
+            applied.
     """
     folders = [builtin_config_dir()]
     if config_dir is not None:
@@ -86,7 +89,7 @@ def compose(
 
 
 def _explain(error: Exception, config_name: str, folders: Sequence[Path]) -> Problem:
-    """Return the problem that describes an error of hydra, omegaconf or the YAML parser."""
+    """Return the problem behind an error from hydra, omegaconf or the YAML parser."""
     name = f"config {config_name}"
     if isinstance(error, MissingConfigException):
         missing = str(error.missing_cfg_file or "")

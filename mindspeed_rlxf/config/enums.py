@@ -1,10 +1,10 @@
-"""Choices of the configuration; each value is the word in the YAML."""
+"""Configuration choices; each value is the word in the YAML."""
 
 from enum import Enum
 
 
 class Role(str, Enum):
-    """A model or function of the PPO loop that runs in worker processes."""
+    """A model or function in the PPO loop, running in worker processes."""
 
     ACTOR_ROLLOUT = "actor_rollout"  # the policy that learns
     ROLLOUT = "rollout"  # generates with the actor's weights, in the actor's pool
@@ -15,7 +15,7 @@ class Role(str, Enum):
 
 
 CONFIGURED = tuple(role for role in Role if role not in (Role.ROLLOUT, Role.SCORER))
-"""Roles that have a section and a placement in the configuration."""
+"""Roles with a section and a placement."""
 
 
 class Stage(str, Enum):
@@ -27,7 +27,7 @@ class Stage(str, Enum):
 
 
 class AdvEstimator(str, Enum):
-    """Advantage estimators of the package; `config.estimators` lists what each needs."""
+    """Built-in advantage estimators; `estimator_traits` lists what each needs."""
 
     GAE = "gae"  # needs a critic
     GRPO = "grpo"  # z-score within the group of a prompt
@@ -41,7 +41,7 @@ class AdvEstimator(str, Enum):
 
 
 class KlPenalty(str, Enum):
-    """Per-token estimate of the KL divergence; d = log_prob - ref_log_prob."""
+    """Per-token KL divergence estimate; d = log_prob - ref_log_prob."""
 
     KL = "kl"  # d
     ABS = "abs"  # |d|
@@ -51,7 +51,7 @@ class KlPenalty(str, Enum):
 
 
 class AdvantageWhiten(str, Enum):
-    """Set of tokens over which advantages are whitened."""
+    """Token set for whitening advantages."""
 
     BATCH = "batch"
     MINIBATCH = "minibatch"
@@ -59,7 +59,7 @@ class AdvantageWhiten(str, Enum):
 
 
 class LossNormalizer(str, Enum):
-    """Divisor of the token losses."""
+    """Divisor for token losses."""
 
     MINIBATCH_TOKENS = "minibatch_tokens"
     MICRO_BATCH_MEAN = "micro_batch_mean"
@@ -68,7 +68,7 @@ class LossNormalizer(str, Enum):
 
 
 class OldLogProbs(str, Enum):
-    """Source of the log-probs of the behaviour policy."""
+    """Source for the behaviour policy's log-probs."""
 
     AUTO = "auto"  # the update itself where it is one step and nothing else reads them
     RECOMPUTE = "recompute"  # a forward pass before the update
@@ -76,7 +76,7 @@ class OldLogProbs(str, Enum):
 
 
 class Recompute(str, Enum):
-    """Activations that the backward pass computes once more instead of keeping them."""
+    """Activations recomputed in the backward pass instead of kept."""
 
     NONE = "none"
     SELECTIVE = "selective"  # those of the MLP or of the experts
@@ -84,7 +84,7 @@ class Recompute(str, Enum):
 
 
 class RewardKind(str, Enum):
-    """Source of the score."""
+    """What scores responses."""
 
     RULE = "rule"
     MODEL = "model"  # a model of Megatron
@@ -92,7 +92,7 @@ class RewardKind(str, Enum):
 
 
 class Verifier(str, Enum):
-    """A rule of `algorithm.verifier_function`."""
+    """A rule in `algorithm.verifier_function`."""
 
     ACC = "acc"  # the boxed answer: 1 right, -0.5 wrong, -1 none
     BASE_ACC = "base_acc"  # the final answer, boxed or not: 1 right, 0 wrong
@@ -102,7 +102,7 @@ class Verifier(str, Enum):
 
 
 class OverlongPrompts(str, Enum):
-    """Treatment of a prompt longer than `max_prompt_length`."""
+    """Treatment for prompts longer than `max_prompt_length`."""
 
     ERROR = "error"
     DROP = "drop"
@@ -112,7 +112,7 @@ class OverlongPrompts(str, Enum):
 
 
 class DeviceKind(str, Enum):
-    """Kind of device that the workers compute on."""
+    """The workers' device kind."""
 
     AUTO = "auto"
     CPU = "cpu"
@@ -121,7 +121,7 @@ class DeviceKind(str, Enum):
 
 
 class HealthRule(str, Enum):
-    """Signs of a failing run that `reporting.health_rules` looks for."""
+    """Training problems detected by `reporting.health_rules`."""
 
     ENTROPY_COLLAPSE = "entropy_collapse"  # the policy has become certain of nearly every token
     KL_RUNAWAY = "kl_runaway"  # the policy has left the reference

@@ -1,4 +1,4 @@
-"""Traits of advantage estimators that rules of the configuration depend on, by name."""
+"""Advantage estimator traits behind configuration rules, by name."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,14 +8,15 @@ from mindspeed_rlxf.config.enums import AdvEstimator, LossNormalizer
 
 @dataclass(frozen=True)
 class EstimatorTraits:
-    """Needs of one advantage estimator.
+    """What one advantage estimator needs.
 
-    needs_critic:   reads a critic's values: True = for stage ray_ppo, False = for ray_grpo
-    compares_group: needs several responses to a prompt, which stay on one rank
-    reads_greedy:   needs the score of a greedy response to each prompt
-    discounts:      reads the reward of each token; False = the total score of a response
-    whitens:        advantages are whitened over the batch unless `advantage_whiten` is set
-    defaults:       other keys of `algorithm` -> their defaults for this estimator
+    Attributes:
+        needs_critic: Reads a critic's values: True = for stage ray_ppo, False = for ray_grpo.
+        compares_group: Needs several responses per prompt, kept on one rank.
+        reads_greedy: Needs each prompt's score for a greedy response.
+        discounts: Reads token rewards; False = a response's total score.
+        whitens: Whitens advantages over the batch unless `advantage_whiten` is set.
+        defaults: Other keys in `algorithm` -> their defaults for this estimator.
     """
 
     needs_critic: bool = False
@@ -27,12 +28,12 @@ class EstimatorTraits:
 
     @property
     def reads_token_rewards(self) -> bool:
-        """Whether rewards of tokens are discounted and may be whitened."""
+        """Whether token rewards are discounted and may be whitened."""
         return self.discounts and not self.reads_greedy
 
 
 KL_IN_LOSS = {"kl_in": "loss"}
-"""Default of estimators whose papers put the KL penalty in the loss."""
+"""Default for estimators whose papers put the KL penalty in the loss."""
 
 TRAITS: dict[str, EstimatorTraits] = {
     AdvEstimator.GAE.value: EstimatorTraits(needs_critic=True, discounts=True, whitens=True),

@@ -1,4 +1,4 @@
-"""Base of the sections of the schema: frozen, strict, with documented fields."""
+"""Base class for schema sections: frozen, strict, with documented fields."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Resume: TypeAlias = Literal["fixed", "reshard", "free"]
 """Whether a resumed run may change the key: never, with the layout, or freely."""
 
 DPO, NOT_DPO = "training.stage=ray_online_dpo", "training.stage!=ray_online_dpo"
-"""Conditions of keys that only one kind of stage reads, see `unused`."""
+"""Conditions for keys read in one kind of stage only, see `unused`."""
 
 # Strict mode refuses strings for enums and lists for tuples; these types accept them.
 Word = Strict(False)
@@ -32,12 +32,12 @@ FilePaths: TypeAlias = Annotated[tuple[FilePath, ...], Strict(False)]
 
 
 class Section(BaseModel):
-    """A section of the configuration: immutable, without unknown keys and silent conversion.
+    """An immutable configuration section without unknown keys or silent conversion.
 
-    Construction raises ValidationError for `broken_rules`.
+    Construction raises ValidationError for `_broken_rules`.
 
     Attributes:
-        section_used_if: condition without which no key of the section has an effect (`unused`).
+        section_used_if: Condition without which no key here has an effect (`unused`).
     """
 
     section_used_if: ClassVar[str] = ""
@@ -46,22 +46,19 @@ class Section(BaseModel):
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
     )
 
-    def broken_rules(self) -> Iterator[Problem]:
-        """Yield a problem for each broken rule between keys of this section; none here.
-
-        Keys in problems are names of fields.
-        """
+    def _broken_rules(self) -> Iterator[Problem]:
+        """Yield a problem for each broken rule within the section; its keys are field names."""
         yield from ()
 
     @model_validator(mode="after")
     def _keep_rules(self) -> Section:
-        if broken := list(self.broken_rules()):
+        if broken := list(self._broken_rules()):
             raise ConfigError(broken)
         return self
 
 
 def extra_of(field: FieldInfo | None) -> dict[str, Any]:
-    """Return the `resume`, `used_if` and `only_if` that `key` stored in a field; {} if none."""
+    """Return the `resume`, `used_if` and `only_if` stored in a field by `key`; {} if none."""
     extra = field.json_schema_extra if field is not None else None
     return dict(extra) if isinstance(extra, dict) else {}
 
@@ -74,12 +71,15 @@ def key(
     only_if: str = "",
     **limits: Any,
 ) -> Any:
-    """Return a pydantic Field: default (`...` = required), meaning for the docs, resume rule.
+    """Return a pydantic Field with a description and a resume rule.
 
     Args:
-        used_if: condition without which the key has no effect, which is noted (see `unused`).
-        only_if: the same, but a value other than the default is an error.
-        **limits: of the value, as `ge=1`.
+        default: The default; `...` = required.
+        description: The meaning, for docs and messages.
+        resume: Whether a resumed run may change the key.
+        used_if: Condition without which the key has no effect, which is noted (see `unused`).
+        only_if: The same, but a value other than the default is an error.
+        **limits: Limits such as `ge=1`.
     """
     extra: dict[str, Any] = {"resume": resume, "used_if": used_if, "only_if": only_if}
     return Field(default, description=description, json_schema_extra=extra, **limits)

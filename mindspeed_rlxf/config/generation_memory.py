@@ -1,4 +1,4 @@
-"""Size of the KV cache, and how many rows generate at once; for the plan and the rollout."""
+"""KV cache size, and how many rows generate at once; for the plan and the rollout."""
 
 from mindspeed_rlxf.config.architecture import ArchitectureConfig, groups_per_rank
 
@@ -10,24 +10,25 @@ GROWTH = 2 * PAGE  # tokens that a row has room for when it enters a cache of li
 
 
 def round_to_pages(length: int) -> int:
-    """Return a number of tokens rounded up to whole pages of the KV cache."""
+    """Round a token count up to whole KV cache pages."""
     return -(-length // PAGE) * PAGE
 
 
 def kv_cache_bytes(tokens: int, a: ArchitectureConfig, tp: int, itemsize: int) -> int:
-    """Return the bytes of the keys and values of `tokens` tokens on a rank, over all layers.
+    """Return a rank's bytes for the keys and values of `tokens` tokens, over all layers.
 
-    The groups are divided by `tp`; one that several ranks share counts in full on each.
+    `tp` divides the groups; a group shared by several ranks counts in full on each.
     """
     groups = groups_per_rank(a.kv_heads, tp)
     return 2 * tokens * a.num_layers * groups * a.head_dim * itemsize
 
 
 def kv_cache_tokens(token_bytes: int, memory: int | None) -> int | None:
-    """Return how many tokens the KV cache may hold without `num_samples_per_step`; None = no limit.
+    """Return the KV cache's capacity in tokens without `num_samples_per_step`; None = no limit.
 
-    token_bytes: of the keys and values of one token
-    memory:      bytes of a device, of which the cache may take CACHE_SHARE; None = not known
+    Args:
+        token_bytes: Keys and values per token.
+        memory: Device bytes, of which the cache may take CACHE_SHARE; None = not known.
     """
     return None if memory is None else int(CACHE_SHARE * memory) // token_bytes
 
@@ -37,12 +38,14 @@ def kv_cache_rows(
 ) -> int:
     """Return how many sequences a rank generates at the same time, at most `waiting`.
 
-    limit:   num_samples_per_step, not compared with the cache; None = as many as fit into `tokens`
-             with a prompt and half a response each, rounded up to pages, at least one. Rows begin
-             short; once the cache is full the shortest rows wait
-    waiting: sequences to generate
-    prompt, response: longest of each, in tokens
-    tokens:  size of the cache in tokens; None = no limit
+    Args:
+        limit: `num_samples_per_step`, not compared with the cache. None = as many as fit into
+            `tokens` with a prompt and half a response each, rounded up to pages, at least one: rows
+            begin short, and in a full cache the shortest rows wait.
+        waiting: Sequences to generate.
+        prompt: Longest prompt in tokens.
+        response: Longest response in tokens.
+        tokens: Cache size in tokens; None = no limit.
     """
     if limit is None:
         row = min(round_to_pages(prompt + response // 2), prompt + response)

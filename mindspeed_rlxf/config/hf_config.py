@@ -1,4 +1,4 @@
-"""Read the architecture of a Hugging Face config.json, in Megatron's names."""
+"""Read the architecture in a Hugging Face config.json, in Megatron's names."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ FAMILIES = {
     "qwen3_moe": {"add_qkv_bias": False, "qk_layernorm": True},
     "mixtral": {"add_qkv_bias": False, "qk_layernorm": False},
 }
-"""Supported model_type -> fields of ArchitectureConfig that its config.json does not have."""
+"""Supported model_type -> ArchitectureConfig fields missing in its config.json."""
 
 SUPPORTED: dict[str, Any] = {
     "attention_bias": False,
@@ -26,7 +26,7 @@ SUPPORTED: dict[str, Any] = {
     "shared_expert_intermediate_size": 0,
     "n_shared_experts": 0,
 }
-"""Fields of config.json with a single supported value, which is also that of absent ones."""
+"""Fields with a single supported value, also the default if absent."""
 
 
 RESOLVED = {
@@ -34,20 +34,21 @@ RESOLVED = {
     "kv_channels": "head_dim",
     "moe_ffn_hidden_size": "mlp_hidden_size",
 }
-"""Fields that may be null -> the property with the number that null stands for."""
+"""Nullable fields -> the property with the number behind null."""
 
 OF_MODEL = "the folder of a Hugging Face model"
 OF_WEIGHTS = f"{OF_MODEL}, or of Megatron's weights and a config.json"
 
 
 def read_hf_config(folder: Path, wanted: str = OF_MODEL) -> dict[str, Any]:
-    """Return the content of config.json of a Hugging Face folder.
+    """Return the content of config.json in a Hugging Face folder.
 
     Args:
-        wanted: the kind of folder that the user should give, for messages.
+        folder: Folder to read.
+        wanted: Folder kind to ask the user for, in messages.
 
     Raises:
-        ValueError: folder or file are missing, or it is no JSON object.
+        ValueError: The file is missing or is no JSON object.
     """
     path = folder / "config.json"
     try:
@@ -62,15 +63,15 @@ def read_hf_config(folder: Path, wanted: str = OF_MODEL) -> dict[str, Any]:
 
 
 def parse_architecture(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a config.json by their names in ArchitectureConfig.
+    """Return a config.json's fields by their names in ArchitectureConfig.
 
-    None = config.json has no value, and there is no default. Keys of scaling are absent without
-    scaling, and those of experts but `num_experts` in a dense model. The model type is not checked;
-    any but qwen3_moe and mixtral counts as dense.
+    None = config.json has no value, and there is no default. Scaling keys are absent without
+    scaling, expert keys but `num_experts` in a dense model. The model type is not checked; any but
+    qwen3_moe and mixtral counts as dense.
 
     Raises:
-        ValueError: a field has a type that it cannot be computed from; a field that is only renamed
-            is returned with any type.
+        ValueError: A field has the wrong type for a computation. Renamed fields are returned with
+            any type.
     """
     try:
         return _parse_fields(config)
@@ -121,10 +122,7 @@ def _parse_fields(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_unsupported(config: dict[str, Any]) -> list[str]:
-    """List settings of a config.json that this package does not support; [] = all supported.
-
-    Each as `name: supported value, value in config.json`.
-    """
+    """List unsupported settings in a config.json, as `name: supported value, found value`."""
     if str(config.get("model_type")) not in FAMILIES:
         return [f"model_type: one of {', '.join(FAMILIES)}, {config.get('model_type')}"]
     found = [
@@ -142,14 +140,16 @@ def find_unsupported(config: dict[str, Any]) -> list[str]:
 def find_disagreements(
     architecture: ArchitectureConfig, config: dict[str, Any], scored: bool
 ) -> list[str]:
-    """List fields in which the model YAML and config.json differ, as `name: yaml, config.json`.
+    """List fields with different values in model YAML and config.json, as `name: ours, theirs`.
 
-    If config.json has settings that `find_unsupported` lists, return those alone.
-    A field for which `parse_architecture` has None differs from every value but null.
-    `max_position_embeddings` may be smaller in the YAML, which changes no result.
+    Unsupported settings (`find_unsupported`) are returned alone. A field parsed as None differs
+    from every value but null. `max_position_embeddings` may be smaller in the YAML: results stay
+    the same.
 
     Args:
-        scored: the role has a score head in place of the output layer, so tying does not matter.
+        architecture: From the model YAML.
+        config: Content of config.json.
+        scored: Whether a score head replaces the output layer, so tying does not matter.
     """
     if found := find_unsupported(config):
         return found

@@ -1,4 +1,4 @@
-"""Make `docs/configuration.md` from the schema, and the tables of `docs/migrating.md`.
+"""Make `docs/configuration.md` from the schema, and the tables in `docs/migrating.md`.
 
 `python -m mindspeed_rlxf.config.key_reference docs/configuration.md docs/migrating.md` writes them,
 as `make docs` does. `docs/migrating.md` keeps its text above MARK.
@@ -80,9 +80,9 @@ def document() -> str:
 
 
 def sections() -> dict[str, dict[str, FieldInfo]]:
-    """Map the title of each table to its fields, in the order of the page.
+    """Map each table's title to its fields, in page order.
 
-    Keys that several roles share have a table of their own; a role without own keys has none.
+    Keys shared by several roles have their own table; a role without other keys has none.
     """
     elsewhere = {*OptimizerConfig.model_fields, "architecture", "offload", "sandbox"}
     shared = {name: (f.description, _resume(f)) for name, f in RoleConfig.model_fields.items()}
@@ -131,7 +131,7 @@ def quote_values(values: Iterable[Any]) -> str:
 
 
 def _row(name: str, field: FieldInfo) -> list[str]:
-    """Return a key's row: the first of several types has the limits, as `integer >= 1 or A`."""
+    """Return a key's row; with several types the first has the limits, as `integer >= 1 or A`."""
     first, *others = dict.fromkeys(_kinds(field.annotation))
     bounds = [
         f"{sign} {value}"
@@ -150,7 +150,7 @@ def _row(name: str, field: FieldInfo) -> list[str]:
 
 
 def _kinds(annotation: Any) -> Iterator[str]:
-    """Yield the words for a type annotation: one, or one for each member of a union, null last."""
+    """Yield the words for a type annotation: one, or one per union member, null last."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         yield from _kinds(inner[0])
@@ -174,7 +174,7 @@ def _resume(field: FieldInfo) -> str:
 
 
 def tables() -> str:
-    """Return Markdown tables of keys that are moved, have no effect, or are refused."""
+    """Return Markdown tables for moved keys, keys without effect and refused keys."""
     moved = ([f"`{key}`", f"`{home}`"] for key, home in sorted(MOVED.items()))
     no_ops = (
         [
@@ -202,7 +202,7 @@ def tables() -> str:
 
 
 def put_into(text: str) -> str:
-    """Return a document that has MARK with all text after it replaced by the tables."""
+    """Return a document with the tables in place of all text after MARK."""
     return f"{text.partition(MARK)[0]}{MARK}\n\n{tables()}"
 
 

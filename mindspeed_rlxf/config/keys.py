@@ -1,7 +1,7 @@
-"""The keys of each section of the YAML, taken from the schema, and a configuration in these keys.
+"""The YAML's keys: what the schema allows, what the user wrote, and a configuration in these keys.
 
-Loading the YAML of `to_yaml` gives the same configuration, so the file in a run directory starts
-the same run.
+Loading `to_yaml`'s output gives the same configuration, so a run directory's config.yaml starts the
+same run.
 """
 
 import functools
@@ -38,7 +38,7 @@ REMOVED: dict[str, str] = {
     "training.file_mode": "remove it: files have the modes that the umask gives them",
     "training.no_shared_storage": "remove it: all nodes must share training.output_dir",
 }
-"""Keys that earlier versions had -> what to do now, a clause."""
+"""Keys in earlier versions -> what to do now, as a clause."""
 
 Fields: TypeAlias = dict[str, FieldInfo]
 Tree: TypeAlias = dict[str, Any]
@@ -54,9 +54,9 @@ NESTED_ROLES = "actor_rollout_ref"
 
 
 def fields_of(section: Any) -> Fields:
-    """Return the keys of a section as the YAML has them; {} for what is no section.
+    """Return a section's YAML keys, {} if it is no section.
 
-    A role may have keys of its model's architecture, which are laid over the model's.
+    A role may override architecture keys from its model.
     """
     found: Fields = {}
     for name, field in getattr(section, "model_fields", {}).items():
@@ -80,12 +80,12 @@ RULE_KEYS = (
     "kind", "rules", "verifier", "sandbox", "function", "functions", "allow_changed_function",
     "processes", "timeout_s", "worker_memory_gib", "failed_score", "max_failed",
 )  # fmt: skip
-"""Keys of the section reward that are read with `kind: rule`."""
+"""Keys in the section `reward` read with `kind: rule`."""
 WITHOUT_MODEL = {
     RewardKind.RULE.value: RULE_KEYS,
     RewardKind.HUGGING_FACE.value: (*RULE_KEYS, "load", "model_weight", "micro_batch_size", "bf16"),
 }
-"""Kind of reward without a Megatron model -> keys of the section reward that it reads."""
+"""Reward kind without a Megatron model -> the keys it reads in the section `reward`."""
 
 SHARED: Fields = {
     name: field
@@ -98,9 +98,10 @@ SHARED: Fields = {
 
 @functools.cache
 def keys_of(section: str) -> Fields:
-    """Return the keys that a section of the YAML may have; {} where users choose the names.
+    """Return the keys allowed in a YAML section; {} if users choose the names.
 
-    section: path, as `training`, `model.NAME` or `algorithm.kl_ctrl`
+    Args:
+        section: Dotted path: `training`, `model.NAME` or `algorithm.kl_ctrl`.
     """
     first, *rest = section.split(".")
     if first == "model":
@@ -117,9 +118,9 @@ def keys_of(section: str) -> Fields:
 
 
 def known_keys() -> dict[str, set[str]]:
-    """Map each section of the YAML to the keys it may have; sections within others are dotted.
+    """Map each YAML section, with a dotted name if nested, to its allowed keys.
 
-    Without `model` and `resource_pool`, whose keys are names of the user's choice, and `offload`.
+    Leaves out `offload`, and `model` and `resource_pool`, whose keys are user-chosen names.
     """
     names = (*PLAIN_SECTIONS, "algorithm.kl_ctrl", "reward.sandbox", *ROLES, "training")
     known = {name: {*keys_of(name)} for name in names}
@@ -127,12 +128,16 @@ def known_keys() -> dict[str, set[str]]:
 
 
 def unknown_key(section: str, name: str, known: Collection[str], path: str = "") -> Problem:
-    """Return the problem of a key `name` that `section` (`""` = top level) does not have.
+    """Return the problem for an unknown key `name` in `section`.
 
-    The remedy is that of REMOVED; else it names the most similar key of the section, else the
-    first section of `known_keys` with a key `name`, else `remove it`.
-    known: keys of the section
-    path:  how the YAML spells the key where that differs from `section.name`
+    The hint comes from REMOVED; else it names the section's most similar key, else another section
+    with this key.
+
+    Args:
+        section: Dotted path; "" is the top level.
+        name: The unknown key.
+        known: The section's keys.
+        path: The key as the YAML spells it, if not `section.name`.
     """
     full = f"{section}.{name}".removeprefix(".")
     path = path or full
@@ -146,9 +151,9 @@ def unknown_key(section: str, name: str, known: Collection[str], path: str = "")
 
 
 def find_field(path: Sequence[str]) -> FieldInfo | None:
-    """Return the schema's field for a key of the YAML; None for an unknown key.
+    """Return the schema's field for a dotted YAML key, None if unknown.
 
-    An entry of a table, as `reward.rules.SOURCE` or a pool, has the field of the table.
+    A table entry, such as `reward.rules.SOURCE` or a pool, has the table's field.
     """
     field, place = RunConfig.model_fields.get(path[0]), path[0]
     for name in path[1:]:
@@ -160,11 +165,10 @@ def find_field(path: Sequence[str]) -> FieldInfo | None:
 
 
 def to_tree(config: RunConfig) -> dict[str, Any]:
-    """Return the complete configuration, defaults included, as plain values under the YAML's keys.
+    """Return the complete configuration, defaults included, as plain values under YAML keys.
 
-    Architectures are under `model.<name>`, optimizer keys directly in their role's section. The
-    name of the config is left out, and `critic` where there is none. Secrets are shown
-    by their placeholders.
+    Architectures are under `model.<name>`, optimizer keys directly in their role's section. Leaves
+    out the config name and an absent `critic`, and shows placeholders for secrets.
     """
     values = config.model_dump(mode="json", exclude={"name"})
     models: dict[str, dict[str, Any]] = {}
@@ -185,24 +189,23 @@ def to_tree(config: RunConfig) -> dict[str, Any]:
 
 
 def to_yaml(config: RunConfig) -> str:
-    """Return the dict of `to_tree` as YAML text, in its order of keys."""
+    """Return `to_tree`'s dict as YAML text, keeping its key order."""
     return str(yaml.safe_dump(to_tree(config), sort_keys=False, allow_unicode=True, width=100))
 
 
 VERBATIM = ("model", "resource_pool", "rules", "arguments", "chat_template_kwargs")
-"""Sections whose keys are names that the user chose."""
+"""Sections with user-chosen names as keys."""
 OLDER_ACTOR = "actor"
 NESTED = {"actor_rollout": "actor_rollout", OLDER_ACTOR: "actor_rollout", "ref": "ref"}
 """Section below `actor_rollout_ref` -> role."""
 
 
 def set_default(section: Tree, **defaults: Any) -> None:
-    """Set those keys of `section` in place that are absent or None."""
+    """Set those keys in `section` in place, if absent or None."""
     section |= {key: value for key, value in defaults.items() if section.get(key) is None}
 
 
 def _underscore(tree: Mapping[Any, Any]) -> Tree:
-    """Return the tree with "_" for "-" in keys, at every depth but below VERBATIM names."""
     result: Tree = {}
     for spelled, value in tree.items():
         name = str(spelled).replace("-", "_")
@@ -212,14 +215,14 @@ def _underscore(tree: Mapping[Any, Any]) -> Tree:
 
 
 class Given:
-    """The YAML's sections, each a dict with underscores in its keys.
+    """The YAML as the user wrote it, with underscores in keys, and what was found on the way.
 
     Attributes:
-        sections: section -> its keys; `dry_run` -> its value.
-        renamed: `section.key` -> the key in the file, for keys written elsewhere or otherwise.
-        problems: mistakes found.
-        notes: text -> `key=value` of the keys it is about; one line each.
-        nested: whether the YAML has the older nesting `actor_rollout_ref`.
+        sections: Section -> its keys; `dry_run` -> its value.
+        renamed: `section.key` -> the key in the file, if spelled or placed differently there.
+        problems: Mistakes found.
+        notes: Text -> the `key=value` items it is about; one line each.
+        nested: Whether the YAML has the older nesting `actor_rollout_ref`.
     """
 
     def __init__(self, tree: Mapping[str, Any]) -> None:
@@ -252,18 +255,18 @@ class Given:
         self.notes.setdefault(meaning, {})[key] = None
 
     def as_section(self, path: str, value: Any) -> Tree:
-        """Return a copy of a dict; for None, or other values, which are reported, an empty one."""
+        """Return a dict's copy, or {} for None and, with a problem, for other values."""
         if value is None or isinstance(value, dict):
             return {**(value or {})}
         self.refuse(path, "must be a section of keys", value, "write `key: value` lines under it")
         return {}
 
     def refuse(self, path: str, rule: str, value: Any, remedy: str) -> None:
-        """Add the problem of a key with a wrong value."""
+        """Report a wrong value."""
         self.problems.append(Problem(path, rule, format_value(value), remedy))
 
     def model_of(self, role: str) -> Any:
-        """Return the `model` of a role, its own or that of `training`.
+        """Return a role's `model`, its own or `training`'s.
 
         `auto` if neither names one and the YAML has no section `model`.
         """
@@ -272,11 +275,11 @@ class Given:
         return own.get("model", training.get("model", default))
 
     def value(self, role: str, key: str) -> Any:
-        """Return a role's value: its own, else that of `training`, else of its model, else None."""
+        """Return a role's value: its own, else `training`'s, else its model's, else None."""
         return next((home[key] for home in self.homes(role).values() if key in home), None)
 
     def written(self, path: str) -> str:
-        """Return the key in the user's file that sets `section.key`, for messages.
+        """Return the user's key behind `section.key`, for messages.
 
         The role's own key if the file has it, else `training.KEY` or `model.NAME.KEY`.
         """
@@ -301,14 +304,14 @@ class Given:
         return ".".join(parts)
 
     def homes(self, role: str) -> dict[str, Tree]:
-        """Return the sections that set a role's keys by name; the first has precedence."""
+        """Return the sections behind a role's keys, by name, in order of precedence."""
         model = str(self.model_of(role))
         own, training = self.sections[role], self.sections["training"]
         shared = self.sections["model"].get(model, {})
         return {role: own, "training": training, f"model.{model}": shared}
 
     def move(self, path: str, value: Any, target: str) -> None:
-        """Set the key `target` to the value written at `path`; another value there is a problem."""
+        """Move a value from `path` to the key `target`; another value there is a problem."""
         home, _, key = target.rpartition(".")
         kind, _, model = home.partition(".")
         section = self.sections[kind][model] if model else self.sections[kind]

@@ -1,8 +1,7 @@
 """Turn the composed YAML tree into the typed, checked configuration, or report every problem.
 
-Hydra has composed the tree. Here each role's keys are merged (`model.<name>` < `training` < role),
-values that follow from other keys are filled in, and pydantic validates everything at once. Rules
-between sections are checked once every section is valid.
+Each role's keys are merged (`model.<name>` < `training` < role) and derived defaults filled in;
+then pydantic validates everything at once. Rules between sections run once every section is valid.
 """
 
 import os
@@ -68,30 +67,30 @@ from mindspeed_rlxf.config.section_rules import check_host, check_sections
 from mindspeed_rlxf.config.unused import note_unused
 
 AUTO = "auto"
-"""Value of a role's `model` that takes the architecture from config.json of its `load` folder."""
+"""A role's `model` that takes the architecture from config.json in its `load` folder."""
 
 WITHOUT_CRITIC = (Stage.RAY_GRPO.value, Stage.RAY_ONLINE_DPO.value)
 MAX_DEVICES = 100_000
 
 
 def resolve(tree: Mapping[str, Any], name: str) -> RunConfig:
-    """Return the typed, checked configuration of a composed tree (see `compose`).
+    """Return the typed, checked configuration for a composed tree (see `compose`).
 
-    Runs the Python files of plugins and reward functions.
+    Runs the user's plugins and reward functions.
 
     Args:
-        tree: composed YAML, in our keys or those of MindSpeed-LLM.
-        name: config name, the default of `training.run_name`.
+        tree: Composed YAML with our keys or MindSpeed-LLM's.
+        name: Config name, the default for `training.run_name`.
 
     Raises:
-        ConfigError: with all problems found. Rules between sections are checked once every section
-            is valid; devices and memory of this host are not checked for a dry run.
+        ConfigError: All problems found. Rules between sections need valid sections; a dry run skips
+            this host's devices and memory.
     """
     return resolve_with_notes(tree, name)[0]
 
 
 def resolve_with_notes(tree: Mapping[str, Any], name: str) -> tuple[RunConfig, list[str]]:
-    """Return what `resolve` returns, and lines about legal keys that may surprise."""
+    """Return the configuration, and lines about legal but surprising keys; see `resolve`."""
     given = Given(tree)
     translate(given)
     payload = _build(given, name)
@@ -108,7 +107,7 @@ def resolve_with_notes(tree: Mapping[str, Any], name: str) -> tuple[RunConfig, l
 
 
 def _check(config: RunConfig, given: Given) -> None:
-    """Add problems between sections, of the host and of unused keys, and notes, to `given`."""
+    """Add problems between sections, host problems, unused keys and notes to `given`."""
     # A dry run checks the host after it has printed its plan: see `cli.train`.
     between = [*check_sections(config), *([] if config.dry_run else check_host(config))]
     given.problems += [problem.rename_keys(given.written) for problem in between]
@@ -127,7 +126,7 @@ def _check(config: RunConfig, given: Given) -> None:
 
 
 def _build(given: Given, name: str) -> Tree:
-    """Return plain values in the shape of RunConfig, with defaults that follow from other keys."""
+    """Return plain values in RunConfig's shape, with derived defaults filled in."""
     sections = given.sections
     payload: Tree = {"name": name, "dry_run": sections["dry_run"]}
     payload |= {section: sections[section] for section in PLAIN_SECTIONS}
@@ -153,7 +152,7 @@ def _build(given: Given, name: str) -> Tree:
 
 
 def _build_role(given: Given, role: Role) -> Tree:
-    """Return a role's values: model < training < own, architecture and optimizer nested."""
+    """Return a role's values: model < training < own, with the architecture nested."""
     own, training = given.sections[role.value], given.sections["training"]
     if role is Role.REWARD:
         read_entries(given.problems, "reward.function", own, complete_function)
@@ -182,7 +181,7 @@ def _build_role(given: Given, role: Role) -> Tree:
 
 
 def _merge_offload(role: Role, shared: Iterable[Tree], own: Tree) -> Any:
-    """Return `offload`, merged key by key; a shared `optimizer` is for trained roles only."""
+    """Return `offload`, merged key by key; a shared `optimizer` applies to trained roles only."""
     trained = issubclass(ROLE_SECTIONS[role], LearningConfig)
     merged: Tree = {}
     for layer in (*shared, own):
@@ -194,9 +193,9 @@ def _merge_offload(role: Role, shared: Iterable[Tree], own: Tree) -> Any:
 
 
 def _read_architecture(given: Given, role: Role, chosen: Any) -> Tree | None:
-    """Return the keys of the role's model, or the architecture in config.json of its `load`.
+    """Return the keys from the role's model, or the architecture in config.json under its `load`.
 
-    None, and a problem, without either.
+    Without either, reports a problem and returns None.
     """
     models, load = given.sections["model"], given.value(role.value, "load")
     if chosen != AUTO and str(chosen) in models:
@@ -223,10 +222,10 @@ def _read_architecture(given: Given, role: Role, chosen: Any) -> Tree | None:
 
 
 def _place_roles(given: Given, payload: Tree) -> None:
-    """Set `resource_pool`, `placement` and `pool_settings` of the payload.
+    """Set `resource_pool`, `placement` and `pool_settings` in the payload.
 
-    A role without a placement gets the pool of its name, else the only pool. A rule needs no
-    devices and shares a pool. A reference whose log-probs nothing reads is not placed.
+    A role without a placement gets the pool with its name, else the only pool. A rule needs no
+    devices and shares a pool. A reference is placed only if something reads its log-probs.
     """
     pools = _read_pools(given, payload)
     roles = [role.value for role in CONFIGURED if payload[role.value] is not None]
@@ -259,9 +258,10 @@ def _place_roles(given: Given, payload: Tree) -> None:
 
 
 def _place_rule(given: Given, payload: Tree, is_placed: bool) -> None:
-    """Place a rule on the actor's pool, or on another if that is disaggregated.
+    """Place a rule on the actor's pool, or on another pool if placement is disaggregated.
 
-    Not if the YAML places it or has a pool `reward`. Notes a pool that only the rule would use.
+    A placement in the YAML or a pool named `reward` has precedence. Notes a pool used by the rule
+    only.
     """
     pools, placement = payload["resource_pool"], payload["placement"]
     own = placement.pop("reward")
@@ -276,7 +276,7 @@ def _place_rule(given: Given, payload: Tree, is_placed: bool) -> None:
 
 
 def _read_pools(given: Given, payload: Tree) -> dict[str, list[int]]:
-    """Return the processes per node of each pool; pools of size [] are left out.
+    """Return each pool's processes per node, without empty pools.
 
     On a joined cluster a count above `device.devices_per_node` fills whole hosts.
     """
@@ -311,7 +311,7 @@ def _read_pools(given: Given, payload: Tree) -> dict[str, list[int]]:
 
 
 def _note_unread(given: Given, payload: Tree) -> None:
-    """Report unknown keys of models; note shared keys that no role of the run reads."""
+    """Report unknown model keys, and note shared keys without a reader in this run."""
     roles = [role.value for role in CONFIGURED if "model" in (payload[role.value] or {})]
     used = {f"model.{payload[role]['model']}" for role in roles}
     read = {*TrainingConfig.model_fields}.union(*map(keys_of, roles))
@@ -330,7 +330,7 @@ def _note_unread(given: Given, payload: Tree) -> None:
 
 
 def _set_stage_defaults(training: Tree, algorithm: Tree, actor: Tree) -> None:
-    """Set absent keys to the defaults of the stage, of the estimator and of the policy loss."""
+    """Set absent keys to the defaults for the stage, the estimator and the policy loss."""
     total, prompt = training.get("seq_length"), actor.get("max_prompt_length", 512)
     # Where a length is no integer, which pydantic reports, 1 stands in.
     room = total - prompt if type(total) is type(prompt) is int else 1
@@ -356,7 +356,7 @@ def _set_stage_defaults(training: Tree, algorithm: Tree, actor: Tree) -> None:
 
 
 def _problems_of(errors: list[ErrorDetails], payload: Tree, given: Given) -> Iterator[Problem]:
-    """Yield one problem for each wrong key of pydantic's errors, named as the user wrote it."""
+    """Yield one problem for each wrong key in pydantic's errors, named as the user wrote it."""
     wrong: dict[str, list[ErrorDetails]] = {}
     for error in errors:
         place = _place(payload, error)
@@ -376,7 +376,7 @@ def _problems_of(errors: list[ErrorDetails], payload: Tree, given: Given) -> Ite
 
 
 def _place(payload: Any, error: ErrorDetails) -> list[str]:
-    """Return the keys in the payload at which an error lies, without pydantic's tags of unions."""
+    """Return the path to an error in the payload, without pydantic's union tags."""
     node, place = payload, []
     for part in error["loc"]:
         if isinstance(node, dict) and (part in node or error["type"] == "missing"):

@@ -1,6 +1,6 @@
-"""Translate the YAML of MindSpeed-LLM's Ray PPO to our keys, before anything is validated.
+"""Translate MindSpeed-LLM's Ray PPO YAML to our keys, before anything is validated.
 
-`mindspeed_llm_keys` has the table of keys without effect and of refused keys.
+`mindspeed_llm_keys` lists keys without effect and refused keys.
 """
 
 import os
@@ -22,7 +22,7 @@ from mindspeed_rlxf.config.problems import Problem, format_value, ref
 
 ACTOR = "actor_rollout"
 OLD_ENTROPY_COEFF = 0.001
-"""Default of the older toolkit, which never reads the key."""
+"""The older toolkit's default; it never reads the key."""
 MOVED = {
     "data_path": "data.data_path",
     "no_shuffle": "data.shuffle",
@@ -38,19 +38,19 @@ MOVED = {
     "use_deter_comp": "training.deterministic",
     "recompute_granularity": "training.recompute",
 }
-"""Key of `model.<name>`, `training` or the actor -> the key here that replaces or must match it."""
+"""Key in `model.<name>`, `training` or the actor -> the key here replacing or matching it."""
 TAKEN = (
     "seed", "missing_eos_penalty", "inference_tensor_model_parallel_size", "use_deter_comp",
     "no_shuffle",
 )  # fmt: skip
-"""Keys of MOVED whose value is only moved, from where `_take` finds it."""
+"""Keys in MOVED whose value is only moved, from where `_take` finds it."""
 
 
 def translate(given: Given) -> None:
-    """Replace the older toolkit's keys in place; keys without effect are noted, others refused.
+    """Replace the older toolkit's keys in place; note keys without effect, refuse others.
 
-    In a YAML of that toolkit (it nests roles, or some key of it was found) also note the keys that
-    mean something else here.
+    For a YAML from that toolkit (it nests roles, or has its keys) also note keys with another
+    meaning here.
     """
     training = given.sections["training"]
     for name, values in given.sections["model"].items():
@@ -99,10 +99,7 @@ def translate(given: Given) -> None:
 
 
 def _take(given: Given, key: str) -> tuple[str, Any]:
-    """Remove a key from the actor's section, training and the actor's model.
-
-    Returns the path and value of the one that counts, in that order; the path "" without any.
-    """
+    # Removes the key everywhere; the actor's own has precedence. Path "" if there is none.
     found: tuple[str, Any] = "", None
     for name, values in reversed(given.homes(ACTOR).items()):
         if key in values:
@@ -112,7 +109,7 @@ def _take(given: Given, key: str) -> tuple[str, Any]:
 
 
 def _translate_query_groups(given: Given, path: str, values: Tree) -> None:
-    """Read Megatron's flag: true without a number means one group, false one group per head."""
+    # Megatron's flag: true without a number means one group, false one group per head.
     flag, groups = values.pop("group_query_attention", None), values.get("num_query_groups")
     if flag is True:
         set_default(values, num_query_groups=1)
@@ -198,11 +195,8 @@ def _translate_algorithm(given: Given) -> None:
 
 
 def _translate_group_norm(given: Given, algorithm: Tree) -> None:
-    """Read the older toolkit's word for the advantages of GRPO.
-
-    It puts the z-score of a group at the last token and sums from there, which with gamma 1 is the
-    z-score on every token. It whitens them, and computes low_var_kl in the loss.
-    """
+    # MindSpeed-LLM puts a group's z-score at the last token and sums from there, which with gamma 1
+    # is the z-score on every token. It whitens them, and computes low_var_kl in the loss.
     algorithm["adv_estimator"] = AdvEstimator.GRPO.value
     set_default(algorithm, advantage_whiten=AdvantageWhiten.BATCH.value)
     penalty = algorithm.get("kl_penalty")
@@ -225,7 +219,7 @@ def _note_or_refuse(given: Given, path: str, key: str, value: Any) -> None:
 
 
 def _add_vocab_sizes(given: Given) -> None:
-    """Take a missing `vocab_size` of a used model from config.json in the tokenizer's folder."""
+    """Take a used model's missing `vocab_size` from config.json in the tokenizer folder."""
     folder = given.sections["training"].get("tokenizer_name_or_path")
     used = {
         str(given.model_of(role))

@@ -1,7 +1,7 @@
-"""Keys of MindSpeed-LLM that do not exist here, with the treatment of each.
+"""MindSpeed-LLM's keys without a counterpart here, and how each is treated.
 
-A key of that toolkit is in exactly one of: the schema, `mindspeed_llm.MOVED`, NO_OPS, REFUSED. All
-other keys are unknown.
+Each key is in exactly one place: the schema, `mindspeed_llm.MOVED`, NO_OPS or REFUSED. All other
+keys are unknown.
 """
 
 from dataclasses import dataclass
@@ -12,12 +12,13 @@ ANY = "any value"
 
 @dataclass(frozen=True)
 class NoOp:
-    """Keys that are accepted without effect, for the values that agree with what is done here.
+    """Keys accepted without effect, for values matching the behaviour here.
 
     Attributes:
-        allowed: values that are accepted; ANY = every number, text, true, false and null.
-        meaning: what is done here, printed as a note with `key=value`.
-        remedy: what to use in place of other values; None = the first two of `allowed`.
+        keys: Their names.
+        allowed: Accepted values; ANY = every number, text, true, false and null.
+        meaning: Behaviour here, printed as a note with `key=value`.
+        remedy: What to use for other values; None = the first two in `allowed`.
     """
 
     keys: tuple[str, ...]
@@ -28,10 +29,13 @@ class NoOp:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Keys that ask for features that do not exist here.
+    """Keys asking for missing features.
 
     Attributes:
-        neutral: values, besides false and null, that do not ask for the feature and are ignored.
+        keys: Their names.
+        why: The rule, printed as an error.
+        remedy: Hint for a fix.
+        neutral: Values besides false and null which do not ask for the feature and are ignored.
     """
 
     keys: tuple[str, ...]
@@ -41,7 +45,7 @@ class Refusal:
 
 
 def allows(allowed: tuple[Any, ...] | str, value: Any) -> bool:
-    """Return whether a value equals one of `allowed`; true is not 1, but 0 is 0.0.
+    """Return whether a value is in `allowed`; true is not 1, but 0 is 0.0.
 
     ANY allows scalars and null, but no lists and dicts.
     """
@@ -107,7 +111,7 @@ NO_OP_LIST = (
         "runtime.timeout_s is the longest wait for one call"),
     NoOp(("num_workers",), ANY, "prompts are held in memory, no process loads them"),
 )  # fmt: skip
-"""Keys of `model.<name>`, `training` and the roles' sections."""
+"""Keys in `model.<name>`, `training` and role sections."""
 
 NO_OPS: dict[str, NoOp] = {key: entry for entry in NO_OP_LIST for key in entry.keys}
 
@@ -181,6 +185,6 @@ REFUSED_LIST = (
         "trackers have keys of their own",
         "set logging.trackers, as [tensorboard] or [wandb], and logging.tracker_project"),
 )  # fmt: skip
-"""Keys of `model.<name>`, `training` and the roles' sections."""
+"""Keys in `model.<name>`, `training` and role sections."""
 
 REFUSED: dict[str, Refusal] = {key: entry for entry in REFUSED_LIST for key in entry.keys}

@@ -1,8 +1,8 @@
-"""Find the packages that this process would import, and their versions, without importing them.
+"""Find importable packages and their versions without importing them.
 
-A checkout on the path hides a wheel, and its version is in no metadata. The order in which Megatron
-and a device's libraries are imported matters, so only their files are read here. This module is
-light: every node of a cluster uses it before it imports torch.
+A checkout on the path hides a wheel, and no metadata has its version. Import order matters for
+Megatron and device libraries, so this module only reads their files. It is light: every node in a
+cluster uses it before importing torch.
 """
 
 import importlib.util
@@ -15,10 +15,10 @@ NUMBERS = ("MAJOR", "MINOR", "PATCH")
 
 
 def version(distribution: str) -> str | None:
-    """Return the version that an import would find; None without the package or its version.
+    """Return the version behind an import; None without the package or its version.
 
-    distribution: as pip names it. Sources on the path come before an installed megatron-core or
-    mindspeed, because they hide it.
+    Args:
+        distribution: pip's name. Sources on the path hide an installed megatron-core or mindspeed.
     """
     return SOURCES.get(distribution, lambda: None)() or _installed(distribution)
 
@@ -31,7 +31,7 @@ def _installed(distribution: str) -> str | None:
 
 
 def folder_of(module: str) -> Path | None:
-    """Return the folder that a package would be imported from; None if there is none.
+    """Return a package's import folder, None if there is none.
 
     Imports its parent packages, not the package.
     """
@@ -44,7 +44,7 @@ def folder_of(module: str) -> Path | None:
 
 
 def megatron_core() -> str | None:
-    """Return the version in the files of the megatron-core that would be imported, else None."""
+    """Return the version in the importable megatron-core's files, else None."""
     values = _constants("megatron.core", "package_info.py")
     if not values.keys() >= {*NUMBERS}:
         return None
@@ -52,7 +52,7 @@ def megatron_core() -> str | None:
 
 
 def mindspeed() -> str | None:
-    """Return the version in setup.py of a MindSpeed checkout on the path; None without one."""
+    """Return the version in a MindSpeed checkout's setup.py, None without one."""
     return _constants("mindspeed", "../setup.py").get("__version__")
 
 

@@ -1,8 +1,8 @@
-"""Read plugins: Python files that add estimators, rules, rollout engines and trackers.
+"""Read plugins: Python files with estimators, reward rules, rollout engines and trackers.
 
-The driver runs a file when the configuration is made. It sends the text to each worker, which runs
-it before it builds its first role, so no other host needs the file. What a file registers lasts as
-long as the process. Files of reward functions are sent too, and run where they score.
+The driver runs a file while it resolves the configuration, and sends the text to each worker, which
+runs it before its first role; no other host needs the file. Registrations last as long as the
+process. Reward functions' files are sent too, and run where they score.
 """
 
 import hashlib
@@ -21,30 +21,31 @@ from mindspeed_rlxf.config.problems import Problem, UserError
 from mindspeed_rlxf.config.reward_section import check_call, find_function, split_name
 
 MODULES = "rlxf_plugin_"
-"""Prefix of the names of the files' modules."""
+"""Module name prefix for user files."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Path and text of a Python file of the user."""
+    """A user's Python file."""
 
     file: str  # on the driver's host
     text: str
 
     @property
     def sha256(self) -> str:
+        """The text's SHA-256."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
     @property
     def module(self) -> str:
-        """Name of the module that runs the text; other texts of the same file have other names."""
+        """Module name for this text; the same file with another text gets another name."""
         return f"{MODULES}{Path(self.file).stem}_{self.sha256[:12]}"
 
 
 def run_as_module(source: Source) -> ModuleType:
-    """Run the file as a new module of this process, put it in `sys.modules` and return it.
+    """Run the file as a new module in this process, register it in `sys.modules` and return it.
 
-    The module is not in `sys.modules` after an exception.
+    After an exception it is not registered.
     """
     code = compile(source.text, source.file, "exec", dont_inherit=True)
     lines = source.text.splitlines(keepends=True)
@@ -61,15 +62,15 @@ def run_as_module(source: Source) -> ModuleType:
 
 
 def _run_file(key: str, path: str, expected: str | None) -> tuple[Source, ModuleType]:
-    """Run a Python file of the user, unless its text has run in this process.
+    """Run a user's Python file, unless its text has run in this process.
 
     Args:
-        key: of the configuration that names the file, for problems.
-        path: of the file; `~` is expanded.
-        expected: SHA-256 that the text must have; None = any.
+        key: Configuration key behind the file, for problems.
+        path: Path to the file; `~` is expanded.
+        expected: SHA-256 to require; None accepts any text.
 
     Raises:
-        UserError: the file cannot be read, has another hash or raises an exception.
+        UserError: The file cannot be read, has another hash or raises an exception.
     """
     file = os.path.abspath(os.path.expanduser(path))
     try:
@@ -94,12 +95,12 @@ _carried: dict[tuple[str, str], Source] = {}  # (file, SHA-256) -> text that wor
 
 
 def carry(source: Source) -> None:
-    """Register a source in this process for `find_carried`, and for sending to workers."""
+    """Register a source in this process, for `find_carried` and for workers."""
     _carried[source.file, source.sha256] = source
 
 
 def find_carried(file: str, sha256: str) -> Source:
-    """Return the source registered by `carry`. KeyError if there is none."""
+    """Return the source registered by `carry`. Raises KeyError if there is none."""
     return _carried[file, sha256]
 
 
@@ -109,27 +110,27 @@ _loaded: dict[str, Source] = {}  # module name -> plugin, in the order of loadin
 
 
 def load(source: Source) -> None:
-    """Run a plugin in this process, unless it has run already. Its exceptions are not caught."""
+    """Run a plugin in this process, unless it has run. Its exceptions are not caught."""
     if source.module not in sys.modules:
         run_as_module(source)
     _loaded[source.module] = source
 
 
 def loaded() -> tuple[Source, ...]:
-    """Return the plugins that ran in this process, in the order of loading."""
+    """Return this process's plugins in loading order."""
     return tuple(_loaded.values())
 
 
 def read_entries(
     problems: list[Problem], path: str, section: dict[str, Any], complete: Callable[[str, Any], Any]
 ) -> None:
-    """Replace the entries of a key by what `complete` returns, `section[key]` in place.
-
-    A wrong entry becomes a problem and is left out.
+    """Complete a key's entries in place; a wrong entry becomes a problem and is dropped.
 
     Args:
+        problems: List to extend.
         path: `training.plugins`, `reward.function` or `reward.functions`.
-        complete: called with the path and an entry; may raise UserError.
+        section: The section's keys; `section[key]` changes.
+        complete: Called with path and entry; may raise UserError.
     """
     key = path.rpartition(".")[2]
     given, found = section.pop(key, None), []
@@ -144,14 +145,15 @@ def read_entries(
 
 
 def complete_plugin(key: str, entry: Any) -> Any:
-    """Run the plugin of an entry, once in a process; return its absolute path and hash.
+    """Run an entry's plugin, once per process; return its absolute path and hash.
 
     Args:
-        key: of the configuration, for problems.
-        entry: a path, or {file: path, sha256: expected hash}; one with other keys is returned.
+        key: Configuration key, for problems.
+        entry: A path, or {file: path, sha256: expected hash}; one with other keys is returned as
+            is.
 
     Raises:
-        UserError: the file cannot be read, has another hash or raises an exception.
+        UserError: The file cannot be read, has another hash or raises an exception.
     """
     given = {"file": entry} if isinstance(entry, str) else entry
     if not isinstance(given, dict) or not {"file"} <= given.keys() <= {"file", "sha256"}:
@@ -164,15 +166,15 @@ def complete_plugin(key: str, entry: Any) -> Any:
 def complete_function(key: str, given: Any) -> Any:
     """Return an entry as a dict with name, absolute path and SHA-256; pydantic checks the rest.
 
-    A text without `.py` or `/` counts as a built-in rule. Runs the file, unless it has run in this
-    process, and registers its text (`carry`).
+    Text without `.py` or `/` names a built-in rule. A file runs, unless it has run in this process,
+    and its text is registered (`carry`).
 
     Args:
-        key: of the configuration that has the entry.
-        given: `path/to/file.py:name`, the name of a built-in rule, or keys of FunctionConfig.
+        key: Configuration key, for problems.
+        given: `path/to/file.py:name`, a built-in rule's name, or FunctionConfig keys.
 
     Raises:
-        UserError: bad name, file (unreadable, another hash, an exception) or signature.
+        UserError: Bad name, file (unreadable, another hash, an exception) or signature.
     """
     entry = {"function": given} if isinstance(given, str) else given
     if not isinstance(entry, dict):
@@ -196,10 +198,10 @@ def complete_function(key: str, given: Any) -> Any:
 
 
 def with_plugins(factory: Callable[..., T]) -> Callable[..., T]:
-    """Return a callable for another process, which calls `factory` with the arguments it gets.
+    """Return a callable for another process: it loads this process's plugins, then calls `factory`.
 
-    Before that it runs there the plugins that this process has run by now (`load`), and registers
-    the texts of reward functions (`carry`). It can be pickled if `factory` can.
+    It also registers the texts behind reward functions (`carry`), passes its arguments on, and can
+    be pickled if `factory` can.
     """
     plugins, others = loaded(), tuple(_carried.values())
     return partial(_load_and_make, plugins, others, factory) if plugins or others else factory

@@ -1,4 +1,4 @@
-"""Mistakes of the user, in parts: key, rule, value, remedy; and the nearest legal values."""
+"""User mistakes in parts (key, rule, value, hint), and the nearest legal values."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ MAX_SHOWN = 60  # characters of a value
 
 
 def closest(word: str, words: Iterable[str]) -> str | None:
-    """Return the one of `words` that is most like `word`; else the shortest that begins with it.
+    """Return the most similar word, else the shortest one starting with `word`, else None.
 
-    Only a word of more than two characters is taken as such a beginning. None when nothing fits.
+    Only a `word` longer than two characters counts as a start.
     """
     known = sorted(words, key=lambda name: (len(name), name))
     matches = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
@@ -28,9 +28,9 @@ def closest(word: str, words: Iterable[str]) -> str | None:
 
 
 def neighbours(value: int, good: Iterable[int]) -> list[int]:
-    """Return the nearest positive number of `good` below `value`, then the nearest above.
+    """Return the nearest positive number in `good` below `value`, then the nearest above.
 
-    Either may be missing. `value` itself is never returned.
+    Either may be missing; `value` itself is never returned.
     """
     below = [number for number in good if 0 < number < value]
     above = [number for number in good if number > value]
@@ -38,30 +38,24 @@ def neighbours(value: int, good: Iterable[int]) -> list[int]:
 
 
 def multiples_around(value: int, step: int) -> list[int]:
-    """Return the nearest multiples of `step`, ascending: one at or below `value`, one above.
-
-    Only the one above where the other would be 0.
-    """
+    """Return the multiples of `step` around `value`, ascending; the lower one only if above 0."""
     lower = value // step * step
     return [number for number in (lower, lower + step) if number > 0]
 
 
 def divisors(number: int) -> list[int]:
-    """List the divisors of a positive number, ascending."""
+    """List a positive number's divisors, ascending."""
     small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
     return sorted({*small, *(number // divisor for divisor in small)})
 
 
 def use(numbers: Iterable[int]) -> str:
-    """Return a remedy such as `use 96 or 104`."""
+    """Return a hint such as `use 96 or 104`."""
     return "use " + " or ".join(map(str, numbers))
 
 
 def format_value(value: Any) -> str:
-    """Return `repr(value)`, but YAML's words for None, bools, inf and NaN (null, true, .inf, .nan).
-
-    Only for the value itself, not inside lists and dicts.
-    """
+    """Return `repr(value)`, but with YAML's null, true, .inf and .nan at the top level."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -72,15 +66,15 @@ def format_value(value: Any) -> str:
 
 
 def shorten_value(value: Any) -> str:
-    """Return `format_value` of a value; if above MAX_SHOWN characters, cut to that with "..."."""
+    """Return `format_value(value)`, truncated to MAX_SHOWN characters."""
     text = format_value(value)
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
 
 
 def quote(text: str) -> str:
-    """Return the text in single quotes, so that hydra reads it unchanged in `key=value`.
+    """Return the text in single quotes, so hydra reads it unchanged in `key=value`.
 
-    Hydra takes a backslash as an escape only before a quote, also before the closing one.
+    Hydra treats a backslash as an escape only before a quote, including the closing one.
     """
     doubled = re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text)
     return f"'{doubled}'"
@@ -89,28 +83,29 @@ def quote(text: str) -> str:
 # Line feeds and tabs stay; line separators and direction overrides are controls too.
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 REF = "\0"
-"""Marks the start and end of a key inside a text, see `ref`. No path or flag can contain it."""
+"""Marks a key's start and end inside a text, see `ref`. No path or flag can contain it."""
 
 
 def printable(text: str) -> str:
-    """Return the text with control characters and direction overrides written like `\\u001b`."""
+    r"""Return the text with control characters and direction overrides escaped (\u001b)."""
     return CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def ref(key: object) -> str:
-    """Return the key between REF marks, for texts of problems: `Problem` finds and renames it."""
+    """Return the key between REF marks, so `Problem` can find and rename it in a text."""
     return f"{REF}{key}{REF}"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake of the user; `str` gives the line for people: `key=value rule; remedy`.
+    """A user mistake; `str` gives one line: `key=value rule; remedy`.
 
-    key:    a key of the configuration, a flag, a file or `file:row`; "" where there is no name
-    rule:   the condition, as the clause after `key=value`; other keys in it by `ref`
-    value:  the given value; None is not shown; text is shown without quotes
-    remedy: how to correct it, other keys in it by `ref`; "" where there is none
-    colon:  the rule is a sentence of its own, printed after a colon
+    Attributes:
+        key: Configuration key, flag, file or `file:row`; "" if there is no name.
+        rule: The condition, as the clause after `key=value`; other keys in it by `ref`.
+        value: The given value; None is not shown, text is shown without quotes.
+        remedy: Hint for a fix, other keys in it by `ref`; "" for none.
+        colon: Whether the rule is a sentence, printed after a colon.
     """
 
     key: str
@@ -120,7 +115,7 @@ class Problem:
     colon: bool = False
 
     def rename_keys(self, spell: Callable[[str], str]) -> Problem:
-        """Return a copy with every key, those marked in texts too, replaced by `spell(key)`."""
+        """Return a copy with every key, also inside texts, replaced by `spell(key)`."""
 
         def rename(text: str) -> str:
             return re.sub(f"{REF}(.*?){REF}", lambda found: ref(spell(found[1])), text)
@@ -138,26 +133,26 @@ class Problem:
 
 
 def at_most(key: str, value: float, what: str, limit: float) -> Iterator[Problem]:
-    """Yield a problem if a key's value is above `limit`, which `what` names."""
+    """Yield a problem if a key's value is above `limit`, named by `what`."""
     if value > limit:  # .15g shows integers in full
         remedy = f"use {limit:.15g} or less"
         yield Problem(key, f"must be at most {what}", f"{value:.15g}", remedy)
 
 
 def at_least(key: str, value: int, what: str, limit: int) -> Iterator[Problem]:
-    """Yield a problem if a key's value is below `limit`, which `what` names."""
+    """Yield a problem if a key's value is below `limit`, named by `what`."""
     if value < limit:
         yield Problem(key, f"must be at least {what}", value, f"use {limit} or more")
 
 
 def divides(key: str, value: int, what: str, total: int) -> Iterator[Problem]:
-    """Yield a problem if a key's value does not divide `total`, which `what` names."""
+    """Yield a problem if a key's value does not divide `total`, named by `what`."""
     if total % value:
         yield Problem(key, f"must divide {what}", value, use(neighbours(value, divisors(total))))
 
 
 class UserError(ValueError):
-    """Mistakes that the user can correct, at least one; as text one line per problem.
+    """One or more mistakes for the user to fix; as text one line per problem.
 
     The command prints one `error:` line per problem and exits with 2.
     """
@@ -173,14 +168,16 @@ class UserError(ValueError):
 
 
 class ConfigError(UserError):
-    """The configuration does not describe a run that can start."""
+    """The configuration describes no run that can start."""
 
 
 def explain(path: str, errors: Sequence[ErrorDetails], meaning: str = "") -> Problem:
-    """Return one problem for all pydantic errors of a key; a union type has several.
+    """Return one problem for all pydantic errors about a key; a union type has several.
 
     Args:
-        meaning: description of the key, the fix unless a similar legal value is found.
+        path: The key as the user wrote it.
+        errors: pydantic's errors.
+        meaning: The key's description, shown as a hint if no legal value is similar.
     """
     first = errors[0]
     if first["type"] == "missing":

@@ -1,4 +1,4 @@
-"""The coordinates of a rank in the tensor, data and pipeline parallel groups of its role."""
+"""A rank's coordinates in its role's tensor, data and pipeline parallel groups."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from itertools import accumulate
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Parallel sizes of a role, and the coordinates of its ranks.
+    """A role's parallel sizes, and its ranks' coordinates.
 
     Megatron's default order tp-dp-pp: rank = tp_rank + tp * (dp_rank + dp * pp_rank).
     """
@@ -23,35 +23,37 @@ class ParallelLayout:
 
     @property
     def dp(self) -> int:
-        """Data-parallel size: number of replicas of the model."""
+        """Data-parallel size: the number of model replicas."""
         return self.world_size // (self.tp * self.pp)
 
     def tp_rank(self, rank: int) -> int:
+        """Return a rank's tensor-parallel coordinate."""
         return rank % self.tp
 
     def dp_rank(self, rank: int) -> int:
+        """Return a rank's data-parallel coordinate."""
         return rank // self.tp % self.dp
 
     def pp_rank(self, rank: int) -> int:
+        """Return a rank's pipeline stage."""
         return rank // (self.tp * self.dp)
 
     def is_leader(self, rank: int) -> bool:
-        """Return whether a rank is the one of its replica that returns results.
-
-        It is TP rank 0 of the last pipeline stage.
-        """
+        """Whether a rank returns its replica's results: TP rank 0 in the last pipeline stage."""
         return self.tp_rank(rank) == 0 and self.pp_rank(rank) == self.pp - 1
 
     def leaders(self) -> list[int]:
-        """Return the leader rank of each replica, ordered by data-parallel rank."""
+        """Return each replica's leader rank, in data-parallel order."""
         return [rank for rank in range(self.world_size) if self.is_leader(rank)]
 
 
 def count_per_node(processes: Sequence[int], first: int, count: int) -> list[int]:
-    """Return how many of the ranks first, ..., first + count - 1 each node runs.
+    """Count the ranks first, ..., first + count - 1 on each node, leaving out nodes without any.
 
-    Nodes without such a rank are left out, so the index is not that of the node.
-    processes: ranks of each node; rank numbers fill one node after the other
+    Args:
+        processes: Ranks per node; rank numbers fill one node after the other.
+        first: First rank.
+        count: Number of ranks.
     """
     ends = list(accumulate(processes))
     spans = zip((0, *ends), ends, strict=False)

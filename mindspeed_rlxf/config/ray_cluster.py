@@ -1,4 +1,4 @@
-"""Choose the Ray cluster of a run: a named one, one of this user on this host, or a new one."""
+"""Choose a run's Ray cluster: a named one, this user's on this host, or a new one."""
 
 import os
 import socket
@@ -7,16 +7,17 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 LOCAL, AUTO = "local", "auto"
-"""Words of `address`: `local` starts a cluster, `auto` joins one that is found."""
+"""Special addresses: `local` starts a cluster, `auto` joins one found here."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The Ray cluster of a run.
+    """A run's Ray cluster.
 
-    address: `host:port` to join; None = start a new cluster; `auto` = a cluster was asked for by
-             `auto`, and this user has none on this host
-    source:  the key, variable or finding that decided, as text for messages
+    Attributes:
+        address: `host:port` to join; None = start a new cluster; `auto` = asked for by `auto`, but
+            this user has no cluster on this host.
+        source: The deciding key, variable or finding, for messages.
     """
 
     address: str | None
@@ -24,12 +25,13 @@ class Cluster:
 
 
 def choose_cluster(address: str | None) -> Cluster:
-    """Return the cluster to join, and the reason as text; with address None one is to be started.
+    """Return the cluster to join or start.
 
-    address: of the key `runtime.address`; None or "" = RAY_ADDRESS, else this user's cluster on
-             this host, else a new one. The word `local` asks for a new one, `auto` for this user's;
-             if there is none, the result's address is `auto`
-    Only this user's cluster is tried (`find_local_cluster`, which may wait); a named one is not.
+    Connects only to this user's cluster (`find_local_cluster`, which may wait), not to a named one.
+
+    Args:
+        address: `runtime.address`. None or "" = RAY_ADDRESS, else this user's cluster on this host,
+            else a new one. `local` asks for a new one, `auto` for this user's.
     """
     named = {"runtime.address": address, "RAY_ADDRESS": os.environ.get("RAY_ADDRESS")}
     for source, given in named.items():
@@ -47,7 +49,7 @@ def choose_cluster(address: str | None) -> Cluster:
 
 
 def find_local_cluster() -> str | None:
-    """Return the address that `ray start` of this user noted last, if something listens there."""
+    """Return the address last noted by this user's `ray start`, if something listens there."""
     root = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     file = Path(root) / "ray" / "ray_current_cluster"
     try:
@@ -61,11 +63,15 @@ def find_local_cluster() -> str | None:
 
 
 def connect_once(address: str, timeout_s: float = 2.0) -> None:
-    """Open and close one TCP connection to `host:port`, to find out whether something listens.
+    """Check that something listens at `host:port` by opening one TCP connection.
 
-    address:   `host:port` or `[IPv6]:port`
-    timeout_s: for each address of the host; resolving its name has no deadline
-    Errors: OSError when nothing listens, ValueError when it is no `host:port`.
+    Args:
+        address: `host:port` or `[IPv6]:port`.
+        timeout_s: Per resolved address; name resolution has no deadline.
+
+    Raises:
+        OSError: Nothing listens.
+        ValueError: It is no `host:port`.
     """
     named = urlsplit(f"//{address}")
     if not named.hostname or not named.port:

@@ -1,4 +1,4 @@
-"""Register parts, such as estimators, under the name that the configuration uses."""
+"""Register parts, such as estimators, under their configuration names."""
 
 from typing import TypeVar
 
@@ -6,9 +6,16 @@ T = TypeVar("T")
 
 
 def register_part(registry: dict[str, T], name: str, part: T, what: str) -> None:
-    """Put `part` into `registry` under `name`, in place. Errors: ValueError for a name in use.
+    """Put `part` into `registry` under `name`, in place.
 
-    what: kind of part, for the message, which lists all names in use
+    Args:
+        registry: Registered parts by name.
+        name: The name in the configuration.
+        part: The part.
+        what: Kind of part, for the message.
+
+    Raises:
+        ValueError: The name is in use.
     """
     if name in registry:
         taken = ", ".join(sorted(registry))

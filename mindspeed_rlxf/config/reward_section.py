@@ -1,4 +1,4 @@
-"""The section `reward`: what scores responses; names of reward functions, and their calls."""
+"""The section `reward`: what scores responses; reward functions' names and calls."""
 
 import inspect
 import re
@@ -16,31 +16,31 @@ from mindspeed_rlxf.config.roles import RoleConfig
 from mindspeed_rlxf.config.secrets import Secret, find_masks, url_secret
 
 GIVEN = ("prompt", "response", "ground_truth", "extra_info")
-"""Keyword arguments of every call."""
+"""Keyword arguments in every call."""
 DATA_SOURCE = "data_source"
-"""Further keyword argument, of functions that have a parameter of this name."""
+"""Further keyword argument, for functions with a parameter of this name."""
 BY_SOURCE = "rule"
-"""Word in place of a function for the rule that belongs to the sample's data source."""
+"""Replaces a function name: the rule belonging to the sample's data source."""
 RULES_OF_PROGRAMS = frozenset({"code", "code_all"})
-"""Names of the rules that run programs of responses in a sandbox."""
+"""Rules running programs from responses in a sandbox."""
 
 
 def split_name(function: str) -> tuple[str, str] | None:
     """Split `path/to/file.py:name` at the last colon; return (path, name). Name may be empty.
 
-    None for text without a colon, or if the path does not end with `.py`.
+    None without a colon, or if the path does not end with `.py`.
     """
     path, colon, name = function.rpartition(":")
     return (path, name) if colon and path.endswith(".py") else None
 
 
 def find_function(module: ModuleType, name: str) -> Callable[..., Any]:
-    """Return the function `name`, or the static method `Class.method`, of the module.
+    """Return the module's function `name`, or its static method `Class.method`.
 
-    Anything callable but a class will do.
+    Any callable but a class will do.
 
     Raises:
-        ValueError: it is missing, a class or not callable.
+        ValueError: It is missing, a class or not callable.
     """
     found: Any = module
     for part in name.split("."):
@@ -53,10 +53,9 @@ def find_function(module: ModuleType, name: str) -> Callable[..., Any]:
 
 
 def keywords_of(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names of the keyword arguments that the run passes to this function.
+    """Return the keyword arguments passed by the run, without the YAML's `arguments`.
 
-    GIVEN, then `data_source` if the function has a parameter of that very name (`**kwargs` does not
-    count). The YAML's `arguments` are not included.
+    GIVEN, then `data_source` if the function names this parameter (`**kwargs` does not count).
     """
     takes = DATA_SOURCE in inspect.signature(function).parameters
     return (*GIVEN, DATA_SOURCE) if takes else GIVEN
@@ -66,10 +65,11 @@ def check_call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> No
     """Check a reward function's signature: it must accept GIVEN and `arguments` as keywords.
 
     Args:
-        arguments: of the YAML; they must not have a name in GIVEN, nor `data_source`.
+        function: The reward function.
+        arguments: From the YAML; names in GIVEN and `data_source` are taken.
 
     Raises:
-        ValueError: the rule that it breaks.
+        ValueError: The broken rule.
     """
     if taken := sorted({*arguments} & {*GIVEN, DATA_SOURCE}):
         raise ValueError(f"arguments must not have {', '.join(taken)}, which the run gives")
@@ -81,7 +81,7 @@ def check_call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> No
 
 
 class SandboxConfig(Section):
-    """Limits of programs that rules run in bubblewrap (docs/data_and_rewards.md)."""
+    """Limits for programs run in bubblewrap (docs/data_and_rewards.md)."""
 
     section_used_if = "reward.runs_programs"
 
@@ -102,13 +102,13 @@ class SandboxConfig(Section):
 
 
 PART_NAME = re.compile(r"(?!(failed|model)(_|$))[A-Za-z0-9_.-]{1,64}")
-"""Names of reward parts in metrics, in which `failed` and `model` mean something else."""
+"""Reward part names in metrics, where `failed` and `model` mean something else."""
 
 
 class FunctionConfig(Section):
-    """A function or server whose weighted score is a part of the reward.
+    """A function or server contributing a weighted score to the reward.
 
-    In the YAML the text of `function` may stand for the section.
+    In the YAML the text for `function` may replace the section.
     """
 
     name: str = key(..., "name of its part in metrics and samples; absent = the function's name")
@@ -133,9 +133,10 @@ class FunctionConfig(Section):
         return url_secret(value) if isinstance(value, str) else value
 
     def applies_to(self, data_source: str) -> bool:
+        """Whether the function scores samples from this data source."""
         return not self.data_sources or data_source in self.data_sources
 
-    def broken_rules(self) -> Iterator[Problem]:
+    def _broken_rules(self) -> Iterator[Problem]:
         if not PART_NAME.fullmatch(self.name):
             rule = "must be letters, digits and any of `_.-`, and not begin with failed or model"
             yield Problem("name", rule, self.name, "give the function another name")
@@ -197,12 +198,12 @@ class RewardConfig(RoleConfig):
 
     @property
     def parts(self) -> tuple[FunctionConfig, ...]:
-        """The functions of the reward: that of `function`, else those of `functions`."""
+        """The reward's functions: `function`, else `functions`."""
         return (self.function,) if self.function is not None else self.functions
 
     @property
     def runs_code(self) -> bool:
-        """Whether a rule or a function scores, alone or beside a model."""
+        """Whether a rule or function scores, alone or beside a model."""
         return self.kind is RewardKind.RULE or bool(self.parts)
 
     @property
@@ -212,15 +213,12 @@ class RewardConfig(RoleConfig):
 
     @property
     def runs_programs(self) -> bool:
-        """Whether some rule or function in the section is one of RULES_OF_PROGRAMS.
-
-        These run programs that responses contain.
-        """
+        """Whether some rule or function here runs programs from responses (RULES_OF_PROGRAMS)."""
         named = {*self.rules.values(), *(part.function for part in self.parts)}
         return not RULES_OF_PROGRAMS.isdisjoint(named)
 
-    def broken_rules(self) -> Iterator[Problem]:
-        yield from super().broken_rules()
+    def _broken_rules(self) -> Iterator[Problem]:
+        yield from super()._broken_rules()
         if self.function is not None and self.functions:
             yield Problem(
                 "function", f"must not stand beside {ref('functions')}", remedy="keep one"

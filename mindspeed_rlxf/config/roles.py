@@ -1,4 +1,4 @@
-"""Sections of the roles: model, optimizer, parallel layout, batches and generation."""
+"""Role sections: model, optimizer, parallel layout, batches and generation."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal
@@ -51,21 +51,17 @@ class OptimizerConfig(Section):
 
     @property
     def gathers_ahead(self) -> bool:
-        """Whether forward passes gather the weights that the last optimizer step changed.
-
-        True if `use_distributed_optimizer`, `overlap_grad_reduce` and `overlap_param_gather` all
-        are.
-        """
+        """Whether forward passes gather the weights changed by the last optimizer step."""
         sharded = self.use_distributed_optimizer and self.overlap_grad_reduce
         return self.overlap_param_gather and sharded
 
-    def broken_rules(self) -> Iterator[Problem]:
+    def _broken_rules(self) -> Iterator[Problem]:
         # Megatron asserts it for a constant rate too.
         yield from at_most("min_lr", self.min_lr, f"{ref('lr')}={self.lr:g}", self.lr)
 
 
 class OffloadConfig(Section):
-    """Data of a role that are in host memory while other roles of its devices compute."""
+    """Parts held in host memory while other roles compute on the same devices."""
 
     weights: bool = free(False, "weights are on the host outside of the role's phases")
     optimizer: bool = free(
@@ -74,7 +70,7 @@ class OffloadConfig(Section):
 
 
 class RoleConfig(Section):
-    """Keys that every role with a model has."""
+    """Keys for every role with a model."""
 
     model: str = key(..., "name of the architecture in the model section")
     architecture: ArchitectureConfig = key(..., "architecture, the role's own keys laid over it")
@@ -120,10 +116,7 @@ class RoleConfig(Section):
 
     @property
     def model_chunks(self) -> int:
-        """Number of chunks of layers of a pipeline rank; more than 1 = virtual pipeline.
-
-        1 without `num_layers_per_virtual_pipeline_stage`.
-        """
+        """Layer chunks per pipeline rank; more than 1 = virtual pipeline."""
         per_chunk = self.num_layers_per_virtual_pipeline_stage
         if per_chunk is None:
             return 1
@@ -137,13 +130,10 @@ class RoleConfig(Section):
 
     @property
     def micro_batch_multiple(self) -> int:
-        """Number of which the count of micro-batches must be a multiple.
-
-        The stages of a virtual pipeline (several chunks per stage), else 1.
-        """
+        """Divisor for the number of micro-batches: the stages of a virtual pipeline, else 1."""
         return self.pipeline_model_parallel_size if self.model_chunks > 1 else 1
 
-    def broken_rules(self) -> Iterator[Problem]:
+    def _broken_rules(self) -> Iterator[Problem]:
         if self.architecture is None:  # a reward computed by a rule has no model
             return
         if self.offload.optimizer and not isinstance(self, LearningConfig):
@@ -153,7 +143,6 @@ class RoleConfig(Section):
         yield from find_uneven("tensor_model_parallel_size", tp, self.architecture, self.model)
 
     def _check_pipeline(self) -> Iterator[Problem]:
-        """Yield the first problem of pipeline stages and chunks, if there is one."""
         layers, pp = self.architecture.num_layers, self.pipeline_model_parallel_size
         per_chunk = self.num_layers_per_virtual_pipeline_stage
         if layers % pp:
@@ -164,7 +153,7 @@ class RoleConfig(Section):
 
 
 class LearningConfig(RoleConfig, OptimizerConfig):
-    """Keys of the roles that are trained."""
+    """Keys for trained roles."""
 
     save: FilePath | None = free(
         None, "folder of the trained weights; null = final/ in the run directory"
@@ -187,12 +176,12 @@ class LearningConfig(RoleConfig, OptimizerConfig):
 
     @property
     def optimizer(self) -> OptimizerConfig:
-        """The role's keys of its optimizer, which stand among the others."""
+        """The role's optimizer keys, which are part of its section."""
         return self
 
-    def broken_rules(self) -> Iterator[Problem]:
-        yield from RoleConfig.broken_rules(self)
-        yield from OptimizerConfig.broken_rules(self)
+    def _broken_rules(self) -> Iterator[Problem]:
+        yield from RoleConfig._broken_rules(self)
+        yield from OptimizerConfig._broken_rules(self)
         a, tp = self.architecture, self.tensor_model_parallel_size
         if a.num_experts is not None and tp > 1 and not self.sequence_parallel:
             yield Problem(
@@ -289,15 +278,16 @@ class ActorConfig(LearningConfig):
 
     @property
     def logit_temperature(self) -> float:
-        """Divisor of the logits in generation and training; 1 for greedy decoding."""
+        """Divisor for the logits in generation and training; 1 for greedy decoding."""
         return self.temperature if self.do_sample else 1.0
 
     @property
     def reads_clip_ratio(self) -> bool:
+        """Whether `clip_ratio_low` and `clip_ratio_high` do not both replace `clip_ratio`."""
         return None in (self.clip_ratio_low, self.clip_ratio_high)
 
-    def broken_rules(self) -> Iterator[Problem]:
-        yield from super().broken_rules()
+    def _broken_rules(self) -> Iterator[Problem]:
+        yield from super()._broken_rules()
         limit = f"{ref('max_new_tokens')}={self.max_new_tokens}"
         yield from at_most("min_new_tokens", self.min_new_tokens, limit, self.max_new_tokens)
         vocab_size = self.architecture.vocab_size
@@ -306,7 +296,7 @@ class ActorConfig(LearningConfig):
 
 
 class RefConfig(RoleConfig):
-    """The frozen policy that the KL penalty is measured against."""
+    """The frozen policy behind the KL penalty."""
 
     load: FilePath | None = key(None, "folder of the frozen weights, Hugging Face's or Megatron's")
 

@@ -1,4 +1,4 @@
-"""The typed configuration of a run. The sections hold every default; YAML holds differences.
+"""The typed run configuration. Sections hold every default; YAML holds differences.
 
 `resolve` builds it from a composed YAML tree; nothing changes it afterwards.
 """
@@ -53,11 +53,11 @@ __all__ = [
 
 
 SAVED_AS = {Role.ACTOR_ROLLOUT: "actor", Role.CRITIC: "critic"}
-"""Names of the trained roles' subfolders in folders of weights."""
+"""Trained roles' subfolders in weight folders."""
 
 
 class RunConfig(Section):
-    """The complete, checked configuration of a run."""
+    """A run's complete, checked configuration."""
 
     name: str = free(..., "config name")
     training: TrainingConfig = key(..., "the run as a whole")
@@ -85,22 +85,22 @@ class RunConfig(Section):
 
     @property
     def compares_responses(self) -> bool:
-        """Whether the estimator compares the responses to a prompt, or online DPO does."""
+        """Whether the estimator, or online DPO, compares a prompt's responses."""
         return self.compares_pairs or self.algorithm.estimator.compares_group
 
     @property
     def samples_per_iteration(self) -> int:
-        """Number of responses per iteration over all ranks."""
+        """Responses per iteration over all ranks."""
         return self.training.global_batch_size * self.actor_rollout.n_samples_per_prompt
 
     @property
     def old_log_probs(self) -> OldLogProbs:
-        """Source of the old log-probs, with the key's value `auto` decided for this run.
+        """Source for the old log-probs, with the key's value `auto` decided for this run.
 
-        Another value than `auto` is returned as it is. AUTO as a result: there is no pass before
-        the update, whose own log-probs are the old ones, with ratio 1. That needs no limit of
-        log-prob gaps, and, except in online DPO, whose loss has no ratio, an iteration of one
-        optimizer step, no importance weight and no KL penalty in the reward. Else RECOMPUTE.
+        AUTO as a result means no pass before the update: its own log-probs are the old ones, at
+        ratio 1. Log-prob gap limits and importance weights rule it out, and so do, except in online
+        DPO (its loss has no ratio), several optimizer steps per iteration and a KL penalty in the
+        reward; then RECOMPUTE.
         """
         algorithm, actor = self.algorithm, self.actor_rollout
         if algorithm.old_log_probs is not OldLogProbs.AUTO:
@@ -113,29 +113,29 @@ class RunConfig(Section):
 
     @property
     def roles(self) -> list[Role]:
-        """Roles with a section that run: all that have a pool in `placement`, in fixed order."""
+        """Running roles with a section (those in `placement`), in fixed order."""
         return [role for role in CONFIGURED if role in self.placement]
 
     @property
     def value_model(self) -> CriticConfig:
-        """Section of the critic. AssertionError if the configuration has none."""
+        """The critic's section. AssertionError without a critic."""
         assert self.critic is not None, f"stage {self.training.stage.value} has no critic"
         return self.critic
 
     @property
     def joins_cluster(self) -> bool:
-        """Whether the run joins a Ray cluster, and does not start one."""
+        """Whether the run joins a Ray cluster instead of starting one."""
         address = self.runtime.kind == "ray" and choose_cluster(self.runtime.address).address
         return bool(address)
 
     @property
     def reads_reference(self) -> bool:
-        """Whether a reward or a loss reads the reference's log-probs."""
+        """Whether a reward or loss reads the reference's log-probs."""
         return self.compares_pairs or self.algorithm.kl_ctrl.kl_coef > 0
 
     @property
     def generates(self) -> bool:
-        """Whether some responses are generated, in spite of `fixed_responses`."""
+        """Whether some responses are generated despite `fixed_responses`."""
         greedy = self.algorithm.estimator.reads_greedy
         fixed = self.actor_rollout.fixed_responses is not None
         return greedy or self.has_validation_prompts or not fixed
@@ -148,15 +148,16 @@ class RunConfig(Section):
 
     @property
     def has_validation_prompts(self) -> bool:
+        """Whether the configuration names validation prompts."""
         return bool(self.data.val_files or self.data.val_data_path)
 
     @property
     def warmup_iters(self) -> int:
-        """Number of first iterations in which only the critic learns; 0 without a critic."""
+        """First iterations with critic updates only; 0 without a critic."""
         return self.critic.warmup_iters if self.critic else 0
 
     def learning_iters(self, role: Role) -> int:
-        """Return in how many of the run's iterations a trained role is updated."""
+        """Return how many iterations update a trained role."""
         return self.training.train_iters - (self.warmup_iters if role is Role.ACTOR_ROLLOUT else 0)
 
     def count_updates(self, iteration: int) -> int:
@@ -165,17 +166,20 @@ class RunConfig(Section):
 
     @property
     def samples_together(self) -> int:
-        """Number of consecutive samples that must be on one data-parallel rank.
+        """Consecutive samples kept on one data-parallel rank.
 
-        `n_samples_per_prompt` if the estimator compares a group, and in online DPO; else 1.
+        `n_samples_per_prompt` if responses are compared (`compares_responses`), else 1.
         """
         return self.actor_rollout.n_samples_per_prompt if self.compares_responses else 1
 
     def shared_samples(self, role: Role, samples: int) -> int:
-        """Return how many consecutive samples of a prompt a rank computes it for once, 1 = none.
+        """Return how many consecutive samples share one prompt computation; 1 = no sharing.
 
-        samples: of an epoch or mini-batch on one rank. Consecutive samples of the returned number
-        stay in one micro-batch, so it divides `samples`.
+        They stay on one rank and in one micro-batch, so the number divides `samples`.
+
+        Args:
+            role: A role with a model.
+            samples: Samples per epoch or mini-batch on one rank.
         """
         section = self.role(role)
         if not (section.share_prompts and section.packed_sequences):
@@ -184,17 +188,16 @@ class RunConfig(Section):
         return gcd(self.actor_rollout.n_samples_per_prompt, samples, size)
 
     def shares_in_updates(self, role: Role) -> bool:
-        """Whether responses to a prompt are certainly neighbours in the updates of a role."""
+        """Whether a prompt's responses are certainly neighbours in a role's updates."""
         section = self.role(role)
         assert isinstance(section, LearningConfig) and section.architecture is not None
         return not (section.shuffle_minibatch or section.architecture.balances_experts)
 
     def kept_together(self, role: Role) -> int:
-        """Return how many consecutive samples of a mini-batch must be in one micro-batch.
+        """Return how many consecutive samples in a mini-batch must share a micro-batch.
 
-        micro_batch_size where the loss of a micro-batch is not a sum over its samples (a mean, or
-        load balancing of experts) and the role has no token limit; else 2 for the actor in online
-        DPO; else 1.
+        `micro_batch_size` if the micro-batch loss is no sum over samples (a mean, or expert load
+        balancing) and the role has no token limit; else 2 for the actor in online DPO; else 1.
         """
         section = self.role(role)
         means = self.algorithm.loss_normalizer is LossNormalizer.MICRO_BATCH_MEAN
@@ -205,10 +208,9 @@ class RunConfig(Section):
 
     @property
     def verifiers(self) -> list[tuple[Verifier, float]]:
-        """(rule, weight) of the rules that score every prompt; [] = the data source chooses one.
+        """(rule, weight) pairs for scoring every prompt; [] = the data source chooses a rule.
 
-        [] without `reward.verifier`. With it but without `verifier_function` the one rule is `acc`.
-        The weights are `verifier_weight`; without it each is 1.
+        [] without `reward.verifier`. The default is `acc` alone, and weight 1 for each rule.
         """
         if not self.reward.verifier:
             return []
@@ -217,15 +219,15 @@ class RunConfig(Section):
 
     @property
     def shared_save(self) -> str | None:
-        """Folder that is `save` of both actor and critic; None if theirs differ or one has none."""
+        """The folder named as `save` by both actor and critic, else None."""
         actor, critic = self.actor_rollout.save, self.critic and self.critic.save
         return actor if actor is not None and actor == critic else None
 
     def save_folder(self, role: Role) -> Path | None:
-        """Return the folder for the final weights of a trained role: its `save`.
+        """Return the folder for a trained role's final weights: its `save`.
 
-        If actor and critic have the same `save`, its subfolder for the role. None without `save`:
-        the weights then go into the run directory.
+        A `save` shared by actor and critic has a subfolder per role. None without `save`; the
+        weights then go into the run directory.
         """
         section = self.actor_rollout if role is Role.ACTOR_ROLLOUT else self.value_model
         if section.save is None:
@@ -233,17 +235,17 @@ class RunConfig(Section):
         return Path(section.save) / (SAVED_AS[role] if self.shared_save else "")
 
     def role(self, role: Role) -> RoleConfig:
-        """Return the section of a role. AssertionError where it is None, as `critic` may be."""
+        """Return a role's section. AssertionError if it is None, as `critic` may be."""
         section = getattr(self, role.value)
         assert isinstance(section, RoleConfig)
         return section
 
     def roles_of(self, pool: str) -> list[Role]:
-        """List the roles that share the processes of a pool, in the order of `Role`."""
+        """List the roles in a pool, in `Role` order."""
         return [role for role in self.roles if self.placement[role] == pool]
 
     def layout(self, role: Role) -> ParallelLayout:
-        """Return ranks, TP and PP of a role; of the actor only the ranks that train count."""
+        """Return a role's ranks, TP and PP; for the actor only training ranks count."""
         section = self.role(role)
         return ParallelLayout(
             world_size=sum(self.processes_of(role)),
@@ -252,10 +254,10 @@ class RunConfig(Section):
         )
 
     def processes_of(self, role: Role) -> list[int]:
-        """Return how many processes a role has on each node of its pool.
+        """Return a role's process count on each node in its pool.
 
-        Of the actor in a disaggregated pool only the first processes count, which train, and nodes
-        without any are left out. KeyError if the role does not run or its pool does not exist.
+        In disaggregated placement only the actor's training processes count, and nodes without any
+        are left out. KeyError if the role does not run or its pool does not exist.
         """
         processes = self.resource_pool[self.placement[role]]
         if role is Role.ACTOR_ROLLOUT and self.parts:
@@ -264,33 +266,30 @@ class RunConfig(Section):
 
     @property
     def parts(self) -> tuple[int, int] | None:
-        """Numbers of ranks of the actor's pool that (train, generate) if it is split.
+        """Ranks in the actor's pool for (training, generation) in disaggregated placement.
 
-        None = not split, all ranks do both; also where only one of the two keys is set.
+        None if all ranks do both, or only one key is set.
         """
         train, infer = self.actor_rollout.num_gpus_for_train, self.actor_rollout.num_gpus_for_infer
         return None if train is None or infer is None else (train, infer)
 
     @property
     def rollout_tp(self) -> int:
-        """Tensor-parallel size of generation: that of `rollout` if set, else the actor's."""
+        """Tensor-parallel size in generation: `rollout`'s if set, else the actor's."""
         actor = self.actor_rollout
         return self.rollout.tensor_model_parallel_size or actor.tensor_model_parallel_size
 
     @property
     def rollout_ep(self) -> int:
-        """Number of replicas that share the experts of a layer in generation; 1 = not shared.
+        """Replicas sharing a layer's experts in generation; 1 = not shared.
 
-        That of `rollout` if set; else 1 in a disaggregated pool, and otherwise the actor's.
+        `rollout`'s if set; else 1 in disaggregated placement, and otherwise the actor's.
         """
         usual = 1 if self.parts else self.actor_rollout.expert_model_parallel_size
         return self.rollout.expert_model_parallel_size or usual
 
     @property
     def rollout_layout(self) -> ParallelLayout:
-        """Parallel layout of the ranks that generate, with `rollout_tp` and without a pipeline.
-
-        The ranks are those of the actor, or in a disaggregated pool those that only generate.
-        """
+        """Generating ranks in their layout, with `rollout_tp` and no pipeline parallelism."""
         generating = self.parts[1] if self.parts else self.layout(Role.ACTOR_ROLLOUT).world_size
         return ParallelLayout(generating, self.rollout_tp)

@@ -1,8 +1,7 @@
-"""Secrets of the configuration: workers and requests get them, files and messages never.
+"""Secrets in the configuration: workers and requests get them, files and messages never.
 
-Written with an interpolation such as `${oc.env:KEY}`, a secret is shown as it was written, so the
-config.yaml of a run starts the same run again. A literal secret is shown as `***`, which is refused
-as a value.
+A secret written as an interpolation such as `${oc.env:KEY}` is shown as written, so a run's
+config.yaml starts the same run again. A literal secret is shown as `***`, refused as a value.
 """
 
 import re
@@ -21,11 +20,11 @@ SECRET_NAME = re.compile(
     re.IGNORECASE,
 )
 INTERPOLATED = {"resource_pool": ("env",), "reward": ("url", "headers")}
-"""Section -> keys below it whose values, or whose entries' values, may be secrets."""
+"""Section -> keys below it with possible secrets in their values or entries."""
 
 
 class Secret(SecretStr):
-    """A string with the text to show in its place, which may be the string itself."""
+    """A string with a text to show in its place, possibly the string itself."""
 
     def __init__(self, value: str, shown: str = MASK) -> None:
         super().__init__(value)
@@ -55,12 +54,12 @@ class Secret(SecretStr):
 
 
 def url_secret(url: str) -> Secret:
-    """Wrap a URL; its user info and query are not shown."""
+    """Wrap a URL, hiding its user info and query."""
     return Secret(url, re.sub(r"\?.*", f"?{MASK}", re.sub(r"(?<=://)[^/?#]*@", f"{MASK}@", url)))
 
 
 def variable_secret(name: str, value: Any) -> Any:
-    """Wrap an environment variable; it is hidden if its name says so, or as a URL with secrets.
+    """Wrap an environment variable; hide it if its name or URL says so.
 
     Numbers become strings. Other values are returned, as None if hidden; pydantic refuses them.
     """
@@ -74,7 +73,7 @@ def variable_secret(name: str, value: Any) -> Any:
 
 
 def find_masks(key: str, values: Mapping[str, Secret]) -> Iterator[Problem]:
-    """Yield a problem for each value that was copied from where it was hidden."""
+    """Yield a problem for each value copied from a masked text."""
     for name, value in values.items():
         if MASK in value.get_secret_value():
             remedy = "give it again, by ${oc.env:NAME}"
@@ -82,16 +81,16 @@ def find_masks(key: str, values: Mapping[str, Secret]) -> Iterator[Problem]:
 
 
 def reveal(variables: Mapping[str, Secret]) -> dict[str, str]:
-    """Return the real values of variables."""
+    """Return the variables' real values."""
     return {name: value.get_secret_value() for name, value in variables.items()}
 
 
 def keep_interpolations(tree: dict[str, Any], written: dict[str, Any]) -> dict[str, Any]:
-    """Return the tree with the values of INTERPOLATED that came from interpolations as `Secret`.
+    """Return the tree with interpolated INTERPOLATED values wrapped as `Secret`.
 
     Args:
-        tree: the configuration, its interpolations resolved.
-        written: the same as the user wrote it.
+        tree: The configuration with resolved interpolations.
+        written: The same as the user wrote it.
     """
     found = dict(tree)
     for section in tree:

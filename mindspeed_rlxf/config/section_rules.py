@@ -1,7 +1,7 @@
-"""Rules between sections, and what this host must have; `Section.broken_rules` has the others.
+"""Rules between sections and about this host; `Section._broken_rules` has those within a section.
 
-A host is checked only for processes that start there. For a Ray cluster that is joined, the runtime
-counts devices later, and checks that every node has the same packages.
+Only processes on this host are checked here. In a joined Ray cluster the runtime counts devices
+later and compares each node's packages.
 """
 
 import os
@@ -36,7 +36,7 @@ from mindspeed_rlxf.config.schema import LearningConfig, RoleConfig, RunConfig
 
 GIB = 1024**3
 PROCESS_BYTES = GIB // 2
-"""Memory of one worker process before its model: interpreter, torch, Megatron."""
+"""One worker process's memory before its model: interpreter, torch, Megatron."""
 
 TITLES = {
     Role.ACTOR_ROLLOUT: "the actor",
@@ -76,7 +76,7 @@ def check_sections(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_pools(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem for each role on a pool that does not exist, and each pool without a role."""
+    """Yield a problem for each role on an unknown pool, and each pool without a role."""
     known = ", ".join(config.resource_pool) or "it has none"
     for role, pool in config.placement.items():
         if pool not in config.resource_pool:
@@ -90,7 +90,7 @@ def _check_pools(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_replicas(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem for each role whose processes hold no whole number of replicas."""
+    """Yield a problem for each role whose processes do not form whole replicas."""
     for role in config.roles:
         section, size = config.role(role), sum(config.processes_of(role))
         tp, pp = section.tensor_model_parallel_size, section.pipeline_model_parallel_size
@@ -102,10 +102,12 @@ def _check_replicas(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_model(config: RunConfig, role: Role, whole: bool) -> Iterator[Problem]:
-    """Yield problems of a role with a model: its weights, lengths and parallel sizes.
+    """Yield problems with a role's model: its weights, lengths and parallel sizes.
 
     Args:
-        whole: the processes of every role hold whole replicas.
+        config: The run's configuration.
+        role: A role with a model.
+        whole: Whether every role's processes form whole replicas.
     """
     section, pool = config.role(role), config.placement[role]
     if section.load is None:
@@ -136,9 +138,9 @@ def _check_model(config: RunConfig, role: Role, whole: bool) -> Iterator[Problem
 
 
 def _check_split(config: RunConfig) -> Iterator[Problem]:
-    """Yield problems of an actor's pool that is split into training and generating devices.
+    """Yield problems with disaggregated placement, which splits the actor's pool.
 
-    Without a split, a rollout size other than the actor's is a problem.
+    Colocated, the rollout must have the actor's parallel sizes.
     """
     actor, pool = config.actor_rollout, config.placement[Role.ACTOR_ROLLOUT]
     train, infer = actor.num_gpus_for_train, actor.num_gpus_for_infer
@@ -186,7 +188,7 @@ def _check_experts(key: str, ep: int, section: RoleConfig, dp: int | None) -> It
 
 
 def _check_batches(config: RunConfig) -> Iterator[Problem]:
-    """Yield problems of batch sizes. All processes of a role must form whole replicas."""
+    """Yield problems with batch sizes. Each role's processes must form whole replicas."""
     prompts = config.training.global_batch_size
     per_prompt = config.actor_rollout.n_samples_per_prompt
     times = f"x {ref(SAMPLES)}={per_prompt} " if per_prompt > 1 else ""
@@ -225,7 +227,7 @@ def _factors(config: RunConfig, role: Role) -> dict[str, int]:
 
 
 def _check_mini_batch(config: RunConfig, role: Role) -> Iterator[Problem]:
-    """Yield at most one problem of the mini-batches of a role, the actor or the critic."""
+    """Yield at most one problem with the actor's or critic's mini-batches."""
     section, factors = config.role(role), _factors(config, role)
     key, micro_key = f"{role.value}.{MINI_BATCHES[role]}", f"{role.value}.micro_batch_size"
     size: int = getattr(section, MINI_BATCHES[role])
@@ -249,7 +251,7 @@ def _check_mini_batch(config: RunConfig, role: Role) -> Iterator[Problem]:
 
 
 def _check_stage(config: RunConfig) -> Iterator[Problem]:
-    """Yield broken rules between the stage, the estimator, the rewards and the samples."""
+    """Yield broken rules between stage, estimator, rewards and samples."""
     algorithm, actor = config.algorithm, config.actor_rollout
     yield from _check_pairs(config) if config.compares_pairs else _check_estimator(config)
     theirs, mine = config.ref.architecture.vocab_size, actor.architecture.vocab_size
@@ -269,7 +271,7 @@ def _check_stage(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_pairs(config: RunConfig) -> Iterator[Problem]:
-    """Yield broken rules of online DPO, which prefers one of two responses."""
+    """Yield broken rules in online DPO, which prefers one response over another."""
     actor, dpo = config.actor_rollout, f"{ref(STAGE)}=ray_online_dpo"
     samples, limit, micro = (
         actor.n_samples_per_prompt, actor.max_tokens_per_micro_batch, actor.micro_batch_size
@@ -286,7 +288,7 @@ def _check_pairs(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_estimator(config: RunConfig) -> Iterator[Problem]:
-    """Yield broken rules of the estimator, its stage and its KL penalty."""
+    """Yield broken rules about the estimator, its stage and its KL penalty."""
     algorithm, stage = config.algorithm, config.training.stage
     name, needs_critic = algorithm.adv_estimator, algorithm.estimator.needs_critic
     if (stage is Stage.RAY_PPO) != needs_critic:
@@ -319,7 +321,7 @@ def _check_estimator(config: RunConfig) -> Iterator[Problem]:
 
 
 def check_host(config: RunConfig) -> list[Problem]:
-    """Return problems of this host: an old megatron-core, and missing devices or memory."""
+    """Return this host's problems: an old megatron-core, missing devices or memory."""
     from mindspeed_rlxf import device
 
     sizes = {pool: sum(nodes) for pool, nodes in config.resource_pool.items()}
@@ -354,7 +356,7 @@ def check_host(config: RunConfig) -> list[Problem]:
 
 
 def _check_shared_groups(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem for each TP above its model's number of key-value groups."""
+    """Yield a problem for each TP size above its model's key-value groups."""
     sizes = [
         (f"{role.value}.tensor_model_parallel_size", section.tensor_model_parallel_size, section)
         for role in config.roles

@@ -1,4 +1,4 @@
-"""Sections of the configuration that belong to no role: training, data, validation and others."""
+"""Sections without a role: training, data, validation, rollout, logging, devices, runtime, plan."""
 
 import re
 from collections.abc import Iterator
@@ -38,26 +38,26 @@ CUT_SIDES = {
     "right": OverlongPrompts.KEEP_HEAD,
     "middle": OverlongPrompts.KEEP_ENDS,
 }
-"""Word for the side on which a prompt is cut -> treatment that keeps the rest."""
+"""Truncated side -> treatment keeping the rest."""
 OWN_VARIABLES = (
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "messages",
     "padding", "return_dict", "return_tensors", "tokenize", "truncation",
 )  # fmt: skip
-"""Arguments of a chat template that this package sets, and a user must not."""
+"""Chat template arguments set by this package, not by users."""
 SCORES = "has_validation_prompts; happens"
-"""Condition of keys that only validation reads, see `unused`."""
+"""Condition for keys read only in validation, see `unused`."""
 CLOCK = re.compile(r"(?:(\d+)-)?(\d+):([0-5]?\d):([0-5]?\d)")
 
 
 class PluginConfig(Section):
-    """A Python file of the user. In the YAML its path may stand for the section."""
+    """A user's Python file. In the YAML its path may replace the section."""
 
     file: str = key(..., "path, absolute")
     sha256: str = key("", "of its text; a run is not resumed with another")
 
 
 class TrainingConfig(Section):
-    """The run as a whole. In the YAML this section may also have keys of roles, as defaults."""
+    """The run as a whole. In the YAML this section may also have role keys, as defaults."""
 
     stage: Annotated[Stage, Word] = key(Stage.RAY_PPO, "training algorithm")
     train_iters: int = free(..., "iterations", ge=1)
@@ -129,8 +129,8 @@ class TrainingConfig(Section):
     def seconds_between_saves(self) -> float:
         """Seconds between checkpoints by time; 0 = none by time.
 
-        `save_interval_s` if set. Else 0 if `save_interval` is from 1 to `train_iters`, so that it
-        saves during the run; else 1800.
+        `save_interval_s` if set. Else 0 if `save_interval` saves during the run, from 1 to
+        `train_iters`; else 1800.
         """
         if self.save_interval_s is not None:
             return self.save_interval_s
@@ -147,7 +147,7 @@ class TrainingConfig(Section):
 
 
 class DataConfig(Section):
-    """Prompts: files or indexed data sets, and the names of their columns (dots reach inside)."""
+    """Prompts: files or indexed data sets, and their column names (dots reach inside)."""
 
     train_files: FilePaths = key(
         (), "jsonl, json or parquet files of training prompts", only_if="!data_path"
@@ -207,10 +207,10 @@ class DataConfig(Section):
 
     @property
     def reads_rows(self) -> bool:
-        """Whether some prompts are text; those of indexed data sets are tokenized already."""
+        """Whether some prompts are text; indexed data sets hold tokens."""
         return bool(self.train_files or self.val_files)
 
-    def broken_rules(self) -> Iterator[Problem]:
+    def _broken_rules(self) -> Iterator[Problem]:
         if not self.train_files and not self.data_path:
             remedy = f"name files of prompts, or an indexed data set by {ref('data_path')}"
             yield Problem("train_files", "is required", remedy=remedy)
@@ -221,7 +221,7 @@ class DataConfig(Section):
 
 
 class ValidationConfig(Section):
-    """Times at which the validation prompts are answered and scored, and how."""
+    """Validation: when prompts are answered and scored, and how."""
 
     interval: int = free(
         0,
@@ -264,20 +264,21 @@ class ValidationConfig(Section):
 
     @property
     def happens(self) -> bool:
+        """Whether the run validates at all."""
         return bool(self.interval or self.before or self.after or self.only)
 
     @property
     def sizes(self) -> list[int]:
-        """K of best@K and pass@K, ascending: 1, 2, 4 ... below `n_samples`, then `n_samples`."""
+        """K for best@K and pass@K, ascending: powers of 2 below `n_samples`, then `n_samples`."""
         powers = [2**i for i in range(self.n_samples.bit_length()) if 2**i < self.n_samples]
         return [*powers, self.n_samples]
 
     @property
     def metrics(self) -> list[str]:
-        """Names that `best_metric` may have: metrics that every data source gets, without prefix.
+        """Legal `best_metric` names: metrics for every data source, without prefix.
 
-        Always score and mean@N, N = `n_samples`; best@K for each K > 1 of `sizes`; with kind rule
-        and N > 1 maj@N; with kind rule or a `pass_score` pass@K for each K of `sizes`.
+        Always score and mean@N, N = `n_samples`; best@K for each K > 1 in `sizes`; with kind rule
+        and N > 1 maj@N; with kind rule or a `pass_score` pass@K for each K in `sizes`.
         """
         n = self.n_samples
         by_rule = self.reward is RewardKind.RULE
@@ -289,7 +290,7 @@ class ValidationConfig(Section):
             found += [f"pass@{k}" for k in self.sizes]
         return found
 
-    def broken_rules(self) -> Iterator[Problem]:
+    def _broken_rules(self) -> Iterator[Problem]:
         source, _, name = self.best_metric.rpartition("/")
         if name not in self.metrics or (source and not source.startswith("val/")):
             rule = f"must be one of {', '.join(self.metrics)}, or val/SOURCE/ and one of these"
@@ -312,7 +313,7 @@ class RolloutConfig(Section):
 
 
 class LoggingConfig(Section):
-    """Contents of log files and of the console."""
+    """Contents of log files and the console."""
 
     samples: Annotated[int, Field(ge=0)] | Literal["all"] = free(
         32, "responses per iteration in samples.jsonl, or `all`"
@@ -340,7 +341,7 @@ class LoggingConfig(Section):
 
 
 class DeviceConfig(Section):
-    """Devices of the workers."""
+    """The workers' devices."""
 
     kind: Annotated[DeviceKind, Word] = reshard(DeviceKind.AUTO, "npu, cuda, cpu, or auto")
     resource_name: str | None = free(
@@ -359,7 +360,7 @@ class DeviceConfig(Section):
 
 
 class PoolSettings(Section):
-    """Keys of `resource_pool` that name no pool."""
+    """Keys in `resource_pool` besides pool names."""
 
     wait_s: float = free(
         600.0, "longest wait for a joined cluster's devices, seconds", gt=0, used_if="joins_cluster"
@@ -379,7 +380,7 @@ class PoolSettings(Section):
             return value
         return {str(name): variable_secret(str(name), item) for name, item in value.items()}
 
-    def broken_rules(self) -> Iterator[Problem]:
+    def _broken_rules(self) -> Iterator[Problem]:
         yield from find_masks("env", self.env)
         for name in (name for name in self.env if "VISIBLE_DEVICES" in name):
             yield Problem(
@@ -393,7 +394,7 @@ class PoolSettings(Section):
 
 
 class RuntimeConfig(Section):
-    """Launcher of the workers; `runtime: local` is short for `runtime: {kind: local}`."""
+    """The workers' launcher; `runtime: local` is short for `runtime: {kind: local}`."""
 
     kind: Literal["ray", "local"] = free("ray", "ray or local")
     address: str | None = free(
@@ -411,7 +412,7 @@ class RuntimeConfig(Section):
 
 
 class PlanConfig(Section):
-    """The plan of a dry run."""
+    """A dry run's plan."""
 
     section_used_if = "dry_run"
 

@@ -1,8 +1,8 @@
-"""Report keys that differ from their default and have no effect in this run.
+"""Report keys with a non-default value but no effect in this run.
 
-A field names its condition: `used_if`, a note if it does not hold, or `only_if`, an error. A
-condition is a path from the key's section or from RunConfig, as `do_sample`, `!new_run`,
-`training.nan_policy=skip` or `tensor_model_parallel_size>1`. Conditions are joined by "; ".
+A field names its condition: without `used_if` a note, without `only_if` an error. A condition is a
+path from the key's section or from RunConfig, such as `do_sample`, `!new_run`,
+`training.nan_policy=skip` or `tensor_model_parallel_size>1`; "; " joins several.
 """
 
 import re
@@ -37,14 +37,14 @@ TEXTS = {
     "compares_responses": "an algorithm.adv_estimator that compares responses, as grpo or rloo",
     "reward.runs_programs": "a rule of programs (code, code_all) in reward.rules or functions",
 }
-"""Conditions on properties that users do not know -> what the run lacks."""
+"""Conditions on properties unknown to users -> what the run lacks."""
 
 
 def note_unused(config: RunConfig, given: Given) -> None:
-    """Add notes and problems of unused keys to `given`.
+    """Add notes and problems about unused keys to `given`.
 
-    A key that is shared by several roles is unused if no role uses it. Keys read from a model's
-    config.json (`model: auto`) are left out.
+    A key shared by several roles is unused if no role uses it. Keys from a model's config.json
+    (`model: auto`) are left out.
     """
     found = [*_fields(config, "", config)]
     used = {given.written(f"{path}{name}") for _, path, name, failed in found if failed is None}
@@ -65,16 +65,16 @@ def note_unused(config: RunConfig, given: Given) -> None:
 
 
 def idle_keys(config: RunConfig) -> set[str]:
-    """Return the keys that have no effect in this run, whatever their value."""
+    """Return the keys without effect in this run, whatever their value."""
     return {f"{path}{name}" for _, path, name, failed in _fields(config, "", config) if failed}
 
 
 def _fields(
     section: Section, path: str, config: RunConfig
 ) -> Iterator[tuple[Section, str, str, tuple[str, str] | None]]:
-    """Yield (section, its path, field, the last failed condition with its kind) of each field.
+    """Yield (section, its path, field, last failed condition with its kind) for each field.
 
-    Not of roles that do not run, and of RunConfig itself.
+    Leaves out roles not running, and RunConfig itself.
     """
     runs = [role.value for role in config.roles]
     for name, value in section:
