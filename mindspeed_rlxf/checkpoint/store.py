@@ -30,7 +30,6 @@ from mindspeed_rlxf.weights.state_files import (
     entries_below,
     find_damage,
     patiently,
-    size_problem,
     write_text,
 )
 
@@ -68,7 +67,7 @@ class Checkpoint:
         manifest = Manifest.from_json((self.path / MANIFEST).read_bytes())
         if manifest.iteration != self.iteration:
             raise ValueError(f"{MANIFEST} is of iteration {manifest.iteration}")
-        if found := list(filter(None, (size_problem(self.path, e) for e in manifest.files))):
+        if found := find_damage(self.path, manifest.files, by_hash=False):
             raise ValueError("; ".join(found))
         return manifest
 

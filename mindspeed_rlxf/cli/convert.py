@@ -33,9 +33,9 @@ OPTIONS = (
     option(
         "--save-dir", help="as TARGET; to hf without --hf-config: the ORIGINAL Hugging Face folder"
     ),
-    option("--load-model-type", choices=["hf", "mg", "optim"], help="recognised if absent"),
+    option("--load-model-type", choices=["hf", "mg"], help="recognised if absent"),
     option("--to", "--save-model-type", dest="to", choices=["hf", "mg", "megatron"], required=True),
-    option("--format", "--ckpt-format", dest="format", choices=["torch", "torch_dist", "zarr"]),
+    option("--format", "--ckpt-format", dest="format", choices=["torch", "torch_dist"]),
     option("--hf-config", "--load-hf-config", help="folder of config.json and tokenizer"),
     option(
         "--tp",

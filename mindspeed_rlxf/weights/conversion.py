@@ -67,17 +67,8 @@ def _check_folders(arguments: argparse.Namespace) -> tuple[Path, Path, Path]:
     size, ranks = arguments.shard_size_gb, vars(arguments)
     given = [f"--{name}={ranks[name]}" for name in ("tp", "pp", "ep") if ranks[name] != 1]
     given += ["--num-layer-list"] if arguments.num_layer_list else []
-    optim = "optimizer states are not converted"
     no_ranks = "a Hugging Face folder has no ranks"
     checks = [
-        (
-            arguments.load_model_type == "optim",
-            Problem("--load-model-type", optim, "optim", "use hf or mg", colon=True),
-        ),
-        (
-            arguments.format == "zarr",
-            Problem("--ckpt-format", "cannot be written", "zarr", "use torch or torch_dist"),
-        ),
         (
             not 0 < size < math.inf,
             Problem("--shard-size-gb", "must be more than 0, and finite", f"{size:g}", "use 4"),

@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Iterator
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +89,10 @@ def _read_ranks(folder: Path, architecture: ArchitectureConfig, trust_files: boo
         pp_rank, ep_rank = (None, second) if experts_only else (second, third)
         grid[int(tp_rank or 0), int(pp_rank or 0), int(ep_rank or 0)] = chunks
     sizes = [max(rank[axis] for rank in grid) + 1 for axis in range(3)]
-    absent = (  # looked for no longer than it takes to name a few: a name may have any number
+    absent = (  # looked for no longer than it takes to list a few: a name may have any number
         f"tp {t} pp {p} ep {e}"
         for t in range(sizes[0])
-        for p in range(sizes[1])
-        for e in range(sizes[2])
+        for p, e in product(range(sizes[1]), range(sizes[2]))
         if (t, p, e) not in grid
     )
     if missing := list(islice(absent, 8)):

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import socket
-import stat
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -133,39 +132,26 @@ def role_entries(folder: Path) -> list[Entry]:
     return entries_below(folder.name, tree["files"])
 
 
-def find_damage(folder: Path, entries: Iterable[Entry]) -> list[str]:
-    """Read and hash all files in `entries`; return a line per difference."""
-    return [problem for entry in entries if (problem := content_problem(folder, entry))]
+def find_damage(folder: Path, entries: Iterable[Entry], by_hash: bool = True) -> list[str]:
+    """Return a line per file missing, with another size or, if `by_hash`, another hash."""
+    problems = []
+    for entry in entries:
+        path = entry["path"]
+        try:  # `Path.is_file` would take a read error for a missing file
+            size = (folder / path).stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
+            problems.append(f"{path} is missing")
+            continue
+        if size != entry["size"]:
+            problems.append(f"{path} has {size} bytes, not {entry['size']}")
+        elif by_hash and entry_of(folder, folder / path)["sha256"] != entry["sha256"]:
+            problems.append(f"{path} differs from what was written (sha256)")
+    return problems
 
 
 def under(folder: str, entries: Iterable[Entry]) -> list[Entry]:
     """Prefix the paths in `entries` with `folder`."""
     return [{**entry, "path": f"{folder}/{entry['path']}"} for entry in entries]
-
-
-def size_problem(folder: Path, entry: Entry) -> str | None:
-    """Return how a file differs from its entry, without reading it: missing, a link, size."""
-    try:  # `Path.is_file` would take a read error for a missing file
-        found = os.lstat(folder / entry["path"])
-    except (FileNotFoundError, NotADirectoryError):
-        return f"{entry['path']} is missing"
-    if not stat.S_ISREG(found.st_mode):
-        return f"{entry['path']} is no file, or a link"
-    if found.st_size != entry["size"]:
-        return f"{entry['path']} has {found.st_size} bytes, not {entry['size']}"
-    return None
-
-
-def content_problem(folder: Path, entry: Entry) -> str | None:
-    """Return how a file differs from its entry: missing, a link, size or hash.
-
-    Raises OSError if the file was unreadable for some seconds.
-    """
-    if problem := patiently(lambda: size_problem(folder, entry)):
-        return problem
-    if patiently(lambda: entry_of(folder, folder / entry["path"]))["sha256"] != entry["sha256"]:
-        return f"{entry['path']} differs from what was written (sha256)"
-    return None
 
 
 def write_text(file: Path, text: str) -> None:

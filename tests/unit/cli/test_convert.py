@@ -34,9 +34,8 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "bias": (["--add-qkv-bias"], "--add-qkv-bias: model_type llama has none; leave it out"),
     "vocabulary": (["--true-vocab-size", "36"], "must be the vocab_size=37 of config.json"),
     "size": (["--shard-size-gb", "nan"], "--shard-size-gb=nan must be more than 0, and finite"),
-    "zarr": (["--ckpt-format", "zarr"],
-     "--ckpt-format=zarr cannot be written; use torch or torch_dist"),
-    "optim": (["--load-model-type", "optim"], "optimizer states are not converted"),
+    "zarr": (["--ckpt-format", "zarr"], "invalid choice: 'zarr' (choose from"),
+    "optim": (["--load-model-type", "optim"], "invalid choice: 'optim' (choose from"),
     "kind": (["--load-model-type", "mg"], "a Hugging Face folder; correct one of them"),
     "twice": (["--load-dir", "x"], "SOURCE or --load-dir must be given, once"),
 }  # fmt: skip
