@@ -1,7 +1,7 @@
-"""One interface to npu, cuda and cpu; no other package names them.
+"""Common interface to npu, cuda and cpu; no other package names them.
 
-`setup` runs once per worker process, before anything imports Megatron; it selects the device and
-applies its adaptor (MindSpeed's on NPU, none on CUDA, our own on CPU).
+`setup` runs once per worker process before Megatron is imported. It selects the device and applies
+its adaptor: MindSpeed's on NPU, none on CUDA, our own on CPU.
 """
 
 import importlib.util
@@ -21,7 +21,7 @@ from mindspeed_rlxf.device import control_group, driver, megatron_imports, npu, 
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """Constants of a kind of device."""
+    """Constants for a device kind."""
 
     torch_type: str  # torch.device type
     backend: str  # torch.distributed backend
@@ -58,13 +58,13 @@ def resolve_kind(kind: DeviceKind) -> DeviceKind:
 
 
 def device_count(kind: DeviceKind) -> int | None:
-    """Return the number of devices of this host that a process may use; None = no limit (CPU)."""
+    """Return the number of devices visible on this host; None = unlimited (CPU)."""
     kind = resolve_kind(kind)
     return npu.count_npus() if kind is DeviceKind.NPU else count_by_torch(kind)
 
 
 def count_by_torch(kind: DeviceKind) -> int | None:
-    """Return the number of devices that torch sees, on NPU in a separate process; None on CPU."""
+    """Return the number of devices torch sees, on NPU in a separate process; None on CPU."""
     kind = resolve_kind(kind)
     if kind is DeviceKind.CPU:
         return None
@@ -72,13 +72,14 @@ def count_by_torch(kind: DeviceKind) -> int | None:
 
 
 def facts(kind: DeviceKind) -> DeviceFacts:
+    """Return the device kind's constants."""
     return FACTS[resolve_kind(kind)]
 
 
 def shared_memory_environment(kind: DeviceKind) -> dict[str, str]:
-    """Return the variable that makes torch's allocator use expandable segments; {} on CPU.
+    """Return the variable for expandable allocator segments; {} on CPU.
 
-    Freed memory can then serve blocks of other sizes.
+    Freed memory can then serve blocks with other sizes.
     """
     name = facts(kind).allocator
     return {} if name is None else {name: "expandable_segments:True"}
@@ -91,19 +92,20 @@ def setup(
     assigned: str | None = None,
     deadline_s: float | None = None,
 ) -> torch.device:
-    """Select the device of this process, apply its adaptor, and return the device.
+    """Select this process's device, apply its adaptor, and return the device.
 
-    Call it before Megatron is imported. A second call only sets the threads; adaptors cannot be
-    removed. Also keeps Megatron from importing wandb and TensorBoard.
+    Call it before importing Megatron. A second call only sets the threads, since adaptors cannot be
+    removed. Megatron can no longer import wandb and TensorBoard afterwards.
 
     Args:
-        threads: CPU threads of torch.
-        local_rank: Index among the devices that this process sees; used if `assigned` is None.
-        assigned: The device's number on the host, from Ray.
-        deadline_s: Longest wait of ranks for each other in a collective; NPU only.
+        kind: Device kind.
+        threads: CPU threads for torch.
+        local_rank: Index among the visible devices; used if `assigned` is None.
+        assigned: Host-wide device number from Ray.
+        deadline_s: Longest wait in a collective; NPU only.
 
     Raises:
-        ValueError: The process does not see the device, or NPU software is missing or does not fit.
+        ValueError: The device is not visible, or NPU software is missing or incompatible.
     """
     global _active
     kind = resolve_kind(kind)
@@ -128,10 +130,7 @@ def setup(
 
 
 def select_first_device(kind: DeviceKind) -> torch.device:
-    """Make the first visible device the current one and return it; needs no `setup`.
-
-    Raises ValueError if torch_npu cannot be imported.
-    """
+    """Make the first visible device current and return it, or raise ValueError; without `setup`."""
     kind = resolve_kind(kind)
     if kind is DeviceKind.CPU:
         return torch.device("cpu")
@@ -142,7 +141,7 @@ def select_first_device(kind: DeviceKind) -> torch.device:
 
 
 def current_device() -> torch.device:
-    """Return the device that `setup` selected."""
+    """Return the device selected by `setup`."""
     assert _active is not None, "device.setup has not run in this process"
     library = active_library()
     if library is None:
@@ -151,7 +150,7 @@ def current_device() -> torch.device:
 
 
 def fuses_layers() -> bool:
-    """Return whether models use Megatron's layers, which MindSpeed fuses: only on NPU."""
+    """Return whether models use Megatron layers fused by MindSpeed: only on NPU."""
     return _active is DeviceKind.NPU
 
 
@@ -161,21 +160,21 @@ def tries_kernels() -> bool:
 
 
 def seed_all(seed: int) -> None:
-    """Seed Python, numpy (modulo 2**32) and torch, but not Megatron's random streams."""
+    """Seed Python, numpy (modulo 2**32) and torch, but not Megatron's generators."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def set_deterministic(wanted: bool | None) -> None:
-    """Make kernels and collectives of this process give bitwise equal results for equal inputs.
+    """Make this process's kernels and collectives bitwise reproducible.
 
-    Sets environment variables that are absent, and torch's deterministic mode, in which operators
-    without a deterministic form raise RuntimeError. Call it before anything is computed: libraries
+    Sets missing environment variables and torch's deterministic mode, in which operators without a
+    deterministic implementation raise RuntimeError. Call it before any computation, since libraries
     read their variables when they start.
 
     Args:
-        wanted: None = on CPU and before `setup`, not on other devices.
+        wanted: None = only on CPU and before `setup`.
     """
     if wanted is None:
         wanted = _active in (None, DeviceKind.CPU)
@@ -190,34 +189,34 @@ def set_deterministic(wanted: bool | None) -> None:
 
 
 def active_library() -> Any:
-    """Return torch's module of the device in use (`torch.npu`); None on CPU or before `setup`."""
+    """Return torch's module for the active device (`torch.npu`); None on CPU or before `setup`."""
     if _active in (None, DeviceKind.CPU):
         return None
     return getattr(torch, FACTS[_active].torch_type)
 
 
 def synchronize() -> None:
-    """Block until the device has done all launched work, as for measuring time; not on CPU."""
+    """Wait until the device has finished all launched work, e.g. to measure time; not on CPU."""
     library = active_library()
     if library is not None:
         library.synchronize()
 
 
 def device_name() -> str:
-    """Return the model of this process's device as its library names it; empty on CPU."""
+    """Return the device model; empty on CPU."""
     library = active_library()
     return "" if library is None else str(library.get_device_name())
 
 
 def reset_peak_memory() -> None:
-    """Reset the peak of this process's device memory. Does nothing on CPU."""
+    """Reset this process's peak device memory; does nothing on CPU."""
     library = active_library()
     if library is not None:
         library.reset_peak_memory_stats()
 
 
 def peak_memory() -> int:
-    """Return the peak bytes since `reset_peak_memory`; on CPU the resident memory now."""
+    """Return the peak bytes since `reset_peak_memory`; on CPU the current resident memory."""
     library = active_library()
     if library is not None:
         return int(library.max_memory_allocated())
@@ -226,24 +225,24 @@ def peak_memory() -> int:
 
 
 def memory_total() -> int:
-    """Return the total bytes of memory of this process's device; on CPU `host_memory`."""
+    """Return the device memory in bytes; on CPU `host_memory`."""
     library = active_library()
     return host_memory() if library is None else int(library.mem_get_info()[1])
 
 
 def smallest_device_memory(kind: DeviceKind) -> int | None:
-    """Return the total bytes of memory of this host's smallest device; None = unknown, or CPU."""
+    """Return the smallest device memory on this host, in bytes; None = unknown, or CPU."""
     view = driver.query_driver(resolve_kind(kind))
     sizes = [each.memory_mib for each in view.devices if each.memory_mib] if view else []
     return min(sizes) * MIB if sizes else None
 
 
 def network_environment(kind: DeviceKind, ip: str) -> dict[str, str]:
-    """Return variables that make gloo, and HCCL on NPU, use the interface with the address `ip`.
+    """Return variables binding gloo, and HCCL on NPU, to the interface with address `ip`.
 
-    {} if no interface of this host has it. By default gloo uses the address of the host's name,
-    often a loopback address that other hosts cannot reach, and HCCL the first interface. NCCL finds
-    other hosts by itself.
+    Empty if no local interface has it. By default gloo uses the host name's address, often a
+    loopback address unreachable from other hosts, and HCCL the first interface. NCCL finds other
+    hosts itself.
     """
     import psutil
 
@@ -261,35 +260,35 @@ def network_environment(kind: DeviceKind, ip: str) -> dict[str, str]:
 
 
 def process_bytes(kind: DeviceKind) -> int:
-    """Estimate the device memory of a process without tensors; 0 on CPU."""
+    """Estimate device memory for a process without tensors; 0 on CPU."""
     return facts(kind).process_mib * MIB
 
 
 def communicator_bytes(kind: DeviceKind) -> int:
-    """Estimate the device memory for the buffers of one process group; 0 on CPU."""
+    """Estimate device memory for one process group's buffers; 0 on CPU."""
     if resolve_kind(kind) is DeviceKind.NPU:
         return npu.communicator_mib(os.environ) * MIB
     return facts(kind).communicator_mib * MIB
 
 
 def host_memory() -> int:
-    """Return the total bytes of this host's memory, or the container's limit if that is lower."""
+    """Return this host's memory in bytes, or the container's limit if lower."""
     limit = control_group.read_amount(control_group.Amount.MEMORY_LIMIT)
     return int(min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), limit))
 
 
 def to_text(state: Tensor) -> str:
-    """Return a generator's state, [bytes] uint8, as hexadecimal digits."""
+    """Return a generator state, [bytes] uint8, as hexadecimal digits."""
     return bytes(state.cpu().numpy().tobytes()).hex()
 
 
 def from_text(text: str) -> Tensor:
-    """Return the state, [bytes] uint8, that `to_text` wrote."""
+    """Return the state, [bytes] uint8, written by `to_text`."""
     return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
 
 
 def process_state() -> dict[str, Any]:
-    """Return the random states of torch, the device (None on CPU), numpy and Python, for JSON."""
+    """Return the JSON-ready generator states: torch, device (None on CPU), numpy, Python."""
     _, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, words, normal = random.getstate()
     library = active_library()
@@ -302,10 +301,7 @@ def process_state() -> dict[str, Any]:
 
 
 def load_process_state(state: dict[str, Any]) -> bool:
-    """Set the random states that `process_state` returned.
-
-    Changes nothing and returns False if they are of another kind of device.
-    """
+    """Restore `process_state`; False, changing nothing, if it is from another device kind."""
     library = active_library()
     own = "" if library is None else to_text(library.get_rng_state())
     if len(own) != len(state["device"] or ""):

@@ -1,6 +1,6 @@
-"""What the container's control group allows, of version 2 or 1 (kernel: admin-guide/cgroup-v1).
+"""Limits set by the container's control group, version 2 or 1 (kernel: admin-guide/cgroup-v1).
 
-Older host systems of Ascend clusters still use version 1. A container sees its own group at FOLDER.
+Older Ascend cluster hosts still use version 1. A container sees its own group at FOLDER.
 """
 
 import math
@@ -12,7 +12,7 @@ NO_LIMIT = 2**60  # version 1 writes the largest number of pages for it, in byte
 
 
 class Amount(Enum):
-    """Numbers of a control group, as the file of version 2 and that of version 1."""
+    """Control group values: version 2's file name, then version 1's."""
 
     MEMORY_LIMIT = "memory.max", "memory/memory.limit_in_bytes"
     PIDS_LIMIT = "pids.max", "pids/pids.max"
@@ -20,7 +20,7 @@ class Amount(Enum):
 
 
 def read_amount(amount: Amount, folder: Path = FOLDER) -> float:
-    """Return a number of the control group; infinity if it has no limit or cannot be read."""
+    """Return a control group value; infinity if unlimited or unreadable."""
     for name in amount.value:
         try:
             number = int((folder / name).read_text(encoding="ascii"))

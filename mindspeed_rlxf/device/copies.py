@@ -1,6 +1,6 @@
 """Copy between host and device memory in a separate stream, while the current stream computes.
 
-On a CPU host and device memory are the same, and copies are made at once.
+On CPU host and device memory are the same, and copies are synchronous.
 """
 
 import contextlib
@@ -14,13 +14,13 @@ from mindspeed_rlxf import device
 
 
 def host_buffer(num_bytes: int) -> Tensor:
-    """Allocate host memory, [num_bytes] uint8; pinned (and rounded up to 2**n) beside a device."""
+    """Allocate host memory, [num_bytes] uint8; pinned (rounded up to 2**n) if there is a device."""
     pinned = device.active_library() is not None
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
 
 
 class CopyStream:
-    """A device stream for copies, which run in the order of their launch. No stream on a CPU."""
+    """A device stream for copies, executed in launch order. No stream on CPU."""
 
     def __init__(self) -> None:
         self._library = device.active_library()
@@ -28,10 +28,9 @@ class CopyStream:
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
-        """Launch the copies of a `with` block in this stream; the host does not wait for them.
+        """Launch the block's copies in this stream without blocking the host.
 
-        They start after all work that the current stream has when the block is entered. On a CPU
-        the block just runs.
+        They start after all work already in the current stream. On CPU the block just runs.
         """
         if self._library is None:
             yield
@@ -41,15 +40,15 @@ class CopyStream:
             yield
 
     def mark(self) -> Any:
-        """Return an event that occurs when the copies launched so far have ended; None on a CPU."""
+        """Return an event for the end of all copies launched so far; None on CPU."""
         return None if self._library is None else self._stream.record_event()
 
     def join(self, event: Any) -> None:
-        """Make later work of the current stream wait for an event of `mark`; None = for nothing."""
+        """Make the current stream wait for an event from `mark`; None = for nothing."""
         if event is not None:
             self._library.current_stream().wait_event(event)
 
     def finish(self) -> None:
-        """Block the host until all copies have ended; on a CPU return at once."""
+        """Block the host until all copies have ended; on CPU return at once."""
         if self._library is not None:
             self._stream.synchronize()

@@ -1,8 +1,8 @@
-"""Let unmodified megatron-core run on a CPU under gloo.
+"""Run unmodified megatron-core on CPU under gloo.
 
-Megatron uses `torch.cuda` and `device="cuda"` throughout. On NPU torch_npu redirects them to the
-NPU; here they are redirected to the CPU. `apply` runs once per worker process, before Megatron is
-imported, and never in the driver.
+Megatron uses `torch.cuda` and `device="cuda"` throughout. On NPU torch_npu redirects them; here
+they are redirected to the CPU. `apply` runs once per worker process, before Megatron is imported,
+and never in the driver.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from torch.utils._device import _device_constructors
 
 
 def wrap_collectives() -> None:
-    """Replace three functions of `torch.distributed` for all callers; call it once."""
+    """Replace three `torch.distributed` functions for all callers; call it once."""
     dist.all_to_all_single = _with_listed_sizes(dist.all_to_all_single)
     dist.all_gather = _uneven_all_gather(dist.all_gather)
     dist.reduce_scatter = _uneven_reduce_scatter(dist.reduce_scatter)
@@ -37,7 +37,7 @@ def _with_listed_sizes(exchange: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _uneven_all_gather(gather: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `gather` (all_gather) wrapped to accept outputs of different shapes."""
+    """Wrap all_gather to accept outputs with different shapes."""
 
     @functools.wraps(gather)
     def wrapper(outputs: list[Tensor], own: Tensor, group: Any = None, **kwargs: Any) -> Any:
@@ -53,10 +53,10 @@ def _uneven_all_gather(gather: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _uneven_reduce_scatter(scatter: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `scatter` (reduce_scatter) wrapped to accept inputs of different first dimensions.
+    """Wrap reduce_scatter to accept inputs with different first dimensions.
 
-    These are summed with one all_reduce, of which each rank copies its slice, as are all inputs if
-    this version of gloo has no reduce_scatter.
+    One all_reduce sums such inputs, and each rank copies its slice. The same happens to all inputs
+    if this gloo version lacks reduce_scatter.
     """
 
     @functools.wraps(scatter)
@@ -78,7 +78,7 @@ def _uneven_reduce_scatter(scatter: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def share_device() -> None:
-    """Patch `ProcessGroupGloo` once, so that new groups share this process's gloo devices."""
+    """Patch `ProcessGroupGloo` once, so new groups share this process's gloo devices."""
     gloo: Any = dist.ProcessGroupGloo
     make = gloo.__init__
 
@@ -110,7 +110,7 @@ CPU = torch.device("cpu")
 
 
 def apply() -> None:
-    """Patch torch in this process: CUDA devices and calls become the CPU's; call it once.
+    """Redirect CUDA devices and calls to the CPU in this process; call it once.
 
     Also patches gloo's collectives and devices.
     """
@@ -178,7 +178,7 @@ def _type_with_cuda_prefix(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Stream(torch.cpu.Stream):
-    """A CPU stream with `record_event`, which Megatron's token dispatcher of experts calls."""
+    """A CPU stream with `record_event`, called by Megatron's MoE token dispatcher."""
 
     def record_event(self, event: Any = None) -> Any:
         return torch.cpu.Event()

@@ -1,4 +1,4 @@
-"""List the devices of this host with the driver's own tool, without claiming one."""
+"""List this host's devices with the driver's own tool, without claiming one."""
 
 import contextlib
 import re
@@ -27,9 +27,10 @@ PAIR = re.compile(r"(\d+)\s*/\s*(\d+)")
 class DriverDevice:
     """One device; for an NPU, a chip.
 
-    index:      number on the host
-    health:     as the tool reports it; OK if the tool has no such column
-    memory_mib: total memory; 0 = unknown
+    Attributes:
+        index: host-wide number.
+        health: as reported by the tool; OK if it has no such column.
+        memory_mib: total memory; 0 = unknown.
     """
 
     index: int
@@ -44,7 +45,7 @@ Parsed: TypeAlias = tuple[str, list[DriverDevice]]
 
 @dataclass(frozen=True)
 class DriverView:
-    """What the driver's tool reports. problem: why it gave no answer; "" if it did"""
+    """The driver tool's report. problem: why it failed; "" if it did not."""
 
     tool: str
     version: str
@@ -53,9 +54,9 @@ class DriverView:
 
 
 def query_driver(kind: DeviceKind) -> DriverView | None:
-    """Run the driver's tool; return the driver's version and devices, or why they are unknown.
+    """Run the driver's tool; return driver version and devices, or why they are unknown.
 
-    None for a kind without a driver: CPU, and AUTO, which must be resolved first.
+    None for a kind without driver: CPU, and AUTO, which must be resolved first.
     """
     if kind not in TOOLS:
         return None
@@ -68,7 +69,7 @@ def query_driver(kind: DeviceKind) -> DriverView | None:
 
 
 def list_device_files(folder: Path = Path("/dev")) -> list[str]:
-    """Return the sorted names of accelerators' device files in `folder`, such as davinci0."""
+    """Return the sorted names of accelerator device files in `folder`, such as davinci0."""
     return sorted(file.name for file in folder.iterdir() if DEVICE_FILE.fullmatch(file.name))
 
 
@@ -90,9 +91,9 @@ def run_tool(command: Sequence[str], limit_s: float = TOOL_S) -> str:
 
 
 def run_within(command: Sequence[str], limit_s: float) -> subprocess.CompletedProcess[str]:
-    """Run a program for `limit_s` at most; return its status, stdout and stderr.
+    """Run a program for at most `limit_s`; return its status, stdout and stderr.
 
-    Raises TimeoutExpired, also if the program cannot be killed, as one that waits for a driver:
+    Raises TimeoutExpired, even if the program cannot be killed, e.g. while it waits for a driver:
     `subprocess.run` would wait for its end.
     """
     process = subprocess.Popen(
@@ -109,9 +110,9 @@ def run_within(command: Sequence[str], limit_s: float) -> subprocess.CompletedPr
 
 
 def parse_nvidia(text: str) -> Parsed:
-    """Return (driver version, devices) from lines `0, NVIDIA H100 80GB HBM3, 81559, 4, 550.54`.
+    """Return (driver version, devices) from `0, NVIDIA H100 80GB HBM3, 81559, 4, 550.54` lines.
 
-    The columns are index, name, total and used memory (MiB) and version.
+    The columns are index, name, total and used memory (MiB), and version.
     """
     version, devices = "", []
     for line in text.splitlines():
@@ -124,10 +125,10 @@ def parse_nvidia(text: str) -> Parsed:
 
 
 def parse_ascend(text: str) -> Parsed:
-    """Return driver version ("" = not in the text) and chips from the table of `npu-smi info`.
+    """Return driver version ("" = missing) and chips from the `npu-smi info` table.
 
-    A chip has two rows. Its index is the second number in its second row (`Phy-ID`), which counts
-    across cards; without one, the card's number.
+    A chip has two rows. Its index is the second row's second number (`Phy-ID`), counted across
+    cards; if missing, the card number.
     """
     found = re.search(r"Version:\s*(\S+)", text)
     table, devices = text.partition("Process id")[0], []

@@ -1,4 +1,4 @@
-"""Results of checks of a host: the doctor shows all, and the start of a worker raises some."""
+"""Results from host checks: the doctor shows all, and a starting worker raises some."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Status(str, Enum):
-    """Judgement of a check, from best to worst; the values appear in the doctor's JSON."""
+    """A check's status, from best to worst; the values appear in the doctor's JSON."""
 
     OK = "ok"
     WARNING = "warning"
@@ -16,12 +16,13 @@ class Status(str, Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check.
+    """One check's result.
 
-    check:  stable name, `area.subject`
-    value:  what was measured or seen
-    remedy: what to do; "" if ok
-    hosts:  hosts with this result; empty = the host of the command
+    Attributes:
+        check: stable name, `area.subject`.
+        value: what was measured or seen.
+        remedy: what to do; "" if ok.
+        hosts: hosts with this result; empty = the command's host.
     """
 
     check: str
@@ -31,22 +32,25 @@ class Finding:
     hosts: tuple[str, ...] = ()
 
     def on(self, host: str) -> Finding:
-        """Return a copy that names this one host."""
+        """Return a copy naming this one host."""
         return replace(self, hosts=(host,))
 
 
 def ok(check: str, value: str) -> Finding:
+    """Return a finding without a problem."""
     return Finding(check, Status.OK, value)
 
 
 def warning(check: str, value: str, remedy: str) -> Finding:
+    """Return a warning."""
     return Finding(check, Status.WARNING, value, remedy)
 
 
 def error(check: str, value: str, remedy: str) -> Finding:
+    """Return an error."""
     return Finding(check, Status.ERROR, value, remedy)
 
 
 def judge(fine: bool, check: str, value: str, remedy: str, bad: Status = Status.WARNING) -> Finding:
-    """Return an `ok` finding if `fine`, else one of status `bad` with the remedy."""
+    """Return an `ok` finding if `fine`, else one with status `bad` and the remedy."""
     return ok(check, value) if fine else Finding(check, bad, value, remedy)

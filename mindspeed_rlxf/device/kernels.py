@@ -1,10 +1,10 @@
-"""Choose fused operators by trying them on this device, never by a version.
+"""Select fused operators by trying them on this device, never by version.
 
-Each row of TABLE names an operator and a package that has it. `find` tries the rows in order: it
+Each TABLE row names an operator and a package providing it. `find` tries the rows in order: it
 imports the operator, runs it forward and backward on a small input, and compares the result with
-plain torch. Attention is tried with the heads of the model, as kernels refuse some sizes. An
-operator that fails is left out, with one line in the log. On NPU, where MindSpeed's operators
-replace Megatron's own (`device.fuses_layers`), only SHARED_PROMPTS is tried; on a CPU nothing.
+plain torch. Attention is tried with the model's head sizes, since kernels refuse some. A failing
+operator is skipped with a log line. On NPU, where MindSpeed's operators replace Megatron's own
+(`device.fuses_layers`), only SHARED_PROMPTS is tried; on CPU nothing.
 """
 
 import functools
@@ -31,7 +31,7 @@ TOLERANCE = 0.05  # for bf16 results with elements of about 1
 
 
 class Operator(str, Enum):
-    """An operation that may be fused; the value is its name in the log."""
+    """An operation with fused implementations; the value is its name in the log."""
 
     ATTENTION = "attention of packed sequences"
     SHARED_PROMPTS = "attention of responses to one prompt"
@@ -43,10 +43,11 @@ class Operator(str, Enum):
 
 @dataclass(frozen=True)
 class Source:
-    """A package that has an operator.
+    """A package providing an operator.
 
-    load:  returns the operator as our models call it; raises if it is not installed
-    probe: runs it on the device; raises if it fails, or its results differ from plain torch
+    Attributes:
+        load: returns the operator as our models call it; raises if it is not installed.
+        probe: runs it on the device; raises if it fails or disagrees with plain torch.
     """
 
     operator: Operator
@@ -57,14 +58,11 @@ class Source:
 
 @functools.cache
 def find(operator: Operator, *shape: int) -> Any:
-    """Return the first implementation of an operator in TABLE that works on this device, cached.
+    """Return the first TABLE implementation that works on this device, cached.
 
-    None = use plain torch: on CPU, before `device.setup`, in deterministic mode (backward passes of
-    fused attention add in any order), or if no implementation passes its probe. Logs a line for
-    each that is tried.
-
-    Args:
-        shape: Sizes of the model for the probe, as an operator may refuse some; () = the probe's.
+    None = use plain torch: on CPU, before `device.setup`, in deterministic mode (fused attention's
+    backward adds in any order), or if every probe fails. Logs each attempt. `shape` has the model
+    sizes for the probe, since kernels refuse some; () = the probe's own.
     """
     tried = device.tries_kernels() or (
         device.fuses_layers() and operator is Operator.SHARED_PROMPTS
@@ -145,7 +143,7 @@ def _compare_attention(
     groups: int = 2,
     width: int = 64,
 ) -> None:
-    """Compare with plain torch. rows, seen: the tokens of each sequence, and those of its keys"""
+    """Compare with plain torch. rows, seen: each sequence's token and key indices."""
     where = rows[0].device
     query, key, value = (_noise(where, 24, count, width) for count in (heads, groups, groups))
     lengths, key_lengths = (tuple(map(len, each)) for each in (rows, seen))

@@ -1,7 +1,7 @@
 """Keep Megatron from importing wandb and TensorBoard in every process.
 
-`megatron.core.timers` imports them if they are installed: 0.7 s and 24 MB in each rank. Our
-trackers run in the driver, so no rank needs them. Every other module can still import them.
+`megatron.core.timers` imports them if installed: 0.7 s and 24 MB per rank. Our trackers run in the
+driver, so no rank needs them. Every other module can still import them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ IMPORTLIB = "<frozen importlib"
 
 
 class TrackersHiddenFromMegatron(MetaPathFinder):
-    """Import hook that raises ModuleNotFoundError where a module of Megatron imports a tracker."""
+    """Import hook raising ModuleNotFoundError if a Megatron module imports a tracker."""
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
+        """Raise for a tracker imported by Megatron; otherwise find nothing."""
         if fullname not in HIDDEN:
             return
         frame: FrameType | None = sys._getframe(1)
@@ -29,6 +30,6 @@ class TrackersHiddenFromMegatron(MetaPathFinder):
 
 
 def hide_trackers() -> None:
-    """Make imports of trackers by Megatron fail from now on. A second call changes nothing."""
+    """Make tracker imports by Megatron fail from now on; idempotent."""
     if not any(isinstance(finder, TrackersHiddenFromMegatron) for finder in sys.meta_path):
         sys.meta_path.insert(0, TrackersHiddenFromMegatron())

@@ -1,7 +1,6 @@
-"""Handle the differences between supported versions of megatron-core.
+"""Handle differences between supported megatron-core versions.
 
-This is the only module that reads the version. The rest of the code uses only functions that all
-versions from 0.12.1 on have.
+This is the only module reading the version. All other code uses functions available since 0.12.1.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ def is_before_0_13() -> bool:
 
 
 def chunk_argument(chunk: int | None) -> dict[str, int | None]:
-    """Return {"vp_stage": chunk}, for Megatron's functions that build a chunk; {} in 0.12."""
+    """Return {"vp_stage": chunk}, for Megatron's chunk builders; {} in 0.12."""
     return {} if is_before_0_13() else {"vp_stage": chunk}
 
 
 def gathers_ahead_argument(value: bool) -> dict[str, bool]:
-    """Return {"overlap_param_gather": value}, an argument of the optimizer's config; {} in 0.12.
+    """Return {"overlap_param_gather": value}, for the optimizer config; {} in 0.12.
 
-    It says whether forward passes gather the weights. The optimizer of 0.12 reads that from the
+    It tells the optimizer whether forward passes gather the weights; 0.12 reads that from the
     data-parallel wrapper.
     """
     return {} if is_before_0_13() else {"overlap_param_gather": value}
@@ -44,10 +43,9 @@ def gathers_ahead_argument(value: bool) -> dict[str, bool]:
 
 @contextlib.contextmanager
 def current_chunk(chunk: int | None) -> Iterator[None]:
-    """Set the global index of the current chunk of a virtual pipeline in a `with` block, in 0.12.
+    """Set the global virtual pipeline chunk index inside the block, in 0.12.
 
-    Restores the index afterwards. Does nothing from 0.13 on, where the index is an argument, nor
-    for None.
+    Does nothing from 0.13 on, which passes the index as an argument, nor for None.
     """
     if chunk is None or not is_before_0_13():
         yield
@@ -62,10 +60,9 @@ def current_chunk(chunk: int | None) -> Iterator[None]:
 
 @functools.cache
 def apply_patches() -> None:
-    """Patch the imported Megatron for this process; call it before a model is built.
+    """Patch the imported Megatron for this process; call it before building a model.
 
-    Fixes defects of its version, and makes it write checkpoint files without other processes. Later
-    calls do nothing.
+    Fixes version-specific defects, and makes checkpoint writing stay in this process. Idempotent.
     """
     if is_before_0_13():
         quantize, write = distrib_optimizer.quantize_param_shard, filesystem_async._write_item
@@ -82,16 +79,17 @@ def apply_patches() -> None:
 
 
 class InProcess:
-    """Replaces `multiprocessing` in Megatron's writer of checkpoint files.
+    """Replaces `multiprocessing` in Megatron's checkpoint writer.
 
-    Megatron forks a writer process for each file. Our process has a device, collectives and Ray's
-    threads, which a fork can break. It would also wait for ever for a killed writer, and a writer
+    Megatron forks a writer process per file. Our process has a device, collectives and Ray's
+    threads, which a fork can break. It would also wait forever for a killed writer, and a writer
     would outlive a killed rank.
     """
 
     Queue = JoinableQueue = SimpleQueue = queue.Queue
 
     def get_context(self, _method: str) -> InProcess:
+        """Return this replacement for any start method."""
         return self
 
     class Process:
@@ -103,19 +101,21 @@ class InProcess:
             self._run = functools.partial(target, *args, **(kwargs or {}))
 
         def start(self) -> None:
+            """Run the target."""
             self._run()
 
         def join(self) -> None:
             """Return at once: `start` has run the target."""
 
     def Manager(self) -> InProcess:
+        """Return this replacement, which also makes queues."""
         return self
 
 
 def quantize_if_any(quantize: Function) -> Function:
-    """Return `quantize` wrapped to return None at once where the list of parameters is empty.
+    """Wrap `quantize` to return None at once for an empty parameter list.
 
-    Megatron's cast to fp8 raises without Transformer Engine even then.
+    Megatron's fp8 cast raises without Transformer Engine even then.
     """
 
     @functools.wraps(quantize)
@@ -126,7 +126,7 @@ def quantize_if_any(quantize: Function) -> Function:
 
 
 def write_in_torch_format(write: Function) -> Function:
-    """Return torch's writer of checkpoint items with `serialization_format` bound to TORCH_SAVE.
+    """Bind `serialization_format` to TORCH_SAVE in torch's checkpoint item writer.
 
     A writer without this parameter is returned unchanged.
     """

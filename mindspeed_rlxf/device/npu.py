@@ -1,14 +1,14 @@
-"""Set up the Ascend NPU of a worker process, from CANN's environment to a patched Megatron.
+"""Set up a worker's Ascend NPU, from CANN's environment to a patched Megatron.
 
 `start` takes these steps, whose order matters:
 
-    environment of CANN -> torch_npu -> this process's device -> MindSpeed's adaptor (once)
-    -> repatch (once) -> Megatron, which the roles import later
+    CANN environment -> torch_npu -> this process's device -> MindSpeed's adaptor (once)
+    -> repatch (once) -> Megatron, imported later by the roles
 
-All roles of a process use the same patches, because removing them would change functions of models
-that exist already. MindSpeed keeps its arguments in one namespace, whose values become the defaults
-of every `TransformerConfig` that is built afterwards. So `ARGUMENTS` has only values that all roles
-share; each role sets its layout and sizes in its own config.
+All roles in a process share the patches, because removing them would change functions used by
+existing models. MindSpeed keeps its arguments in one namespace, whose values become defaults for
+every later `TransformerConfig`. So `ARGUMENTS` has only values shared by all roles; each role sets
+its layout and sizes in its own config.
 """
 
 import ctypes.util
@@ -62,18 +62,17 @@ ASK = f"import torch, torch_npu; print({ANSWER!r} + str(torch_npu.npu.device_cou
 
 
 def start(index: int, assigned: str | None, deadline_s: float | None) -> None:
-    """Set up the NPU of this process: select it, compile no operators, apply MindSpeed's adaptor.
+    """Set up this process's NPU: select it, disable operator compilation, apply the adaptor.
 
-    Call it before Megatron is imported.
+    Call it before importing Megatron.
 
     Args:
-        index: Among the devices that the process sees; used if `assigned` is None (torchrun).
-        assigned: The device's number on the host, from Ray.
-        deadline_s: Longest wait of ranks for each other, for HCCL's timeouts; None = HCCL's own.
+        index: Index among the visible devices; used if `assigned` is None (torchrun).
+        assigned: Host-wide device number from Ray.
+        deadline_s: Longest wait for other ranks, for HCCL's timeouts; None = HCCL's own.
 
     Raises:
-        ValueError: A part of the installation is missing or does not fit, or the process does not
-            see the device.
+        ValueError: Software is missing or incompatible, or the device is not visible.
     """
     # Looking up a version imports the namespace `megatron`, which holds nothing.
     early = sorted(name for name in sys.modules if name.startswith("megatron."))
@@ -93,7 +92,7 @@ def start(index: int, assigned: str | None, deadline_s: float | None) -> None:
 
 
 def check_cann(environment: Mapping[str, str]) -> None:
-    """Raise ValueError unless CANN's set_env.sh has been sourced and LIBRARY is found."""
+    """Raise ValueError unless CANN's set_env.sh was sourced and LIBRARY is found."""
     home = next((environment[name] for name in HOME if environment.get(name)), "")
     if not home or not Path(home).is_dir():
         raise ValueError(f"{' or '.join(HOME)} must be CANN's folder, not {home!r}; {SOURCE_IT}")
@@ -107,7 +106,7 @@ def check_cann(environment: Mapping[str, str]) -> None:
 
 
 def import_torch_npu() -> Any:
-    """Import and return torch_npu; raise ValueError if `check_cann` does or the import fails."""
+    """Import and return torch_npu; raise ValueError if `check_cann` or the import fails."""
     check_cann(os.environ)
     try:
         return importlib.import_module("torch_npu")
@@ -116,11 +115,11 @@ def import_torch_npu() -> Any:
 
 
 def count_npus() -> int:
-    """Return the number of NPUs that npu-smi lists, or ASCEND_RT_VISIBLE_DEVICES names if fewer.
+    """Return the number of NPUs listed by npu-smi, at most those in ASCEND_RT_VISIBLE_DEVICES.
 
-    Imports no torch_npu: that takes seconds, cannot be undone, and may claim device memory. If
-    npu-smi gives no answer, torch_npu counts them in a separate process. Raises ValueError if CANN
-    or torch_npu is missing, or neither answers.
+    Does not import torch_npu, which takes seconds, cannot be undone, and may claim device memory.
+    If npu-smi fails, torch_npu counts them in a separate process. Raises ValueError if CANN or
+    torch_npu is missing, or both counts fail.
     """
     check_installed()
     view = driver.query_driver(DeviceKind.NPU)
@@ -134,16 +133,16 @@ def count_npus() -> int:
 
 
 def check_installed() -> None:
-    """Raise ValueError if `check_cann` does or torch_npu is not on the path; import nothing."""
+    """Raise ValueError if `check_cann` fails or torch_npu is not on the path; imports nothing."""
     check_cann(os.environ)
     if importlib.util.find_spec("torch_npu") is None:
         raise ValueError(NOT_INSTALLED.format("it is not on the path"))
 
 
 def count_by_torch(reason: str = "") -> int:
-    """Return the number of NPUs that torch_npu sees in a separate process, or raise ValueError.
+    """Return the number of NPUs torch_npu sees in a separate process, or raise ValueError.
 
-    reason: why npu-smi did not answer, for the error
+    `reason` says why npu-smi failed, for the error.
     """
     try:
         output = driver.run_tool([sys.executable, "-c", ASK], IMPORT_S)
@@ -158,11 +157,11 @@ def count_by_torch(reason: str = "") -> int:
 
 
 def set_timeouts(environment: Any, deadline_s: float) -> None:
-    """Set HCCL's timeouts (CONNECT, EXECUTE, EVENT) that are absent from `environment`.
+    """Set missing HCCL timeouts (CONNECT, EXECUTE, EVENT) in `environment`.
 
-    They are at least `deadline_s`, if HCCL allows it: the run's own timeout should come first,
-    because its error names the missing ranks. EVENT must be greater than EXECUTE (0 = no limit), so
-    each follows the other if only one is set.
+    They are at least `deadline_s`, within HCCL's limits: the run's own timeout should come first,
+    since its error names the missing ranks. EVENT must exceed EXECUTE (0 = no limit), so if only
+    one is set, the other follows it.
     """
     deadline = math.ceil(deadline_s)
     environment.setdefault(CONNECT, str(min(max(deadline, CONNECT_S[0]), CONNECT_S[1])))
@@ -173,16 +172,16 @@ def set_timeouts(environment: Any, deadline_s: float) -> None:
 
 
 def communicator_mib(environment: Mapping[str, str]) -> int:
-    """Return the device memory (MiB) of one communicator: twice HCCL_BUFFSIZE."""
+    """Return the device memory for one communicator, in MiB: twice HCCL_BUFFSIZE."""
     given = environment.get("HCCL_BUFFSIZE", "")
     return 2 * (int(given) if given.isdigit() else BUFFER_MIB)
 
 
 def _patch_megatron() -> None:
-    """Apply MindSpeed's patches to Megatron with ARGUMENTS, and fix its all-reduce of fp64.
+    """Apply MindSpeed's patches with ARGUMENTS, and fix its fp64 all-reduce.
 
-    Meanwhile sys.argv has the program's name only, as MindSpeed would parse Ray's arguments. The
-    root logger, which MindSpeed changes, keeps its handlers and level.
+    Meanwhile sys.argv has only the program name, since MindSpeed would parse Ray's arguments. The
+    root logger, modified by MindSpeed, gets its handlers and level back.
     """
     all_reduce, argv, root = dist.all_reduce, sys.argv, logging.getLogger()
     handlers, level = root.handlers[:], root.level
@@ -198,11 +197,11 @@ def _patch_megatron() -> None:
 
 
 def _reduce_fp64_in_place(patched: Callable[..., Any], plain: Callable[..., Any]) -> Any:
-    """Return an all-reduce that reduces fp64 tensors in place, and calls `patched` for others.
+    """Return an all-reduce that reduces fp64 tensors in place and passes others to `patched`.
 
-    patched: MindSpeed's, which reduces a copy of an fp64 tensor and loses the result
-    plain:   torch's, which reduces fp64 in gloo on the host; HCCL has no fp64, so on the device it
-             reduces an fp32 copy, which is copied back (asserts that the call is not `async_op`)
+    MindSpeed's `patched` reduces an fp64 tensor's copy and loses the result. torch's `plain`
+    reduces fp64 host tensors with gloo; HCCL has no fp64, so on the device an fp32 copy is reduced
+    and copied back (not with `async_op`).
     """
 
     @wraps(plain)
@@ -227,11 +226,11 @@ def attend_to_longer_keys(
     lengths: tuple[int, ...],
     key_lengths: tuple[int, ...],
 ) -> torch.Tensor:
-    """Attend in packed sequences with more keys than queries, causal to the last key.
+    """Attend within packed sequences with more keys than queries, causal to the last key.
 
-    query: [tokens, heads, d]; key, value: [keys, groups, d]; returns [tokens, heads, d]
-    Source: npu_fusion_attention of Ascend/op-plugin, layout TND with sparse_mode 3, whose mask is
-    the compressed one and whose ends have no leading 0.
+    Query and result are [tokens, heads, d], key and value [keys, groups, d]. Source:
+    npu_fusion_attention in Ascend/op-plugin, layout TND with sparse_mode 3, whose mask is the
+    compressed one and whose ends have no leading 0.
     """
     out: torch.Tensor = import_torch_npu().npu_fusion_attention(
         query,

@@ -1,8 +1,8 @@
-"""Check the installation of an NPU host: fitting versions, driver, CANN, packages.
+"""Check an NPU host's installation: compatible versions, driver, CANN, packages.
 
-docs/npu.md has every path, package and version with its source. The start of a worker raises what
+docs/npu.md has every path, package and version with its source. A starting worker raises what
 `find_problems` finds; the doctor shows all. Megatron and MindSpeed are not imported here, because
-the order of their imports matters (`device/npu.py`): versions are read from files.
+their import order matters (`device/npu.py`): versions are read from files.
 """
 
 import os
@@ -22,10 +22,9 @@ from mindspeed_rlxf.device.findings import Finding, Status, error, judge, warnin
 
 @dataclass(frozen=True)
 class VersionSet:
-    """Versions that fit each other: one set of `constraints/`.
+    """Compatible versions: one set in `constraints/`.
 
-    torch:     releases of torch that all other packages are published for
-    torch_npu: the release that is published for this CANN
+    `torch` has the releases all other packages are published for, `torch_npu` this CANN's release.
     """
 
     name: str
@@ -55,11 +54,10 @@ DEFAULT = SETS[0]
 
 
 class Cann(NamedTuple):
-    """What one minor version of CANN goes with.
+    """Compatible versions for one minor CANN version: torch_npu, limits for Python packages.
 
-    torch_npu: its releases (COMPATIBILITY.md of Ascend/pytorch, 2026-08-20; those of 26.1.1 as in a
-               fork, 2026-11-23), each for the torch of the same number
-    python:    its limits of Python packages
+    The releases are from COMPATIBILITY.md in Ascend/pytorch, 2026-08-20 (those for 26.1.1 from a
+    fork, 2026-11-23), each for the torch with the same number.
     """
 
     torch_npu: tuple[str, ...]
@@ -114,7 +112,7 @@ IN_CONTAINER = (
 
 
 class Installed(NamedTuple):
-    """Versions that this process would import; None = not installed, or version unknown."""
+    """Versions this process would import; None = not installed, or version unknown."""
 
     torch: str | None
     torch_npu: str | None
@@ -124,23 +122,24 @@ class Installed(NamedTuple):
 
 
 class Host(NamedTuple):
-    """The host to inspect. root: the folder that stands for `/`"""
+    """The host to inspect. root: the folder standing for `/`."""
 
     root: Path = Path("/")
     environment: Mapping[str, str] = os.environ
 
     def path(self, name: str) -> Path:
+        """Return an absolute path below `root`."""
         return self.root / name.lstrip("/")
 
 
 def read_versions() -> Installed:
-    """Return the versions that this process would import, from files; imports none of them."""
+    """Return the versions this process would import, from files; imports none."""
     torch, torch_npu, core, mindspeed = map(packages.version, PACKAGES[:4])
     return Installed(torch, torch_npu, core, mindspeed, cann_version())
 
 
 def cann_version() -> str | None:
-    """Return the first version in the files of CANN; None when no file has one."""
+    """Return the first version in CANN's files; None if there is none."""
     named = [os.environ.get(name) for name in reversed(HOME)]
     for root in (*filter(None, named), *CANN_ROOTS):
         for pattern in CANN_FILES:
@@ -151,7 +150,7 @@ def cann_version() -> str | None:
 
 
 def require_versions() -> list[str]:
-    """Return warnings about versions; raise ValueError with all errors if they cannot work."""
+    """Return warnings about versions; raise ValueError listing all errors if there are any."""
     found = find_problems()
     if errors := [f"{f.value}; {f.remedy}" for f in found if f.status is Status.ERROR]:
         raise ValueError("; ".join(errors))
@@ -159,12 +158,12 @@ def require_versions() -> list[str]:
 
 
 def find_problems() -> list[Finding]:
-    """Return the problems with versions, each `versions.pairs`; [] if all fit and were tried."""
+    """Return version problems, each `versions.pairs`; [] if all are compatible and tested."""
     return list(source_problems()) or list(pair_problems(read_versions()))
 
 
 def source_problems() -> Iterator[Finding]:
-    """Yield errors of the packages of Megatron-LM and MindSpeed on the path."""
+    """Yield errors about the Megatron-LM and MindSpeed packages on the path."""
     core, training = (packages.folder_of(f"megatron.{part}") for part in ("core", "training"))
     if training is None:
         yield error(
@@ -203,7 +202,7 @@ def find_set(megatron_core: str) -> VersionSet | None:
 
 
 def pair_problems(versions: Installed) -> Iterator[Finding]:
-    """Yield a problem for each pair of versions that do not fit, or were not tried together."""
+    """Yield a problem for each incompatible or untested version pair."""
     torch, torch_npu, core, mindspeed, cann = versions
     if torch and torch_npu and Version(torch).release != Version(torch_npu).release:
         yield error(
@@ -241,7 +240,7 @@ def _read_text(file: Path) -> str:
 
 
 def check_driver(host: Host) -> Iterator[Finding]:
-    """Yield the results for the driver's version and the device files."""
+    """Yield results for driver version and device files."""
     found = re.search(r"^Version=(\S+)", _read_text(host.path(DRIVER_VERSION)), re.M)
     yield judge(
         found is not None,
@@ -263,9 +262,9 @@ def check_driver(host: Host) -> Iterator[Finding]:
 
 
 def check_cann(host: Host) -> Iterator[Finding]:
-    """Yield the results for CANN's environment, its Python folder, its operators and ATB.
+    """Yield results for CANN's environment, Python folder, operators and ATB.
 
-    The environment passes if the variables of HOME name one folder, links followed.
+    The environment passes if the HOME variables name one folder, links followed.
     """
     given = host.environment
     homes = {name: given[name] for name in HOME if given.get(name)}
@@ -317,9 +316,9 @@ def check_cann(host: Host) -> Iterator[Finding]:
 
 
 def check_python(versions: Installed) -> Iterator[Finding]:
-    """Yield the results for Python, the build of torch, and the packages of CANN and MindSpeed.
+    """Yield results for Python, the torch build, and packages for CANN and MindSpeed.
 
-    triton-ascend is checked only for core 0.16, whose MindSpeed imports it when it starts.
+    triton-ascend is checked only for core 0.16, whose MindSpeed imports it at startup.
     """
     chosen = (find_set(versions.megatron_core) if versions.megatron_core else None) or DEFAULT
     here = _minor(platform.python_version())

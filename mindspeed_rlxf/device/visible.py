@@ -1,25 +1,25 @@
-"""Translate the number of a device on its host to its number within this process."""
+"""Translate a device's host-wide number to its number within this process."""
 
 import os
 
 
 def list_visible(variable: str | None) -> list[str]:
-    """Return the devices that an environment variable names, in order; [] = no restriction."""
+    """Return the devices named by an environment variable, in order; [] = no restriction."""
     value = os.environ.get(variable, "") if variable else ""
     return [number.strip() for number in value.split(",") if number.strip()]
 
 
 def index_within(assigned: str, variable: str | None, seen: int) -> int:
-    """Return the index, among the devices that this process sees, of the device that Ray assigned.
+    """Return the visible-device index for the device assigned by Ray.
 
     Args:
-        assigned: The device's number on the host (on CUDA it may be a UUID).
+        assigned: Host-wide device number (on CUDA possibly a UUID).
         variable: Hides devices. Ray sets it to the assigned device; with
-            RAY_EXPERIMENTAL_NOSET_... it stays as the node has it. Without it the number counts.
-        seen: Number of devices that the process sees.
+            RAY_EXPERIMENTAL_NOSET_... it keeps the node's value. If unset, `assigned` is the index.
+        seen: Number of visible devices.
 
     Raises:
-        ValueError: The process does not see the device.
+        ValueError: The device is not visible.
     """
     numbers = list_visible(variable)
     if numbers and assigned not in numbers:
@@ -31,9 +31,9 @@ def index_within(assigned: str, variable: str | None, seen: int) -> int:
 
 
 def check_index(index: int, variable: str | None, seen: int) -> int:
-    """Return `index`. Raises ValueError unless it is below `seen`, the number of devices.
+    """Return `index`, or raise ValueError unless it is below `seen`, the number of visible devices.
 
-    variable: name of the variable that hides devices; the error shows its value
+    The error shows `variable`, which hides devices.
     """
     if index < seen:
         return index

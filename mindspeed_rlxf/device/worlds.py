@@ -1,10 +1,9 @@
-"""The torch.distributed world of a process, and the group between worlds of a disaggregated pool.
+"""A process's torch.distributed world, and the group connecting a disaggregated pool's worlds.
 
-The processes of each part of a disaggregated pool form a world. Its ranks count from 0, and
-Megatron sees
-only these. One more group takes weights from the first part to the others: it has the first rank of
-the pool and all ranks of the other parts. torch makes groups only inside a world, so this group is
-made by the function that `init_process_group` calls.
+Each part of a disaggregated pool forms a world with ranks counted from 0; Megatron sees only these.
+One more group sends weights from the first part to the others: it has the pool's first rank and
+all ranks in the other parts. torch makes groups only inside a world, so this one is made by the
+function `init_process_group` calls.
 """
 
 import math
@@ -28,16 +27,10 @@ _timeout = timedelta(minutes=30)  # torch's default, until a world is joined
 def open_store(
     ip: str, world_size: int | None = None, timeout: timedelta = timedelta(minutes=5)
 ) -> tuple[dist.TCPStore, int]:
-    """Start a rendezvous store on a free port of `ip`; return it and the port without waiting.
+    """Start a rendezvous store on a free port at `ip`; return it and the port without waiting.
 
-    The port is bound before the store is made, so that no other process can take it in between.
-
-    Args:
-        world_size: None = not fixed.
-        timeout: Longest wait for a key of the store.
-
-    Raises:
-        OSError: This host cannot listen on `ip`.
+    The port is bound before the store is made, so no other process can take it in between. Raises
+    OSError if this host cannot listen on `ip`. `timeout` is the longest wait for a store key.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET)
     listener.bind((ip, 0))
@@ -59,7 +52,7 @@ def open_store(
 
 
 def part_rank(rank: int, parts: Sequence[int]) -> tuple[int, int]:
-    """Return (index of the part, rank in it) of a rank of the pool. parts: sizes"""
+    """Return (part index, rank within the part) for a pool rank. parts: sizes."""
     for part, end in enumerate(accumulate(parts)):
         if rank < end:
             return part, rank - (end - parts[part])
@@ -69,15 +62,17 @@ def part_rank(rank: int, parts: Sequence[int]) -> tuple[int, int]:
 def join(
     backend: str, store: dist.Store, rank: int, parts: Sequence[int], timeout: timedelta
 ) -> None:
-    """Initialise torch.distributed with the ranks of this rank's part of the pool as the world.
+    """Initialize torch.distributed with this rank's part as the world.
 
-    In a pool with several parts, also create `weights_group`. With gloo it blocks until every rank
-    of the groups has called it; NCCL and HCCL connect at the first collective.
+    In a pool with several parts, also create `weights_group`. With gloo it blocks until every
+    member has called it; NCCL and HCCL connect at the first collective.
 
     Args:
-        rank: In the pool.
-        parts: Number of ranks of each part, in the order of ranks.
-        timeout: Of these groups; `timeout_minutes` returns it for groups that are created later.
+        backend: torch.distributed backend.
+        store: Rendezvous store shared by the pool.
+        rank: Rank within the pool.
+        parts: Ranks per part, in rank order.
+        timeout: For these groups; `timeout_minutes` returns it for later groups.
     """
     global _weights_group, _timeout
     _timeout = timeout
@@ -97,7 +92,7 @@ def join(
 def _group_across(
     backend: str, store: dist.Store, rank: int, size: int, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """Make a group of ranks of several worlds; `src` in it is a rank of this group."""
+    """Make a group spanning several worlds; `src` in it is a rank within this group."""
     make: Any = distributed_c10d._new_process_group_helper
     # Without a list of ranks HCCL treats the group as the default one. torch looks up the rank of
     # this process within its part in the list, which has it: the list has all numbers up to the
@@ -111,17 +106,17 @@ def _group_across(
 
 
 def timeout_minutes() -> int:
-    """Return the timeout that `join` got, in minutes, rounded up; 30 before `join`."""
+    """Return `join`'s timeout in minutes, rounded up; 30 before `join`."""
     return math.ceil(_timeout.total_seconds() / 60)
 
 
 def set_timeout(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Set the timeout of gloo and NCCL groups to that of `timeout_minutes`.
+    """Set gloo and NCCL group timeouts to `timeout_minutes`.
 
-    Megatron gives the groups for gradients of experts no timeout, and torch's default is half an
-    hour. HCCL uses its variables (`npu.set_timeouts`). For a gloo group the timeout is set on its
-    CPU backend: torch's own function would also look up the CUDA backend, for which torch_npu
-    substitutes NPU, and gloo has none.
+    Megatron gives expert gradient groups no timeout, and torch's default is half an hour. HCCL uses
+    its variables (`npu.set_timeouts`). A gloo group's timeout is set on its CPU backend: torch's
+    own function would also look up the CUDA backend, replaced by NPU's under torch_npu, and gloo
+    has none.
     """
     timeout = timedelta(minutes=timeout_minutes())
     for group in groups:
@@ -133,7 +128,7 @@ def set_timeout(groups: Iterable[dist.ProcessGroup]) -> None:
 
 
 def weights_group() -> dist.ProcessGroup | None:
-    """Return the group of a disaggregated pool's first rank, its rank 0, and the other parts.
+    """Return the group with a disaggregated pool's first rank (rank 0) and the other parts.
 
     None = this rank is not in it, or the pool is not split.
     """
@@ -141,11 +136,11 @@ def weights_group() -> dist.ProcessGroup | None:
 
 
 def groups_of_layout(layout: Layout, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return a copy of Megatron's globals with the groups of a layout, which its roles share.
+    """Return a copy of Megatron's globals with a layout's groups, shared by its roles.
 
-    Calls `make` for the first role of a layout. The groups live until `leave`: if they ended with a
-    role, ranks that drop a role at different times would disagree on the groups that exist, and the
-    next collective that makes groups would hang.
+    Calls `make` for a layout's first role. The groups live until `leave`: if they ended with a
+    role, ranks dropping a role at different times would disagree on the existing groups, and the
+    next collective group creation would hang.
     """
     if layout not in _groups:
         _groups[layout] = make()
@@ -153,7 +148,7 @@ def groups_of_layout(layout: Layout, make: Callable[[], dict[str, Any]]) -> dict
 
 
 def leave() -> None:
-    """Destroy all process groups of this process; does nothing without any."""
+    """Destroy all process groups in this process, if any."""
     global _weights_group
     _weights_group = None
     _groups.clear()

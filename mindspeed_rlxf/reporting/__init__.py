@@ -1,1 +1,1 @@
-"""Report on a run: console, metric and sample files, trackers, health rules, timeline, page."""
+"""Run reporting: console, metric and sample files, trackers, health rules, timeline, report."""

@@ -1,4 +1,4 @@
-"""Show a run on the console: a line per iteration, or a live view on a terminal.
+"""Console output: one line per iteration, or a live view on a terminal.
 
 The command opens one console (`open_console`); the run writes to it.
 """
@@ -19,7 +19,7 @@ WARNING = "warning:"
 
 
 class Console:
-    """Prints one line per iteration, as MindSpeed-LLM did, with the estimated time left.
+    """Prints one line per iteration in MindSpeed-LLM's format, with the estimated time left.
 
     `[2026-01-31 12:00:00] iteration: 3 / 10 | critic/kl : 0.0123 | eta : 0:01:23`
     """
@@ -27,7 +27,7 @@ class Console:
     def __init__(
         self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Set the stream to UTF-8; None = stdout."""
+        """Switch the stream to UTF-8; None = stdout."""
         self._stream = sys.stdout if stream is None else stream
         use_utf8(self._stream)
         self._clock = clock
@@ -36,17 +36,19 @@ class Console:
         self._warned: set[str] = set()
 
     def begin(self, total: int, names: Sequence[str], done: int = 0, title: str = "") -> None:
-        """Begin a run of `total` iterations, `done` of which were done earlier; print nothing.
+        """Start a run; prints nothing.
 
         Args:
-            names: metrics to show, in this order; one that an iteration lacks is left out.
-            title: shown by a live view only.
+            total: iterations in the whole run.
+            names: metrics to show, in this order; missing ones are skipped.
+            done: iterations finished earlier.
+            title: shown only by a live view.
         """
         self._total, self._names = total, tuple(names)
         self._start_s, self._before = self._clock(), done
 
     def update(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Print a finished iteration: the chosen metrics that it has, and the time left."""
+        """Print a finished iteration's chosen metrics and the time left."""
         parts = [f"iteration: {iteration} / {self._total}"]
         parts += [
             f"{name} : {format_number(metrics[name])}" for name in self._names if name in metrics
@@ -55,11 +57,11 @@ class Console:
         self.note(" | ".join(parts))
 
     def note(self, text: str) -> None:
-        """Print the text with date and time in brackets before it."""
+        """Print a line after a timestamp in brackets."""
         self._print(f"[{datetime.now():%Y-%m-%d %H:%M:%S}] {text}")
 
     def warn_once(self, what: str, text: str) -> None:
-        """Print a warning, unless this was called for the same `what` before."""
+        """Print a warning, unless `what` was warned about before."""
         if what not in self._warned:
             self._warned.add(what)
             self.note(f"{WARNING} {text}")
@@ -68,9 +70,9 @@ class Console:
         """Do nothing; a live view stops here."""
 
     def time_left(self, iteration: int) -> timedelta:
-        """Estimate the time left, in whole seconds, from the mean of this process's iterations.
+        """Estimate the time left, in whole seconds, from this process's mean iteration time.
 
-        Before the first has ended, the time since `begin` counts as its duration.
+        Before the first iteration ends, the time since `begin` counts as its duration.
         """
         mean_s = (self._clock() - self._start_s) / max(iteration - self._before, 1)
         return timedelta(seconds=round(mean_s * (self._total - iteration)))
@@ -83,15 +85,15 @@ _open: Console | None = None
 
 
 def current() -> Console:
-    """Return the console that is open; without one, a new one that prints lines to stdout."""
+    """Return the open console, or a new line console on stdout."""
     return Console() if _open is None else _open
 
 
 @contextmanager
 def open_console(mode: str, stream: TextIO | None = None) -> Iterator[Console]:
-    """Make a console and let `current` return it during the block; close it at the end.
+    """Open a console, which `current` returns inside the block, and close it at the end.
 
-    Phases are printed only without a live view, by the first rank.
+    Without a live view the first rank prints phases, too.
     """
     global _open
     console = make_console(mode, sys.stdout if stream is None else stream)
@@ -106,7 +108,7 @@ def open_console(mode: str, stream: TextIO | None = None) -> Iterator[Console]:
 
 
 def make_console(mode: str, stream: TextIO) -> Console:
-    """Make a live view if the terminal can move its cursor and there is one rank, else lines."""
+    """Make a live view for a single rank on a terminal with cursor control, else a line console."""
     alone = os.environ.get("WORLD_SIZE", "1") == "1"  # ranks of torchrun print there too
     can_move = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb" and alone
     if mode == "line" or not can_move:
@@ -117,9 +119,9 @@ def make_console(mode: str, stream: TextIO) -> Console:
 
 
 def use_utf8(stream: TextIO) -> None:
-    """Set a stream to UTF-8 whatever the locale; streams in memory stay as they are.
+    """Switch a stream to UTF-8 whatever the locale; in-memory streams are left alone.
 
-    What UTF-8 cannot encode is then written as an escape. A UTF-8 stream is not changed.
+    Characters UTF-8 cannot encode are escaped. A UTF-8 stream is not changed.
     """
     if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")
@@ -133,7 +135,7 @@ def format_number(value: float) -> str:
 
 
 def format_short(value: float) -> str:
-    """Format in at most 8 characters: three significant digits, from 100 on whole with commas."""
+    """Format in at most 8 characters: three significant digits, from 100 an integer with commas."""
     if abs(value) >= 1e6 or (value != 0 and abs(value) < 1e-3):
         return f"{value:.1e}"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

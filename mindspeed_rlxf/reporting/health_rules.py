@@ -1,6 +1,6 @@
-"""The rules that look for training problems in the metrics of a run.
+"""Rules that detect training problems from a run's metrics.
 
-A rule gets the `History` and returns a `Reading`, or None while it has too few values.
+A rule reads the `History` and returns a `Reading`, or None while it has too few values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LAG_ITERATIONS = 10
 
 @dataclass(frozen=True)
 class Reading:
-    """The measurement of a rule. unhealthy: the rule fires; text: a sentence with the value"""
+    """A rule's measurement: whether it fires, and a sentence with the aggregated metric value."""
 
     unhealthy: bool
     metric: str
@@ -33,7 +33,7 @@ class Reading:
 
 
 class History:
-    """Finite values of the watched metrics, in the order of iterations."""
+    """Finite values of the watched metrics, in iteration order."""
 
     def __init__(self) -> None:
         self.values: dict[str, array[float]] = defaultdict(lambda: array("d"))
@@ -42,8 +42,8 @@ class History:
     def add(self, metrics: Mapping[str, float | None]) -> None:
         """Add an iteration's finite metrics in WATCHED.
 
-        With finite validation scores, also adds their mean, and that of the last BASELINE training
-        scores (NaN if there are none).
+        With validation scores, also add their mean and the last BASELINE training scores' mean (NaN
+        without any).
         """
         for name in WATCHED:
             if (value := metrics.get(name)) is not None and math.isfinite(value):
@@ -56,7 +56,7 @@ class History:
         self._follow_ranks(metrics)
 
     def first(self, name: str) -> float:
-        """Return the mean of the first BASELINE values; there must be one at least."""
+        """Return the mean of the first BASELINE values; at least one must exist."""
         return statistics.fmean(self.values[name][:BASELINE])
 
     def last(self, name: str, count: int) -> array[float]:
@@ -65,7 +65,7 @@ class History:
         return values[-count:] if len(values) >= count else array("d")
 
     def _follow_ranks(self, metrics: Mapping[str, float | None]) -> None:
-        """Update `lagging`; the skews of a phase begin anew when another rank is slowest."""
+        """Update `lagging`; a phase's skews restart when another rank becomes slowest."""
         whole = metrics.get("timing/all") or math.inf
         for name, rank in metrics.items():
             kind, _, phase = name.partition("/")
@@ -105,7 +105,7 @@ def _entropy_collapse(history: History) -> Reading | None:
 
 
 def measure_kl_runaway(history: History, limit: float = KL_LIMIT) -> Reading | None:
-    """Read the mean KL of 3 iterations; unhealthy if each is over the limit, in nats per token."""
+    """Read the mean KL over 3 iterations; fires if each exceeds the limit, in nats per token."""
     if not (recent := history.last(KL, 3)):
         return None
     value = statistics.fmean(recent)
@@ -162,7 +162,7 @@ def _growing_gap(history: History) -> Reading | None:
 
 
 def _lagging_rank(history: History) -> Reading | None:
-    """Read the phase with the longest row of iterations with the same slowest rank."""
+    """Read the phase with the longest streak for one slowest rank."""
     if not history.lagging:
         return None
     phase, (rank, skews) = max(history.lagging.items(), key=lambda item: len(item[1][1]))
@@ -226,7 +226,7 @@ RULES: dict[HealthRule, tuple[Rule, str]] = {
 
 
 def runaway_limit(adapts: bool, target: float) -> float:
-    """Return the KL limit, in nats per token: twice `target`, if larger, when the KL adapts."""
+    """Return the KL limit, in nats per token; an adaptive KL may raise it to twice `target`."""
     return max(KL_LIMIT, 2.0 * target) if adapts else KL_LIMIT
 
 
@@ -235,13 +235,14 @@ CLEAR = 5  # iterations
 
 @dataclass(frozen=True)
 class Finding:
-    """The begin or end of a problem; one object of health.jsonl.
+    """The start or end of a training problem; one object in health.jsonl.
 
-    event:  `began` or `ended`
-    value:  of the metric, over the iterations that the rule reads
-    text:   a sentence with the value
-    remedy: what to do; "" for an end
-    stops:  whether the run must stop (`logging.stop_on`)
+    Attributes:
+        event: `began` or `ended`.
+        value: metric value over the iterations the rule reads.
+        text: sentence with the value.
+        remedy: what to do; "" for an end.
+        stops: the run must stop (`logging.stop_on`).
     """
 
     iteration: int
@@ -255,10 +256,10 @@ class Finding:
 
 
 class Health:
-    """Checks iterations by all rules; `active` has the problems that have not ended."""
+    """Applies all rules to each iteration; `active` holds the ongoing problems."""
 
     def __init__(self, stop_on: Sequence[HealthRule] = (), kl_limit: float = KL_LIMIT) -> None:
-        """stop_on: rules whose findings have `stops` set; kl_limit: nats per token"""
+        """stop_on: rules whose findings stop the run; kl_limit: nats per token."""
         self.active: dict[str, Finding] = {}
         self._stop_on, self._history = tuple(stop_on), History()
         self._clear: dict[str, int] = {}
@@ -267,7 +268,7 @@ class Health:
         self._rules = RULES | {HealthRule.KL_RUNAWAY: (measure_kl, remedy)}
 
     def check(self, iteration: int, metrics: Mapping[str, float | None]) -> list[Finding]:
-        """Add the metrics of an iteration; return the problems that begin or end in it."""
+        """Add an iteration's metrics; return problems starting or ending with it."""
         self._history.add(metrics)
         found = []
         for rule, (measure, remedy) in self._rules.items():

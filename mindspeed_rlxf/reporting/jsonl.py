@@ -1,4 +1,4 @@
-"""Append to and read the files of a run with one JSON object per line: metrics, samples, tokens."""
+"""Append to and read the JSON Lines files in a run directory: metrics, samples, tokens."""
 
 import json
 import math
@@ -12,21 +12,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Sample:
-    """One generated response with its score, as a line of samples.jsonl.
+    """One generated response with its score; a line in samples.jsonl.
 
-    sample_id:       unique within the run
-    prompt_ids:      token ids without padding
-    response_ids:    token ids without padding, EOS included
-    score:           of the response, before penalties
-    reward_parts:    summands of the score, e.g. {"accuracy": 1.0}
-    weights_version: smallest and largest number of actor updates of the weights that generated a
-                     token of the response
-    data_source:     of the prompt
+    Token ids exclude padding; `response_ids` include EOS. `score` precedes penalties,
+    `reward_parts` are its summands, `weights_version` the fewest and most actor updates behind its
+    tokens' weights.
 
-    Only validation samples have these; None is left out of the file:
-    ground_truth:    expected answer
-    prompt_id:       index of the prompt among the validation prompts, from 0, always the same
-    answer:          the answer for which the response votes (maj@K)
+    Only validation samples have the last three fields; None is not written: the expected answer,
+    the prompt's stable index from 0, and the answer the response votes for (maj@K).
     """
 
     sample_id: int
@@ -43,36 +36,31 @@ class Sample:
     answer: str | None = None
 
     def record(self, iteration: int) -> dict[str, Any]:
-        """Return the line of samples.jsonl."""
+        """Return the line for samples.jsonl."""
         fields = {name: value for name, value in vars(self).items() if value is not None}
         return {"iteration": iteration, **fields}
 
 
 class JsonlWriter:
-    """Appends JSON objects to a UTF-8 file, one per line, and flushes each line."""
+    """Appends JSON objects to a UTF-8 file, one per line, flushing each line."""
 
     def __init__(self, file: Path) -> None:
         # A lone surrogate is written as \udXXX, which JSON reads back as the same surrogate.
         self._stream = file.open("a", encoding="utf-8", errors="backslashreplace")
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one line; numbers that are not finite become null, inside dictionaries too."""
+        """Append one line; non-finite numbers become null, nested ones included."""
         line = json.dumps(null_non_finite(record), ensure_ascii=False, allow_nan=False)
         self._stream.write(line + "\n")
         self._stream.flush()
 
     def close(self) -> None:
+        """Close the file."""
         self._stream.close()
 
 
 def metrics_record(iteration: int, metrics: dict[str, float], time_s: float) -> dict[str, Any]:
-    """Return a line of metrics.jsonl.
-
-    Args:
-        iteration: from 1; 0 for a validation before training.
-        metrics: numbers by name.
-        time_s: seconds of the iteration.
-    """
+    """Return a line for metrics.jsonl; iteration 0 is a validation before training."""
     return {
         "iteration": iteration,
         "metrics": {name: float(value) for name, value in metrics.items()},
@@ -85,9 +73,9 @@ RENAMED = (b'"response_length/cut_fraction"', b'"response_length/truncated_fract
 
 
 def read_jsonl(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of a file, oldest first; nothing if the file is absent.
+    """Yield the JSON objects in a file, oldest first; nothing if the file is absent.
 
-    Skips lines that are not JSON objects, such as half a line of a killed process.
+    Skips anything else, such as half a line from a killed process.
     """
     if not file.exists():
         return
@@ -102,14 +90,14 @@ def read_jsonl(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_metrics(file: Path) -> Iterator[tuple[int, dict[str, float | None]]]:
-    """Yield (iteration, metrics) of each line of metrics.jsonl; None for a non-finite metric."""
+    """Yield (iteration, metrics) per metrics.jsonl line; None stands for a non-finite metric."""
     for record in read_jsonl(file):
         if isinstance(record.get("iteration"), int) and isinstance(record.get("metrics"), dict):
             yield record["iteration"], record["metrics"]
 
 
 def null_non_finite(value: Any) -> Any:
-    """Return a value of JSON with None for NaN and infinity, inside lists and dictionaries too."""
+    """Return a JSON value with NaN and infinity replaced by None, nested ones included."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -127,12 +115,10 @@ def write_tokens(
     iteration: int,
     samples: Mapping[int, Mapping[str, Sequence[float]]],
 ) -> None:
-    """Append one line per sample to the file of a rank, which no other process writes.
+    """Append one line per sample to this rank's file, which no other process writes.
 
-    Makes the folder if needed. Ends a line that a killed process left incomplete.
-
-    Args:
-        samples: sample id -> name -> one number per token.
+    Creates the folder if needed, and ends a line left incomplete by a killed process. `samples` has
+    sample id -> name -> one number per token.
     """
     if not samples:
         return
@@ -151,10 +137,7 @@ def write_tokens(
 
 
 def cut_token_files(folder: Path, iteration: int) -> None:
-    """Cut the file of each rank from its first line of an iteration after `iteration` on.
-
-    Or from an incomplete line on, if that comes earlier.
-    """
+    """Truncate each rank's file at its first incomplete line, or first line after `iteration`."""
     for file in token_files(folder):
         kept = 0
         with open(file, "rb+") as stream:
@@ -167,5 +150,5 @@ def cut_token_files(folder: Path, iteration: int) -> None:
 
 
 def token_files(folder: Path) -> list[Path]:
-    """Return the files of all ranks in `folder`, in order of rank."""
+    """Return all ranks' files in `folder`, ordered by rank."""
     return sorted(folder.glob("rank_*.jsonl"))

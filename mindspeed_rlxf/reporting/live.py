@@ -1,6 +1,6 @@
-"""Show a run as a view that is redrawn in place on a terminal, with rich.
+"""Live terminal view of a run, redrawn in place with rich.
 
-Other output of this process appears as lines above the view.
+Other output from this process scrolls above the view.
 """
 
 import math
@@ -46,7 +46,7 @@ LARGEST = 6  # values of a family
 
 
 class LiveConsole(Console):
-    """Draws the view, with `note` and all other output above it, until `close`."""
+    """Draws the view until `close`; `note` and other output appear above it."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(stream, clock)
@@ -60,14 +60,14 @@ class LiveConsole(Console):
         self._terminal.show_cursor(True)  # a killed process cannot show it again
 
     def begin(self, total: int, names: Sequence[str], done: int = 0, title: str = "") -> None:
-        """Begin a run, see `Console.begin`."""
+        """Start a run, see `Console.begin`."""
         super().begin(total, names, done, title)
         self._title, self._iteration = printable(title), done
 
     def update(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Show the metrics of a finished iteration in the view.
+        """Show a finished iteration's metrics.
 
-        The mean of its validation scores, if it has any, stays there until the next ones.
+        The mean validation score stays until the next validation.
         """
         self._iteration, self._metrics = iteration, dict(metrics)
         self._left = f", {self.time_left(iteration)} left"
@@ -78,7 +78,7 @@ class LiveConsole(Console):
             self._validated = f"validation {format_short(score)} (iteration {iteration})"
 
     def close(self) -> None:
-        """Stop redrawing, and give stdout and stderr back; later calls do nothing."""
+        """Stop redrawing and restore stdout and stderr; may be called twice."""
         sys.stdout.flush()  # prints an unfinished line
         self._live.stop()
 
@@ -126,9 +126,9 @@ class LiveConsole(Console):
 
 
 def draw_curve(values: Sequence[float], width: int) -> str:
-    """Draw values, oldest first, as block characters between the smallest and the largest one.
+    """Draw values, oldest first, as block characters scaled to their range.
 
-    If there are more than `width` values, each character is the mean of several.
+    Each character averages several values if there are more than `width`.
     """
     size = math.ceil(len(values) / width)
     means = [statistics.fmean(values[i : i + size]) for i in range(0, len(values), size)]

@@ -1,4 +1,4 @@
-"""The table of all metrics: meaning, unit, healthy range, and what to do outside of it.
+"""Metric table: meaning, unit, healthy range and a hint for unhealthy values.
 
 `python -m mindspeed_rlxf.reporting.metric_table docs/metrics.md` writes the table into the
 document.
@@ -17,12 +17,9 @@ Range = tuple[float | None, float | None]
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric, or a family of them.
+    """One metric or metric family; `<word>` in the name stands for any text.
 
-    name:    name in metrics.jsonl; `<word>` stands for any text
-    unit:    "" = none
-    healthy: None = depends on the task
-    remedy:  what to do outside of the healthy range, or when the curve looks wrong
+    The healthy range is None if it depends on the task; `remedy` says what to do outside it.
     """
 
     name: str
@@ -33,15 +30,12 @@ class Metric:
 
     @functools.cached_property
     def pattern(self) -> re.Pattern[str]:
+        """Return a regular expression for matching names."""
         parts = re.split(r"(<[^>]+>)", self.name)
         return re.compile("".join(".+" if p.startswith("<") else re.escape(p) for p in parts))
 
 
 def _spread(name: str, unit: str, meaning: str) -> tuple[Metric, ...]:
-    """Return the metrics `name/mean`, `name/max` and `name/min`.
-
-    Their meanings are "mean", "largest" or "smallest", followed by `meaning`.
-    """
     words = {"mean": "mean", "max": "largest", "min": "smallest"}
     return tuple(Metric(f"{name}/{end}", unit, f"{word} {meaning}") for end, word in words.items())
 
@@ -180,19 +174,18 @@ MARK = "<!-- Everything below is made by: python -m mindspeed_rlxf.reporting.met
 
 @functools.cache
 def find_metric(name: str) -> Metric | None:
-    """Return the row of a metric, None if unknown.
+    """Return a metric's row, None if unknown.
 
-    If patterns of several rows match, that with the most literal characters.
+    If several rows match, the one with the most literal characters wins.
     """
     found = [metric for metric in METRICS if metric.pattern.fullmatch(name)]
     return max(found, key=lambda metric: len(re.sub("<[^>]+>", "", metric.name)), default=None)
 
 
 def validation_score(measured: Mapping[str, float | None], metric: str) -> float | None:
-    """Return the value of a validation metric in an iteration's metrics; None if it is not there.
+    """Return a validation metric from an iteration's metrics, None if missing.
 
-    Args:
-        metric: `val/<data source>/<name>`, or a name, whose mean over the data sources is returned.
+    The metric is `val/<data source>/<name>`, or a bare name to average over data sources.
     """
     if metric.startswith("val/"):
         return measured.get(metric)
@@ -202,7 +195,7 @@ def validation_score(measured: Mapping[str, float | None], metric: str) -> float
 
 
 def tables() -> str:
-    """Return Markdown tables of all metrics, one per section."""
+    """Return one Markdown table per section."""
     parts = []
     for title, metrics in SECTIONS.items():
         rows = [_row("metric", "unit", "meaning", "healthy", "otherwise"), "|---|---|---|---|---|"]
@@ -214,24 +207,21 @@ def tables() -> str:
 
 
 def replace_tables(text: str) -> str:
-    """Return the document up to and with its line `MARK`, followed by the tables of all metrics."""
+    """Return the document with everything after its `MARK` line replaced by the tables."""
     head, mark, _ = text.partition(MARK)
     assert mark, f"the document has no line {MARK}"
     return f"{head}{MARK}\n\n{tables()}"
 
 
 def _row(*cells: str) -> str:
-    """Return a row of a table; dotted keys, `a.b` or `a.b=c`, are put in backticks."""
+    """Return a table row with backticks around dotted keys, `a.b` or `a.b=c`."""
     keys = r"(?<![\w/`])([a-z_]+(?:\.[a-z_]+)+(?:=\w+)?)"
     quoted = (cell if "`" in cell else re.sub(keys, r"`\1`", cell) for cell in cells)
     return f"| {' | '.join(quoted)} |"
 
 
 def show_range(healthy: Range | None) -> str:
-    """Format a range: `0 to 0.3`, `at most 1`, `at least 0.02`; "" for None.
-
-    If both ends are equal, only that number.
-    """
+    """Format a range: `0 to 0.3`, `at most 1`, `at least 0.02`, `0`; "" for None."""
     low, high = healthy or (None, None)
     if low is None:
         return "" if high is None else f"at most {high:g}"

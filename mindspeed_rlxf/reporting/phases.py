@@ -1,7 +1,7 @@
 """Show what the driver is waiting for: `with phase("loading the weights", total=4) as done: ...`.
 
-The live view shows the outermost phase with its time. Without it, `phase` prints a line when it
-begins, if `PHASES.write` is set.
+The live view shows the outermost phase and its time. Without it, `phase` prints a line at the
+start if `PHASES.write` is set.
 """
 
 import threading
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Phase:
-    """A phase in progress, with the number of its steps, None = unknown, and those finished."""
+    """A phase in progress. total: number of steps, None = unknown."""
 
     what: str
     total: int | None = None
@@ -21,6 +21,7 @@ class Phase:
     started: float = field(default_factory=time.monotonic)
 
     def advance(self, steps: int = 1) -> None:
+        """Count finished steps."""
         self.done += steps
 
     def __str__(self) -> str:
@@ -29,7 +30,7 @@ class Phase:
 
 
 class Phases:
-    """The current phases of this process, outermost first; `write` prints a line, if set."""
+    """This process's current phases, outermost first; `write` prints a line, if set."""
 
     def __init__(self) -> None:
         self.write: Callable[[str], None] | None = None
@@ -42,10 +43,9 @@ class Phases:
 
     @contextmanager
     def phase(self, what: str, total: int | None = None, prints: bool = True) -> Iterator[Phase]:
-        """Yield the `Phase` of the block; phases on other threads than the main one are not shown.
+        """Yield the block's `Phase`; only the main thread's phases are shown.
 
-        Args:
-            prints: False = shown by the live view only.
+        With `prints` False only the live view shows it.
         """
         each = Phase(what, total)
         if threading.current_thread() is not threading.main_thread():

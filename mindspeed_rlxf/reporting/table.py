@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 
 def table(rows: Sequence[Sequence[object]], indent: int = 2) -> str:
-    """Format rows of equal length as columns, two spaces apart; at least one row.
+    """Format equally long rows as columns, two spaces apart; the first row is underlined.
 
-    The first row is underlined. A column is right-aligned if all cells below the first are "-" or
-    numbers without a sign, also with GiB or MiB after them. indent: spaces before each line
+    A column is right-aligned if its cells below the first row are "-" or unsigned numbers, possibly
+    followed by GiB or MiB.
     """
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -27,6 +27,6 @@ def table(rows: Sequence[Sequence[object]], indent: int = 2) -> str:
 
 
 def pairs(rows: Sequence[tuple[str, object]], indent: int = 2) -> str:
-    """Format `name  value` lines with the values in one column; `rows` must not be empty."""
+    """Format non-empty `name  value` rows with aligned values."""
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{'':{indent}}{name:<{width}}  {value}" for name, value in rows)

@@ -1,11 +1,10 @@
-"""Write the work of each rank over time, for Perfetto (ui.perfetto.dev) or chrome://tracing.
+"""Write per-rank spans for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
     timeline/iterations_0000001.json      iterations 1 to 100, timeline/iterations_0000101.json, ...
 
-The format is Google's Trace Event Format: an array of events, with times in microseconds since the
-epoch. A device pool is shown as a process, each role on each rank as one of its threads. The
-category is the role, or `wait`. Each rank uses its host's clock, so events of hosts whose clocks
-differ are shifted against each other.
+The format is Google's Trace Event Format: a JSON array with times in microseconds since the epoch.
+A device pool is a process, each role on each rank one of its threads. The category is the role, or
+`wait`. Ranks use their host's clock, so events shift against each other if clocks differ.
 """
 
 import json
@@ -24,13 +23,12 @@ HEAD, BETWEEN, TAIL = b"[\n", b",\n", b"\n]\n"
 
 @dataclass(frozen=True)
 class Span:
-    """One interval of work, or of waiting, on a rank.
+    """One interval during which a rank works or waits; times in seconds, `started` since the epoch.
 
     Attributes:
-        name: `role.method` of work on a rank.
-        pool: name, or `driver` for the driver's own work.
-        started: seconds since the epoch.
-        kind: category in the file; "" = the role.
+        name: `role.method` for work on a rank.
+        pool: pool name, or `driver` for the driver's own work.
+        kind: event category; "" = the role.
     """
 
     name: str
@@ -42,7 +40,7 @@ class Span:
 
 
 class Timeline:
-    """Writes the files of a folder, which are valid JSON after each write."""
+    """Appends spans to the timeline files, which are valid JSON after each write."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -52,12 +50,9 @@ class Timeline:
         self._named = set[tuple[int, int]]()  # processes and threads that have a name in it
 
     def write(self, iteration: int, spans: Iterable[Span]) -> None:
-        """Append an iteration's spans to the file of its 100 iterations.
+        """Append one iteration's spans, from the first MOST_RANKS ranks in each pool, to its file.
 
-        Before a new file, deletes the oldest, so that KEPT remain with it.
-
-        Args:
-            spans: of the first MOST_RANKS ranks of each pool.
+        A new file replaces the oldest one if there are KEPT already.
         """
         first = (iteration - 1) // ITERATIONS * ITERATIONS + 1
         file = self._folder / f"iterations_{first:07d}.json"

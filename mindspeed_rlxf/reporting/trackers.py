@@ -1,6 +1,6 @@
-"""Send metrics to trackers; the failure of a tracker is a warning.
+"""Send metrics to experiment trackers; a failing tracker is only a warning.
 
-Trackers are registered by name (`register_tracker`).
+`register_tracker` adds trackers by name.
 """
 
 import importlib.util
@@ -22,12 +22,14 @@ RECORDED = "recorded.txt"  # the last iteration that the tracker was given
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told about the run.
+    """Run metadata for a tracker.
 
     Attributes:
-        run_id: the same for every start of the same run directory.
-        folder: this tracker's folder in the run directory.
-        config: the resolved configuration as a tree, without secrets.
+        name: run name.
+        project: project name, `logging.tracker_project`.
+        run_id: unchanged when the run directory is started again.
+        folder: the tracker's own folder in the run directory.
+        config: resolved configuration tree without secrets.
         offline: True = send nothing over the network; None = the tracker decides.
     """
 
@@ -40,13 +42,13 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """A tracker; its exceptions become warnings."""
+    """Interface for trackers; exceptions become warnings."""
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Record the finite metrics of an iteration; each number is larger than all before."""
+        """Record an iteration's finite metrics; iteration numbers increase."""
 
     def finish(self) -> None:
-        """Write what is not yet written; called once, at the end."""
+        """Flush pending data; called once, at the end."""
 
 
 TrackerFactory: TypeAlias = Callable[[TrackedRun], Tracker]
@@ -54,7 +56,7 @@ TrackerFactory: TypeAlias = Callable[[TrackedRun], Tracker]
 
 @dataclass(frozen=True)
 class Registered:
-    """A registered tracker, see `register_tracker` for its fields."""
+    """Registry entry, see `register_tracker`."""
 
     factory: TrackerFactory
     module: str = ""
@@ -67,16 +69,17 @@ TRACKERS: dict[str, Registered] = {}
 def register_tracker(
     name: str, module: str = "", package: str = ""
 ) -> Callable[[TrackerFactory], TrackerFactory]:
-    """Return a decorator that registers a tracker class, or a function that makes a tracker.
+    """Return a decorator that registers a tracker class or factory function.
 
-    A tracker gets each iteration once, also in a run that is resumed from an earlier checkpoint.
+    A tracker gets each iteration once, even if a resumed run repeats it.
 
     Args:
-        module: must be importable, checked before the run starts.
-        package: its pip name, if that is another one.
+        name: value for `logging.trackers`.
+        module: import name, checked before the run starts.
+        package: pip name, if different.
 
     Raises:
-        ValueError: the decorator's, for a name that is taken.
+        ValueError: by the decorator, if the name is taken.
     """
 
     def register(factory: TrackerFactory) -> TrackerFactory:
@@ -89,7 +92,7 @@ def register_tracker(
 
 
 def find_problems(names: Sequence[str]) -> list[Problem]:
-    """Return a problem for each unknown tracker, and each whose package is not installed."""
+    """Return a problem for each unknown tracker or missing package."""
     problems, known = [], [JSONL, *TRACKERS]
     for name in names:
         if name not in known:
@@ -105,16 +108,14 @@ def find_problems(names: Sequence[str]) -> list[Problem]:
 
 
 class Trackers:
-    """All trackers of a run."""
+    """All trackers used by a run."""
 
     def __init__(
         self, names: Sequence[str], run: TrackedRun, warn_once: Callable[[str, str], None]
     ) -> None:
-        """Make the trackers, each with a subfolder of `run.folder`.
+        """Start the trackers named in `logging.trackers`, each with its own subfolder.
 
-        Args:
-            names: registered, as in `logging.trackers`; `jsonl` and repeated names are left out.
-            warn_once: prints the text of a failure, unless called for the same tracker before.
+        `warn_once` is called with (key, message) on failures and prints one message per key.
         """
         self._warn_once, self._run = warn_once, run
         self._trackers: dict[str, Tracker] = {}
@@ -132,10 +133,7 @@ class Trackers:
                 self._trackers[name] = TRACKERS[name].factory(replace(run, folder=folder))
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Give the finite metrics of an iteration to each tracker.
-
-        A tracker gets no iteration that an earlier start gave it.
-        """
+        """Send finite metrics to each tracker, except iterations it received before a restart."""
         finite = {name: float(v) for name, v in metrics.items() if math.isfinite(v)}
         for name, tracker in self._trackers.items():
             if iteration > self._last.get(name, -1):
@@ -145,7 +143,7 @@ class Trackers:
                     recorded.write_text(str(iteration), encoding="ascii")
 
     def close(self) -> None:
-        """Finish the trackers."""
+        """Finish all trackers."""
         for name, tracker in self._trackers.items():
             with self._warning_of(name):
                 tracker.finish()
@@ -162,7 +160,7 @@ class Trackers:
 
 @register_tracker("tensorboard", module="tensorboard")
 class TensorBoardTracker(Tracker):
-    """Writes event files."""
+    """Writes TensorBoard event files."""
 
     def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -170,16 +168,18 @@ class TensorBoardTracker(Tracker):
         self._writer: Any = SummaryWriter(str(run.folder))
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """Write one scalar per metric and flush."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, iteration)
         self._writer.flush()  # the iteration counts as recorded from now on
 
     def finish(self) -> None:
+        """Close the event file."""
         self._writer.close()
 
 
 class _RunTracker(Tracker):
-    """Logs to the run object that the package's `init` returned (wandb, swanlab)."""
+    """Logs to the run object returned by the package's `init` (wandb, swanlab)."""
 
     _run: Any
 
@@ -192,7 +192,7 @@ class _RunTracker(Tracker):
 
 @register_tracker("wandb", module="wandb")
 class WandbTracker(_RunTracker):
-    """Logs to Weights & Biases; offline, its files wait for `wandb sync`."""
+    """Logs to Weights & Biases; offline files wait for `wandb sync`."""
 
     def __init__(self, run: TrackedRun) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # of its own errors, and usage
@@ -220,7 +220,7 @@ class WandbTracker(_RunTracker):
         )
 
     def finish(self) -> None:
-        """Finish the run and wandb's service process, which the end of Ray would kill."""
+        """Finish the run and stop wandb's service process, which Ray's shutdown would kill."""
         import wandb
 
         super().finish()
@@ -229,7 +229,7 @@ class WandbTracker(_RunTracker):
 
 @register_tracker("swanlab", module="swanlab")
 class SwanLabTracker(_RunTracker):
-    """Logs to SwanLab; offline, its files wait for `swanlab sync`."""
+    """Logs to SwanLab; offline files wait for `swanlab sync`."""
 
     def __init__(self, run: TrackedRun) -> None:
         import swanlab
@@ -252,9 +252,9 @@ class SwanLabTracker(_RunTracker):
 
 
 def _choose_mode(run: TrackedRun, prefix: str) -> str:
-    """Return the mode of a tracker's package, by `logging.tracker_mode` and <prefix>_MODE.
+    """Return the package's mode from `logging.tracker_mode` and <prefix>_MODE.
 
-    A run that is offline by the key stays so. Otherwise the variable decides; without it, `auto` is
+    An explicit offline mode wins over the variable. With `auto` and no variable, the tracker is
     online if <prefix>_API_KEY is set.
     """
     asked = os.environ.get(f"{prefix}_MODE")

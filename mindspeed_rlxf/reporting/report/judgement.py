@@ -1,4 +1,4 @@
-"""Answer the first questions about a run, and list what the health rules found."""
+"""Answer the first questions about a run, and list its health findings."""
 
 import math
 import statistics
@@ -27,8 +27,7 @@ def judge(
 ) -> dict[str, Any]:
     """Return "answers" {q, short, text, level} and "problems" {level, iteration, text, remedy}.
 
-    Problems are failures, findings of the health rules and metrics that are not finite; bad ones
-    come first.
+    Problems are failures, health findings and non-finite metrics; bad ones come first.
     """
     target = config.get("algorithm.kl_ctrl.target_kl")
     adapts = config.get("algorithm.kl_ctrl.type") == "adaptive"
@@ -67,7 +66,7 @@ def judge(
 
 
 def did_it_learn(iterations: Sequence[Iteration], metric: str) -> dict[str, str]:
-    """Answer whether the score rose: that of two or more validations, else that of training."""
+    """Answer whether the score rose; two or more validations override the training score."""
     question, text, clear, rise = "Did it learn?", "", False, 0.0
     scores = ((each.number, validation_score(each.metrics, metric)) for each in iterations)
     validated = [(number, score) for number, score in scores if score is not None]
@@ -105,7 +104,7 @@ def did_it_learn(iterations: Sequence[Iteration], metric: str) -> dict[str, str]
 
 
 def what_takes_the_time(iterations: Sequence[Iteration]) -> dict[str, str]:
-    """Answer which role takes most of the run's time, with the other roles."""
+    """Answer which role takes most time, and list the others."""
     question, wall = "Which role takes the time?", wall_seconds(iterations)
     seconds = {
         role: sum(v for name in names for _, v in curve_of(iterations, f"timing/{name}"))
@@ -120,7 +119,7 @@ def what_takes_the_time(iterations: Sequence[Iteration]) -> dict[str, str]:
 
 
 def how_far_from_the_reference(iterations: Sequence[Iteration], limit: float) -> dict[str, str]:
-    """Answer how large the KL to the reference is. limit: of a healthy run, nats per token"""
+    """Answer how large the KL to the reference is. limit: nats per token."""
     question, curve = "How far from the reference?", curve_of(iterations, "critic/kl")
     if not curve:
         return _answer(question, "not measured", "The run has no reference (logging.reference_kl).")
@@ -136,7 +135,7 @@ def how_far_from_the_reference(iterations: Sequence[Iteration], limit: float) ->
 
 
 def wall_seconds(iterations: Sequence[Iteration]) -> float:
-    """Return the seconds of all iterations, with validation and saves."""
+    """Return the total seconds, validation and saves included."""
     return sum(
         sum(each.metrics.get(name) or 0.0 for name in ("timing/val", "timing/save"))
         + (each.metrics.get("timing/all") or (each.time_s if each.number else 0.0))

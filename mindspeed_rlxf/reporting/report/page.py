@@ -1,7 +1,7 @@
-"""Make the HTML file: one page with its style, its scripts and its compressed data.
+"""Build the report: one HTML file with its style, scripts and compressed data.
 
-The data is base64, so that no text of a run can close its HTML element. The script inserts texts
-only as text, never as HTML. A Content-Security-Policy allows only our script and style, by hash.
+The data is base64, so no text from a run can close its HTML element, and the script inserts text
+as text nodes only. A Content-Security-Policy admits our script and style by hash.
 """
 
 import base64
@@ -47,7 +47,7 @@ METHODS = {
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run to report on. state: finished, running, failed or stopped; name: shown for the path"""
+    """A run to report on: its folder, the name to show, and its state (finished, running, ...)."""
 
     path: Path
     name: str
@@ -58,10 +58,10 @@ class RunFolder:
 def make_report(
     runs: Sequence[RunFolder], max_samples: int = MAX_SAMPLES, version: str = ""
 ) -> str:
-    """Return the HTML text of a report of runs, at most `max_samples` samples of all together.
+    """Return the report as HTML text.
 
-    With a version, the page asks a server for its own, and loads anew if it differs. Samples are
-    left out to keep the text below MAX_BYTES (`_pack_samples`); the rest is not limited.
+    Samples are dropped to keep the text below MAX_BYTES (`_pack_samples`); nothing else is limited.
+    With a version, the page asks a server for its version and reloads if it differs.
     """
     main = {"made": time.strftime("%Y-%m-%d %H:%M"), "runs": [_gather(run) for run in runs]}
     room = (MAX_BYTES - OTHER_BYTES) * 3 // 4  # before base64
@@ -95,7 +95,7 @@ def make_report(
 
 
 def _gather(run: RunFolder) -> dict[str, Any]:
-    """Read the files of a run; return everything that the page shows except samples."""
+    """Return everything the page shows about a run, except samples."""
     iterations, configs = read_iterations(run.path), read_configs(run.path)
     config = configs[-1][1] if configs else {}
     curves = make_curves(iterations)
@@ -126,7 +126,7 @@ def _gather(run: RunFolder) -> dict[str, Any]:
 
 
 def _pack_samples(runs: Sequence[RunFolder], max_samples: int, room: int) -> bytes:
-    """Return compressed samples; over `room` bytes, half are left out until they fit."""
+    """Return compressed samples, repeatedly halving their number until they fit `room` bytes."""
     limit = max_samples // len(runs)
     while True:
         chosen = [choose_samples(run.path, limit) for run in runs]

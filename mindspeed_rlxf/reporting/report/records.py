@@ -1,4 +1,4 @@
-"""Read the files of a run, which may be growing or cut by a kill; skip what is unreadable."""
+"""Read the files of a run that may be growing or truncated by a kill; skip unreadable parts."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ Point = tuple[int, float | None]
 
 @dataclass(frozen=True)
 class Iteration:
-    """One line of metrics.jsonl; None = a value that was not finite. time_s: seconds"""
+    """One metrics.jsonl line; None = a non-finite value. time_s: seconds."""
 
     number: int
     metrics: dict[str, float | None]
@@ -26,7 +26,7 @@ class Iteration:
 
 
 def read_iterations(run: Path) -> list[Iteration]:
-    """Return the iterations of metrics.jsonl, sorted; several lines of one iteration are merged."""
+    """Return the sorted iterations in metrics.jsonl; repeated lines are merged."""
     found: dict[int, Iteration] = {}
     for record in read_jsonl(run / "metrics.jsonl"):
         number, values = record.get("iteration"), record.get("metrics")
@@ -38,13 +38,13 @@ def read_iterations(run: Path) -> list[Iteration]:
 
 
 def curve_of(iterations: Sequence[Iteration], name: str) -> list[tuple[int, float]]:
-    """Return (iteration, value) of a metric; iterations without a finite value are left out."""
+    """Return (iteration, value) pairs for a metric, finite values only."""
     found = ((each.number, each.metrics.get(name)) for each in iterations)
     return [(number, value) for number, value in found if value is not None]
 
 
 def make_curves(iterations: Sequence[Iteration]) -> dict[str, dict[str, list[Any]]]:
-    """Return metric -> {"x": iterations, "y": values of six digits}; long curves are thinned."""
+    """Return metric -> {"x": iterations, "y": values with six digits}; long curves are thinned."""
     columns: dict[str, list[Point]] = {}
     for each in iterations:
         for name, value in each.metrics.items():
@@ -57,7 +57,7 @@ def make_curves(iterations: Sequence[Iteration]) -> dict[str, dict[str, list[Any
 
 
 def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
-    """Return at most `limit` points: the ends, and the lowest and highest of stretches."""
+    """Return at most `limit` points: both ends, and each stretch's lowest and highest value."""
     if len(points) <= limit:
         return list(points)
     stretches = (limit - 2) // 2
@@ -70,7 +70,7 @@ def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
 
 
 def read_configs(run: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Return (file name, dotted key -> value) of config.yaml and later versions, oldest first."""
+    """Return (file name, dotted key -> value) for each config.yaml version, oldest first."""
     later = [file for file in run.glob("config.*.yaml") if file.name.split(".")[1].isdecimal()]
     later.sort(key=lambda file: int(file.name.split(".")[1]))
     found = []
@@ -81,7 +81,7 @@ def read_configs(run: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Return dotted key -> value of nested mappings; an empty inner mapping counts as a value."""
+    """Return dotted key -> value for nested mappings; an empty inner mapping counts as a value."""
     if not isinstance(value, dict) or (prefix and not value):
         return {prefix: value} if prefix else {}
     parts = (flatten(v, f"{prefix}.{k}" if prefix else str(k)) for k, v in value.items())
@@ -89,7 +89,7 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def read_failures(run: Path) -> list[dict[str, Any]]:
-    """Return the failures of the run, oldest first; that of failure.json has `last`: True."""
+    """Return the run's failures, oldest first; failure.json's has `last`: True."""
     found = list(read_jsonl(run / "logs" / "failures.jsonl"))
     with contextlib.suppress(OSError, ValueError):
         found.append({**json.loads((run / "failure.json").read_bytes()), "last": True})

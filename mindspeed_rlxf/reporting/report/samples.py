@@ -1,4 +1,4 @@
-"""Choose samples of a run for the report, evenly over its iterations, and shorten them."""
+"""Select samples for the report, evenly over iterations, and shorten them."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ Records = list[dict[str, Any]]
 
 
 class Chosen(NamedTuple):
-    """Samples of a report. seen: number of samples in the files"""
+    """Samples for a report. seen: number of samples in the files."""
 
     training: Records
     validation: Records
@@ -29,10 +29,10 @@ class Chosen(NamedTuple):
 
 
 def choose_samples(run: Path, limit: int = MAX_SAMPLES) -> Chosen:
-    """Choose at most `limit` samples: training samples evenly, and validation prompts evenly.
+    """Select at most `limit` samples: training samples evenly, and validation prompts evenly.
 
-    All responses to a chosen validation prompt are kept; they are at most half of the samples if
-    there are samples of training.
+    A selected validation prompt keeps all its responses. Validation gets at most half the samples
+    if there are training samples.
     """
     file, validations = run / "samples.jsonl", run / "val_samples.jsonl"
     counts = Counter(_prompt_of(sample) for sample in read_jsonl(validations))
@@ -51,10 +51,9 @@ def choose_samples(run: Path, limit: int = MAX_SAMPLES) -> Chosen:
 
 
 def cut_for_page(chosen: Chosen, run: Path, split: TokenSplitter | None = None) -> Records:
-    """Return the samples in the form that the page reads, training samples first.
+    """Return the samples in the page's format, training samples first.
 
-    Args:
-        split: None = no tokens and no numbers.
+    Without `split` they have no tokens and numbers.
     """
     wanted = {(s.get("iteration"), s.get("sample_id")) for s in chosen.training}
     numbers = _read_token_numbers(run, wanted) if split else {}
@@ -63,7 +62,7 @@ def cut_for_page(chosen: Chosen, run: Path, split: TokenSplitter | None = None) 
 
 
 def _read_token_numbers(run: Path, wanted: set[tuple[Any, Any]]) -> dict[Any, dict[str, Any]]:
-    """Return (iteration, sample id) -> name -> one number per response token, for those wanted."""
+    """Return (iteration, sample id) -> name -> one number per response token."""
     found = {}
     for file in token_files(run / "samples_tokens"):
         with open(file, "rb") as lines:
@@ -85,7 +84,7 @@ def _prompt_of(sample: dict[str, Any]) -> int:
 def _make_entry(
     sample: dict[str, Any], kind: str, split: TokenSplitter | None, numbers: dict[Any, Any]
 ) -> dict[str, Any]:
-    """Return a sample with short names and shortened texts; a whole response has its tokens."""
+    """Return a sample with short keys and texts; a complete response has its tokens."""
     ids = sample.get("response_ids") or []
     entry: dict[str, Any] = {
         "i": sample.get("iteration"), "id": sample.get("sample_id"), "k": kind,
