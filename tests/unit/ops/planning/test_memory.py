@@ -53,12 +53,10 @@ def test_rows_follow_the_rule_of_the_rollout(
     one = generation_memory.kv_cache_bytes(24, config().actor_rollout.architecture, 1, 4)
     whole = int(room * one / generation_memory.CACHE_SHARE) + 10
     monkeypatch.setattr(device, "host_memory", lambda: 8 * GIB)
-    run = config({"device.cpu_threads": 1})
-    monkeypatch.setattr(device, "host_memory", lambda: 8 * whole)  # 8 processes
-    assert cache_rows(run) == min(96 // 8, room)
-    monkeypatch.setattr(device, "host_memory", lambda: 8 * GIB)
+    shared = config({"device.cpu_threads": 1})
     run = config({"device.memory_gib": whole / GIB})  # counts for each process, as it does in a run
-    assert cache_rows(run) == min(96 // 8, room)
+    monkeypatch.setattr(device, "host_memory", lambda: 8 * whole)  # 8 processes
+    assert cache_rows(run) == cache_rows(shared) == min(96 // 8, room)
     assert phase(run, Role.ACTOR_ROLLOUT, "generate").kv_cache == min(12, room) * one
 
 
