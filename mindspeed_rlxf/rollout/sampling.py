@@ -167,7 +167,7 @@ def _filter_top_k_and_p(logits: Tensor, top_k: int, top_p: float) -> Tensor:
         ordered, order = logits.sort(dim=-1, descending=True)
         probabilities = ordered.softmax(dim=-1)
         del ordered
-        over = running_sum(probabilities).sub_(probabilities) >= top_p
+        over = cumulative_sum(probabilities).sub_(probabilities) >= top_p
         logits = logits.masked_fill(over.scatter(-1, order, over), float("-inf"))
     return logits
 
@@ -192,7 +192,7 @@ def _draw_by_inverse_cdf(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Ten
 
 
 def _find_crossing(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    ends = running_sum(weights)
+    ends = cumulative_sum(weights)
     total = ends[:, -1]
     # Below the total, which a uniform number of 1 would not pass: the fp32 product of a positive
     # number and 1 - 2^-23 is less than the number.
@@ -210,7 +210,7 @@ def _find_crossing(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, T
     return indices.squeeze(-1), rest.squeeze(-1).clamp(0.0, 1.0), total
 
 
-def running_sum(numbers: Tensor) -> Tensor:
+def cumulative_sum(numbers: Tensor) -> Tensor:
     """Return the cumulative sum over the last dimension.
 
     Under deterministic algorithms torch refuses its own cumsum on devices other than the CPU; then
