@@ -51,8 +51,6 @@ from mindspeed_rlxf.weights.state_files import (
 )
 
 Note = Callable[[str], None]
-PACKAGES = ("torch", packages.MEGATRON, "ray", "numpy")  # named in manifests
-POLL_S = 0.2
 SEEN_WITHIN_S = 30.0  # network file systems show new files late
 
 
@@ -194,7 +192,7 @@ class RunCheckpoints:
                     f"{hidden} must have the files of all ranks of {' and '.join(lacking)}; is it "
                     "the same folder on every node?"
                 )
-            time.sleep(POLL_S)
+            time.sleep(0.2)
         merged = {name: merge_parts(hidden / name, n) for name, n in ranks.items()}
         files = [entry for name, index in merged.items() for entry in under(name, [index])]
         lock.require(self.directory.path)
@@ -209,7 +207,7 @@ class RunCheckpoints:
             "versions": {
                 "mindspeed_rlxf": mindspeed_rlxf.__version__,
                 "python": platform.python_version(),
-                **{name: packages.version(name) for name in PACKAGES},
+                **{n: packages.version(n) for n in ("torch", packages.MEGATRON, "ray", "numpy")},
             },
             "layouts": {
                 name: {"world_size": layout.world_size, "tp": layout.tp, "pp": layout.pp}

@@ -193,14 +193,13 @@ class Recorder:
         values = [score for report in scores for score in report.scores]
         parts = [part for report in scores for part in report.parts] or [{}] * len(values)
         more = [{}] * count if about is None else about
-        decode = self.tokenizer.decode
         for text, score, part, source, fields in zip(
             texts, values, parts, sources, more, strict=False
         ):
             sample = Sample(
                 sample_id=text.sample_id,
-                prompt=decode(text.prompt_ids),
-                response=decode(text.response_ids),
+                prompt=self.tokenizer.decode(text.prompt_ids),
+                response=self.tokenizer.decode(text.response_ids),
                 prompt_ids=text.prompt_ids,
                 response_ids=text.response_ids,
                 score=score,

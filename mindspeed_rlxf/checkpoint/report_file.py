@@ -16,8 +16,6 @@ from mindspeed_rlxf.reporting.report.records import read_configs, read_iteration
 from mindspeed_rlxf.reporting.report.samples import MAX_SAMPLES, TokenSplitter
 from mindspeed_rlxf.weights.atomic import replace_file
 
-WATCHED = ("metrics.jsonl", "samples.jsonl", "val_samples.jsonl", "failure.json")
-
 
 def write_report(
     runs: Sequence[Path],
@@ -75,8 +73,9 @@ def find_state(run: Path) -> str:
 
 def find_version(run: Path) -> str:
     """Return a string that changes with the run's state and its file sizes."""
-    sizes = [str(file.stat().st_size) if (file := run / name).exists() else "-" for name in WATCHED]
-    return " ".join([find_state(run), *sizes])
+    it = RunDirectory(run)
+    files = [file for file in (it.metrics, it.samples, it.val_samples, it.failure) if file.exists()]
+    return " ".join([find_state(run), *(f"{file.name} {file.stat().st_size}" for file in files)])
 
 
 def load_split(run: Path) -> TokenSplitter | None:

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
 ONE_SIGNAL_S = 2.0  # a scheduler and a terminal may each signal the driver, meaning one stop
 HISTORY = 15  # iterations, and saves, that the next one is predicted from
 
@@ -187,7 +186,8 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         self._before: dict[int, Any] = {
-            number: signal.signal(number, self.on_signal) for number in (*SIGNALS, signal.SIGALRM)
+            number: signal.signal(number, self.on_signal)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)
         }
         return self
 

@@ -122,9 +122,9 @@ class RunStore:
             names = patiently(lambda: os.listdir(self.folder))
         except (FileNotFoundError, NotADirectoryError):
             return []
-        found = [(NAME.fullmatch(name), self.folder / name) for name in names]
-        named = [Checkpoint(path, int(match[1])) for match, path in found if match]
-        return sorted(named, key=lambda each: -each.iteration)
+        matches = filter(None, map(NAME.fullmatch, names))
+        found = [Checkpoint(self.folder / match[0], int(match[1])) for match in matches]
+        return sorted(found, key=lambda each: -each.iteration)
 
     def hidden(self, iteration: int) -> Path:
         """Return the hidden folder in which a checkpoint is written."""

@@ -42,8 +42,6 @@ from mindspeed_rlxf.weights.folders import find_description, open_weights
 from mindspeed_rlxf.weights.hf_folder import shape_problems
 
 T = TypeVar("T")
-MAX_SHAPE_PROBLEMS = 3  # of one folder: the first few show which model it is
-UNNAMED = "unnamed"  # data source of rows without one that a model scores
 
 
 @dataclass
@@ -164,7 +162,7 @@ def _load_prompts(
     """
     data = config.data
     if config.reward.kind is not RewardKind.RULE and data.default_data_source is None:
-        data = data.model_copy(update={"default_data_source": UNNAMED})  # a model needs none
+        data = data.model_copy(update={"default_data_source": "unnamed"})  # a model needs none
     arguments = prepared.tokenizer, data, config.actor_rollout.max_prompt_length
     if prefixes:
         indexed = _attempt(problems, lambda: load_indexed_prompts(prefixes, *arguments))
@@ -202,7 +200,7 @@ def check_weights(config: RunConfig, role: Role) -> list[Problem]:
             expected = hf_shapes(section.architecture, head)
             if role is Role.CRITIC and "score.weight" not in folder:
                 del expected["score.weight"]  # a language model; the head starts untrained
-            rules = shape_problems(folder, expected)[:MAX_SHAPE_PROBLEMS]
+            rules = shape_problems(folder, expected)[:3]  # they show which model it is
     except ValueError as error:
         rules, remedy, path = [str(error)], "", Path(section.load)
         if not path.exists() and path.parts[-4:-1] == ("outputs", "tiny", "models"):

@@ -159,9 +159,6 @@ def _announce(text: str) -> None:
     logger.info(text)
 
 
-NAMED = ("role", "rank", "host", "phase", "error", "errno", "cause", "missing", "remote_traceback")
-
-
 def report(directory: RunDirectory | None, error: BaseException, stop: StopRequest) -> None:
     """Print the error to stderr; with `directory` also the log folder, and write failure.json.
 
@@ -176,6 +173,7 @@ def report(directory: RunDirectory | None, error: BaseException, stop: StopReque
     if directory is None:
         return
     print(f"logs: {directory.logs}; {stop.work_lost}", file=sys.stderr, flush=True)
+    names = ("role", "rank", "host", "phase", "error", "errno", "cause", "missing")
     details: dict[str, Any] = {
         "message": message,
         "error": type(error).__name__,
@@ -183,7 +181,8 @@ def report(directory: RunDirectory | None, error: BaseException, stop: StopReque
         "role": "driver",
         "phase": "driver",
         "cause": message,
-        **{name: getattr(error, name) for name in NAMED if hasattr(error, name)},
+        **{name: getattr(error, name) for name in names if hasattr(error, name)},
+        "remote_traceback": getattr(error, "remote_traceback", None),
         "iteration": stop.under_way,
         "saved_iteration": stop.saved,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

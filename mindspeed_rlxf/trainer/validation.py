@@ -22,9 +22,6 @@ from mindspeed_rlxf.roles.rollout import Sampling
 from mindspeed_rlxf.trainer.preflight import Prepared
 from mindspeed_rlxf.trainer.prompt_source import as_rows
 
-ACCURACY = ("accuracy", "acc", "base_acc")
-"""Names of parts of a rule's score; a response is right if the first one present is above 0."""
-
 
 @dataclass(frozen=True)
 class Scored:
@@ -51,7 +48,8 @@ class Scored:
         """
         if pass_score is not None:
             return self.score >= pass_score
-        named = [self.parts[name] for name in ACCURACY if name in self.parts]
+        accuracies = ("accuracy", "acc", "base_acc")
+        named = [self.parts[name] for name in accuracies if name in self.parts]
         return (named or [self.score])[0] > 0
 
 

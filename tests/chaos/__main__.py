@@ -120,7 +120,6 @@ class Attempt:
         return names
 
     def exit_status(self) -> int:
-        """Wait for the command to end; return its exit status."""
         return self._child.wait(timeout=LIMIT_S)
 
 
@@ -143,10 +142,7 @@ class KilledRun:
         self.starts = 0
 
     def run(self) -> None:
-        """Start the command again and again until it exits with 0.
-
-        Raises RuntimeError when the run fails without a kill, hangs, or leaves processes.
-        """
+        """Start the command until it exits with 0; it may not hang, nor leave processes."""
         status = None
         while status != 0:
             if self.starts and self._last is None:
@@ -165,7 +161,6 @@ class KilledRun:
         self._record_last_kill()
 
     def _disturb(self, attempt: Attempt) -> None:
-        """Kill processes at random moments while kills are left, then wait for the run to end."""
         while self._left:
             moment = Moment.choose(self._rng, START_S, ITERATION_S, most_iterations=3)
             if not moment.wait(self._watch, attempt.is_running, LIMIT_S):
@@ -183,17 +178,13 @@ class KilledRun:
             time.sleep(POLL_S)
 
     def _record_last_kill(self) -> None:
-        """Append the last kill, if any, with its cost up to now."""
         if self._last is not None:
             cost = self._watch.lost_iterations(), self._watch.recovery_s()
             self.kills.append(Kill(*self._last, *cost))
 
 
 def run_variant(name: str, output: Path, kills: int, rng: random.Random) -> tuple[list[Kill], int]:
-    """Run one variant undisturbed, then with kills; return the kills and the number of starts.
-
-    Raises RuntimeError where a killed run differs from the undisturbed one.
-    """
+    """Run one variant undisturbed, then with kills; return the kills and the number of starts."""
     output.mkdir(parents=True, exist_ok=True)
     more = (f"training.train_iters={ITERATIONS}", "training.save_interval=2", *VARIANTS[name])
     print(name, flush=True)
@@ -216,10 +207,7 @@ def run_variant(name: str, output: Path, kills: int, rng: random.Random) -> tupl
 
 
 def table(kills: dict[str, list[Kill]], key: str) -> str:
-    """Return a Markdown table of kills, lost iterations and recovery times.
-
-    kills: by variant; key: `phase` or `victim`, a row for each of its values
-    """
+    """Return a Markdown table with a row for each value of `key` (`phase` or `victim`)."""
     groups: dict[str, list[Kill]] = defaultdict(list)
     for kill in (kill for found in kills.values() for kill in found):
         groups[str(getattr(kill, key))].append(kill)

@@ -61,7 +61,6 @@ class Watch:
         return count
 
     def note_restart(self) -> None:
-        """Remember that the run, which had ended, was started again now."""
         self._note(self._count())
         self._fewest = self.counts[-1]
 
@@ -70,7 +69,6 @@ class Watch:
         self.times.append(time.monotonic())
 
     def lost_iterations(self) -> int:
-        """Return by how many lines the count has fallen at most, from its largest value before."""
         return max(max(self.counts[: n + 1]) - count for n, count in enumerate(self.counts))
 
     def recovery_s(self) -> float | None:
@@ -113,12 +111,7 @@ class Moment:
     def choose(
         cls, rng: random.Random, start_s: float, iteration_s: float, most_iterations: int
     ) -> Moment:
-        """Draw a phase, a delay within it, and the number of iterations before it.
-
-        start_s:         seconds of a start until its first iteration
-        iteration_s:     seconds of an iteration
-        most_iterations: largest number of iterations before the phase
-        """
+        """Draw a phase, a delay within it, and the number of iterations before it."""
         wanted = rng.choice(list(Phase))
         longest = {
             Phase.START: start_s, Phase.ITERATION: iteration_s, Phase.SAVE: INTO_SAVE_S,
@@ -127,10 +120,7 @@ class Moment:
         return cls(wanted, rng.uniform(0, longest), seen_first)
 
     def wait(self, watch: Watch, is_running: Callable[[], bool], limit_s: float) -> bool:
-        """Wait for this moment; return whether the run is still running then.
-
-        Raises TimeoutError where the condition is not met within limit_s.
-        """
+        """Wait for this moment; return whether the run is still running then."""
         deadline = time.monotonic() + limit_s
         while not self._has_begun(watch):
             if not is_running():

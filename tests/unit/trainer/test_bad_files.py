@@ -339,18 +339,6 @@ def test_an_unknown_or_unsuitable_rollout_engine_is_refused(
     assert line.startswith("error: rollout.engine=other cannot generate on ranks of its own")
 
 
-@pytest.mark.parametrize("used_by", ["a file", "another run"])
-def test_an_output_folder_that_cannot_be_used_is_refused(
-    tmp_path: Path, problems: Problems, used_by: str
-) -> None:
-    (tmp_path / "run").mkdir()
-    target = tmp_path / "run" / "metrics.jsonl"
-    target.write_text("")
-    folder = target if used_by == "a file" else target.parent
-    (line,) = problems(f"training.output_dir={folder}")
-    assert "training.output_dir" in line
-
-
 CODE = ("reward={kind: rule, rules: {arithmetic: code}}", "~resource_pool.reward")
 
 
