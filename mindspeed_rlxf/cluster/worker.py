@@ -6,7 +6,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,16 @@ class RoleHost:
             device.reset_peak_memory()
             work.take()
             began, started = time.time(), time.perf_counter()
-            output = self._call(request, args)
+            if request.factory is not None:
+                self._roles[request.role], output = request.factory(*args), RoleOutput()
+            elif request.of_engine:
+                engine = self._get_role(request.role).engine
+                output = RoleOutput(report=getattr(engine, request.method)(*args))
+            else:
+                output = getattr(self._get_role(request.role), request.method)(*args)
+                assert isinstance(output, RoleOutput), (
+                    f"{request.method} must return a RoleOutput, got {type(output).__name__}"
+                )
             device.synchronize()
             seconds = time.perf_counter() - started
             memory, done = device.peak_memory(), work.take()
@@ -82,19 +91,6 @@ class RoleHost:
             raise
         except Exception as error:
             raise worker_error(error, request.role.value, self._rank, request.method) from error
-
-    def _call(self, request: Request, args: Sequence[Any]) -> RoleOutput:
-        if request.factory is not None:
-            self._roles[request.role] = request.factory(*args)
-            return RoleOutput()
-        role = self._get_role(request.role)
-        if request.of_engine:
-            return RoleOutput(report=getattr(role.engine, request.method)(*args))
-        output = getattr(role, request.method)(*args)
-        assert isinstance(output, RoleOutput), (
-            f"{request.method} must return a RoleOutput, got {type(output).__name__}"
-        )
-        return output
 
     def _get_role(self, role: Role) -> Any:
         assert role in self._roles, f"{role.value} has not been built in this process"

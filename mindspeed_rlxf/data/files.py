@@ -125,7 +125,7 @@ def unicode_problem(text: str) -> Problem | None:
 
 def describe_keys(names: Iterable[str]) -> str:
     """Join the first MAX_KEYS_SHOWN keys with commas for an error message; "none" without keys."""
-    keys = list(names)
+    keys = [name[:60] for name in names]
     return ", ".join(keys[:MAX_KEYS_SHOWN] + ["..."] * (len(keys) > MAX_KEYS_SHOWN)) or "none"
 
 

@@ -56,6 +56,11 @@ def live_nodes(resource: str) -> list[Node]:
     return sorted(found, key=lambda node: (address_key(node.ip), node.host))
 
 
+def driver_address() -> str:
+    """Return the address of the driver's node, as the cluster knows it."""
+    return str(ray.util.get_node_ip_address())
+
+
 class Task(NamedTuple):
     """A function, sent by name, to call on a node."""
 

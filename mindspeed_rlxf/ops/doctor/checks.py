@@ -91,7 +91,7 @@ def describe(problem: BaseException) -> str:
 def check_software(kind: DeviceKind) -> Iterator[Finding]:
     """Check package versions; on NPU also CANN and the pairing.
 
-    A missing package is an error if this package depends on it; an NPU also needs torch_npu.
+    A missing package is an error if this package depends on it; an NPU also needs torch's adapter.
     """
     yield ok("versions.python", f"{platform.python_version()}, {sys.executable}")
     is_npu = kind is DeviceKind.NPU

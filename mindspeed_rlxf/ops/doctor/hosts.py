@@ -154,11 +154,9 @@ def _all_reduce_groups(
 
     A group lists each rank's node.
     """
-    import ray
+    from mindspeed_rlxf.cluster.ray.node_tools import Failed, Task, driver_address, run_tasks
 
-    from mindspeed_rlxf.cluster.ray.node_tools import Failed, Task, run_tasks
-
-    ip = str(ray.util.get_node_ip_address())
+    ip = driver_address()
     stores, tasks = [], []
     for group in groups:
         store, port = worlds.open_store(ip)

@@ -64,7 +64,7 @@ def test_the_command_of_the_guide_runs_as_it_stands(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "model_from_hf" / "llama3-hf")
     command = GUIDE.format(python=sys.executable, repo=REPO)
     done = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr
     prefix = str(tmp_path / "dataset" / "llama3-hf" / "descriptiveness")
     header = "<|start_header_id|>{}<|end_header_id|>\n\n"
     assert texts(prefix) == [

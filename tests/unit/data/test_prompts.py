@@ -1,6 +1,8 @@
 """Rows become prompts, or every problem is named with its file and row."""
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from tokenizers import normalizers
 
@@ -65,6 +67,22 @@ def test_chats_between_texts_are_read_by_the_template_alone(make_tokenizer, ids_
     assert prompt.token_ids.tolist() == ids_of("<bos>", "<user>", "h", "i", "<assistant>")
     official = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
     assert prompt.token_ids.tolist() == official["input_ids"]
+
+
+def test_dotted_keys_reach_nested_columns_of_parquet(make_tokenizer, tmp_path):
+    chats = [[{"role": "user", "content": text, "tool": None}] for text in ("one", "two")]
+    rows = [
+        {"question": chats[0], "reward": {"truth": {"text": "1"}, "of": "a"}},
+        {"question": chats[1], "reward": {"truth": {"text": "2"}, "of": "b"}},
+    ]
+    file = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), file)
+    keys = {"ground_truth_key": "reward.truth.text", "data_source_key": "reward.of"}
+    prompts = load_prompts(str(file), make_tokenizer(), data(prompt_key="question", **keys), 100)
+    assert [(p.text, p.ground_truth, p.data_source) for p in prompts] == [
+        ("<bos><user>one<assistant>", "1", "a"),
+        ("<bos><user>two<assistant>", "2", "b"),
+    ]
 
 
 def test_blank_lines_and_a_byte_order_mark_are_skipped(make_tokenizer, write_jsonl):
