@@ -1,4 +1,4 @@
-"""Print what a run of the demo has learnt: validation accuracy, and three samples before and after.
+"""Print what a run of a demo has learnt: validation accuracy, and samples before and after.
 
 python examples/tiny/report.py RUN_DIRECTORY
 """
@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
-ACCURACY = "val/arithmetic/accuracy"
+ACCURACY = re.compile("val/.+/pass@1")
 SCORE = "critic/score/mean"
 WIDTH = 50  # characters of a full bar
-SHOWN = 3  # samples
+SHOWN = 5  # samples
+NARROW = 12  # characters of a prompt that fits into the table
+TAG = re.compile(r"<\|[^|]*\|>")  # of a chat template
 
 
 def main() -> int:
@@ -36,8 +39,7 @@ def curve(metrics: list[dict[str, Any]]) -> list[str]:
     """Return a line with a bar for each validation, and a line on the training score."""
     lines = ["validation accuracy (greedy)"]
     for line in metrics:
-        if ACCURACY in line["metrics"]:
-            accuracy = line["metrics"][ACCURACY]
+        for accuracy in (v for name, v in line["metrics"].items() if ACCURACY.fullmatch(name)):
             bar = "#" * round(accuracy * WIDTH)
             lines.append(f"  iteration {line['iteration']:>4}  {accuracy:6.1%}  |{bar:<{WIDTH}}|")
     scores = [line["metrics"][SCORE] for line in metrics if SCORE in line["metrics"]]
@@ -47,9 +49,9 @@ def curve(metrics: list[dict[str, Any]]) -> list[str]:
 
 
 def before_and_after(samples: list[dict[str, Any]]) -> list[str]:
-    """Return a table of prompts with their responses at the first and the last validation.
+    """Return prompts with their responses at the first and the last validation.
 
-    Prompts with a higher score at the end come first.
+    Prompts with a higher score at the end come first. Short ones make a table.
     """
     iterations = sorted({sample["iteration"] for sample in samples})
     if len(iterations) < 2:
@@ -57,14 +59,18 @@ def before_and_after(samples: list[dict[str, Any]]) -> list[str]:
     first, last = (_by_id(samples, iteration) for iteration in (iterations[0], iterations[-1]))
     improved = [i for i in first if i in last and last[i]["score"] > first[i]["score"]]
     others = [i for i in first if i in last and i not in improved]
-    lines = ["sample        before       after        truth"]
-    for sample_id in (improved + others)[:SHOWN]:
-        before, after = first[sample_id], last[sample_id]
-        lines.append(
-            f"{before['prompt']:<12}  {before['response']:<11}  {after['response']:<11}  "
-            f"{before['ground_truth']}"
+    rows = [
+        (
+            max(TAG.sub("\n", first[i]["prompt"]).splitlines(), key=len),  # the question of a chat
+            *(" ".join(TAG.sub("", side[i]["response"]).split()) for side in (first, last)),
+            first[i]["ground_truth"],
         )
-    return lines
+        for i in (improved + others)[:SHOWN]
+    ]
+    if all(len(row[0]) <= NARROW for row in rows):
+        heads = ("sample", "before", "after", "truth")
+        return [f"{a:<{NARROW}}  {b:<11}  {c:<11}  {d}" for a, b, c, d in (heads, *rows)]
+    return [f"{a}\n  before  {b}\n  after   {c}\n  truth   {d}" for a, b, c, d in rows]
 
 
 def _by_id(samples: list[dict[str, Any]], iteration: int) -> dict[int, dict[str, Any]]:

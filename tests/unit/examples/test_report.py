@@ -14,7 +14,7 @@ def sample(iteration: int, sample_id: int, response: str, score: float) -> dict[
 
 
 def test_the_curve_has_one_bar_per_validation() -> None:
-    accuracy, score = "val/arithmetic/accuracy", "critic/score/mean"
+    accuracy, score = "val/arithmetic/pass@1", "critic/score/mean"
     metrics = [{accuracy: 0.5}, {score: 0.25}, {accuracy: 1.0, score: 0.75}]
     lines = report.curve([{"iteration": i, "metrics": found} for i, found in enumerate(metrics)])
     bars = [line for line in lines if "|" in line]
@@ -29,16 +29,30 @@ def test_samples_of_first_and_last_validation_stand_side_by_side() -> None:
     samples += [sample(10, i, "98", 0.0) for i in range(5)]
     samples += [sample(20, i, f"2{i}" if i == 4 else "97", float(i == 4)) for i in range(5)]
     lines = report.before_and_after(samples)
-    assert len(lines) == 4
+    assert len(lines) == 6
     # 14+10= is the one that PPO put right, so it comes first.
     assert lines[1].split() == ["14+10=", "99", "24", "24"]
     assert lines[2].split() == ["10+10=", "99", "97", "20"]
 
 
+def test_a_question_in_a_chat_template_is_shown_without_it() -> None:
+    chat = (
+        "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\nHow many are 10 and 11?<|im_end|>\n"
+    )
+    samples = [sample(0, 0, "10 and\n11", 0.0), sample(9, 0, "10 + 11 = 21", 1.0)]
+    lines = report.before_and_after([{**one, "prompt": chat} for one in samples])
+    assert "\n".join(lines).split("\n") == [
+        "How many are 10 and 11?",
+        "  before  10 and 11",
+        "  after   10 + 11 = 21",
+        "  truth   20",
+    ]
+
+
 def test_a_run_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    metrics = {"iteration": 0, "metrics": {"val/arithmetic/accuracy": 0.5}, "time_s": 1.0}
+    metrics = {"iteration": 0, "metrics": {"val/arithmetic/pass@1": 0.5}, "time_s": 1.0}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(metrics) + "\n", encoding="utf-8")
     text = json.dumps(sample(0, 1, "21", 1.0)) + "\n"
     (tmp_path / "val_samples.jsonl").write_text(text, encoding="utf-8")
