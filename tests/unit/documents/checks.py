@@ -80,6 +80,7 @@ def _check_make(arguments: list[str]) -> None:
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z][a-z-]*):", text, re.MULTILINE))
     variables = set(re.findall(r"^([A-Z_]+) \?=", text, re.MULTILINE))
+    variables |= set(re.findall(r"\$\((?:or|if) \$\(([A-Z_]+)\)", text))
     for word in arguments:
         name, sign, _value = word.partition("=")
         assert name in (variables if sign else targets), f"the Makefile does not have {name}"

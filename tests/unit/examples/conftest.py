@@ -3,5 +3,5 @@
 import sys
 from pathlib import Path
 
-for folder in ("tiny", "data_preprocess", "reward_model"):
+for folder in ("tiny", "smollm2", "data_preprocess", "reward_model"):
     sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / folder))

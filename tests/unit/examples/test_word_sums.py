@@ -1,0 +1,87 @@
+"""The word sums that SmolLM2 is trained on, their score, and the configurations."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import word_sums
+
+from mindspeed_rlxf.config.compose import compose
+from mindspeed_rlxf.config.load import resolve
+from tests.processes import ROOT
+
+
+def question(row: dict[str, Any]) -> str:
+    return str(row["prompt"][0]["content"])
+
+
+def numbers(row: dict[str, Any]) -> tuple[int, ...]:
+    return tuple(sorted(int(digits) for digits in re.findall(r"\d+", question(row))))
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_no_pair_of_numbers_is_in_training_and_test(seed: int) -> None:
+    train, test = word_sums.make_split(seed)
+    assert (len(train), len(test)) == (2048, 256)
+    pairs = [{numbers(row) for row in rows} for rows in (train, test)]
+    assert all(len(pair) == 2 for part in pairs for pair in part)
+    assert [len(part) for part in pairs] == [210 - 42, 42]
+    assert not pairs[0] & pairs[1]
+    assert len({question(row) for row in (*train, *test)}) == 2048 + 256
+    assert word_sums.make_split(seed) == (train, test) != word_sums.make_split(seed + 1)
+
+
+def test_the_ground_truth_is_what_a_question_asks_for() -> None:
+    train, test = word_sums.make_split(1)
+    for row in (*train, *test):
+        low, high = numbers(row)
+        expected = high - low if "gives away" in question(row) else high + low
+        assert row["ground_truth"] == str(expected)
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("Tom has 15 + 6 = 21 now.", 1.0),
+        ("21", 1.0),
+        ("15+6=21.0 apples, and\nno more", 1.0),
+        ("Tom has 15 + 6 = 22 now.", 0.0),
+        ("15 - 36 = -21", 0.0),
+        ("21 apples, of which 6 are new", 0.0),  # the last number counts
+        ("0.21", 0.0),
+        ("121", 0.0),
+        ("", 0.0),
+        ("= = twenty-one <|im_end|>", 0.0),
+    ],
+)
+def test_the_last_number_of_a_response_is_scored(response: str, expected: float) -> None:
+    assert (
+        word_sums.score(prompt="", response=response, ground_truth="21", extra_info={}) == expected
+    )
+
+
+def test_files_have_a_row_per_line(tmp_path: Path) -> None:
+    word_sums.main(["--output", str(tmp_path / "new")])
+    files = [tmp_path / "new" / f"{name}.jsonl" for name in ("train", "test")]
+    rows = tuple([json.loads(line) for line in file.read_text().splitlines()] for file in files)
+    assert rows == word_sums.make_split(1)
+
+
+@pytest.mark.parametrize(("name", "roles"), [("grpo", 2), ("ppo", 3)])
+def test_a_configuration_needs_only_the_folder_of_the_model(
+    name: str, roles: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "outputs" / "smollm2" / "model"
+    model.mkdir(parents=True)
+    sizes = {"num_hidden_layers": 30, "hidden_size": 576, "intermediate_size": 1536}
+    sizes |= {"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152}
+    told = {"model_type": "llama", "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, **sizes}
+    (model / "config.json").write_text(json.dumps(told), encoding="utf-8")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    config = resolve(compose(name, ["device.kind=cpu"], "examples/smollm2"), name)
+    assert len(config.roles) == roles
+    assert config.actor_rollout.architecture.num_layers == 30
+    assert config.actor_rollout.do_sample
