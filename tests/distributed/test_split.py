@@ -1,26 +1,19 @@
 """A rollout on ranks of its own gives the same samples and metrics, and its faults are reported."""
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from mindspeed_rlxf.checkpoint.directory import RunDirectory
-from mindspeed_rlxf.cluster.errors import WorkerError
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.data.batch import Prompts, RoleOutput
-from mindspeed_rlxf.roles.actor import ActorGroup
-from mindspeed_rlxf.roles.rollout import RolloutGroup, RolloutRole, Sampling
 from mindspeed_rlxf.trainer.preflight import Prepared
 from tests.distributed.llamas import SHARES_GROUPS
 from tests.distributed.test_layout_invariance import (
     ARCHITECTURES,
-    EOS,
     EP2,
     PP2,
     SP2,
@@ -31,7 +24,6 @@ from tests.distributed.test_layout_invariance import (
     fixed_run,
     models,
 )
-from tests.distributed.test_parity_with_transformers import make_prompts
 from tests.training import train
 
 __all__ = ["models"]
@@ -123,28 +115,3 @@ def ranks_in_timeline(run: Path, what: str) -> set[int]:
     (file,) = RunDirectory(run).timeline.iterdir()
     events = json.loads(file.read_text())
     return {event["args"]["rank"] for event in events if event["name"] == what}
-
-
-class Mortal(RolloutRole):
-    def generate(self, prompts: Prompts, seed: int, *sampling: Sampling) -> RoleOutput:
-        if dist.get_rank() == 1:
-            os.kill(os.getpid(), 9)
-        return super().generate(prompts, seed, *sampling)
-
-
-@pytest.mark.long
-def test_a_killed_rank_of_the_rollout_is_named(
-    warm_runtime: Any, tmp_path: Path, models: dict[str, Path]
-) -> None:
-    """TP 2 in training, two replicas of the rollout."""
-    config, _ = run_of(models["untied"], tmp_path, "untied", (2, 2), TP2, 1)
-    pool = warm_runtime.create_pools({"actor": [4]}, {"actor": (2, 2)})["actor"]
-    actor, rollout = ActorGroup(config, pool), RolloutGroup(config, pool)
-    for build in (actor.build(), rollout.group.build(Mortal, config, (EOS,))):
-        build.result()
-    rollout.update_weights(actor, 0)
-    with pytest.raises(WorkerError) as error:
-        rollout.generate(make_prompts(4), 3).result()
-    assert (error.value.role, error.value.rank) == ("rollout", 3)
-    assert error.value.phase == "generate"
-    warm_runtime.end_pools()

@@ -70,7 +70,7 @@ class Host:
 
     @property
     def pid(self) -> int:
-        """The id of the first process in the namespaces, the only child of `unshare`."""
+        # the only child of `unshare`
         children = Path(f"/proc/{self.init.pid}/task/{self.init.pid}/children").read_text()
         return int(children.split()[0])
 
@@ -97,7 +97,6 @@ class Host:
     def run(
         self, command: Sequence[str], output: Path, timeout_s: float = 240.0, code: int = 0
     ) -> str:
-        """Run a command to its end; return its output. Fails the test for another exit code."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.start(command, output).wait(timeout=timeout_s)
         text, found = output.read_text(encoding="utf-8"), self.children[-1].returncode
@@ -173,10 +172,7 @@ def make_hosts(count: int) -> Iterator[tuple[list[Host], Path]]:
 def _namespaces(
     name: str, own: Path, data: Path, kinds: list[str], script: str
 ) -> subprocess.Popen[str]:
-    """Start a script in new namespaces and wait until it prints `ready`.
-
-    kinds: options of `unshare`. The script gets NAME, OWN and DATA in its environment.
-    """
+    """Start a script in new namespaces and wait until it prints `ready`. kinds: for `unshare`"""
     process = subprocess.Popen(
         ["unshare", *kinds, "bash", "-c", script],
         stdin=subprocess.PIPE,
@@ -206,6 +202,5 @@ def _plug(switch_pid: int, host: Host, number: int) -> None:
 
 
 def _ip(pid: int, *commands: str) -> None:
-    """Run `ip` commands in the network namespace of a process."""
     for command in commands:
         subprocess.run(["nsenter", "-t", str(pid), "--net", "ip", *command.split()], check=True)

@@ -93,7 +93,6 @@ class StandIn:
         return RoleOutput()
 
     def fail_alone(self, rank: int) -> RoleOutput:
-        """Raise ValueError on one rank; the others return."""
         if dist.get_rank() == rank:
             raise ValueError("only here")
         return RoleOutput()
@@ -116,11 +115,9 @@ class StandIn:
         return RoleOutput()
 
     def process(self) -> RoleOutput:
-        """Report the process id."""
         return RoleOutput(report=os.getpid())
 
     def environment(self, name: str) -> RoleOutput:
-        """Report the environment variable `name`, None without it."""
         return RoleOutput(report=os.environ.get(name))
 
     def say(self, text: str) -> RoleOutput:
