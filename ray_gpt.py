@@ -6,6 +6,7 @@ from mindspeed_rlxf.ops.supervisor import supervise
 
 
 def main() -> int:
+    """Train, under the supervisor unless this process is its child."""
     code = supervise()
     if code is not None:
         return code

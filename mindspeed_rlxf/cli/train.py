@@ -15,7 +15,8 @@ from mindspeed_rlxf.config.keys import NESTED_ROLES, to_yaml
 from mindspeed_rlxf.config.load import resolve_with_notes
 from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.reporting.console import open_console
+from mindspeed_rlxf.reporting.console import opened
+from mindspeed_rlxf.reporting.live import make_console
 from mindspeed_rlxf.reporting.phases import phase
 
 OPTIONS = (
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
         if config.dry_run:
             return _dry_run(config, NESTED_ROLES in tree)
-        with open_console(config.logging.console):
+        with opened(make_console(config.logging.console)):
             with phase("loading libraries", prints=False):
                 from mindspeed_rlxf.trainer.preflight import prepare
             with phase("reading tokenizer, prompts and headers of weights", prints=False):

@@ -1,6 +1,6 @@
 """Console output: one line per iteration, or a live view on a terminal.
 
-The command opens one console (`open_console`); the run writes to it.
+The command opens one console (`opened`); the run writes to it.
 """
 
 import io
@@ -90,13 +90,12 @@ def current() -> Console:
 
 
 @contextmanager
-def open_console(mode: str, stream: TextIO | None = None) -> Iterator[Console]:
-    """Open a console, which `current` returns inside the block, and close it at the end.
+def opened(console: Console) -> Iterator[Console]:
+    """Let `current` return a console inside the block, and close it at the end.
 
     Without a live view the first rank prints phases, too.
     """
     global _open
-    console = make_console(mode, sys.stdout if stream is None else stream)
     if type(console) is Console and os.environ.get("RANK", "0") == "0":  # of torchrun
         PHASES.write = console.note
     _open = console
@@ -105,17 +104,6 @@ def open_console(mode: str, stream: TextIO | None = None) -> Iterator[Console]:
     finally:
         console.close()
         _open, PHASES.write = None, None
-
-
-def make_console(mode: str, stream: TextIO) -> Console:
-    """Make a live view for a single rank on a terminal with cursor control, else a line console."""
-    alone = os.environ.get("WORLD_SIZE", "1") == "1"  # ranks of torchrun print there too
-    can_move = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb" and alone
-    if mode == "line" or not can_move:
-        return Console(stream)
-    from mindspeed_rlxf.reporting.live import LiveConsole  # rich is slow to import
-
-    return LiveConsole(stream)
 
 
 def use_utf8(stream: TextIO) -> None:

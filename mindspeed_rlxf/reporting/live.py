@@ -4,6 +4,7 @@ Other output from this process scrolls above the view.
 """
 
 import math
+import os
 import statistics
 import sys
 import time
@@ -123,6 +124,16 @@ class LiveConsole(Console):
         warned = f"  warnings above: {self._warnings}" if self._warnings else ""
         rows.add_row("now", printable(str(PHASES.current or "-")) + warned)
         yield from console.render(rows, options.update_width(min(options.max_width, MAX_WIDTH) - 1))
+
+
+def make_console(mode: str, stream: TextIO | None = None) -> Console:
+    """Make a live view for a single rank on a terminal with cursor control, else a line console."""
+    stream = stream or sys.stdout
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"  # ranks of torchrun print there too
+    can_move = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb" and alone
+    if mode == "line" or not can_move:
+        return Console(stream)
+    return LiveConsole(stream)
 
 
 def draw_curve(values: Sequence[float], width: int) -> str:

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -96,6 +97,13 @@ def test_every_package_has_a_layer() -> None:
 def test_imports_point_down() -> None:
     pairs = [(name, imported) for name in FILES for imported in imports_of(name)]
     assert [pair for pair in pairs if points_up(*pair)] == []
+
+
+def test_no_imports_make_a_circle() -> None:
+    graph = {name: imports_of(name) & FILES.keys() for name in FILES}
+    for name, found in graph.items():  # `from package import module` is no import of the package
+        graph[name] = {m for m in found - {name} if not any(n.startswith(f"{m}.") for n in found)}
+    TopologicalSorter(graph).prepare()
 
 
 def test_algorithms_import_torch_and_words_of_the_configuration_only() -> None:

@@ -10,10 +10,9 @@ from mindspeed_rlxf.reporting.console import (
     Console,
     current,
     format_short,
-    make_console,
-    open_console,
+    opened,
 )
-from mindspeed_rlxf.reporting.live import LiveConsole
+from mindspeed_rlxf.reporting.live import LiveConsole, make_console
 from mindspeed_rlxf.reporting.phases import Phases, phase
 
 NAMES = ("actor/pg_loss_abs", "critic/kl", "timing/all")
@@ -97,7 +96,7 @@ def test_the_mode_chooses_what_is_shown(
 
 
 def test_the_recorder_gets_the_console_that_the_command_opened() -> None:
-    with open_console("line", io.StringIO()) as console:
+    with opened(Console(io.StringIO())) as console:
         assert current() is console
     assert type(current()) is Console and current() is not console
 
@@ -108,7 +107,7 @@ def test_phases_are_printed_by_the_first_rank_alone(
 ) -> None:
     monkeypatch.setenv("RANK", rank)
     stream = io.StringIO()
-    with open_console("line", stream), phase("outer"), phase("inner"):
+    with opened(Console(stream)), phase("outer"), phase("inner"):
         pass
     with phase("later"):
         pass
