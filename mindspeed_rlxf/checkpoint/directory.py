@@ -63,18 +63,13 @@ def find_changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
         gone = key in REMOVED and will is ABSENT
         if was != will and key not in COMMAND_KEYS and not gone:
             change = Change(key, was, will, extra_of(field).get("resume", "fixed"))
-            free = _differs_only_in(change, "url", "headers")
-            free = free or (allows_text and is_function_text(change))
+            free = differs_only_in(change, "url", "headers")
+            free = free or (allows_text and differs_only_in(change, "sha256"))
             found.append(replace(change, rule="free") if free else change)
     return found
 
 
-def is_function_text(change: Change) -> bool:
-    """Return whether only reward function hashes changed; no function is new or gone."""
-    return _differs_only_in(change, "sha256")
-
-
-def _differs_only_in(change: Change, *names: str) -> bool:
+def differs_only_in(change: Change, *names: str) -> bool:
     """Return whether reward functions differ only in these fields, and none is new or gone."""
     sides = change.before, change.now
     if change.key == "reward.functions" and all(isinstance(side, list) for side in sides):
@@ -124,6 +119,7 @@ class RunDirectory:
         self.samples = path / "samples.jsonl"
         self.val_samples = path / "val_samples.jsonl"
         self.consumed = path / "consumed.jsonl"
+        self.line_files = self.metrics, self.consumed, self.health, self.samples, self.val_samples
         self.samples_tokens = path / "samples_tokens"
         self.timeline = path / "timeline"
         self.trackers = path / "trackers"
@@ -201,7 +197,7 @@ class RunDirectory:
         fixed = [change for change in run.compare_with(config) if change.rule == "fixed"]
         if not fixed:
             return []
-        if all(map(is_function_text, fixed)):
+        if all(differs_only_in(change, "sha256") for change in fixed):
             remedy = f"reward.allow_changed_function=true to go on with the new text, or {remedy}"
         rule = "must hold the same run to resume it, these keys differ (there -> here): "
         rule += "; ".join(map(str, fixed))

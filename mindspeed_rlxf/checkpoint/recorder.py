@@ -36,9 +36,9 @@ class Recorder:
         `writes` is False on all torchrun ranks but the first, which write nothing.
         """
         self.tokenizer = tokenizer
-        samples = directory.samples, directory.val_samples
-        files = directory.metrics, directory.consumed, directory.health, *samples
-        self._writers = [JsonlWriter(file if writes else Path(os.devnull)) for file in files]
+        self._writers = [
+            JsonlWriter(file if writes else Path(os.devnull)) for file in directory.line_files
+        ]
         self._metrics, self._ledger, self._findings, *self._samples = self._writers
         self._timeline = Timeline(directory.timeline) if writes else None
         self._directory, self._logging = directory, config.logging

@@ -253,18 +253,6 @@ def find_whole_checkpoints(
     return whole, problems
 
 
-def find_resumable(
-    config: RunConfig, directory: RunDirectory
-) -> tuple[list[Checkpoint], list[str]]:
-    """Return `find_whole_checkpoints`, or nothing if this command does not resume a run.
-
-    An older checkpoint is used if hashing the roles' files later finds damage.
-    """
-    if not directory.is_used or config.training.new_run:
-        return [], []
-    return find_whole_checkpoints(config, RunStore(directory.checkpoints))
-
-
 def no_whole_checkpoint(directory: RunDirectory, problems: Sequence[str]) -> Problem:
     """Return the problem with a run whose checkpoints were all refused."""
     rule = f"can be resumed from: {'; '.join(problems)}"
@@ -274,7 +262,7 @@ def no_whole_checkpoint(directory: RunDirectory, problems: Sequence[str]) -> Pro
 
 def check_resume(config: RunConfig, directory: RunDirectory) -> list[Problem]:
     """Return a problem if all checkpoints are damaged, or `train_iters` is below the newest."""
-    whole, problems = find_resumable(config, directory)
+    whole, problems = find_whole_checkpoints(config, RunStore(directory.checkpoints))
     wanted = config.training.train_iters
     if whole and whole[0].iteration > wanted:
         done = whole[0].iteration
@@ -289,10 +277,9 @@ def is_finished(config: RunConfig, directory: RunDirectory) -> bool:
 
     `check_resume` refuses a run with more iterations.
     """
-    whole, _ = find_resumable(config, directory)
-    wanted = config.training.train_iters
-    exported = RunStore(directory.checkpoints).exported()
-    return bool(whole) and whole[0].iteration == exported == wanted
+    store = RunStore(directory.checkpoints)
+    whole, _ = find_whole_checkpoints(config, store)
+    return bool(whole) and whole[0].iteration == store.exported() == config.training.train_iters
 
 
 def hash_prompts(
@@ -318,7 +305,7 @@ def cut_files(directory: RunDirectory, positions: dict[str, int]) -> None:
 
     Missing and shorter files stay as they are.
     """
-    for file in _line_files(directory):
+    for file in directory.line_files:
         if file.exists():  # removed samples stay away
             with open(file, "r+b") as stream:
                 size = stream.seek(0, os.SEEK_END)
@@ -345,14 +332,9 @@ def find_shortened_file(directory: RunDirectory, positions: dict[str, int]) -> s
 def line_positions(directory: RunDirectory) -> dict[str, int]:
     """Fsync each existing line file; return file name -> bytes."""
     positions = {}
-    for file in _line_files(directory):
+    for file in directory.line_files:
         if file.exists():
             with open(file, "rb") as stream:
                 os.fsync(stream.fileno())
                 positions[file.name] = stream.seek(0, os.SEEK_END)
     return positions
-
-
-def _line_files(directory: RunDirectory) -> tuple[Path, ...]:
-    samples = directory.samples, directory.val_samples
-    return directory.metrics, directory.health, *samples, directory.consumed

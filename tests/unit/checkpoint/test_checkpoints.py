@@ -23,7 +23,6 @@ from mindspeed_rlxf.checkpoint.store import (
     POINTER,
     Manifest,
     check_resume,
-    find_resumable,
     hash_prompts,
     is_finished,
 )
@@ -331,9 +330,7 @@ def test_a_run_is_finished_when_its_weights_are_exported(new_case: NewCase) -> N
     shorter = new_case(train_iters=1)
     (problem,) = check_resume(shorter.config, shorter.directory)
     assert "must be at least the 2 iterations that the run" in str(problem)
-    cases = longer, case, shorter, new_case(train_iters=1, new_run=True)
-    assert [len(check_resume(each.config, each.directory)) for each in cases] == [0, 0, 1, 0]
-    assert [len(find_resumable(each.config, each.directory)[0]) for each in cases] == [2, 2, 2, 0]
+    assert [check_resume(each.config, each.directory) for each in (longer, case)] == [[], []]
 
 
 def test_samples_that_were_removed_or_shortened_keep_no_run_from_resuming(case: Case) -> None:
