@@ -1,15 +1,14 @@
 """Runs resume from the sharded checkpoints that older versions wrote by megatron-core."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from torch.utils._pytree import tree_leaves
 
-from mindspeed_rlxf.cluster.group import RoleGroup
 from mindspeed_rlxf.config.rank_layout import ParallelLayout
 from mindspeed_rlxf.config.schema import OptimizerConfig
 from mindspeed_rlxf.data.batch import RoleOutput
@@ -24,6 +23,7 @@ from mindspeed_rlxf.weights.state_files import Loaded
 from tests.distributed.groups import build_group
 from tests.distributed.llamas import QWEN3_MOE, make_llama, role_of
 from tests.distributed.test_resume import whole_tensors
+from tests.distributed.test_resume_streams import save
 
 
 class Older:
@@ -54,7 +54,7 @@ class Older:
             places = [
                 place
                 for chunk in engine.chunks
-                for place in leaves(chunk.sharded_state_dict())
+                for place in tree_leaves(chunk.sharded_state_dict())
                 if isinstance(place, (ShardedTensor, ShardedTensorFactory))
             ]
             by_parameter = {id(place.data): place for place in places}
@@ -72,19 +72,6 @@ class Older:
             numbers = train_state.saved_numbers(engine.state)
         (folder / train_state.STATE).write_text(json.dumps(numbers))
         return RoleOutput()
-
-
-def leaves(tree: Any) -> Iterator[Any]:
-    if isinstance(tree, dict):
-        for item in tree.values():
-            yield from leaves(item)
-    else:
-        yield tree
-
-
-def save(group: RoleGroup, folder: Path) -> None:
-    group.call_engine(TrainEngine.begin_save, folder).result()
-    group.call_engine(TrainEngine.end_save).result()
 
 
 def test_an_older_checkpoint_is_resumed_in_another_layout(

@@ -1,6 +1,4 @@
-"""Packed and padded attention against masked softmax written out for each sequence."""
-
-from types import SimpleNamespace
+"""Packed attention against masked softmax written out for each sequence."""
 
 import pytest
 import torch
@@ -9,7 +7,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from mindspeed_rlxf.models import attention
-from mindspeed_rlxf.models.attention import CoreAttention, PackedSequences, SharedPrompts
+from mindspeed_rlxf.models.attention import PackedSequences, SharedPrompts
 
 HEADS, GROUPS, DIM = 4, 2, 8
 
@@ -92,32 +90,3 @@ def test_packed_gradients_are_those_of_each_alone(lengths: list[int]) -> None:
         return torch.autograd.grad((out * weights).sum(), qkv)
 
     assert_close(gradients(True), gradients(False))
-
-
-def core_attention() -> CoreAttention:
-    config = SimpleNamespace(
-        params_dtype=torch.float64,
-        tensor_model_parallel_size=1,
-        num_attention_heads=HEADS,
-        num_query_groups=GROUPS,
-        kv_channels=DIM,
-    )
-    return CoreAttention(config, layer_number=1)
-
-
-def test_core_attention_of_padded_rows_is_that_of_each_row() -> None:
-    rows = [random_tokens(6, seed) for seed in (1, 2, 3)]
-    query, key, value = (torch.stack(x, dim=1) for x in zip(*rows, strict=True))
-    got = core_attention()(query, key, value, None)  # [s, b, heads * d]
-    assert got.shape == (6, 3, HEADS * DIM)
-    for row, qkv in enumerate(rows):
-        assert_close(got[:, row], written_out(*qkv).flatten(1))
-
-
-@pytest.mark.parametrize("heads", [1, HEADS])  # one head is not mistaken for the batch
-def test_core_attention_leaves_packed_tokens_to_the_pack(heads: int) -> None:
-    query, key, value = (x[:, :heads] for x in random_tokens(7))
-    qkv = (query, key, value)
-    pack = PackedSequences(lengths=(3, 4))
-    got = core_attention()(*qkv, None, packed_seq_params=pack)  # [tokens, heads * d]
-    assert_close(got, each_alone([3, 4], qkv).flatten(1))

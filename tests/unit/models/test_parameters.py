@@ -108,16 +108,6 @@ def test_query_key_value_rows_are_interleaved_by_group_as_megatron_splits_them(t
         assert_close(shard(parameter, a, tensors, rank, tp), expected, rtol=0, atol=0)
 
 
-def test_each_rank_holds_gate_rows_then_up_rows() -> None:
-    a = architecture_of("llama")
-    parameter = parameter_named(a, "decoder.layers.0.mlp.linear_fc1.weight")
-    gate, up = torch.randn(2, 24, 16)
-    mlp = "model.layers.0.mlp."
-    tensors = {mlp + "gate_proj.weight": gate, mlp + "up_proj.weight": up}
-    expected = torch.cat((gate[12:], up[12:]))
-    assert_close(shard(parameter, a, tensors, 1, 2), expected, rtol=0, atol=0)
-
-
 def test_vocabulary_is_padded_at_its_end_to_a_multiple_of_tp() -> None:
     a = architecture_of("llama", vocab_size=5)
     assert [padded_vocab_size(a, tp) for tp in (1, 2, 4, 5)] == [5, 6, 8, 5]

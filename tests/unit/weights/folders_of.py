@@ -15,30 +15,21 @@ from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.models.parameters import Head, hf_shapes
 from mindspeed_rlxf.weights.chunks import Chunk, StoredTensor
 
+# The vocabulary is odd, so that tensor-parallel ranks have to pad.
 BASE: dict[str, Any] = {
-    "num_layers": 4,
-    "hidden_size": 16,
-    "ffn_hidden_size": 24,
-    "num_attention_heads": 8,
-    "num_query_groups": 4,
-    "kv_channels": 6,
-    "vocab_size": 37,  # odd, so that tensor-parallel ranks have to pad
-    "max_position_embeddings": 64,
+    "num_layers": 4, "hidden_size": 16, "ffn_hidden_size": 24, "num_attention_heads": 8,
+    "num_query_groups": 4, "kv_channels": 6, "vocab_size": 37, "max_position_embeddings": 64,
     "untie_embeddings_and_output_weights": True,
-}
+}  # fmt: skip
+MOE: dict[str, Any] = {"num_experts": 4, "moe_router_topk": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "tied": {"untie_embeddings_and_output_weights": False},
     "qwen2": {"add_qkv_bias": True},
     "qwen3": {"qk_layernorm": True},
-    "qwen3_moe": {
-        "qk_layernorm": True,
-        "num_experts": 4,
-        "moe_router_topk": 2,
-        "moe_ffn_hidden_size": 16,
-        "moe_router_pre_softmax": True,
-    },
-    "mixtral": {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24},
+    "qwen3_moe": MOE
+    | {"qk_layernorm": True, "moe_ffn_hidden_size": 16, "moe_router_pre_softmax": True},
+    "mixtral": MOE | {"moe_ffn_hidden_size": 24},
 }
 CLASSES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral"}
 
