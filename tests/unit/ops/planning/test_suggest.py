@@ -1,18 +1,20 @@
-"""Suggested layouts of real models: what they promise holds when they are pasted."""
+"""Shipped configurations of real models fit 64 GiB, and so do suggested layouts when pasted."""
 
 import re
 
 import pytest
 
-from mindspeed_rlxf.config.compose import compose
+from mindspeed_rlxf.config.compose import builtin_config_dir, compose, config_names
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.ops.planning.host_memory import host_memory_needed
 from mindspeed_rlxf.ops.planning.memory import cache_rows, pool_memories
 from mindspeed_rlxf.ops.planning.plan import plan
 from mindspeed_rlxf.ops.planning.suggest import usable_bytes
 from mindspeed_rlxf.ops.sizes import GIB, format_bytes
 
 CLUSTER = ["device.kind=npu", "device.memory_gib=64", "runtime.address=head:6379"]
+REAL = [name for name in config_names([builtin_config_dir()]) if "tiny" not in name]
 SUGGESTED = re.compile(r"\d\. ([\d.]+ GiB) of a device, rounds of generation: (\d+)$")
 
 
@@ -59,3 +61,28 @@ def test_keys_are_spelled_as_the_file_nests_them() -> None:
     text = plan(config, nested=True).text.partition("Suggested layouts\n")[2]
     assert " actor_rollout_ref.actor_rollout." in text and " actor_rollout." not in text
     assert " critic." in text
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_shipped_configuration_plans_and_fits_64_gib(name: str) -> None:
+    config = configured(name)
+    made = plan(config)
+    verdicts = [line.strip() for line in made.text.splitlines() if ", has 64.0 GiB" in line]
+    assert len(verdicts) == len(config.resource_pool)
+    assert all(verdict.startswith("fits: needs ") for verdict in verdicts), verdicts
+    assert len(made.text.splitlines()) < 150
+
+
+@pytest.mark.parametrize("name", [name for name in REAL if name.endswith("node")])
+def test_those_of_few_hosts_leave_a_tenth_of_the_device_and_fit_the_host(name: str) -> None:
+    """Of 64 GiB, after 4 for the runtime; with 600 GiB of each host."""
+    config = configured(name)
+    pools = pool_memories(config)
+    assert max(each.total for each in pools) <= 0.9 * (64 - 4) * GIB
+    assert host_memory_needed(config, pools).total <= 600 * GIB
+    assert {config.placement[role] for role in config.roles} == {"main"}
+    hosts = int(name[-5])
+    assert config.resource_pool["main"] == [8] * hosts
+    actor = config.actor_rollout
+    assert actor.max_prompt_length == 1024
+    assert actor.max_new_tokens == (32768 if "_32k_" in name else 8192)
