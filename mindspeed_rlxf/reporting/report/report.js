@@ -290,7 +290,7 @@ function phaseCards(run) {
     h('ul', { class: 'legend' }, phases.map((each) => h('li', { title: each.meaning }, swatch(colorOf(each.phase)), `${each.phase} `, h('span', { class: 'soft' }, `${num(each.mean, 3)} s${each.count < xs.length ? ` in ${each.count} of ${xs.length}` : ''}`))))), chart];
 }
 
-// Samples: filters and a list, one sample in full with its tokens, a validation prompt over iterations
+// Samples: filters and a list, one sample in full with its tokens
 const NUMBERS = { advantage: 'Advantage', kl: 'KL', value: 'Value' };
 const KL_NOTE = 'The KL of a token is the log of its probability under the policy over that under the reference: it may be negative; only its mean over many tokens is not.';
 const plainText = (text) => h('div', { class: 'text', dir: 'auto', tabindex: '0' }, text === '' ? '(empty)' : text);
@@ -396,33 +396,6 @@ function sampleFilters(samples, onChange) {
   return { apply, element };
 }
 
-function promptCard(samples, some) {
-  const prompts = Object.values(Object.groupBy(samples.filter((sample) => sample.k === 'validation' && typeof sample.i === 'number'), (sample) => sample.pid)).map((found) => {
-    const by = Object.entries(Object.groupBy(found, (sample) => sample.i)), [first, last] = [by[0], by[by.length - 1]].map(([, group]) => mean(group.map((sample) => sample.s ?? 0)));
-    return { pid: String(found[0].pid), prompt: found[0].p, truth: found[0].gt, by, change: last - first };
-  });
-  if (!prompts.length) return card({ id: 'prompts' }, 'A validation prompt over iterations', soft('The report has no samples of a validation.'));
-  const groups = { better: ['now better', (p) => p.change > 0], worse: ['now worse', (p) => p.change < 0], same: ['unchanged', (p) => p.change === 0], all: ['all logged', () => true] };
-  const count = (key) => prompts.filter(groups[key][1]).length, chips = h('div', { class: 'chips' }), head = h('div'), columns = h('div', { class: 'columns', tabindex: '0', role: 'group' });
-  const select = selectOf(Object.keys(groups).map((key) => [key, `${groups[key][0]} (${count(key)})`]), '', list, 'Which prompts');
-  function list(key) {
-    state.promptGroup = select.value = key;
-    const found = prompts.filter(groups[key][1]);
-    chips.replaceChildren(...found.slice(0, 200).map((prompt) => button({ 'data-pid': prompt.pid, dir: 'auto' }, () => show(prompt), prompt.prompt.slice(-80) || '(empty)')), found.length > 200 ? `and ${found.length - 200} more` : '');
-    [head, columns].forEach((part) => part.replaceChildren(found.length ? '' : soft('None.')));
-    if (found.length) show(found.find((prompt) => prompt.pid === state.promptShown) || found[0]);
-  }
-  function show({ pid, prompt, truth, by }) {
-    state.promptShown = pid;
-    chips.querySelectorAll('button').forEach((each) => each.setAttribute('aria-pressed', String(each.dataset.pid === pid)));
-    head.replaceChildren(plainText(prompt), truth !== undefined ? h('p', {}, 'Expected: ', h('bdi', {}, truth)) : '');
-    columns.setAttribute('aria-label', `Responses to the prompt in ${by.length} validations`);
-    columns.replaceChildren(...by.map(([iteration, group]) => h('div', {}, h('h3', {}, iteration === '0' ? 'before training' : `iteration ${iteration}`), group.map((sample) => [h('p', { class: 'small' }, 'score ', h('b', {}, scoreText(sample))), plainText(sample.r)]))));
-  }
-  list(state.promptGroup || (count('better') ? 'better' : 'all'));
-  return card({ id: 'prompts' }, 'A validation prompt over iterations', some ? note(`${prompts.length} logged prompts, a part of the validation set. ${some}`) : null, h('div', { class: 'controls' }, labelled('Prompts that are', select)), chips, head, columns);
-}
-
 function samplesOf(run, { samples, seen }) {
   const left = card({}, ''), right = h('div', { class: 'card', id: 'sample' }), count = h('p', { class: 'small soft', role: 'status', id: 'sample-count' }), logged = run.config['logging.samples'];
   const scales = Object.fromEntries(Object.keys(NUMBERS).map((kind) => { // the size that 95% of the tokens of a run do not exceed
@@ -437,7 +410,7 @@ function samplesOf(run, { samples, seen }) {
   });
   filters.apply();
   return [soft(seen > samples.length ? `${samples.length} of the ${seen} samples that the run wrote, evenly chosen. mindspeed-rlxf report --samples sets their number.` : ''),
-    promptCard(samples, some), filters.element, h('div', { class: 'split' }, left, right)];
+    filters.element, h('div', { class: 'split' }, left, right)];
 }
 
 function samplesSection(runs, loaded) {

@@ -94,8 +94,6 @@ def _make_entry(
     for name, short in (("data_source", "d"), ("ground_truth", "gt"), ("answer", "a")):
         if sample.get(name) is not None:
             entry[short] = _shorten_text(sample[name])
-    if kind == "validation":
-        entry["pid"] = _prompt_of(sample)
     found = numbers.get((sample.get("iteration"), sample.get("sample_id")))
     if split and found and len(entry["r"]) < MAX_TEXT:
         entry["t"] = [printable(piece) for piece in split(ids)]

@@ -181,15 +181,6 @@ def test_tokens_have_colours_and_their_numbers_by_keys(page: Any) -> None:
     page.select_option("[data-filter=kind]", "")
 
 
-def test_a_validation_prompt_is_followed_over_iterations(page: Any) -> None:
-    see(page, "#prompts")
-    assert "3 logged prompts, a part of the validation set" in page.inner_text("#prompts")
-    page.select_option("#prompts select", "all")
-    page.click("#prompts button[data-pid='1']")
-    heads = page.locator("#prompts .columns h3").all_inner_texts()
-    assert heads == ["before training", *(f"iteration {i}" for i in (10, 20, 30, 40))]
-
-
 def test_hostile_texts_stay_texts(page: Any) -> None:
     see(page, "#samples")
     page.fill("[data-filter=text]", "onerror")
@@ -212,9 +203,6 @@ def test_nothing_is_wider_than_a_narrow_screen_in_the_dark(browser: Any, report:
     page = open_page(browser, report, said, color_scheme="dark")
     page.set_viewport_size({"width": 380, "height": 800})
     assert page.evaluate("document.documentElement.scrollWidth") == 380
-    see(page, "#prompts")
-    columns = "document.querySelector('.columns')"
-    assert page.evaluate(f"{columns}.scrollWidth <= {columns}.clientWidth")
     dark = "getComputedStyle(document.body).backgroundColor"
     before = page.evaluate(dark)
     page.click("#theme")
