@@ -40,10 +40,7 @@ def missing() -> str:
 
 
 def library() -> Path:
-    """Return the file of the built device; build it where the cache does not have it.
-
-    Waits while another process builds it. Raises RuntimeError with the compiler's message.
-    """
+    """Return the file of the built device; wait while another process builds it."""
     target = _cache() / _key() / f"{NAME}.so"
     if target.is_file():
         return target
@@ -59,7 +56,6 @@ def library() -> Path:
 
 @functools.cache
 def load() -> Any:
-    """Load the module into this process, which registers its operators with torch for good."""
     spec = importlib.util.spec_from_file_location(NAME, library())
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -75,7 +71,6 @@ def _cache() -> Path:
 
 
 def _key() -> str:
-    """Return a hash of the sources, the versions of torch and Python, and the compiler's path."""
     digest = hashlib.sha256()
     for file in (Path(__file__), *sorted(SOURCES.iterdir())):
         digest.update(file.read_bytes())

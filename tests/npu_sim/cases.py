@@ -9,8 +9,6 @@ PP2 = {"pipeline_model_parallel_size": 2}
 
 @dataclass(frozen=True)
 class Case:
-    """One run, on the CPU and on simulated NPUs."""
-
     ranks: int = 1
     layout: dict[str, Any] = field(default_factory=dict)  # keys of every role
     sections: dict[str, Any] = field(default_factory=dict)  # keys by section

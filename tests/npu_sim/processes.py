@@ -16,10 +16,7 @@ def environment(
 ) -> dict[str, str]:
     """Return the environment of a process with simulated NPUs: PYTHONPATH, and an empty CANN.
 
-    scratch:   folder in which links and files for the process are made
-    sources:   folders with MindSpeed and with the Megatron-LM that it requires; () = the installed
-               megatron-core and the small adaptor
-    variables: further variables, which replace others of the same name
+    sources: folders with MindSpeed and its Megatron-LM; () = the small adaptor and installed ones
     """
     library = scratch / "cann" / "lib64" / "libascendcl.so"
     library.parent.mkdir(parents=True, exist_ok=True)
@@ -38,7 +35,6 @@ def environment(
 
 
 def megatron(scratch: Path) -> Path:
-    """Return a folder with the installed megatron.core (a link) and an empty megatron.training."""
     folder = scratch / "sources"
     training = folder / "megatron" / "training" / "__init__.py"
     if not training.is_file():

@@ -33,8 +33,6 @@ REWARD = "REWARD"  # in settings: replaced by the folder of a reward model that 
 
 @dataclass(frozen=True)
 class Case:
-    """One run of `ray_gpt.py`, on CPU and on simulated NPUs."""
-
     settings: tuple[str, ...] = ()  # further overrides
     variables: dict[str, str] = field(default_factory=dict)  # environment
     pools: tuple[int, ...] = (2,)  # number of devices of each pool, all on one host
@@ -44,7 +42,6 @@ class Case:
 
 
 def for_each_role(setting: str) -> tuple[str, ...]:
-    """Return the override once for each of ROLES."""
     return tuple(f"{role}.{setting}" for role in ROLES)
 
 
@@ -93,10 +90,7 @@ LlamaForSequenceClassification(config).save_pretrained(sys.argv[2])
 
 
 def train(scratch: Path, name: str, kind: str) -> Path:
-    """Run a case to its end, with a Ray cluster unless on CPU; return its run directory.
-
-    kind: cpu or sim, as in `run.environment`. Raises RuntimeError with the end of the log.
-    """
+    """Run a case to its end, with a Ray cluster unless on CPU; return its run directory."""
     case = CASES[name]
     out, log = scratch / f"{kind} run", scratch / f"{kind}.log"
     environment = {**run.environment(kind, scratch), **case.variables}
@@ -128,10 +122,7 @@ def train(scratch: Path, name: str, kind: str) -> Path:
 def run_command(
     command: list[str], environment: dict[str, str], log: Path, stop_at: Path | None = None
 ) -> int:
-    """Run a command to its end, TIMEOUT_S at most; return its exit status.
-
-    stop_at: file; send SIGTERM when it has a line. Raises RuntimeError where it never gets one.
-    """
+    """Run a command, and return its status. stop_at: file; send SIGTERM when it has a line."""
     deadline = time.monotonic() + TIMEOUT_S
     process = start_logged(command, log, environment)
     try:
@@ -185,10 +176,7 @@ def cluster(scratch: Path, environment: dict[str, str], devices: int) -> Iterato
 
 
 def differences(ours: Path, theirs: Path) -> list[tuple[str, float]]:
-    """Return the largest relative difference of each metric and weight.
-
-    Samples that differ are listed with an infinite difference.
-    """
+    """Return the differences of metrics and weights, infinite for samples that differ."""
     found = run.result_differences(ours, theirs)
     assert len(read_lines(ours / "metrics.jsonl")) == ITERATIONS
     samples = [read_samples(out) for out in (ours, theirs)]
@@ -198,13 +186,11 @@ def differences(ours: Path, theirs: Path) -> list[tuple[str, float]]:
 
 
 def read_samples(out: Path) -> list[Any]:
-    """Return (iteration, prompt, response) of each logged sample."""
     lines = read_lines(out / "samples.jsonl")
     return [(line["iteration"], line["prompt"], line["response"]) for line in lines]
 
 
 def read_records(folder: Path) -> dict[str, list[str]]:
-    """Return pid -> records of each process: its device, its operators, restored random states."""
     found: dict[str, list[str]] = {}
     for path in sorted(folder.iterdir()):
         pid, _, what = path.name.partition(" ")
@@ -213,10 +199,7 @@ def read_records(folder: Path) -> dict[str, list[str]]:
 
 
 def rehearse(name: str, scratch: Path) -> bool:
-    """Run a case on the CPU and on simulated NPUs, print the comparison; return if both agree.
-
-    Every worker must also have used the devices, and called the operators, of the case.
-    """
+    """Compare a case on CPU and on simulated NPUs, which its workers must use; print it."""
     if REWARD in " ".join(CASES[name].settings):
         command = [sys.executable, "-c", MAKE_REWARD, str(START), str(scratch / "reward")]
         subprocess.run(command, env=run.environment("cpu", scratch), check=True, timeout=TIMEOUT_S)

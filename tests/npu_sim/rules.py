@@ -116,13 +116,10 @@ def of_operators() -> dict[str, tuple[set[str], bool, str]]:
 
 
 def cann() -> tuple[int, ...]:
-    """Return the version of the simulated CANN, from RLXF_SIM_CANN (8.5)."""
     return tuple(int(part) for part in os.environ.get("RLXF_SIM_CANN", "8.5").split(".")[:2])
 
 
 def checked_attention(attention: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap torch's attention: before CANN 9.1 check the shape of the mask of device tensors."""
-
     @functools.wraps(attention)
     def wrapper(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *more: Any,

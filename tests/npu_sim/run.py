@@ -31,16 +31,11 @@ TOLERANCE = 1e-5
 
 
 def missing() -> list[str]:
-    """Return those of VARIABLES that do not name an existing folder."""
     return [name for name in VARIABLES if not Path(os.environ.get(name, "/nowhere")).is_dir()]
 
 
 def environment(kind: str, scratch: Path) -> dict[str, str]:
-    """Return the environment of a process: the sources that it imports, on NPU an empty CANN too.
-
-    kind: cpu; sim = simulated devices with delayed copies, and the small adaptor where no checkout
-          of MindSpeed is named
-    """
+    """kind: cpu; sim = delayed copies, and the small adaptor if no checkout is named."""
     if kind == "sim":
         sources: list[Path] = []
         if not missing():
@@ -56,16 +51,12 @@ def environment(kind: str, scratch: Path) -> dict[str, str]:
 
 
 def needs_triton() -> bool:
-    """Whether this MindSpeed imports triton-ascend when it starts, as that for core 0.16 does."""
     start = Path("mindspeed", "features_manager", "megatron_basic", "requirements_basic.py")
     return "ops.triton" in Path(os.environ["RLXF_MINDSPEED"], start).read_text(encoding="utf-8")
 
 
 def link_package(package: str, checkout: str, scratch: Path) -> Path:
-    """Return a folder with a link to one package of a checkout.
-
-    A checkout of Megatron-LM itself also has a package `tests`, which would hide ours.
-    """
+    """Link one package: a checkout of Megatron-LM also has `tests`, which would hide ours."""
     link = scratch / "sources" / package / package
     link.parent.mkdir(parents=True, exist_ok=True)
     if not link.is_symlink():
@@ -80,10 +71,7 @@ def free_port() -> int:
 
 
 def run_case(kind: str, folder: Path, out: Path, name: str, scratch: Path) -> None:
-    """Run all ranks of a case, with models of `folder`; results go to `out`.
-
-    kind: as in `environment`. Raises RuntimeError with the output of the first rank that fails.
-    """
+    """Run all ranks of a case. Raises RuntimeError with the output of the first that fails."""
     ranks = CASES[name].ranks
     world = {
         "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
@@ -108,7 +96,6 @@ def run_case(kind: str, folder: Path, out: Path, name: str, scratch: Path) -> No
 
 
 def differences(ours: Path, theirs: Path, ranks: int) -> list[tuple[str, float]]:
-    """Return the largest relative difference of each forward pass, metric and weight."""
     found = []
     for rank in range(ranks):
         pair = [json.loads((out / f"reads.{rank}.json").read_text()) for out in (ours, theirs)]
@@ -119,7 +106,6 @@ def differences(ours: Path, theirs: Path, ranks: int) -> list[tuple[str, float]]
 
 
 def result_differences(ours: Path, theirs: Path) -> list[tuple[str, float]]:
-    """Return the largest relative difference of each metric and each final weight tensor."""
     found = []
     lines = [read_lines(out / "metrics.jsonl") for out in (ours, theirs)]
     for one, other in zip(*lines, strict=True):
@@ -155,7 +141,6 @@ def distance(one: list[float], other: list[float]) -> float:
 
 
 def read_tensors(folder: Path) -> dict[str, Any]:
-    """Return all tensors of the safetensors files of a folder; imports torch only here."""
     from safetensors.torch import load_file
 
     return {
@@ -164,10 +149,7 @@ def read_tensors(folder: Path) -> dict[str, Any]:
 
 
 def make_models(folder: Path, architecture: str, scratch: Path) -> None:
-    """Write tokenizer, policy, value and reward model to `folder`, in a process of its own.
-
-    The process imports Megatron, which this one must not.
-    """
+    """Write tokenizer and models in a process of its own: it imports Megatron."""
     code = (
         "import sys; from pathlib import Path; from tests.distributed import llamas\n"
         "from tests.trl.record import make_tokenizer\n"
@@ -182,10 +164,7 @@ def make_models(folder: Path, architecture: str, scratch: Path) -> None:
 
 
 def rehearse(name: str, scratch: Path) -> bool:
-    """Run a case on the CPU and on simulated NPUs, print the comparison; return if both agree.
-
-    Every rank must also have called the operators of the case.
-    """
+    """Compare a case on CPU and on simulated NPUs, whose ranks must call its operators."""
     architecture = CASES[name].architecture
     folder = scratch / architecture
     make_models(folder, architecture, scratch)
@@ -212,10 +191,7 @@ def rehearse(name: str, scratch: Path) -> bool:
 def rehearse_each(
     names: Sequence[str], rehearse_one: Callable[[str, Path], bool], parent: str | None = None
 ) -> bool:
-    """Rehearse the cases, each in a scratch folder of its own; return whether all agree.
-
-    A case that raises RuntimeError or SubprocessError is printed and counts as one that differs.
-    """
+    """Rehearse cases in scratch folders of their own; one that raises counts as different."""
     failed = []
     for name in names:
         with tempfile.TemporaryDirectory(prefix="rlxf", dir=parent) as scratch:

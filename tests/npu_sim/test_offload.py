@@ -57,7 +57,6 @@ def configured(out: Path, mode: str) -> tuple[RunConfig, Any]:
 
 
 def planned(config: RunConfig) -> int:
-    """Return the planned bytes of a rank, without what the simulated device does not count."""
     from mindspeed_rlxf.ops.planning.memory import pool_memory
 
     pool = pool_memory(config, "main")
@@ -83,7 +82,6 @@ def main(out: Path, mode: str) -> None:
 
 
 def start(out: Path, mode: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """With copies that end late."""
     return subprocess.run(
         [sys.executable, "-m", "tests.npu_sim.test_offload", str(out), mode],
         cwd=ROOT, env=environment(out, 1, RLXF_SIM_DELAYED="1", **variables),

@@ -18,13 +18,11 @@ def draw(*size: int) -> Tensor:
 
 
 def sequences(batch: int = 2, length: int = 5) -> list[Tensor]:
-    """Query, key, value as BNSD."""
     heads = (HEADS, GROUPS, GROUPS)
     return [draw(batch, n, length + 0, DIM) * (i + 1) for i, n in enumerate(heads)]
 
 
 def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """torch's own; BNSD."""
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
 

@@ -67,11 +67,7 @@ def check_packs() -> None:
 
 
 def check_pack(ends: list[int], lengths: tuple[int, ...]) -> None:
-    """Raise RuntimeError unless the call attends neighbouring sequences of the pack.
-
-    ends:    cumulative lengths that the call got
-    lengths: lengths of all sequences of the pack
-    """
+    """Raise RuntimeError unless `ends` are those of neighbouring sequences of the pack."""
     given = [end - start for start, end in zip([0, *ends], ends, strict=False)]
     whole = list(lengths)
     found = any(whole[i : i + len(given)] == given for i in range(len(whole)))
@@ -84,6 +80,5 @@ def check_pack(ends: list[int], lengths: tuple[int, ...]) -> None:
 
 
 def follow_environment() -> None:
-    """Check reads of the host where RLXF_SIM_DELAYED=1."""
     if os.environ.get("RLXF_SIM_DELAYED") == "1":
         check_host_reads()

@@ -47,10 +47,7 @@ def main(kind: DeviceKind, folder: Path, out: Path, name: str) -> None:
 
 
 def count_operators() -> None:
-    """Count the calls of every operator of torch_npu and every function of PATHS in `calls`.
-
-    `run` compares the counts of every rank: an operator that nobody calls is not rehearsed.
-    """
+    """Count calls of torch_npu's operators and of PATHS: one that nobody calls is not rehearsed."""
     import torch_npu
 
     def counted(name: str, operator: Any) -> Any:
@@ -71,10 +68,7 @@ def count_operators() -> None:
 
 
 def record_forward_passes() -> list[list[float]]:
-    """Patch MegatronEngine.forward to append what each pass returns to the list; return the list.
-
-    These are log-probs of actor and reference, values and scores.
-    """
+    """Append what each forward pass of an engine returns to the list."""
     from mindspeed_rlxf.engine.engine import MegatronEngine
 
     recorded: list[list[float]] = []
@@ -90,7 +84,6 @@ def record_forward_passes() -> list[list[float]]:
 
 
 def write(out: Path, rank: int, passes: list[list[float]]) -> None:
-    """Write the recorded passes, and the calls of operators, of this rank."""
     (out / f"reads.{rank}.json").write_text(json.dumps(passes))
     (out / f"operators.{rank}.json").write_text(json.dumps(calls))
 

@@ -52,14 +52,19 @@ def test_npu_without_torch_npu_is_an_error_that_asks_to_install_it(
     [
         (1, "6", {"assigned": "6"}, 0),  # Ray: each process sees its own device alone
         (4, "4,5,6,7", {"assigned": "6"}, 2),  # Ray was told to leave the node's list
+        (8, "", {"assigned": "6"}, 6),  # no list: all are seen
+        (2, " 4, 5 ", {"assigned": "5"}, 1),
         (4, "4,5,6,7", {"local_rank": 3}, 3),  # torchrun: all see the same
-        (2, "4,5", {"local_rank": 2}, None),  # never shared by wrapping around
+        (2, "4,5", {"local_rank": 2}, "start at most 2 processes"),  # none is shared
+        (8, "4,5", {"assigned": "1"}, "CUDA_VISIBLE_DEVICES=4,5 must name the device 1 that Ray"),
+        (8, "", {"assigned": "9"}, "device 9 must be one of the 8 .*no more devices"),
     ],
 )
 def test_a_process_chooses_its_gpu_among_the_visible_ones(
     monkeypatch: pytest.MonkeyPatch, seen: int, shown: str, given: dict[str, Any],
-    index: int | None,
+    index: int | str,
 ) -> None:  # fmt: skip
+    """index: a text = the error"""
     chosen: list[int] = []
     library = SimpleNamespace(
         device_count=lambda: seen, set_device=chosen.append, current_device=lambda: chosen[-1]
@@ -69,8 +74,8 @@ def test_a_process_chooses_its_gpu_among_the_visible_ones(
     monkeypatch.setattr(torch, "device", lambda name, number: (name, number))
     monkeypatch.setattr(device, "_active", None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
-    if index is None:
-        with pytest.raises(ValueError, match=f"start at most {seen} processes"):
+    if isinstance(index, str):
+        with pytest.raises(ValueError, match=index):
             device.setup(CUDA, **given)
     else:
         assert device.setup(CUDA, **given) == ("cuda", index)

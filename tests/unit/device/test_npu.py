@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.device import npu, visible
+from mindspeed_rlxf.device import npu
 from tests.unit.device import npu_recorder
 from tests.unit.device.npu_recorder import Recorder
 
@@ -103,40 +103,6 @@ def test_doubles_on_the_device_come_back_from_the_copy() -> None:
     )
     npu._reduce_fp64_in_place(lost, doubled)(on_device)
     assert total.item() == 8.0
-
-
-# Devices
-
-
-@pytest.mark.parametrize(
-    ("shown", "assigned", "seen", "index"),
-    [
-        ("5", "5", 1, 0),  # Ray showed the process its device alone
-        ("4,5,6,7", "6", 4, 2),  # Ray was told not to: the node's own list, host numbers
-        ("", "6", 8, 6),  # no list: all are seen
-        (" 4, 5 ", "5", 2, 1),
-    ],
-)
-def test_the_number_of_a_device_on_the_host_becomes_that_in_the_process(
-    monkeypatch: pytest.MonkeyPatch, shown: str, assigned: str, seen: int, index: int
-) -> None:
-    monkeypatch.setenv(npu.VISIBLE, shown)
-    assert visible.index_within(assigned, npu.VISIBLE, seen) == index
-
-
-@pytest.mark.parametrize(
-    ("shown", "assigned", "message"),
-    [
-        ("4,5", "1", r"ASCEND_RT_VISIBLE_DEVICES=4,5 must name the device 1 that Ray"),
-        ("", "9", r"device 9 must be one of the 8 .*no more devices"),
-    ],
-)
-def test_a_device_that_is_not_there_is_named(
-    monkeypatch: pytest.MonkeyPatch, shown: str, assigned: str, message: str
-) -> None:
-    monkeypatch.setenv(npu.VISIBLE, shown)
-    with pytest.raises(ValueError, match=message):
-        visible.index_within(assigned, npu.VISIBLE, 8)
 
 
 # CANN

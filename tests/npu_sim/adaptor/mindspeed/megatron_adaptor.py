@@ -21,7 +21,6 @@ LEFT_UP = 2  # sparse mode of the fused attention: causal, aligned at the first 
 
 
 def _refuse_late_start() -> None:
-    """Raise RuntimeError where Megatron has been imported before this module."""
     early = sorted(name for name in sys.modules if name.startswith("megatron."))
     if early:
         raise RuntimeError(
@@ -31,7 +30,6 @@ def _refuse_late_start() -> None:
 
 
 def _plain(*args: Any, **kwargs: Any) -> Any:
-    """Replace `torch.compile` and `torch.jit.script`: return the function unchanged."""
     return args[0] if args and callable(args[0]) else lambda function: function
 
 
@@ -107,8 +105,6 @@ def _attention(
 
 
 class Norm(torch.nn.Module):
-    """Replace Megatron's `WrappedTorchNorm` by the operator npu_rms_norm."""
-
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
         self.eps = eps
@@ -122,8 +118,6 @@ class Norm(torch.nn.Module):
 
 
 class Swiglu:
-    """Replace Megatron's `SwiGLUFunction` by the operator npu_swiglu."""
-
     @staticmethod
     def apply(gates: torch.Tensor, *_: Any) -> torch.Tensor:
         import torch_npu

@@ -26,8 +26,8 @@ device.set_rules(rules.of_operators())
 torch.utils.rename_privateuse1_backend("npu")
 
 from . import _C, compiled, npu, profiler, records  # noqa: E402
-from .attention import npu_fusion_attention, npu_fusion_attention_grad  # noqa: E402
-from .operators import (  # noqa: E402
+from .attention import npu_fusion_attention, npu_fusion_attention_grad  # noqa: E402, F401
+from .operators import (  # noqa: E402, F401
     npu_apply_adam_w,
     npu_grouped_matmul,
     npu_moe_token_permute,
@@ -40,22 +40,7 @@ from .operators import (  # noqa: E402
 )
 
 unsupported_dtype = [torch.quint8, torch.quint4x2, torch.quint2x4, torch.qint32, torch.qint8]
-__all__ = [
-    "_C",
-    "npu",
-    "npu_apply_adam_w",
-    "npu_fusion_attention",
-    "npu_fusion_attention_grad",
-    "npu_grouped_matmul",
-    "npu_moe_token_permute",
-    "npu_moe_token_unpermute",
-    "npu_rms_norm",
-    "npu_rms_norm_backward",
-    "npu_rotary_mul",
-    "npu_scaled_masked_softmax",
-    "npu_swiglu",
-    "profiler",
-]
+__all__ = [*[name for name in dir() if name.startswith("npu_")], "_C", "npu", "profiler"]
 
 
 def __getattr__(name: str) -> Any:

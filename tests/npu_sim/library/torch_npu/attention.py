@@ -19,28 +19,15 @@ DEFAULT, ALL, LEFT_UP, RIGHT_DOWN = 0, 1, 2, 3
 
 
 def npu_fusion_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    head_num: int,
-    input_layout: str,
-    pse: Tensor | None = None,
-    padding_mask: Tensor | None = None,
-    atten_mask: Tensor | None = None,
-    scale: float = 1.0,
-    keep_prob: float = 1.0,
-    pre_tockens: int = 2147483647,
-    next_tockens: int = 2147483647,
-    inner_precise: int = 0,
-    prefix: Sequence[int] | None = None,
-    actual_seq_qlen: Sequence[int] | None = None,
-    actual_seq_kvlen: Sequence[int] | None = None,
-    sparse_mode: int = 0,
-    gen_mask_parallel: bool = True,
-    sync: bool = False,
-    softmax_layout: str = "",
+    query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str,
+    pse: Tensor | None = None, padding_mask: Tensor | None = None,
+    atten_mask: Tensor | None = None, scale: float = 1.0, keep_prob: float = 1.0,
+    pre_tockens: int = 2147483647, next_tockens: int = 2147483647, inner_precise: int = 0,
+    prefix: Sequence[int] | None = None, actual_seq_qlen: Sequence[int] | None = None,
+    actual_seq_kvlen: Sequence[int] | None = None, sparse_mode: int = 0,
+    gen_mask_parallel: bool = True, sync: bool = False, softmax_layout: str = "",
     sink: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:  # fmt: skip
     """Return softmax(scale * query key^T, masked) value, in the layout of the inputs.
 
     actual_seq_qlen, actual_seq_kvlen: for TND, cumulative lengths WITHOUT a leading 0
@@ -66,37 +53,17 @@ def npu_fusion_attention(
 
 
 def npu_fusion_attention_grad(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dy: Tensor,
-    head_num: int,
-    input_layout: str,
-    *,
-    pse: Tensor | None = None,
-    padding_mask: Tensor | None = None,
-    atten_mask: Tensor | None = None,
-    softmax_max: Tensor | None = None,
-    softmax_sum: Tensor | None = None,
-    softmax_in: Tensor | None = None,
-    attention_in: Tensor | None = None,
-    scale_value: float = 1.0,
-    keep_prob: float = 1.0,
-    pre_tockens: int = 2147483647,
-    next_tockens: int = 2147483647,
-    inner_precise: int = 0,
-    seed: int = 0,
-    offset: int = 0,
-    numels: int = 0,
-    prefix: Sequence[int] | None = None,
-    actual_seq_qlen: Sequence[int] | None = None,
-    actual_seq_kvlen: Sequence[int] | None = None,
-    sparse_mode: int = 0,
-    gen_mask_parallel: bool = True,
-    sync: bool = False,
-    softmax_layout: str = "",
-    sink: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    query: Tensor, key: Tensor, value: Tensor, dy: Tensor, head_num: int, input_layout: str, *,
+    pse: Tensor | None = None, padding_mask: Tensor | None = None,
+    atten_mask: Tensor | None = None, softmax_max: Tensor | None = None,
+    softmax_sum: Tensor | None = None, softmax_in: Tensor | None = None,
+    attention_in: Tensor | None = None, scale_value: float = 1.0, keep_prob: float = 1.0,
+    pre_tockens: int = 2147483647, next_tockens: int = 2147483647, inner_precise: int = 0,
+    seed: int = 0, offset: int = 0, numels: int = 0, prefix: Sequence[int] | None = None,
+    actual_seq_qlen: Sequence[int] | None = None, actual_seq_kvlen: Sequence[int] | None = None,
+    sparse_mode: int = 0, gen_mask_parallel: bool = True, sync: bool = False,
+    softmax_layout: str = "", sink: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, None, None]:  # fmt: skip
     """Return the gradients of query, key and value, and None for those of pse and sink.
 
     The forward pass is computed again; the given statistics are not used.
@@ -113,7 +80,6 @@ def npu_fusion_attention_grad(
 
 
 def _require(supported: bool, what: str) -> None:
-    """Raise NotImplementedError unless the option is supported."""
     if not supported:
         raise NotImplementedError(f"the simulated npu_fusion_attention does not do {what}")
 
@@ -209,7 +175,6 @@ def _packed(
 
 
 def _spans(ends: Sequence[int]) -> list[tuple[int, int]]:
-    """Turn cumulative lengths into (start, end) of each sequence."""
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
@@ -226,7 +191,6 @@ def _as_bnsd(x: Tensor, layout: str, head_num: int, query: Tensor) -> Tensor:
 
 
 def _from_bnsd(x: Tensor, layout: str) -> Tensor:
-    """Turn [B, N, S, D] into a tensor of a layout."""
     if layout == "BNSD":
         return x
     if layout == "BSND":

@@ -24,7 +24,6 @@ MODULES = {
 
 
 def load(name: str, *args: Any, **kwargs: Any) -> Any:
-    """Return the module of an operator. Raises AttributeError for one that has no replacement."""
     if name not in MODULES:
         raise AttributeError(f"the simulated torch_npu has no compiled operator {name!r}")
     return MODULES[name]

@@ -29,7 +29,6 @@ default_generators = tuple(_device.generator(i) for i in range(16))
 
 
 def follow_environment() -> None:
-    """Apply RLXF_SIM_DELAYED and RLXF_SIM_PAIRS to this process."""
     _device.set_delayed(os.environ.get("RLXF_SIM_DELAYED") == "1")
     if folder := os.environ.get("RLXF_SIM_PAIRS"):
         _device.record_pairs(True)
@@ -68,8 +67,6 @@ def set_device(of: Any) -> None:
 
 
 class device:
-    """Select a device inside a block."""
-
     def __init__(self, of: Any) -> None:
         self._inside = _index(of)
 

@@ -74,20 +74,10 @@ def npu_scaled_masked_softmax(
 
 
 def npu_apply_adam_w(
-    beta1_power: float,
-    beta2_power: float,
-    lr: float,
-    weight_decay: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    grad: Tensor,
-    max_grad_norm: Tensor | None,
-    amsgrad: bool,
-    maximize: bool,
-    *,
-    out: Sequence[Tensor],
-) -> tuple[Tensor, Tensor, Tensor]:
+    beta1_power: float, beta2_power: float, lr: float, weight_decay: float, beta1: float,
+    beta2: float, epsilon: float, grad: Tensor, max_grad_norm: Tensor | None, amsgrad: bool,
+    maximize: bool, *, out: Sequence[Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Do one AdamW step in place on out = (var, m, v): parameter, mean and mean of squares."""
     assert not amsgrad and max_grad_norm is None, "there is no amsgrad"
     var, m, v = out
@@ -102,16 +92,10 @@ def npu_apply_adam_w(
 
 
 def npu_grouped_matmul(
-    x: Sequence[Tensor],
-    weight: Sequence[Tensor],
-    *,
-    bias: Sequence[Tensor] | None = None,
-    group_list: Any = None,
-    split_item: int = 0,
-    group_type: int = -1,
-    group_list_type: int = 0,
+    x: Sequence[Tensor], weight: Sequence[Tensor], *, bias: Sequence[Tensor] | None = None,
+    group_list: Any = None, split_item: int = 0, group_type: int = -1, group_list_type: int = 0,
     **unsupported: Any,
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     """Return one matmul for each group of rows.
 
     group_type: 0 = the group's rows of x times its own weight; 2 = the group's columns of x times

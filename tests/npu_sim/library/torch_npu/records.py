@@ -23,8 +23,6 @@ def record(text: str) -> None:
 
 
 def recorded(name: str, operator: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap an operator so that its calls are recorded under a name."""
-
     @functools.wraps(operator)
     def call(*args: Any, **kwargs: Any) -> Any:
         record(name)

@@ -63,8 +63,6 @@ def on_npu(function: Callable[..., Any], numbers: bool = False) -> Callable[...,
 
 
 def over_hccl(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function so that the backend nccl becomes hccl."""
-
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         args = tuple("hccl" if arg == "nccl" else arg for arg in args)
@@ -76,8 +74,6 @@ def over_hccl(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def tensor_type(dtype: torch.dtype) -> Any:
-    """Return a constructor on NPU like `torch.cuda.FloatTensor`, from sizes or from data."""
-
     def make(*args: Any) -> torch.Tensor:
         if args and not isinstance(args[0], int):
             return torch.tensor(args[0], dtype=dtype, device="npu")
