@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -66,16 +65,6 @@ def test_a_line_has_the_hash_of_every_file_of_its_version(locked: ModuleType) ->
 def test_a_package_without_a_hash_is_an_error(locked: ModuleType) -> None:
     with pytest.raises(SystemExit, match=r"no file of a 2; run .*update_hashes\.py"):
         locked.hashed(locked.pins("a==2"), {"a-1-py3-none-any.whl": A})
-
-
-@pytest.mark.parametrize("options", [[], ["--no-hashes"], ["--only", "RAY", "nothing"]])
-def test_torch_is_left_to_the_machine(options: list[str]) -> None:
-    command = [sys.executable, str(FOLDER / "locked.py"), str(SETS[0]), *options]
-    text = subprocess.check_output(command, text=True, timeout=60)
-    assert re.search("^ray==", text, re.MULTILINE)
-    assert not re.search("^torch==", text, re.MULTILINE)
-    assert ("--hash=sha256:" in text) is (options != ["--no-hashes"])
-    assert ("numpy" in text) is ("--only" not in options)
 
 
 @pytest.mark.parametrize("device", ["cpu", "npu"])

@@ -72,14 +72,3 @@ def test_a_config_that_cannot_be_a_model_is_the_users_mistake(
     folder = write_config(tmp_path / "a", **{"model_type": "llama", **keys})
     (problem,) = problems({"critic.model": "auto", "critic.load": folder})
     assert problem.startswith(f"critic.load={folder}: ") and text in problem
-
-
-def test_the_reference_loads_what_the_actor_loads(
-    make_tree: Callable[..., Any], tmp_path: Path
-) -> None:
-    folder = write_config(tmp_path / "a")
-    changes = {"actor_rollout.load": folder, "critic.load": folder}
-    drop = ("model", "training.load", "training.model", "placement")
-    config = resolve(make_tree(changes, drop), "test")
-    assert (config.ref.load, config.ref.model) == (folder, "auto")
-    assert set(config.placement.values()) == {"main"}

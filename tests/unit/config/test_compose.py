@@ -85,12 +85,6 @@ def test_override_that_cannot_be_read_is_shown_as_written(folder: Path, override
     assert problem.startswith(f"{override}: cannot be read; write key=value")
 
 
-@pytest.mark.parametrize("override", ["~nothing", "a=1,2"])
-def test_override_that_cannot_be_applied_is_one_line(folder: Path, override: str) -> None:
-    problem = error(folder, "run", override)
-    assert problem.startswith("config run cannot be composed: ") and "\n" not in problem
-
-
 def test_text_in_any_script_needs_no_quotes(folder: Path) -> None:
     tree = compose("run", ["training.name=\u8fd0\u884c/it's", "data.x='\u00e9'"], folder)
     assert tree["training"]["name"] == "\u8fd0\u884c/it's"

@@ -25,19 +25,6 @@ def test_a_count_that_leaves_a_host_half_empty_is_refused(problems: Any) -> None
     assert problem.startswith("resource_pool.main=12 must") and "8 or 16" in problem
 
 
-@pytest.mark.parametrize(
-    ("changes", "note"),
-    [({"resource_pool.judge": 1, "placement.reward": "judge"}, "resource_pool.judge: no role "
-      "computes on its devices, as a rule needs none (reward.kind=rule)"),
-     ({"resource_pool.judge": 1, "placement.reward": "judge", "reward.kind": "model"}, None)],
-)  # fmt: skip
-def test_a_pool_that_no_role_computes_on_is_noted(
-    make_tree: Any, changes: dict[str, Any], note: str | None
-) -> None:
-    _, notes = resolve_with_notes(make_tree(changes), "t")
-    assert [text for text in notes if text.startswith("resource_pool")] == ([note] if note else [])
-
-
 NO_PENALTY = {"algorithm.kl_ctrl.kl_coef": 0.0}
 PAIRS = {
     "training.stage": "ray_online_dpo", "actor_rollout.do_sample": True,

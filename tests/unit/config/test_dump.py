@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rlxf.config.compose import compose
-from mindspeed_rlxf.config.keys import to_tree, to_yaml
+from mindspeed_rlxf.config.keys import to_yaml
 from mindspeed_rlxf.config.load import resolve
 
 MODEL_REWARD = {
@@ -24,20 +24,3 @@ def test_dump_loads_to_the_same_configuration(
         config = resolve(make_tree(changes), "again")
         (tmp_path / "again.yaml").write_text(to_yaml(config), encoding="utf-8")
         assert resolve(compose("again", [], tmp_path), "again") == config
-
-
-def test_dump_uses_the_keys_that_users_write(make_tree: Callable[..., Any]) -> None:
-    tree = to_tree(resolve(make_tree(MODEL_REWARD), "test"))
-    assert tree["actor_rollout"]["lr"] == 1e-4
-    assert tree["actor_rollout"]["max_new_tokens"] == 16
-    assert "num_layers" not in tree["ref"]
-    assert tree["model"]["small"]["num_layers"] == 4
-    assert tree["critic"]["num_layers"] == 2
-    assert tree["resource_pool"] == {
-        "main": [8],
-        "wait_s": 600.0,
-        "env": {},
-        "tensor_parallel_spans_nodes": False,
-        "bad_nodes": "refuse",
-    }
-    assert tree["algorithm"]["score_position"] == "after_eos"

@@ -179,6 +179,9 @@ MOVES: list[tuple[dict[str, Any], Callable[[RunConfig], Any], Any]] = [
     ({"reward": {"verifier": True}}, lambda c: c.reward.kind, RewardKind.RULE),
     ({"training.use_deter_comp": True}, lambda c: c.training.deterministic, True),
     ({"training.use_deter_comp": False}, lambda c: c.training.deterministic, None),
+    ({"model.small.group_query_attention": True}, lambda c: c.ref.architecture.kv_heads, 4),
+    ({"model.small.group_query_attention": True, "model.small.num_query_groups": None},
+     lambda c: c.ref.architecture.kv_heads, 1),
     ({"model.small.seq_length": 4096}, lambda c: c.training.seq_length, 24),
     ({"model.small.recompute_granularity": "full", "model.small.recompute_method": "block"},
      lambda c: [c.critic.recompute.value, c.critic.recompute_method], ["full", "block"]),
@@ -207,22 +210,6 @@ def test_the_data_path_of_the_actor_is_that_of_the_data(
     assert problem.startswith("actor_rollout.data_path=1,a,2,b: ") and "[a, b]" in problem
 
 
-@pytest.mark.parametrize(
-    ("keys", "groups"),
-    [({"group_query_attention": True}, 4), ({"group_query_attention": False}, None),
-     ({"group_query_attention": True, "num_query_groups": None}, 1)],
-)  # fmt: skip
-def test_the_flag_of_grouped_queries_means_what_it_does_in_megatron(
-    make_tree: MakeTree, keys: dict[str, Any], groups: int | None
-) -> None:
-    tree = make_tree({f"model.small.{key}": value for key, value in keys.items()})
-    if groups is None:
-        with pytest.raises(ConfigError, match="=false contradicts num_query_groups=4"):
-            resolve(tree, "test")
-        return
-    assert resolve(tree, "test").ref.architecture.kv_heads == groups
-
-
 GRPO = {
     "training.stage": "ray_grpo", "actor_rollout.do_sample": True,
     "actor_rollout.n_samples_per_prompt": 4, "algorithm.adv_estimator": "group_norm",
@@ -240,23 +227,11 @@ def test_group_norm_means_grpo_with_whitening_and_kl_in_the_loss(make_tree: Make
     assert whiten is AdvantageWhiten.NONE
 
 
-def test_the_older_default_of_an_idle_key_is_noted_and_another_value_refused(
-    make_tree: MakeTree, problems: Problems
-) -> None:
-    pairs = {
-        "training.stage": "ray_online_dpo", "actor_rollout.do_sample": True,
-        "actor_rollout.micro_batch_size": 2, "actor_rollout.entropy_coeff": 0.001,
-    }  # fmt: skip
-    _, notes = resolve_with_notes(make_tree(pairs, WITHOUT_CRITIC_KEYS), "test")
-    assert "entropy_coeff=0.001: the loss of a pair has no entropy term" in notes
-    (problem,) = problems({**pairs, "actor_rollout.entropy_coeff": 0.5}, WITHOUT_CRITIC_KEYS)
-    assert "entropy_coeff=0.5 has no effect" in problem
-
-
 @pytest.mark.parametrize(
     ("changes", "start"),
     [
         ({**GRPO, "algorithm.gamma": 0.9}, "algorithm.gamma=0.9"),
+        ({"model.small.group_query_attention": False}, "model.small.group_query_attention=false"),
         ({"actor_rollout.missing_eos_penalty": 1.0, "algorithm.missing_eos_penalty": 0.5},
          "actor_rollout.missing_eos_penalty"),
         ({"algorithm.verifier_function": ["acc"]}, "algorithm.verifier_function="),
@@ -383,22 +358,3 @@ def test_no_key_of_a_whole_file_is_lost(in_their_folder: Path, name: str) -> Non
                 lost.append(key)
         section[key] = value
     assert lost == [] and resolve_with_notes(tree, name) == whole
-
-
-def test_a_tokenizer_without_a_vocabulary_size_is_named(in_their_folder: Path) -> None:
-    write(in_their_folder / "theirs")
-    place = in_their_folder / "models" / "llama-2-7b"
-
-    def told() -> str:
-        with pytest.raises(ConfigError) as refused:
-            resolved("ppo_trainer_llama2_7b", in_their_folder / "theirs")
-        (problem,) = map(str, refused.value.problems)
-        assert problem.startswith("model.llama2-7b.vocab_size is required, and ")
-        return problem
-
-    (place / "config.json").write_text("{}")
-    assert "its config.json has vocab_size=null" in told()
-    (place / "config.json").unlink()
-    assert "models/llama-2-7b/config.json is missing; give the folder" in told()
-    place.rmdir()
-    assert "llama-2-7b/config.json is missing; give the folder" in told()

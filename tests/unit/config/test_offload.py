@@ -38,8 +38,6 @@ def test_layers_merge_key_by_key(make_tree: MakeTree) -> None:
         ({"ref.offload": {"optimizer": True}}, "ref.offload.optimizer=true"),
         ({**REWARD_MODEL, "reward.offload.optimizer": True}, "reward.offload.optimizer=true"),
         ({"training.offload": True}, "training.offload=true"),
-        ({"training.offload.weight": True}, "training.offload.weight:"),
-        ({"model.small.offload.weights": "some"}, "model.small.offload.weights='some'"),
         ({"actor_rollout_ref.actor_rollout.offload.optimizer": 1},
          "actor_rollout_ref.actor_rollout.offload.optimizer=1"),
         ({"training.swap_optimizer": True}, "training.swap_optimizer=true"),

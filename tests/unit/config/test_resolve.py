@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.config.enums import DeviceKind, KlPenalty, Role
+from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.keys import TOP_LEVEL, known_keys
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.schema import ArchitectureConfig
-from tests.unit.config.conftest import TREE
 
 MakeTree = Callable[..., dict[str, Any]]
 Problems = Callable[..., list[str]]
@@ -34,22 +33,12 @@ RESOLVED: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = {
         ("resource_pool",),
         {"actor_rollout.max_new_tokens": 5, "resource_pool": {"main": [8]}},
     ),
-    "names that users choose keep their dashes": (
-        {"model": {"small-1b": TREE["model"]["small"]}, "training.model": "small-1b",
-         "reward.rules": {"my-data": "exact_match"}},
-        (),
-        {"ref.model": "small-1b", "reward.rules": {"my-data": "exact_match"}},
-    ),
     "new tokens default to the rest of the sequence": (
         {}, (), {"actor_rollout.max_new_tokens": 24 - 8}
     ),
     "a run is named after its config": (
         {}, (),
         {"training.run_name": "test", "training.output_dir": os.path.abspath("outputs/test")},
-    ),
-    "a folder is named after its run": (
-        {"training.run_name": "mine"}, (),
-        {"training.output_dir": os.path.abspath("outputs/mine")},
     ),
     "paths are absolute from the working folder": (
         {"data.val_files": ["a.jsonl", "/b.jsonl"]}, (),
@@ -63,13 +52,6 @@ RESOLVED: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = {
         ("data.train_files",),
         {"data.data_path": (os.path.abspath("a/b"),), "data.train_files": (),
          "data.val_data_path": (os.path.abspath("c"),)},
-    ),
-    "runtime may be one word": (
-        {"runtime": "local", "resource_pool.main": 1}, (), {"runtime.kind": "local"}
-    ),
-    "words become enums": (
-        {"algorithm.kl_penalty": "low_var_kl"}, (),
-        {"algorithm.kl_penalty": KlPenalty.LOW_VAR_KL, "device.kind": DeviceKind.CPU},
     ),
     "a rule needs no model": (
         {"reward.tensor_model_parallel_size": 3}, (),

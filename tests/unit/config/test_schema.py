@@ -4,34 +4,10 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-from pydantic import BaseModel
-
-from mindspeed_rlxf.config import roles, sections
 from mindspeed_rlxf.config.enums import Role
-from mindspeed_rlxf.config.fields import Section
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.problems import ConfigError, Problem, UserError
 from mindspeed_rlxf.config.rank_layout import ParallelLayout
-from mindspeed_rlxf.config.schema import RunConfig
-
-
-def all_sections() -> list[type[BaseModel]]:
-    found = [value for module in (roles, sections) for value in vars(module).values()]
-    return [
-        RunConfig,
-        *(v for v in found if isinstance(v, type) and issubclass(v, Section) and v is not Section),
-    ]
-
-
-@pytest.mark.parametrize("section", all_sections(), ids=lambda section: section.__name__)
-def test_every_key_says_what_it_is_and_whether_resume_may_change_it(
-    section: type[BaseModel],
-) -> None:
-    for name, field in section.model_fields.items():
-        assert field.description, f"{section.__name__}.{name} has no description"
-        extra = field.json_schema_extra
-        assert isinstance(extra, dict) and extra["resume"] in ("fixed", "reshard", "free"), name
 
 
 def test_run_config_answers_where_roles_live(make_tree: Callable[..., Any]) -> None:

@@ -5,9 +5,6 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.config.enums import (
-    Role,
-)
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.schema import RunConfig
 from tests.unit.config.conftest import WITHOUT_CRITIC
@@ -27,13 +24,6 @@ DPO = {
 @pytest.fixture
 def config(make_tree: Callable[..., Any]) -> Callable[..., RunConfig]:
     return lambda *arguments: resolve(make_tree(*arguments), "test")
-
-
-def test_a_stage_without_a_critic_has_none(config: Callable[..., RunConfig]) -> None:
-    run = config(GRPO, WITHOUT_CRITIC)
-    assert run.critic is None and Role.CRITIC not in run.roles
-    assert Role.CRITIC not in run.roles_of("main")
-    assert run.samples_together == 4
 
 
 def test_the_stage_sets_keys_that_the_yaml_leaves_out(config: Callable[..., RunConfig]) -> None:
