@@ -45,17 +45,18 @@ from mindspeed_rlxf.engine.micro_batch import (
 )
 from mindspeed_rlxf.engine.offload import Offload, tensors_of
 from mindspeed_rlxf.engine.parallel import ParallelGroups
-from mindspeed_rlxf.engine.readouts import (
+from mindspeed_rlxf.engine.schedule import (
     Read,
+    average_metrics,
     loss_reader,
     read_log_probs,
     read_log_probs_and_kl,
     read_scores,
     read_states,
     read_values,
+    run_schedule,
     scatter_rows,
 )
-from mindspeed_rlxf.engine.schedule import average_metrics, run_schedule
 from mindspeed_rlxf.engine.sharded_files import fail_together, gather_all, save_sharded
 from mindspeed_rlxf.engine.train_engine import Part, PolicyStep, ValueStep
 from mindspeed_rlxf.engine.train_state import TrainState, load_state

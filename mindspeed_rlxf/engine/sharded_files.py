@@ -5,7 +5,6 @@ steps one after another, in this process.
 """
 
 import contextlib
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,15 +14,6 @@ from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.api import CheckpointException
 
 T = TypeVar("T")
-
-
-def name_with_free_space(error: BaseException, folder: Path) -> str:
-    """Return an error's class and text, and the free disk space at the folder if known."""
-    text = f"{type(error).__name__}: {error}"
-    try:
-        return f"{text} ({shutil.disk_usage(folder).free / 2**20:.0f} MiB are free there)"
-    except OSError:  # no such folder, or the file system is gone, which may be the cause
-        return text
 
 
 def gather_all(items: list[T]) -> list[T]:
@@ -46,8 +36,8 @@ def fail_together(folder: Path) -> Iterator[None]:
         yield
     except Exception as error:
         failed = error
-    mine = [] if failed is None else [name_with_free_space(failed, folder)]
-    if named := gather_all([f"rank {dist.get_rank()}: {text}" for text in mine]):
+    mine = [] if failed is None else [f"rank {dist.get_rank()}: {_describe(failed)}"]
+    if named := gather_all(mine):
         raise OSError(f"{folder}: {'; '.join(named)}") from failed
 
 
@@ -55,24 +45,24 @@ def fail_together(folder: Path) -> Iterator[None]:
 def raise_os_errors(folder: Path) -> Iterator[None]:
     """Turn megatron-core's exceptions for a failed write inside the block into an OSError.
 
-    Its text has the cause on the lowest failed rank and the free space. Other exceptions pass.
-    megatron-core 0.16 raises torch's CheckpointException (no subclass of Exception) on all ranks,
-    and only the first one has the failures. 0.12 raises a RuntimeError on the failed rank.
+    Its text has the cause on the lowest failed rank. Other exceptions pass. megatron-core 0.16
+    raises torch's CheckpointException (no subclass of Exception) on all ranks, and only the first
+    one has the failures. 0.12 raises a RuntimeError on the failed rank.
     """
     try:
         yield
     except CheckpointException as error:
-        if not error.failures:
-            raise OSError(f"{folder}: another rank could not write, see the first rank") from None
-        rank, (cause, _) = min(error.failures.items())
-        raise OSError(
-            f"{folder}: rank {rank} of {len(error.failures)} that failed says: "
-            f"{name_with_free_space(cause, folder)}"
-        ) from None
+        causes = [f"rank {n}: {_describe(e)}" for n, (e, _) in sorted(error.failures.items())]
+        said = causes[0] if causes else "another rank could not write, see the first rank"
+        raise OSError(f"{folder}: {said}") from None
     except RuntimeError as error:
         if not isinstance(error.__cause__, OSError):
             raise
-        raise OSError(f"{folder}: {name_with_free_space(error.__cause__, folder)}") from None
+        raise OSError(f"{folder}: {_describe(error.__cause__)}") from None
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def save_sharded(state: dict[str, Any], folder: Path) -> None:

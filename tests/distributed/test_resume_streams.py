@@ -3,7 +3,6 @@
 import errno
 import math
 import random
-import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -171,10 +170,7 @@ def test_a_rank_that_cannot_write_is_named_on_all_ranks(
 ) -> None:
     folder = tmp_path / "state"
     said = built(warm_runtime, model).call(method, folder, full).result()
-    named = (
-        rf"{folder}: rank {full}: OSError: \[Errno 28\] No space left \(\d+ MiB are free there\)"
-    )
-    assert all(re.fullmatch(named, text) for text in said) and len(said) == 2, said
+    assert said == [f"{folder}: rank {full}: OSError: [Errno 28] No space left"] * 2
 
 
 def test_a_rank_that_cannot_export_takes_part_in_the_collectives_of_the_others(

@@ -8,13 +8,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from mindspeed_rlxf.engine.sharded_files import raise_os_errors
 
 
-def test_a_failed_write_names_rank_cause_and_space(tmp_path: Path) -> None:
+def test_a_failed_write_names_rank_and_cause(tmp_path: Path) -> None:
     failures = {3: (OSError(28, "No space left"), None), 5: (OSError(5, "later"), None)}
     assert not issubclass(CheckpointException, Exception)  # else `raise_os_errors` could go
-    said = r"rank 3 of 2 that failed says: OSError: \[Errno 28\]"
+    said = r"rank 3: OSError: \[Errno 28\]"
     with pytest.raises(OSError, match=said) as e, raise_os_errors(tmp_path):
         raise CheckpointException("write", failures)  # type: ignore[arg-type]
-    assert str(tmp_path) in str(e.value) and "MiB are free there" in str(e.value)
+    assert str(tmp_path) in str(e.value)
 
 
 def test_a_rank_that_knows_no_cause_points_to_the_first_rank(tmp_path: Path) -> None:
@@ -24,7 +24,7 @@ def test_a_rank_that_knows_no_cause_points_to_the_first_rank(tmp_path: Path) -> 
 
 
 def test_a_failed_write_of_an_older_megatron_core_is_an_os_error_too(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match=r"No space left.* MiB are free"), raise_os_errors(tmp_path):
+    with pytest.raises(OSError, match="No space left"), raise_os_errors(tmp_path):
         raise RuntimeError("Worker failure") from OSError(28, "No space left")
     with pytest.raises(RuntimeError, match="other"), raise_os_errors(tmp_path):
         raise RuntimeError("other")
