@@ -16,9 +16,7 @@ from tests.training import train
 VOCAB = 384
 
 
-def test_kl_to_the_reference_starts_at_zero_and_saves_are_kept(
-    warm_runtime: Any, tmp_path: Path
-) -> None:
+def test_kl_to_the_reference_starts_at_zero_and_saves_are_kept(warm_runtime, tmp_path):
     architecture = PLAIN.model_copy(update={"vocab_size": VOCAB})
     lm, scored = make_pair(tmp_path, architecture)
     write_prompts(tmp_path / "train.jsonl", [f"count to {n}" for n in range(40)])

@@ -70,9 +70,7 @@ def on_local_runtime(models: Path, *steps: Any) -> str:
 
 
 @pytest.mark.parametrize("async_save", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_an_interrupted_run_is_the_uninterrupted_one_bitwise(
-    models: Path, tmp_path: Path, async_save: bool
-) -> None:
+def test_an_interrupted_run_is_the_uninterrupted_one_bitwise(models, tmp_path, async_save):
     """Sampled generation, shuffled mini-batches and prompts, adaptive KL, decaying rates.
 
     Interrupted before the first checkpoint, between two, and at the end of an epoch (80 prompts,
@@ -129,7 +127,7 @@ def resumed(run: Run, folder: Path, iterations: int, **how: Any) -> tuple[RunDir
 
 
 @pytest.mark.long
-def test_a_run_resumes_in_the_warm_up_of_the_critic(run: Run, models: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_in_the_warm_up_of_the_critic(run, models, tmp_path):
     """Before the actor has taken a step, its optimizer has no moments."""
     whole, metrics = resumed(run, tmp_path, 4, sections={"critic": {"warmup_iters": 2}})
     assert ["actor/pg_loss" in each for each in metrics] == [False, False, True, True]
@@ -146,9 +144,7 @@ def test_a_run_resumes_in_the_warm_up_of_the_critic(run: Run, models: Path, tmp_
 
 
 @pytest.mark.long
-def test_a_run_resumes_whose_old_log_probs_are_those_of_the_update(
-    run: Run, tmp_path: Path
-) -> None:
+def test_a_run_resumes_whose_old_log_probs_are_those_of_the_update(run, tmp_path):
     """The coefficient of the KL in the loss follows what the update measures."""
     in_loss = {"kl_in": "loss", "kl_penalty": KlPenalty.LOW_VAR_KL}
     one_step = {"ppo_mini_batch_size": 16, "ppo_epochs": 1}
@@ -159,7 +155,7 @@ def test_a_run_resumes_whose_old_log_probs_are_those_of_the_update(
 
 
 @pytest.mark.long
-def test_slots_in_slices_go_on_bitwise_in_bf16(run: Run, tmp_path: Path) -> None:
+def test_slots_in_slices_go_on_bitwise_in_bf16(run, tmp_path):
     """fp32 main weights and moments of the distributed optimizer, over two replicas."""
     resumed(run, tmp_path, 3, ranks=2, layout={"bf16": True}, sections=SHARDED_SLOTS)
 
@@ -215,7 +211,7 @@ CHAINS = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("chain", CHAINS)
-def test_a_run_goes_on_in_other_layouts(warm_runtime: Any, tmp_path: Path, chain: str) -> None:
+def test_a_run_goes_on_in_other_layouts(warm_runtime, tmp_path, chain):
     """Each layout does one iteration, the last one the rest; with fixed responses."""
     architecture, layouts = CHAINS[chain]
     folder = make_models(tmp_path / "models", ARCHITECTURES[architecture])
@@ -254,12 +250,8 @@ OTHERS = [{**SLICES, "ranks": 4}, {}, {"ranks": 2}, MODEL_PARALLEL]
     ids=["fp32, one", "fp32", "bf16"],
 )
 def test_other_layouts_load_and_save_weights_and_moments_bitwise(
-    run: Run,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    bf16: bool,
-    others: list[dict[str, Any]],
-) -> None:
+    run, tmp_path, monkeypatch, bf16, others
+):
     """One iteration, then each layout loads it, exports its weights and saves again: bit by bit."""
     out, kept = tmp_path / "run", {"keep_last": 9, "fixed": True}
 
@@ -320,7 +312,7 @@ def load_pieces(folder: Path) -> Iterator[tuple[str, list[int], Tensor]]:
             yield name, [int(n) for n in corner.split(",")], piece
 
 
-def test_another_run_is_refused_and_a_finished_one_is_marked(run: Run, tmp_path: Path) -> None:
+def test_another_run_is_refused_and_a_finished_one_is_marked(run, tmp_path):
     directory = run(tmp_path / "run", train_iters=1)
     with pytest.raises(UserError, match=r"training\.seed: 1234 -> 5"):
         run(tmp_path / "run", train_iters=1, seed=5)

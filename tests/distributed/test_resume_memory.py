@@ -4,7 +4,6 @@ import pickle
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -79,9 +78,7 @@ def no_pickle() -> Iterator[None]:
 
 
 @pytest.mark.long
-def test_a_resume_holds_a_slice_of_the_slots_and_a_bounded_buffer(
-    warm_runtime: Any, tmp_path: Path
-) -> None:
+def test_a_resume_holds_a_slice_of_the_slots_and_a_bounded_buffer(warm_runtime, tmp_path):
     """Moments of 29 million numbers in fp32 are 219 MiB, of which a rank of four holds 55 MiB."""
     make_llama(tmp_path / "model", LARGE)
     group = build_group(warm_runtime, ParallelLayout(RANKS), Saver, tmp_path / "model")

@@ -123,9 +123,7 @@ def save(group: RoleGroup, folder: Path) -> None:
     group.call_engine(TrainEngine.end_save).result()
 
 
-def test_every_rank_goes_on_with_its_own_random_streams(
-    warm_runtime: Any, tmp_path: Path, model: Path
-) -> None:
+def test_every_rank_goes_on_with_its_own_random_streams(warm_runtime, tmp_path, model):
     group = built(warm_runtime, model)
     group.call(Drawer.draw, 3).result()
     save(group, tmp_path / "state")
@@ -139,8 +137,8 @@ def test_every_rank_goes_on_with_its_own_random_streams(
 
 
 def test_a_folder_that_one_rank_cannot_read_is_unreadable_for_all_ranks(
-    warm_runtime: Any, tmp_path: Path, model: Path
-) -> None:
+    warm_runtime, tmp_path, model
+):
     """It does not count as damaged: the run must not go on from an older one."""
     group = built(warm_runtime, model)
     save(group, tmp_path / "state")
@@ -148,9 +146,7 @@ def test_a_folder_that_one_rank_cannot_read_is_unreadable_for_all_ranks(
     assert first == second and first.unreadable.startswith("[Errno 5]") and not first.problem
 
 
-def test_wrong_steps_before_a_resume_count_in_those_in_a_row(
-    warm_runtime: Any, tmp_path: Path, model: Path
-) -> None:
+def test_wrong_steps_before_a_resume_count_in_those_in_a_row(warm_runtime, tmp_path, model):
     group = built(warm_runtime, model)
     group.call(Drawer.wrong_steps, MAX_SKIPPED).result()
     save(group, tmp_path / "state")
@@ -166,16 +162,16 @@ def test_wrong_steps_before_a_resume_count_in_those_in_a_row(
     ids=["save", "export"],
 )
 def test_a_rank_that_cannot_write_is_named_on_all_ranks(
-    warm_runtime: Any, tmp_path: Path, model: Path, method: Any, full: int
-) -> None:
+    warm_runtime, tmp_path, model, method, full
+):
     folder = tmp_path / "state"
     said = built(warm_runtime, model).call(method, folder, full).result()
     assert said == [f"{folder}: rank {full}: OSError: [Errno 28] No space left"] * 2
 
 
 def test_a_rank_that_cannot_export_takes_part_in_the_collectives_of_the_others(
-    warm_runtime: Any, tmp_path: Path, model: Path
-) -> None:
+    warm_runtime, tmp_path, model
+):
     """Two tensor-parallel ranks gather each weight; the report is that of the first one."""
     group = build_group(warm_runtime, ParallelLayout(2, 2), Drawer, model)
     (said,) = group.call(Drawer.export_without_the_source, tmp_path / "out", 0).result()

@@ -1,8 +1,6 @@
 """A run that meets a rule of `logging.stop_on` is saved and stopped, and can be resumed."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,9 +19,7 @@ ILL = {
 
 
 @pytest.mark.long
-def test_a_run_stopped_by_a_high_kl_can_be_resumed(
-    warm_runtime: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_stopped_by_a_high_kl_can_be_resumed(warm_runtime, tmp_path, capsys):
     def start(train_iters: int) -> RunDirectory:
         keys = {**ILL, "training.train_iters": train_iters}
         config = golden_config("gae", tmp_path / "run", keys)

@@ -1,6 +1,5 @@
 """Sampled validations during a run, and the same ones by `validation.only`."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ PROMPTS, SAMPLES = 5, 3
 
 
 @pytest.mark.long
-def test_validation_alone_repeats_that_of_the_run(warm_runtime: Any, tmp_path: Path) -> None:
+def test_validation_alone_repeats_that_of_the_run(warm_runtime, tmp_path):
     """In another layout, with the weights of the newest checkpoint or of the start."""
     architecture = PLAIN.model_copy(update={"vocab_size": VOCAB})
     lm, scored = make_pair(tmp_path, architecture)

@@ -128,18 +128,14 @@ SAMPLER = "trainer", "prompts", "sampler"
         ((*SAMPLER, "shuffle"), 0, "use the shuffle of"),
     ],
 )
-def test_a_state_of_another_run_is_refused(
-    good: Path, checkpoint: Path, place: tuple[str, ...], value: Any, words: str
-) -> None:
+def test_a_state_of_another_run_is_refused(good, checkpoint, place, value, words):
     change(checkpoint / DRIVER, place, value)
     sign(checkpoint)
     assert words in refusal(good)
 
 
 @pytest.mark.parametrize("file", [DRIVER, pytest.param(STREAMS, marks=pytest.mark.long)])
-def test_a_run_resumes_from_the_checkpoint_before_a_bad_one(
-    good: Path, checkpoint: Path, file: str
-) -> None:
+def test_a_run_resumes_from_the_checkpoint_before_a_bad_one(good, checkpoint, file):
     newer = checkpoint.with_name(f"iter_{ITERATION + 1:07d}")
     shutil.copytree(checkpoint, newer)
     change(newer / DRIVER, ("iteration",), ITERATION + 1)
@@ -159,7 +155,7 @@ def goes_on(good: Path) -> str:
 
 
 @pytest.mark.long
-def test_streams_of_another_kind_of_device_are_left(good: Path, checkpoint: Path) -> None:
+def test_streams_of_another_kind_of_device_are_left(good, checkpoint):
     change(checkpoint / STREAMS, ("process", "device"), "00" * 16)
     change(checkpoint / STREAMS, ("megatron", "model-parallel-rng"), "00" * 16)
     sign(checkpoint)

@@ -44,21 +44,17 @@ def changed(tree: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
         ("data.train_files", ["other.jsonl"], "fixed"),
     ],
 )
-def test_each_key_has_the_rule_of_the_schema(
-    tree: dict[str, Any], key: str, value: Any, rule: str
-) -> None:
+def test_each_key_has_the_rule_of_the_schema(tree, key, value, rule):
     (found,) = find_changes(tree, changed(tree, key, value))
     assert (found.key, found.now, found.rule) == (key, value, rule)
 
 
 @pytest.mark.parametrize(("key", "value"), [("new_run", True), ("resume", "never")])
-def test_keys_of_the_command_do_not_count(tree: dict[str, Any], key: str, value: Any) -> None:
+def test_keys_of_the_command_do_not_count(tree, key, value):
     assert find_changes(tree, changed(tree, f"training.{key}", value)) == []
 
 
-def test_a_key_that_an_older_version_lacks_counts_as_its_default(
-    tree: dict[str, Any],
-) -> None:
+def test_a_key_that_an_older_version_lacks_counts_as_its_default(tree):
     older = copy.deepcopy(tree)
     del older["training"]["keep_last"], older["algorithm"]["gamma"]
     assert find_changes(older, tree) == []
@@ -66,7 +62,7 @@ def test_a_key_that_an_older_version_lacks_counts_as_its_default(
     assert str(found) == "training.keep_last: 2 -> 5"
 
 
-def test_a_key_that_this_version_does_not_have_is_refused(tree: dict[str, Any]) -> None:
+def test_a_key_that_this_version_does_not_have_is_refused(tree):
     newer = changed(tree, "algorithm.of_a_later_version", 1)
     (found,) = find_changes(newer, tree)
     assert (found.rule, str(found)) == ("fixed", "algorithm.of_a_later_version: 1 -> absent")

@@ -56,9 +56,7 @@ def case(new_case: NewCase) -> Case:
         ({"save_interval_s": 0.0}, None),
     ],
 )
-def test_a_save_is_due_by_time_by_interval_and_at_the_end(
-    new_case: NewCase, keys: dict[str, Any], due_at: int | None
-) -> None:
+def test_a_save_is_due_by_time_by_interval_and_at_the_end(new_case, keys, due_at):
     case = new_case(train_iters=10, **keys)
     seconds = [s for s in (59, 60, 1799, 1800, 9999) if is_due_at(case, s)]
     assert (seconds[0] if seconds else None) == due_at
@@ -72,7 +70,7 @@ def is_due_at(case: Case, seconds: float) -> bool:
     return case.checkpoints.is_due(1)
 
 
-def test_a_run_resumes_from_the_newest_checkpoint(case: Case) -> None:
+def test_a_run_resumes_from_the_newest_checkpoint(case):
     case.iterate(1, 2)
     case.checkpoints.write(3, case.notes.append)
     with case.directory.metrics.open("a") as file:
@@ -85,7 +83,7 @@ def test_a_run_resumes_from_the_newest_checkpoint(case: Case) -> None:
 
 
 @pytest.mark.parametrize("file", ["actor/state", "critic/state", "trainer/state.json"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_loaded(case: Case, file: str) -> None:
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_loaded(case, file):
     case.iterate(1, 2)
     damaged = case.store.path(2) / file
     data = damaged.read_bytes()
@@ -125,9 +123,7 @@ class BrokenStorage:
     "folder",
     [*(f"checkpoints/iter_0000002/{part}" for part in ("", "trainer", "actor")), "checkpoints", ""],
 )
-def test_read_errors_that_last_end_the_attempt_and_change_nothing(
-    case: Case, folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_read_errors_that_last_end_the_attempt_and_change_nothing(case, folder, monkeypatch):
     case.iterate(1, 2)
     case.checkpoints.write(3, case.notes.append)
     before = {path: path.stat().st_mtime_ns for path in case.directory.path.rglob("*")}
@@ -140,8 +136,8 @@ def test_read_errors_that_last_end_the_attempt_and_change_nothing(
 
 
 def test_a_checkpoint_that_cannot_be_removed_is_a_warning_until_a_later_save_removes_it(
-    case: Case, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    case, monkeypatch, caplog
+):
     """As on NFS, where files that are open elsewhere stay as `.nfs*`."""
     rmdir = os.rmdir
 
@@ -161,9 +157,7 @@ def test_a_checkpoint_that_cannot_be_removed_is_a_warning_until_a_later_save_rem
     assert case.kept == [5, 4] and not list(case.store.folder.glob(".*"))
 
 
-def test_a_command_without_its_run_directory_counts_as_stopped(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_without_its_run_directory_counts_as_stopped(case, monkeypatch):
     case.iterate(1)
     BrokenStorage(case.directory.path, math.inf, monkeypatch)
     for check in (check_resume, is_finished):
@@ -171,7 +165,7 @@ def test_a_command_without_its_run_directory_counts_as_stopped(
             check(case.config, case.directory)
 
 
-def test_a_checkpoint_whose_manifest_lacks_a_part_is_damaged(case: Case) -> None:
+def test_a_checkpoint_whose_manifest_lacks_a_part_is_damaged(case):
     case.iterate(1, 2)
     newest = case.store.newest_first()[0]
     files = [entry for entry in newest.read().files if not entry["path"].startswith("critic/")]
@@ -180,7 +174,7 @@ def test_a_checkpoint_whose_manifest_lacks_a_part_is_damaged(case: Case) -> None
     assert "iter_0000002 is damaged: no files of critic; resuming from" in case.notes[0]
 
 
-def test_a_run_with_only_damaged_checkpoints_is_refused_and_unchanged(case: Case) -> None:
+def test_a_run_with_only_damaged_checkpoints_is_refused_and_unchanged(case):
     """A new start would cut its records and remove the damaged checkpoints."""
     case.iterate(1, 2)
     (case.store.path(1) / "actor" / "state").unlink()
@@ -192,23 +186,21 @@ def test_a_run_with_only_damaged_checkpoints_is_refused_and_unchanged(case: Case
     assert case.lines == [1, 2] and case.kept == [2, 1]
 
 
-def test_a_run_without_a_checkpoint_starts_again(case: Case) -> None:
+def test_a_run_without_a_checkpoint_starts_again(case):
     case.directory.metrics.write_text('{"iteration": 1}\n')
     assert case.resume() == 0
     assert case.directory.metrics.read_text() == ""
     assert case.notes == ["no checkpoint to resume from: starting again from iteration 0"]
 
 
-def test_other_prompts_are_refused(case: Case) -> None:
+def test_other_prompts_are_refused(case):
     case.iterate(1)
     with pytest.raises(UserError, match=r"data\.train_files must give the prompts of the run"):
         case.resume(prompts="others")
     assert not case.actor.loaded
 
 
-def test_an_asynchronous_save_is_published_once_all_wrote(
-    new_case: NewCase,
-) -> None:
+def test_an_asynchronous_save_is_published_once_all_wrote(new_case):
     case, published = new_case(async_save=True), list[int]()
     case.checkpoints.on_publish = published.append
     case.iterate(1)
@@ -244,18 +236,14 @@ def await_newest(case: Case, iteration: int) -> None:
     ],
     ids=["the earliest of equals", "NaN is never the best"],
 )
-def test_the_best_validated_checkpoint_is_kept_too(
-    case: Case, scores: list[float | None], kept: list[int]
-) -> None:
+def test_the_best_validated_checkpoint_is_kept_too(case, scores, kept):
     for iteration, score in enumerate(scores, start=1):
         case.resume()  # scores are read from the disk
         case.iterate(iteration, score=score)
     assert case.kept == kept
 
 
-def test_a_file_names_the_best_checkpoint_by_the_metric_of_the_configuration(
-    case: Case, new_case: NewCase
-) -> None:
+def test_a_file_names_the_best_checkpoint_by_the_metric_of_the_configuration(case, new_case):
     best = case.store.folder / BEST
     case.iterate(1)
     assert not best.exists(), "it has no score"
@@ -275,7 +263,7 @@ def test_a_file_names_the_best_checkpoint_by_the_metric_of_the_configuration(
     assert case.resume() == 3 and not best.exists(), "the best one was set aside"
 
 
-def test_validation_alone_reads_the_newest_whole_checkpoint_and_changes_nothing(case: Case) -> None:
+def test_validation_alone_reads_the_newest_whole_checkpoint_and_changes_nothing(case):
     case.iterate(1, 2)
     (case.store.path(2) / "actor" / "state").write_text("actor 9")  # of the same size
     case.checkpoints.write(3, case.notes.append)  # a live run
@@ -293,7 +281,7 @@ def test_validation_alone_reads_the_newest_whole_checkpoint_and_changes_nothing(
         found.load_newest(case.notes.append)
 
 
-def test_a_checkpoint_with_more_metrics_than_the_file_has_is_not_resumed(case: Case) -> None:
+def test_a_checkpoint_with_more_metrics_than_the_file_has_is_not_resumed(case):
     """As after a crash of the host."""
     case.iterate(1, 2)
     case.directory.metrics.write_bytes(case.directory.metrics.read_bytes()[:17])
@@ -301,9 +289,7 @@ def test_a_checkpoint_with_more_metrics_than_the_file_has_is_not_resumed(case: C
     assert "has 17 bytes, the checkpoint counts 34" in case.notes[0]
 
 
-def test_metrics_are_on_the_disk_before_the_checkpoint_has_its_name(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metrics_are_on_the_disk_before_the_checkpoint_has_its_name(case, monkeypatch):
     synced: list[str] = []
     fsync = os.fsync
 
@@ -317,7 +303,7 @@ def test_metrics_are_on_the_disk_before_the_checkpoint_has_its_name(
     assert "metrics.jsonl" in synced[:manifest]
 
 
-def test_a_run_is_finished_when_its_weights_are_exported(new_case: NewCase) -> None:
+def test_a_run_is_finished_when_its_weights_are_exported(new_case):
     case = new_case(train_iters=2)
     case.iterate(1)
     assert not is_finished(case.config, case.directory)
@@ -333,7 +319,7 @@ def test_a_run_is_finished_when_its_weights_are_exported(new_case: NewCase) -> N
     assert [check_resume(each.config, each.directory) for each in (longer, case)] == [[], []]
 
 
-def test_samples_that_were_removed_or_shortened_keep_no_run_from_resuming(case: Case) -> None:
+def test_samples_that_were_removed_or_shortened_keep_no_run_from_resuming(case):
     line = '{"iteration": 1, "sample_id": 0}\n'
     case.directory.samples.write_text(line * 2)
     case.iterate(1)
@@ -343,9 +329,7 @@ def test_samples_that_were_removed_or_shortened_keep_no_run_from_resuming(case: 
     assert case.resume() == 1 and not case.directory.samples.exists()
 
 
-def test_a_checkpoint_without_the_files_of_a_rank_gets_no_name(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_without_the_files_of_a_rank_gets_no_name(case, monkeypatch):
     case.iterate(1)
     monkeypatch.setattr(checkpoints, "SEEN_WITHIN_S", 0.0)
     monkeypatch.setattr(case.critic, "write", lambda: None)
@@ -354,7 +338,7 @@ def test_a_checkpoint_without_the_files_of_a_rank_gets_no_name(
     assert case.kept == [1]
 
 
-def test_the_hash_of_prompts_depends_on_all_that_is_trained_on() -> None:
+def test_the_hash_of_prompts_depends_on_all_that_is_trained_on():
     def prompt(tokens: list[int], truth: str = "1") -> Prompt:
         return Prompt(0, "", np.array(tokens), truth, "test")
 

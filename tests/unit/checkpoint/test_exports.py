@@ -12,7 +12,6 @@ from mindspeed_rlxf.checkpoint.checkpoints import RunCheckpoints
 from mindspeed_rlxf.checkpoint.directory import RunDirectory, export_folders
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.load import resolve, resolve_with_notes
-from tests.unit.checkpoint.runs import MakeTree
 
 
 class Group:
@@ -29,7 +28,7 @@ class Group:
     def result(self) -> None: ...
 
 
-def test_an_export_replaces_an_earlier_one(make_tree: MakeTree, tmp_path: Path) -> None:
+def test_an_export_replaces_an_earlier_one(make_tree, tmp_path):
     config = resolve(make_tree({}), "test")
     roles: Any = SimpleNamespace(actor=Group(), critic=Group())
     old = tmp_path / "final" / "actor_megatron"
@@ -53,9 +52,8 @@ def test_an_export_replaces_an_earlier_one(make_tree: MakeTree, tmp_path: Path) 
     ],
 )
 def test_the_save_keys_name_the_folders_of_the_final_weights(
-    make_tree: MakeTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves: dict[str, str],
-    actor: str, critic: str,
-) -> None:  # fmt: skip
+    make_tree, tmp_path, monkeypatch, saves, actor, critic
+):
     monkeypatch.chdir(tmp_path)
     config, notes = resolve_with_notes(make_tree(saves), "test")
     found = [

@@ -1,7 +1,6 @@
 """A failure is one line on the console, and all its details in failure.json."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -21,9 +20,7 @@ def in_iteration(number: int) -> StopRequest:
     return stop
 
 
-def test_a_failed_worker_is_one_line_and_its_traceback_is_kept(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_worker_is_one_line_and_its_traceback_is_kept(tmp_path, capsys):
     report(RunDirectory(tmp_path), RAISED, in_iteration(5))
     assert capsys.readouterr().err == (
         "failed: critic rank 3 on b failed in values: ValueError: a bad number (iteration 5)\n"
@@ -55,16 +52,14 @@ def test_a_failed_worker_is_one_line_and_its_traceback_is_kept(
     ],
     ids=["late ranks", "driver"],
 )  # fmt: skip
-def test_the_failure_file_names_the_place_and_the_cause(
-    tmp_path: Path, error: Exception, details: dict[str, object]
-) -> None:
+def test_the_failure_file_names_the_place_and_the_cause(tmp_path, error, details):
     report(RunDirectory(tmp_path), error, StopRequest(60.0))
     found = json.loads((tmp_path / "failure.json").read_text())
     assert {name: found[name] for name in details} == details
     assert [file.name for file in tmp_path.iterdir()] == ["failure.json"]
 
 
-def test_a_failure_in_a_save_has_the_iteration_of_the_save(tmp_path: Path) -> None:
+def test_a_failure_in_a_save_has_the_iteration_of_the_save(tmp_path):
     """Two failed saves with checkpoints in between must not count as one repeated failure."""
     stop = StopRequest(60.0)
     for iteration in (1, 2):

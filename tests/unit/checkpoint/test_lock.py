@@ -58,9 +58,7 @@ def ask(holder: subprocess.Popen[str]) -> str:
 
 
 @pytest.mark.parametrize("machine", ["", "another"])
-def test_a_second_live_run_is_refused_until_the_first_is_killed(
-    tmp_path: Path, machine: str
-) -> None:
+def test_a_second_live_run_is_refused_until_the_first_is_killed(tmp_path, machine):
     with held_by(tmp_path, machine) as holder:
         with pytest.raises(UserError, match=f"process {holder.pid} on"):
             lock.take(tmp_path)
@@ -74,7 +72,7 @@ def test_a_second_live_run_is_refused_until_the_first_is_killed(
     assert not (tmp_path / lock.LOCK).exists()
 
 
-def test_a_holder_that_finds_its_lock_taken_stops_before_its_next_write(tmp_path: Path) -> None:
+def test_a_holder_that_finds_its_lock_taken_stops_before_its_next_write(tmp_path):
     with held_by(tmp_path, "another") as holder:
         holder.send_signal(signal.SIGSTOP)  # its host seems to be gone
         lock.take(tmp_path)
@@ -85,7 +83,7 @@ def test_a_holder_that_finds_its_lock_taken_stops_before_its_next_write(tmp_path
         lock.release(tmp_path)
 
 
-def test_one_of_many_takes_a_stale_lock(tmp_path: Path) -> None:
+def test_one_of_many_takes_a_stale_lock(tmp_path):
     with held_by(tmp_path):
         pass
     command = [sys.executable, "-c", HOLDER, str(tmp_path), ""]
@@ -102,7 +100,7 @@ def test_one_of_many_takes_a_stale_lock(tmp_path: Path) -> None:
         each.communicate()
 
 
-def test_to_look_never_takes_the_lock(tmp_path: Path) -> None:
+def test_to_look_never_takes_the_lock(tmp_path):
     assert not lock.is_locked(tmp_path)
     assert list(tmp_path.iterdir()) == []
     with held_by(tmp_path):
@@ -111,7 +109,7 @@ def test_to_look_never_takes_the_lock(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", '{"host": "a", "pid": 1}'])
-def test_a_lock_of_an_unknown_holder_is_stale_after_its_time(tmp_path: Path, text: str) -> None:
+def test_a_lock_of_an_unknown_holder_is_stale_after_its_time(tmp_path, text):
     (tmp_path / lock.LOCK).write_text(text)
     assert lock.is_locked(tmp_path)
     lock.take(tmp_path)

@@ -35,7 +35,7 @@ def make(make_tree: Callable[..., Any], tmp_path: Path) -> Iterator[Make]:
         each.close()
 
 
-def test_skipped_steps_and_non_finite_scores_are_warned_of(make: Make, capsys: Any) -> None:
+def test_skipped_steps_and_non_finite_scores_are_warned_of(make, capsys):
     recorder = make()
     recorder.warn_of_non_finite(3, {"actor/skipped_steps": 2.0, "critic/skipped_steps": 0.0}, {})
     recorder.warn_of_non_finite(4, {}, {17: float("nan")})
@@ -45,9 +45,7 @@ def test_skipped_steps_and_non_finite_scores_are_warned_of(make: Make, capsys: A
     assert "the reward returned nan for sample 17 in iteration 4" in printed
 
 
-def test_illnesses_are_written_down_and_printed_once(
-    make: Make, tmp_path: Path, capsys: Any
-) -> None:
+def test_illnesses_are_written_down_and_printed_once(make, tmp_path, capsys):
     recorder = make()
     values = [2.0] * 4 + [0.1] * 5 + [3.0] * 3  # ill from 3 to 4, well again, ill from 12
     for i, kl in enumerate(values, 1):
@@ -66,7 +64,7 @@ def test_illnesses_are_written_down_and_printed_once(
     assert capsys.readouterr().out.count("warning: kl_runaway: the KL") == 1
 
 
-def test_the_first_illness_of_stop_on_is_returned(make: Make, capsys: Any) -> None:
+def test_the_first_illness_of_stop_on_is_returned(make, capsys):
     recorder = make(stop_on=["kl_runaway"])
     for i in (1, 2, 3):
         recorder.write_iteration(i, {"critic/kl": 5.0}, 1.0)
@@ -94,12 +92,12 @@ class Mine(Tracker):
 
 
 @pytest.mark.parametrize(("limit", "kept"), [(0, None), (2, [4, 9]), ("all", [4, 9, 1])])
-def test_the_first_samples_are_logged(make: Make, limit: Any, kept: list[int] | None) -> None:
+def test_the_first_samples_are_logged(make, limit, kept):
     log = make(samples=limit).token_log(1, [4, 9, 1])
     assert (log and sorted(log.sample_ids)) == (kept and sorted(kept))
 
 
-def test_a_tracker_gets_project_mode_and_metrics(make: Make, tmp_path: Path) -> None:
+def test_a_tracker_gets_project_mode_and_metrics(make, tmp_path):
     with restored_registries():
         mine = type("Made", (Mine,), {"runs": [], "got": []})
         register_tracker("mine")(mine)

@@ -41,9 +41,7 @@ def timer(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return seconds
 
 
-def test_an_iteration_that_fits_into_the_grace_is_finished(
-    clock: Clock, stop: StopRequest, timer: list[float], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_iteration_that_fits_into_the_grace_is_finished(clock, stop, timer, capsys):
     run_iterations(clock, stop, 40.0, 50.0, 45.0)
     stop.record_save(3, 10.0)
     assert not stop.is_due()
@@ -56,7 +54,7 @@ def test_an_iteration_that_fits_into_the_grace_is_finished(
     assert stop.is_due() and timer == [59.0]
 
 
-def test_a_stop_at_once_names_the_iterations_that_are_lost(clock: Clock, stop: StopRequest) -> None:
+def test_a_stop_at_once_names_the_iterations_that_are_lost(clock, stop):
     run_iterations(clock, stop, 100.0, 100.0, 100.0)
     stop.record_save(1, 5.0)
     stop.begin_iteration()
@@ -75,9 +73,7 @@ def test_a_stop_at_once_names_the_iterations_that_are_lost(clock: Clock, stop: S
     ("began", "lost"),
     [(False, "nothing is lost"), (True, "iteration 1 will run again, from the start")],
 )
-def test_before_the_first_iteration_has_ended_a_signal_stops_at_once(
-    stop: StopRequest, began: bool, lost: str
-) -> None:
+def test_before_the_first_iteration_has_ended_a_signal_stops_at_once(stop, began, lost):
     if began:
         stop.begin_iteration()
     with pytest.raises(KeyboardInterrupt):
@@ -85,9 +81,7 @@ def test_before_the_first_iteration_has_ended_a_signal_stops_at_once(
     assert stop.work_lost == lost
 
 
-def test_a_second_signal_stops_at_once_unless_it_follows_within_seconds(
-    clock: Clock, stop: StopRequest
-) -> None:
+def test_a_second_signal_stops_at_once_unless_it_follows_within_seconds(clock, stop):
     run_iterations(clock, stop, 1.0)
     stop.on_signal(signal.SIGTERM)
     clock.now += 1.0
@@ -98,9 +92,7 @@ def test_a_second_signal_stops_at_once_unless_it_follows_within_seconds(
     assert stop.reason == "a second signal, SIGINT"
 
 
-def test_an_iteration_longer_than_predicted_ends_with_the_grace(
-    clock: Clock, stop: StopRequest
-) -> None:
+def test_an_iteration_longer_than_predicted_ends_with_the_grace(clock, stop):
     run_iterations(clock, stop, 1.0)
     stop.on_signal(signal.SIGTERM)
     clock.now += 59.0
@@ -109,7 +101,7 @@ def test_an_iteration_longer_than_predicted_ends_with_the_grace(
     assert stop.reason == "SIGTERM; training.stop_grace_s=60 has passed"
 
 
-def test_wall_time_ends_the_run_while_a_save_still_fits(clock: Clock) -> None:
+def test_wall_time_ends_the_run_while_a_save_still_fits(clock):
     stop = StopRequest(60.0, wall_s=100.0, started=990.0, clock=clock)
     run_iterations(clock, stop, 20.0, 30.0)  # now 1050; 1090 is the end
     stop.record_save(2, 5.0)
@@ -118,7 +110,7 @@ def test_wall_time_ends_the_run_while_a_save_still_fits(clock: Clock) -> None:
     assert stop.is_due() and "training.max_wall_time=100 s leaves no time" in stop.reason
 
 
-def test_a_long_iteration_counts_as_long_as_it_is_in_the_history(clock: Clock) -> None:
+def test_a_long_iteration_counts_as_long_as_it_is_in_the_history(clock):
     """As a validation in every fiftieth iteration."""
     for history, is_due in ((0, False), (51, True)):
         stop = StopRequest(60.0, 1000.0, clock(), clock, history)
@@ -128,7 +120,7 @@ def test_a_long_iteration_counts_as_long_as_it_is_in_the_history(clock: Clock) -
         assert stop.is_due() is is_due
 
 
-def test_all_ranks_take_the_answer_of_the_first(clock: Clock, stop: StopRequest) -> None:
+def test_all_ranks_take_the_answer_of_the_first(clock, stop):
     run_iterations(clock, stop, 1.0)
     stop.agree = lambda mine: (True, None)
     stop.request("lagging_rank", "seen by this rank alone")
@@ -137,7 +129,7 @@ def test_all_ranks_take_the_answer_of_the_first(clock: Clock, stop: StopRequest)
     assert stop.is_due() and isinstance(stop.ended(), StoppedByRule)
 
 
-def test_signals_are_handled_inside_the_block_alone(clock: Clock, stop: StopRequest) -> None:
+def test_signals_are_handled_inside_the_block_alone(clock, stop):
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     run_iterations(clock, stop, 1.0)
     with stop:
@@ -147,7 +139,7 @@ def test_signals_are_handled_inside_the_block_alone(clock: Clock, stop: StopRequ
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 
 
-def test_a_rule_stops_after_the_iteration_and_says_which(clock: Clock, stop: StopRequest) -> None:
+def test_a_rule_stops_after_the_iteration_and_says_which(clock, stop):
     run_iterations(clock, stop, 10.0)
     assert not stop.is_due() and isinstance(stop.ended(), Stopped)
     stop.request("all_cut", "95% of the responses are cut; raise it")

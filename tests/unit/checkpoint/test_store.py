@@ -28,7 +28,7 @@ def save(store: RunStore, iteration: int, text: str = "weights") -> Path:
     return store.commit(Manifest(iteration, entries, {"versions": {"torch": "2"}}))
 
 
-def test_a_checkpoint_is_what_was_committed(tmp_path: Path) -> None:
+def test_a_checkpoint_is_what_was_committed(tmp_path):
     store = RunStore(tmp_path)
     folder = save(store, 10)
     manifest = Checkpoint(folder, 10).read()
@@ -57,16 +57,14 @@ def replace(old: str, new: str) -> Callable[[Path], object]:
         (MANIFEST, replace('_version": 1', '_version": 2'), "has format_version 2, this version"),
     ],
 )
-def test_damage_is_named(
-    name: str, damage: Callable[[Path], object], problem: str, tmp_path: Path
-) -> None:
+def test_damage_is_named(name, damage, problem, tmp_path):
     folder = save(RunStore(tmp_path), 1)
     damage(folder / name)
     with pytest.raises((ValueError, FileNotFoundError), match=problem):
         Checkpoint(folder, 1).read()
 
 
-def test_removing_a_linked_checkpoint_removes_the_link_alone(tmp_path: Path) -> None:
+def test_removing_a_linked_checkpoint_removes_the_link_alone(tmp_path):
     store, elsewhere = RunStore(tmp_path / "run"), tmp_path / "larger disk"
     for iteration in (1, 2):
         save(store, iteration)
@@ -89,8 +87,8 @@ def test_removing_a_linked_checkpoint_removes_the_link_alone(tmp_path: Path) -> 
     ],
 )
 def test_prune_keeps_the_newest_the_multiples_and_the_best(
-    keep_last: int, keep_every: int, best: int | None, left: list[int], tmp_path: Path
-) -> None:
+    keep_last, keep_every, best, left, tmp_path
+):
     for iteration in range(1, 8):
         save(RunStore(tmp_path), iteration)
     store = RunStore(tmp_path)  # as after a restart
@@ -99,7 +97,7 @@ def test_prune_keeps_the_newest_the_multiples_and_the_best(
     assert not list(tmp_path.glob(".iter_*"))
 
 
-def test_the_next_save_removes_the_files_of_a_killed_one(tmp_path: Path) -> None:
+def test_the_next_save_removes_the_files_of_a_killed_one(tmp_path):
     store = RunStore(tmp_path)
     (store.begin(4) / "actor").mkdir()
     (tmp_path / ".iter_0000001.removed").mkdir()
@@ -109,7 +107,7 @@ def test_the_next_save_removes_the_files_of_a_killed_one(tmp_path: Path) -> None
     assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000005", POINTER]
 
 
-def test_an_older_folder_of_the_same_iteration_is_set_aside(tmp_path: Path) -> None:
+def test_an_older_folder_of_the_same_iteration_is_set_aside(tmp_path):
     store = RunStore(tmp_path)
     save(store, 3, "before")
     save(store, 3, "after")
@@ -145,9 +143,7 @@ def content(path: Path) -> object:
     return sorted(os.listdir(path)) if path.is_dir() else path.read_bytes()
 
 
-def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     """Otherwise a host that loses power could have the name without the files."""
     store, synced = RunStore(tmp_path), Synced()
     monkeypatch.setattr(os, "replace", synced.replace)
@@ -179,9 +175,7 @@ WRITERS = [
 
 
 @pytest.mark.parametrize("failing", range(12))
-def test_a_save_that_fails_at_any_step_leaves_a_whole_checkpoint(
-    failing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_that_fails_at_any_step_leaves_a_whole_checkpoint(failing, tmp_path, monkeypatch):
     """Every write, rename and sync of a second save fails in turn, as on a full disk."""
     save(RunStore(tmp_path), 1)
     calls = itertools.count()

@@ -5,7 +5,6 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -108,7 +107,7 @@ def load_config(good: Path, *overrides: str) -> RunConfig:
     return resolve(compose("good", list(overrides), str(good)), "good")
 
 
-def test_the_good_configuration_has_no_problem(good: Path) -> None:
+def test_the_good_configuration_has_no_problem(good):
     before = sorted(good.rglob("*"))
     assert main(["--config-dir", str(good), "--config-name", "good", "dry_run=true"]) == 0
     assert sorted(good.rglob("*")) == before
@@ -127,12 +126,12 @@ def test_the_good_configuration_has_no_problem(good: Path) -> None:
         ),
     ],
 )
-def test_missing_files_are_named(problems: Problems, key: str, rule: str) -> None:
+def test_missing_files_are_named(problems, key, rule):
     (line,) = problems(*f"{key}=./absent.jsonl".split())
     assert "absent.jsonl" in line and rule in line
 
 
-def test_stop_tokens_of_indexed_data_sets_end_responses(good: Path, tmp_path: Path) -> None:
+def test_stop_tokens_of_indexed_data_sets_end_responses(good, tmp_path):
     """1 is the tokenizer's EOS, 2 the model's; each data set brings one, that of validation too."""
     for name, stop in (("train", 5), ("val", 7)):
         options = PreprocessOptions(
@@ -167,9 +166,7 @@ def test_stop_tokens_of_indexed_data_sets_end_responses(good: Path, tmp_path: Pa
     ],
     ids=["empty file", "no prompt", "number as prompt", "unknown source", "broken line"],
 )
-def test_rows_that_cannot_be_used_are_named(
-    tmp_path: Path, problems: Problems, text: str, rule: str
-) -> None:
+def test_rows_that_cannot_be_used_are_named(tmp_path, problems, text, rule):
     file = tmp_path / "rows.jsonl"
     file.write_text(text, encoding="utf-8")
     reward = ["reward.kind=rule"] if "chess" in text else []
@@ -177,9 +174,7 @@ def test_rows_that_cannot_be_used_are_named(
     assert rule in line
 
 
-def test_validation_is_scored_by_rules_unless_a_model_is_asked_for(
-    tmp_path: Path, good: Path, problems: Problems
-) -> None:
+def test_validation_is_scored_by_rules_unless_a_model_is_asked_for(tmp_path, good, problems):
     """The training prompts have no rule either: they are scored by the reward model."""
     file = tmp_path / "rows.jsonl"
     file.write_text('{"prompt": "1", "ground_truth": "3", "data_source": "chess"}')
@@ -192,8 +187,8 @@ def test_validation_is_scored_by_rules_unless_a_model_is_asked_for(
 
 
 def test_a_row_that_a_model_scores_needs_a_prompt_alone_and_a_labelled_row_its_rule(
-    tmp_path: Path, good: Path, problems: Problems
-) -> None:
+    tmp_path, good, problems
+):
     file = tmp_path / "rows.jsonl"
     plain = '{"prompt": "1"}\n{"prompt": "2", "reward_model": {"style": "model"}}\n'
     rule = '{"prompt": "3", "data_source": "mine", "reward_model": {"style": "STYLE"}}'
@@ -209,9 +204,7 @@ def test_a_row_that_a_model_scores_needs_a_prompt_alone_and_a_labelled_row_its_r
     assert prepare(load_config(good, *keys)).scores_in_processes
 
 
-def test_functions_beside_a_model_score_every_data_source_of_validation(
-    tmp_path: Path, good: Path, problems: Problems
-) -> None:
+def test_functions_beside_a_model_score_every_data_source_of_validation(tmp_path, good, problems):
     file = tmp_path / "rows.jsonl"
     rows = [{"prompt": "1", "ground_truth": "3", "data_source": source} for source in "ab"]
     file.write_text("\n".join(map(json.dumps, rows)))
@@ -223,7 +216,7 @@ def test_functions_beside_a_model_score_every_data_source_of_validation(
     prepare(load_config(good, *keys, "validation.reward=model"))
 
 
-def test_the_best_metric_is_of_a_data_source_that_there_is(good: Path, problems: Problems) -> None:
+def test_the_best_metric_is_of_a_data_source_that_there_is(good, problems):
     val_files, metric = f"data.val_files={good / 'train.jsonl'}", "validation.best_metric"
     (line,) = problems(val_files, f"{metric}=val/arithmetics/score")
     assert line == (
@@ -234,9 +227,7 @@ def test_the_best_metric_is_of_a_data_source_that_there_is(good: Path, problems:
     assert len(prepare(right).val_prompts) == 4
 
 
-def test_a_tokenizer_larger_than_the_vocabulary_is_refused(
-    tmp_path: Path, problems: Problems
-) -> None:
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path, problems):
     write_tokenizer(tmp_path, VOCAB + 3)
     (line,) = problems(f"training.tokenizer_name_or_path={tmp_path}")
     assert f"vocab_size={VOCAB}" in line and str(VOCAB + 2) in line
@@ -267,8 +258,8 @@ def add_layer(file: Path) -> None:
 
 
 def test_a_megatron_folder_of_another_tool_uses_the_config_beside_the_tokenizer(
-    good: Path, tmp_path: Path, problems: Problems
-) -> None:
+    good, tmp_path, problems
+):
     """Such a folder has no config.json; stop tokens come from the folder that has it."""
     shutil.copytree(good / "tokenizer", tmp_path / "tokenizer")
     convert = [str(good / "lm"), str(tmp_path / "mg"), "--to", "mg"]
@@ -298,38 +289,26 @@ def test_a_megatron_folder_of_another_tool_uses_the_config_beside_the_tokenizer(
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_weights_that_do_not_fit_are_refused(
-    good: Path,
-    tmp_path: Path,
-    problems: Problems,
-    damage: Callable[[Path], Any],
-    rule: str,
-) -> None:
+def test_weights_that_do_not_fit_are_refused(good, tmp_path, problems, damage, rule):
     folder = shutil.copytree(good / "lm", tmp_path / "lm")
     damage(folder / "model.safetensors")
     (line,) = problems(f"ref.load={folder}")
     assert line.startswith(f"error: ref.load={folder}: ") and rule in line
 
 
-def test_a_reward_model_needs_its_score_head_and_a_critic_does_not(
-    good: Path, problems: Problems
-) -> None:
+def test_a_reward_model_needs_its_score_head_and_a_critic_does_not(good, problems):
     (line,) = problems(f"reward.load={good / 'lm'}")
     assert "score.weight is missing" in line
 
 
-def test_an_eos_id_beyond_the_vocabulary_is_refused(
-    good: Path, tmp_path: Path, problems: Problems
-) -> None:
+def test_an_eos_id_beyond_the_vocabulary_is_refused(good, tmp_path, problems):
     folder = shutil.copytree(good / "lm", tmp_path / "lm")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 99]}))
     (line,) = problems(f"actor_rollout.load={folder}")
     assert "EOS id 99" in line
 
 
-def test_an_unknown_or_unsuitable_rollout_engine_is_refused(
-    problems: Problems, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_or_unsuitable_rollout_engine_is_refused(problems, monkeypatch):
     (line,) = problems("rollout.engine=nativ")
     assert line.startswith("error: rollout.engine=nativ must be one of native; use native, or add")
     monkeypatch.setitem(ENGINES, "other", lambda *_: None)
@@ -348,9 +327,7 @@ def write_cases(good: Path, *truths: str) -> str:
     return f"data.train_files={good}/cases.jsonl"
 
 
-def test_a_run_with_programs_needs_bubblewrap_unless_it_is_unsafe(
-    good: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_with_programs_needs_bubblewrap_unless_it_is_unsafe(good, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     cases = write_cases(good, *['{"inputs": [""], "outputs": ["3"]}'] * 2)
     config = load_config(good, *CODE, cases, "+reward.sandbox.unsafe=true")
@@ -360,13 +337,13 @@ def test_a_run_with_programs_needs_bubblewrap_unless_it_is_unsafe(
         prepare(load_config(good, *CODE, cases))
 
 
-def test_rows_without_test_cases_are_refused(good: Path) -> None:
+def test_rows_without_test_cases_are_refused(good):
     cases = write_cases(good, '{"inputs": [""], "outputs": ["3"]}', "3")
     with pytest.raises(UserError, match=r"test cases: Input should be an object"):
         prepare(load_config(good, *CODE, cases, "+reward.sandbox.unsafe=true"))
 
 
-def test_a_resumed_run_replaces_no_weights_of_others(good: Path) -> None:
+def test_a_resumed_run_replaces_no_weights_of_others(good):
     """Its own exports it may replace."""
     folder = good / "weights"
     (folder / "hf").mkdir(parents=True)
@@ -386,9 +363,7 @@ def test_a_resumed_run_replaces_no_weights_of_others(good: Path) -> None:
         prepare(load_config(good, *both))
 
 
-def test_responses_to_other_prompts_are_refused(
-    good: Path, tmp_path: Path, problems: Problems
-) -> None:
+def test_responses_to_other_prompts_are_refused(good, tmp_path, problems):
     rows = [{"prompt": f"{i} 1", "ground_truth": "3", "data_source": "a"} for i in range(4)]
     data, file = tmp_path / "train.jsonl", tmp_path / "given.jsonl"
     data.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")

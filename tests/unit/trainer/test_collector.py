@@ -95,7 +95,7 @@ def seconds(found: Collected) -> dict[str, float]:
     return {name: sum(call.seconds for call in calls) for name, calls in found.calls().items()}
 
 
-def test_prompts_with_equal_scores_are_drawn_anew() -> None:
+def test_prompts_with_equal_scores_are_drawn_anew():
     script = Script([[1, 1, 0, 1, 0, 0], [1, 0, 1, 1, 0, 1]])
     found, metrics = collect(script, prompts=3, filter_groups=True)
     assert len(script.generated) == 2
@@ -107,7 +107,7 @@ def test_prompts_with_equal_scores_are_drawn_anew() -> None:
     assert seconds(found) == {"gen": 2.0, "reward": 2.0}
 
 
-def test_the_filter_compares_scores_as_advantages_do() -> None:
+def test_the_filter_compares_scores_as_advantages_do():
     # scaled and clipped, 5 and 7 are both 1
     script = Script([[5, 7, 0, 1], [0, 1, 0, 1]])
     found, _ = collect(script, prompts=2, filter_groups=True, reward_clip=1.0)
@@ -115,7 +115,7 @@ def test_the_filter_compares_scores_as_advantages_do() -> None:
 
 
 @pytest.mark.parametrize("most", [1, 2])
-def test_after_the_last_batch_alike_groups_fill_the_rest(most: int) -> None:
+def test_after_the_last_batch_alike_groups_fill_the_rest(most):
     script = Script([[1, 1, 0, 1, 0, 0]] * 2)
     found, metrics = collect(script, prompts=3, most=most, filter_groups=True)
     assert len(script.generated) == most
@@ -123,7 +123,7 @@ def test_after_the_last_batch_alike_groups_fill_the_rest(most: int) -> None:
     assert metrics["rollout/alike_groups"] == 3 - most
 
 
-def test_remax_answers_each_kept_prompt_greedily_once() -> None:
+def test_remax_answers_each_kept_prompt_greedily_once():
     script = Script([[1, 1, 0, 1], [1, 0, 0, 1], [7, 8]])
     found, _ = collect(script, prompts=2, filter_groups=True, adv_estimator=AdvEstimator.REMAX)
     prompts, sampling = script.generated[-1]
@@ -134,7 +134,7 @@ def test_remax_answers_each_kept_prompt_greedily_once() -> None:
     assert seconds(found) == {"gen": 3.0, "reward": 3.0}
 
 
-def test_non_finite_scores_are_named_by_their_samples() -> None:
+def test_non_finite_scores_are_named_by_their_samples():
     nan, inf = float("nan"), float("inf")
     found, _ = collect(Script([[1, nan, 0, 0], [inf, 1, 1, 1]]), prompts=2, filter_groups=True)
     assert list(found.non_finite_scores()) == [1, 4], (
@@ -146,7 +146,7 @@ def test_non_finite_scores_are_named_by_their_samples() -> None:
     assert collect(Script([[1, 1, 0, 1]]), prompts=2)[0].non_finite_scores() == {}
 
 
-def test_a_replica_without_samples_hides_no_parts_and_failures_of_others() -> None:
+def test_a_replica_without_samples_hides_no_parts_and_failures_of_others():
     found, _ = collect(Script([[1, 0]]), prompts=1)
     empty, full = ScoreReport([], [], []), ScoreReport([1, 0], [{"a": 1.0}, {}], [None, None])
     found.batches[0].scored.result = lambda: [empty, full]  # type: ignore[method-assign]

@@ -28,7 +28,7 @@ from mindspeed_rlxf.trainer.metrics import (
 )
 
 
-def test_lengths_are_over_all_samples() -> None:
+def test_lengths_are_over_all_samples():
     lengths = ResponseLengths([4, 6, 2], [1, 9, 5], [True, False, True])
     assert rollout_metrics(lengths) == {
         "prompt_length/mean": 4,
@@ -44,7 +44,7 @@ def test_lengths_are_over_all_samples() -> None:
     }
 
 
-def test_the_log_prob_gap_is_a_mean_over_tokens() -> None:
+def test_the_log_prob_gap_is_a_mean_over_tokens():
     gaps = [Summary.of(torch.tensor([0.1, 0.3])), Summary(1, 1, 1, 1)]
     expected = {
         "rollout/log_prob_gap_mean": pytest.approx(1.4 / 3),
@@ -60,7 +60,7 @@ def test_the_log_prob_gap_is_a_mean_over_tokens() -> None:
     }
 
 
-def test_failed_samples_are_counted_by_cause_and_left_out_of_the_parts() -> None:
+def test_failed_samples_are_counted_by_cause_and_left_out_of_the_parts():
     parts = [{"mine": 1.0}, {}, {"mine": 0.5, "mine/length": 4.0}, {}]
     late, wrong = FailedSample(8, "timeout", ""), FailedSample(9, "wrong_result", "")
     assert score_metrics(ScoreReport([1.0, 0.0, 0.5, 0.0], parts, [None, late, None, wrong])) == {
@@ -78,7 +78,7 @@ def experience(kl: list[float], *numbers: float) -> ExperienceReport:
     return ExperienceReport(kl, summary, summary, summary, summary, summary)
 
 
-def test_kl_is_a_mean_over_the_samples_of_all_replicas() -> None:
+def test_kl_is_a_mean_over_the_samples_of_all_replicas():
     reports = [experience([0.2], 1.0), experience([0.4, 0.6], -3.0, 5.0)]
     metrics = experience_metrics(reports, kl_coef=0.05)
     assert metrics["critic/kl"] == pytest.approx(0.4) and metrics["critic/kl_coeff"] == 0.05
@@ -88,7 +88,7 @@ def test_kl_is_a_mean_over_the_samples_of_all_replicas() -> None:
     assert len(metrics) == 2 + 15
 
 
-def test_update_metrics_are_means_over_steps() -> None:
+def test_update_metrics_are_means_over_steps():
     steps = [{"pg_loss": 0.5, "grad_norm": 1.0}, {"pg_loss": -0.1, "grad_norm": 3.0}]
     metrics = update_metrics("actor", UpdateReport(steps, lr=1e-6))
     assert metrics == {
@@ -101,7 +101,7 @@ def test_update_metrics_are_means_over_steps() -> None:
     assert critic == {"critic/vf_loss": 2.0, "critic/lr": 1e-5}
 
 
-def test_skipped_steps_are_counted_and_in_no_mean() -> None:
+def test_skipped_steps_are_counted_and_in_no_mean():
     nan = math.nan
     steps = [
         {"pg_loss": 0.5, "grad_norm": 1.0, "skipped_steps": 0.0},
@@ -114,7 +114,7 @@ def test_skipped_steps_are_counted_and_in_no_mean() -> None:
     assert none["actor/skipped_steps"] == 1.0 and math.isnan(none["actor/pg_loss"])
 
 
-def test_scores_and_parts_are_averaged_by_data_source() -> None:
+def test_scores_and_parts_are_averaged_by_data_source():
     parts = [{"accuracy": 1.0}, {"accuracy": 0.0}, {"format": 0.5}, {}]
     late = FailedSample(8, "timeout", "")
     report = ScoreReport([1.0, 0.0, 0.5, 9.0], parts, [None, None, None, late])
@@ -127,7 +127,7 @@ def test_scores_and_parts_are_averaged_by_data_source() -> None:
     assert source_metrics(ScoreReport([2.0]), ["a"]) == {"train/a/score": 2.0}
 
 
-def test_groups_with_equal_scores_are_counted_where_there_are_groups() -> None:
+def test_groups_with_equal_scores_are_counted_where_there_are_groups():
     report = ScoreReport([1.0, 1.0, 0.0, 1.0])
     assert group_metrics(report, 2) == {"rollout/equal_score_groups": 0.5}
     assert group_metrics(report, 1) == {}
@@ -136,7 +136,7 @@ def test_groups_with_equal_scores_are_counted_where_there_are_groups() -> None:
     assert group_metrics(report, 2) == {"rollout/equal_score_groups": 1.0}
 
 
-def test_the_explained_variance_is_that_of_all_slots_at_once() -> None:
+def test_the_explained_variance_is_that_of_all_slots_at_once():
     returns = torch.tensor([1.0, 2.0, 4.0, 9.0])
     values = torch.tensor([1.5, 2.5, 3.0, 6.0])
     parts = [value_fit(returns[:1], values[:1]), value_fit(returns[1:], values[1:])]

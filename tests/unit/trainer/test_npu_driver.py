@@ -91,18 +91,14 @@ def importers(
 
 
 @pytest.mark.long
-def test_planning_checking_starting_and_the_doctor_import_neither(
-    good: Path,
-    machine: dict[str, str],
-    tmp_path: Path,
-) -> None:
+def test_planning_checking_starting_and_the_doctor_import_neither(good, machine, tmp_path):
     driver, others, said = importers(machine, good, tmp_path, CONFIG + DRIVER)
     assert "as far as the pools" in said
     assert driver == []
     assert others == ["torch_npu"]  # the doctor asks torch, in a process of its own
 
 
-def test_a_driver_imports_no_megatron() -> None:
+def test_a_driver_imports_no_megatron():
     """Workers do, after MindSpeed has patched it, also with `runtime: local`."""
     code = (
         "import sys, mindspeed_rlxf.cli.train, mindspeed_rlxf.trainer.run\n"

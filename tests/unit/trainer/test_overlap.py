@@ -50,7 +50,7 @@ class Scripted:
 
 
 @pytest.mark.parametrize("limit", ["max_new_tokens", "batch_width"])
-def test_all_roles_have_work_before_the_driver_waits(limit: str) -> None:
+def test_all_roles_have_work_before_the_driver_waits(limit):
     called: list[str] = []
     config: Any = SimpleNamespace(
         algorithm=AlgorithmConfig(score_slot_limit=limit),

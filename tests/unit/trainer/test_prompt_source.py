@@ -9,7 +9,6 @@ from mindspeed_rlxf.data.prompt_store import Labels, PromptStore
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.data.sampler import ConsumedPrompts, PromptSampler, make_sampler
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
-from tests.unit.conftest import MakeConfig
 
 
 def prompts(count: int) -> list[Prompt]:
@@ -31,7 +30,7 @@ def source(per_prompt: int = 1, shuffle: bool = False) -> PromptSource:
     return PromptSource(prompts(5), sampler, per_prompt)
 
 
-def test_each_prompt_is_repeated_n_times_with_its_truth_and_source() -> None:
+def test_each_prompt_is_repeated_n_times_with_its_truth_and_source():
     batch = source(per_prompt=3).next_prompts()
     assert [ids.tolist() for ids in batch.token_ids] == [[0, 1]] * 3 + [[1, 2]] * 3
     assert batch.ground_truths == ["truth 0"] * 3 + ["truth 1"] * 3
@@ -39,7 +38,7 @@ def test_each_prompt_is_repeated_n_times_with_its_truth_and_source() -> None:
     assert batch.extra_infos == [{"row": 0}] * 3 + [{"row": 1}] * 3
 
 
-def test_consumed_prompts_are_returned_once() -> None:
+def test_consumed_prompts_are_returned_once():
     prompts_of_run = source(per_prompt=2)
     prompts_of_run.next_prompts()
     prompts_of_run.next_prompts()  # an iteration may draw twice
@@ -49,9 +48,7 @@ def test_consumed_prompts_are_returned_once() -> None:
 
 
 @pytest.mark.parametrize("weights", [(), (1.0, 2.0)])
-def test_a_batch_that_was_read_ahead_is_the_next_and_no_part_of_the_state(
-    weights: tuple[float, ...],
-) -> None:
+def test_a_batch_that_was_read_ahead_is_the_next_and_no_part_of_the_state(weights):
     def start() -> PromptSource:
         return PromptSource(prompts(5), make_sampler((2, 3), weights, 3, 1, True), 2)
 
@@ -71,7 +68,7 @@ def test_a_batch_that_was_read_ahead_is_the_next_and_no_part_of_the_state(
         assert reads.state_dict() == plain.state_dict() == resumed.state_dict()
 
 
-def test_train_weights_are_shares_of_the_files(make_config: MakeConfig) -> None:
+def test_train_weights_are_shares_of_the_files(make_config):
     store = PromptStore()
     for name in ("a", "b"):
         for _ in range(6):
@@ -86,6 +83,6 @@ def test_train_weights_are_shares_of_the_files(make_config: MakeConfig) -> None:
         assert "".join(found) == sources
 
 
-def test_every_file_has_a_weight() -> None:
+def test_every_file_has_a_weight():
     with pytest.raises(ValidationError, match="must have one for each of the 2 files or data sets"):
         DataConfig(train_files=["a", "b"], train_weights=[1.0])

@@ -1,6 +1,5 @@
 """Times, skew, memory and idle shares from replies; operations of an iteration by hand."""
 
-from collections.abc import Callable
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -42,7 +41,7 @@ def pending(pool: str, *seconds: float, **more: Any) -> Pending:
     return Pending(Call(*seconds, **more), [0], [None], pool, "role.method")
 
 
-def test_a_phase_has_its_time_its_peak_and_its_slowest_rank() -> None:
+def test_a_phase_has_its_time_its_peak_and_its_slowest_rank():
     gen = [pending("main", 1.0, 2.0, 3.0, memory=2.5), pending("main", 1.0, 1.0, 4.0)]
     found = phase_metrics({"gen": gen, "adv": [pending("main", 0.5)]})
     assert found == {
@@ -55,7 +54,7 @@ def test_a_phase_has_its_time_its_peak_and_its_slowest_rank() -> None:
     }
 
 
-def test_a_phase_with_an_earlier_call_has_the_time_of_both() -> None:
+def test_a_phase_with_an_earlier_call_has_the_time_of_both():
     """The functions beside a reward model, in another pool; skews are those of the model."""
     model = pending("model", 1.0, 3.0).after(pending("main", 5.0, 6.0))
     found = phase_metrics({"reward": model.with_earlier()})
@@ -63,7 +62,7 @@ def test_a_phase_with_an_earlier_call_has_the_time_of_both() -> None:
     assert (found["skew/reward"], found["slowest_rank/reward"]) == (pytest.approx(0.5), 1.0)
 
 
-def test_the_idle_share_of_a_pool_is_what_its_ranks_did_not_work() -> None:
+def test_the_idle_share_of_a_pool_is_what_its_ranks_did_not_work():
     phases = {"gen": [pending("a", 4.0, 2.0)], "ref": [pending("b", 1.0)]}
     found = idle_metrics(phases, {"a": 2, "b": 1, "c": 3}, 10.0)
     assert found == {"idle/a": pytest.approx(0.7), "idle/b": pytest.approx(0.9), "idle/c": 1.0}
@@ -74,9 +73,7 @@ def report(prompts: list[int], responses: list[int]) -> GenerateReport:
     return GenerateReport(prompts, responses, [], 0, 0, 0, 0.0)
 
 
-def test_operations_of_generation_and_of_the_passes_that_ranks_report(
-    make_tree: Callable[..., Any],
-) -> None:
+def test_operations_of_generation_and_of_the_passes_that_ranks_report(make_tree):
     """4 layers of width 64, 8 heads of 8, 4 of keys, MLP 96, 32 tokens."""
     config = resolve(make_tree(), "test")
     weights = 2 * 64 * (64 + 32) + 3 * 64 * 96
@@ -91,7 +88,7 @@ def test_operations_of_generation_and_of_the_passes_that_ranks_report(
     assert done_work(phases) == Work(6, 21)
 
 
-def test_the_share_of_the_peak_is_there_where_the_peak_is_known() -> None:
+def test_the_share_of_the_peak_is_there_where_the_peak_is_known():
     known, unknown = (
         throughput_metrics([report([4, 6], [1, 9]), report([2], [5])], 9e12, 2.0, 3, peak)
         for peak in (6e12, None)
@@ -118,5 +115,5 @@ def test_the_share_of_the_peak_is_there_where_the_peak_is_known() -> None:
         ("", None),
     ],
 )
-def test_a_device_is_found_by_its_name(name: str, tflops: float | None) -> None:
+def test_a_device_is_found_by_its_name(name, tflops):
     assert find_peak(name) == (None if tflops is None else pytest.approx(tflops * 1e12))

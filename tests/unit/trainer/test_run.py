@@ -97,9 +97,7 @@ def command(
             handler.close()
 
 
-def test_a_finished_run_is_not_started_again(
-    command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_run_is_not_started_again(command, capsys):
     assert command.run() == 0
     assert f"done: 1 iterations, {command.folder}" in capsys.readouterr().out
     files = sorted(command.folder.rglob("*"))
@@ -112,9 +110,7 @@ def test_a_finished_run_is_not_started_again(
     assert command.facts() == {}, "there is nothing to start again"
 
 
-def test_a_finished_run_with_more_iterations_resumes_and_notes_the_changes(
-    command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_run_with_more_iterations_resumes_and_notes_the_changes(command, capsys):
     assert command.run() == 0
     assert "note: " not in capsys.readouterr().out
     assert command.run(train_iters=3, keep_last=5) == 0
@@ -127,18 +123,14 @@ def test_a_finished_run_with_more_iterations_resumes_and_notes_the_changes(
     assert command.trained == [1, 3] and (command.folder / "config.1.yaml").exists()
 
 
-def test_missing_devices_are_reported_and_end_with_75(
-    command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_devices_are_reported_and_end_with_75(command, capsys):
     command.lacking = DevicesMissing("8 devices are needed")
     assert command.run() == 75
     assert capsys.readouterr().err == "stopped: 8 devices are needed\n"
     assert not RunDirectory(command.folder).is_used, "the same command may take it again"
 
 
-def test_validation_only_trains_nothing(
-    command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_validation_only_trains_nothing(command, capsys):
     """Also of a run that is finished; a failure of it is not started again."""
     assert command.run() == 0
     before = {path: path.stat().st_mtime_ns for path in command.folder.rglob("*")}
@@ -155,9 +147,7 @@ def test_validation_only_trains_nothing(
     assert all(path.stat().st_mtime_ns == before[path] for path in kept)
 
 
-def test_a_run_that_a_rule_ended_is_a_failure_that_is_not_restarted(
-    command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_a_rule_ended_is_a_failure_that_is_not_restarted(command, capsys):
     """75 would have schedulers give the same command again, 0 would say that it is done."""
     command.ends = StoppedByRule("kl_runaway", "the KL is 9")
     assert command.run(train_iters=3) == 1

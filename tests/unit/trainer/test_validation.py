@@ -91,7 +91,7 @@ def lines(file: Path) -> list[Any]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_responses_to_a_prompt_are_scored_together_and_have_lasting_ids(tmp_path: Path) -> None:
+def test_responses_to_a_prompt_are_scored_together_and_have_lasting_ids(tmp_path):
     validator, roles, directory = make(tmp_path, 3)
     first, second = validator.validate(0, 0, own_line=True), validator.validate(4, 2)
     assert roles.given.sample_ids == [0, 1, 2, 3, 4, 5, 6, 7, 8, 0], "full halves"
@@ -115,7 +115,7 @@ def test_responses_to_a_prompt_are_scored_together_and_have_lasting_ids(tmp_path
         assert of_one[4]["score"] == 1.1
 
 
-def test_validation_scores_by_the_model_where_configured(tmp_path: Path) -> None:
+def test_validation_scores_by_the_model_where_configured(tmp_path):
     validator, roles, directory = make(tmp_path, 1, reward="model")
     found = validator.validate(1, 1)
     assert "model" in roles.called and found["val/b/mean@1"] == 5.0
@@ -123,7 +123,7 @@ def test_validation_scores_by_the_model_where_configured(tmp_path: Path) -> None
     assert "answer" not in lines(directory.val_samples)[0]
 
 
-def test_without_prompts_nothing_happens(tmp_path: Path) -> None:
+def test_without_prompts_nothing_happens(tmp_path):
     validator, roles, _ = make(tmp_path, 1)
     validator.prompts = validator.prompts.select([])
     assert validator.validate(1, 1) == {} and roles.called == []

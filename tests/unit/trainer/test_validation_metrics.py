@@ -22,7 +22,7 @@ from mindspeed_rlxf.trainer.validation import (
     scores=st.lists(st.sampled_from([0.0, 1.0, -0.5, 2.5]), min_size=1, max_size=7),
     data=st.data(),
 )
-def test_k_of_n_is_the_mean_over_every_choice(scores: list[float], data: st.DataObject) -> None:
+def test_k_of_n_is_the_mean_over_every_choice(scores, data):
     k = data.draw(st.integers(1, len(scores)))
     choices = list(combinations(scores, k))
     mean = sum(map(max, choices)) / len(choices)
@@ -34,7 +34,7 @@ def test_k_of_n_is_the_mean_over_every_choice(scores: list[float], data: st.Data
     assert best_at_k([-math.inf, 1.0, 2.0], 2) == pytest.approx(5 / 3)
 
 
-def test_the_most_frequent_answer_is_scored() -> None:
+def test_the_most_frequent_answer_is_scored():
     assert majority_score(["7", "8", "8"], [1.0, 0.0, 0.0]) == 0.0
     assert majority_score(["7", "8", "7"], [1.0, 0.0, 0.5]) == 0.75, "the mean of its responses"
     # a tie of three answers: as if one of them were drawn
@@ -44,7 +44,7 @@ def test_the_most_frequent_answer_is_scored() -> None:
     assert majority_score([None, None], [0.0, 1.0]) == 0.5
 
 
-def test_metrics_of_two_sources_by_hand() -> None:
+def test_metrics_of_two_sources_by_hand():
     def response(score: float, answer: str | None) -> Scored:
         return Scored(score, 4, {"accuracy": score}, answer)
 
@@ -72,7 +72,7 @@ def test_metrics_of_two_sources_by_hand() -> None:
     assert found["val/b/c/maj@4"] == found["val/b/c/pass@4"] == 0.0
 
 
-def test_responses_that_could_not_be_scored_are_left_out() -> None:
+def test_responses_that_could_not_be_scored_are_left_out():
     lost = Scored(0.0, 4, {}, None, is_scored=False)
     groups = [
         [Scored(1.0, 4), lost, Scored(0.0, 4), Scored(1.0, 4)],
@@ -85,7 +85,7 @@ def test_responses_that_could_not_be_scored_are_left_out() -> None:
     assert "val/a/best@4" not in found
 
 
-def test_is_right_reads_the_accuracy_metric_or_the_score() -> None:
+def test_is_right_reads_the_accuracy_metric_or_the_score():
     assert Scored(0.1, 1).is_right(None) and not Scored(0.0, 1).is_right(None)
     assert not Scored(0.6, 1, {"format": 1.0, "acc": -0.5}).is_right(None)
     assert Scored(-1.0, 1, {"accuracy": 1.0}).is_right(None)
@@ -93,7 +93,7 @@ def test_is_right_reads_the_accuracy_metric_or_the_score() -> None:
     assert not Scored(math.nan, 1).is_right(0.5) and not Scored(math.nan, 1).is_right(None)
 
 
-def test_the_best_checkpoint_is_that_of_one_source_or_of_the_mean() -> None:
+def test_the_best_checkpoint_is_that_of_one_source_or_of_the_mean():
     found = {"val/a/score": 0.5, "val/b/c/score": 1.0, "val/b/c/pass@1": 0.25, "timing/val": 9.0}
     assert validation_score(found, "score") == 0.75
     assert validation_score(found, "val/b/c/score") == 1.0
