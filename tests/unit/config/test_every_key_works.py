@@ -229,7 +229,7 @@ REWARD_KEYS: dict[str, Any] = {
     "processes": Case(3, see.scoring), "timeout_s": Case(3.0, see.scoring),
     "worker_memory_gib": Case(3.0, see.scoring),
     "failed_score": Shown("roles/test_scorer.py", "test_a_failure_is_that_of_one_sample"),
-    "max_failed": Shown("roles/test_reward_group.py",
+    "max_failed": Shown("roles/test_role_groups.py",
      "test_the_run_stops_where_more_samples_fail_than_may"),
 }  # fmt: skip
 OF_FUNCTION = Shown(

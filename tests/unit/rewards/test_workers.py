@@ -1,7 +1,6 @@
 """Whatever a reward function does, its sample fails with a cause, and nothing is left running."""
 
 import contextlib
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,15 +42,6 @@ def children() -> list[psutil.Process]:
         with contextlib.suppress(psutil.Error):
             if process.cmdline() == ["sleep", "4242"]:
                 found.append(process)
-    return found
-
-
-def open_files() -> set[str]:
-    """Descriptors of this process with what they are open on."""
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the one of the listing
-            found.add(f"{name} {os.readlink(f'/proc/self/fd/{name}')}")
     return found
 
 
@@ -157,16 +147,3 @@ def test_a_forgotten_pool_ends_its_processes() -> None:
     for future in (hangs, first):
         with pytest.raises(ScoringBroken, match="was closed"):
             future.result(60)
-
-
-def test_a_plan_may_be_larger_than_the_buffer_of_a_socket() -> None:
-    exact = part("exact", "score", SOURCE, arguments={"scale": 3.0})
-    plan = Plan((exact,), {f"source {number}" + "x" * 1000: "gsm8k" for number in range(2000)})
-    before = open_files()
-    pool = WorkerPool(plan, size=1, timeout_s=20.0, memory=MEMORY)
-    try:
-        result = pool.submit(sample("2")).result(60).result
-    finally:
-        pool.close()
-    assert result is not None and result.score == 3.0
-    assert open_files() <= before, "a closed pool keeps no descriptor"  # others may close theirs

@@ -30,7 +30,7 @@ from mindspeed_rlxf.data.batch import (
     Values,
 )
 from mindspeed_rlxf.roles.experience import ExperienceMaker
-from mindspeed_rlxf.roles.objectives import make_objective
+from mindspeed_rlxf.roles.objectives import ClippedObjective, make_objective
 from mindspeed_rlxf.roles.reports import ExperienceReport, FailedSample
 from tests.rows import length_mask, rollouts_of
 
@@ -96,16 +96,6 @@ def test_logged_tokens_have_the_numbers_of_the_experience() -> None:
         assert numbers["kl"] == pytest.approx(difference[row, :length].tolist())
         assert numbers["advantage"] == output.rows.advantages[row, :length].tolist()
     assert output_of(AdvEstimator.GRPO)[0].token_rows is None, "nothing is logged unasked"
-
-
-def test_total_of_a_response_is_its_score_less_its_kl() -> None:
-    experience, _, kl = made(AdvEstimator.DR_GRPO)
-    totals = torch.tensor(SCORES) - KL_COEF * kl.sum(1)
-    means = totals.view(2, 2).mean(1).repeat_interleave(2)
-    for row, length in enumerate(LENGTHS):
-        expected = torch.zeros(6)
-        expected[:length] = totals[row] - means[row]
-        assert_close(experience.advantages[row], expected)
 
 
 @pytest.mark.parametrize(
@@ -262,3 +252,21 @@ def test_a_lost_greedy_score_masks_the_responses_to_its_prompt() -> None:
     experience, report, _ = made(AdvEstimator.REMAX, greedy=greedy)
     assert experience.trained_mask.any(1).tolist() == [True, True, False, False]
     assert report.num_masked == 2
+
+
+def test_a_mini_batch_whitens_its_own_advantages_by_hand() -> None:
+    config: Any = SimpleNamespace(
+        algorithm=AlgorithmConfig(advantage_whiten=AdvantageWhiten.MINIBATCH),
+        actor_rollout=ActorConfig.model_construct(),
+        roles=[],
+    )
+    rollouts, none = rollouts_of([3, 1, 2, 1], [True] * 4), torch.zeros(4, 0)
+    raw = torch.tensor([[1.0, 2.0, 3.0], [70.0, 0, 0], [4.0, 5.0, 0.0], [-80.0, 0, 0]])
+    mask = length_mask(torch.tensor([3, 1, 2, 1]), 3)
+    experience = Experience(raw, mask, none, none, none, none, none.bool())
+    step = ClippedObjective(config, alone).step(rollouts, experience, [0, 2], 0.0)
+    _, advantages, _ = step.loss.args  # type: ignore[attr-defined]
+    # Tokens 1 to 5: mean 3, variance 10 / 4. Responses of other mini-batches do not count.
+    s = 2.5**-0.5
+    expected = [[-2 * s, -s, 0.0], [0.0] * 3, [s, 2 * s, 0.0], [0.0] * 3]
+    assert_close(advantages, torch.tensor(expected))

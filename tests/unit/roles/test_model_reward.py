@@ -170,20 +170,12 @@ def test_scores_of_model_and_functions_are_added(monkeypatch: pytest.MonkeyPatch
     assert output.report.parts == [{"mine": 1.0, "model": 4.0}, {"model": 4.0}]
     assert output.report.failures == [None, failure]
     assert isinstance(output.rows, Scores) and output.rows.scores.tolist() == [3.0, -9.0]
-    with patch.object(role, "score", return_value=RoleOutput()):
-        assert role.score_beside_rules(rollouts(), rules).rows is None, "not the leader"
-
-
-def test_the_label_of_a_row_chooses_between_model_and_rules(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """`rule` leaves the model out; the rules gave 0 to a row labelled `model`."""
-    role = role_of(monkeypatch)
-    rules = RuleScores(torch.tensor([1.0, 0.0]), [{"mine": 1.0}, {}], [None, None])
-    of_model = RoleOutput(Scores(torch.tensor([4.0, 5.0])), ScoreReport([4.0, 5.0]))
-    rows = rollouts()
+    rows = rollouts()  # labels choose: the rules gave 0 to a row labelled `model`
     rows.extra_infos[:] = [{"reward_model": {"style": style}} for style in ("rule", "model")]
+    rules = RuleScores(torch.tensor([1.0, 0.0]), [{"mine": 1.0}, {}], [None, None])
     with patch.object(role, "score", return_value=of_model):
         output = role.score_beside_rules(rows, rules)
-    assert output.report.scores == [1.0, 5.0]
-    assert output.report.parts == [{"mine": 1.0}, {"model": 5.0}]
+    assert output.report.scores == [1.0, 2.0]
+    assert output.report.parts == [{"mine": 1.0}, {"model": 4.0}]
+    with patch.object(role, "score", return_value=RoleOutput()):
+        assert role.score_beside_rules(rollouts(), rules).rows is None, "not the leader"
