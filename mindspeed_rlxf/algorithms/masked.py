@@ -16,13 +16,11 @@ def alone(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Return the mean over True elements, along `dim` or over everything.
+def masked_mean(values: Tensor, mask: Tensor, dim: int) -> Tensor:
+    """Return the mean over True elements along `dim`.
 
     NaN if the mask has no True, or if a value outside it is NaN or infinite.
     """
-    if dim is None:
-        return (values * mask).sum() / mask.sum()
     return (values * mask).sum(dim) / mask.sum(dim)
 
 

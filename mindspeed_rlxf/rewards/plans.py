@@ -76,9 +76,9 @@ def check_functions(reward: RewardConfig) -> Iterator[Problem]:
             continue
         key = "reward.function" if reward.function is not None else f"reward.functions.{part.name}"
         if part.function not in RULES:
-            known = ", ".join([BY_SOURCE, *sorted(RULES)])
-            guess = closest(part.function, [BY_SOURCE, *RULES]) or "path/to/file.py:name"
-            rule = f"must be path/to/file.py:name, or one of {known}"
+            known = [BY_SOURCE, *sorted(RULES)]
+            guess = closest(part.function, known) or "path/to/file.py:name"
+            rule = f"must be path/to/file.py:name, or one of {', '.join(known)}"
             yield Problem(key, rule, part.function, f"use {guess}")
             continue
         try:

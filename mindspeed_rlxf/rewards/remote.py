@@ -9,7 +9,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict
 from http.client import HTTPException
-from itertools import chain, repeat
 from queue import Empty, SimpleQueue
 from typing import TypeAlias
 from urllib.error import HTTPError
@@ -28,7 +27,7 @@ from mindspeed_rlxf.rewards.outcome import Cause, Outcome, Sample, ScoreFailure,
 
 CONNECTIONS = 4  # requests at the same time
 GATHER_S = 0.05  # how long a request waits for further samples
-RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)  # waits before the next try; the last one repeats
+RETRY_S = 1.0  # before the next try
 _Queue: TypeAlias = SimpleQueue[tuple[Sample, Future[Outcome]]]
 OPENER = OpenerDirector()  # without proxies and redirects, which would get the headers too
 for handler in (HTTPHandler, HTTPSHandler, HTTPErrorProcessor, HTTPDefaultErrorHandler):
@@ -82,7 +81,7 @@ def _ask_server(
     """Send samples until the server answers or timeout_s passes."""
     deadline = time.monotonic() + timeout_s
     body = json.dumps({"samples": [asdict(sample) for sample in samples]}, default=str).encode()
-    reason, waits = "", chain(RETRY_S, repeat(RETRY_S[-1]))
+    reason = ""
     while (left := deadline - time.monotonic()) > 0:
         try:
             return _parse_answer(_post_once(url, headers, body, left), len(samples))
@@ -90,7 +89,7 @@ def _ask_server(
             return [Outcome(None, failure.cause, failure.message)] * len(samples)
         except (OSError, HTTPException) as error:
             reason = f"{type(error).__name__}: {error}"[:200]
-        time.sleep(min(next(waits), max(0.0, deadline - time.monotonic())))
+        time.sleep(min(RETRY_S, max(0.0, deadline - time.monotonic())))
     text = f"{url} gave no score within {timeout_s:g} s ({reason})"
     return [Outcome(None, Cause.REMOTE, text)] * len(samples)
 

@@ -178,9 +178,9 @@ class Sandbox:
 
     def describe(self) -> str:
         """Return a line for the log."""
-        if self.bwrap is not None:
-            return "sandbox: programs run in bubblewrap; see docs/data_and_rewards.md"
-        return "sandbox: programs run WITHOUT isolation, with your files and your network"
+        without = "WITHOUT isolation, with your files and your network"
+        how = "in bubblewrap; see docs/data_and_rewards.md" if self.bwrap else without
+        return f"sandbox: programs run {how}"
 
     def run(self, program: str, stdin: str = "", wall_s: float | None = None) -> Outcome:
         """Run Python source code until it ends or exceeds a limit; kill all its processes.
@@ -190,8 +190,7 @@ class Sandbox:
         Raises:
             SandboxError: The sandbox no longer works: an empty program fails too.
         """
-        most = self.config.wall_s
-        outcome = self._run(program, stdin, most if wall_s is None else min(wall_s, most))
+        outcome = self._run(program, stdin, min(wall_s or math.inf, self.config.wall_s))
         if self.bwrap and outcome.stderr.startswith("bwrap:"):
             self.probe()
         return outcome

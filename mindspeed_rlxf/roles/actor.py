@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 
-from mindspeed_rlxf.algorithms.losses import truncated_importance
+from mindspeed_rlxf.algorithms.kl import kl_per_token
+from mindspeed_rlxf.algorithms.losses import LossOutput, Mean, truncated_importance
 from mindspeed_rlxf.cluster.group import Pending, RoleGroup, Sharded
 from mindspeed_rlxf.cluster.interface import Pool, PoolPart
 from mindspeed_rlxf.cluster.refs import RowsRef
-from mindspeed_rlxf.config.enums import OldLogProbs, Role, Stage
+from mindspeed_rlxf.config.enums import KlPenalty, OldLogProbs, Role, Stage
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import (
     Experience,
@@ -16,16 +17,15 @@ from mindspeed_rlxf.data.batch import (
     fit_columns,
 )
 from mindspeed_rlxf.data.mini_batches import mini_batch_order
+from mindspeed_rlxf.engine.train_engine import PolicyStep, TokenLogProbs
 from mindspeed_rlxf.roles.balance import Lengths, balanced_steps, call_balanced
 from mindspeed_rlxf.roles.engines import EngineFactory, megatron_engine
-from mindspeed_rlxf.roles.experience import ExperienceMaker
-from mindspeed_rlxf.roles.objectives import make_objective
+from mindspeed_rlxf.roles.objectives import ExperienceMaker, make_objective
 from mindspeed_rlxf.roles.reports import (
     LogProbReport,
     SampleText,
     Summary,
     UpdateReport,
-    measure_differences,
 )
 
 
@@ -184,3 +184,32 @@ class ActorRole:
             batches = self.engine.micro_batches(rollouts, rows)
             metrics.append(self.engine.train_step(batches, step))
         return RoleOutput(report=UpdateReport(metrics, self.engine.end_iteration()))
+
+
+def measure_differences(
+    step: PolicyStep, rollouts: Rollouts, experience: Experience, kl_penalty: KlPenalty
+) -> PolicyStep:
+    """Return a copy of the step whose loss also reports two metrics; its value is unchanged.
+
+    `rollout/log_prob_gap_mean` is the mean |log-prob - rollout log-prob| over trained tokens.
+    `critic/kl` is the KL to the reference, averaged per sample and then over samples; omitted if
+    the experience has no reference log-probs. Log-probs are those before the optimizer step.
+    """
+
+    def loss(rows: list[int], tokens: TokenLogProbs) -> LossOutput:
+        output = step.loss(rows, tokens)
+        mask = experience.trained_mask[rows]
+        log_probs = tokens.log_probs.detach().cpu().float()
+        rollout = fit_columns(rollouts.rollout_log_probs, mask.size(1))[rows][mask]
+        gaps = (log_probs - rollout).abs()
+        found = {"rollout/log_prob_gap_mean": Mean.of(gaps, gaps.numel())}
+        if experience.ref_log_probs.size(1):
+            kl = kl_per_token(log_probs, experience.ref_log_probs[rows][mask], kl_penalty)
+            placed = kl.new_zeros(mask.shape)
+            placed[mask] = kl
+            present = mask.any(1)
+            means = placed[present].sum(1) / mask[present].sum(1)
+            found["critic/kl"] = Mean.of(means, len(means))
+        return replace(output, metrics=output.metrics | found)
+
+    return replace(step, loss=loss)

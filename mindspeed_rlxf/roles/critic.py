@@ -15,8 +15,7 @@ from mindspeed_rlxf.data.mini_batches import mini_batch_order
 from mindspeed_rlxf.engine.train_engine import ValueStep
 from mindspeed_rlxf.roles.balance import Lengths, balanced_steps, call_balanced
 from mindspeed_rlxf.roles.engines import EngineFactory, megatron_engine
-from mindspeed_rlxf.roles.experience import ExperienceMaker
-from mindspeed_rlxf.roles.objectives import make_objective
+from mindspeed_rlxf.roles.objectives import ExperienceMaker, make_objective
 from mindspeed_rlxf.roles.reports import UpdateReport
 
 

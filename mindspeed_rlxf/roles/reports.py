@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from torch import Tensor
-
-from mindspeed_rlxf.algorithms.kl import kl_per_token
-from mindspeed_rlxf.algorithms.losses import LossOutput, Mean
-from mindspeed_rlxf.config.enums import KlPenalty
-from mindspeed_rlxf.data.batch import Experience, Rollouts, fit_columns
-from mindspeed_rlxf.engine.train_engine import PolicyStep, TokenLogProbs
 
 
 @dataclass(frozen=True)
@@ -184,32 +178,3 @@ class SampleText:
     prompt_ids: list[int]
     response_ids: list[int]
     weights_version: tuple[int, int]
-
-
-def measure_differences(
-    step: PolicyStep, rollouts: Rollouts, experience: Experience, kl_penalty: KlPenalty
-) -> PolicyStep:
-    """Return a copy of the step whose loss also reports two metrics; its value is unchanged.
-
-    `rollout/log_prob_gap_mean` is the mean |log-prob - rollout log-prob| over trained tokens.
-    `critic/kl` is the KL to the reference, averaged per sample and then over samples; omitted if
-    the experience has no reference log-probs. Log-probs are those before the optimizer step.
-    """
-
-    def loss(rows: list[int], tokens: TokenLogProbs) -> LossOutput:
-        output = step.loss(rows, tokens)
-        mask = experience.trained_mask[rows]
-        log_probs = tokens.log_probs.detach().cpu().float()
-        rollout = fit_columns(rollouts.rollout_log_probs, mask.size(1))[rows][mask]
-        gaps = (log_probs - rollout).abs()
-        found = {"rollout/log_prob_gap_mean": Mean.of(gaps, gaps.numel())}
-        if experience.ref_log_probs.size(1):
-            kl = kl_per_token(log_probs, experience.ref_log_probs[rows][mask], kl_penalty)
-            placed = kl.new_zeros(mask.shape)
-            placed[mask] = kl
-            present = mask.any(1)
-            means = placed[present].sum(1) / mask[present].sum(1)
-            found["critic/kl"] = Mean.of(means, len(means))
-        return replace(output, metrics=output.metrics | found)
-
-    return replace(step, loss=loss)

@@ -46,9 +46,7 @@ class RewardGroup:
 
     def build(self) -> list[Pending]:
         """Submit the construction on the reward's own ranks, if there are any."""
-        if self.group is self.scorers:
-            return []
-        return [self.group.build(RewardRole, self.run)]
+        return [] if self.group is self.scorers else [self.group.build(RewardRole, self.run)]
 
     def score(self, rollouts: RowsRef) -> Pending:
         """Submit the responses for scoring. Rows: Scores. Reports: ScoreReport per replica.
@@ -110,14 +108,11 @@ class RewardRole:
         self.config, self.verifiers = reward, config.verifiers
         self.tokenizer = load_tokenizer(config.training.tokenizer_name_or_path)
         self.rules = RewardManager(dict(reward.rules), config.verifiers)
-        by_model = reward.kind is RewardKind.MODEL
-        self.engine = build_engine(config, Role.REWARD) if by_model else None
-        self.classifier = None
-        if reward.kind is RewardKind.HUGGING_FACE:
-            assert reward.load is not None, "checked beforehand"
-            self.classifier = Classifier(
-                reward.load, self.tokenizer, reward.micro_batch_size, reward.bf16
-            )
+        is_model = reward.kind is RewardKind.MODEL
+        self.engine = build_engine(config, Role.REWARD) if is_model else None
+        given = str(reward.load), self.tokenizer, reward.micro_batch_size, reward.bf16
+        is_classifier = reward.kind is RewardKind.HUGGING_FACE
+        self.classifier = Classifier(*given) if is_classifier else None
 
     def score(self, rollouts: Rollouts) -> RoleOutput:
         """Score responses by `reward.kind`.

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 
 from mindspeed_rlxf.algorithms.advantages import shape_scores
-from mindspeed_rlxf.algorithms.group_advantages import groups_that_differ
+from mindspeed_rlxf.algorithms.estimators import groups_that_differ
 from mindspeed_rlxf.cluster.group import Pending
 from mindspeed_rlxf.cluster.refs import RowsRef
 from mindspeed_rlxf.config.schema import RunConfig

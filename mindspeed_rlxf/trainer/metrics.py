@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from mindspeed_rlxf.algorithms.group_advantages import groups_that_differ
+from mindspeed_rlxf.algorithms.estimators import groups_that_differ
 from mindspeed_rlxf.cluster.group import Pending
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.mini_batches import sample_flops

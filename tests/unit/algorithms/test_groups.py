@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from mindspeed_rlxf.algorithms.group_advantages import (
+from mindspeed_rlxf.algorithms.estimators import (
     dr_grpo_advantages,
     groups_that_differ,
     grpo_advantages,

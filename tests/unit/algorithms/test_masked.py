@@ -41,5 +41,4 @@ def test_one_token_cannot_be_whitened_and_none_needs_not() -> None:
 def test_masked_mean_counts_true_places_only() -> None:
     values = torch.tensor([[1.0, 2.0, 9.0], [4.0, 9.0, 9.0]])
     mask = torch.tensor([[True, True, False], [True, False, False]])
-    assert_close(masked_mean(values, mask), torch.tensor(7 / 3))
     assert_close(masked_mean(values, mask, dim=1), torch.tensor([1.5, 4.0]))

@@ -25,8 +25,7 @@ from mindspeed_rlxf.data.batch import (
     Scores,
     Values,
 )
-from mindspeed_rlxf.roles.experience import ExperienceMaker
-from mindspeed_rlxf.roles.objectives import make_objective
+from mindspeed_rlxf.roles.objectives import ExperienceMaker, make_objective
 from tests.rows import rollouts_of
 
 KL_COEF = 0.1

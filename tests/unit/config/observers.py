@@ -40,8 +40,7 @@ from mindspeed_rlxf.rewards import plans, sandbox as sandboxes
 from mindspeed_rlxf.rewards.manager import RewardManager
 from mindspeed_rlxf.rewards.sandbox import Sandbox
 from mindspeed_rlxf.roles import actor, critic
-from mindspeed_rlxf.roles.experience import ExperienceMaker
-from mindspeed_rlxf.roles.objectives import make_objective
+from mindspeed_rlxf.roles.objectives import ExperienceMaker, make_objective
 from mindspeed_rlxf.trainer import ppo, preflight, run
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
 from mindspeed_rlxf.trainer.validation import Scored, measure

@@ -13,7 +13,7 @@ import pytest
 from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.config.reward_section import SandboxConfig
 from mindspeed_rlxf.config.schema import RewardConfig
-from mindspeed_rlxf.rewards.outcome import Cause, Sample, ScoringBroken
+from mindspeed_rlxf.rewards.outcome import Cause, Sample
 from mindspeed_rlxf.rewards.plans import make_plan
 from mindspeed_rlxf.rewards.sandbox import Sandbox
 from mindspeed_rlxf.rewards.workers import WorkerPool
@@ -88,11 +88,3 @@ def test_a_scoring_process_has_the_sandbox_of_the_configuration() -> None:
         outcome = pool.submit(sample(takes)).result(60)
         pool.close()
         assert outcome.result is not None and outcome.result.score == score
-
-
-def test_a_host_without_bubblewrap_ends_the_scoring(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    pool = WorkerPool(make_plan(reward()), 1, 30.0, MEMORY)
-    with pytest.raises(ScoringBroken, match=r"did not start: .*reward\.sandbox"):
-        pool.submit(sample(ADD)).result(60)
-    pool.close()

@@ -49,7 +49,7 @@ class Server:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(remote, "RETRY_S", (0.01,))
+    monkeypatch.setattr(remote, "RETRY_S", 0.01)
     made = Server()
     yield made
     made.http.shutdown()

@@ -29,8 +29,7 @@ from mindspeed_rlxf.data.batch import (
     TokenLog,
     Values,
 )
-from mindspeed_rlxf.roles.experience import ExperienceMaker
-from mindspeed_rlxf.roles.objectives import ClippedObjective, make_objective
+from mindspeed_rlxf.roles.objectives import ClippedObjective, ExperienceMaker, make_objective
 from mindspeed_rlxf.roles.reports import ExperienceReport, FailedSample
 from tests.rows import length_mask, rollouts_of
 
