@@ -4,7 +4,6 @@ Transfers between worlds need several processes: `tests/distributed/test_split.p
 """
 
 from collections.abc import Iterator
-from copy import copy
 from datetime import timedelta
 from typing import Any
 
@@ -33,36 +32,6 @@ def test_a_pool_of_one_part_is_one_world_without_another_group(no_world: None) -
     worlds.join("gloo", dist.HashStore(), 0, (1,), timedelta(seconds=20))
     assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
     assert worlds.weights_group() is None
-
-
-@pytest.mark.parametrize(("rank", "place"), [(0, 0), (1, None), (3, 2)])
-def test_the_group_between_parts_has_a_list_of_ranks(
-    no_world: None, monkeypatch: pytest.MonkeyPatch, rank: int, place: int | None
-) -> None:
-    """HCCL takes a group without one for the default group of the process.
-
-    place: in the group of the first rank and the second part
-    """
-    listed: dict[int, list[int]] = {}
-
-    def backend(options: Any, _: Any) -> dist.ProcessGroup:
-        listed[options.group_size] = list(options.global_ranks_in_group)
-        return dist.ProcessGroup(options.group_rank, options.group_size)
-
-    for table in (
-        "backend_list", "default_device_backend_map", "backend_type_map", "backend_capability",
-        "_plugins",
-    ):  # fmt: skip
-        monkeypatch.setattr(dist.Backend, table, copy(getattr(dist.Backend, table)))
-    dist.Backend.register_backend("listing", backend, extended_api=True, devices=["cpu"])
-    try:
-        worlds.join("listing", dist.HashStore(), rank, (2, 3), timedelta(seconds=20))
-    finally:
-        del dist.Backend.LISTING  # type: ignore[attr-defined]
-    assert (dist.get_rank(), dist.get_world_size()) == ((1, 3) if rank == 3 else (rank, 2))
-    group = worlds.weights_group()
-    assert (group and group.rank()) == place
-    assert listed.get(4) == (None if place is None else [0, 1, 2, 3])
 
 
 def test_a_layout_is_made_once_and_its_users_do_not_see_each_others_changes() -> None:
