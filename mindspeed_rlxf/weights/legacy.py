@@ -145,7 +145,8 @@ def legacy_files(
 
     `dtype` goes into the stored arguments; shards keep their own.
     """
-    for tp_rank, pp_rank, ep_rank in layout.ranks():
+    ranks = product(range(layout.tp), range(layout.pp), range(layout.ep))
+    for tp_rank, pp_rank, ep_rank in ranks:
         models: dict[str, OrderedDict[str, PlannedTensor]] = {}
         for chunk in range(layout.chunks):
             model: OrderedDict[str, PlannedTensor] = OrderedDict()

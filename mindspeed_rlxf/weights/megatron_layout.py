@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
 
 from mindspeed_rlxf.config.architecture import possible_sizes, qkv_rows, whole_groups
 from mindspeed_rlxf.config.problems import Problem, UserError, divisors, use
@@ -47,11 +46,6 @@ class MegatronLayout:
     def vocab_rows(self, architecture: ArchitectureConfig) -> int:
         """Return the embedding rows per tensor-parallel rank, with padding."""
         return padded_vocab_size(architecture, self.tp * self.vocab_multiple) // self.tp
-
-    def ranks(self) -> Iterator[tuple[int, int, int]]:
-        """Yield every (tp rank, pp rank, ep rank), by pp, then ep, then tp rank."""
-        for pp_rank, ep_rank, tp_rank in product(range(self.pp), range(self.ep), range(self.tp)):
-            yield tp_rank, pp_rank, ep_rank
 
     def rank_folder(self, tp_rank: int, pp_rank: int, ep_rank: int) -> str:
         """Return a rank's folder name as in Megatron, mp_rank_TT[_PPP][_EEE]."""

@@ -57,7 +57,21 @@ class StockModel:
         a = self.architecture
         with self.groups.active():
             assert parallel_state.get_tensor_model_parallel_world_size() == self.tp
-            model = self._model(a).eval()
+            config = transformer_config(a, self.tp)
+            spec = get_gpt_layer_local_spec(
+                num_experts=config.num_moe_experts,
+                normalization="RMSNorm",
+                qk_layernorm=config.qk_layernorm,
+            )
+            model = GPTModel(
+                config,
+                spec,
+                vocab_size=padded_vocab_size(a, self.tp),
+                max_sequence_length=a.max_position_embeddings,
+                share_embeddings_and_output_weights=not a.untie_embeddings_and_output_weights,
+                position_embedding_type="rope",
+                rotary_base=int(a.rotary_base),
+            ).eval()
             for parameter in model.parameters():
                 torch.nn.init.constant_(parameter, torch.nan)
             with torch.serialization.safe_globals([Namespace]):
@@ -71,23 +85,6 @@ class StockModel:
                     loaded = torch.load(file, weights_only=True)["model"]
             model.load_state_dict(loaded, strict=True)
         return model
-
-    def _model(self, a: ArchitectureConfig) -> GPTModel:
-        config = transformer_config(a, self.tp)
-        spec = get_gpt_layer_local_spec(
-            num_experts=config.num_moe_experts,
-            normalization="RMSNorm",
-            qk_layernorm=config.qk_layernorm,
-        )
-        return GPTModel(
-            config,
-            spec,
-            vocab_size=padded_vocab_size(a, self.tp),
-            max_sequence_length=a.max_position_embeddings,
-            share_embeddings_and_output_weights=not a.untie_embeddings_and_output_weights,
-            position_embedding_type="rope",
-            rotary_base=int(a.rotary_base),
-        )
 
 
 @pytest.mark.parametrize(

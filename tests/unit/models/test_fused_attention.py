@@ -1,5 +1,6 @@
 """Calls of Megatron's core attention where MindSpeed computes it."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -28,14 +29,8 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         assert packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
         asked.append(packed_seq_params.cu_seqlens_q)
         assert packed_seq_params.cu_seqlens_kv == packed_seq_params.cu_seqlens_q
-        starts = [0, *packed_seq_params.cu_seqlens_q[:-1]]
-        spans = zip(starts, packed_seq_params.cu_seqlens_q, strict=True)
-        rows = [
-            [x[first:end].transpose(0, 1)[None] for x in (query, key, value)]
-            for first, end in spans
-        ]
-        outs = [attention.causal_attention(*row)[0].transpose(0, 1) for row in rows]
-        return torch.cat(outs)
+        lengths = [last - first for first, last in pairwise([0, *packed_seq_params.cu_seqlens_q])]
+        return PackedSequences(lengths=tuple(lengths)).attend(1, query, key, value).flatten(1)
 
     monkeypatch.setattr(DotProductAttention, "forward", forward)
     return asked
