@@ -15,7 +15,7 @@ HEADS = {
 }
 
 
-def model_numbers(architecture: ArchitectureConfig, head: Head) -> int:
+def model_elements(architecture: ArchitectureConfig, head: Head) -> int:
     """Count a whole model's parameters, without padding; tied weights count once."""
     return sum(map(prod, hf_shapes(architecture, head).values()))
 
@@ -56,7 +56,7 @@ def split_sizes(
 
 
 @lru_cache(maxsize=1024)
-def received_numbers(
+def received_elements(
     architecture: ArchitectureConfig,
     head: Head,
     tp: int,

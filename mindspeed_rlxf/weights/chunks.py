@@ -107,14 +107,14 @@ def flat_chunks(flat: range, shape: Shape) -> Iterator[Chunk]:
         start += chunk.numel
 
 
-def view_chunk(numbers: Tensor, start: int, chunk: Chunk, shape: Shape) -> Tensor:
+def view_chunk(elements: Tensor, start: int, chunk: Chunk, shape: Shape) -> Tensor:
     """View a chunk of a larger row-major tensor with this shape.
 
-    `numbers` are contiguous elements in it, starting at the flat index `start`.
+    `elements` are contiguous elements in it, starting at the flat index `start`.
     """
     stride = (*shape[1:], 1)
-    offset = numbers.storage_offset() - start + sum(map(mul, chunk.starts, stride))
-    return numbers.as_strided(chunk.shape, stride, offset)
+    offset = elements.storage_offset() - start + sum(map(mul, chunk.starts, stride))
+    return elements.as_strided(chunk.shape, stride, offset)
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class StoredTensor:
                 filled += shared.numel
         if filled != chunk.numel:
             raise ValueError(
-                f"{self.name} must be whole, {filled} of the {chunk.numel} numbers of {chunk} are "
+                f"{self.name} must be complete, {filled} of {chunk.numel} elements of {chunk} are "
                 "there; copy the whole folder again"
             )
         return result.view(chunk.shape)

@@ -10,7 +10,7 @@ from itertools import accumulate
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.config.section_rules import PROCESS_BYTES
-from mindspeed_rlxf.models.parameter_counts import HEADS, model_numbers
+from mindspeed_rlxf.models.parameter_counts import HEADS, model_elements
 from mindspeed_rlxf.ops.planning.available import is_joined, on_cpu
 from mindspeed_rlxf.ops.planning.memory import PoolMemory, has_model
 from mindspeed_rlxf.ops.planning.stage_memory import itemsize, optimizer_itemsize
@@ -142,7 +142,7 @@ def _processes_on_one_host(config: RunConfig, processes: Sequence[int]) -> int:
 
 
 def _numbers(config: RunConfig, role: Role) -> int:
-    return model_numbers(config.role(role).architecture, HEADS[role])
+    return model_elements(config.role(role).architecture, HEADS[role])
 
 
 def _stored(config: RunConfig, role: Role) -> int:

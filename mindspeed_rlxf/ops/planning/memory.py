@@ -13,7 +13,7 @@ from mindspeed_rlxf.config import generation_memory
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.rank_layout import count_per_node
 from mindspeed_rlxf.config.schema import OffloadConfig, RunConfig
-from mindspeed_rlxf.models.parameter_counts import received_numbers, shard_sizes
+from mindspeed_rlxf.models.parameter_counts import received_elements, shard_sizes
 from mindspeed_rlxf.models.parameters import Head, hf_shapes
 from mindspeed_rlxf.ops.planning.available import rollout_memory
 from mindspeed_rlxf.ops.planning.stage_memory import (
@@ -185,7 +185,7 @@ def role_memory(config: RunConfig, role: Role, pp_rank: int) -> RoleMemory:
         phases.append(Phase("send weights", other=copies * bucket_bytes(config)))
     elif role is Role.ACTOR_ROLLOUT:
         # Weights of other stages, received by a rank that also generates.
-        phases.append(_generate_phase(config, received_numbers(*stage.shard)))
+        phases.append(_generate_phase(config, received_elements(*stage.shard)))
     offload = stage.section.offload
     return RoleMemory(role, stage.state(), stage.communication_bytes(), tuple(phases), offload)
 

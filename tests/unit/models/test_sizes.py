@@ -4,8 +4,8 @@ import pytest
 
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.models.parameter_counts import (
-    model_numbers,
-    received_numbers,
+    model_elements,
+    received_elements,
     shard_sizes,
     split_sizes,
 )
@@ -25,10 +25,10 @@ PADDED = 8 * 8  # over two ranks
 
 
 def test_whole_models() -> None:
-    assert model_numbers(MODEL, LM) == 2 * EMBEDDING + 2 * LAYER + 8
-    assert model_numbers(TIED, LM) == EMBEDDING + 2 * LAYER + 8
-    assert model_numbers(MODEL, SCORE) == EMBEDDING + 2 * LAYER + 8 + 8
-    assert model_numbers(SPARSE, LM) == 2 * EMBEDDING + 2 * (SPARSE_LAYER + 4 * EXPERT) + 8
+    assert model_elements(MODEL, LM) == 2 * EMBEDDING + 2 * LAYER + 8
+    assert model_elements(TIED, LM) == EMBEDDING + 2 * LAYER + 8
+    assert model_elements(MODEL, SCORE) == EMBEDDING + 2 * LAYER + 8 + 8
+    assert model_elements(SPARSE, LM) == 2 * EMBEDDING + 2 * (SPARSE_LAYER + 4 * EXPERT) + 8
 
 
 def test_shards_of_tensor_parallel_ranks_hold_padding_and_whole_norms() -> None:
@@ -52,9 +52,9 @@ def test_a_stage_receives_the_numbers_of_all_other_stages(
 ) -> None:
     assert [sum(shard_sizes(model, LM, 1, rank, *stages)) for rank in (0, 1)] == sizes
     own_head = sizes[1] if model is MODEL else sizes[1] - EMBEDDING  # else the first stage's
-    assert received_numbers(model, LM, 1, 0, *stages) == own_head
-    assert received_numbers(model, LM, 1, 1, *stages) == sizes[0]
-    assert received_numbers(model, LM, 1, 0, 1) == 0
+    assert received_elements(model, LM, 1, 0, *stages) == own_head
+    assert received_elements(model, LM, 1, 1, *stages) == sizes[0]
+    assert received_elements(model, LM, 1, 0, 1) == 0
 
 
 SPARSE = MODEL.model_copy(update={"num_experts": 4, "moe_ffn_hidden_size": 6, "qk_layernorm": True})
@@ -74,6 +74,6 @@ def test_an_expert_rank_holds_its_share_of_the_experts_and_all_else(ep: int) -> 
 
 
 def test_the_rollout_receives_its_share_of_the_experts_of_other_stages() -> None:
-    assert received_numbers(SPARSE, LM, 1, 0, 1, 1, 4) == 0
+    assert received_elements(SPARSE, LM, 1, 0, 1, 1, 4) == 0
     layer = SPARSE_LAYER + 2 * EXPERT
-    assert received_numbers(SPARSE, LM, 1, 0, 2, 1, 2) == layer + 8 + EMBEDDING
+    assert received_elements(SPARSE, LM, 1, 0, 2, 1, 2) == layer + 8 + EMBEDDING

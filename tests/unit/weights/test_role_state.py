@@ -84,7 +84,7 @@ def test_numbers_that_no_file_has_are_an_error(folder: Path) -> None:
     file_of(folder, 1).unlink()
     moments = read_slots(folder)["exp_avg"]
     assert moments["m"].read(Chunk((0, 0), (1, 5))).equal(MATRIX[:1])
-    with pytest.raises(ValueError, match=r"exp_avg of m must be whole, 3 of the 5 numbers"):
+    with pytest.raises(ValueError, match=r"exp_avg of m must be complete, 3 of 5 elements"):
         moments["m"].read(Chunk((1, 0), (1, 5)))
 
 

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.section_rules import PROCESS_BYTES
-from mindspeed_rlxf.models.parameter_counts import model_numbers
+from mindspeed_rlxf.models.parameter_counts import model_elements
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.ops.planning.host_memory import (
     HostMemory,
@@ -61,8 +61,8 @@ def test_copies_of_offloaded_parts_and_of_a_checkpoint_are_on_the_host(
 ) -> None:
     """fp32: weights 4 bytes, moments 8; every one of 8 ranks has a whole model."""
     config = resolve(make_tree({}), "t")
-    actor = model_numbers(config.actor_rollout.architecture, Head.LANGUAGE_MODEL)
-    critic = model_numbers(config.value_model.architecture, Head.SCORE)
+    actor = model_elements(config.actor_rollout.architecture, Head.LANGUAGE_MODEL)
+    critic = model_elements(config.value_model.architecture, Head.SCORE)
     host = needed(make_tree, {})
     assert (part(host, "offloads"), part(host, "checkpoint while it is written")) == (
         0,
@@ -80,8 +80,8 @@ def test_copies_of_offloaded_parts_and_of_a_checkpoint_are_on_the_host(
 def test_stages_are_written_where_their_first_ranks_are(make_tree: Callable[..., Any]) -> None:
     """PP 4 x DP 2: stages start at ranks 0, 2, 4, 6, two on each host of four."""
     config = resolve(make_tree(PP4), "t")
-    actor = model_numbers(config.actor_rollout.architecture, Head.LANGUAGE_MODEL) * 4
-    critic = model_numbers(config.critic.architecture, Head.SCORE) * 4
+    actor = model_elements(config.actor_rollout.architecture, Head.LANGUAGE_MODEL) * 4
+    critic = model_elements(config.critic.architecture, Head.SCORE) * 4
     final = "final weights while they are written"
     assert part(needed(make_tree, PP4), final) == actor + critic
     assert part(needed(make_tree, {**PP4, **JOINED}), final) == actor // 2 + critic
@@ -97,5 +97,5 @@ def test_exports_keep_the_precision_of_their_source(
 ) -> None:
     save_file({"model.norm.weight": torch.ones(1).bfloat16()}, tmp_path / "model.safetensors")
     config = resolve(make_tree({"actor_rollout.load": str(tmp_path)}), "t")
-    numbers = model_numbers(config.actor_rollout.architecture, Head.LANGUAGE_MODEL)
+    numbers = model_elements(config.actor_rollout.architecture, Head.LANGUAGE_MODEL)
     assert disk_needed(config)["final weights of actor_rollout"] == numbers * (2 + 4)
