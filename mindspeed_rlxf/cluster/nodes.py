@@ -76,7 +76,6 @@ class Place:
     ip: str
     entry: int  # index in `processes_per_node`
     devices: tuple[int, ...]  # ids that Ray gave it; empty for logical devices
-    pid: int = 0
     node: str = ""  # Ray's id of the node
 
 

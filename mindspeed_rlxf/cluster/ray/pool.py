@@ -67,7 +67,7 @@ class RayWorker:
         ids = [i for found in context.get_accelerator_ids().values() for i in found]
         devices = tuple(int(i) for i in ids if i.isdigit())
         ip, node = ray.util.get_node_ip_address(), context.get_node_id()
-        return Place(socket.gethostname(), ip, entry, devices, os.getpid(), node)
+        return Place(socket.gethostname(), ip, entry, devices, node)
 
     def open_store(self, ip: str, world_size: int, timeout_s: float) -> int:
         """Open and keep the pool's rendezvous store on rank 0, at `ip`; return its port."""
