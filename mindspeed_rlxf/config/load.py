@@ -99,7 +99,7 @@ def resolve_with_notes(tree: Mapping[str, Any], name: str) -> tuple[RunConfig, l
         if not given.problems:
             _check(config, given)
     except ValidationError as error:
-        given.problems += _problems_of(error.errors(include_url=False), payload, given)
+        given.problems += _problems_of(error.errors(include_url=False), given)
     if given.problems:
         # Without repeats, as of a key that several roles share.
         raise ConfigError([*{str(problem): problem for problem in given.problems}.values()])
@@ -355,11 +355,10 @@ def _set_stage_defaults(training: Tree, algorithm: Tree, actor: Tree) -> None:
         set_default(algorithm, kl_penalty=KlPenalty.LOW_VAR_KL.value)
 
 
-def _problems_of(errors: list[ErrorDetails], payload: Tree, given: Given) -> Iterator[Problem]:
-    """Yield one problem for each wrong key in pydantic's errors, named as the user wrote it."""
-    wrong: dict[str, list[ErrorDetails]] = {}
+def _problems_of(errors: list[ErrorDetails], given: Given) -> Iterator[Problem]:
+    """Yield a problem for each pydantic error, with the key as the user wrote it."""
     for error in errors:
-        place = _place(payload, error)
+        place = [str(part) for part in error["loc"] if part != "[key]"]
         section = ".".join(place)
         if error["type"] == "value_error":  # broken rules of a section
             for problem in error["ctx"]["error"].problems:
@@ -369,21 +368,6 @@ def _problems_of(errors: list[ErrorDetails], payload: Tree, given: Given) -> Ite
             home = ".".join(parents)
             yield unknown_key(home, name, keys_of(home), given.written(section))
         elif place[-1] not in ("architecture", "model"):  # a missing model is reported already
-            wrong.setdefault(given.written(section), []).append(error)
-    for path, found in wrong.items():
-        field = find_field(path.split("."))
-        yield explain(path, found, (field and field.description) or "")
-
-
-def _place(payload: Any, error: ErrorDetails) -> list[str]:
-    """Return the path to an error in the payload, without pydantic's union tags."""
-    node, place = payload, []
-    for part in error["loc"]:
-        if isinstance(node, dict) and (part in node or error["type"] == "missing"):
-            node = node.get(part)
-        elif isinstance(node, (list, tuple)) and isinstance(part, int) and part < len(node):
-            node = node[part]
-        else:
-            break
-        place.append(str(part))
-    return place
+            path = given.written(section)
+            field = find_field(path.split("."))
+            yield explain(path, error, (field and field.description) or "")

@@ -171,23 +171,20 @@ class ConfigError(UserError):
     """The configuration describes no run that can start."""
 
 
-def explain(path: str, errors: Sequence[ErrorDetails], meaning: str = "") -> Problem:
-    """Return one problem for all pydantic errors about a key; a union type has several.
+def explain(path: str, error: ErrorDetails, meaning: str = "") -> Problem:
+    """Return the problem behind a pydantic error.
 
     Args:
         path: The key as the user wrote it.
-        errors: pydantic's errors.
+        error: pydantic's error.
         meaning: The key's description, shown as a hint if no legal value is similar.
     """
-    first = errors[0]
-    if first["type"] == "missing":
-        return Problem(
-            path, "is required", remedy=f"add it to the YAML or give {path}=... on the command line"
-        )
-    rules = dict.fromkeys(error["msg"].replace("Input should", "must") for error in errors)
-    expected = first.get("ctx", {}).get("expected", "").replace("'", "")
-    words = expected.replace(" or ", ", ").split(", ")
-    guess = closest(str(first["input"]).lower(), words) if len(errors) == 1 else None
+    if error["type"] == "missing":
+        hint = f"add it to the YAML or give {path}=... on the command line"
+        return Problem(path, "is required", remedy=hint)
+    expected = error.get("ctx", {}).get("expected", "").replace("'", "")
+    guess = closest(str(error["input"]).lower(), expected.replace(" or ", ", ").split(", "))
     remedy = f"meaning: {meaning}" if meaning else "correct it"
     remedy = f"did you mean {guess}?" if guess else remedy
-    return Problem(path, " or ".join(rules), format_value(first["input"]), remedy)
+    rule = error["msg"].replace("Input should", "must")
+    return Problem(path, rule, format_value(error["input"]), remedy)

@@ -315,9 +315,7 @@ class RolloutConfig(Section):
 class LoggingConfig(Section):
     """Contents of log files and the console."""
 
-    samples: Annotated[int, Field(ge=0)] | Literal["all"] = free(
-        32, "responses per iteration in samples.jsonl, or `all`"
-    )
+    samples: int | Literal["all"] = free(32, "responses per iteration in samples.jsonl, or `all`")
     sample_tokens: bool = free(
         True, "also log advantage, KL and value of their tokens, in samples_tokens/"
     )
@@ -338,6 +336,13 @@ class LoggingConfig(Section):
     reference_kl: bool = free(
         False, "compute critic/kl though nothing else needs a reference", used_if="!reads_reference"
     )
+
+    @field_validator("samples", mode="plain")
+    @classmethod
+    def _count_or_all(cls, value: Any) -> Any:
+        if value == "all" or (type(value) is int and value >= 0):
+            return value
+        raise PydanticCustomError("samples", "must be 0 or more, or all")
 
 
 class DeviceConfig(Section):

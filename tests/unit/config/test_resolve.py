@@ -100,7 +100,7 @@ NESTED = "actor_rollout_ref.actor_rollout"
         ({f"{NESTED}.lr": 1e-4}, []),
         ({f"{NESTED}.temperature": math.nan}, [f"{NESTED}.temperature=.nan"]),
         ({"actor_rollout_ref.ref.micro_batch_size": 0, "actor_rollout_ref.ref.lr_": 1},
-         ["actor_rollout_ref.ref.lr_:", "actor_rollout_ref.ref.micro_batch_size=0"]),
+         ["actor_rollout_ref.ref.micro_batch_size=0", "actor_rollout_ref.ref.lr_:"]),
         ({"actor_rollout.ppo_mini_batch_size": -4}, ["actor_rollout.ppo_mini_batch_size=-4"]),
         ({"actor_rollout.tensor_model_parallel_size": "two"},
          ["actor_rollout.tensor_model_parallel_size='two'"]),
