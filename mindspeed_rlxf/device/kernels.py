@@ -207,28 +207,13 @@ TABLE = (
     Source(Operator.SHARED_PROMPTS, "torch.nn.attention.varlen", _TORCH, _probe_shared_prompts),
     Source(Operator.SHARED_PROMPTS, "flash_attn", _FLASH, _probe_shared_prompts),
     Source(Operator.SHARED_PROMPTS, "torch_npu", _npu_attention, _probe_shared_prompts),
-    Source(
-        Operator.NORM,
-        "transformer_engine",
-        _from("transformer_engine.pytorch", "RMSNorm"),
-        _probe_norm,
-    ),
-    Source(
-        Operator.ROTARY,
-        "transformer_engine",
-        _from("megatron.core.extensions.transformer_engine", "fused_apply_rotary_pos_emb"),
-        _probe_rotary,
-    ),
-    Source(
-        Operator.SWIGLU,
-        "megatron.core",
-        _from("megatron.core.fusions.fused_bias_swiglu", "bias_swiglu_impl"),
-        _probe_swiglu,
-    ),
-    Source(
-        Operator.GRADIENT,
-        "apex",
-        _from("fused_weight_gradient_mlp_cuda", "wgrad_gemm_accum_fp32"),
-        _probe_gradient,
-    ),
-)
+    Source(Operator.NORM, "transformer_engine",
+           _from("transformer_engine.pytorch", "RMSNorm"), _probe_norm),
+    Source(Operator.ROTARY, "transformer_engine",
+           _from("megatron.core.extensions.transformer_engine", "fused_apply_rotary_pos_emb"),
+           _probe_rotary),
+    Source(Operator.SWIGLU, "megatron.core",
+           _from("megatron.core.fusions.fused_bias_swiglu", "bias_swiglu_impl"), _probe_swiglu),
+    Source(Operator.GRADIENT, "apex",
+           _from("fused_weight_gradient_mlp_cuda", "wgrad_gemm_accum_fp32"), _probe_gradient),
+)  # fmt: skip

@@ -199,25 +199,14 @@ class WandbTracker(_RunTracker):
         import wandb
 
         settings = wandb.Settings(
-            console="off",
-            silent=True,
-            disable_code=True,
-            disable_git=True,
-            x_disable_stats=True,
-            x_disable_machine_info=True,
-            x_save_requirements=False,
-            host="withheld",
-        )
+            console="off", silent=True, disable_code=True, disable_git=True, x_disable_stats=True,
+            x_disable_machine_info=True, x_save_requirements=False, host="withheld",
+        )  # fmt: skip
         self._run = wandb.init(
-            project=run.project,
-            name=run.name,
-            id=run.run_id,
-            resume="allow",
-            dir=str(run.folder),
-            config=dict(run.config),
+            project=run.project, name=run.name, id=run.run_id, resume="allow",
+            dir=str(run.folder), config=dict(run.config), settings=settings,
             mode=_choose_mode(run, "WANDB"),  # type: ignore[arg-type]
-            settings=settings,
-        )
+        )  # fmt: skip
 
     def finish(self) -> None:
         """Finish the run and stop wandb's service process, which Ray's shutdown would kill."""
@@ -240,15 +229,10 @@ class SwanLabTracker(_RunTracker):
             "terminal": {"proxy_type": "none"},
         }
         self._run = swanlab.init(
-            project=run.project,
-            name=run.name,
-            id=run.run_id,
-            resume="allow",
-            log_dir=str(run.folder),
-            config=dict(run.config),
-            mode=_choose_mode(run, "SWANLAB"),
+            project=run.project, name=run.name, id=run.run_id, resume="allow",
+            log_dir=str(run.folder), config=dict(run.config), mode=_choose_mode(run, "SWANLAB"),
             settings=swanlab.Settings(**quiet),
-        )
+        )  # fmt: skip
 
 
 def _choose_mode(run: TrackedRun, prefix: str) -> str:
