@@ -82,7 +82,7 @@ test-hosts: $(STAMP)  ## test a run on two hosts made of Linux namespaces; needs
 	RLXF_TEST_HOSTS=1 $(BIN)/python -m pytest tests/hosts $(PYTEST_ARGS)
 chaos: $(STAMP)  ## kill processes of runs at random moments: KILLS=100 SEED=1, 40 s each
 	$(BIN)/python -m tests.chaos --kills $(or $(KILLS),100) --seed $(or $(SEED),1)
-mutations: $(STAMP)  ## put faults into a copy of the core, list the tests that fail
+mutations: $(STAMP)  ## put faults into a copy of the core, find a test that fails
 	$(BIN)/python -m tests.mutations
 
 lint: $(STAMP)  ## ruff and mypy

@@ -1,13 +1,12 @@
-"""Put one fault after another into a copy of the package, and list the tests that fail.
+"""Put one fault after another into a copy of the package, and find a test that fails.
 
-    python -m tests.mutations [--only ID ...] [--output FILE]
+    python -m tests.mutations [--only ID ...]
 
 `mutations.yaml` lists the faults: an old text, which must occur exactly once in the whole package,
-and the text that replaces it. The copy is first tested without a fault. Then, for each fault, the
-unit tests of the core run, and the tests that the entry of the fault names; after them the fault is
-removed. Writes a line of JSON per fault with the test functions that fail. Exits with 1 where no
-test fails for some fault. `recorded.json` has the functions that failed when the table was made,
-`recorded_latest.json` those of the latest run over all faults.
+and the text that replaces it. For each fault the test runs that `seen_by.json` has for it; if it
+passes, the unit tests of the core do, and the tests that the fault's entry names, up to the first
+failure, which is then written to `seen_by.json`. Such a test must pass without the fault. Exits
+with 1 if no test fails for some fault.
 """
 
 import argparse
@@ -27,9 +26,10 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).with_name("mutations.yaml")
+SEEN_BY = Path(__file__).with_name("seen_by.json")
 PACKAGE = "mindspeed_rlxf"
 CORE = ("algorithms", "engine", "rollout", "roles", "rewards", "data", "trainer", "models",
-        "weights", "run", "config")  # fmt: skip
+        "weights", "checkpoint", "config")  # fmt: skip
 SLOW = ("convert", "convert_memory", "supervisor", "bad_files", "npu_driver",
         "host_parts", "real_models", "pipeline", "handlers", "resolve", "mindspeed_llm",
         "tokenizer")  # fmt: skip
@@ -53,17 +53,20 @@ def find_file(mutation: Mutation, package: Path) -> Path:
     return next(iter(counts))
 
 
-def find_failures(copy: Path, more: list[str]) -> list[str]:
-    """Run the tests of the core in a copy; return the test functions that fail, without parameters.
-
-    more: further tests to run. Raises RuntimeError where pytest cannot run them, or takes longer
-    than LIMIT_S.
-    """
+def core_tests(copy: Path) -> list[str]:
+    """Return pytest's arguments for the unit tests of the core."""
     folders = [f"tests/unit/{name}" for name in CORE if (copy / "tests/unit" / name).is_dir()]
-    command = [sys.executable, "-m", "pytest", *folders, *more, "-m", "not long", "-q"]
+    return folders + [f"--ignore-glob=*/unit/*/test_{name}.py" for name in SLOW]
+
+
+def find_failure(copy: Path, tests: list[str]) -> str | None:
+    """Run tests in a copy up to the first failure; return its function, without parameters.
+
+    None if all pass, or a named test does not exist. Raises RuntimeError after LIMIT_S.
+    """
+    command = [sys.executable, "-m", "pytest", *tests, "-m", "not long", "-q", "-x"]
     command += ["--tb=no", "--color=no", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
     command += [f"--basetemp={copy.parent / 'tests'}"]
-    command += [f"--ignore-glob=*/unit/*/test_{name}.py" for name in SLOW]
     shutil.rmtree(copy / ".hypothesis", ignore_errors=True)  # no examples of an earlier fault
     how: dict[str, Any] = {"cwd": copy, "env": {**os.environ, "PYTHONPATH": str(copy)}}
     how |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -76,41 +79,40 @@ def find_failures(copy: Path, more: list[str]) -> list[str]:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait(timeout=10)
-    if process.returncode not in (0, 1):  # pytest could not collect or run all tests
-        raise RuntimeError(f"pytest ended with {process.returncode}:\n{output[-2000:]}")
-    return sorted(set(NAMED.findall(output)))
+    found = NAMED.search(output)
+    return found[1] if found else None
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="+", metavar="ID", help="default: all")
-    parser.add_argument("--output", type=Path, help="the JSON lines; default: standard output")
     given = parser.parse_args()
     table: list[Mutation] = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
     if unknown := set(given.only or ()) - {mutation["id"] for mutation in table}:
         parser.error(f"mutations.yaml has no {', '.join(sorted(unknown))}")
     chosen = [mutation for mutation in table if not given.only or mutation["id"] in given.only]
+    seen_by: dict[str, str] = json.loads(SEEN_BY.read_text(encoding="utf-8"))
+    survivors = []
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         copy = Path(folder) / "tree"
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*NOT_COPIED))
-        files = [find_file(mutation, copy / PACKAGE) for mutation in chosen]
-        if found := find_failures(copy, sorted({t for m in chosen for t in m.get("tests", ())})):
-            raise SystemExit(f"without any mutation these tests fail: {', '.join(found)}")
-        survivors = []
-        stream = given.output.open("w") if given.output else sys.stdout
-        for mutation, file in zip(chosen, files, strict=True):
-            began, text = time.monotonic(), file.read_text(encoding="utf-8")
+        for mutation in chosen:
+            began, file = time.monotonic(), find_file(mutation, copy / PACKAGE)
+            text = file.read_text(encoding="utf-8")
             file.write_text(text.replace(mutation["old"], mutation["new"]), encoding="utf-8")
-            try:
-                found = find_failures(copy, mutation.get("tests", []))
-            except RuntimeError as error:
-                found = []  # counts as a fault that no test sees
-                print(f"{mutation['id']}: {error}", file=sys.stderr)
+            known = seen_by.pop(mutation["id"], None)
+            found = find_failure(copy, [known]) if known else None
+            found = found or find_failure(copy, [*core_tests(copy), *mutation.get("tests", [])])
             file.write_text(text, encoding="utf-8")
+            if found and find_failure(copy, [found]):
+                raise SystemExit(f"without any mutation {found} fails")
             seconds = round(time.monotonic() - began, 1)
-            line = {"id": mutation["id"], "number": len(found), "seconds": seconds}
-            print(json.dumps({**line, "tests": found}), file=stream, flush=True)
-            survivors += [] if found else [mutation["id"]]
+            print(json.dumps({"id": mutation["id"], "seconds": seconds, "test": found}), flush=True)
+            if found:
+                seen_by[mutation["id"]] = found
+            else:
+                survivors.append(mutation["id"])
+    SEEN_BY.write_text(json.dumps(seen_by, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     print(f"{len(chosen)} mutations; no test fails for:", *survivors or ["none"], file=sys.stderr)
     return 1 if survivors else 0
 

@@ -142,21 +142,14 @@ def test_the_files_of_the_hub_are_read_too(tmp_path: Path) -> None:
     ("make_row", "raw", "reason"),
     [
         (gsm8k.make_row, {"question": "1+1?", "answer": "two"}, "no answer after ####"),
-        (gsm8k.make_row, {"question": " ", "answer": "#### 2"}, "no text in 'question'"),
-        (gsm8k.make_row, {"answer": "#### 2"}, "no text in 'question'"),
         (math_dataset.make_row, {"problem": "?", "solution": "7"}, "no answer in \\boxed{}"),
-        (hellaswag.make_row, {**raw_rows.hellaswag_rows()[0], "label": ""}, "no label"),
         (hellaswag.make_row, {**raw_rows.hellaswag_rows()[0], "label": 4}, "no label"),
         (hellaswag.make_row, {**raw_rows.hellaswag_rows()[0], "endings": ["a"]}, "not 4 endings"),
         (full_hh_rlhf.make_pair_row, {"chosen": "\n\nHuman: a\n\nAssistant: b",
          "rejected": "\n\nHuman: c\n\nAssistant: d"},
          "the dialogues differ before their last turn"),
-        (full_hh_rlhf.make_pair_row, dict.fromkeys(("chosen", "rejected"),
-         "\n\nHuman: a\n\nAssistant: b"), "both responses are the same"),
         (full_hh_rlhf.make_prompt_row, dict.fromkeys(("chosen", "rejected"),
          "\n\nHuman: a\n\nHuman: b\n\nAssistant: c"), "Human and Assistant do not take turns"),
-        (full_hh_rlhf.make_prompt_row, dict.fromkeys(("chosen", "rejected"),
-         "\n\nHuman: a\n\nAssistant:"), "an empty turn"),
     ],
 )  # fmt: skip
 def test_a_row_that_cannot_be_used_has_a_reason(
@@ -190,9 +183,6 @@ def test_rows_left_out_are_counted_by_reason_and_keep_their_numbers(
         ("train.jsonl", b'{"question": "a"}\n', "train.parquet must hold at least one row"),
         ("train.jsonl.gz", gzip.compress(b"{}" * 99, mtime=0)[:20],
          "train.jsonl.gz must be whole: cannot"),
-        ("train.jsonl.gz", gzip.compress(b"[1]\n", mtime=0),
-         "train.jsonl.gz:1 must be whole: a line must"),
-        ("train.parquet", b"PAR1", "train.parquet must be whole: must be a .parquet file"),
         ("other.txt", b"", "must hold one of: train.jsonl, train.jsonl.gz"),
     ],
 )  # fmt: skip
