@@ -152,7 +152,8 @@ def test_a_hang_ends_and_names_the_ranks_that_did_not_arrive(make_hasty: MakePoo
     rows = producer.call(StandIn.make_late, Sharded([Numbers(torch.arange(2))]), 20.0).rows()
     with pytest.raises(RuntimeTimeout) as hang:
         consumer.call(StandIn.read, rows).result()
-    hang.match(r"^actor_rollout\.make_late: rank 0 did not arrive within 3 s; in worker\._call")
+    hang.match(r"^actor_rollout\.make_late: rank 0 did not arrive within 3 s; in worker\.run ")
+    hang.match(r".*\(innermost frame: make_late\)$")
     assert (hang.value.role, hang.value.missing) == ("actor_rollout", [0])
 
 
