@@ -242,12 +242,19 @@ def _describe_micro_batches(config: RunConfig, role: Role, samples: int) -> tupl
 
 
 def _describe_sharing(config: RunConfig, role: Role, samples: int) -> str:
-    together = config.shared_samples(role, samples)
+    """Return how often a prompt with several responses is computed, and the key to change it."""
+    section, together = config.role(role), config.shared_samples(role, samples)
+    if not (section.share_prompts and section.packed_sequences):
+        off = "packed_sequences" if section.share_prompts else "share_prompts"
+        return f"for each response: {off}=false"
     if together == 1:
-        return "for each response"
-    learns = isinstance(config.role(role), LearningConfig)
-    fewer = learns and not config.shares_in_updates(role)
-    return f"once for {together} responses" + (", in updates for fewer" if fewer else "")
+        return (
+            f"for each response: micro_batch_size={section.micro_batch_size} of {samples} samples"
+        )
+    if not isinstance(section, LearningConfig) or config.shares_in_updates(role):
+        return f"once for {together} responses"
+    key = "shuffle_minibatch" if section.shuffle_minibatch else "moe_aux_loss_coeff"
+    return f"once for {together} responses, in updates for fewer: {key}"
 
 
 def _updates_table(config: RunConfig) -> list[list[object]]:
