@@ -55,9 +55,6 @@ CASES = {
     # Megatron has another activation function for experts, which also applies their weights.
     "experts": Case(architecture="QWEN3_MOE", uncalled=("npu_swiglu",)),
     "experts ep2": Case(
-        2,
-        {"expert_model_parallel_size": 2},
-        architecture="QWEN3_MOE",
-        uncalled=("npu_swiglu",),
+        2, {"expert_model_parallel_size": 2}, architecture="QWEN3_MOE", uncalled=("npu_swiglu",)
     ),
 }

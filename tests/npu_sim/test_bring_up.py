@@ -23,6 +23,6 @@ def bring_up(scratch: Path, *stages: str) -> list[str]:
 
 
 @pytest.mark.long
-def test_every_stage_agrees_with_the_trace(simulated: Path, tmp_path: Path) -> None:
+def test_every_stage_agrees_with_the_trace(simulated, tmp_path):
     lines = bring_up(tmp_path, *STAGES)
     assert [line.split()[:2] for line in lines] == [[name, "ok"] for name in STAGES], lines

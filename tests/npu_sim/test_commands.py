@@ -61,9 +61,7 @@ def finish(
         ("online_dpo", {}, False),
     ],
 )
-def test_a_run_equals_that_on_cpu(
-    simulated: Path, tmp_path: Path, name: str, changes: dict[str, Any], stopped: bool
-) -> None:
+def test_a_run_equals_that_on_cpu(simulated, tmp_path, name, changes, stopped):
     ours = finish(name, tmp_path, "cpu", changes)
     theirs = finish(name, tmp_path, "sim", changes, stopped)
     assert ray_run.read_samples(ours) == ray_run.read_samples(theirs)
@@ -75,7 +73,7 @@ def test_a_run_equals_that_on_cpu(
     assert not stopped or len(list((theirs / "checkpoints").glob("iter_*"))) > 1
 
 
-def test_bf16_stays_in_the_band_of_fp32(simulated: Path, tmp_path: Path) -> None:
+def test_bf16_stays_in_the_band_of_fp32(simulated, tmp_path):
     curves = []
     for kind, bf16 in (("cpu", False), ("sim", True)):
         rate = {"critic.lr": 1e-3}  # the usual one, which the band was measured with
@@ -89,6 +87,6 @@ def test_bf16_stays_in_the_band_of_fp32(simulated: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ray_run.CASES)
-def test_a_run_on_ray_with_npus_equals_that_on_cpu(simulated: Path, name: str) -> None:
+def test_a_run_on_ray_with_npus_equals_that_on_cpu(simulated, name):
     """`ray start` with NPUs, two or three of them; each worker has a device of its own."""
     assert run.rehearse_each([name], ray_run.rehearse, "/var/tmp")  # sockets: short paths

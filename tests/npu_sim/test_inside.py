@@ -2,13 +2,12 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 from tests.npu_sim.processes import environment
 from tests.processes import ROOT
 
 
-def test_the_device_its_rules_and_the_package_on_it(simulated: Path, tmp_path: Path) -> None:
+def test_the_device_its_rules_and_the_package_on_it(simulated, tmp_path):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=0"]
     done = subprocess.run(
         [*command, f"--basetemp={tmp_path / 'inside'}", "tests/npu_sim/inside"],

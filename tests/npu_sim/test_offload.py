@@ -90,14 +90,14 @@ def start(out: Path, mode: str, **variables: str) -> subprocess.CompletedProcess
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_run_takes_what_the_plan_says(simulated: Path, tmp_path: Path, mode: str) -> None:
+def test_a_run_takes_what_the_plan_says(simulated, tmp_path, mode):
     done = start(tmp_path, mode)
     assert done.returncode == 0, done.stderr[-4000:]
     planned, peak = json.loads(done.stdout.splitlines()[-1])
     assert peak == pytest.approx(planned, rel=0.1)
 
 
-def test_the_plans_memory_is_enough_and_less_is_not(simulated: Path, tmp_path: Path) -> None:
+def test_the_plans_memory_is_enough_and_less_is_not(simulated, tmp_path):
     """The run finishes with a tenth more than planned, and names the device with a seventh less."""
     (tmp_path / "measured").mkdir()
     planned, _ = json.loads(start(tmp_path / "measured", "both").stdout.splitlines()[-1])

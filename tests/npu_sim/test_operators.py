@@ -34,7 +34,7 @@ def to_layout(x: Tensor, layout: str) -> Tensor:
 
 @pytest.mark.parametrize("layout", ["BNSD", "BSND", "BSH", "SBH"])
 @pytest.mark.parametrize("mode", [0, 1, 2, 3])
-def test_attention_of_rows_is_torchs_own(layout: str, mode: int) -> None:
+def test_attention_of_rows_is_torchs_own(layout, mode):
     query, key, value = sequences()
     mask = COMPRESSED if mode in (2, 3) else COMPRESSED[:5, :5]
     found = attention.npu_fusion_attention(
@@ -44,7 +44,7 @@ def test_attention_of_rows_is_torchs_own(layout: str, mode: int) -> None:
     torch.testing.assert_close(found, to_layout(causal(query, key, value), layout))
 
 
-def test_attention_without_a_mask_sees_everything() -> None:
+def test_attention_without_a_mask_sees_everything():
     query, key, value = sequences()
     found = attention.npu_fusion_attention(
         query, key, value, HEADS, "BNSD", scale=DIM**-0.5, sparse_mode=2
@@ -53,7 +53,7 @@ def test_attention_without_a_mask_sees_everything() -> None:
     torch.testing.assert_close(found, expected)
 
 
-def test_causal_modes_differ_in_the_corner_they_start_from() -> None:
+def test_causal_modes_differ_in_the_corner_they_start_from():
     query, key, value = sequences()
     options = {"atten_mask": COMPRESSED, "scale": DIM**-0.5}
     last = query[:, :, 3:]  # two queries, five keys
@@ -67,7 +67,7 @@ def test_causal_modes_differ_in_the_corner_they_start_from() -> None:
             torch.testing.assert_close(found[:, :, i : i + 1], expected)
 
 
-def test_packed_attention_is_that_of_each_sequence() -> None:
+def test_packed_attention_is_that_of_each_sequence():
     lengths, ends = (3, 1, 5), [3, 4, 9]
     packed = [draw(9, n, DIM) for n in (HEADS, GROUPS, GROUPS)]
     found = attention.npu_fusion_attention(
@@ -79,7 +79,7 @@ def test_packed_attention_is_that_of_each_sequence() -> None:
         torch.testing.assert_close(part, causal(*rows)[0].transpose(0, 1))
 
 
-def test_packed_lengths_with_a_leading_zero_are_an_error() -> None:
+def test_packed_lengths_with_a_leading_zero_are_an_error():
     packed = [draw(9, n, DIM) for n in (HEADS, GROUPS, GROUPS)]
     with pytest.raises(AssertionError, match="must not begin with 0"):
         attention.npu_fusion_attention(
@@ -87,7 +87,7 @@ def test_packed_lengths_with_a_leading_zero_are_an_error() -> None:
         )
 
 
-def test_gradient_of_attention() -> None:
+def test_gradient_of_attention():
     inputs = [x[..., :2].detach().requires_grad_() for x in sequences(1, 3)]
 
     def attend(*parts: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ def test_gradient_of_attention() -> None:
     torch.testing.assert_close(found[:3], expected)
 
 
-def test_rms_norm_and_its_backward_are_torchs_own() -> None:
+def test_rms_norm_and_its_backward_are_torchs_own():
     x, gamma, grad = draw(3, 2, 8).requires_grad_(), draw(8).requires_grad_(), draw(3, 2, 8) * 2
     found, reverse_rms = operators.npu_rms_norm(x, gamma, epsilon=1e-5)
     expected = F.rms_norm(x, (8,), gamma, 1e-5)
@@ -118,14 +118,14 @@ def test_rms_norm_and_its_backward_are_torchs_own() -> None:
     torch.testing.assert_close(dgamma, wanted[1].float())
 
 
-def test_swiglu_is_silu_of_the_first_half_times_the_second() -> None:
+def test_swiglu_is_silu_of_the_first_half_times_the_second():
     x = draw(3, 8).requires_grad_()
     torch.testing.assert_close(operators.npu_swiglu(x), F.silu(x[:, :4]) * x[:, 4:])
     assert torch.autograd.gradcheck(operators.npu_swiglu, (x,))
 
 
 @pytest.mark.parametrize("mode", ["half", "interleave"])
-def test_rotary_turns_pairs_as_complex_numbers(mode: str) -> None:
+def test_rotary_turns_pairs_as_complex_numbers(mode):
     x, angle = draw(5, 1, 2, 6), draw(5, 1, 1, 3)
     if mode == "half":
         pairs, angles = torch.complex(x[..., :3], x[..., 3:]), torch.cat((angle, angle), -1)
@@ -143,7 +143,7 @@ def test_rotary_turns_pairs_as_complex_numbers(mode: str) -> None:
     torch.testing.assert_close(found, expected)
 
 
-def test_scaled_masked_softmax_gives_masked_scores_no_weight() -> None:
+def test_scaled_masked_softmax_gives_masked_scores_no_weight():
     x, mask = draw(1, 1, 4, 4), COMPRESSED[:4, :4]
     expected = (x * 0.5).masked_fill(mask, float("-inf")).softmax(-1)
     found = operators.npu_scaled_masked_softmax(x, mask[None, None], 0.5)
@@ -152,7 +152,7 @@ def test_scaled_masked_softmax_gives_masked_scores_no_weight() -> None:
     torch.testing.assert_close(found, expected)
 
 
-def test_three_steps_of_adam_are_torchs_own() -> None:
+def test_three_steps_of_adam_are_torchs_own():
     ours, theirs = draw(6), torch.nn.Parameter(draw(6))
     mean, squares = torch.zeros(6).double(), torch.zeros(6).double()
     optimizer = torch.optim.AdamW([theirs], lr=0.1, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.2)
@@ -167,7 +167,7 @@ def test_three_steps_of_adam_are_torchs_own() -> None:
         torch.testing.assert_close(ours, theirs.detach())
 
 
-def test_grouped_matmul_multiplies_each_group_by_its_weight() -> None:
+def test_grouped_matmul_multiplies_each_group_by_its_weight():
     x, weight, grad = draw(5, 3), draw(2, 3, 4), draw(5, 4)
     expected = torch.cat((x[:2] @ weight[0], x[2:] @ weight[1]))
     for kind, groups in ((0, [2, 5]), (1, [2, 3])):
@@ -179,7 +179,7 @@ def test_grouped_matmul_multiplies_each_group_by_its_weight() -> None:
     torch.testing.assert_close(found, torch.stack((x[:2].T @ grad[:2], x[2:].T @ grad[2:])))
 
 
-def test_tokens_come_back_weighted_from_their_experts() -> None:
+def test_tokens_come_back_weighted_from_their_experts():
     tokens, probs = draw(3, 4), draw(3, 2)
     experts = torch.tensor([[1, 0], [0, 2], [2, 1]])
     permuted, places = operators.npu_moe_token_permute(tokens, experts)

@@ -1,7 +1,5 @@
 """The simulated device: memory, copies, streams, and the calls that it refuses."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +7,7 @@ import torch.nn.functional as F
 MIB = 1024**2
 
 
-def test_host_and_device_tensors_do_not_mix() -> None:
+def test_host_and_device_tensors_do_not_mix():
     on_device, index = torch.arange(6.0, device="npu"), torch.tensor([0, 2])
     with pytest.raises(RuntimeError, match="index got tensors of the host and of npu:0"):
         on_device[index]
@@ -18,12 +16,12 @@ def test_host_and_device_tensors_do_not_mix() -> None:
     assert (on_device + torch.tensor(1.0)).sum().item() == 21.0  # a number is no mix
 
 
-def test_a_device_tensor_has_no_numpy_array() -> None:
+def test_a_device_tensor_has_no_numpy_array():
     with pytest.raises(TypeError, match="can't convert npu:0 device type tensor to numpy"):
         torch.ones(3, device="npu").numpy()
 
 
-def test_devices_are_apart_and_count_their_own_memory(device: Any) -> None:
+def test_devices_are_apart_and_count_their_own_memory(device):
     before = [device.memory(i)[0] for i in range(2)]
     tensor = torch.zeros(MIB, device="npu:1")
     assert [device.memory(i)[0] - before[i] for i in range(2)] == [0, 4 * MIB]
@@ -35,7 +33,7 @@ def test_devices_are_apart_and_count_their_own_memory(device: Any) -> None:
     assert device.memory(1)[0] == before[1]
 
 
-def test_memory_ends_at_the_limit_with_torch_npus_words(device: Any) -> None:
+def test_memory_ends_at_the_limit_with_torch_npus_words(device):
     devices, limit = device.device_count(), device.memory(0)[2]
     device.set_devices(devices, device.memory(0)[0] + MIB)
     try:
@@ -49,13 +47,13 @@ def test_memory_ends_at_the_limit_with_torch_npus_words(device: Any) -> None:
     assert torch.empty(MIB, device="npu").numel() == MIB
 
 
-def test_a_cast_by_dtype_alone_to_fp64_gives_fp32() -> None:
+def test_a_cast_by_dtype_alone_to_fp64_gives_fp32():
     tensor = torch.ones(3, device="npu")
     assert tensor.double().dtype is tensor.to(torch.float64).dtype is torch.float32
     assert tensor.cpu().double().dtype is torch.float64
 
 
-def test_operators_refuse_what_the_vendors_table_lacks() -> None:
+def test_operators_refuse_what_the_vendors_table_lacks():
     wide = torch.zeros(4, dtype=torch.float64, device="npu")
     with pytest.raises(RuntimeError, match=r"sort does not support Double \(torch\.sort in Ascend"):
         wide.sort()
@@ -64,7 +62,7 @@ def test_operators_refuse_what_the_vendors_table_lacks() -> None:
     assert wide.cumsum(0).dtype is torch.float64
 
 
-def test_a_mask_has_a_row_for_each_query_before_cann_9_1(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_has_a_row_for_each_query_before_cann_9_1(monkeypatch):
     query, key = torch.ones(2, 3, 4, 8, device="npu"), torch.ones(2, 3, 5, 8, device="npu")
     one_row = torch.ones(2, 1, 1, 5, dtype=torch.bool, device="npu")
     with pytest.raises(RuntimeError, match=r"get unsupported atten_mask shape.*\(2, 1, 1, 5\)"):
@@ -74,7 +72,7 @@ def test_a_mask_has_a_row_for_each_query_before_cann_9_1(monkeypatch: pytest.Mon
     F.scaled_dot_product_attention(query, key, key, one_row)
 
 
-def test_a_copy_to_the_host_ends_when_its_stream_is_waited_for(device: Any) -> None:
+def test_a_copy_to_the_host_ends_when_its_stream_is_waited_for(device):
     device.set_delayed(True)
     on_device = torch.arange(3.0, device="npu")
     floats = on_device.to("cpu", non_blocking=True)
@@ -85,7 +83,7 @@ def test_a_copy_to_the_host_ends_when_its_stream_is_waited_for(device: Any) -> N
     assert floats.tolist() == numbers.tolist() == [0, 1, 2] and device.pending_copies() == 0
 
 
-def test_a_copy_to_the_device_reads_the_host_when_it_runs(device: Any) -> None:
+def test_a_copy_to_the_device_reads_the_host_when_it_runs(device):
     device.set_delayed(True)
     host = torch.ones(3)
     copied = host.to("npu", non_blocking=True)
@@ -93,7 +91,7 @@ def test_a_copy_to_the_device_reads_the_host_when_it_runs(device: Any) -> None:
     assert (copied + 0).cpu().tolist() == [7.0] * 3
 
 
-def test_an_event_ends_the_copies_before_it(device: Any) -> None:
+def test_an_event_ends_the_copies_before_it(device):
     device.set_delayed(True)
     tensor, event = torch.ones(2, device="npu"), torch.npu.Event()
     first = tensor.to("cpu", non_blocking=True)
@@ -104,7 +102,7 @@ def test_an_event_ends_the_copies_before_it(device: Any) -> None:
     assert event.query() and first.tolist() == [1, 1] and second.isnan().all()
 
 
-def test_another_stream_has_to_wait_for_a_copy(device: Any) -> None:
+def test_another_stream_has_to_wait_for_a_copy(device):
     device.set_delayed(True)
     side, event = torch.npu.Stream(), torch.npu.Event()
     with torch.npu.stream(side):
@@ -115,7 +113,7 @@ def test_another_stream_has_to_wait_for_a_copy(device: Any) -> None:
     assert (copied + 1).cpu().tolist() == [2, 2]
 
 
-def test_a_read_before_the_wait_is_an_error(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_before_the_wait_is_an_error(device, monkeypatch):
     """One wait removed after a copy that does not block."""
     from tests.npu_sim import watch
 
@@ -130,7 +128,7 @@ def test_a_read_before_the_wait_is_an_error(device: Any, monkeypatch: pytest.Mon
     assert sizes.tolist() == [3, 4]
 
 
-def test_each_device_has_a_random_stream_of_its_own() -> None:
+def test_each_device_has_a_random_stream_of_its_own():
     torch.manual_seed(5)
     host = torch.randn(3)
     state = torch.npu.get_rng_state()
@@ -147,7 +145,7 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def test_gradients_and_views_are_those_of_the_host() -> None:
+def test_gradients_and_views_are_those_of_the_host():
     weight = torch.randn(4, 3, generator=seeded(1))
     grads = []
     for where in ("cpu", "npu"):

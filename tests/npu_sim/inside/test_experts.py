@@ -27,9 +27,7 @@ def engine(tmp_path: Path) -> Iterator[Any]:
     worlds.leave()
 
 
-def test_experts_wait_for_the_copies_of_their_sizes(
-    engine: Any, device: Any, monkeypatch: pytest.MonkeyPatch, put_fault: Any
-) -> None:
+def test_experts_wait_for_the_copies_of_their_sizes(engine, device, monkeypatch, put_fault):
     """One wait removed after a copy that does not block."""
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 

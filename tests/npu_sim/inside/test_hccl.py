@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ def world() -> Iterator[None]:
     worlds.leave()
 
 
-def test_collectives_of_device_tensors_work() -> None:
+def test_collectives_of_device_tensors_work():
     tensor = torch.arange(4.0, device="npu")
     dist.all_reduce(tensor)
     parts = torch.zeros(4, device="npu")
@@ -31,7 +30,7 @@ def test_collectives_of_device_tensors_work() -> None:
     assert flags.tolist() == [True, False]
 
 
-def test_sums_of_fp64_are_refused() -> None:
+def test_sums_of_fp64_are_refused():
     group = dist.group.WORLD
     wide = torch.ones(2, dtype=torch.float64, device="npu")
     with pytest.raises(RuntimeError, match="HCCL allreduce: Unsupported data type Double"):
@@ -41,22 +40,22 @@ def test_sums_of_fp64_are_refused() -> None:
 
 
 @pytest.mark.parametrize("op", [dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR])
-def test_reductions_of_bits_are_refused(op: Any) -> None:
+def test_reductions_of_bits_are_refused(op):
     with pytest.raises(RuntimeError, match="HCCL allreduce: Unhandled ReduceOp"):
         dist.all_reduce(torch.ones(2, dtype=torch.int32, device="npu"), op=op)
 
 
-def test_tensors_of_the_host_are_refused() -> None:
+def test_tensors_of_the_host_are_refused():
     with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
         dist.all_reduce(torch.ones(2))
 
 
-def test_tensors_with_gaps_are_refused() -> None:
+def test_tensors_with_gaps_are_refused():
     with pytest.raises((RuntimeError, ValueError), match="contiguous"):
         dist.all_reduce(torch.ones(4, 4, device="npu")[:, 1])
 
 
-def test_a_group_without_ranks_is_the_global_one(put_fault: Any) -> None:
+def test_a_group_without_ranks_is_the_global_one(put_fault):
     """Without the list of ranks the group of a disaggregated pool is refused."""
     worlds.leave()
     put_fault(worlds, "_group_across", "ranks = list(range(size))", "ranks = []")
@@ -64,9 +63,7 @@ def test_a_group_without_ranks_is_the_global_one(put_fault: Any) -> None:
         worlds.join("hccl", dist.HashStore(), 0, (1, 1), TIMEOUT)
 
 
-def test_timeouts_of_megatrons_groups_are_set_where_gloo_has_no_backend_of_npu(
-    put_fault: Any,
-) -> None:
+def test_timeouts_of_megatrons_groups_are_set_where_gloo_has_no_backend_of_npu(put_fault):
     groups = [dist.group.WORLD, dist.new_group(backend="gloo", timeout=timedelta(minutes=9))]
     worlds.set_timeout(groups)
     gloo = groups[1]._get_backend(torch.device("cpu"))
@@ -79,9 +76,7 @@ def test_timeouts_of_megatrons_groups_are_set_where_gloo_has_no_backend_of_npu(
         worlds.set_timeout(groups)
 
 
-def test_hccl_waits_for_events_longer_than_for_execution(
-    monkeypatch: pytest.MonkeyPatch, put_fault: Any
-) -> None:
+def test_hccl_waits_for_events_longer_than_for_execution(monkeypatch, put_fault):
     """A user's HCCL_EVENT_TIMEOUT limits the other; a deadline above it broke the rule before."""
     import os
 

@@ -30,7 +30,7 @@ def numbers(weights: torch.Tensor) -> list[float]:
     return weights.detach().view(-1).cpu().tolist()
 
 
-def test_memory_is_gone_and_comes_back(device: Any, moved: tuple[Any, Offload]) -> None:
+def test_memory_is_gone_and_comes_back(device, moved):
     weights, parts = moved
     before = device.memory(0)[0]
     parts.offload(Part)
@@ -41,9 +41,7 @@ def test_memory_is_gone_and_comes_back(device: Any, moved: tuple[Any, Offload]) 
     assert numbers(weights) == list(range(16 * KIB))
 
 
-def test_onloaded_numbers_are_complete_only_after_the_wait(
-    device: Any, moved: tuple[Any, Offload]
-) -> None:
+def test_onloaded_numbers_are_complete_only_after_the_wait(device, moved):
     weights, parts = moved
     parts.offload(Part)
     assert device.pending_copies() == 0  # storages are freed after the copies
@@ -54,7 +52,7 @@ def test_onloaded_numbers_are_complete_only_after_the_wait(
     assert numbers(weights + 0) == list(range(16 * KIB))
 
 
-def test_a_read_from_the_host_has_its_numbers(device: Any, moved: tuple[Any, Offload]) -> None:
+def test_a_read_from_the_host_has_its_numbers(device, moved):
     weights, parts = moved
     parts.offload(Part)
     assert parts.read(weights.detach(), 5000, 9000).tolist() == list(range(5000, 9000))
@@ -63,9 +61,7 @@ def test_a_read_from_the_host_has_its_numbers(device: Any, moved: tuple[Any, Off
 
 
 @pytest.mark.parametrize("wait", ["offload", "onload"])
-def test_a_wait_that_is_left_out_spoils_the_numbers(
-    device: Any, moved: tuple[Any, Offload], monkeypatch: pytest.MonkeyPatch, wait: str
-) -> None:
+def test_a_wait_that_is_left_out_spoils_the_numbers(device, moved, monkeypatch, wait):
     weights, parts = moved
     if wait == "offload":
         monkeypatch.setattr(copies.CopyStream, "finish", lambda self: None)
@@ -79,7 +75,7 @@ def test_a_wait_that_is_left_out_spoils_the_numbers(
     assert (weights + 0).view(-1)[-LAST:].isnan().all()
 
 
-def test_a_thousand_moves_leak_nothing(device: Any, moved: tuple[Any, Offload]) -> None:
+def test_a_thousand_moves_leak_nothing(device, moved):
     weights, parts = moved
     before = device.memory(0)[0]
     for _ in range(1000):
@@ -93,7 +89,7 @@ def test_a_thousand_moves_leak_nothing(device: Any, moved: tuple[Any, Offload]) 
     assert device.pending_copies() == 0
 
 
-def test_a_device_that_is_full_leaves_the_copies(device: Any, moved: tuple[Any, Offload]) -> None:
+def test_a_device_that_is_full_leaves_the_copies(device, moved):
     weights, parts = moved
     parts.offload(Part)
     devices, limit = device.device_count(), device.memory(0)[2]

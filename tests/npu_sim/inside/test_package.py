@@ -34,7 +34,7 @@ def in_one_sum(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     return torch.searchsorted(cumulative, targets, right=True).squeeze(-1), cumulative[:, -1]
 
 
-def test_sampling_needs_no_fp64_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampling_needs_no_fp64_on_the_device(monkeypatch):
     below_one = 1.0 - 2.0**-30
     assert choose(8, below_one) == 7
     monkeypatch.setattr(sampling, "_draw_by_inverse_cdf", in_one_sum)
@@ -53,7 +53,7 @@ def cache_and_step() -> tuple[Any, Any, list[Tensor]]:
     return cache, step, heads
 
 
-def test_a_decode_step_gives_a_mask_row_to_each_query(put_fault: Any) -> None:
+def test_a_decode_step_gives_a_mask_row_to_each_query(put_fault):
     from mindspeed_rlxf.rollout.kv_cache import DecodeStep
 
     _, step, heads = cache_and_step()
@@ -63,7 +63,7 @@ def test_a_decode_step_gives_a_mask_row_to_each_query(put_fault: Any) -> None:
         step.attend(1, *heads)
 
 
-def test_sums_of_weights_take_no_integers_on_the_device(put_fault: Any) -> None:
+def test_sums_of_weights_take_no_integers_on_the_device(put_fault):
     weights = torch.randn(5, 3)
     assert torch.equal(transfer.block_sums(weights.npu()).cpu(), transfer.block_sums(weights))
     put_fault(transfer, "block_sums", ".sum(dim=1)", ".long().sum(dim=1, dtype=torch.int64)")
@@ -71,7 +71,7 @@ def test_sums_of_weights_take_no_integers_on_the_device(put_fault: Any) -> None:
         transfer.block_sums(weights.npu())
 
 
-def test_a_pack_is_attended_sequence_by_sequence(put_fault: Any) -> None:
+def test_a_pack_is_attended_sequence_by_sequence(put_fault):
     from mindspeed_rlxf.models.attention import FusedAttention, PackedSequences
 
     attention = fused_attention()
@@ -97,7 +97,7 @@ def test_a_pack_is_attended_sequence_by_sequence(put_fault: Any) -> None:
         attention(*heads, None, packed_seq_params=pack)
 
 
-def test_responses_share_a_prompt_by_the_operator_of_the_device() -> None:
+def test_responses_share_a_prompt_by_the_operator_of_the_device():
     from mindspeed_rlxf.device import kernels
     from mindspeed_rlxf.models.attention import SharedPrompts, shares_prompts
 
@@ -127,7 +127,7 @@ def fused_attention() -> Any:
 
 
 @pytest.mark.parametrize("name", ["synchronize", "current_device", "empty_cache"])
-def test_the_package_names_cuda_in_its_device_layer_alone(name: str) -> None:
+def test_the_package_names_cuda_in_its_device_layer_alone(name):
     module = ModuleType("mindspeed_rlxf.engine.careless")
     exec(f"import torch\ndef call():\n    return torch.cuda.{name}()", vars(module))
     with pytest.raises(RuntimeError, match=rf"torch\.cuda\.{name} must not be used by mindspeed_r"):
@@ -135,7 +135,7 @@ def test_the_package_names_cuda_in_its_device_layer_alone(name: str) -> None:
     getattr(torch.cuda, name)()  # Megatron may
 
 
-def test_the_adaptor_comes_before_megatron() -> None:
+def test_the_adaptor_comes_before_megatron():
     import megatron.core.parallel_state  # noqa: F401
 
     adaptor = sys.modules["mindspeed.megatron_adaptor"]
@@ -143,7 +143,7 @@ def test_the_adaptor_comes_before_megatron() -> None:
         importlib.reload(adaptor)
 
 
-def test_a_sleeping_rollout_module_lies_on_the_device(put_fault: Any) -> None:
+def test_a_sleeping_rollout_module_lies_on_the_device(put_fault):
     """Megatron makes it on the host, and generation asks it for its device."""
     from mindspeed_rlxf.rollout.replica import SharedWeights
 

@@ -11,11 +11,7 @@ import pytest
 
 from mindspeed_rlxf.checkpoint import store as run_store
 from mindspeed_rlxf.checkpoint.store import MANIFEST, POINTER, Checkpoint, Manifest, RunStore
-from mindspeed_rlxf.weights.state_files import (
-    entry_of,
-    under,
-    write_text,
-)
+from mindspeed_rlxf.weights.state_files import entry_of, under, write_text
 
 WEIGHTS = "actor/w.distcp"
 
@@ -167,11 +163,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatc
         assert synced.now[path.stat().st_ino] == content(path)
 
 
-WRITERS = [
-    (run_store.os, "replace"),
-    (run_store, "sync_folder"),
-    (run_store, "write_text"),
-]
+WRITERS = [(run_store.os, "replace"), (run_store, "sync_folder"), (run_store, "write_text")]
 
 
 @pytest.mark.parametrize("failing", range(12))

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,7 +82,7 @@ def run(code: str, *arguments: str, **variables: str) -> str:
     return done.stdout
 
 
-def test_cuda_is_the_cpu() -> None:
+def test_cuda_is_the_cpu():
     assert json.loads(run(PROBE).splitlines()[-1]) == FACTS
 
 
@@ -120,7 +119,7 @@ mp.start_processes(check, (sys.argv[1],), nprocs=2, start_method="fork")
 """
 
 
-def test_parts_of_any_size_are_gathered_scattered_and_exchanged(tmp_path: Path) -> None:
+def test_parts_of_any_size_are_gathered_scattered_and_exchanged(tmp_path):
     run(COLLECTIVES, str(tmp_path / "store"))
 
 
@@ -144,7 +143,5 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("interface", ["", "lo"])
-def test_groups_share_one_thread_for_sockets_and_keep_their_own_timeout(
-    tmp_path: Path, interface: str
-) -> None:
+def test_groups_share_one_thread_for_sockets_and_keep_their_own_timeout(tmp_path, interface):
     run(GROUPS, str(tmp_path / "store"), GLOO_SOCKET_IFNAME=interface)

@@ -6,7 +6,6 @@ import os
 import random
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,9 +23,7 @@ CPU, CUDA, NPU, AUTO = DeviceKind.CPU, DeviceKind.CUDA, DeviceKind.NPU, DeviceKi
 @pytest.mark.parametrize(
     ("torch_npu", "gpus", "kind"), [(True, 2, NPU), (False, 2, CUDA), (False, 0, CPU)]
 )
-def test_auto_prefers_npu_then_cuda_then_cpu(
-    monkeypatch: pytest.MonkeyPatch, torch_npu: bool, gpus: int, kind: DeviceKind
-) -> None:
+def test_auto_prefers_npu_then_cuda_then_cpu(monkeypatch, torch_npu, gpus, kind):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: torch_npu or None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
@@ -36,9 +33,7 @@ def test_auto_prefers_npu_then_cuda_then_cpu(
         assert device.device_count(AUTO) == (gpus or None)
 
 
-def test_npu_without_torch_npu_is_an_error_that_asks_to_install_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_npu_without_torch_npu_is_an_error_that_asks_to_install_it(monkeypatch, tmp_path):
     npu_recorder.install(monkeypatch, tmp_path)
     monkeypatch.setattr(device, "_active", None)
     monkeypatch.setitem(sys.modules, "torch_npu", None)
@@ -60,10 +55,7 @@ def test_npu_without_torch_npu_is_an_error_that_asks_to_install_it(
         (8, "", {"assigned": "9"}, "device 9 must be one of the 8 .*no more devices"),
     ],
 )
-def test_a_process_chooses_its_gpu_among_the_visible_ones(
-    monkeypatch: pytest.MonkeyPatch, seen: int, shown: str, given: dict[str, Any],
-    index: int | str,
-) -> None:  # fmt: skip
+def test_a_process_chooses_its_gpu_among_the_visible_ones(monkeypatch, seen, shown, given, index):
     """index: a text = the error"""
     chosen: list[int] = []
     library = SimpleNamespace(
@@ -82,7 +74,7 @@ def test_a_process_chooses_its_gpu_among_the_visible_ones(
         assert chosen == [index]
 
 
-def test_the_device_of_a_process_is_unknown_before_setup() -> None:
+def test_the_device_of_a_process_is_unknown_before_setup():
     with pytest.raises(AssertionError, match=r"device\.setup has not run"):
         device.current_device()
 
@@ -115,7 +107,7 @@ def accelerator(monkeypatch: pytest.MonkeyPatch, request: Any) -> Accelerator:
     return found
 
 
-def test_the_devices_own_memory_and_random_stream_are_used(accelerator: Accelerator) -> None:
+def test_the_devices_own_memory_and_random_stream_are_used(accelerator):
     assert device.memory_total() == 64 * 2**30  # all of it
     state = json.loads(json.dumps(device.process_state()))
     assert state["device"] == "010203"
@@ -126,7 +118,7 @@ def test_the_devices_own_memory_and_random_stream_are_used(accelerator: Accelera
         assert not device.load_process_state(state | {"device": text})
 
 
-def test_a_cpu_has_no_memory_or_random_stream_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_has_no_memory_or_random_stream_of_a_device(monkeypatch):
     monkeypatch.setattr(device, "_active", CPU)
     for name in ("npu", "cuda"):
         monkeypatch.setattr(torch, name, None, raising=False)
@@ -144,7 +136,7 @@ def draw() -> list[float]:
     ]  # fmt: skip
 
 
-def test_random_streams_continue_from_the_saved_state() -> None:
+def test_random_streams_continue_from_the_saved_state():
     random.seed(1)
     np.random.seed(2)
     torch.manual_seed(3)
@@ -156,9 +148,7 @@ def test_random_streams_continue_from_the_saved_state() -> None:
     assert [draw(), draw()] == expected
 
 
-def test_collectives_use_the_interface_of_the_nodes_address(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_collectives_use_the_interface_of_the_nodes_address(monkeypatch):
     assert device.network_environment(CPU, "127.0.0.1")["GLOO_SOCKET_IFNAME"] == "lo"
     assert device.network_environment(CPU, "192.0.2.1") == {}  # not of this host
     monkeypatch.delenv("HCCL_SOCKET_IFNAME", raising=False)
@@ -201,9 +191,8 @@ def put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ],
 )
 def test_torch_and_the_libraries_of_the_device_repeat_their_sums(
-    put_back: None, monkeypatch: pytest.MonkeyPatch, kind: DeviceKind, wanted: bool | None,
-    given: dict[str, str], variables: dict[str, str] | None,
-) -> None:  # fmt: skip
+    put_back, monkeypatch, kind, wanted, given, variables
+):
     """variables: None = nothing is set"""
     monkeypatch.setattr(device, "_active", kind)
     for name, value in given.items():

@@ -107,17 +107,15 @@ def accumulate(inputs: Tensor, grads: Tensor, total: Tensor) -> None:
     ],
 )
 def test_each_probe_takes_the_operator_and_refuses_one_that_computes_something_else(
-    operator: Operator, right: Any, wrong: Any
-) -> None:
+    operator, right, wrong
+):
     probe = probe_of(operator)
     probe(right, CPU)
     with pytest.raises((AssertionError, RuntimeError)):
         probe(wrong, CPU)
 
 
-def test_the_first_source_that_works_is_taken_and_the_log_says_why(
-    on_cuda: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_first_source_that_works_is_taken_and_the_log_says_why(on_cuda, monkeypatch, caplog):
     def absent() -> Any:
         raise ImportError("No module named 'fast'")
 
@@ -139,9 +137,7 @@ def test_the_first_source_that_works_is_taken_and_the_log_says_why(
     ]  # fmt: skip
 
 
-def test_packed_bf16_tokens_go_to_the_kernel_and_fp32_ones_do_not(
-    on_cuda: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_bf16_tokens_go_to_the_kernel_and_fp32_ones_do_not(on_cuda, monkeypatch):
     asked: list[Any] = []
 
     def kernel(*arguments: Any) -> Tensor:
@@ -161,9 +157,7 @@ def test_packed_bf16_tokens_go_to_the_kernel_and_fp32_ones_do_not(
         assert asked == ([(3, 4)] if dtype is torch.bfloat16 else [])
 
 
-def test_the_offsets_of_a_pack_are_uploaded_once_for_all_layers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_offsets_of_a_pack_are_uploaded_once_for_all_layers(monkeypatch):
     uploads, plain = [], torch.tensor
 
     def attend_by_ends(
@@ -188,9 +182,7 @@ def test_the_offsets_of_a_pack_are_uploaded_once_for_all_layers(
     assert len(uploads) == 2
 
 
-def test_a_kernel_that_refuses_the_heads_of_a_model_is_left_out_for_it_alone(
-    on_cuda: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_that_refuses_the_heads_of_a_model_is_left_out_for_it_alone(on_cuda, monkeypatch):
     """Models of 8 heads on two ranks; the width of a head and the groups on a rank differ."""
     asked: list[tuple[int, ...]] = []
 
@@ -213,9 +205,7 @@ def test_a_kernel_that_refuses_the_heads_of_a_model_is_left_out_for_it_alone(
         assert asked == [(4, on_rank, width)], "one probe for the layers of a model"
 
 
-def test_no_kernel_is_tried_on_cpu_or_in_deterministic_mode(
-    on_cuda: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_kernel_is_tried_on_cpu_or_in_deterministic_mode(on_cuda, monkeypatch):
     table = [Source(Operator.SWIGLU, "any", lambda: swiglu, lambda *_: None)]
     monkeypatch.setattr(kernels, "TABLE", table)
     torch.use_deterministic_algorithms(True)

@@ -1,7 +1,6 @@
 """Modules of Megatron cannot import trackers; all other modules can."""
 
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -10,7 +9,7 @@ from mindspeed_rlxf.device.megatron_imports import hide_trackers
 IMPORT = "import wandb\nfound = wandb.HERE"
 
 
-def test_only_megatron_misses_the_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_megatron_misses_the_trackers(tmp_path, monkeypatch):
     """A module is known by its name, so lines that run under Megatron's stand for it."""
     (tmp_path / "wandb.py").write_text("HERE = True\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -29,9 +29,7 @@ from mindspeed_rlxf.device.megatron_versions import (
         ("0.16.1", False, True),
     ],
 )
-def test_a_version_is_mended_where_it_needs_it(
-    monkeypatch: pytest.MonkeyPatch, version: str, mended: bool, own_queue: bool
-) -> None:
+def test_a_version_is_mended_where_it_needs_it(monkeypatch, version, mended, own_queue):
     def plain(model_params: Any, serialization_format: Any = None) -> None: ...
 
     monkeypatch.setattr(megatron.core, "__version__", version)
@@ -56,9 +54,8 @@ def test_a_version_is_mended_where_it_needs_it(
     ],
 )
 def test_0_12_reads_the_chunk_from_a_global_and_later_versions_from_a_keyword(
-    monkeypatch: pytest.MonkeyPatch, version: str, chunk: int | None,
-    argument: dict[str, int | None], inside: int,
-) -> None:  # fmt: skip
+    monkeypatch, version, chunk, argument, inside
+):
     """inside: value of the global, which is 0 outside"""
     monkeypatch.setattr(megatron.core, "__version__", version)
     monkeypatch.setattr(parallel_state, "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK", 0)
@@ -68,7 +65,7 @@ def test_0_12_reads_the_chunk_from_a_global_and_later_versions_from_a_keyword(
     assert parallel_state.get_virtual_pipeline_model_parallel_rank() == 0
 
 
-def test_fp8_quantization_is_left_out_where_nothing_is_fp8() -> None:
+def test_fp8_quantization_is_left_out_where_nothing_is_fp8():
     calls: list[tuple[Any, ...]] = []
     quantize = quantize_if_any(lambda *args: calls.append(args))
     quantize([], [], [], "group")
@@ -76,7 +73,7 @@ def test_fp8_quantization_is_left_out_where_nothing_is_fp8() -> None:
     assert calls == [(["p"], ["main"], [0], "group")]
 
 
-def test_only_a_writer_that_takes_a_format_gets_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_writer_that_takes_a_format_gets_one(monkeypatch):
     formats = SimpleNamespace(TORCH_SAVE="torch_save")  # older torch has none
     monkeypatch.setattr(filesystem, "SerializationFormat", formats, raising=False)
 
@@ -89,7 +86,7 @@ def test_only_a_writer_that_takes_a_format_gets_one(monkeypatch: pytest.MonkeyPa
     assert write_in_torch_format(write_of_older_torch) is write_of_older_torch
 
 
-def test_files_of_a_checkpoint_are_written_in_the_process_itself() -> None:
+def test_files_of_a_checkpoint_are_written_in_the_process_itself():
     apply_patches.__wrapped__()
     context = filesystem_async.mp.get_context("fork")
     results = context.Queue()

@@ -27,7 +27,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recorder:
     return npu_recorder.install(monkeypatch, tmp_path)
 
 
-def test_device_then_adaptor_then_repatch(machine: Recorder) -> None:
+def test_device_then_adaptor_then_repatch(machine):
     assert device.setup(NPU, assigned="3", deadline_s=1860) == ("npu", 3)
     assert machine.calls == [
         "check_cann", "set_timeouts", "torch_npu", "set_device 3", "set_compile_mode False",
@@ -35,9 +35,7 @@ def test_device_then_adaptor_then_repatch(machine: Recorder) -> None:
     ]  # fmt: skip
 
 
-def test_the_adaptor_parses_none_of_the_arguments_of_ray(
-    machine: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_adaptor_parses_none_of_the_arguments_of_ray(machine, monkeypatch):
     rays = ["default_worker.py", "--node-ip-address=10.0.0.1", "--redis-password=None"]
     monkeypatch.setattr(sys, "argv", rays)
     device.setup(NPU)
@@ -45,23 +43,21 @@ def test_the_adaptor_parses_none_of_the_arguments_of_ray(
     assert sys.argv is rays
 
 
-def test_the_adaptor_gets_no_argument_that_differs_between_roles(machine: Recorder) -> None:
+def test_the_adaptor_gets_no_argument_that_differs_between_roles(machine):
     device.setup(NPU)
     assert machine.arguments == {
         "use_flash_attn": True, "transformer_impl": "local", "context_parallel_size": 1,
     }  # fmt: skip
 
 
-def test_megatron_imported_too_early_is_refused(
-    machine: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_megatron_imported_too_early_is_refused(machine, monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron.core", ModuleType("megatron.core"))
     with pytest.raises(AssertionError, match=r"megatron\.core was imported before"):
         device.setup(NPU)
     assert machine.calls == []
 
 
-def test_handlers_and_level_of_the_root_logger_stay(machine: Recorder) -> None:
+def test_handlers_and_level_of_the_root_logger_stay(machine):
     root = logging.getLogger()
     before = root.handlers[:], root.level
     device.setup(NPU)
@@ -71,9 +67,7 @@ def test_handlers_and_level_of_the_root_logger_stay(machine: Recorder) -> None:
 # Sums
 
 
-def test_sums_of_doubles_on_the_host_survive_mindspeed(
-    machine: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sums_of_doubles_on_the_host_survive_mindspeed(machine, monkeypatch):
     seen: list[torch.dtype] = []
 
     def two_ranks(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
@@ -89,7 +83,7 @@ def test_sums_of_doubles_on_the_host_survive_mindspeed(
     assert single.item() == 6.0
 
 
-def test_doubles_on_the_device_come_back_from_the_copy() -> None:
+def test_doubles_on_the_device_come_back_from_the_copy():
     def lost(*args: Any) -> None:
         raise AssertionError("MindSpeed's way")
 
@@ -116,14 +110,12 @@ def test_doubles_on_the_device_come_back_from_the_copy() -> None:
         ({"ASCEND_TOOLKIT_HOME": "/"}, r"libascendcl\.so must be on LD_LIBRARY_PATH"),
     ],
 )
-def test_missing_parts_of_cann_are_named_with_their_remedy(
-    variables: dict[str, str], message: str
-) -> None:
+def test_missing_parts_of_cann_are_named_with_their_remedy(variables, message):
     with pytest.raises(ValueError, match=f"{message}.*set_env.sh.*before `ray start`"):
         npu.check_cann(variables)
 
 
-def test_the_package_keeps_torch_from_loading_torch_npu_by_itself() -> None:
+def test_the_package_keeps_torch_from_loading_torch_npu_by_itself():
     assert os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "0"
 
 
@@ -144,8 +136,8 @@ def test_the_package_keeps_torch_from_loading_torch_npu_by_itself() -> None:
     ],
 )
 def test_hccl_waits_as_long_as_the_run_and_timeouts_of_the_user_stay(
-    deadline: float, given: dict[str, str], connect: str, execute: str, event: str
-) -> None:
+    deadline, given, connect, execute, event
+):
     npu.set_timeouts(environment := dict(given), deadline)
     assert environment == {
         "HCCL_CONNECT_TIMEOUT": connect,
@@ -155,9 +147,7 @@ def test_hccl_waits_as_long_as_the_run_and_timeouts_of_the_user_stay(
 
 
 @pytest.mark.parametrize(("given", "mib"), [(None, 400), ("50", 100), ("", 400)])
-def test_a_communicator_holds_two_buffers(
-    monkeypatch: pytest.MonkeyPatch, given: str | None, mib: int
-) -> None:
+def test_a_communicator_holds_two_buffers(monkeypatch, given, mib):
     monkeypatch.delenv("HCCL_BUFFSIZE", raising=False)
     if given is not None:
         monkeypatch.setenv("HCCL_BUFFSIZE", given)

@@ -50,8 +50,8 @@ def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Host]:
     ("shown", "count"), [(None, 4), ("", 4), ("2,3", 2), (" 1 , 2,3", 3), ("0,1,2,3,4,5", 4)]
 )
 def test_the_drivers_tool_counts_devices_that_the_variable_does_not_hide(
-    host: Host, monkeypatch: pytest.MonkeyPatch, shown: str | None, count: int
-) -> None:
+    host, monkeypatch, shown, count
+):
     host.smi(4)
     if shown is not None:
         monkeypatch.setenv(npu.VISIBLE, shown)
@@ -59,18 +59,14 @@ def test_the_drivers_tool_counts_devices_that_the_variable_does_not_hide(
 
 
 @pytest.mark.parametrize("tool", [None, "echo a new table", "echo dcmi is not there >&2; exit 8"])
-def test_where_the_tool_fails_torch_npu_counts_in_a_separate_process(
-    host: Host, tool: str | None
-) -> None:
+def test_where_the_tool_fails_torch_npu_counts_in_a_separate_process(host, tool):
     if tool is not None:
         host.program("npu-smi", tool)
     host.program("python", f"echo a warning; echo '{npu.ANSWER}3'")
     assert device.device_count(NPU) == 3
 
 
-def test_where_both_counts_fail_the_error_names_both_reasons_and_a_remedy(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_both_counts_fail_the_error_names_both_reasons_and_a_remedy(host, monkeypatch):
     host.program("python", "echo Traceback >&2; echo 'ImportError: libhccl.so' >&2; exit 1")
     rule = r"must be counted.*npu-smi is not on PATH, and .*ended with 1.*libhccl\.so; put npu-smi"
     with pytest.raises(ValueError, match=rule):
@@ -81,9 +77,7 @@ def test_where_both_counts_fail_the_error_names_both_reasons_and_a_remedy(
         device.device_count(NPU)
 
 
-def test_the_separate_process_prints_the_count_of_torch_npu(
-    host: Host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_separate_process_prints_the_count_of_torch_npu(host, monkeypatch, tmp_path):
     """The true program, with a torch_npu and a torch that are one line each."""
     for name, text in {"torch": "", "torch_npu": "class npu: device_count = lambda: 6"}.items():
         (tmp_path / f"{name}.py").write_text(text)
@@ -92,7 +86,7 @@ def test_the_separate_process_prints_the_count_of_torch_npu(
     assert npu.count_by_torch() == 6
 
 
-def test_the_doctor_compares_the_counts_of_torch_and_of_the_driver(host: Host) -> None:
+def test_the_doctor_compares_the_counts_of_torch_and_of_the_driver(host):
     host.smi(4)
     host.program("python", f"echo '{npu.ANSWER}3'")
     found = [f for f in checks.check_devices(NPU) if f.check == "devices.torch"]
@@ -118,9 +112,7 @@ CHIPS = npu_recorder.smi_table(2).replace("65536", "32768", 1)
         (CPU, CHIPS, None),
     ],
 )
-def test_the_smallest_device_counts_where_the_tool_answers(
-    monkeypatch: pytest.MonkeyPatch, kind: DeviceKind, output: str | None, size: int | None
-) -> None:
+def test_the_smallest_device_counts_where_the_tool_answers(monkeypatch, kind, output, size):
     """output: None = there is no tool"""
     done = SimpleNamespace(returncode=0, stdout=output, stderr="")
     monkeypatch.setattr(shutil, "which", lambda tool: tool if output else None)
@@ -128,7 +120,7 @@ def test_the_smallest_device_counts_where_the_tool_answers(
     assert device.smallest_device_memory(kind) == size
 
 
-def test_a_tool_that_cannot_be_killed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tool_that_cannot_be_killed_is_not_waited_for(monkeypatch):
     """npu-smi waits for a driver that hangs, in a state in which no signal ends it."""
     kept: list[subprocess.Popen[str]] = []
     monkeypatch.setattr(subprocess.Popen, "kill", lambda process: kept.append(process))

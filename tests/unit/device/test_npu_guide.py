@@ -46,23 +46,23 @@ def unsourced(text: str) -> set[str]:
     return names(text) - names(NAMED)
 
 
-def test_every_row_has_what_where_and_when() -> None:
+def test_every_row_has_what_where_and_when():
     assert len(ROWS) > 20
     for what, where, date in ROWS:
         assert what and where and re.fullmatch(r"20\d\d-\d\d-\d\d", date), what
 
 
-def test_paths_versions_and_addresses_of_the_guide_have_a_source() -> None:
+def test_paths_versions_and_addresses_of_the_guide_have_a_source():
     assert unsourced(STEPS) == set()
 
 
-def test_commands_of_the_guide_have_a_source() -> None:
+def test_commands_of_the_guide_have_a_source():
     used = {Path(word).name for word in commands(STEPS)} - OWN
     assert {"npu-smi", "docker", "pip", "hccn_tool", "ray", "hf"} <= used, "blocks were not read"
     assert {word for word in used if not re.search(rf"\b{re.escape(word)} ", NAMED)} == set()
 
 
-def test_paths_and_packages_of_the_doctor_have_a_source() -> None:
+def test_paths_and_packages_of_the_doctor_have_a_source():
     texts = [
         node.value
         for node in ast.walk(ast.parse(CHECKER))
@@ -72,18 +72,18 @@ def test_paths_and_packages_of_the_doctor_have_a_source() -> None:
     assert unsourced(text) <= {*VERSION.findall(text), *npu_versions.CANN_ROOTS}
 
 
-def test_the_guide_and_the_doctor_name_the_same_checks() -> None:
+def test_the_guide_and_the_doctor_name_the_same_checks():
     named = set(re.findall(r"`(npu\.[a-z_]+)`", STEPS))
     assert named == set(re.findall(r'"(npu\.[a-z_]+)"', CHECKER))
 
 
-def test_the_guide_names_the_sets() -> None:
+def test_the_guide_names_the_sets():
     for each in npu_versions.SETS:
         for word in (each.name, each.megatron_tag, each.mindspeed_branch, each.torch_npu):
             assert word in STEPS, word
 
 
-def test_the_commands_install_the_default_set() -> None:
+def test_the_commands_install_the_default_set():
     default = npu_versions.DEFAULT
     blocks = "".join(re.findall(r"```bash\n(.*?)```", STEPS, re.DOTALL))
     for wanted in (

@@ -54,7 +54,7 @@ def everything(host: Host) -> dict[str, Finding]:
     return bad([*npu_versions.check_driver(host), *npu_versions.check_cann(host)])
 
 
-def test_a_whole_installation_has_no_findings(tmp_path: Path) -> None:
+def test_a_whole_installation_has_no_findings(tmp_path):
     assert everything(make_host(tmp_path)) == {}
     both = make_host(tmp_path / "b", ASCEND_TOOLKIT_HOME=str(tmp_path / "b" / "cann"))
     assert everything(both) == {}
@@ -72,9 +72,7 @@ def test_a_whole_installation_has_no_findings(tmp_path: Path) -> None:
         ([], {"ASCEND_TOOLKIT_HOME": "/older"}, "set_env", "/older", ""),
     ],
 )
-def test_a_fault_is_named_with_its_remedy(
-    tmp_path: Path, gone: list[str], variables: dict[str, str], check: str, value: str, remedy: str
-) -> None:
+def test_a_fault_is_named_with_its_remedy(tmp_path, gone, variables, check, value, remedy):
     host = make_host(tmp_path, **variables)
     for name in gone:
         host.path(name).unlink()
@@ -85,7 +83,7 @@ def test_a_fault_is_named_with_its_remedy(
 
 
 @pytest.mark.parametrize("script", [*npu_versions.SET_ENV, "/home/me/Ascend/cann/set_env.sh"])
-def test_the_remedy_names_the_set_env_that_is_there(tmp_path: Path, script: str) -> None:
+def test_the_remedy_names_the_set_env_that_is_there(tmp_path, script):
     """CANN 8.5 and later have it in `cann`, older ones in `ascend-toolkit`."""
     host = make_host(tmp_path, ASCEND_HOME_PATH="", HOME="/home/me")
     host.path(npu_versions.SET_ENV[0]).unlink()
@@ -109,16 +107,14 @@ def bad_python(versions: Installed = THERE) -> dict[str, Finding]:
     return bad(npu_versions.check_python(versions))
 
 
-def test_a_python_of_no_set_is_a_warning(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_of_no_set_is_a_warning(host, monkeypatch):
     monkeypatch.setattr(npu_versions.platform, "python_version", lambda: "3.13.0")
     found = bad_python()["npu.python"]
     assert found.status is Status.WARNING
     assert found.remedy == "make the environment with Python 3.11"
 
 
-def test_on_x86_the_cpu_build_of_torch_is_asked_for_and_on_arm_the_plain_one(
-    host: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_x86_the_cpu_build_of_torch_is_asked_for_and_on_arm_the_plain_one(host, monkeypatch):
     wanted = "pip install torch==2.7.1+cpu --index-url https://download.pytorch.org/whl/cpu"
     for torch in ("2.7.1", "2.7.1+cu128"):
         ((name, found),) = bad_python(THERE._replace(torch=torch)).items()
@@ -128,9 +124,7 @@ def test_on_x86_the_cpu_build_of_torch_is_asked_for_and_on_arm_the_plain_one(
     assert bad_python() == bad_python(THERE._replace(torch="2.7.1")) == {}
 
 
-def test_a_package_that_cann_imports_is_an_error_with_the_command(
-    host: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_package_that_cann_imports_is_an_error_with_the_command(host, monkeypatch):
     there = {**VERSIONS, "decorator": None, "absl-py": None}
     monkeypatch.setattr(packages, "_installed", there.get)
     found = bad_python()["npu.cann_packages"]
@@ -147,14 +141,12 @@ def test_a_package_that_cann_imports_is_an_error_with_the_command(
         ("9.2.0", []),
     ],
 )
-def test_versions_that_a_cann_does_not_take_are_named(
-    host: Path, cann: str, wrong: list[str]
-) -> None:
+def test_versions_that_a_cann_does_not_take_are_named(host, cann, wrong):
     found = bad_python(THERE._replace(cann=cann)).get("npu.cann_ranges")
     assert (found.value.partition(": ")[2].split("; ") if found else []) == wrong
 
 
-def test_transformer_engine_is_a_warning(host: Path) -> None:
+def test_transformer_engine_is_a_warning(host):
     touch(host / "MindSpeed" / "transformer_engine" / "__init__.py")
     assert "pip uninstall transformer_engine" in bad_python()["npu.transformer_engine"].remedy
 
@@ -168,9 +160,7 @@ def test_transformer_engine_is_a_warning(host: Path) -> None:
         ("3.2.1", "3.5.0", ""),
     ],
 )
-def test_core_0_16_needs_triton_ascend_and_says_how(
-    host: Path, monkeypatch: pytest.MonkeyPatch, ascend: str | None, stock: str | None, remedy: str
-) -> None:
+def test_core_0_16_needs_triton_ascend_and_says_how(host, monkeypatch, ascend, stock, remedy):
     there = {**VERSIONS, "triton-ascend": ascend, "triton": stock}
     monkeypatch.setattr(packages, "_installed", there.get)
     found = bad_python(Installed("2.7.1+cpu", "2.7.1.post4", "0.16.1", "0.16.0", "9.1.0"))

@@ -15,5 +15,5 @@ NONE = [pytest.param(None, marks=pytest.mark.skip(reason="RLXF_NPU_PACKAGES name
 
 
 @pytest.mark.parametrize("package", NAMED or NONE, ids=str)
-def test_real_packages_have_every_name_that_is_used(package: Path) -> None:
+def test_real_packages_have_every_name_that_is_used(package):
     assert npu_surface.problems(package) == []

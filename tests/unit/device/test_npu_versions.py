@@ -7,7 +7,7 @@ import pytest
 
 from mindspeed_rlxf.device import npu_versions
 from mindspeed_rlxf.device.findings import Status
-from mindspeed_rlxf.device.npu_versions import DEFAULT, SETS, Installed, VersionSet
+from mindspeed_rlxf.device.npu_versions import DEFAULT, SETS, Installed
 from tests.unit.device import npu_recorder
 
 GOOD = Installed("2.7.1+cpu", "2.7.1.post8", "0.12.1", "0.12.1", "9.1.0")
@@ -26,7 +26,7 @@ def problems(there: Installed, status: Status) -> list[str]:
 
 
 @pytest.mark.parametrize("there", [GOOD, OLDER, NEWER, *PUBLISHED])
-def test_a_set_as_published_gives_no_warning(there: Installed) -> None:
+def test_a_set_as_published_gives_no_warning(there):
     assert list(npu_versions.pair_problems(there)) == []
 
 
@@ -41,9 +41,7 @@ def test_a_set_as_published_gives_no_warning(there: Installed) -> None:
          r"must pair with Megatron-LM 0\.13\.0; use a whole checkout of .*core_v0\.12\.1 or"),
     ],
 )  # fmt: skip
-def test_versions_that_cannot_work_are_refused_with_a_remedy(
-    there: Installed, message: str
-) -> None:
+def test_versions_that_cannot_work_are_refused_with_a_remedy(there, message):
     (problem,) = problems(there, Status.ERROR)
     assert re.search(message, problem)
 
@@ -63,13 +61,13 @@ def test_versions_that_cannot_work_are_refused_with_a_remedy(
         (Installed("2.7.1", "2.7.1.post2", "0.14.0", None, "8.5.0"), "in no set of constraints"),
     ],
 )  # fmt: skip
-def test_versions_that_were_never_tried_are_warned_about(there: Installed, warning: str) -> None:
+def test_versions_that_were_never_tried_are_warned_about(there, warning):
     assert problems(there, Status.ERROR) == []
     warnings = problems(there, Status.WARNING)
     assert any(re.search(warning, text) for text in warnings), warnings
 
 
-def test_the_default_set_is_that_of_make() -> None:
+def test_the_default_set_is_that_of_make():
     text = (CONSTRAINTS.parent / "Makefile").read_text(encoding="utf-8")
     assert f"$(if $(filter npu,$(DEVICE)),{DEFAULT.name},cpu)" in text
 
@@ -82,8 +80,8 @@ def test_the_default_set_is_that_of_make() -> None:
     ],
 )
 def test_a_mindspeed_that_cannot_work_is_refused_whatever_its_version_says(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: str, text: str, message: str
-) -> None:
+    monkeypatch, tmp_path, file, text, message
+):
     npu_recorder.install(monkeypatch, tmp_path)
     npu_versions.require_versions()
     (tmp_path / "MindSpeed" / "mindspeed" / file).write_text(text, encoding="utf-8")
@@ -92,7 +90,7 @@ def test_a_mindspeed_that_cannot_work_is_refused_whatever_its_version_says(
 
 
 @pytest.mark.parametrize("each", SETS, ids=lambda each: each.name)
-def test_every_set_has_its_constraints_with_its_megatron(each: VersionSet) -> None:
+def test_every_set_has_its_constraints_with_its_megatron(each):
     text = (CONSTRAINTS / f"{each.name}.txt").read_text(encoding="utf-8")
     (line,) = [line for line in text.splitlines() if line.startswith("megatron-core==")]
     assert npu_versions.find_set(line.removeprefix("megatron-core==")) is each
@@ -107,9 +105,7 @@ def test_every_set_has_its_constraints_with_its_megatron(each: VersionSet) -> No
         (["Megatron-LM"], r"needs MindSpeed.*26\.1\.0_core_r0\.12\.1"),
     ],
 )
-def test_incomplete_installations_are_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folders: list[str], message: str
-) -> None:
+def test_incomplete_installations_are_refused(monkeypatch, tmp_path, folders, message):
     """wheel: megatron.core without megatron.training"""
     npu_recorder.install(monkeypatch, tmp_path)
     npu_versions.require_versions()

@@ -6,12 +6,7 @@ import threading
 
 import pytest
 
-from mindspeed_rlxf.reporting.console import (
-    Console,
-    current,
-    format_short,
-    opened,
-)
+from mindspeed_rlxf.reporting.console import Console, current, format_short, opened
 from mindspeed_rlxf.reporting.live import LiveConsole, make_console
 from mindspeed_rlxf.reporting.phases import Phases, phase
 
@@ -30,7 +25,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_an_iteration_is_the_line_of_mindspeed_llm() -> None:
+def test_an_iteration_is_the_line_of_mindspeed_llm():
     """Two of ten iterations took 30 s: eight more take 120 s."""
     stream, clock = io.StringIO(), Clock()
     progress = Console(stream, clock)
@@ -51,7 +46,7 @@ def test_an_iteration_is_the_line_of_mindspeed_llm() -> None:
      (0.85156, "0.8516", "0.852"), (99.96, "99.9600", "100"), (1234.5, "1234.5000", "1,234"),
      (2.5e7, "2.50e+07", "2.5e+07"), (float("nan"), "nan", "nan")],
 )  # fmt: skip
-def test_small_and_large_numbers_stay_readable(value: float, shown: str, short: str) -> None:
+def test_small_and_large_numbers_stay_readable(value, shown, short):
     console = Console(stream := io.StringIO())
     console.begin(1, ["x"])
     console.update(1, {"x": value})
@@ -59,13 +54,13 @@ def test_small_and_large_numbers_stay_readable(value: float, shown: str, short: 
     assert format_short(value) == short and len(short) <= 8
 
 
-def test_a_stream_of_an_ascii_locale_becomes_utf8() -> None:
+def test_a_stream_of_an_ascii_locale_becomes_utf8():
     stream = io.TextIOWrapper(raw := io.BytesIO(), encoding="ascii")
     Console(stream).note("größe")
     assert raw.getvalue().decode("utf-8").endswith("größe\n")
 
 
-def test_a_warning_is_shown_once() -> None:
+def test_a_warning_is_shown_once():
     console = Console(stream := io.StringIO())
     for what in ("a", "a", "b", "a"):
         console.warn_once(what, f"about {what}")
@@ -82,10 +77,7 @@ def test_a_warning_is_shown_once() -> None:
         ("auto", Terminal, "1", "dumb", Console),
     ],
 )
-def test_the_mode_chooses_what_is_shown(
-    monkeypatch: pytest.MonkeyPatch, mode: str, stream: type[io.StringIO], ranks: str | None,
-    term: str, kind: type,
-) -> None:  # fmt: skip
+def test_the_mode_chooses_what_is_shown(monkeypatch, mode, stream, ranks, term, kind):
     monkeypatch.setenv("TERM", term)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     if ranks:
@@ -95,16 +87,14 @@ def test_the_mode_chooses_what_is_shown(
     assert type(console) is kind
 
 
-def test_the_recorder_gets_the_console_that_the_command_opened() -> None:
+def test_the_recorder_gets_the_console_that_the_command_opened():
     with opened(Console(io.StringIO())) as console:
         assert current() is console
     assert type(current()) is Console and current() is not console
 
 
 @pytest.mark.parametrize(("rank", "prints"), [("0", True), ("1", False)])
-def test_phases_are_printed_by_the_first_rank_alone(
-    monkeypatch: pytest.MonkeyPatch, rank: str, prints: bool
-) -> None:
+def test_phases_are_printed_by_the_first_rank_alone(monkeypatch, rank, prints):
     monkeypatch.setenv("RANK", rank)
     stream = io.StringIO()
     with opened(Console(stream)), phase("outer"), phase("inner"):
@@ -115,7 +105,7 @@ def test_phases_are_printed_by_the_first_rank_alone(
     assert "later" not in stream.getvalue()
 
 
-def test_phases_of_other_threads_are_not_shown() -> None:
+def test_phases_of_other_threads_are_not_shown():
     made, seen = Phases(), list[object]()
 
     def work() -> None:

@@ -32,12 +32,12 @@ def made(values: Callable[[int], Metrics], count: int, health: Health | None = N
 
 
 @pytest.mark.parametrize("name", HEALTHY)
-def test_a_healthy_run_has_no_finding(name: str) -> None:
+def test_a_healthy_run_has_no_finding(name):
     assert sum(1 for _ in read_metrics(RECORDINGS / f"{name}.jsonl")) >= 20
     assert findings(name) == []
 
 
-def test_a_far_too_high_learning_rate_without_kl_penalty_shows_four_illnesses() -> None:
+def test_a_far_too_high_learning_rate_without_kl_penalty_shows_four_illnesses():
     """PPO on the tiny task, kl_coef 0, lr 1e-2: KL over 1 from iteration 3, all cut from 6."""
     found = findings("far_too_high_learning_rate")
     assert [(each.iteration, each.rule) for each in found] == [
@@ -53,7 +53,7 @@ def test_a_far_too_high_learning_rate_without_kl_penalty_shows_four_illnesses() 
     assert entropy.value < 0.02
 
 
-def test_a_run_of_groups_that_forgets_the_task_has_equal_scores() -> None:
+def test_a_run_of_groups_that_forgets_the_task_has_equal_scores():
     """GRPO on the tiny task, kl_coef 0, lr 3e-3."""
     assert [each.rule for each in findings("grpo_without_reference")] == [
         "kl_runaway",
@@ -61,7 +61,7 @@ def test_a_run_of_groups_that_forgets_the_task_has_equal_scores() -> None:
     ]
 
 
-def test_a_problem_is_found_once_and_ends_after_five_iterations_without_it() -> None:
+def test_a_problem_is_found_once_and_ends_after_five_iterations_without_it():
     # The mean over five iterations is under 0.9 from iteration 11 on.
     cut = "response_length/truncated_fraction"
     found = made(lambda i: {cut: 1.0 if i <= 10 else 0.0}, 30)
@@ -70,7 +70,7 @@ def test_a_problem_is_found_once_and_ends_after_five_iterations_without_it() -> 
     assert pauses == ["3 kl_runaway began"]
 
 
-def test_validation_that_falls_while_training_rises_is_found() -> None:
+def test_validation_that_falls_while_training_rises_is_found():
     def run(i: int, trend: float, validated: float) -> Metrics:
         metrics: Metrics = {"critic/score/mean": 0.5 + trend * i}
         if i % 5 == 0:
@@ -103,17 +103,15 @@ FIT, GAP, KL = "critic/explained_variance", "rollout/log_prob_gap_mean", "critic
         (lambda i: {KL: 8.0}, 9, ["3 kl_runaway began"]),
     ],
 )
-def test_a_critic_worse_than_a_constant_and_a_gap_of_log_probs_are_found(
-    values: Callable[[int], Metrics], count: int, found: list[str]
-) -> None:
+def test_a_critic_worse_than_a_constant_and_a_gap_of_log_probs_are_found(values, count, found):
     assert made(values, count) == found
 
 
-def test_an_adaptive_target_raises_the_limit_of_the_kl() -> None:
+def test_an_adaptive_target_raises_the_limit_of_the_kl():
     assert made(lambda i: {KL: 8.0}, 9, Health(kl_limit=12.0)) == []
 
 
-def test_a_rank_that_lags_is_found_after_ten_iterations_in_a_row() -> None:
+def test_a_rank_that_lags_is_found_after_ten_iterations_in_a_row():
     def run(i: int, rank: float, skew: float = 0.4, gen_s: float = 5.0) -> Metrics:
         return {
             "slowest_rank/gen": rank, "skew/gen": skew, "timing/gen": gen_s, "timing/all": 10.0,
@@ -128,7 +126,7 @@ def test_a_rank_that_lags_is_found_after_ten_iterations_in_a_row() -> None:
     assert made(lambda i: run(i, 3.0, gen_s=0.5), 40) == [], "the phase takes no time"
 
 
-def test_a_resumed_run_finds_what_an_uninterrupted_one_finds() -> None:
+def test_a_resumed_run_finds_what_an_uninterrupted_one_finds():
     lines = list(read_metrics(RECORDINGS / "far_too_high_learning_rate.jsonl"))
     for cut in (4, 8, 25):
         resumed = Health()
@@ -138,7 +136,7 @@ def test_a_resumed_run_finds_what_an_uninterrupted_one_finds() -> None:
         assert rest == [f for f in findings("far_too_high_learning_rate") if f.iteration > cut]
 
 
-def test_every_rule_has_a_remedy_whose_keys_exist() -> None:
+def test_every_rule_has_a_remedy_whose_keys_exist():
     assert RULES.keys() == set(HealthRule)
     known = known_keys()
 

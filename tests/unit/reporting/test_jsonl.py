@@ -31,7 +31,7 @@ def lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
 
 
-def test_an_iteration_is_one_line_at_once(tmp_path: Path) -> None:
+def test_an_iteration_is_one_line_at_once(tmp_path):
     writer = JsonlWriter(file := tmp_path / "metrics.jsonl")
     writer.write(metrics_record(1, {"critic/kl": 0.5, "actor/lr": 1}, 2.5))
     first = {"iteration": 1, "metrics": {"critic/kl": 0.5, "actor/lr": 1.0}, "time_s": 2.5}
@@ -45,9 +45,7 @@ def test_an_iteration_is_one_line_at_once(tmp_path: Path) -> None:
     ("given", "written"),
     [(np.float32(0.5), 0.5), (np.int64(3), 3.0), (math.nan, None), (-math.inf, None)],
 )
-def test_numbers_are_numbers_of_json_and_others_are_null(
-    given: Any, written: float | None, tmp_path: Path
-) -> None:
+def test_numbers_are_numbers_of_json_and_others_are_null(given, written, tmp_path):
     JsonlWriter(tmp_path / "metrics.jsonl").write(metrics_record(1, {"a": given}, np.float64(1.5)))
     (line,) = lines(tmp_path / "metrics.jsonl")
     assert line == {"iteration": 1, "metrics": {"a": written}, "time_s": 1.5}
@@ -64,9 +62,7 @@ def test_numbers_are_numbers_of_json_and_others_are_null(
         ),
     ],
 )
-def test_a_sample_has_the_fields_of_the_contract(
-    changes: dict[str, Any], written: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_sample_has_the_fields_of_the_contract(changes, written, tmp_path):
     JsonlWriter(tmp_path / "samples.jsonl").write(replace(SAMPLE, **changes).record(3))
     fields = {
         "iteration": 3, "sample_id": 7, "prompt": "1+1=", "response": "2", "prompt_ids": [3, 4],
@@ -76,7 +72,7 @@ def test_a_sample_has_the_fields_of_the_contract(
     assert lines(tmp_path / "samples.jsonl") == [{**fields, **written}]
 
 
-def test_text_is_utf8_and_one_line(tmp_path: Path) -> None:
+def test_text_is_utf8_and_one_line(tmp_path):
     text = "größe 数学\r\n\u2028\ud800"
     JsonlWriter(tmp_path / "samples.jsonl").write(replace(SAMPLE, response=text).record(1))
     raw = (tmp_path / "samples.jsonl").read_bytes()
@@ -84,7 +80,7 @@ def test_text_is_utf8_and_one_line(tmp_path: Path) -> None:
     assert json.loads(raw)["response"] == text
 
 
-def test_lines_that_a_kill_cut_are_skipped_and_older_names_are_renamed(tmp_path: Path) -> None:
+def test_lines_that_a_kill_cut_are_skipped_and_older_names_are_renamed(tmp_path):
     file = tmp_path / "metrics.jsonl"
     older = {"response_length/cut_fraction": 0.5, "a": math.nan}
     JsonlWriter(file).write(metrics_record(1, older, 1.0))
@@ -102,7 +98,7 @@ def write(folder: Path, iterations: range) -> None:
         write_tokens(folder, 3, iteration, samples)
 
 
-def test_tokens_have_numbers_of_four_digits(tmp_path: Path) -> None:
+def test_tokens_have_numbers_of_four_digits(tmp_path):
     numbers = {"advantage": [1 / 3, -2e-9], "value": [math.nan, math.inf]}
     write_tokens(tmp_path / "t", 3, 7, {41: numbers})
     (line,) = token_lines(tmp_path / "t")
@@ -111,7 +107,7 @@ def test_tokens_have_numbers_of_four_digits(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_a_resume_drops_the_tokens_of_later_iterations(tmp_path: Path) -> None:
+def test_a_resume_drops_the_tokens_of_later_iterations(tmp_path):
     write(tmp_path, range(1, 6))
     cut_token_files(tmp_path, 3)
     write(tmp_path, range(4, 5))
@@ -120,7 +116,7 @@ def test_a_resume_drops_the_tokens_of_later_iterations(tmp_path: Path) -> None:
     assert token_lines(tmp_path) == []
 
 
-def test_a_killed_writer_loses_one_line_of_tokens(tmp_path: Path) -> None:
+def test_a_killed_writer_loses_one_line_of_tokens(tmp_path):
     write(tmp_path, range(1, 3))
     file = tmp_path / "rank_00003.jsonl"
     file.write_bytes(file.read_bytes()[:-9])

@@ -58,7 +58,7 @@ def shown(console: LiveConsole, width: int) -> list[str]:
 
 
 @pytest.mark.parametrize("width", [20, 40, 80, 120, 200])
-def test_no_line_is_wider_than_the_terminal(terminal: Terminal, width: int) -> None:
+def test_no_line_is_wider_than_the_terminal(terminal, width):
     console = LiveConsole(terminal)
     console.begin(1000, [], title="outputs/a_run_with_a_rather_long_name" * 3)
     for i in range(1, 300):
@@ -68,7 +68,7 @@ def test_no_line_is_wider_than_the_terminal(terminal: Terminal, width: int) -> N
     assert len(lines) == 10 and max(map(len, lines)) <= width
 
 
-def test_the_view_has_the_numbers_of_the_iteration(terminal: Terminal) -> None:
+def test_the_view_has_the_numbers_of_the_iteration(terminal):
     console = LiveConsole(terminal)
     console.begin(200, [], title="outputs/mine")
     console.update(50, METRICS)
@@ -83,9 +83,7 @@ def test_the_view_has_the_numbers_of_the_iteration(terminal: Terminal) -> None:
         assert part in text, part
 
 
-def test_printed_lines_appear_above_the_view_with_control_characters_escaped(
-    terminal: Terminal,
-) -> None:
+def test_printed_lines_appear_above_the_view_with_control_characters_escaped(terminal):
     before = sys.stdout, sys.stderr
     console = LiveConsole(terminal)
     console.begin(3, [], title="\x1b]0;title\x07")
@@ -105,9 +103,7 @@ def test_printed_lines_appear_above_the_view_with_control_characters_escaped(
     assert kinds <= set("mKAhlG"), "colours, cursor up, erase line, cursor on and off"
 
 
-def test_what_the_driver_waits_for_is_in_the_last_line(
-    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_driver_waits_for_is_in_the_last_line(terminal, monkeypatch):
     console = LiveConsole(terminal)
     console.begin(3, [])
     phase = Phase("loading the weights", 4, 1, time.monotonic() - 12.2)
@@ -118,13 +114,13 @@ def test_what_the_driver_waits_for_is_in_the_last_line(
     assert last.startswith("now") and last.endswith("loading the weights, 1 of 4, 12 s")
 
 
-def test_a_curve_goes_from_its_smallest_to_its_largest_value() -> None:
+def test_a_curve_goes_from_its_smallest_to_its_largest_value():
     assert draw_curve([0.0, 0.5, 1.0], 10) == "▁▅█"
     assert draw_curve([3.0, 3.0], 10) == "▁▁"
     assert draw_curve(list(range(100)), 4) == "▁▃▆█"  # means of 25
 
 
-def test_a_recorded_run_is_drawn_to_its_end(terminal: Terminal) -> None:
+def test_a_recorded_run_is_drawn_to_its_end(terminal):
     console = LiveConsole(terminal)
     console.begin(100, [])
     file = Path(__file__).parent / "recordings" / "demo.jsonl"

@@ -10,7 +10,7 @@ from mindspeed_rlxf.reporting.metric_table import METRICS, find_metric, replace_
 ROOT = Path(__file__).parents[3]
 
 
-def test_the_document_is_made_from_the_table() -> None:
+def test_the_document_is_made_from_the_table():
     text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     remedy = "run python -m mindspeed_rlxf.reporting.metric_table docs/metrics.md"
     assert replace_tables(text) == text, remedy
@@ -29,12 +29,12 @@ def test_the_document_is_made_from_the_table() -> None:
         ("memory/update_actor", "memory/<phase>"),
     ],
 )
-def test_a_name_is_found_in_the_row_that_says_most(name: str, row: str) -> None:
+def test_a_name_is_found_in_the_row_that_says_most(name, row):
     found = find_metric(name)
     assert found is not None and found.name == row
 
 
-def test_remedies_name_keys_that_exist() -> None:
+def test_remedies_name_keys_that_exist():
     known = known_keys()
     words = [w.strip(".,;:()") for m in METRICS for w in f"{m.meaning} {m.remedy}".split()]
     named = [w.partition("=")[0] for w in words if w.rpartition(".")[0] in known]

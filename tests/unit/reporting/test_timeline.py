@@ -19,7 +19,7 @@ def events(file: Path, kind: str = "X") -> list[dict[str, Any]]:
     return [event for event in json.loads(file.read_text()) if event["ph"] == kind]
 
 
-def test_a_rank_is_a_thread_of_its_pool_and_times_are_microseconds(tmp_path: Path) -> None:
+def test_a_rank_is_a_thread_of_its_pool_and_times_are_microseconds(tmp_path):
     Timeline(tmp_path / "timeline").write(7, spans(7))
     (file,) = (tmp_path / "timeline").iterdir()
     assert file.name == "iterations_0000001.json"
@@ -38,7 +38,7 @@ def test_a_rank_is_a_thread_of_its_pool_and_times_are_microseconds(tmp_path: Pat
     assert first == {**second, "tid": 64, "args": {"iteration": 7, "rank": 0}}
 
 
-def test_roles_of_a_pool_have_lanes_of_their_own_and_waits_are_told_apart(tmp_path: Path) -> None:
+def test_roles_of_a_pool_have_lanes_of_their_own_and_waits_are_told_apart(tmp_path):
     work = [Span(f"{role}.step", "main", 1, 1.0, 1.0) for role in ("actor", "critic")]
     wait = Span("critic.inputs", "main", 1, 0.5, 0.5, "wait")
     Timeline(tmp_path).write(1, [*work, wait])
@@ -48,7 +48,7 @@ def test_roles_of_a_pool_have_lanes_of_their_own_and_waits_are_told_apart(tmp_pa
     assert [event["cat"] for event in events(file)] == ["actor", "critic", "wait"]
 
 
-def test_a_hundred_iterations_share_a_file_and_five_files_are_kept(tmp_path: Path) -> None:
+def test_a_hundred_iterations_share_a_file_and_five_files_are_kept(tmp_path):
     timeline = Timeline(tmp_path)
     for iteration in range(1, 702, 50):
         timeline.write(iteration, spans(iteration))

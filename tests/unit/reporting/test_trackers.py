@@ -60,9 +60,7 @@ def track(folder: Path, iterations: range, *names: str) -> list[str]:
     return list(warnings.values())
 
 
-def test_every_iteration_arrives_once_and_finite_also_after_a_resume(
-    tmp_path: Path, kept: type[Kept]
-) -> None:
+def test_every_iteration_arrives_once_and_finite_also_after_a_resume(tmp_path, kept):
     assert track(tmp_path, range(6)) == []
     (run,) = kept.runs
     assert run.folder == tmp_path / "kept" and run.folder.is_dir() and kept.ended == 1
@@ -70,7 +68,7 @@ def test_every_iteration_arrives_once_and_finite_also_after_a_resume(
     assert kept.got == [(i, {"x": float(i)}) for i in range(8)]
 
 
-def test_a_failure_is_warned_of_once(tmp_path: Path, kept: type[Kept]) -> None:
+def test_a_failure_is_warned_of_once(tmp_path, kept):
     kept.fails_at = (2, 3, 5)
     (warning,) = track(tmp_path, range(1, 7))
     assert [i for i, _ in kept.got] == [1, 4, 6] and "refused" in warning
@@ -80,9 +78,7 @@ def test_a_failure_is_warned_of_once(tmp_path: Path, kept: type[Kept]) -> None:
 
 
 @pytest.mark.parametrize("error", [OSError("no route"), SystemExit(1)])
-def test_a_tracker_that_does_not_start_is_warned_of_once(
-    tmp_path: Path, kept: type[Kept], error: BaseException
-) -> None:
+def test_a_tracker_that_does_not_start_is_warned_of_once(tmp_path, kept, error):
     def broken(run: TrackedRun) -> Tracker:
         raise error
 
@@ -92,9 +88,7 @@ def test_a_tracker_that_does_not_start_is_warned_of_once(
     assert len(kept.got) == 3, "the others go on"
 
 
-def test_unknown_trackers_and_missing_packages_are_problems(
-    kept: type[Kept], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_trackers_and_missing_packages_are_problems(kept, monkeypatch):
     register_tracker("mine", module="no_such_package.inside", package="no-such-package")(kept)
     assert find_problems(["jsonl", "kept", "tensorboard", "wandb"]) == []
     unknown, missing = find_problems(["tensorbord", "mine"])
@@ -105,7 +99,7 @@ def test_unknown_trackers_and_missing_packages_are_problems(
     assert problem.value == "wandb" and "`pip install wandb`" in problem.remedy
 
 
-def test_a_tracker_name_cannot_be_registered_twice(kept: type[Kept]) -> None:
+def test_a_tracker_name_cannot_be_registered_twice(kept):
     for name in ("kept", "wandb", "jsonl"):
         with pytest.raises(ValueError, match=name):
             register_tracker(name)(kept)
@@ -113,7 +107,7 @@ def test_a_tracker_name_cannot_be_registered_twice(kept: type[Kept]) -> None:
 
 
 @pytest.mark.long
-def test_a_resumed_run_continues_its_records_offline(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_its_records_offline(tmp_path):
     """Both at once, as a run may name them. wandb's record tells nothing of the machine."""
     check_resumed_run("tensorboard,wandb", tmp_path)
     records = list(wandb_records(tmp_path / "trackers" / "wandb"))
@@ -134,9 +128,7 @@ def test_a_resumed_run_continues_its_records_offline(tmp_path: Path) -> None:
         (None, {"WANDB_API_KEY": "k", "WANDB_MODE": "offline"}, "offline"),
     ],
 )
-def test_a_run_that_is_offline_stays_so(
-    offline: bool | None, variables: dict[str, str], mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_is_offline_stays_so(offline, variables, mode, monkeypatch):
     for name in ("WANDB_MODE", "WANDB_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():

@@ -46,10 +46,7 @@ def test_lengths_are_over_all_samples():
 
 def test_the_log_prob_gap_is_a_mean_over_tokens():
     gaps = [Summary.of(torch.tensor([0.1, 0.3])), Summary(1, 1, 1, 1)]
-    expected = {
-        "rollout/log_prob_gap_mean": pytest.approx(1.4 / 3),
-        "rollout/log_prob_gap_max": 1,
-    }
+    expected = {"rollout/log_prob_gap_mean": pytest.approx(1.4 / 3), "rollout/log_prob_gap_max": 1}
     assert log_prob_metrics([LogProbReport(gap) for gap in gaps]) == expected
     weights = Summary.of(torch.tensor([0.5, 1.5]))
     assert log_prob_metrics([LogProbReport(gap, weights) for gap in gaps]) == {

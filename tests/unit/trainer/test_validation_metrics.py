@@ -8,19 +8,12 @@ from hypothesis import given, settings, strategies as st
 
 from mindspeed_rlxf.config.schema import ValidationConfig
 from mindspeed_rlxf.reporting.metric_table import validation_score
-from mindspeed_rlxf.trainer.validation import (
-    Scored,
-    best_at_k,
-    majority_score,
-    measure,
-    pass_at_k,
-)
+from mindspeed_rlxf.trainer.validation import Scored, best_at_k, majority_score, measure, pass_at_k
 
 
 @settings(max_examples=50, deadline=None)
 @given(
-    scores=st.lists(st.sampled_from([0.0, 1.0, -0.5, 2.5]), min_size=1, max_size=7),
-    data=st.data(),
+    scores=st.lists(st.sampled_from([0.0, 1.0, -0.5, 2.5]), min_size=1, max_size=7), data=st.data()
 )
 def test_k_of_n_is_the_mean_over_every_choice(scores, data):
     k = data.draw(st.integers(1, len(scores)))

@@ -6,7 +6,6 @@ Needs Chromium and Playwright; skipped with the name of what is missing.
 import shutil
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,7 +95,7 @@ def plotted(page: Any, chart: str) -> dict[str, list[float]]:
     return {label: values for label, values in found[1:] if label != "Value"}
 
 
-def test_the_first_screen_answers_and_draws_curves_of_both_runs(page: Any) -> None:
+def test_the_first_screen_answers_and_draws_curves_of_both_runs(page):
     assert page.locator(".answer .short").all_inner_texts()[0] == "yes"
     chart = see(page, "#key-charts .chart")
     assert plotted(page, "#key-charts .chart").keys() == {"first", "second"}
@@ -111,7 +110,7 @@ def test_the_first_screen_answers_and_draws_curves_of_both_runs(page: Any) -> No
     page.click("button:has(.swatch):has-text('second')")
 
 
-def test_a_curve_is_read_and_zoomed_by_keys(page: Any) -> None:
+def test_a_curve_is_read_and_zoomed_by_keys(page):
     svg = see(page, "#key-charts .chart .plot")
     readout = page.locator("#key-charts .chart output").first
     svg.focus()
@@ -125,7 +124,7 @@ def test_a_curve_is_read_and_zoomed_by_keys(page: Any) -> None:
     assert page.locator("#reset-zoom").is_disabled()
 
 
-def test_metrics_are_found_by_name(page: Any) -> None:
+def test_metrics_are_found_by_name(page):
     see(page, "#curves")
     assert "Training by data source" in page.inner_text("#curves")
     page.fill("#metric-search", "grad")
@@ -138,7 +137,7 @@ def test_metrics_are_found_by_name(page: Any) -> None:
     page.fill("#metric-search", "")
 
 
-def test_phases_are_drawn_and_read(page: Any) -> None:
+def test_phases_are_drawn_and_read(page):
     phases = see(page, "#phases .plot")
     stacked = plotted(page, "#phases")
     assert len(stacked) == 7 and stacked["update_actor"][0] > stacked["gen"][0] > 0
@@ -148,7 +147,7 @@ def test_phases_are_drawn_and_read(page: Any) -> None:
     assert "gen 0.2" in page.locator("#time-legend").inner_text()
 
 
-def test_samples_are_filtered_searched_and_walked_by_keys(page: Any) -> None:
+def test_samples_are_filtered_searched_and_walked_by_keys(page):
     count = see(page, "#sample-count")
     assert count.inner_text() == "175 of 175 samples"
     page.select_option("[data-filter=kind]", "training")
@@ -166,7 +165,7 @@ def test_samples_are_filtered_searched_and_walked_by_keys(page: Any) -> None:
     assert count.inner_text() == "175 of 175 samples"
 
 
-def test_tokens_have_colours_and_their_numbers_by_keys(page: Any) -> None:
+def test_tokens_have_colours_and_their_numbers_by_keys(page):
     see(page, "#samples")
     page.select_option("[data-filter=kind]", "training")
     tokens = page.locator("#sample .text[role=group]")
@@ -181,7 +180,7 @@ def test_tokens_have_colours_and_their_numbers_by_keys(page: Any) -> None:
     page.select_option("[data-filter=kind]", "")
 
 
-def test_hostile_texts_stay_texts(page: Any) -> None:
+def test_hostile_texts_stay_texts(page):
     see(page, "#samples")
     page.fill("[data-filter=text]", "onerror")
     shown = page.locator("#sample").inner_text()
@@ -191,14 +190,14 @@ def test_hostile_texts_stay_texts(page: Any) -> None:
     page.fill("[data-filter=text]", "")
 
 
-def test_configurations_show_their_differences(page: Any) -> None:
+def test_configurations_show_their_differences(page):
     see(page, "#config")
     rows = page.locator("#config tbody tr").all_inner_texts()
     assert [row.split("\t") for row in rows if "lr" in row] == [["actor_rollout.lr", "0.5", "0.25"]]
     assert not any("best_metric" in row for row in rows)
 
 
-def test_nothing_is_wider_than_a_narrow_screen_in_the_dark(browser: Any, report: str) -> None:
+def test_nothing_is_wider_than_a_narrow_screen_in_the_dark(browser, report):
     said: list[str] = []
     page = open_page(browser, report, said, color_scheme="dark")
     page.set_viewport_size({"width": 380, "height": 800})
@@ -210,7 +209,7 @@ def test_nothing_is_wider_than_a_narrow_screen_in_the_dark(browser: Any, report:
     page.close()
 
 
-def test_a_live_page_shows_what_the_run_writes(browser: Any, tmp_path: Path) -> None:
+def test_a_live_page_shows_what_the_run_writes(browser, tmp_path):
     run = write_run(tmp_path / "run", 6)
     server = make_server(run, 50, 0)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))

@@ -14,12 +14,7 @@ from mindspeed_rlxf.checkpoint import lock
 from mindspeed_rlxf.checkpoint.report_file import find_state, write_report
 from mindspeed_rlxf.cli.report import main
 from mindspeed_rlxf.reporting.report.judgement import judge
-from mindspeed_rlxf.reporting.report.records import (
-    Iteration,
-    make_curves,
-    read_iterations,
-    thin,
-)
+from mindspeed_rlxf.reporting.report.records import Iteration, make_curves, read_iterations, thin
 from mindspeed_rlxf.reporting.report.samples import choose_samples, cut_for_page
 from tests.report_run import EVIL, HAN, damage, metrics_of, write_run
 
@@ -46,7 +41,7 @@ def iterations(scores: list[float], name: str = "critic/score/mean") -> list[Ite
     return [Iteration(i, {name: score}, 1.0) for i, score in enumerate(scores, 1)]
 
 
-def test_a_report_of_a_whole_run_answers_and_holds_its_samples(tmp_path: Path) -> None:
+def test_a_report_of_a_whole_run_answers_and_holds_its_samples(tmp_path):
     run = write_run(tmp_path / "run")
     found = report_of(run)
     (main_part,), (samples,) = found["main"]["runs"], found["samples"]
@@ -66,9 +61,7 @@ def test_a_report_of_a_whole_run_answers_and_holds_its_samples(tmp_path: Path) -
     assert main_part["about"]["critic/kl"]["unit"] == "nats per token"
 
 
-def test_the_report_of_a_killed_run_has_all_whole_lines_and_names_missing_numbers(
-    tmp_path: Path,
-) -> None:
+def test_the_report_of_a_killed_run_has_all_whole_lines_and_names_missing_numbers(tmp_path):
     run = write_run(tmp_path / "run")
     damage(run)
     found = report_of(run)
@@ -79,7 +72,7 @@ def test_the_report_of_a_killed_run_has_all_whole_lines_and_names_missing_number
     assert "critic/score/mean is not finite" in texts
 
 
-def test_texts_of_a_run_are_escaped_in_the_report(tmp_path: Path) -> None:
+def test_texts_of_a_run_are_escaped_in_the_report(tmp_path):
     run = write_run(tmp_path / EVIL.split("\x1b")[0].replace("/", "|"))
     text = run.joinpath("report.html")
     found = report_of(run)
@@ -93,7 +86,7 @@ def test_texts_of_a_run_are_escaped_in_the_report(tmp_path: Path) -> None:
     assert "connect-src 'none'" in raw and "default-src 'none'" in raw
 
 
-def test_samples_are_chosen_evenly(tmp_path: Path) -> None:
+def test_samples_are_chosen_evenly(tmp_path):
     run = write_run(tmp_path / "run", 60, 6)
     chosen = choose_samples(run, 100)
     assert len(chosen.training) + len(chosen.validation) <= 100 and chosen.seen == 60 * 6 + 5 * 3
@@ -106,7 +99,7 @@ def test_samples_are_chosen_evenly(tmp_path: Path) -> None:
     assert set(followed.values()) == {5}, "a prompt that is kept has all its validations"
 
 
-def test_tokens_have_the_numbers_of_their_own_sample(tmp_path: Path) -> None:
+def test_tokens_have_the_numbers_of_their_own_sample(tmp_path):
     run = write_run(tmp_path / "run", 3, 2)
     write_report([run], run / "report.html", tokenizer=None)
     assert "num" not in parts(run / "report.html")["samples"][0]["samples"][0], "no tokenizer"
@@ -120,7 +113,7 @@ def test_tokens_have_the_numbers_of_their_own_sample(tmp_path: Path) -> None:
         assert len(sample["t"]) == sample["n"] == len(sample["num"]["value"])
 
 
-def test_thinning_keeps_the_ends_and_every_extreme() -> None:
+def test_thinning_keeps_the_ends_and_every_extreme():
     points = [(i, float(i % 7)) for i in range(10_000)]
     points[4321], points[8765] = (4321, 99.0), (8765, -99.0)
     kept = thin(points, 500)
@@ -138,11 +131,11 @@ def test_thinning_keeps_the_ends_and_every_extreme() -> None:
         ([0.5], "too early to say"),
     ],
 )
-def test_the_answer_to_learning_follows_both_ends(scores: list[float], short: str) -> None:
+def test_the_answer_to_learning_follows_both_ends(scores, short):
     assert judge(iterations(scores), {})["answers"][0]["short"] == short
 
 
-def test_the_answer_follows_validation_where_it_disagrees_with_training() -> None:
+def test_the_answer_follows_validation_where_it_disagrees_with_training():
     def metrics(i: int) -> dict[str, float | None]:
         return {"critic/score/mean": i / 40, "val/a/score": 0.9 - i / 80}
 
@@ -150,7 +143,7 @@ def test_the_answer_follows_validation_where_it_disagrees_with_training() -> Non
     assert judge(both, {})["answers"][0]["short"] == "no, it got worse"
 
 
-def test_a_health_finding_names_the_iteration_in_which_it_ended() -> None:
+def test_a_health_finding_names_the_iteration_in_which_it_ended():
     kl = [0.1] * 5 + [3.0] * 5 + [0.1] * 8
     found = judge(iterations(kl * 2, "critic/kl"), {})["problems"]
     ends = [re.findall(r"ended in iteration (\d+)", each["text"])[0] for each in found]
@@ -160,7 +153,7 @@ def test_a_health_finding_names_the_iteration_in_which_it_ended() -> None:
     assert found["level"] == "bad" and "algorithm.kl_ctrl.kl_coef" in found["remedy"]
 
 
-def test_a_line_that_was_written_twice_counts_once(tmp_path: Path) -> None:
+def test_a_line_that_was_written_twice_counts_once(tmp_path):
     lines = [{"iteration": 5, "metrics": {"a": i, "b": None}, "time_s": i} for i in (1, 2)]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (tmp_path / "metrics.jsonl").write_text(text + '[1]\n{"iteration": "x"}\n')
@@ -169,14 +162,14 @@ def test_a_line_that_was_written_twice_counts_once(tmp_path: Path) -> None:
     assert make_curves([found])["b"] == {"x": [5], "y": [None]}
 
 
-def test_runs_are_laid_over_each_other_by_the_parts_of_their_paths(tmp_path: Path) -> None:
+def test_runs_are_laid_over_each_other_by_the_parts_of_their_paths(tmp_path):
     first, other = write_run(tmp_path / "a" / "run", 8), write_run(tmp_path / "b" / "run", 8, lr=1)
     runs = report_of(first, other)["main"]["runs"]
     assert [run["name"] for run in runs] == ["a/run", "b/run"]
     assert [run["config"]["actor_rollout.lr"] for run in runs] == [0.5, 1]
 
 
-def test_the_state_of_a_run_is_seen_from_its_folder(tmp_path: Path) -> None:
+def test_the_state_of_a_run_is_seen_from_its_folder(tmp_path):
     run = write_run(tmp_path / "run", 3)
     checkpoints = run / "checkpoints"
     checkpoints.mkdir()
@@ -192,7 +185,7 @@ def test_the_state_of_a_run_is_seen_from_its_folder(tmp_path: Path) -> None:
     assert find_state(run) == "failed"
 
 
-def test_a_long_run_stays_under_ten_megabytes(tmp_path: Path) -> None:
+def test_a_long_run_stays_under_ten_megabytes(tmp_path):
     run = write_run(tmp_path / "run", 20)
     with (run / "metrics.jsonl").open("a", encoding="utf-8") as file:
         for i in range(1, 1001):
@@ -203,9 +196,7 @@ def test_a_long_run_stays_under_ten_megabytes(tmp_path: Path) -> None:
     assert len(found["main"]["runs"][0]["curves"]["more/99"]["x"]) == 1000
 
 
-def test_samples_that_do_not_compress_are_halved_until_they_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_samples_that_do_not_compress_are_halved_until_they_fit(tmp_path, monkeypatch):
     run = write_run(tmp_path / "run", 40)
     monkeypatch.setattr("mindspeed_rlxf.reporting.report.page.MAX_BYTES", 3_001_000)
     (found,) = report_of(run)["samples"]
@@ -213,18 +204,14 @@ def test_samples_that_do_not_compress_are_halved_until_they_fit(
 
 
 @pytest.mark.parametrize("make", [lambda p: None, lambda p: p.write_text(""), Path.mkdir])
-def test_a_folder_without_iterations_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], make: Any
-) -> None:
+def test_a_folder_without_iterations_is_one_line(tmp_path, capsys, make):
     make(tmp_path / "run")
     assert main([str(tmp_path / "run")]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: RUN=") and error.count("\n") == 1
 
 
-def test_the_command_writes_into_the_run_or_to_the_chosen_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_writes_into_the_run_or_to_the_chosen_file(tmp_path, capsys, monkeypatch):
     run, other = write_run(tmp_path / "run", 3), write_run(tmp_path / "other", 3)
     monkeypatch.chdir(tmp_path)
     assert main([str(run)]) == 0

@@ -36,7 +36,7 @@ def ask(server: HTTPServer, path: str, host: str | None = None) -> tuple[int, by
     return reply.status, reply.read()
 
 
-def test_the_page_follows_the_files(server: HTTPServer, tmp_path: Path) -> None:
+def test_the_page_follows_the_files(server, tmp_path):
     status, page = ask(server, "/")
     assert status == 200 and b"connect-src 'self'" in page
     before = ask(server, "/version")[1]
@@ -59,17 +59,13 @@ def test_the_page_follows_the_files(server: HTTPServer, tmp_path: Path) -> None:
         ("/?x", None, 404),
     ],
 )
-def test_other_names_for_this_host_and_other_paths_are_refused(
-    server: HTTPServer, path: str, host: str | None, status: int
-) -> None:
+def test_other_names_for_this_host_and_other_paths_are_refused(server, path, host, status):
     assert server.server_address[0] == "127.0.0.1"
     found, content = ask(server, path, host and host.format(port=server.server_port))
     assert found == status and b"data-main" not in content
 
 
-def test_a_taken_port_a_missing_run_and_a_bad_number_are_one_line(
-    server: HTTPServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_taken_port_a_missing_run_and_a_bad_number_are_one_line(server, tmp_path, capsys):
     assert main([str(tmp_path / "run"), "--port", str(server.server_port)]) == 2
     assert main([str(tmp_path / "run"), "--port", "70000"]) == 2
     assert main([str(tmp_path / "none")]) == 2
@@ -78,7 +74,7 @@ def test_a_taken_port_a_missing_run_and_a_bad_number_are_one_line(
     assert len(lines) == 4 and all(line.startswith("error: ") for line in lines)
 
 
-def test_ctrl_c_ends_the_command_with_status_0(tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_command_with_status_0(tmp_path):
     run = write_run(tmp_path / "run", 2)
     code = "import sys; from mindspeed_rlxf.cli.watch import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, str(run), "--port", "0"]
