@@ -12,11 +12,7 @@ import torch
 from packaging.version import Version
 
 from mindspeed_rlxf.config.architecture import SHARED_GROUPS_SINCE
-from mindspeed_rlxf.config.enums import (
-    CONFIGURED,
-    DeviceKind,
-    RewardKind,
-)
+from mindspeed_rlxf.config.enums import CONFIGURED, DeviceKind, RewardKind
 from mindspeed_rlxf.config.schema import (
     ActorConfig,
     AlgorithmConfig,

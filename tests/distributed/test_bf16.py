@@ -80,9 +80,7 @@ class OutputGradient:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("tied", "pp"),
-    [(True, 1), (False, 1), (True, 2)],
-    ids=["tied", "untied", "tied-pp2"],
+    ("tied", "pp"), [(True, 1), (False, 1), (True, 2)], ids=["tied", "untied", "tied-pp2"]
 )
 def test_output_gradient_of_chunks_reaches_the_optimizer_once(
     warm_runtime: Any, tmp_path: Path, tied: bool, pp: int

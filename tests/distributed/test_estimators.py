@@ -6,13 +6,7 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.checkpoint.directory import RunDirectory
-from mindspeed_rlxf.config.enums import (
-    AdvantageWhiten,
-    AdvEstimator,
-    KlPenalty,
-    Role,
-    Stage,
-)
+from mindspeed_rlxf.config.enums import AdvantageWhiten, AdvEstimator, KlPenalty, Role, Stage
 from mindspeed_rlxf.config.schema import RunConfig
 from tests.distributed.llamas import TIED, make_models
 from tests.distributed.test_layout_invariance import PP2, TP2, Outcome, compare, fixed_run
@@ -57,8 +51,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in CASES],
+    "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in CASES]
 )
 def test_layouts_learn_the_same_without_a_critic(
     warm_runtime: Any, tmp_path: Path, models: Path, name: str

@@ -227,11 +227,7 @@ def expected_gradients(
     ],
 )
 def test_gradients_of_both_losses_equal_transformers(
-    warm_runtime: Any,
-    tmp_path: Path,
-    family: str,
-    main: float,
-    coefficient: float,
+    warm_runtime: Any, tmp_path: Path, family: str, main: float, coefficient: float
 ) -> None:
     architecture = FAMILIES[family]
     balanced = architecture.model_copy(update={"moe_aux_loss_coeff": coefficient})

@@ -59,9 +59,7 @@ def test_three_kills_at_random_moments_change_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_run_resumes_after_a_failure_at_any_step_of_a_save(
-    tmp_path: Path,
-) -> None:
+def test_a_run_resumes_after_a_failure_at_any_step_of_a_save(tmp_path: Path) -> None:
     """The steps are every open, fsync and rename, and the 1st, 2nd, 4th, ... and last write of each
     file."""
     said = forked("failing_saves", tmp_path)

@@ -16,15 +16,7 @@ from mindspeed_rlxf.engine.train_engine import TrainEngine
 from mindspeed_rlxf.roles.actor import ActorGroup, ActorRole
 from mindspeed_rlxf.roles.critic import CriticGroup, CriticRole
 from tests.distributed.groups import update
-from tests.distributed.llamas import (
-    PLAIN,
-    QWEN2,
-    QWEN3,
-    SHARES_GROUPS,
-    TIED,
-    make_pair,
-    run_config,
-)
+from tests.distributed.llamas import PLAIN, QWEN2, QWEN3, SHARES_GROUPS, TIED, make_pair, run_config
 from tests.distributed.samples import make_experience, make_rollouts
 from tests.distributed.test_layout_invariance import PP2, SP2, TP2
 from tests.unit.weights.folders_of import read_folder

@@ -76,8 +76,7 @@ def expected_logits(model: Any, rollouts: Rollouts, scored: bool) -> torch.Tenso
 
 
 @pytest.mark.parametrize(
-    "family",
-    [pytest.param(n, marks=shares_groups if n == "one-group" else ()) for n in FAMILIES],
+    "family", [pytest.param(n, marks=shares_groups if n == "one-group" else ()) for n in FAMILIES]
 )
 @pytest.mark.parametrize("scored", [False, True], ids=["logits", "scores"])
 def test_forward_equals_transformers_in_every_layout(

@@ -9,13 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mindspeed_rlxf.config.enums import (
-    KlPenalty,
-    LossNormalizer,
-    RewardKind,
-    Role,
-    Stage,
-)
+from mindspeed_rlxf.config.enums import KlPenalty, LossNormalizer, RewardKind, Role, Stage
 from mindspeed_rlxf.config.schema import OptimizerConfig
 from mindspeed_rlxf.data.batch import Experience, Rollouts
 from mindspeed_rlxf.engine.train_engine import TrainEngine
@@ -202,9 +196,7 @@ def samples(prefers: bool) -> tuple[Rollouts, Experience]:
     signs = torch.tensor([1.0, -1, -1, 1, 0, 0, 1, -1]) if prefers else made.advantages[:, 0]
     rollouts = replace(rollouts, rollout_log_probs=made.old_log_probs + 0.2 * noise())
     return rollouts, replace(
-        made,
-        advantages=signs[:, None] * mask,
-        ref_log_probs=made.old_log_probs + 0.3 * noise(),
+        made, advantages=signs[:, None] * mask, ref_log_probs=made.old_log_probs + 0.3 * noise()
     )
 
 

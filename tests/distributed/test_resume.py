@@ -24,14 +24,7 @@ from tests.chaos.same_run import lines_of, state_of
 from tests.distributed.conftest import REPOSITORY
 from tests.distributed.llamas import PLAIN, make_models, same_tensors
 from tests.distributed.resume_run import Killed, start
-from tests.distributed.test_layout_invariance import (
-    ARCHITECTURES,
-    EP2,
-    ITERATIONS,
-    PP2,
-    TP2,
-    VP2,
-)
+from tests.distributed.test_layout_invariance import ARCHITECTURES, EP2, ITERATIONS, PP2, TP2, VP2
 
 T = TypeVar("T")
 Run = Callable[..., RunDirectory]

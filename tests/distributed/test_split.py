@@ -61,10 +61,7 @@ def run_of(
     config = config.model_copy(update={"logging": everything})
     if parts:
         actor = Role.ACTOR_ROLLOUT
-        sizes = {
-            "tensor_model_parallel_size": rollout_tp,
-            "expert_model_parallel_size": rollout_ep,
-        }
+        sizes = {"tensor_model_parallel_size": rollout_tp, "expert_model_parallel_size": rollout_ep}
         changes = {
             "placement": {**config.placement, actor: "actor"},
             "resource_pool": {"main": [1], "actor": [sum(parts)]},

@@ -19,14 +19,8 @@ from torch import Tensor
 from mindspeed_rlxf.algorithms.losses import LossOutput, TokenLoss, clipped_policy_loss
 from mindspeed_rlxf.algorithms.masked import masked_whiten
 from mindspeed_rlxf.checkpoint.directory import RunDirectory
-from mindspeed_rlxf.config.enums import (
-    AdvantageWhiten,
-    LossNormalizer,
-)
-from mindspeed_rlxf.config.schema import (
-    KlControlConfig,
-    RunConfig,
-)
+from mindspeed_rlxf.config.enums import AdvantageWhiten, LossNormalizer
+from mindspeed_rlxf.config.schema import KlControlConfig, RunConfig
 from mindspeed_rlxf.data.batch import (
     Experience,
     ExperienceInputs,
@@ -47,21 +41,8 @@ from mindspeed_rlxf.roles.objectives import ClippedObjective
 from tests.processes import read_lines, read_metrics
 from tests.rows import length_mask
 from tests.training import train
-from tests.trl.record import (
-    BATCH,
-    EOS,
-    START,
-    TRACES,
-    UPDATES,
-    make_tokenizer,
-)
-from tests.trl.runs import (
-    SeenEnough,
-    Trace,
-    prepared,
-    recorded_order,
-    trl_config,
-)
+from tests.trl.record import BATCH, EOS, START, TRACES, UPDATES, make_tokenizer
+from tests.trl.runs import SeenEnough, Trace, prepared, recorded_order, trl_config
 
 LAYOUTS = {
     "one process": (1, {}),

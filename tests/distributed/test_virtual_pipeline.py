@@ -94,10 +94,7 @@ def test_replicas_make_as_many_micro_batches(warm_runtime: Any, tmp_path: Path) 
     assert lengths == [19, 12, 10, 9, 10, 15, 10, 11]
     make_llama(tmp_path, PLAIN)
     parts = [make_rollouts().select(rows) for rows in (range(4), range(4, 8))]
-    for limit, first, second in (
-        (31, [31, 19], [25, 21]),
-        (30, [19, 22, 9], [10, 15, 21]),
-    ):
+    for limit, first, second in ((31, [31, 19], [25, 21]), (30, [19, 22, 9], [10, 15, 21])):
         role = role_of(tmp_path, PLAIN, max_tokens_per_micro_batch=limit)
         group = build_group(warm_runtime, layout_of(role, 2), Exporter, role, LM)
         assert group.call(Exporter.group_sizes, Sharded(parts)).result() == [first, second]

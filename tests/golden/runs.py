@@ -89,10 +89,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "remax": ("grpo_trainer_tiny", {**GROUPS, "algorithm.adv_estimator": "remax"}),
     "online_dpo": ("online_dpo_trainer_tiny", WITH_PASS),
-    "online_ipo": (
-        "online_dpo_trainer_tiny",
-        {**WITH_PASS, "actor_rollout.dpo_loss_type": "ipo"},
-    ),
+    "online_ipo": ("online_dpo_trainer_tiny", {**WITH_PASS, "actor_rollout.dpo_loss_type": "ipo"}),
 }
 KEPT = (
     "actor/pg_loss", "actor/dpo_loss", "actor/kl_loss", "actor/entropy", "actor/grad_norm",

@@ -125,9 +125,7 @@ def test_a_hostile_row_is_one_short_line(row: dict[str, Any], found: str, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "line",
-    ["9" * 6000, '{"prompt": ' + "9" * 6000 + "}", "\0" * 99],
-    ids=range(3),
+    "line", ["9" * 6000, '{"prompt": ' + "9" * 6000 + "}", "\0" * 99], ids=range(3)
 )
 def test_a_hostile_line_is_named(line: str, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(line + "\n")

@@ -23,13 +23,7 @@ from tests.hostile.sandbox_programs import HOSTILE, PRELUDE, Hostile
 from tests.hostile.sandbox_table import put_into
 
 ROOT = Path(__file__).parents[2]
-STRICT = {
-    "cpu_s": 3.0,
-    "wall_s": 8.0,
-    "memory_mb": 128,
-    "file_mb": 4,
-    "output_kb": 64,
-}
+STRICT = {"cpu_s": 3.0, "wall_s": 8.0, "memory_mb": 128, "file_mb": 4, "output_kb": 64}
 WORD = f"secret-{secrets.token_hex(8)}"
 MARK = f"rlxf{secrets.token_hex(4)}"  # a name of a process has at most 15 letters
 QUICK = {"cpu_s": 0.3, "wall_s": 0.6}

@@ -135,9 +135,7 @@ def test_rows_are_freed_when_the_driver_has_no_reference_to_them(make_pools: Mak
     assert held() == before
 
 
-def test_the_failure_of_a_producer_is_reported_and_not_its_consumers(
-    make_pools: MakePools,
-) -> None:
+def test_the_failure_of_a_producer_is_reported_and_not_its_consumers(make_pools: MakePools) -> None:
     producer, consumer = [build(pool) for pool in make_pools(1, 2)]
     rows = producer.call(StandIn.fail_with_rows, Sharded([Numbers(torch.arange(4))])).rows()
     with pytest.raises(WorkerError) as caught:
