@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,6 +32,19 @@ def start_logged(
 def with_sources(**variables: str) -> dict[str, str]:
     """Return a copy of this process's environment with PYTHONPATH set to this repository."""
     return {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+
+
+def run_python(*words: object, folder: Path = ROOT, timeout_s: float = 600.0, **more: str) -> str:
+    """Run Python with these words in `folder`; return all that it printed. more: environment
+
+    Fails the test for an exit code other than 0.
+    """
+    done = subprocess.run(
+        [sys.executable, *map(str, words)],
+        cwd=folder, env=with_sources(**more), capture_output=True, text=True, timeout=timeout_s,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 def wait_for(text: str, log: Path, process: subprocess.Popen[bytes], timeout_s: float) -> None:

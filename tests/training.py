@@ -4,7 +4,7 @@ from typing import Any
 
 from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.trainer.preflight import Prepared
+from mindspeed_rlxf.trainer.preflight import Prepared, prepare
 from mindspeed_rlxf.trainer.run import training
 
 
@@ -14,3 +14,13 @@ def train(
     """Run all iterations and export the final weights. more: keyword arguments of `training`"""
     with training(config, prepared, directory, runtime, **more) as trainer:
         trainer.fit()
+
+
+def run(config: RunConfig, runtime: Any, prepared: Prepared | None = None) -> RunDirectory:
+    """Run all iterations, prepared as usual or as given; return the unlocked run directory."""
+    directory = RunDirectory.create(config)
+    try:
+        train(config, prepared or prepare(config), directory, runtime)
+    finally:
+        directory.unlock()
+    return directory

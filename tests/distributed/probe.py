@@ -8,10 +8,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mindspeed_rlxf.algorithms.losses import LossOutput, normalised_loss
+from mindspeed_rlxf.config.enums import LossNormalizer
 from mindspeed_rlxf.config.schema import RoleConfig
 from mindspeed_rlxf.data.batch import RoleOutput, Rollouts
 from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.micro_batch import MicroBatch
+from mindspeed_rlxf.engine.train_engine import PolicyStep, TokenLogProbs
 from mindspeed_rlxf.models.heads import full_logits
 from mindspeed_rlxf.models.parameters import Head, hf_shapes
 from mindspeed_rlxf.models.transformer import TransformerModel
@@ -70,3 +73,14 @@ class EngineProbe:
     def trackers(self) -> RoleOutput:
         """Report which tracker packages this process has imported."""
         return RoleOutput(report=sorted({"tensorboard", "wandb"} & set(sys.modules)))
+
+
+def likelihood_step(rollouts: Rollouts, factor: float = 1.0) -> PolicyStep:
+    """A step on `factor` times the mean negative log-likelihood of the responses."""
+
+    def loss_of(rows: list[int], tokens: TokenLogProbs) -> LossOutput:
+        loss, mean = -factor * tokens.log_probs, LossNormalizer.MINIBATCH_TOKENS
+        lengths = rollouts.response_lengths[rows]
+        return normalised_loss(loss, lengths, mean, 1, {"loss": loss}, {})
+
+    return PolicyStep(loss_of, 1.0)

@@ -1,6 +1,9 @@
 """Artificial rollouts and experience, with responses of very different lengths."""
 
+from collections.abc import Iterator
+
 import torch
+from torch import Tensor
 
 from mindspeed_rlxf.data.batch import Experience, Rollouts
 from tests.distributed.llamas import VOCAB
@@ -29,6 +32,13 @@ def make_rollouts(seed: int = 0) -> Rollouts:
         has_eos=torch.tensor([False, True] * (count // 2)),
         data_sources=["test"] * count,
     )
+
+
+def sequences(rollouts: Rollouts) -> Iterator[tuple[Tensor, Tensor]]:
+    """The token ids of each prompt and response, without padding."""
+    for row in range(rollouts.num_rows):
+        prompt = rollouts.prompt_ids[row, : rollouts.prompt_lengths[row]]
+        yield prompt, rollouts.response_ids[row, : rollouts.response_lengths[row]]
 
 
 def make_experience(rollouts: Rollouts, seed: int = 1) -> Experience:

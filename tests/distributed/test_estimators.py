@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from mindspeed_rlxf.config.enums import AdvantageWhiten, AdvEstimator, KlPenalty, Role, Stage
 from mindspeed_rlxf.config.schema import RunConfig
 from tests.distributed.llamas import TIED, make_models
 from tests.distributed.test_layout_invariance import PP2, TP2, Outcome, compare, fixed_run
-from tests.training import train
+from tests.training import run
 
 LOSS = {"kl_in": "loss", "kl_penalty": KlPenalty.LOW_VAR_KL}
 PLAIN = {"advantage_whiten": AdvantageWhiten.NONE}
@@ -20,28 +19,18 @@ CASES: dict[str, tuple[AdvEstimator, dict[str, Any], dict[str, Any], int, dict[s
     "dr_grpo": (AdvEstimator.DR_GRPO, PLAIN, {"clip_ratio_high": 0.28}, 4, {**TP2, **PP2}),
     "rloo": (AdvEstimator.RLOO, PLAIN, {"policy_loss": "gspo"}, 2, TP2),
     "reinforce++": (
-        AdvEstimator.REINFORCE_PLUS_PLUS,
-        {"gamma": 0.99, "whiten_rewards": True},
-        {"entropy_coeff": 0.01},
-        2,
-        {},
+        AdvEstimator.REINFORCE_PLUS_PLUS, {"gamma": 0.99, "whiten_rewards": True},
+        {"entropy_coeff": 0.01}, 2, {},
     ),
     "reinforce++ in mini-batches": (
         AdvEstimator.REINFORCE_PLUS_PLUS,
-        {"gamma": 0.99, "advantage_whiten": AdvantageWhiten.MINIBATCH},
-        {},
-        2,
-        {},
+        {"gamma": 0.99, "advantage_whiten": AdvantageWhiten.MINIBATCH}, {}, 2, {},
     ),
     "reinforce++ baseline": (
-        AdvEstimator.REINFORCE_PLUS_PLUS_BASELINE,
-        {**LOSS, "reward_clip": 0.5},
-        {},
-        2,
-        PP2,
+        AdvEstimator.REINFORCE_PLUS_PLUS_BASELINE, {**LOSS, "reward_clip": 0.5}, {}, 2, PP2,
     ),
     "remax": (AdvEstimator.REMAX, PLAIN, {}, 2, {}),
-}
+}  # fmt: skip
 SHORT = ("grpo",)
 
 
@@ -62,7 +51,8 @@ def test_layouts_learn_the_same_without_a_critic(
         "algorithm": {"adv_estimator": estimator, **algorithm},
         "actor_rollout": {"n_samples_per_prompt": 4, **actor},
     }
-    check_layouts(warm_runtime, tmp_path, models, sections, size, layout)
+    outcomes = both(warm_runtime, tmp_path, models, sections, size, layout, ["actor"])
+    assert not any(name.startswith("critic/v") for name in outcomes[0].metrics[0])
 
 
 @pytest.mark.long
@@ -71,7 +61,7 @@ def test_layouts_prefer_the_same(warm_runtime: Any, tmp_path: Path, models: Path
         "training": {"stage": Stage.RAY_ONLINE_DPO, "global_batch_size": 8},
         "actor_rollout": {"n_samples_per_prompt": 2},
     }
-    check_layouts(warm_runtime, tmp_path, models, sections, 2, {})
+    both(warm_runtime, tmp_path, models, sections, 2, {}, ["actor"])
 
 
 @pytest.mark.parametrize(
@@ -86,36 +76,25 @@ def test_layouts_learn_the_same_with_a_warm_up_and_lambdas_of_their_own(
         "critic": {"warmup_iters": 2},
         "algorithm": {"critic_lam": 1.0, "lam_alpha": 0.2},  # lambda from 0 to 0.69
     }
-    outcomes = []
-    for name, ranks, keys in (("one", 1, {}), ("other", size, layout)):
-        config, prepared = fixed_run(models, tmp_path / name, TIED, ranks, keys, sections)
-        directory = RunDirectory.create(config)
-        train(config, prepared, directory, warm_runtime)
-        outcomes.append(Outcome(directory))
-    compare(*outcomes, models)
+    outcomes = both(warm_runtime, tmp_path, models, sections, size, layout, ["actor", "critic"])
     for ours, theirs in zip(*(outcome.metrics[2:] for outcome in outcomes), strict=True):
         expected = pytest.approx(theirs["actor/pg_loss"], rel=1e-4, abs=1e-6)
         assert ours["actor/pg_loss"] == expected
 
 
-def check_layouts(
-    runtime: Any,
-    out: Path,
-    models: Path,
-    sections: dict[str, dict[str, Any]],
-    size: int,
-    layout: dict[str, Any],
-) -> None:
-    """One process and a layout end alike, without metrics and weights of a critic."""
+def both(
+    runtime: Any, out: Path, models: Path, sections: dict[str, dict[str, Any]], size: int,
+    layout: dict[str, Any], roles: list[str],
+) -> list[Outcome]:  # fmt: skip
+    """What one process and a layout end with, which is alike. roles: that learn"""
     outcomes = []
     for name, ranks, keys in (("one", 1, {}), ("other", size, layout)):
         config, prepared = fixed_run(models, out / name, TIED, ranks, keys, sections)
-        config = without_critic(config)
-        directory = RunDirectory.create(config)
-        train(config, prepared, directory, runtime)
-        outcomes.append(Outcome(directory))
-    assert not any(name.startswith("critic/v") for name in outcomes[0].metrics[0])
-    compare(*outcomes, models, roles=["actor"])
+        if "critic" not in roles:
+            config = without_critic(config)
+        outcomes.append(Outcome(run(config, runtime, prepared)))
+    compare(*outcomes, models, roles=roles)
+    return outcomes
 
 
 def without_critic(config: RunConfig) -> RunConfig:

@@ -8,14 +8,12 @@ import pytest
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
-from mindspeed_rlxf.algorithms.losses import LossOutput, normalised_loss
-from mindspeed_rlxf.config.enums import LossNormalizer
 from mindspeed_rlxf.config.rank_layout import ParallelLayout
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import RoleOutput, Rollouts
 from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.micro_batch import chunk_rows
-from mindspeed_rlxf.engine.train_engine import PolicyStep, TokenLogProbs, TrainEngine
+from mindspeed_rlxf.engine.train_engine import TrainEngine
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.roles.rollout import Sampling
 from tests.distributed.groups import build_group, build_policy, layout_of, split_evenly
@@ -29,8 +27,8 @@ from tests.distributed.llamas import (
     run_config,
     same_tensors,
 )
-from tests.distributed.probe import EngineProbe
-from tests.distributed.samples import make_rollouts
+from tests.distributed.probe import EngineProbe, likelihood_step
+from tests.distributed.samples import make_rollouts, sequences
 from tests.distributed.test_parity_with_transformers import (
     PADDED,
     PP2,
@@ -160,14 +158,8 @@ class GradientProbe:
 
     def gradients(self, rollouts: Rollouts, main: float) -> RoleOutput:
         """Of `main` times the mean negative log-likelihood, and of the load-balancing loss."""
-
-        def loss_of(rows: list[int], tokens: TokenLogProbs) -> LossOutput:
-            loss, mean = -main * tokens.log_probs, LossNormalizer.MINIBATCH_TOKENS
-            lengths = rollouts.response_lengths[rows]
-            return normalised_loss(loss, lengths, mean, 1, {"loss": loss}, {})
-
         batches = self.engine.micro_batches(rollouts, range(rollouts.num_rows))
-        norm = self.engine.train_step(batches, PolicyStep(loss_of, 1.0))
+        norm = self.engine.train_step(batches, likelihood_step(rollouts, main))
         weights = self.engine.weights
         for tensor in weights.tensors.values():
             tensor.data = tensor.main_grad  # type: ignore[attr-defined]
@@ -177,24 +169,18 @@ class GradientProbe:
         return RoleOutput(report=({k: v.tolist() for k, v in named.items()}, norm["grad_norm"]))
 
 
-def config_experts(config: Any) -> int:
-    """Version 4 of transformers has one name for each family."""
-    both = config.to_dict()
-    return int(both.get("num_experts") or both["num_local_experts"])
-
-
 def expected_gradients(
     model: Any, rollouts: Rollouts, main: float, coefficient: float, folder: Path
 ) -> dict[str, torch.Tensor]:
     """transformers' forward pass, and plain sums over its tokens, experts and layers."""
     a, total = model.config, int(rollouts.response_lengths.sum())
-    experts = config_experts(a)
-    loss = torch.zeros(())
+    named, loss = a.to_dict(), torch.zeros(())
+    experts = named.get("num_experts") or named["num_local_experts"]  # by the version's names
+    samples = list(sequences(rollouts))
     for group in chunk_rows(range(rollouts.num_rows), ROWS):
         routed: list[list[Any]] = [[] for _ in range(a.num_hidden_layers)]
         for row in group:
-            prompt = rollouts.prompt_ids[row, : rollouts.prompt_lengths[row]]
-            response = rollouts.response_ids[row, : rollouts.response_lengths[row]]
+            prompt, response = samples[row]
             out = model(torch.cat((prompt, response))[None], output_router_logits=True)
             log_probs = out.logits[0, len(prompt) - 1 : -1].log_softmax(-1)
             loss = loss - main * log_probs[range(len(response)), response].sum() / total

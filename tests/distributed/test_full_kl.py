@@ -14,13 +14,11 @@ from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.reference import ReferenceRole
 from tests.distributed.groups import build_group
 from tests.distributed.llamas import PLAIN, make_llama, run_config
-from tests.distributed.samples import make_rollouts
+from tests.distributed.samples import make_rollouts, sequences
+from tests.distributed.test_layout_invariance import PP2, TP2
 
 TEMPERATURE = 0.8
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one process": (1, {}),
-    "tp2 pp2": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
-}
+LAYOUTS: dict[str, tuple[int, Any]] = {"one process": (1, {}), "tp2 pp2": (4, {**TP2, **PP2})}
 
 
 class ReportingReference(ReferenceRole):
@@ -47,10 +45,8 @@ def test_kl_is_the_sum_over_the_vocabulary(warm_runtime: Any, tmp_path: Path, la
     rollouts = make_rollouts()
     call = ref.call(ReportingReference.report_kl, Sharded([rollouts]), Peer(Role.ACTOR_ROLLOUT))
     kl, log_probs = call.result()[0]
-    for row in range(rollouts.num_rows):
-        prompt = rollouts.prompt_ids[row, : rollouts.prompt_lengths[row]]
-        count = int(rollouts.response_lengths[row])
-        tokens = rollouts.response_ids[row, :count]
+    for row, (prompt, tokens) in enumerate(sequences(rollouts)):
+        count = len(tokens)
         logs = []
         for model in (policy, reference):
             with torch.no_grad():

@@ -3,10 +3,7 @@
 `make chaos` does the same with many kills of whole runs under Ray.
 """
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +11,8 @@ import pytest
 from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from tests.chaos.forked import ITERATIONS
 from tests.chaos.same_run import differences
-from tests.distributed.conftest import REPOSITORY
 from tests.distributed.llamas import PLAIN, make_models
+from tests.processes import run_python
 
 KILLS = 3
 OF_ROLES = ["config.json", "state.json", "state_00000.safetensors"]
@@ -38,16 +35,8 @@ SYNCED = [  # fsync of each file after its last write, and of each folder after 
 def forked(module: str, folder: Path, *arguments: str) -> str:
     """Run a module of `tests.chaos`, which leaves its runs in the folder; return its output."""
     models = make_models(folder / "models", PLAIN)
-    done = subprocess.run(
-        [sys.executable, "-m", f"tests.chaos.{module}", models, folder, *arguments],
-        cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=3000,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    words = f"tests.chaos.{module}", models, folder, *arguments
+    return run_python("-m", *words, timeout_s=3000)
 
 
 def test_three_kills_at_random_moments_change_nothing(tmp_path: Path) -> None:

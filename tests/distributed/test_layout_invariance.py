@@ -1,8 +1,6 @@
 """Five iterations on fixed responses end at the same weights in every layout, placement of the
 roles and runtime."""
 
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.trainer.preflight import Prepared
 from tests.chaos.same_run import MACHINE_METRICS
 from tests.distributed.cluster.test_local_runtime import torchrun
-from tests.distributed.conftest import NUM_DEVICES, REPOSITORY
+from tests.distributed.conftest import NUM_DEVICES
 from tests.distributed.llamas import (
     MIXTRAL,
     PLAIN,
@@ -36,8 +34,8 @@ from tests.distributed.llamas import (
     make_models,
     run_config,
 )
-from tests.processes import read_metrics
-from tests.training import train
+from tests.processes import read_metrics, run_python
+from tests.training import run
 from tests.trl.record import make_tokenizer
 from tests.unit.weights.folders_of import read_folder
 
@@ -50,6 +48,7 @@ TOKENS = {"max_tokens_per_micro_batch": 40}  # a sample has 2 to 35
 IN_ORDER = {"balance_by_length": False}
 EP2 = {"expert_model_parallel_size": 2}
 WHITENED = {"algorithm": {"whiten_rewards": True}}  # its sums go over the replicas
+SHARDED = {"optimizer": {"use_distributed_optimizer": True}}
 
 # name -> processes, keys of every role, keys by section
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
@@ -61,7 +60,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "tp2 pp2": (4, {**TP2, **PP2}, {}),
     "tp2 dp2": (4, TP2, {}),
     "pp2 dp2": (4, PP2, {}),
-    "dp2 distributed optimizer": (2, {}, {"optimizer": {"use_distributed_optimizer": True}}),
+    "dp2 distributed optimizer": (2, {}, SHARDED),
     "micro-batch 1": (1, {"micro_batch_size": 1}, {}),
     "micro-batch 4": (1, {"micro_batch_size": 4}, {}),
     "by tokens": (1, TOKENS, {}),
@@ -71,11 +70,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "by tokens pp2 dp2": (4, {**PP2, **TOKENS}, {}),
     "virtual pipeline": (2, VP2, {}),
     "virtual pipeline by tokens": (2, {**VP2, **TOKENS}, {}),
-    "virtual pipeline dp2 distributed optimizer": (
-        4,
-        VP2,
-        {"optimizer": {"use_distributed_optimizer": True}},
-    ),
+    "virtual pipeline dp2 distributed optimizer": (4, VP2, SHARDED),
     "virtual pipeline tp2 sequence parallel": (4, {**VP2, **SP2}, {}),
     "padded": (1, {"packed_sequences": False}, {}),
     "padded pp2": (2, {**PP2, "packed_sequences": False}, {}),
@@ -88,7 +83,7 @@ if SHARES_GROUPS:  # each by two ranks
 SPARSE: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "dp2 ep2": (2, EP2, {}),
     "dp4 ep2": (4, EP2, {}),
-    "dp2 ep2 distributed optimizer": (2, EP2, {"optimizer": {"use_distributed_optimizer": True}}),
+    "dp2 ep2 distributed optimizer": (2, EP2, SHARDED),
     "tp2 dp2 ep2": (4, {**TP2, **EP2, "sequence_parallel": True}, {}),
     "pp2 dp2 ep2": (4, {**PP2, **EP2}, {}),
     "dp2 ep2 padded": (2, {**EP2, "packed_sequences": False}, {}),
@@ -113,6 +108,7 @@ GROUPS = {
     "in order dp2": (2, FOURS, UNSHUFFLED),
     "in order tp2 sequence parallel pp2": (4, {**FOURS, **SP2, **PP2}, UNSHUFFLED),
     "in order by tokens dp2": (2, TOKENS, UNSHUFFLED),
+    "in order, recompute": (1, {**FOURS, "recompute": "full"}, UNSHUFFLED),
 }
 ALONE = ("dp2", "pp2", "tp2 pp2")  # what the other architectures are run in
 PAIRWISE = [
@@ -260,9 +256,7 @@ def outcome(
         placed = {role: f"pool{i}" for i, pool in enumerate(pools) for role in pool}
         sizes = {pool: [NUM_DEVICES // len(pools)] for pool in placed.values()}
         config = config.model_copy(update={"placement": placed, "resource_pool": sizes})
-    directory = RunDirectory.create(config)
-    train(config, prepared, directory, runtime)
-    return Outcome(directory)
+    return Outcome(run(config, runtime, prepared))
 
 
 def cases() -> list[Any]:
@@ -310,10 +304,8 @@ def test_the_local_runtime_changes_nothing(
 ) -> None:
     one = one_process(warm_runtime, tmp_path, models["untied"], "untied")
     launcher = torchrun() if ranks > 1 else []
-    command = [sys.executable, *launcher, "-m", "tests.distributed.local_run"]
-    command += [str(models["untied"]), str(tmp_path / "other"), str(ranks)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    words = "tests.distributed.local_run", models["untied"], tmp_path / "other", ranks
+    run_python(*launcher, "-m", *words, timeout_s=120)
     compare(one, Outcome(RunDirectory(tmp_path / "other")), models["untied"])
 
 
@@ -333,29 +325,31 @@ def test_balance_by_length_changes_nothing(
 
 
 @pytest.mark.parametrize(
-    ("apart", "shared"),
+    ("name", "apart", "shared"),
     [
-        ("apart", "in order dp2"),
+        ("untied", "apart", "in order dp2"),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in (
-                ("apart", "in order"),
-                ("apart", "in order tp2 sequence parallel pp2"),
-                ("apart", "in order by tokens dp2"),
-                ("shuffled, apart", "shuffled"),
-                ("shuffled, apart", "shuffled dp2"),
+                ("untied", "apart", "in order"),
+                ("untied", "apart", "in order, recompute"),
+                ("untied", "apart", "in order tp2 sequence parallel pp2"),
+                ("untied", "apart", "in order by tokens dp2"),
+                ("untied", "shuffled, apart", "shuffled"),
+                ("untied", "shuffled, apart", "shuffled dp2"),
+                ("qwen3-moe", "apart", "in order"),
             )
         ),
     ],
 )
 def test_sharing_prompts_changes_nothing(
-    warm_runtime: Any, tmp_path: Path, models: dict[str, Path], apart: str, shared: str
+    warm_runtime: Any, tmp_path: Path, models: dict[str, Path], name: str, apart: str, shared: str
 ) -> None:
     one, other = (
-        outcome(warm_runtime, models["untied"], tmp_path / name, "untied", name)
-        for name in (apart, shared)
+        outcome(warm_runtime, models[name], tmp_path / layout, name, layout)
+        for layout in (apart, shared)
     )
-    compare(one, other, models["untied"])
+    compare(one, other, models[name])
     computed = [
         sum(line["throughput/computed_tokens"] for line in each.metrics) for each in (one, other)
     ]

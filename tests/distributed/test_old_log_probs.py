@@ -1,14 +1,18 @@
-"""With one step per iteration the update computes old log-probs itself, with equal results."""
+"""Passes that a run can do without are not made, and its numbers are the same.
 
-import json
+With one step per iteration the update computes old log-probs itself.
+"""
+
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mindspeed_rlxf.roles.actor import ActorRole
+from mindspeed_rlxf.roles.reference import ReferenceRole
 from tests.chaos.same_run import MACHINE_METRICS
 from tests.golden import runs
+from tests.processes import read_metrics
 
 ONE_STEP = {
     "actor_rollout.ppo_epochs": 1,
@@ -25,8 +29,7 @@ def metrics_of(
 ) -> list[dict[str, float]]:
     monkeypatch.setattr(runs, "KEPT", ())
     runs.run(name, out, runtime, {**ONE_STEP, **keys})
-    lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["metrics"] for line in lines]
+    return read_metrics(out)
 
 
 @pytest.mark.parametrize(
@@ -73,3 +76,16 @@ def test_online_dpo_of_several_steps_makes_no_pass(
             assert mine[key] == pytest.approx(theirs[key], rel=1e-6), key
         # of the first step alone, whose weights are those of generation: rounding only
         assert mine["rollout/log_prob_gap_mean"] < 1e-5
+
+
+@pytest.mark.parametrize("name", ["gae", "grpo"])  # KL in the reward; KL in the loss
+def test_a_run_without_a_penalty_needs_no_reference(
+    warm_runtime: Any, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {"algorithm.kl_ctrl.kl_coef": 0.0, "training.train_iters": 2}
+    asked = {**keys, "logging.reference_kl": True}
+    expected = runs.run(name, tmp_path / "with", warm_runtime, asked)
+    expected.pop("critic/kl")
+    expected.pop("actor/kl_loss", None)
+    monkeypatch.delattr(ReferenceRole, "log_probs")
+    assert runs.run(name, tmp_path / "without", warm_runtime, keys) == expected

@@ -5,15 +5,13 @@
 """
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from mindspeed_rlxf.reporting.jsonl import read_jsonl
 from tests.chaos.same_run import MACHINE_METRICS
-from tests.processes import ROOT, read_metrics, with_sources
+from tests.processes import ROOT, read_metrics, run_python
 
 STORED = ROOT / "tests" / "golden" / "older_run"
 PROMPTS = ROOT / "tests" / "golden" / "start" / "prompts.jsonl"
@@ -34,13 +32,9 @@ def test_a_run_directory_of_an_older_version_resumes(tmp_path: Path) -> None:
     shutil.copy(PROMPTS, tmp_path / "start" / "prompts.jsonl")
     stored = tmp_path / "run" / "config.yaml"
     stored.write_text(stored.read_text().replace("/srv/rlxf", str(tmp_path)))
-    command = [sys.executable, str(ROOT / "ray_gpt.py"), "--config-name", "grpo_trainer_tiny"]
-    done = subprocess.run(
-        [*command, *KEYS, "training.train_iters=3"],
-        cwd=tmp_path, env=with_sources(), capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "resumed from" in done.stdout
+    words = ROOT / "ray_gpt.py", "--config-name", "grpo_trainer_tiny", *KEYS
+    said = run_python(*words, "training.train_iters=3", folder=tmp_path, timeout_s=300)
+    assert "resumed from" in said
     expected = next(read_jsonl(STORED / "iteration_3.jsonl"))["metrics"]
     found = read_metrics(tmp_path / "run")[-1]
     names = [name for name in expected if not name.startswith(MACHINE_METRICS)]

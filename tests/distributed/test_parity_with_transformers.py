@@ -33,7 +33,7 @@ from tests.distributed.llamas import (
     shares_groups,
 )
 from tests.distributed.probe import EngineProbe
-from tests.distributed.samples import make_rollouts
+from tests.distributed.samples import make_rollouts, sequences
 
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 SP, PADDED = {"sequence_parallel": True}, {"packed_sequences": False}
@@ -65,12 +65,10 @@ def world_size(layout: dict[str, Any]) -> int:
 def expected_logits(model: Any, rollouts: Rollouts, scored: bool) -> torch.Tensor:
     """Each sample alone through transformers, at the places that predict response tokens."""
     parts = []
-    for row in range(rollouts.num_rows):
-        prompt = rollouts.prompt_ids[row, : rollouts.prompt_lengths[row]]
-        response = rollouts.response_ids[row, : rollouts.response_lengths[row]]
-        ids = torch.cat((prompt, response))[None]
+    for prompt, response in sequences(rollouts):
         with torch.no_grad():
-            body = model.model(ids).last_hidden_state[0, len(prompt) - 1 : -1]
+            hidden = model.model(torch.cat((prompt, response))[None]).last_hidden_state
+            body = hidden[0, len(prompt) - 1 : -1]
             parts.append(model.score(body).squeeze(-1) if scored else model.lm_head(body))
     return torch.cat(parts)
 
@@ -146,11 +144,9 @@ def test_greedy_generation_equals_transformers_token_by_token(
     prompts = make_prompts(8)
     pending = rollout.generate(prompts, seed=5, sampling=Sampling.GREEDY)
     produced = actor.sample_texts(pending.rows(), 8)
-    lengths = set()
     for text, prompt in zip(produced, prompts.token_ids, strict=True):
         assert text.response_ids == greedy_response(model, prompt, eos)
-        lengths.add(len(text.response_ids))
-    assert len(lengths) > 2, "the prompts should end at different steps"
+    assert len({len(text.response_ids) for text in produced}) > 2, "they end at different steps"
     reports = pending.result()
     responses = sum(len(text.response_ids) for text in produced)
     assert sum(r.sampled_tokens for r in reports) == responses
@@ -160,7 +156,7 @@ def test_greedy_generation_equals_transformers_token_by_token(
 
 def make_prompts(count: int) -> Prompts:
     rollouts = make_rollouts(seed=7).select(range(count))
-    ids = [rollouts.prompt_ids[row, : rollouts.prompt_lengths[row]].numpy() for row in range(count)]
+    ids = [prompt.numpy() for prompt, _ in sequences(rollouts)]
     empty = [[]] * count, [{}] * count
     return Prompts(list(range(count)), ids, [""] * count, ["test"] * count, *empty)
 
@@ -193,9 +189,7 @@ def test_values_equal_transformers_at_every_state(warm_runtime: Any, tmp_path: P
     group = build_group(warm_runtime, layout, ValuesAsReport, config, role=Role.CRITIC)
     rollouts = make_rollouts()
     got = group.call(ValuesAsReport.report_values, Sharded([rollouts])).result()[0]
-    for row in range(rollouts.num_rows):
-        prompt = rollouts.prompt_ids[row, : rollouts.prompt_lengths[row]]
-        response = rollouts.response_ids[row, : rollouts.response_lengths[row]]
+    for row, (prompt, response) in enumerate(sequences(rollouts)):
         with torch.no_grad():
             hidden = model.model(torch.cat((prompt, response))[None]).last_hidden_state[0]
             expected = model.score(hidden[len(prompt) - 1 :]).squeeze(-1)

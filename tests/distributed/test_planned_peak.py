@@ -1,8 +1,6 @@
 """The peak memory of a role is the planned one, within 10%, in a process of its own on a CPU."""
 
 import gc
-import os
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,11 +23,11 @@ from mindspeed_rlxf.engine import offload
 from mindspeed_rlxf.ops.planning.memory import role_memory
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticRole
-from tests.distributed.conftest import REPOSITORY
 from tests.distributed.groups import build_group
 from tests.distributed.llamas import make_llama, run_config
 from tests.distributed.samples import make_experience
 from tests.distributed.test_memory_plan import measured
+from tests.processes import run_python
 from tests.rows import made_rollouts
 from tests.traced import traced_peak
 
@@ -144,12 +142,7 @@ def make_config(shape: Shape, folder: Path) -> RunConfig:
     make_llama(folder, shape.architecture, scored=scored)
     gc.collect()  # free the model that was written
     return run_config(
-        folder,
-        folder,
-        shape.architecture,
-        {"micro_batch_size": 4},
-        1,
-        OptimizerConfig(lr=1e-6),
+        folder, folder, shape.architecture, {"micro_batch_size": 4}, 1, OptimizerConfig(lr=1e-6),
         actor_rollout={
             "max_prompt_length": shape.prompt,
             "max_new_tokens": shape.response,
@@ -158,7 +151,7 @@ def make_config(shape: Shape, folder: Path) -> RunConfig:
         },
         critic={"critic_mini_batch_size": 4, **(shape.keys if scored else {})},
         training={"seq_length": shape.prompt + shape.response},
-    )
+    )  # fmt: skip
 
 
 def marks_of(name: str) -> list[pytest.MarkDecorator]:
@@ -168,15 +161,7 @@ def marks_of(name: str) -> list[pytest.MarkDecorator]:
 @pytest.mark.parametrize("name", [pytest.param(each, marks=marks_of(each)) for each in SHAPES])
 def test_as_much_is_planned_as_is_allocated(tmp_path: Path, name: str) -> None:
     """At real width 22 GB of free memory are needed, and some minutes."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.distributed.test_planned_peak", name, str(tmp_path)],
-        cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=1500,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_python("-m", "tests.distributed.test_planned_peak", name, tmp_path, timeout_s=1500)
 
 
 def main(name: str, folder: Path) -> None:

@@ -1,17 +1,15 @@
 """A run trains with the estimator, reward rule and rollout engine of examples/plugins/parts.py."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.checkpoint.directory import RunDirectory
-from mindspeed_rlxf.trainer.preflight import prepare
 from tests.golden.runs import golden_config
+from tests.processes import read_lines, read_metrics
 from tests.registries import restored_registries
-from tests.training import train
+from tests.training import run
 
 PARTS = Path(__file__).parents[2] / "examples" / "plugins" / "parts.py"
 OWN = {
@@ -36,10 +34,9 @@ def test_a_file_of_ones_own_parts_trains_the_tiny_task(
     found = {}
     for engine in ("native", "transformers"):
         config = golden_config("grpo", tmp_path / engine, {**OWN, "rollout.engine": engine})
-        directory = RunDirectory.create(config)
-        train(config, prepare(config), directory, warm_runtime)
-        found[engine] = [json.loads(line) for line in directory.samples.read_text().splitlines()]
-        metrics = [json.loads(line)["metrics"] for line in directory.metrics.open()]
+        directory = run(config, warm_runtime)
+        found[engine] = read_lines(directory.samples)
+        metrics = read_metrics(directory.path)
     own, native = found["transformers"], found["native"]
     assert [s["response_ids"] for s in own] == [s["response_ids"] for s in native]
     assert {s["score"] for s in own} == {0.0, 0.5, 1.0}

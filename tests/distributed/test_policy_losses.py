@@ -16,7 +16,7 @@ from mindspeed_rlxf.engine.train_engine import TrainEngine
 from mindspeed_rlxf.roles.actor import ActorRole
 from tests.distributed.groups import build_group, update
 from tests.distributed.llamas import MAX_NEW_TOKENS, TIED, make_llama, run_config
-from tests.distributed.samples import make_experience, make_rollouts
+from tests.distributed.samples import make_experience, make_rollouts, sequences
 from tests.distributed.test_layout_invariance import PP2, SP2, TP2
 from tests.unit.weights.folders_of import read_folder
 
@@ -202,17 +202,14 @@ def samples(prefers: bool) -> tuple[Rollouts, Experience]:
 
 def responses_of(model: Any, rollouts: Rollouts, experience: Experience) -> list[Response]:
     found = []
-    for row in range(rollouts.num_rows):
-        prompt = rollouts.prompt_ids[row, : rollouts.prompt_lengths[row]]
-        count = int(rollouts.response_lengths[row])
-        tokens = rollouts.response_ids[row, :count]
+    for row, (prompt, tokens) in enumerate(sequences(rollouts)):
         logits = model(torch.cat((prompt, tokens))[None]).logits[0, len(prompt) - 1 : -1]
         logs = torch.log_softmax(logits, -1)
         columns = (
             experience.old_log_probs, experience.ref_log_probs,
             rollouts.rollout_log_probs, experience.advantages,
         )  # fmt: skip
-        old, ref, rollout, advantages = (column[row, :count].double() for column in columns)
+        old, ref, rollout, advantages = (column[row, : len(tokens)].double() for column in columns)
         chosen = logs.gather(-1, tokens[:, None]).squeeze(-1)
         found.append(Response(chosen, -(logs.exp() * logs).sum(-1), old, ref, rollout, advantages))
     return found

@@ -9,9 +9,9 @@ from transformers import PreTrainedTokenizerFast
 
 from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from mindspeed_rlxf.config.schema import ArchitectureConfig, RunConfig
-from mindspeed_rlxf.trainer.preflight import prepare
 from tests.distributed.llamas import PLAIN, make_pair, run_config
-from tests.training import train
+from tests.processes import read_lines
+from tests.training import run
 
 VOCAB = 384
 
@@ -41,12 +41,12 @@ def test_kl_to_the_reference_starts_at_zero_and_saves_are_kept(warm_runtime, tmp
     assert first[0]["rollout/log_prob_gap_max"] < 1e-4
 
 
-def assert_tokens_are_those_of_the_samples(run: RunDirectory) -> None:
+def assert_tokens_are_those_of_the_samples(made: RunDirectory) -> None:
     """Every logged sample has a line, with one number for each token of its response."""
-    samples = [json.loads(line) for line in run.samples.read_text().splitlines()]
+    samples = read_lines(made.samples)
     lengths = {(s["iteration"], s["sample_id"]): len(s["response_ids"]) for s in samples}
-    (file,) = run.samples_tokens.iterdir()
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    (file,) = made.samples_tokens.iterdir()
+    lines = read_lines(file)
     assert [(line["iteration"], line["sample_id"]) for line in lines] == list(lengths)
     for line in lines:
         counts = {len(line[name]) for name in ("advantage", "kl", "value")}
@@ -76,10 +76,8 @@ def small_run(
 
 def metrics_of(config: RunConfig, warm_runtime: Any) -> list[dict[str, float]]:
     """The metrics of every iteration of a run on warm workers."""
-    prepared = prepare(config)
-    directory = RunDirectory.create(config)
-    train(config, prepared, directory, warm_runtime)
-    lines = [json.loads(line) for line in directory.metrics.read_text().splitlines()]
+    directory = run(config, warm_runtime)
+    lines = read_lines(directory.metrics)
     assert [line["iteration"] for line in lines] == list(range(1, len(lines) + 1))
     for part in ("actor_hf", "actor_megatron", "critic_hf", "critic_megatron"):
         assert any((directory.path / "final" / part).iterdir())

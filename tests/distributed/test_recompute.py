@@ -5,36 +5,27 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.algorithms.losses import LossOutput, normalised_loss
-from mindspeed_rlxf.config.enums import LossNormalizer
 from mindspeed_rlxf.config.schema import ArchitectureConfig, LearningConfig
 from mindspeed_rlxf.data.batch import RoleOutput, Rollouts
 from mindspeed_rlxf.engine.engine import MegatronEngine
-from mindspeed_rlxf.engine.train_engine import PolicyStep, TokenLogProbs
 from mindspeed_rlxf.models.parameters import Head
 from tests.distributed.groups import build_group, layout_of
 from tests.distributed.llamas import PLAIN, QWEN3_MOE, make_llama
+from tests.distributed.probe import likelihood_step
 from tests.distributed.samples import make_rollouts
+from tests.distributed.test_layout_invariance import PP2, SP2
 
 WIDE = {"num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 192}
 DENSE, SPARSE = PLAIN.model_copy(update=WIDE), QWEN3_MOE.model_copy(update=WIDE)
+FULL = {"recompute": "full"}
 MODES: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute": "selective"},
-    "full": {"recompute": "full"},
-    "full, groups of 2": {"recompute": "full", "recompute_num_layers": 2},
-    "full, the first 3": {
-        "recompute": "full",
-        "recompute_method": "block",
-        "recompute_num_layers": 3,
-    },
+    "full": FULL,
+    "full, groups of 2": {**FULL, "recompute_num_layers": 2},
+    "full, the first 3": {**FULL, "recompute_method": "block", "recompute_num_layers": 3},
 }
-TP2_PP2 = {
-    "tensor_model_parallel_size": 2,
-    "pipeline_model_parallel_size": 2,
-    "sequence_parallel": True,
-    "micro_batch_size": 2,
-}
+TP2_PP2 = {**SP2, **PP2, "micro_batch_size": 2}
 
 
 class Learner:
@@ -43,28 +34,16 @@ class Learner:
 
     def step(self, rollouts: Rollouts) -> RoleOutput:
         """One optimizer step; the weights of a rank, and the MLPs that ran in each micro-batch."""
-
-        def loss_of(rows: list[int], tokens: TokenLogProbs) -> LossOutput:
-            lengths, mean = rollouts.response_lengths[rows], LossNormalizer.MINIBATCH_TOKENS
-            loss = -tokens.log_probs
-            return normalised_loss(loss, lengths, mean, 1, {"loss": loss}, {})
-
         runs: list[int] = []
         layers = [layer for chunk in self.engine.chunks for layer in chunk.decoder.layers]
         parts = [getattr(layer.mlp, "router", layer.mlp) for layer in layers]
         hooks = [part.register_forward_hook(lambda *_: runs.append(1)) for part in parts]
         batches = self.engine.micro_batches(rollouts, range(rollouts.num_rows))
-        self.engine.train_step(batches, PolicyStep(loss_of, 1.0))
+        self.engine.train_step(batches, likelihood_step(rollouts))
         for hook in hooks:
             hook.remove()
         weights = {n: t.detach().tolist() for n, t in self.engine.weights.tensors.items()}
         return RoleOutput(report=(weights, len(runs) // len(batches)))
-
-
-def role_of(folder: Path, architecture: ArchitectureConfig, keys: dict[str, Any]) -> LearningConfig:
-    base = {"model": "t", "architecture": architecture, "load": str(folder), "micro_batch_size": 8}
-    base["lr"] = 1e-2
-    return LearningConfig(**{**base, **keys})
 
 
 @pytest.mark.parametrize(
@@ -82,7 +61,8 @@ def test_a_step_is_the_same_to_the_last_bit(
     for name, keys in MODES.items():
         if layout and "3" in name:  # more layers than a stage has
             continue
-        role = role_of(tmp_path, architecture, {**keys, **layout})
+        base = {"model": "t", "architecture": architecture, "load": str(tmp_path), "lr": 1e-2}
+        role = LearningConfig(**{**base, "micro_batch_size": 8, **keys, **layout})
         group = build_group(warm_runtime, layout_of(role), Learner, role)
         weights, found[name] = group.call(Learner.step, make_rollouts()).result()[0]
         if name == "none":

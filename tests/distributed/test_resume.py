@@ -1,8 +1,6 @@
 """An interrupted and resumed run equals an uninterrupted one, bit by bit."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -21,15 +19,22 @@ from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.trainer.ppo import PpoTrainer
 from mindspeed_rlxf.weights.state_files import role_entries
 from tests.chaos.same_run import lines_of, state_of
-from tests.distributed.conftest import REPOSITORY
 from tests.distributed.llamas import PLAIN, make_models, same_tensors
 from tests.distributed.resume_run import Killed, start
-from tests.distributed.test_layout_invariance import ARCHITECTURES, EP2, ITERATIONS, PP2, TP2, VP2
+from tests.distributed.test_layout_invariance import (
+    ARCHITECTURES,
+    EP2,
+    ITERATIONS,
+    PP2,
+    SHARDED,
+    TP2,
+    VP2,
+)
+from tests.processes import run_python
 
 T = TypeVar("T")
 Run = Callable[..., RunDirectory]
 LOSSES = ("actor/pg_loss", "critic/vf_loss", "actor/grad_norm", "critic/grad_norm")
-SHARDED_SLOTS = {"optimizer": {"use_distributed_optimizer": True}}
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +61,8 @@ def run(warm_runtime: Any, models: Path) -> Run:
 
 def on_local_runtime(models: Path, *steps: Any) -> str:
     """Runs the steps of `resume_run` in a process of their own; returns what it printed."""
-    command = [sys.executable, "-m", "tests.distributed.resume_run", str(models), json.dumps(steps)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    words = "tests.distributed.resume_run", models, json.dumps(steps)
+    return run_python("-m", *words, timeout_s=240)
 
 
 @pytest.mark.parametrize("async_save", [False, pytest.param(True, marks=pytest.mark.long)])
@@ -82,10 +85,8 @@ def test_an_interrupted_run_is_the_uninterrupted_one_bitwise(models, tmp_path, a
         [str(cut.path), {"killed_in": 6, **keys}],
         [str(cut.path), keys],
     )
-    assert (
-        f"{newest} cannot be resumed from: actor/state_00000.safetensors differs from what was "
-        "written (sha256)" in said
-    )
+    wrong = "actor/state_00000.safetensors differs from what was written (sha256)"
+    assert f"{newest} cannot be resumed from: {wrong}" in said
     resumed = [line.split(";")[0] for line in said.splitlines() if line.startswith("resumed")]
     assert resumed == [f"resumed from {cut.checkpoints}/iter_000000{n}" for n in (2, 5)]
     assert state_of(cut, iterations) == state_of(whole, iterations)
@@ -150,7 +151,7 @@ def test_a_run_resumes_whose_old_log_probs_are_those_of_the_update(run, tmp_path
 @pytest.mark.long
 def test_slots_in_slices_go_on_bitwise_in_bf16(run, tmp_path):
     """fp32 main weights and moments of the distributed optimizer, over two replicas."""
-    resumed(run, tmp_path, 3, ranks=2, layout={"bf16": True}, sections=SHARDED_SLOTS)
+    resumed(run, tmp_path, 3, ranks=2, layout={"bf16": True}, sections=SHARDED)
 
 
 def assert_versions_count_updates(samples: list[dict[str, Any]]) -> None:
@@ -168,11 +169,7 @@ def assert_a_checkpoint_is_the_final_model(
     assert convert([str(checkpoint / role), str(target), "--to", "hf"]) == 0
     final = run.path / "final" / f"{role}_hf"
     names = {f.name for f in target.iterdir()} - {".converted.json"}  # the converter's own record
-    assert names == {f.name for f in final.iterdir()}
-    ours, theirs = (load_file(folder / "model.safetensors") for folder in (target, final))
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert ours[name].dtype == tensor.dtype and ours[name].equal(tensor), name
+    assert names == {f.name for f in final.iterdir()} and same_tensors(target, final)
     config = json.loads((target / "config.json").read_text())
     assert config == json.loads((final / "config.json").read_text())
     listed = role_entries(checkpoint / role)
@@ -181,8 +178,8 @@ def assert_a_checkpoint_is_the_final_model(
 
 
 MODEL_PARALLEL = {"ranks": 4, "layout": {**TP2, **PP2}}
-SLICES = {"ranks": 2, "sections": SHARDED_SLOTS}
-SHARED_EXPERTS = {"ranks": 2, "layout": EP2, "sections": SHARDED_SLOTS}
+SLICES = {"ranks": 2, "sections": SHARDED}
+SHARED_EXPERTS = {"ranks": 2, "layout": EP2, "sections": SHARDED}
 STAGES = {"ranks": 2, "layout": PP2}
 CHUNKS = {"ranks": 2, "layout": VP2}
 CHAINS = {

@@ -65,45 +65,46 @@ class Drawer:
             self.engine.skipped.judge(Step(math.nan, ("loss",)), 1, 1)
         return RoleOutput()
 
-    def save_on_a_full_disk(self, folder: Path, full: int) -> RoleOutput:
-        """The disk of rank `full`; report: the error of this rank."""
-        error = OSError(errno.ENOSPC, "No space left") if dist.get_rank() == full else None
+    def save_wrongly(self, folder: Path, rank: int) -> RoleOutput:
+        """As `export_wrongly`, the files of a checkpoint."""
         write = train_state.write_chunks
-        with mock.patch.object(train_state, "write_chunks", side_effect=error, wraps=write):
+        with wrong_on(rank, train_state, "write_chunks", FULL, wraps=write):
             self.engine.begin_save(folder)
-            with pytest.raises(OSError) as found:
-                self.engine.end_save()
-        return RoleOutput(report=str(found.value))
+            return self._error(self.engine.end_save)
 
-    def export_to_a_full_disk(self, folder: Path, full: int) -> RoleOutput:
-        """The disk of rank `full`; report: the error of this rank."""
-        error = OSError(errno.ENOSPC, "No space left") if dist.get_rank() == full else None
-        with (
-            mock.patch.object(stage_loader, "write_safetensors", side_effect=error),
-            pytest.raises(OSError) as found,
-        ):
-            self.engine.export(folder, None)
-        return RoleOutput(report=str(found.value))
+    def export_wrongly(self, folder: Path, rank: int) -> RoleOutput:
+        """The disk of the rank is full; report: the error of this rank."""
+        with wrong_on(rank, stage_loader, "write_safetensors", FULL):
+            return self._error(self.engine.export, folder, None)
 
-    def export_without_the_source(self, folder: Path, full: int) -> RoleOutput:
-        """Rank `full` cannot read the weights that the export is like; report as above."""
-        gone = ValueError("a file of the source is gone") if dist.get_rank() == full else None
-        with (
-            mock.patch.object(stage_loader, "open_weights", side_effect=gone, return_value={}),
-            pytest.raises(OSError) as found,
-        ):
-            self.engine.export(folder, None)
+    def export_without_the_source(self, folder: Path, rank: int) -> RoleOutput:
+        """The rank cannot read the weights that the export is like; report as above."""
+        gone = ValueError("a file of the source is gone")
+        with wrong_on(rank, stage_loader, "open_weights", gone, return_value={}):
+            return self._error(self.engine.export, folder, None)
+
+    def _error(self, method: Any, *arguments: Any) -> RoleOutput:
+        with pytest.raises(OSError) as found:
+            method(*arguments)
         return RoleOutput(report=str(found.value))
 
     def load_what_a_rank_cannot_read(self, folder: Path, blind: int) -> RoleOutput:
         """Report: what this rank returns."""
-        error = OSError(errno.EIO, "Input/output error") if dist.get_rank() == blind else None
-        find = train_state.find_damage
+        error, find = OSError(errno.EIO, "Input/output error"), train_state.find_damage
         with (
-            mock.patch.object(train_state, "find_damage", side_effect=error, wraps=find),
+            wrong_on(blind, train_state, "find_damage", error, wraps=find),
             mock.patch.object(state_files, "PAUSES_S", ()),
         ):
             return RoleOutput(report=self.engine.load_state(folder))
+
+
+FULL = OSError(errno.ENOSPC, "No space left")
+
+
+def wrong_on(rank: int, module: Any, name: str, error: Exception, **more: Any) -> Any:
+    """A patch of a function, which raises the error on one rank."""
+    mine = error if dist.get_rank() == rank else None
+    return mock.patch.object(module, name, side_effect=mine, **more)
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +159,7 @@ def test_wrong_steps_before_a_resume_count_in_those_in_a_row(warm_runtime, tmp_p
 
 @pytest.mark.parametrize(
     ("method", "full"),
-    [(Drawer.save_on_a_full_disk, 1), (Drawer.export_to_a_full_disk, 0)],  # rank 0 exports alone
+    [(Drawer.save_wrongly, 1), (Drawer.export_wrongly, 0)],  # rank 0 exports alone
     ids=["save", "export"],
 )
 def test_a_rank_that_cannot_write_is_named_on_all_ranks(

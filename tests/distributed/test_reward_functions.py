@@ -1,6 +1,5 @@
 """A reward function that scores like a built-in rule trains the same policy."""
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +13,9 @@ from mindspeed_rlxf.trainer.preflight import prepare
 from mindspeed_rlxf.trainer.validation import validate_only
 from tests.chaos.same_run import MACHINE_METRICS
 from tests.golden.runs import START, golden_config
+from tests.processes import read_metrics
 from tests.registries import restored_registries
-from tests.training import train
+from tests.training import run
 from tests.unit.rewards.test_remote import Server
 
 TEXT = """
@@ -61,14 +61,7 @@ def metrics_of(
     out: Path, runtime: Any, keys: dict[str, Any], name: str = "grpo"
 ) -> list[dict[str, float]]:
     config = golden_config(name, out, keys)
-    directory = RunDirectory.create(config)
-    train(config, prepare(config), directory, runtime)
-    directory.unlock()
-    return read_metrics(directory)
-
-
-def read_metrics(directory: RunDirectory) -> list[dict[str, float]]:
-    return [json.loads(line)["metrics"] for line in directory.metrics.open()]
+    return read_metrics(run(config, runtime).path)
 
 
 def test_a_function_trains_as_the_rule_that_it_repeats(
@@ -93,7 +86,7 @@ def test_a_function_trains_as_the_rule_that_it_repeats(
     prepared, directory = prepare(only), RunDirectory.create(only)
     validate_only(only, prepared, directory, warm_runtime)
     directory.unlock()
-    (alone,) = read_metrics(directory)
+    (alone,) = read_metrics(directory.path)
     names = [name for name in by_function[-1] if name.startswith("val/")]
     assert alone["val/arithmetic/exact"] is not None
     assert {name: alone[name] for name in names} == {name: by_function[-1][name] for name in names}

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from mindspeed_rlxf.cluster.group import Sharded
 from mindspeed_rlxf.config.enums import Role
@@ -19,6 +18,7 @@ from mindspeed_rlxf.rollout.weights import OwnWeights
 from tests.distributed.groups import build_group, build_policy
 from tests.distributed.llamas import QWEN2, QWEN3_MOE, TIED, make_llama, run_config
 from tests.distributed.test_parity_with_transformers import LAYOUTS, make_prompts
+from tests.unit.weights.folders_of import read_folder
 
 EOS, SEED, VERSION = 3, 11, 6
 
@@ -36,7 +36,7 @@ class Streamed:
         """Tokens, log-probs and version of each, in the order of the prompts."""
 
         def stream() -> Iterator[tuple[str, torch.Tensor]]:
-            yield from sorted(load_tensors(self.folder).items(), reverse=True)
+            yield from sorted(read_folder(self.folder).items(), reverse=True)
 
         self.engine.update_weights(stream(), VERSION)
         self.engine.wake()
@@ -73,8 +73,3 @@ def test_streamed_weights_generate_what_a_loaded_folder_does(
     assert {version for _, _, version in found} == {VERSION}
     recomputed = actor.log_probs(rows, lambda: ResponseLengths([], [], [])).result()
     assert recomputed[0].gap.largest < 1e-4
-
-
-def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    (file,) = folder.glob("*.safetensors")
-    return load_file(file)

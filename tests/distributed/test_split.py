@@ -24,7 +24,7 @@ from tests.distributed.test_layout_invariance import (
     fixed_run,
     models,
 )
-from tests.training import train
+from tests.training import run
 
 __all__ = ["models"]
 
@@ -77,8 +77,7 @@ _shared: dict[str, tuple[Outcome, list[Any]]] = {}
 def outcome(runtime: Any, folder: Path, out: Path, *case: Any) -> tuple[Outcome, list[Any]]:
     """What came of a run, and its samples."""
     config, prepared = run_of(folder, out, *case)
-    directory = RunDirectory.create(config)
-    train(config, prepared, directory, runtime)
+    directory = run(config, runtime, prepared)
     lines = [json.loads(line) for line in directory.samples.read_text().splitlines()]
     assert all(s["weights_version"] == [s["iteration"] - 1] * 2 for s in lines)
     return Outcome(directory), [(s["iteration"], s["sample_id"], s["response_ids"]) for s in lines]

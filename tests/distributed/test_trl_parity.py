@@ -40,7 +40,7 @@ from mindspeed_rlxf.roles.critic import CriticGroup, CriticRole
 from mindspeed_rlxf.roles.objectives import ClippedObjective
 from tests.processes import read_lines, read_metrics
 from tests.rows import length_mask
-from tests.training import train
+from tests.training import run, train
 from tests.trl.record import BATCH, EOS, START, TRACES, UPDATES, make_tokenizer
 from tests.trl.runs import SeenEnough, Trace, prepared, recorded_order, trl_config
 
@@ -102,9 +102,7 @@ def run_like_trl(
         patch.setattr(module, "mini_batch_order", recorded_order(trace, UPDATES))
     patch.setattr(critic_module, "CriticRole", ReportingCritic)
     patch.setattr(CriticGroup, "make_experience", listening)
-    directory = RunDirectory.create(config)
-    train(config, prepared(trace), directory, runtime)
-    return read_metrics(directory.path), first
+    return read_metrics(run(config, runtime, prepared(trace)).path), first
 
 
 @pytest.mark.parametrize(

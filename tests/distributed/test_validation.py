@@ -9,10 +9,10 @@ from mindspeed_rlxf.config.enums import RewardKind
 from mindspeed_rlxf.config.schema import RunConfig, ValidationConfig
 from mindspeed_rlxf.trainer.preflight import prepare
 from mindspeed_rlxf.trainer.validation import validate_only
+from tests import training
 from tests.chaos.same_run import lines_of
 from tests.distributed.llamas import PLAIN, make_pair
 from tests.distributed.test_ppo_run import VOCAB, small_run, write_prompts, write_tokenizer
-from tests.training import train
 
 PROMPTS, SAMPLES = 5, 3
 
@@ -40,9 +40,7 @@ def test_validation_alone_repeats_that_of_the_run(warm_runtime, tmp_path):
         return config.model_copy(update={"validation": settings})
 
     config = configured(1)
-    run = RunDirectory.create(config)
-    train(config, prepare(config), run, warm_runtime)
-    run.unlock()
+    run = training.run(config, warm_runtime)
     samples: dict[int, list[dict[str, Any]]] = {0: [], 1: [], 2: []}
     for sample in lines_of(run.val_samples):
         samples[sample.pop("iteration")].append(sample)

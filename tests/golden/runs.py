@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.trainer.preflight import prepare
-from tests.training import train
+from tests import training
+from tests.processes import read_metrics
 
 FOLDER = Path(__file__).resolve().parent
 START, TRACES = FOLDER / "start", FOLDER / "traces"
@@ -115,10 +114,7 @@ def run(name: str, out: Path, runtime: Any, more: dict[str, Any] | None = None) 
     out: run directory. more: further keys to change. Adds the names of all metrics to WRITTEN.
     """
     config = golden_config(name, out, more or {})
-    prepared = prepare(config)
-    directory = RunDirectory.create(config)
-    train(config, prepared, directory, runtime)
-    lines = [json.loads(line)["metrics"] for line in directory.metrics.read_text().splitlines()]
+    lines = read_metrics(training.run(config, runtime).path)
     assert len(lines) == config.training.train_iters
     WRITTEN.update(*lines)
     return {key: [line[key] for line in lines] for key in KEPT if key in lines[0]}

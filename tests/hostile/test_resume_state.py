@@ -77,7 +77,7 @@ def checkpoint(good: Path, finished: Path) -> Path:
     return good / "run" / "checkpoints" / f"iter_{ITERATION:07d}"
 
 
-def sign(checkpoint: Path, iteration: int = ITERATION) -> None:
+def sign(checkpoint: Path) -> None:
     """Have the roles' indexes and the manifest tell of the files that are there."""
     for file in checkpoint.glob(f"*/{INDEX}"):
         index, role = json.loads(file.read_text()), file.parent
@@ -85,8 +85,7 @@ def sign(checkpoint: Path, iteration: int = ITERATION) -> None:
         file.write_text(json.dumps(index))
     found = Manifest.from_json((checkpoint / MANIFEST).read_text())
     files = [entry_of(checkpoint, checkpoint / entry["path"]) for entry in found.files]
-    text = Manifest(iteration, files, found.about).to_json()
-    (checkpoint / MANIFEST).write_text(text)
+    (checkpoint / MANIFEST).write_text(Manifest(ITERATION, files, found.about).to_json())
 
 
 def change(file: Path, path: tuple[str, ...], value: Any) -> None:
@@ -113,45 +112,10 @@ def refusal(good: Path) -> str:
     return line
 
 
-def cut_short(file: Path) -> None:
-    os.truncate(file, file.stat().st_size // 2)
-
-
-SAMPLER = "trainer", "prompts", "sampler"
-
-
-@pytest.mark.parametrize(
-    ("place", "value", "words"),
-    [
-        ((*SAMPLER, "seed"), 5, "use the seed of the saved run"),
-        ((*SAMPLER, "num_prompts"), 9, "use the num_prompts"),
-        ((*SAMPLER, "shuffle"), 0, "use the shuffle of"),
-    ],
-)
-def test_a_state_of_another_run_is_refused(good, checkpoint, place, value, words):
-    change(checkpoint / DRIVER, place, value)
+def test_a_state_of_another_run_is_refused(good, checkpoint):
+    change(checkpoint / DRIVER, ("trainer", "prompts", "sampler", "seed"), 5)
     sign(checkpoint)
-    assert words in refusal(good)
-
-
-@pytest.mark.parametrize("file", [DRIVER, pytest.param(STREAMS, marks=pytest.mark.long)])
-def test_a_run_resumes_from_the_checkpoint_before_a_bad_one(good, checkpoint, file):
-    newer = checkpoint.with_name(f"iter_{ITERATION + 1:07d}")
-    shutil.copytree(checkpoint, newer)
-    change(newer / DRIVER, ("iteration",), ITERATION + 1)
-    change(newer / DRIVER, ("trainer", "iteration"), ITERATION + 1)
-    sign(newer, ITERATION + 1)
-    cut_short(newer / file)
-    said = goes_on(good)
-    assert f"warning: {newer}" in said and "resuming from an older checkpoint" in said
-    assert f"resumed from {checkpoint}" in said
-
-
-def goes_on(good: Path) -> str:
-    """The output of the command, which resumes."""
-    ended = command(good, ITERATION + 1)
-    assert ended.code == 0 and "resumed from" in ended.out, ended.err
-    return ended.out
+    assert "use the seed of the saved run" in refusal(good)
 
 
 @pytest.mark.long
@@ -159,4 +123,6 @@ def test_streams_of_another_kind_of_device_are_left(good, checkpoint):
     change(checkpoint / STREAMS, ("process", "device"), "00" * 16)
     change(checkpoint / STREAMS, ("megatron", "model-parallel-rng"), "00" * 16)
     sign(checkpoint)
-    assert "random streams of the ranks start from the seed" in goes_on(good)
+    ended = command(good, ITERATION + 1)
+    assert ended.code == 0 and "resumed from" in ended.out, ended.err
+    assert "random streams of the ranks start from the seed" in ended.out

@@ -4,8 +4,6 @@ The policy is a small Llama that was taught to give one of a few answers at rand
 """
 
 import random
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from mindspeed_rlxf.config.schema import DataConfig
 from mindspeed_rlxf.data.prompts import load_prompts
 from tests import raw_rows
-from tests.processes import ROOT, read_lines, read_metrics, with_sources
+from tests.processes import ROOT, read_lines, read_metrics, run_python
 from tests.unit.data.byte_tokenizer import byte_tokenizer
 
 pytestmark = pytest.mark.long
@@ -50,27 +48,15 @@ def make_policy(folder: Path, file: Path, answers: Sequence[str]) -> Path:
         ]
         width = max(map(len, rows))
         ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
-        target = torch.tensor(
-            [
-                [IGNORED] * len(prompt) + row[len(prompt) :] + [IGNORED] * (width - len(row))
-                for (prompt, _), row in zip(pairs, rows, strict=True)
-            ]
-        )
+        target = ids.clone()
+        for labels, (prompt, _), row in zip(target, pairs, rows, strict=True):
+            labels[: len(prompt)] = labels[len(row) :] = IGNORED
         optimizer.zero_grad()
         logits = model(ids).logits[:, :-1].flatten(0, 1)
         F.cross_entropy(logits, target[:, 1:].flatten()).backward()
         optimizer.step()
     model.save_pretrained(folder)
     return folder
-
-
-def run_script(script: str, *arguments: object) -> str:
-    command = [sys.executable, str(SCRIPTS / script), *map(str, arguments)]
-    done = subprocess.run(
-        command, env=with_sources(), capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def train(policy: Path, output: Path, file: Path, *more: str) -> list[dict[str, float]]:
@@ -98,18 +84,8 @@ def train(policy: Path, output: Path, file: Path, *more: str) -> list[dict[str, 
         "runtime.address": "local",
         "logging.samples": "all",
     }
-    command = [sys.executable, "ray_gpt.py", "--config-name", "ppo_trainer_tiny"]
-    command += [f"{key}={value}" for key, value in changes.items()]
-    done = subprocess.run(
-        [*command, *more],
-        cwd=ROOT,
-        env=with_sources(),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    keys = [f"{key}={value}" for key, value in changes.items()]
+    run_python("ray_gpt.py", "--config-name", "ppo_trainer_tiny", *keys, *more)
     return read_metrics(output)
 
 
@@ -135,7 +111,7 @@ def test_ppo_trains_on_the_rule_of_the_data_set(
     script: str, write: Any, answers: list[str], runtime: str, tmp_path: Path
 ) -> None:
     raw = write(tmp_path / "raw")
-    run_script(f"data_preprocess/{script}.py", "--input", raw, "--output", tmp_path)
+    run_python(f"{SCRIPTS}/data_preprocess/{script}.py", "--input", raw, "--output", tmp_path)
     output, file = tmp_path / "run", tmp_path / "train.parquet"
     policy = make_policy(tmp_path / "policy", file, answers)
     metrics = train(policy, output, file, f"runtime.kind={runtime}")
@@ -145,27 +121,21 @@ def test_ppo_trains_on_the_rule_of_the_data_set(
 
 def test_ppo_trains_on_a_reward_model_of_the_pairs_of_hh_rlhf(tmp_path: Path) -> None:
     raw = raw_rows.write_hh(tmp_path / "raw")
-    run_script("data_preprocess/full_hh_rlhf.py", "--input", raw, "--output", tmp_path)
+    run_python(SCRIPTS / "data_preprocess/full_hh_rlhf.py", "--input", raw, "--output", tmp_path)
     file = tmp_path / "rl" / "train.parquet"
     policy = make_policy(tmp_path / "policy", file, ["Yes, gladly!", "No. Go away."])
     pairs = {f"--{split}": tmp_path / "rm" / f"{split}.parquet" for split in ("train", "test")}
     given = {"--model": policy, "--output": tmp_path / "reward", "--epochs": 8, "--lr": 5e-3}
     given |= {"--batch-size": 8, "--max-response-length": MAX_NEW_TOKENS, **pairs}
     words = [word for pair in given.items() for word in pair]
-    printed = run_script("reward_model/train_reward_model.py", *words)
+    printed = run_python(SCRIPTS / "reward_model/train_reward_model.py", *words)
     assert '{"held_out": 16, "accuracy": 1.0}' in printed
     output = tmp_path / "run"
     metrics = train(
-        policy,
-        output,
-        file,
-        "runtime.kind=local",
-        "reward.kind=model",
-        "reward.model=auto",
-        f"reward.load={tmp_path / 'reward'}",
-        "data.system_prompt=Be kind.",
+        policy, output, file, "runtime.kind=local", "reward.kind=model", "reward.model=auto",
+        f"reward.load={tmp_path / 'reward'}", "data.system_prompt=Be kind.",
         "actor_rollout.stop_strings=[away]",
-    )
+    )  # fmt: skip
     assert_differs(metrics, output)
     rows = read_lines(output / "samples.jsonl")
     assert all("system\nBe kind." in row["prompt"] for row in rows)

@@ -1,12 +1,10 @@
 """PPO learns the tiny task of the demo, and learns it only from a correct reward."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.processes import ROOT, read_metrics
+from tests.processes import ROOT, read_metrics, run_python
 
 ACCURACY = "val/arithmetic/accuracy"
 ALONE = ["runtime=local", "resource_pool.main=1"]
@@ -18,22 +16,17 @@ pytestmark = pytest.mark.long
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the demo's models and data under outputs/tiny."""
     folder = tmp_path_factory.mktemp("demo")
-    make = [sys.executable, str(ROOT / "examples" / "tiny" / "make.py")]
-    make += ["--output", "outputs/tiny", "--reward-model"]
-    subprocess.run(make, cwd=folder, check=True, timeout=600)
+    words = ROOT / "examples/tiny/make.py", "--output", "outputs/tiny", "--reward-model"
+    run_python(*words, folder=folder)
     return folder
 
 
 def metrics_of(
-    folder: Path,
-    name: str,
-    *overrides: str,
-    config: str = "ppo_trainer_tiny",
+    folder: Path, name: str, *overrides: str, config: str = "ppo_trainer_tiny",
     script: str = "ray_gpt.py",
-) -> list[dict]:
-    command = [sys.executable, str(ROOT / script), "--config-name", config, "device.kind=cpu"]
-    command += [f"training.output_dir={name}", *overrides]
-    subprocess.run(command, cwd=folder, check=True, timeout=900)
+) -> list[dict]:  # fmt: skip
+    words = ["--config-name", config, "device.kind=cpu", f"training.output_dir={name}", *overrides]
+    run_python(ROOT / script, *words, folder=folder, timeout_s=900)
     return read_metrics(folder / name)
 
 

@@ -1,12 +1,10 @@
 """The commands of the documents that need no download run on the tiny models."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.processes import with_sources
+from tests.processes import run_python
 from tests.unit.documents.commands import ROOT, SHELL, blocks, commands, documents
 
 pytestmark = pytest.mark.long
@@ -35,8 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("documents")
     for name in ("ray_gpt.py", "examples", "configs"):
         (place / name).symlink_to(ROOT / name)
-    make = [sys.executable, "examples/tiny/make.py", "--output", "outputs/tiny"]
-    subprocess.run(make, cwd=place, env=with_sources(), check=True, timeout=600)
+    run_python("examples/tiny/make.py", "--output", "outputs/tiny", folder=place)
     return place
 
 
@@ -45,8 +42,4 @@ def test_a_command_of_the_documents_trains(words: list[str], folder: Path) -> No
     short = ["runtime.address=local", "training.new_run=true"]
     if "dry_run=true" not in words:
         short += ["training.train_iters=1", "validation.max_samples=8"]
-    command = [sys.executable, *words[1:], *short]
-    done = subprocess.run(
-        command, cwd=folder, env=with_sources(), capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    run_python(*words[1:], *short, folder=folder)

@@ -3,8 +3,6 @@
 import json
 import math
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from mindspeed_rlxf.data.preprocessing.pipeline import PreprocessOptions, prepro
 from tests.distributed.llamas import make_llama
 from tests.distributed.test_ppo_run import VOCAB, write_tokenizer
 from tests.older_yaml import EVERY, models, write_one
-from tests.processes import ROOT, read_metrics, with_sources
+from tests.processes import ROOT, read_metrics, run_python
 
 pytestmark = pytest.mark.long
 
@@ -59,14 +57,14 @@ def converted(folder: Path, name: str, tp: int, pp: int, orm: bool) -> str:
     """The weights in Megatron's folders, for a layout."""
     target = folder / f"{name}_tp{tp}_pp{pp}"
     if not target.exists():
-        command = [
-            sys.executable, str(ROOT / "convert_ckpt.py"), "--model-type", "GPT",
+        words = [
+            ROOT / "convert_ckpt.py", "--model-type", "GPT",
             "--load-model-type", "hf", "--save-model-type", "mg", "--model-type-hf", "llama2",
             "--load-dir", str(folder / name), "--save-dir", str(target), "--use-mcore-models",
             "--target-tensor-parallel-size", str(tp), "--target-pipeline-parallel-size", str(pp),
             "--tokenizer-model", str(folder / "tokenizer" / "tokenizer.json"),
         ]  # fmt: skip
-        subprocess.run([*command, *(["--orm"] if orm else [])], check=True, timeout=300)
+        run_python(*words, *["--orm"] * orm, timeout_s=300)
         for file in ("config.json", "generation_config.json"):  # their tool writes neither
             (target / file).unlink(missing_ok=True)
     return str(target)
@@ -90,21 +88,19 @@ def with_our_paths(folder: Path, tree: dict[str, Any], megatron: bool) -> None:
 
 @pytest.mark.parametrize("megatron", [False, True], ids=["huggingface", "megatron"])
 @pytest.mark.parametrize("name", EVERY)
-def test_their_configuration_trains(tmp_path: Path, name: str, megatron: bool) -> None:
+def test_their_configuration_trains(
+    tmp_path: Path, name: str, megatron: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tree, small = EVERY[name](), tiny_models()
     (model,) = tree["defaults"][0]["model"]
     make_weights(tmp_path, small[model])
     make_data(tmp_path)
     with_our_paths(tmp_path, tree, megatron)
     write_one(tmp_path / "theirs", name, tree, small)
-    command = [sys.executable, str(ROOT / "ray_gpt.py"), "--config-dir", str(tmp_path / "theirs")]
-    command += ["--config-name", name, "device.kind=cpu", "training.output_dir=out"]
-    environment = with_sources()
-    environment.pop("RAY_ADDRESS", None)
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, timeout=900, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    words = ["--config-dir", tmp_path / "theirs", "--config-name", name, "device.kind=cpu"]
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    script = ROOT / "ray_gpt.py", *words, "training.output_dir=out"
+    said = run_python(*script, folder=tmp_path, timeout_s=900)
     metrics = read_metrics(tmp_path / "out")
     assert len(metrics) == 3
     for iteration in metrics:
@@ -113,4 +109,4 @@ def test_their_configuration_trains(tmp_path: Path, name: str, megatron: bool) -
     parts = ("actor", "critic") if "critic" in tree else (".",)  # one `save` for both
     for part in parts:
         assert any((tmp_path / "ckpt" / part / "hf").glob("*.safetensors"))
-    assert "is over training.train_iters=3: checkpoints are saved by" in done.stdout
+    assert "is over training.train_iters=3: checkpoints are saved by" in said

@@ -1,13 +1,10 @@
 """The local runtime passes the checks of role groups, alone and under torchrun."""
 
 import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[3]
+from tests.processes import run_python
 
 
 def torchrun() -> list[str]:
@@ -22,7 +19,5 @@ def torchrun() -> list[str]:
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_the_local_runtime_passes_the_group_checks(ranks: int) -> None:
     launcher = torchrun() if ranks > 1 else []
-    command = [sys.executable, *launcher, "-m", "tests.distributed.cluster.local_driver"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("passed") == ranks
+    said = run_python(*launcher, "-m", "tests.distributed.cluster.local_driver", timeout_s=120)
+    assert said.count("passed") == ranks
