@@ -70,9 +70,7 @@ class OutputGradient:
 @pytest.mark.parametrize(
     ("tied", "pp"), [(True, 1), (False, 1), (True, 2)], ids=["tied", "untied", "tied-pp2"]
 )
-def test_output_gradient_of_chunks_reaches_the_optimizer_once(
-    warm_runtime: Any, tmp_path: Path, tied: bool, pp: int
-) -> None:
+def test_output_gradient_of_chunks_reaches_the_optimizer_once(warm_runtime, tmp_path, tied, pp):
     """Beside the tied embedding's, which comes from autograd or from the first stage."""
     architecture, rollouts = TIED if tied else PLAIN, make_rollouts()
     make_llama(tmp_path, architecture)

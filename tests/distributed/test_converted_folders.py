@@ -115,9 +115,7 @@ def test_stock_megatron_loads_both_formats_strictly_and_computes_what_transforme
 
 @pytest.mark.parametrize("kind", ["torch", "torch_dist"])
 @pytest.mark.parametrize("scored", [False, True], ids=["logits", "scores"])
-def test_a_role_starts_from_a_folder_of_another_layout(
-    warm_runtime: Any, tmp_path: Path, kind: str, scored: bool
-) -> None:
+def test_a_role_starts_from_a_folder_of_another_layout(warm_runtime, tmp_path, kind, scored):
     """Written for four tensor-parallel ranks, more than there are query groups, and loaded by two
     stages; the run's own folder as well."""
     model = make_llama(tmp_path / "hf", PLAIN, scored)

@@ -42,9 +42,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in CASES]
 )
-def test_layouts_learn_the_same_without_a_critic(
-    warm_runtime: Any, tmp_path: Path, models: Path, name: str
-) -> None:
+def test_layouts_learn_the_same_without_a_critic(warm_runtime, tmp_path, models, name):
     estimator, algorithm, actor, size, layout = CASES[name]
     sections = {
         "training": {"stage": Stage.RAY_GRPO, "global_batch_size": 4},

@@ -103,9 +103,7 @@ def group_of(runtime: Any, folder: Path, policy: str, bf16: bool) -> RoleGroup:
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16-distributed-optimizer"])
-def test_a_skipped_step_leaves_no_trace_on_any_rank(
-    warm_runtime: Any, tmp_path: Path, bf16: bool
-) -> None:
+def test_a_skipped_step_leaves_no_trace_on_any_rank(warm_runtime, tmp_path, bf16):
     make_llama(tmp_path / "start", TIED)
     rollouts = make_rollouts()
 

@@ -278,9 +278,7 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "layout"), cases())
-def test_the_layout_changes_nothing(
-    warm_runtime: Any, tmp_path: Path, models: dict[str, Path], name: str, layout: str
-) -> None:
+def test_the_layout_changes_nothing(warm_runtime, tmp_path, models, name, layout):
     one = one_process(warm_runtime, tmp_path, models[name], name)
     other = outcome(warm_runtime, models[name], tmp_path / "other", name, layout)
     compare(one, other, models[name])
@@ -288,9 +286,7 @@ def test_the_layout_changes_nothing(
 
 @pytest.mark.long
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_the_placement_changes_nothing(
-    warm_runtime: Any, tmp_path: Path, models: dict[str, Path], placement: str
-) -> None:
+def test_the_placement_changes_nothing(warm_runtime, tmp_path, models, placement):
     one = one_process(warm_runtime, tmp_path, models["untied"], "untied")
     pools = PLACEMENTS[placement]
     other = outcome(warm_runtime, models["untied"], tmp_path / "other", "untied", pools=pools)
@@ -299,9 +295,7 @@ def test_the_placement_changes_nothing(
 
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_local_runtime_changes_nothing(
-    warm_runtime: Any, tmp_path: Path, models: dict[str, Path], ranks: int
-) -> None:
+def test_the_local_runtime_changes_nothing(warm_runtime, tmp_path, models, ranks):
     one = one_process(warm_runtime, tmp_path, models["untied"], "untied")
     launcher = torchrun() if ranks > 1 else []
     words = "tests.distributed.local_run", models["untied"], tmp_path / "other", ranks
@@ -310,9 +304,7 @@ def test_the_local_runtime_changes_nothing(
 
 
 @pytest.mark.long
-def test_balance_by_length_changes_nothing(
-    warm_runtime: Any, tmp_path: Path, models: dict[str, Path]
-) -> None:
+def test_balance_by_length_changes_nothing(warm_runtime, tmp_path, models):
     """Other samples on each rank, in other micro-batches, in forward passes and updates."""
     balanced, in_order = (
         outcome(warm_runtime, models["untied"], tmp_path / layout, "untied", layout)
@@ -342,9 +334,7 @@ def test_balance_by_length_changes_nothing(
         ),
     ],
 )
-def test_sharing_prompts_changes_nothing(
-    warm_runtime: Any, tmp_path: Path, models: dict[str, Path], name: str, apart: str, shared: str
-) -> None:
+def test_sharing_prompts_changes_nothing(warm_runtime, tmp_path, models, name, apart, shared):
     one, other = (
         outcome(warm_runtime, models[name], tmp_path / layout, name, layout)
         for layout in (apart, shared)

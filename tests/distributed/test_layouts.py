@@ -62,13 +62,7 @@ if SHARES_GROUPS:  # each by two ranks
         pytest.param(QWEN3, "critic", QWEN_LAYOUTS, id="qwen3 critic", marks=pytest.mark.long),
     ],
 )
-def test_first_gradients_agree_in_every_layout(
-    warm_runtime: Any,
-    tmp_path: Path,
-    architecture: ArchitectureConfig,
-    kind: str,
-    layouts: dict[str, tuple[int, dict[str, Any], bool]],
-) -> None:
+def test_first_gradients_agree_in_every_layout(warm_runtime, tmp_path, architecture, kind, layouts):
     lm, scored = make_pair(tmp_path, architecture)
     before = read_folder(lm if kind == "actor" else scored)
     reference, reference_norm = first_gradient(

@@ -1,7 +1,6 @@
 """The planned bytes of weights, gradients and optimizer are those allocated, within 5%."""
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,9 +78,7 @@ def storages(values: Iterable[Any]) -> dict[int, int]:
         pytest.param(Role.CRITIC, TIED, id="tied-critic", marks=pytest.mark.long),
     ],
 )
-def test_plan_is_what_is_allocated(
-    warm_runtime: Any, tmp_path: Path, role: Role, architecture: Any
-) -> None:
+def test_plan_is_what_is_allocated(warm_runtime, tmp_path, role, architecture):
     lm, scored = make_pair(tmp_path, architecture)
     rollouts = make_rollouts()
     for name, (size, layout, distributed) in LAYOUTS.items():

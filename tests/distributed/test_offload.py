@@ -54,9 +54,7 @@ GOLDEN: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", GOLDEN)
-def test_an_offloaded_run_has_the_metrics_of_another(
-    warm_runtime: Any, tmp_path: Path, name: str
-) -> None:
+def test_an_offloaded_run_has_the_metrics_of_another(warm_runtime, tmp_path, name):
     run, keys = GOLDEN[name]
     keys = {"training.train_iters": 3, **keys}
     plain = {key: value for key, value in keys.items() if "offload" not in key}
@@ -77,9 +75,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_an_offloaded_run_that_is_resumed_ends_at_the_same_state(
-    warm_runtime: Any, tmp_path: Path, name: str
-) -> None:
+def test_an_offloaded_run_that_is_resumed_ends_at_the_same_state(warm_runtime, tmp_path, name):
     """Weights, moments, random streams, metrics and samples; without offload from one part on."""
     architecture, ranks, layout, sections = LAYOUTS[name]
     models = make_models(tmp_path / "models", ARCHITECTURES[architecture])
@@ -163,9 +159,7 @@ def test_the_memory_of_all_parts_is_gone(actor: RoleGroup) -> None:
         assert all(parts) and 0 <= sum(parts) - freed < 512  # the counts of steps stay
 
 
-def test_a_step_that_fails_leaves_a_state_that_can_be_saved(
-    actor: RoleGroup, tmp_path: Path
-) -> None:
+def test_a_step_that_fails_leaves_a_state_that_can_be_saved(actor, tmp_path):
     rollouts = make_rollouts()
     given = split_evenly(rollouts, 2), split_evenly(make_experience(rollouts), 2)
     before, after, away, norm = actor.call(Weighed.fail, *given, str(tmp_path)).result()[0]

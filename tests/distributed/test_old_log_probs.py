@@ -43,9 +43,7 @@ def metrics_of(
         pytest.param("online_dpo", {"algorithm.old_log_probs": "auto"}, marks=pytest.mark.long),
     ],
 )
-def test_the_update_gives_the_numbers_of_the_pass(
-    warm_runtime: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, keys: Any
-) -> None:
+def test_the_update_gives_the_numbers_of_the_pass(warm_runtime, tmp_path, monkeypatch, name, keys):
     recompute = {**keys, "algorithm.old_log_probs": "recompute"}
     expected = metrics_of(warm_runtime, tmp_path / "pass", name, recompute, monkeypatch)
     monkeypatch.delattr(ActorRole, "log_probs")
@@ -63,9 +61,7 @@ def test_the_update_gives_the_numbers_of_the_pass(
             assert mine[key] == pytest.approx(theirs[key], rel=1e-6, abs=1e-6), key
 
 
-def test_online_dpo_of_several_steps_makes_no_pass(
-    warm_runtime: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_online_dpo_of_several_steps_makes_no_pass(warm_runtime, tmp_path, monkeypatch):
     keys: dict[str, Any] = {"actor_rollout.ppo_mini_batch_size": 16}
     expected = metrics_of(warm_runtime, tmp_path / "pass", "online_dpo", keys, monkeypatch)
     monkeypatch.delattr(ActorRole, "log_probs")
@@ -79,9 +75,7 @@ def test_online_dpo_of_several_steps_makes_no_pass(
 
 
 @pytest.mark.parametrize("name", ["gae", "grpo"])  # KL in the reward; KL in the loss
-def test_a_run_without_a_penalty_needs_no_reference(
-    warm_runtime: Any, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_without_a_penalty_needs_no_reference(warm_runtime, tmp_path, name, monkeypatch):
     keys = {"algorithm.kl_ctrl.kl_coef": 0.0, "training.train_iters": 2}
     asked = {**keys, "logging.reference_kl": True}
     expected = runs.run(name, tmp_path / "with", warm_runtime, asked)

@@ -74,9 +74,7 @@ class Older:
         return RoleOutput()
 
 
-def test_an_older_checkpoint_is_resumed_in_another_layout(
-    warm_runtime: Any, tmp_path: Path
-) -> None:
+def test_an_older_checkpoint_is_resumed_in_another_layout(warm_runtime, tmp_path):
     """Experts, a padded vocabulary, query groups and gated layers, from two tensor-parallel ranks
     to two replicas with half of the experts and of the slots each."""
     make_llama(tmp_path / "model", QWEN3_MOE)

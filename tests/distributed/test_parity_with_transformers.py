@@ -77,9 +77,7 @@ def expected_logits(model: Any, rollouts: Rollouts, scored: bool) -> torch.Tenso
     "family", [pytest.param(n, marks=shares_groups if n == "one-group" else ()) for n in FAMILIES]
 )
 @pytest.mark.parametrize("scored", [False, True], ids=["logits", "scores"])
-def test_forward_equals_transformers_in_every_layout(
-    warm_runtime: Any, tmp_path: Path, family: str, scored: bool
-) -> None:
+def test_forward_equals_transformers_in_every_layout(warm_runtime, tmp_path, family, scored):
     architecture = FAMILIES[family]
     model = make_llama(tmp_path, architecture, scored)
     rollouts = make_rollouts()
@@ -97,9 +95,7 @@ def test_forward_equals_transformers_in_every_layout(
 @pytest.mark.parametrize(
     ("layout", "architecture"), three_layouts(untied=PLAIN, tied=TIED, qwen2=QWEN2, qwen3=QWEN3)
 )
-def test_export_gives_back_every_tensor_byte_for_byte(
-    warm_runtime: Any, tmp_path: Path, layout: str, architecture: ArchitectureConfig
-) -> None:
+def test_export_gives_back_every_tensor_byte_for_byte(warm_runtime, tmp_path, layout, architecture):
     lm, scored = make_pair(tmp_path, architecture)
     size = world_size(LAYOUTS[layout])
     config = run_config(lm, scored, architecture, LAYOUTS[layout], pool=size)

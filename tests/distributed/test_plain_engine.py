@@ -71,9 +71,7 @@ def close(ours: UpdateReport, theirs: UpdateReport) -> None:
         assert mine == pytest.approx(others, rel=2e-4, abs=1e-6)
 
 
-def test_actor_and_critic_learn_the_same_over_both_engines(
-    warm_runtime: Any, tmp_path: Path, samples: tuple[Rollouts, Experience]
-) -> None:
+def test_actor_and_critic_learn_the_same_over_both_engines(warm_runtime, tmp_path, samples):
     rollouts, experience = samples
     config = configured(tmp_path)
     layout = config.layout(Role.CRITIC)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,9 +26,7 @@ def registries() -> Iterator[None]:
 
 
 @pytest.mark.long
-def test_a_file_of_ones_own_parts_trains_the_tiny_task(
-    warm_runtime: Any, tmp_path: Path, registries: None
-) -> None:
+def test_a_file_of_ones_own_parts_trains_the_tiny_task(warm_runtime, tmp_path, registries):
     """Its engine draws the tokens that the native one draws, from the weights of each iteration."""
     found = {}
     for engine in ("native", "transformers"):

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -144,9 +143,7 @@ LOST = [2, 3]  # a whole micro-batch of responses that could not be scored
         ("online dpo", "tp2 dp2", LOST),
     ],
 )
-def test_gradient_equals_a_loop_over_transformers(
-    warm_runtime: Any, tmp_path: Path, case: str, layout_name: str, lost: list[int]
-) -> None:
+def test_gradient_equals_a_loop_over_transformers(warm_runtime, tmp_path, case, layout_name, lost):
     slow, sections = CASES[case]
     model = make_llama(tmp_path / "lm", TIED).double()
     model.model.embed_tokens.padding_idx = None  # transformers would drop the gradient of token 0

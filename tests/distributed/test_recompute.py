@@ -1,11 +1,10 @@
 """Recomputing activations changes no number."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.config.schema import ArchitectureConfig, LearningConfig
+from mindspeed_rlxf.config.schema import LearningConfig
 from mindspeed_rlxf.data.batch import RoleOutput, Rollouts
 from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.models.parameters import Head
@@ -51,9 +50,7 @@ class Learner:
     [(DENSE, {}), (SPARSE, {}), pytest.param(DENSE, TP2_PP2, marks=pytest.mark.long)],
     ids=["dense", "experts", "tp2-pp2"],
 )
-def test_a_step_is_the_same_to_the_last_bit(
-    warm_runtime: Any, tmp_path: Path, architecture: ArchitectureConfig, layout: dict[str, Any]
-) -> None:
+def test_a_step_is_the_same_to_the_last_bit(warm_runtime, tmp_path, architecture, layout):
     make_llama(tmp_path, architecture)
     layers = 4 // layout.get("pipeline_model_parallel_size", 1)
     runs = {"none": 0, "selective": layers, "full": layers, "full, groups of 2": layers}

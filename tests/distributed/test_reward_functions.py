@@ -64,9 +64,7 @@ def metrics_of(
     return read_metrics(run(config, runtime).path)
 
 
-def test_a_function_trains_as_the_rule_that_it_repeats(
-    warm_runtime: Any, tmp_path: Path, file: Path
-) -> None:
+def test_a_function_trains_as_the_rule_that_it_repeats(warm_runtime, tmp_path, file):
     by_rule = metrics_of(tmp_path / "rule", warm_runtime, TWO_RANKS)
     own = {"+reward.function": f"{file}:exact"}
     by_function = metrics_of(tmp_path / "function", warm_runtime, {**TWO_RANKS, **own})
@@ -117,9 +115,7 @@ NAMES = ["gae", *(pytest.param(n, marks=pytest.mark.long) for n in ("dapo", "onl
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_scores_that_a_server_lost_have_no_part_in_training(
-    warm_runtime: Any, tmp_path: Path, server: Server, name: str
-) -> None:
+def test_scores_that_a_server_lost_have_no_part_in_training(warm_runtime, tmp_path, server, name):
     def judge(samples: list[dict[str, Any]]) -> tuple[int, Any]:
         sums = [sum((s["prompt"] + s["response"]).encode()) for s in samples]
         return 200, {"scores": [{"error": "lost"} if n % 3 == 0 else n % 2 for n in sums]}
@@ -139,18 +135,14 @@ def test_scores_that_a_server_lost_have_no_part_in_training(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_batch_without_any_score_has_no_gradient(
-    warm_runtime: Any, tmp_path: Path, server: Server, name: str
-) -> None:
+def test_a_batch_without_any_score_has_no_gradient(warm_runtime, tmp_path, server, name):
     server.answer = lambda samples: (200, {"scores": [{"error": "lost"}] * len(samples)})
     for metrics in run_with_server(warm_runtime, tmp_path, server, name, {}):
         assert metrics["reward/masked"] == 16.0
         assert metrics["actor/grad_norm"] == metrics.get("critic/grad_norm", 0.0) == 0.0
 
 
-def test_too_many_failed_samples_stop_the_run_and_are_named(
-    warm_runtime: Any, tmp_path: Path, file: Path
-) -> None:
+def test_too_many_failed_samples_stop_the_run_and_are_named(warm_runtime, tmp_path, file):
     with pytest.raises(RewardsFailed) as error:
         keys = {**TWO_RANKS, "+reward.function": f"{file}:fails"}
         metrics_of(tmp_path / "fails", warm_runtime, keys)

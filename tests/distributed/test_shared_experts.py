@@ -170,9 +170,7 @@ def assert_in_step(found: list[Seen], ep: int) -> None:
         assert min(each.idle for each in group) == 0
 
 
-def test_a_rank_that_needs_no_more_responses_still_serves_its_experts(
-    warm_runtime: Any, tmp_path: Path
-) -> None:
+def test_a_rank_that_needs_no_more_responses_still_serves_its_experts(warm_runtime, tmp_path):
     make_llama(tmp_path, QWEN3_MOE)
     one = build(warm_runtime, tmp_path, QWEN3_MOE, 1, {})
     prompts = make_prompts(8)

@@ -87,9 +87,7 @@ def outcome(runtime: Any, folder: Path, out: Path, *case: Any) -> tuple[Outcome,
     "split",
     [pytest.param(name, marks=() if name in USUAL else pytest.mark.long) for name in SPLITS],
 )
-def test_samples_and_metrics_are_those_of_ranks_that_do_both(
-    warm_runtime: Any, tmp_path: Path, models: dict[str, Path], split: str
-) -> None:
+def test_samples_and_metrics_are_those_of_ranks_that_do_both(warm_runtime, tmp_path, models, split):
     name, *case = SPLITS[split]
     if name not in _shared:
         _shared[name] = outcome(warm_runtime, models[name], tmp_path / "shared", name)

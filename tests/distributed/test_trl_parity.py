@@ -116,9 +116,7 @@ def run_like_trl(
         pytest.param("greedy", "one process", marks=pytest.mark.long),
     ],
 )
-def test_twenty_updates_equal_trl(
-    warm_runtime: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, layout: str
-) -> None:
+def test_twenty_updates_equal_trl(warm_runtime, tmp_path, monkeypatch, name, layout):
     trace = Trace(name)
     size, keys = LAYOUTS[layout]
     make_tokenizer().save_pretrained(tmp_path / "tokenizer")
@@ -269,9 +267,7 @@ SHORT = ("score at EOS", "lam .931")
         for error in ("none", *WRONG_KEYS, *WRONG_ROLES)
     ],
 )
-def test_a_deliberate_error_is_seen_within_six_updates(
-    warm_runtime: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str
-) -> None:
+def test_a_deliberate_error_is_seen_within_six_updates(warm_runtime, tmp_path, monkeypatch, error):
     trace = Trace("minibatch")
     make_tokenizer().save_pretrained(tmp_path / "tokenizer")
     config = with_keys(trl_config(trace, tmp_path, 1, {}), WRONG_KEYS.get(error, {}))

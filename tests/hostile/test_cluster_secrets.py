@@ -36,9 +36,7 @@ def everything_below(folder: Path) -> str:
     return "\n".join(p.read_text() for p in folder.rglob("*") if p.is_file())
 
 
-def test_no_file_and_no_output_shows_a_secret(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_no_file_and_no_output_shows_a_secret(tmp_path, capfd):
     directory = tmp_path / "configs"
     directory.mkdir()
     tree = {

@@ -44,17 +44,13 @@ def index(folder: Path, size: int, lengths: list[int], offsets: list[int], conte
         (1, [1], [2**63 - 4]),
     ],
 )
-def test_an_absurd_index_is_refused(
-    size: int, lengths: list[int], offsets: list[int], tmp_path: Path
-) -> None:
+def test_an_absurd_index_is_refused(size, lengths, offsets, tmp_path):
     with pytest.raises(BrokenIndex):
         IndexedReader(index(tmp_path, size, lengths, offsets, 400))
 
 
 @pytest.mark.parametrize("file", ["../../etc/passwd", "a/b", "", "x" * 200, "\0"])
-def test_a_column_of_a_sidecar_must_be_a_file_name_without_folders(
-    file: str, tmp_path: Path
-) -> None:
+def test_a_column_of_a_sidecar_must_be_a_file_name_without_folders(file, tmp_path):
     column = {"name": "input_ids", "file": file, "dtype": "int32", "encoding": "token_ids"}
     content = {
         "format_version": 1, "handler": "h", "template": "t", "stop_token_ids": [], "counts": {},

@@ -127,8 +127,6 @@ def check(seed: int, kind: str, files: dict[str, bytes], folder: Path) -> None:
 
 @pytest.mark.parametrize("count", [12, pytest.param(700, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_mutated_files_end_in_user_errors(
-    count: int, kind: str, valid: dict[str, dict[str, bytes]], tmp_path: Path
-) -> None:
+def test_mutated_files_end_in_user_errors(count, kind, valid, tmp_path):
     for seed in range(count):
         check(seed, kind, valid[kind], tmp_path / str(seed))

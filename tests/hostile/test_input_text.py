@@ -45,9 +45,7 @@ YAML = {
 
 
 @pytest.mark.parametrize("text", YAML.values(), ids=YAML)
-def test_a_configuration_ends_in_error_lines(
-    text: str | bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_configuration_ends_in_error_lines(text, tmp_path, capsys):
     (tmp_path / "c.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
     assert main(["--config-name", "c", "--config-dir", str(tmp_path), "--cfg", "job"]) == 2
     said = capsys.readouterr().err
@@ -90,9 +88,7 @@ def test_a_forged_turn_is_text(tmp_path: Path) -> None:
     assert allowed.token_ids.tolist() == byte_tokenizer()(whole)["input_ids"]
 
 
-def test_a_forged_turn_in_plain_text_is_text(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_forged_turn_in_plain_text_is_text(tmp_path, caplog):
     file = write(tmp_path, {"prompt": FORGED, "data_source": "x"})
     (prompt,) = read(file, longest=1000)
     assert [i for i in prompt.token_ids.tolist() if i in CONTROLS] == [SPECIAL.index("<s>")]

@@ -127,13 +127,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_hostile_file_is_one_error_line_and_runs_nothing(
-    made: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    place: str,
-    program: str,
-) -> None:
+    made, tmp_path, monkeypatch, capsys, place, program
+):
     kind, put = PLACES[place]
     source = shutil.copytree(made[kind], tmp_path / "source")
     put(find_weights(source)[1], PROGRAMS[program])
@@ -240,9 +235,7 @@ METADATA = {
 
 
 @pytest.mark.parametrize("name", METADATA)
-def test_metadata_with_impossible_entries_is_refused(
-    made: dict[str, Path], tmp_path: Path, name: str
-) -> None:
+def test_metadata_with_impossible_entries_is_refused(made, tmp_path, name):
     folder = find_weights(shutil.copytree(made["sharded"], tmp_path / "x"))[1]
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     METADATA[name](metadata)

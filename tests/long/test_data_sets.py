@@ -6,7 +6,6 @@ The policy is a small Llama that was taught to give one of a few answers at rand
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -107,9 +106,7 @@ def assert_differs(metrics: list[dict[str, float]], output: Path) -> None:
         ("hellaswag", raw_rows.write_hellaswag, [*"ABCD"], "local"),
     ],
 )
-def test_ppo_trains_on_the_rule_of_the_data_set(
-    script: str, write: Any, answers: list[str], runtime: str, tmp_path: Path
-) -> None:
+def test_ppo_trains_on_the_rule_of_the_data_set(script, write, answers, runtime, tmp_path):
     raw = write(tmp_path / "raw")
     run_python(f"{SCRIPTS}/data_preprocess/{script}.py", "--input", raw, "--output", tmp_path)
     output, file = tmp_path / "run", tmp_path / "train.parquet"

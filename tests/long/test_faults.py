@@ -5,7 +5,6 @@ The runs do not restart; `tests/unit/ops/test_supervisor.py` tests restarts.
 
 import signal
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -36,9 +35,7 @@ def kill_raylet(run: Run) -> None:
         (kill_raylet, "failed in"),
     ],
 )
-def test_a_fault_of_a_worker_is_one_message(
-    start: Any, fault: Callable[[Run], None], message: str
-) -> None:
+def test_a_fault_of_a_worker_is_one_message(start, fault, message):
     run = start("training.max_restarts=0", "runtime.timeout_s=20")
     fault(run)
     line, found = run.end_with_failure(within_s=60), run.failure()

@@ -52,9 +52,7 @@ def test_an_exception_of_a_reward_function_is_its_message(start: Any, tmp_path: 
     assert "Traceback" in (run.folder / "logs" / "main" / "rank_00000.log").read_text()
 
 
-def test_a_worker_that_takes_too_much_memory_is_named_with_the_cause(
-    start: Any, tmp_path: Path
-) -> None:
+def test_a_worker_that_takes_too_much_memory_is_named_with_the_cause(start, tmp_path):
     """Ray ends a worker when the host's memory is nearly used up: here, 2.5 GiB from now."""
     memory = psutil.virtual_memory()
     share = (memory.total - memory.available + 2.5 * GIB) / memory.total
@@ -78,9 +76,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-def test_a_full_disk_is_named_and_the_run_resumes_when_there_is_room(
-    start: Any, small_disk: Path
-) -> None:
+def test_a_full_disk_is_named_and_the_run_resumes_when_there_is_room(start, small_disk):
     folder, ballast = small_disk / "run", small_disk / "ballast"
     save = "training.save_interval=2"
     run = start(NO_RESTART, save, folder=folder, until="checkpoint of iteration 2:")

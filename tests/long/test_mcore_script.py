@@ -111,9 +111,7 @@ def make_inputs(folder: Path, model: str, small: RunConfig) -> None:
 
 
 @pytest.mark.parametrize("script", ONE, ids=lambda script: script.stem)
-def test_the_scripts_of_a_model_lead_from_its_weights_to_a_run(
-    tmp_path: Path, script: Path
-) -> None:
+def test_the_scripts_of_a_model_lead_from_its_weights_to_a_run(tmp_path, script):
     model = script.parent.name
     size = script.stem.split("_")[3]
     name = f"ppo_trainer_{model}_{size}"

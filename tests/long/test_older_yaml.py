@@ -88,9 +88,7 @@ def with_our_paths(folder: Path, tree: dict[str, Any], megatron: bool) -> None:
 
 @pytest.mark.parametrize("megatron", [False, True], ids=["huggingface", "megatron"])
 @pytest.mark.parametrize("name", EVERY)
-def test_their_configuration_trains(
-    tmp_path: Path, name: str, megatron: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_their_configuration_trains(tmp_path, name, megatron, monkeypatch):
     tree, small = EVERY[name](), tiny_models()
     (model,) = tree["defaults"][0]["model"]
     make_weights(tmp_path, small[model])

@@ -101,9 +101,7 @@ def join(environment: dict[str, str]) -> str:
 
 
 @pytest.mark.parametrize("document", ["nodes_and_failures.md", "npu.md"])
-def test_the_commands_of_the_documents_start_a_cluster_with_tokens(
-    environment: dict[str, str], tmp_path: Path, document: str
-) -> None:
+def test_the_commands_of_the_documents_start_a_cluster_with_tokens(environment, tmp_path, document):
     port = str(free_port())
     line = documented(document, "ray start --head").replace("6344", port)
     line = line.replace("8260", str(free_port()))

@@ -131,9 +131,7 @@ def make_pools(
         pool.shutdown()
 
 
-def test_nodes_that_lack_devices_are_named_and_nothing_is_held(
-    make_pools: Callable[..., Any],
-) -> None:
+def test_nodes_that_lack_devices_are_named_and_nothing_is_held(make_pools):
     wait_until_free(3)
     with pytest.raises(DevicesMissing) as missing:
         make_pools(1.0, {"small": [2], "big": [3]})
@@ -142,9 +140,7 @@ def test_nodes_that_lack_devices_are_named_and_nothing_is_held(
 
 
 @pytest.mark.long
-def test_a_late_node_is_waited_for_and_ranks_follow_the_list(
-    make_pools: Callable[..., Any], nodes: Nodes
-) -> None:
+def test_a_late_node_is_waited_for_and_ranks_follow_the_list(make_pools, nodes):
     nodes.add(lab=2)
     large = make_pools(JOIN_S, {"main": [2, 2]})["main"]
     assert build(large).call(StandIn.rank).result() == [(rank, 4) for rank in range(4)]

@@ -96,9 +96,7 @@ def test_a_role_may_change_its_rows_and_what_it_returned(make_pools: MakePools, 
         assert doubled.result() == [2 * (count - 1)]
 
 
-def test_the_driver_hands_rows_on_and_never_reads_them(
-    make_pools: MakePools, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_driver_hands_rows_on_and_never_reads_them(make_pools, monkeypatch):
     def refuse(rows: Numbers, state: object) -> None:
         raise AssertionError("the driver reads rows")
 
@@ -155,9 +153,7 @@ def test_a_hang_ends_and_names_the_ranks_that_did_not_arrive(make_hasty: MakePoo
     assert (hang.value.role, hang.value.missing) == ("actor_rollout", [0])
 
 
-def test_output_of_workers_goes_to_one_file_per_rank(
-    ray_runtime: Any, make_pools: MakePools
-) -> None:
+def test_output_of_workers_goes_to_one_file_per_rank(ray_runtime, make_pools):
     (pool,) = make_pools(2)
     build(pool).call(StandIn.say, "hällo").result()
     for rank in range(2):
@@ -165,9 +161,7 @@ def test_output_of_workers_goes_to_one_file_per_rank(
         assert log.read_text(encoding="utf-8").endswith("hällo\nfrom C\n")
 
 
-def test_an_exception_arrives_as_one_worker_error(
-    make_pools: MakePools, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_exception_arrives_as_one_worker_error(make_pools, capfd):
     (pool,) = make_pools(2)
     group = build(pool, Role.CRITIC)
     started = time.perf_counter()
@@ -183,9 +177,7 @@ def test_an_exception_arrives_as_one_worker_error(
     group.call(StandIn.enter_barrier, 1).result()  # so that the processes can be used again
 
 
-def test_a_stopped_rank_is_named_and_the_others_stacks_are_in_their_logs(
-    ray_runtime: Any, make_hasty: MakePools
-) -> None:
+def test_a_stopped_rank_is_named_and_the_others_stacks_are_in_their_logs(ray_runtime, make_hasty):
     (pool,) = make_hasty(2)
     group = build(pool)
     with pytest.raises(RuntimeTimeout) as hang:
