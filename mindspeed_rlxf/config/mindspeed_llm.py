@@ -152,9 +152,7 @@ def _parse_prefixes(given: Given, path: str, value: Any) -> Any:
         return parts
     if len(parts) > 2:
         remedy = f"use {ref('data.data_path')}=[{', '.join(parts[1::2])}]"
-        given.problems.append(
-            Problem(path, "data sets are not blended by weight", value, remedy, colon=True)
-        )
+        given.refuse(path, "must not blend data sets by weight", value, remedy)
     return parts[1::2]
 
 
@@ -176,8 +174,7 @@ def _translate_category(given: Given) -> None:
 def _translate_algorithm(given: Given) -> None:
     sections = given.sections
     algorithm, critic = sections["algorithm"], sections["critic"]
-    whiten = algorithm.get("advantage_whiten")
-    if isinstance(whiten, bool):
+    if isinstance(whiten := algorithm.get("advantage_whiten"), bool):
         algorithm["advantage_whiten"] = "batch" if whiten else "none"
     if algorithm.get("adv_estimator") == "group_norm":
         _translate_group_norm(given, algorithm)
@@ -188,10 +185,8 @@ def _translate_algorithm(given: Given) -> None:
     if sections["training"].get("stage") == Stage.RAY_ONLINE_DPO.value:
         for section in (ACTOR, "training"):
             if sections[section].get("entropy_coeff") == OLD_ENTROPY_COEFF:
-                del sections[section]["entropy_coeff"]
-                given.note(
-                    "the loss of a pair has no entropy term", f"entropy_coeff={OLD_ENTROPY_COEFF}"
-                )
+                coefficient = sections[section].pop("entropy_coeff")
+                given.note("the loss of a pair has no entropy term", f"entropy_coeff={coefficient}")
 
 
 def _translate_group_norm(given: Given, algorithm: Tree) -> None:

@@ -370,7 +370,6 @@ def _check_shared_groups(config: RunConfig) -> Iterator[Problem]:
         return
     since = ".".join(map(str, SHARED_GROUPS_SINCE))
     for key, tp, section in shared:
-        groups = section.architecture.kv_heads
-        limit = f"{ref(f'model.{section.model}.num_query_groups')}={groups}"
-        rule = f"must be at most {limit} with megatron-core {found}"
+        groups, name = section.architecture.kv_heads, f"model.{section.model}.num_query_groups"
+        rule = f"must be at most {ref(name)}={groups} with megatron-core {found}"
         yield Problem(key, rule, tp, f"use {groups} or less, or megatron-core {since}")

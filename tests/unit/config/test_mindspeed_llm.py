@@ -207,7 +207,7 @@ def test_the_data_path_of_the_actor_is_that_of_the_data(
         assert config.data.default_data_source == "prompts"
         assert any(note.startswith("data.overlong_prompts=drop: ") for note in notes)
     (problem,) = problems({"actor_rollout.data_path": "1,a,2,b"}, ("data.train_files",))
-    assert problem.startswith("actor_rollout.data_path=1,a,2,b: ") and "[a, b]" in problem
+    assert problem.startswith("actor_rollout.data_path='1,a,2,b' ") and "[a, b]" in problem
 
 
 GRPO = {
