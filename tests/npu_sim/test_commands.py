@@ -2,9 +2,6 @@
 
 import os
 import sys
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,9 +16,7 @@ ITERATIONS = 3
 VALIDATED = {"data.val_files": START / "prompts.jsonl", "validation.interval": 1}
 
 
-def finish(
-    name: str, scratch: Path, kind: str, changes: Mapping[str, Any], stopped: bool = False
-) -> Path:
+def finish(name, scratch, kind, changes, stopped=False):
     """Run `ray_gpt.py` with `runtime: local` to the end; return the run directory.
 
     kind:    cpu or sim
@@ -51,16 +46,13 @@ def finish(
     return out
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "stopped"),
-    [
-        ("gae", VALIDATED, False),
-        ("gae", {"training.train_iters": 5}, True),
-        ("gae_full_kl", {}, False),
-        ("grpo", {}, False),
-        ("online_dpo", {}, False),
-    ],
-)
+@pytest.mark.parametrize(("name", "changes", "stopped"), [
+    ("gae", VALIDATED, False),
+    ("gae", {"training.train_iters": 5}, True),
+    ("gae_full_kl", {}, False),
+    ("grpo", {}, False),
+    ("online_dpo", {}, False),
+])  # fmt: skip
 def test_a_run_equals_that_on_cpu(simulated, tmp_path, name, changes, stopped):
     ours = finish(name, tmp_path, "cpu", changes)
     theirs = finish(name, tmp_path, "sim", changes, stopped)

@@ -46,16 +46,13 @@ def case(new_case: NewCase) -> Case:
     return new_case()
 
 
-@pytest.mark.parametrize(
-    ("keys", "due_at"),
-    [
-        ({}, 1800),  # nothing else would save
-        ({"save_interval": 11}, 1800),  # over train_iters
-        ({"save_interval": 4}, None),
-        ({"save_interval": 4, "save_interval_s": 60.0}, 60),
-        ({"save_interval_s": 0.0}, None),
-    ],
-)
+@pytest.mark.parametrize(("keys", "due_at"), [
+    ({}, 1800),  # nothing else would save
+    ({"save_interval": 11}, 1800),  # over train_iters
+    ({"save_interval": 4}, None),
+    ({"save_interval": 4, "save_interval_s": 60.0}, 60),
+    ({"save_interval_s": 0.0}, None),
+])  # fmt: skip
 def test_a_save_is_due_by_time_by_interval_and_at_the_end(new_case, keys, due_at):
     case = new_case(train_iters=10, **keys)
     seconds = [s for s in (59, 60, 1799, 1800, 9999) if is_due_at(case, s)]
@@ -228,14 +225,10 @@ def await_newest(case: Case, iteration: int) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize(
-    ("scores", "kept"),
-    [
-        ([0.1, 0.7, None, 0.7, 0.2, 0.3], [6, 5, 2]),
-        ([float("nan"), 0.7, float("nan"), 0.1, 0.2], [5, 4, 2]),
-    ],
-    ids=["the earliest of equals", "NaN is never the best"],
-)
+@pytest.mark.parametrize(("scores", "kept"), [
+    ([0.1, 0.7, None, 0.7, 0.2, 0.3], [6, 5, 2]),
+    ([float("nan"), 0.7, float("nan"), 0.1, 0.2], [5, 4, 2]),
+], ids=["the earliest of equals", "NaN is never the best"])  # fmt: skip
 def test_the_best_validated_checkpoint_is_kept_too(case, scores, kept):
     for iteration, score in enumerate(scores, start=1):
         case.resume()  # scores are read from the disk

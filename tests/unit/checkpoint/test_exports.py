@@ -42,15 +42,12 @@ def test_an_export_replaces_an_earlier_one(make_tree, tmp_path):
     assert not (old / "__7_0.distcp").exists()
 
 
-@pytest.mark.parametrize(
-    ("saves", "actor", "critic"),
-    [
-        ({}, "run/final/actor_hf", "run/final/critic_hf"),
-        ({"actor_rollout.save": "a"}, "a/hf", "run/final/critic_hf"),
-        ({"actor_rollout.save": "a", "critic.save": "b"}, "a/hf", "b/hf"),
-        ({"actor_rollout.save": "a", "critic.save": "./a"}, "a/actor/hf", "a/critic/hf"),
-    ],
-)
+@pytest.mark.parametrize(("saves", "actor", "critic"), [
+    ({}, "run/final/actor_hf", "run/final/critic_hf"),
+    ({"actor_rollout.save": "a"}, "a/hf", "run/final/critic_hf"),
+    ({"actor_rollout.save": "a", "critic.save": "b"}, "a/hf", "b/hf"),
+    ({"actor_rollout.save": "a", "critic.save": "./a"}, "a/actor/hf", "a/critic/hf"),
+])  # fmt: skip
 def test_the_save_keys_name_the_folders_of_the_final_weights(
     make_tree, tmp_path, monkeypatch, saves, actor, critic
 ):

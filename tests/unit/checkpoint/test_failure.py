@@ -36,22 +36,18 @@ def test_a_failed_worker_is_one_line_and_its_traceback_is_kept(tmp_path, capsys)
     )
 
 
-@pytest.mark.parametrize(
-    ("error", "details"),
-    [
-        (
-            LATE,  # the ranks that waited may differ from time to time, the cause does not
-            {"role": "critic", "phase": "values", "rank": 2, "host": "b", "missing": [2, 3],
-             "error": "RuntimeTimeout"},
-        ),
-        (
-            OSError(28, "no space left"),
-            {"role": "driver", "iteration": 0, "error": "OSError", "errno": 28,
-             "message": "driver: OSError: [Errno 28] no space left"},
-        ),
-    ],
-    ids=["late ranks", "driver"],
-)  # fmt: skip
+@pytest.mark.parametrize(("error", "details"), [
+    (
+        LATE,  # the ranks that waited may differ from time to time, the cause does not
+        {"role": "critic", "phase": "values", "rank": 2, "host": "b", "missing": [2, 3],
+         "error": "RuntimeTimeout"},
+    ),
+    (
+        OSError(28, "no space left"),
+        {"role": "driver", "iteration": 0, "error": "OSError", "errno": 28,
+         "message": "driver: OSError: [Errno 28] no space left"},
+    ),
+], ids=["late ranks", "driver"])  # fmt: skip
 def test_the_failure_file_names_the_place_and_the_cause(tmp_path, error, details):
     report(RunDirectory(tmp_path), error, StopRequest(60.0))
     found = json.loads((tmp_path / "failure.json").read_text())

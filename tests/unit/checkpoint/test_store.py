@@ -42,17 +42,14 @@ def replace(old: str, new: str) -> Callable[[Path], object]:
     return edit
 
 
-@pytest.mark.parametrize(
-    ("name", "damage", "problem"),
-    [
-        (WEIGHTS, Path.unlink, "actor/w.distcp is missing"),
-        (WEIGHTS, lambda file: os.truncate(file, 3), "actor/w.distcp has 3 bytes, not 7"),
-        (MANIFEST, Path.unlink, "No such file"),
-        (MANIFEST, lambda file: os.truncate(file, 40), "json differs from what was written"),
-        (MANIFEST, replace('"size": 7', '"size": 8'), r"differs from what was written \(sha256\)"),
-        (MANIFEST, replace('_version": 1', '_version": 2'), "has format_version 2, this version"),
-    ],
-)
+@pytest.mark.parametrize(("name", "damage", "problem"), [
+    (WEIGHTS, Path.unlink, "actor/w.distcp is missing"),
+    (WEIGHTS, lambda file: os.truncate(file, 3), "actor/w.distcp has 3 bytes, not 7"),
+    (MANIFEST, Path.unlink, "No such file"),
+    (MANIFEST, lambda file: os.truncate(file, 40), "json differs from what was written"),
+    (MANIFEST, replace('"size": 7', '"size": 8'), r"differs from what was written \(sha256\)"),
+    (MANIFEST, replace('_version": 1', '_version": 2'), "has format_version 2, this version"),
+])  # fmt: skip
 def test_damage_is_named(name, damage, problem, tmp_path):
     folder = save(RunStore(tmp_path), 1)
     damage(folder / name)
@@ -73,15 +70,12 @@ def test_removing_a_linked_checkpoint_removes_the_link_alone(tmp_path):
     assert (elsewhere / MANIFEST).exists(), "the user moved it there"
 
 
-@pytest.mark.parametrize(
-    ("keep_last", "keep_every", "best", "left"),
-    [
-        (2, 0, None, [7, 6]),
-        (1, 3, None, [7, 6, 3]),
-        (1, 0, 2, [7, 2]),
-        (9, 0, None, [7, 6, 5, 4, 3, 2, 1]),
-    ],
-)
+@pytest.mark.parametrize(("keep_last", "keep_every", "best", "left"), [
+    (2, 0, None, [7, 6]),
+    (1, 3, None, [7, 6, 3]),
+    (1, 0, 2, [7, 2]),
+    (9, 0, None, [7, 6, 5, 4, 3, 2, 1]),
+])  # fmt: skip
 def test_prune_keeps_the_newest_the_multiples_and_the_best(
     keep_last, keep_every, best, left, tmp_path
 ):

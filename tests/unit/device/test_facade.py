@@ -42,19 +42,16 @@ def test_npu_without_torch_npu_is_an_error_that_asks_to_install_it(monkeypatch, 
             use(NPU)
 
 
-@pytest.mark.parametrize(
-    ("seen", "shown", "given", "index"),
-    [
-        (1, "6", {"assigned": "6"}, 0),  # Ray: each process sees its own device alone
-        (4, "4,5,6,7", {"assigned": "6"}, 2),  # Ray was told to leave the node's list
-        (8, "", {"assigned": "6"}, 6),  # no list: all are seen
-        (2, " 4, 5 ", {"assigned": "5"}, 1),
-        (4, "4,5,6,7", {"local_rank": 3}, 3),  # torchrun: all see the same
-        (2, "4,5", {"local_rank": 2}, "start at most 2 processes"),  # none is shared
-        (8, "4,5", {"assigned": "1"}, "CUDA_VISIBLE_DEVICES=4,5 must name the device 1 that Ray"),
-        (8, "", {"assigned": "9"}, "device 9 must be one of the 8 .*no more devices"),
-    ],
-)
+@pytest.mark.parametrize(("seen", "shown", "given", "index"), [
+    (1, "6", {"assigned": "6"}, 0),  # Ray: each process sees its own device alone
+    (4, "4,5,6,7", {"assigned": "6"}, 2),  # Ray was told to leave the node's list
+    (8, "", {"assigned": "6"}, 6),  # no list: all are seen
+    (2, " 4, 5 ", {"assigned": "5"}, 1),
+    (4, "4,5,6,7", {"local_rank": 3}, 3),  # torchrun: all see the same
+    (2, "4,5", {"local_rank": 2}, "start at most 2 processes"),  # none is shared
+    (8, "4,5", {"assigned": "1"}, "CUDA_VISIBLE_DEVICES=4,5 must name the device 1 that Ray"),
+    (8, "", {"assigned": "9"}, "device 9 must be one of the 8 .*no more devices"),
+])  # fmt: skip
 def test_a_process_chooses_its_gpu_among_the_visible_ones(monkeypatch, seen, shown, given, index):
     """index: a text = the error"""
     chosen: list[int] = []
@@ -178,18 +175,15 @@ def put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
-@pytest.mark.parametrize(
-    ("kind", "wanted", "given", "variables"),
-    [
-        (CPU, None, {}, {}),
-        (NPU, True, {}, ON_NPU),
-        (CUDA, True, {}, ON_CUDA),
-        (CUDA, True, {"NCCL_ALGO": "Tree"}, {**ON_CUDA, "NCCL_ALGO": "Tree"}),
-        (CPU, False, {}, None),
-        (NPU, None, {}, None),
-        (CUDA, False, {}, None),
-    ],
-)
+@pytest.mark.parametrize(("kind", "wanted", "given", "variables"), [
+    (CPU, None, {}, {}),
+    (NPU, True, {}, ON_NPU),
+    (CUDA, True, {}, ON_CUDA),
+    (CUDA, True, {"NCCL_ALGO": "Tree"}, {**ON_CUDA, "NCCL_ALGO": "Tree"}),
+    (CPU, False, {}, None),
+    (NPU, None, {}, None),
+    (CUDA, False, {}, None),
+])  # fmt: skip
 def test_torch_and_the_libraries_of_the_device_repeat_their_sums(
     put_back, monkeypatch, kind, wanted, given, variables
 ):

@@ -95,17 +95,14 @@ def accumulate(inputs: Tensor, grads: Tensor, total: Tensor) -> None:
     total += grads.float().t() @ inputs.float()
 
 
-@pytest.mark.parametrize(
-    ("operator", "right", "wrong"),
-    [
-        (Operator.ATTENTION, attend, attend_across),
-        (Operator.SHARED_PROMPTS, attention(shift=True), attention(shift=False)),
-        (Operator.NORM, Norm, LayerNorm),
-        (Operator.ROTARY, rotate, lambda x, angles: rotate(x, angles) if x.dim() == 4 else x),
-        (Operator.SWIGLU, swiglu, lambda both, _: swiglu(both, None, torch.Tensor.detach)),
-        (Operator.GRADIENT, accumulate, lambda x, g, total: total.copy_(g.float().t() @ x.float())),
-    ],
-)
+@pytest.mark.parametrize(("operator", "right", "wrong"), [
+    (Operator.ATTENTION, attend, attend_across),
+    (Operator.SHARED_PROMPTS, attention(shift=True), attention(shift=False)),
+    (Operator.NORM, Norm, LayerNorm),
+    (Operator.ROTARY, rotate, lambda x, angles: rotate(x, angles) if x.dim() == 4 else x),
+    (Operator.SWIGLU, swiglu, lambda both, _: swiglu(both, None, torch.Tensor.detach)),
+    (Operator.GRADIENT, accumulate, lambda x, g, total: total.copy_(g.float().t() @ x.float())),
+])  # fmt: skip
 def test_each_probe_takes_the_operator_and_refuses_one_that_computes_something_else(
     operator, right, wrong
 ):
@@ -160,9 +157,7 @@ def test_packed_bf16_tokens_go_to_the_kernel_and_fp32_ones_do_not(on_cuda, monke
 def test_the_offsets_of_a_pack_are_uploaded_once_for_all_layers(monkeypatch):
     uploads, plain = [], torch.tensor
 
-    def attend_by_ends(
-        query: Tensor, key: Tensor, value: Tensor, ends: Tensor, *_: Any, **__: Any
-    ) -> Tensor:
+    def attend_by_ends(query, key, value, ends, *_, **__):
         return attend(query, key, value, ends.diff().tolist())
 
     def counted(*args: Any, **kwargs: Any) -> Tensor:

@@ -102,14 +102,11 @@ def test_doubles_on_the_device_come_back_from_the_copy():
 # CANN
 
 
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        ({}, "ASCEND_HOME_PATH or ASCEND_TOOLKIT_HOME must be CANN's folder, not ''"),
-        ({"ASCEND_HOME_PATH": "/not/there"}, "not '/not/there'"),
-        ({"ASCEND_TOOLKIT_HOME": "/"}, r"libascendcl\.so must be on LD_LIBRARY_PATH"),
-    ],
-)
+@pytest.mark.parametrize(("variables", "message"), [
+    ({}, "ASCEND_HOME_PATH or ASCEND_TOOLKIT_HOME must be CANN's folder, not ''"),
+    ({"ASCEND_HOME_PATH": "/not/there"}, "not '/not/there'"),
+    ({"ASCEND_TOOLKIT_HOME": "/"}, r"libascendcl\.so must be on LD_LIBRARY_PATH"),
+])  # fmt: skip
 def test_missing_parts_of_cann_are_named_with_their_remedy(variables, message):
     with pytest.raises(ValueError, match=f"{message}.*set_env.sh.*before `ray start`"):
         npu.check_cann(variables)
@@ -122,19 +119,16 @@ def test_the_package_keeps_torch_from_loading_torch_npu_by_itself():
 # HCCL
 
 
-@pytest.mark.parametrize(
-    ("deadline", "given", "connect", "execute", "event"),
-    [
-        (1860.5, {}, "1861", "1861", "1893"),
-        (30, {}, "120", "30", "1868"),  # the smallest that HCCL takes, and its default
-        (10_000, {}, "7200", "10000", "10032"),  # its largest
-        (1860, {"HCCL_EXEC_TIMEOUT": "3600"}, "1860", "3600", "3632"),
-        (1860, {"HCCL_EXEC_TIMEOUT": "0"}, "1860", "0", "0"),
-        (1860, {"HCCL_EVENT_TIMEOUT": "900"}, "1860", "899", "900"),
-        (1860, {"HCCL_EVENT_TIMEOUT": "7200"}, "1860", "1860", "7200"),
-        (1860, {"HCCL_EVENT_TIMEOUT": "0"}, "1860", "1860", "0"),
-    ],
-)
+@pytest.mark.parametrize(("deadline", "given", "connect", "execute", "event"), [
+    (1860.5, {}, "1861", "1861", "1893"),
+    (30, {}, "120", "30", "1868"),  # the smallest that HCCL takes, and its default
+    (10_000, {}, "7200", "10000", "10032"),  # its largest
+    (1860, {"HCCL_EXEC_TIMEOUT": "3600"}, "1860", "3600", "3632"),
+    (1860, {"HCCL_EXEC_TIMEOUT": "0"}, "1860", "0", "0"),
+    (1860, {"HCCL_EVENT_TIMEOUT": "900"}, "1860", "899", "900"),
+    (1860, {"HCCL_EVENT_TIMEOUT": "7200"}, "1860", "1860", "7200"),
+    (1860, {"HCCL_EVENT_TIMEOUT": "0"}, "1860", "1860", "0"),
+])  # fmt: skip
 def test_hccl_waits_as_long_as_the_run_and_timeouts_of_the_user_stay(
     deadline, given, connect, execute, event
 ):

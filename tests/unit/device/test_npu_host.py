@@ -60,18 +60,15 @@ def test_a_whole_installation_has_no_findings(tmp_path):
     assert everything(both) == {}
 
 
-@pytest.mark.parametrize(
-    ("gone", "variables", "check", "value", "remedy"),
-    [
-        ([npu_versions.DRIVER_VERSION], {}, "driver", npu_versions.DRIVER_VERSION, "the firmware"),
-        (["/dev/hisi_hdc"], {}, "device_files", "/dev/hisi_hdc", "--device /dev/hisi_hdc"),
-        (["/dev/davinci0", "/dev/davinci1"], {}, "device_files", "/dev/davinci<N>", ""),
-        ([], {"PYTHONPATH": "/somewhere/Megatron-LM"}, "cann_python", "", "keep $PYTHONPATH"),
-        ([], {"ATB_HOME_PATH": ""}, "atb", "", "install CANN's NNAL first"),
-        ([], {"ASCEND_OPP_PATH": "/nowhere"}, "operators", "", "Ascend-cann-A3-ops"),
-        ([], {"ASCEND_TOOLKIT_HOME": "/older"}, "set_env", "/older", ""),
-    ],
-)
+@pytest.mark.parametrize(("gone", "variables", "check", "value", "remedy"), [
+    ([npu_versions.DRIVER_VERSION], {}, "driver", npu_versions.DRIVER_VERSION, "the firmware"),
+    (["/dev/hisi_hdc"], {}, "device_files", "/dev/hisi_hdc", "--device /dev/hisi_hdc"),
+    (["/dev/davinci0", "/dev/davinci1"], {}, "device_files", "/dev/davinci<N>", ""),
+    ([], {"PYTHONPATH": "/somewhere/Megatron-LM"}, "cann_python", "", "keep $PYTHONPATH"),
+    ([], {"ATB_HOME_PATH": ""}, "atb", "", "install CANN's NNAL first"),
+    ([], {"ASCEND_OPP_PATH": "/nowhere"}, "operators", "", "Ascend-cann-A3-ops"),
+    ([], {"ASCEND_TOOLKIT_HOME": "/older"}, "set_env", "/older", ""),
+])  # fmt: skip
 def test_a_fault_is_named_with_its_remedy(tmp_path, gone, variables, check, value, remedy):
     host = make_host(tmp_path, **variables)
     for name in gone:
@@ -131,16 +128,13 @@ def test_a_package_that_cann_imports_is_an_error_with_the_command(host, monkeypa
     assert found.status is Status.ERROR and found.remedy == "pip install decorator absl-py"
 
 
-@pytest.mark.parametrize(
-    ("cann", "wrong"),
-    [
-        ("8.3.RC1", ["numpy 2.4.6, not <=1.24.0", "protobuf 7.36.2, not ==3.20.*"]),
-        ("8.5.0", ["numpy 2.4.6, not <2", "protobuf 7.36.2, not ==3.20.*"]),
-        ("9.0.0", ["protobuf 7.36.2, not ==3.20.*"]),
-        ("9.1.0", []),
-        ("9.2.0", []),
-    ],
-)
+@pytest.mark.parametrize(("cann", "wrong"), [
+    ("8.3.RC1", ["numpy 2.4.6, not <=1.24.0", "protobuf 7.36.2, not ==3.20.*"]),
+    ("8.5.0", ["numpy 2.4.6, not <2", "protobuf 7.36.2, not ==3.20.*"]),
+    ("9.0.0", ["protobuf 7.36.2, not ==3.20.*"]),
+    ("9.1.0", []),
+    ("9.2.0", []),
+])  # fmt: skip
 def test_versions_that_a_cann_does_not_take_are_named(host, cann, wrong):
     found = bad_python(THERE._replace(cann=cann)).get("npu.cann_ranges")
     assert (found.value.partition(": ")[2].split("; ") if found else []) == wrong
@@ -151,15 +145,12 @@ def test_transformer_engine_is_a_warning(host):
     assert "pip uninstall transformer_engine" in bad_python()["npu.transformer_engine"].remedy
 
 
-@pytest.mark.parametrize(
-    ("ascend", "stock", "remedy"),
-    [
-        (None, None, "pip install triton-ascend==3.2.1 --extra-index-url="),
-        ("3.2.0", "3.5.0", "pip uninstall -y triton triton-ascend; pip install"),
-        ("3.2.0", None, ""),
-        ("3.2.1", "3.5.0", ""),
-    ],
-)
+@pytest.mark.parametrize(("ascend", "stock", "remedy"), [
+    (None, None, "pip install triton-ascend==3.2.1 --extra-index-url="),
+    ("3.2.0", "3.5.0", "pip uninstall -y triton triton-ascend; pip install"),
+    ("3.2.0", None, ""),
+    ("3.2.1", "3.5.0", ""),
+])  # fmt: skip
 def test_core_0_16_needs_triton_ascend_and_says_how(host, monkeypatch, ascend, stock, remedy):
     there = {**VERSIONS, "triton-ascend": ascend, "triton": stock}
     monkeypatch.setattr(packages, "_installed", there.get)

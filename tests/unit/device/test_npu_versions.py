@@ -30,37 +30,31 @@ def test_a_set_as_published_gives_no_warning(there):
     assert list(npu_versions.pair_problems(there)) == []
 
 
-@pytest.mark.parametrize(
-    ("there", "message"),
-    [
-        (Installed("2.7.1", "2.6.0.post5", "0.12.1", "0.12.1", None),
-         r"torch_npu 2\.6\.0\.post5 must have the number of torch.*torch_npu==2\.7\.1\.\*"),
-        (Installed("2.7.1", "2.7.1", "0.16.1", "0.12.1", None),
-         r"MindSpeed 0\.12\.1 must pair with Megatron-LM 0\.16\.1; check out .*core_r0\.16\.0"),
-        (Installed("2.7.1", "2.7.1", "0.13.0", "0.12.1", None),
-         r"must pair with Megatron-LM 0\.13\.0; use a whole checkout of .*core_v0\.12\.1 or"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("there", "message"), [
+    (Installed("2.7.1", "2.6.0.post5", "0.12.1", "0.12.1", None),
+     r"torch_npu 2\.6\.0\.post5 must have the number of torch.*torch_npu==2\.7\.1\.\*"),
+    (Installed("2.7.1", "2.7.1", "0.16.1", "0.12.1", None),
+     r"MindSpeed 0\.12\.1 must pair with Megatron-LM 0\.16\.1; check out .*core_r0\.16\.0"),
+    (Installed("2.7.1", "2.7.1", "0.13.0", "0.12.1", None),
+     r"must pair with Megatron-LM 0\.13\.0; use a whole checkout of .*core_v0\.12\.1 or"),
+])  # fmt: skip
 def test_versions_that_cannot_work_are_refused_with_a_remedy(there, message):
     (problem,) = problems(there, Status.ERROR)
     assert re.search(message, problem)
 
 
-@pytest.mark.parametrize(
-    ("there", "warning"),
-    [
-        (Installed("2.7.1", "2.7.1.post2", "0.12.1", "0.12.1", "9.0.0"),
-         r"not in torch_npu's own table of pairs; install torch_npu 2\.7\.1\.post4 or"),
-        (Installed("2.7.1", "2.7.1", "0.12.1", "0.12.1", "7.0.1"),
-         r"table of pairs; use CANN 8\.3, 8\.5, 9\.0, 9\.1"),
-        (Installed("2.6.0", "2.6.0.post5", "0.12.1", "0.12.1", "8.5.0"),
-         r"torch 2\.6\.0 is not that of npu-core0\.12\.1; use torch 2\.7\.1"),
-        (Installed("2.7.1", "2.7.1.post2", "0.12.1", None, "8.5.0"), "its version is not known"),
-        (Installed("2.7.1", "2.7.1.post2", None, "0.12.1", "8.5.0"),
-         "^Megatron-LM, whose version is not known, is in no set of constraints"),
-        (Installed("2.7.1", "2.7.1.post2", "0.14.0", None, "8.5.0"), "in no set of constraints"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("there", "warning"), [
+    (Installed("2.7.1", "2.7.1.post2", "0.12.1", "0.12.1", "9.0.0"),
+     r"not in torch_npu's own table of pairs; install torch_npu 2\.7\.1\.post4 or"),
+    (Installed("2.7.1", "2.7.1", "0.12.1", "0.12.1", "7.0.1"),
+     r"table of pairs; use CANN 8\.3, 8\.5, 9\.0, 9\.1"),
+    (Installed("2.6.0", "2.6.0.post5", "0.12.1", "0.12.1", "8.5.0"),
+     r"torch 2\.6\.0 is not that of npu-core0\.12\.1; use torch 2\.7\.1"),
+    (Installed("2.7.1", "2.7.1.post2", "0.12.1", None, "8.5.0"), "its version is not known"),
+    (Installed("2.7.1", "2.7.1.post2", None, "0.12.1", "8.5.0"),
+     "^Megatron-LM, whose version is not known, is in no set of constraints"),
+    (Installed("2.7.1", "2.7.1.post2", "0.14.0", None, "8.5.0"), "in no set of constraints"),
+])  # fmt: skip
 def test_versions_that_were_never_tried_are_warned_about(there, warning):
     assert problems(there, Status.ERROR) == []
     warnings = problems(there, Status.WARNING)
@@ -72,13 +66,10 @@ def test_the_default_set_is_that_of_make():
     assert f"$(if $(filter npu,$(DEVICE)),{DEFAULT.name},cpu)" in text
 
 
-@pytest.mark.parametrize(
-    ("file", "text", "message"),
-    [
-        ("__init__.py", "import megatron_adaptor\n", r"needs MegatronAdaptor.*26\.1\.0_core"),
-        ("megatron_adaptor.py", "def patch_features(): ...\n", "must have .*repatch"),
-    ],
-)
+@pytest.mark.parametrize(("file", "text", "message"), [
+    ("__init__.py", "import megatron_adaptor\n", r"needs MegatronAdaptor.*26\.1\.0_core"),
+    ("megatron_adaptor.py", "def patch_features(): ...\n", "must have .*repatch"),
+])  # fmt: skip
 def test_a_mindspeed_that_cannot_work_is_refused_whatever_its_version_says(
     monkeypatch, tmp_path, file, text, message
 ):
@@ -97,14 +88,11 @@ def test_every_set_has_its_constraints_with_its_megatron(each):
     assert npu_versions.find_set(each.megatron_core) is each
 
 
-@pytest.mark.parametrize(
-    ("folders", "message"),
-    [
-        (["wheel", "MindSpeed"], r"megatron\.training.*core_v0\.12\.1.*`ray start`"),
-        (["wheel", "Megatron-LM", "MindSpeed"], "must come from one Megatron-LM checkout"),
-        (["Megatron-LM"], r"needs MindSpeed.*26\.1\.0_core_r0\.12\.1"),
-    ],
-)
+@pytest.mark.parametrize(("folders", "message"), [
+    (["wheel", "MindSpeed"], r"megatron\.training.*core_v0\.12\.1.*`ray start`"),
+    (["wheel", "Megatron-LM", "MindSpeed"], "must come from one Megatron-LM checkout"),
+    (["Megatron-LM"], r"needs MindSpeed.*26\.1\.0_core_r0\.12\.1"),
+])  # fmt: skip
 def test_incomplete_installations_are_refused(monkeypatch, tmp_path, folders, message):
     """wheel: megatron.core without megatron.training"""
     npu_recorder.install(monkeypatch, tmp_path)

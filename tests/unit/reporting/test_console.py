@@ -67,16 +67,13 @@ def test_a_warning_is_shown_once():
     assert re.findall("about .", stream.getvalue()) == ["about a", "about b"]
 
 
-@pytest.mark.parametrize(
-    ("mode", "stream", "ranks", "term", "kind"),
-    [
-        ("auto", io.StringIO, None, "xterm-256color", Console),
-        ("auto", Terminal, None, "xterm-256color", LiveConsole),
-        ("line", Terminal, None, "xterm-256color", Console),
-        ("auto", Terminal, "2", "xterm-256color", Console),  # other ranks print there too
-        ("auto", Terminal, "1", "dumb", Console),
-    ],
-)
+@pytest.mark.parametrize(("mode", "stream", "ranks", "term", "kind"), [
+    ("auto", io.StringIO, None, "xterm-256color", Console),
+    ("auto", Terminal, None, "xterm-256color", LiveConsole),
+    ("line", Terminal, None, "xterm-256color", Console),
+    ("auto", Terminal, "2", "xterm-256color", Console),  # other ranks print there too
+    ("auto", Terminal, "1", "dumb", Console),
+])  # fmt: skip
 def test_the_mode_chooses_what_is_shown(monkeypatch, mode, stream, ranks, term, kind):
     monkeypatch.setenv("TERM", term)
     monkeypatch.delenv("WORLD_SIZE", raising=False)

@@ -91,18 +91,15 @@ def test_validation_that_falls_while_training_rises_is_found():
 FIT, GAP, KL = "critic/explained_variance", "rollout/log_prob_gap_mean", "critic/kl"
 
 
-@pytest.mark.parametrize(
-    ("values", "count", "found"),
-    [
-        (lambda i: {FIT: -0.2}, 40, ["30 critic_explains_nothing began"]),
-        (lambda i: {FIT: -5.0 if i < 15 else 0.2}, 60, []),  # it learns
-        (lambda i: {GAP: 0.06}, 4, ["3 log_prob_gap began"]),
-        (lambda i: {GAP: 0.001 if i < 10 else 0.02}, 12, ["11 log_prob_gap began"]),
-        (lambda i: {GAP: 1e-7 if i < 10 else 1e-5}, 20, []),  # rounding may grow
-        (lambda i: {GAP: 0.04}, 20, []),
-        (lambda i: {KL: 8.0}, 9, ["3 kl_runaway began"]),
-    ],
-)
+@pytest.mark.parametrize(("values", "count", "found"), [
+    (lambda i: {FIT: -0.2}, 40, ["30 critic_explains_nothing began"]),
+    (lambda i: {FIT: -5.0 if i < 15 else 0.2}, 60, []),  # it learns
+    (lambda i: {GAP: 0.06}, 4, ["3 log_prob_gap began"]),
+    (lambda i: {GAP: 0.001 if i < 10 else 0.02}, 12, ["11 log_prob_gap began"]),
+    (lambda i: {GAP: 1e-7 if i < 10 else 1e-5}, 20, []),  # rounding may grow
+    (lambda i: {GAP: 0.04}, 20, []),
+    (lambda i: {KL: 8.0}, 9, ["3 kl_runaway began"]),
+])  # fmt: skip
 def test_a_critic_worse_than_a_constant_and_a_gap_of_log_probs_are_found(values, count, found):
     assert made(values, count) == found
 

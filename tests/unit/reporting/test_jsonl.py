@@ -51,17 +51,14 @@ def test_numbers_are_numbers_of_json_and_others_are_null(given, written, tmp_pat
     assert line == {"iteration": 1, "metrics": {"a": written}, "time_s": 1.5}
 
 
-@pytest.mark.parametrize(
-    ("changes", "written"),
-    [
-        ({}, {}),
-        ({"ground_truth": ""}, {"ground_truth": ""}),
-        (
-            {"score": math.nan, "reward_parts": {"a": math.inf}},
-            {"score": None, "reward_parts": {"a": None}},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("changes", "written"), [
+    ({}, {}),
+    ({"ground_truth": ""}, {"ground_truth": ""}),
+    (
+        {"score": math.nan, "reward_parts": {"a": math.inf}},
+        {"score": None, "reward_parts": {"a": None}},
+    ),
+])  # fmt: skip
 def test_a_sample_has_the_fields_of_the_contract(changes, written, tmp_path):
     JsonlWriter(tmp_path / "samples.jsonl").write(replace(SAMPLE, **changes).record(3))
     fields = {

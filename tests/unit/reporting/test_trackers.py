@@ -116,18 +116,15 @@ def test_a_resumed_run_continues_its_records_offline(tmp_path):
     assert not [file.path for each in records for file in each.files.files]
 
 
-@pytest.mark.parametrize(
-    ("offline", "variables", "mode"),
-    [
-        (True, {"WANDB_MODE": "online", "WANDB_API_KEY": "k"}, "offline"),
-        (True, {"WANDB_MODE": "disabled"}, "disabled"),
-        (False, {}, "online"),
-        (False, {"WANDB_MODE": "disabled"}, "disabled"),
-        (None, {}, "offline"),
-        (None, {"WANDB_API_KEY": "k"}, "online"),
-        (None, {"WANDB_API_KEY": "k", "WANDB_MODE": "offline"}, "offline"),
-    ],
-)
+@pytest.mark.parametrize(("offline", "variables", "mode"), [
+    (True, {"WANDB_MODE": "online", "WANDB_API_KEY": "k"}, "offline"),
+    (True, {"WANDB_MODE": "disabled"}, "disabled"),
+    (False, {}, "online"),
+    (False, {"WANDB_MODE": "disabled"}, "disabled"),
+    (None, {}, "offline"),
+    (None, {"WANDB_API_KEY": "k"}, "online"),
+    (None, {"WANDB_API_KEY": "k", "WANDB_MODE": "offline"}, "offline"),
+])  # fmt: skip
 def test_a_run_that_is_offline_stays_so(offline, variables, mode, monkeypatch):
     for name in ("WANDB_MODE", "WANDB_API_KEY"):
         monkeypatch.delenv(name, raising=False)

@@ -52,9 +52,7 @@ class Script:
         tokens = [np.array([i // SIZE]) for i in ids]
         return Prompts(ids, tokens, [""] * count, [""] * count, [[9]] * count, [{}] * count)
 
-    def generate(
-        self, prompts: Prompts, _seed: int, sampling: Sampling = Sampling.TRAINING
-    ) -> Answer:
+    def generate(self, prompts, _seed, sampling=Sampling.TRAINING):
         self.generated.append((prompts, sampling))
         count = prompts.num_rows
         report = GenerateReport(
@@ -74,9 +72,7 @@ class Script:
         return Answer(f"scores {number}", ScoreReport(scores), len(scores))
 
 
-def collect(
-    script: Script, prompts: int, most: int = 10, **keys: Any
-) -> tuple[Collected, dict[str, float]]:
+def collect(script, prompts, most=10, **keys):
     """What was collected, and its metrics."""
     config = SimpleNamespace(
         algorithm=AlgorithmConfig(max_num_gen_batches=most, **keys),

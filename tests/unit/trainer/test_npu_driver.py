@@ -75,9 +75,7 @@ def machine(tmp_path: Path) -> dict[str, str]:
     }
 
 
-def importers(
-    machine: dict[str, str], folder: Path, work: Path, script: str
-) -> tuple[list[str], list[str], str]:
+def importers(machine, folder, work, script):
     """Return the driver's imports of the two, those of other processes, and the driver's stderr."""
     command = [sys.executable, "-c", script, str(folder), str(work)]
     done = subprocess.run(command, env=machine, capture_output=True, text=True, timeout=400)

@@ -101,19 +101,16 @@ def test_the_share_of_the_peak_is_there_where_the_peak_is_known():
     }
 
 
-@pytest.mark.parametrize(
-    ("name", "tflops"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H200", 989),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("Ascend910B3", 294.9),
-        ("Ascend910_9392", 376),
-        ("NVIDIA H100 PCIe", None),  # clocked lower
-        ("NVIDIA H100 NVL", None),
-        ("NVIDIA GeForce RTX 4090", None),
-        ("", None),
-    ],
-)
+@pytest.mark.parametrize(("name", "tflops"), [
+    ("NVIDIA H100 80GB HBM3", 989),
+    ("NVIDIA H200", 989),
+    ("NVIDIA A100-SXM4-80GB", 312),
+    ("Ascend910B3", 294.9),
+    ("Ascend910_9392", 376),
+    ("NVIDIA H100 PCIe", None),  # clocked lower
+    ("NVIDIA H100 NVL", None),
+    ("NVIDIA GeForce RTX 4090", None),
+    ("", None),
+])  # fmt: skip
 def test_a_device_is_found_by_its_name(name, tflops):
     assert find_peak(name) == (None if tflops is None else pytest.approx(tflops * 1e12))

@@ -79,9 +79,7 @@ class Command:
 
 
 @pytest.fixture
-def command(
-    make_tree: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Command]:
+def command(make_tree, tmp_path, monkeypatch):
     found = Command(make_tree, tmp_path)
     ray = SimpleNamespace(RayRuntime=SimpleNamespace(from_config=found.from_config))
     monkeypatch.setitem(sys.modules, "mindspeed_rlxf.cluster.ray.runtime", ray)  # type: ignore[arg-type]

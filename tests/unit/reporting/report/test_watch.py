@@ -47,18 +47,15 @@ def test_the_page_follows_the_files(server, tmp_path):
     assert after != before and after in ask(server, "/")[1]
 
 
-@pytest.mark.parametrize(
-    ("path", "host", "status"),
-    [
-        ("/", "evil.example", 403),
-        ("/", "", 403),
-        ("/", "127.0.0.1", 403),
-        ("/version", "localhost:{port}", 200),
-        ("/../config.yaml", None, 404),
-        ("/config.yaml", None, 404),
-        ("/?x", None, 404),
-    ],
-)
+@pytest.mark.parametrize(("path", "host", "status"), [
+    ("/", "evil.example", 403),
+    ("/", "", 403),
+    ("/", "127.0.0.1", 403),
+    ("/version", "localhost:{port}", 200),
+    ("/../config.yaml", None, 404),
+    ("/config.yaml", None, 404),
+    ("/?x", None, 404),
+])  # fmt: skip
 def test_other_names_for_this_host_and_other_paths_are_refused(server, path, host, status):
     assert server.server_address[0] == "127.0.0.1"
     found, content = ask(server, path, host and host.format(port=server.server_port))
