@@ -24,14 +24,10 @@ def environment(
     path = [ROOT, *(sources or (megatron(scratch), ADAPTOR)), LIBRARY]
     given = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
     return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([*map(str, path), *given]),
-        "ASCEND_HOME_PATH": str(scratch / "cann"),
-        "LD_LIBRARY_PATH": str(library.parent),
-        "RLXF_SIM_DEVICES": str(devices),
-        "OMP_NUM_THREADS": "1",
-        **variables,
-    }
+        **os.environ, "PYTHONPATH": os.pathsep.join([*map(str, path), *given]),
+        "ASCEND_HOME_PATH": str(scratch / "cann"), "LD_LIBRARY_PATH": str(library.parent),
+        "RLXF_SIM_DEVICES": str(devices), "OMP_NUM_THREADS": "1", **variables,
+    }  # fmt: skip
 
 
 def megatron(scratch: Path) -> Path:

@@ -47,11 +47,8 @@ def finish(name, scratch, kind, changes, stopped=False):
 
 
 @pytest.mark.parametrize(("name", "changes", "stopped"), [
-    ("gae", VALIDATED, False),
-    ("gae", {"training.train_iters": 5}, True),
-    ("gae_full_kl", {}, False),
-    ("grpo", {}, False),
-    ("online_dpo", {}, False),
+    ("gae", VALIDATED, False), ("gae", {"training.train_iters": 5}, True),
+    ("gae_full_kl", {}, False), ("grpo", {}, False), ("online_dpo", {}, False),
 ])  # fmt: skip
 def test_a_run_equals_that_on_cpu(simulated, tmp_path, name, changes, stopped):
     ours = finish(name, tmp_path, "cpu", changes)

@@ -30,12 +30,9 @@ SHAPE = {
 }  # fmt: skip
 # mode -> (offload weights, offload optimizer, further keys of every role)
 MODES: dict[str, tuple[bool, bool, dict[str, Any]]] = {
-    "nothing": (False, False, {}),
-    "weights": (True, False, {}),
-    "optimizer": (False, True, {}),
-    "both": (True, True, {}),
-    "both bf16": (True, True, {"bf16": True}),
-}
+    "nothing": (False, False, {}), "weights": (True, False, {}), "optimizer": (False, True, {}),
+    "both": (True, True, {}), "both bf16": (True, True, {"bf16": True}),
+}  # fmt: skip
 
 
 def configured(out: Path, mode: str) -> tuple[RunConfig, Any]:

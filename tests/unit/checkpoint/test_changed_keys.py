@@ -29,17 +29,12 @@ def changed(tree: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("key", "value", "rule"), [
-    ("training.train_iters", 100, "free"),
-    ("training.seed", 77, "fixed"),
-    ("training.tokenizer_name_or_path", "/other", "fixed"),
-    ("actor_rollout.lr", 0.5, "free"),
-    ("actor_rollout.load", "/other", "free"),
-    ("ref.load", "/other", "fixed"),
+    ("training.train_iters", 100, "free"), ("training.seed", 77, "fixed"),
+    ("training.tokenizer_name_or_path", "/other", "fixed"), ("actor_rollout.lr", 0.5, "free"),
+    ("actor_rollout.load", "/other", "free"), ("ref.load", "/other", "fixed"),
     ("actor_rollout.tensor_model_parallel_size", 4, "reshard"),
-    ("actor_rollout.clip_ratio", 0.9, "fixed"),
-    ("resource_pool.wait_s", 5.0, "free"),
-    ("resource_pool.another", [4], "reshard"),
-    ("data.train_files", ["other.jsonl"], "fixed"),
+    ("actor_rollout.clip_ratio", 0.9, "fixed"), ("resource_pool.wait_s", 5.0, "free"),
+    ("resource_pool.another", [4], "reshard"), ("data.train_files", ["other.jsonl"], "fixed"),
 ])  # fmt: skip
 def test_each_key_has_the_rule_of_the_schema(tree, key, value, rule):
     (found,) = find_changes(tree, changed(tree, key, value))

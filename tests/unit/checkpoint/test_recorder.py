@@ -52,10 +52,8 @@ def test_illnesses_are_written_down_and_printed_once(make, tmp_path, capsys):
         assert recorder.check_health(i, {"critic/kl": kl}) is None
     lines = [json.loads(line) for line in (tmp_path / "health.jsonl").read_text().splitlines()]
     assert [(line["iteration"], line["event"]) for line in lines] == [
-        (3, "began"),
-        (9, "ended"),
-        (12, "began"),
-    ]
+        (3, "began"), (9, "ended"), (12, "began"),
+    ]  # fmt: skip
     assert lines[0] == {
         "iteration": 3, "rule": "kl_runaway", "event": "began", "metric": "critic/kl",
         "value": 2.0, "text": "the KL to the reference is 2 nats per token (limit 1)",

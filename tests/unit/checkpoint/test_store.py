@@ -71,9 +71,7 @@ def test_removing_a_linked_checkpoint_removes_the_link_alone(tmp_path):
 
 
 @pytest.mark.parametrize(("keep_last", "keep_every", "best", "left"), [
-    (2, 0, None, [7, 6]),
-    (1, 3, None, [7, 6, 3]),
-    (1, 0, 2, [7, 2]),
+    (2, 0, None, [7, 6]), (1, 3, None, [7, 6, 3]), (1, 0, 2, [7, 2]),
     (9, 0, None, [7, 6, 5, 4, 3, 2, 1]),
 ])  # fmt: skip
 def test_prune_keeps_the_newest_the_multiples_and_the_best(

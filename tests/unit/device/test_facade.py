@@ -156,11 +156,9 @@ def test_collectives_use_the_interface_of_the_nodes_address(monkeypatch):
 
 ON_CUDA = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
 ON_NPU = {
-    "HCCL_DETERMINISTIC": "true",
-    "CLOSE_MATMUL_K_SHIFT": "1",
-    "ATB_MATMUL_SHUFFLE_K_ENABLE": "0",
+    "HCCL_DETERMINISTIC": "true", "CLOSE_MATMUL_K_SHIFT": "1", "ATB_MATMUL_SHUFFLE_K_ENABLE": "0",
     "LCCL_DETERMINISTIC": "1",
-}
+}  # fmt: skip
 NAMES = [*ON_CUDA, *ON_NPU]
 
 
@@ -176,13 +174,9 @@ def put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("kind", "wanted", "given", "variables"), [
-    (CPU, None, {}, {}),
-    (NPU, True, {}, ON_NPU),
-    (CUDA, True, {}, ON_CUDA),
-    (CUDA, True, {"NCCL_ALGO": "Tree"}, {**ON_CUDA, "NCCL_ALGO": "Tree"}),
-    (CPU, False, {}, None),
-    (NPU, None, {}, None),
-    (CUDA, False, {}, None),
+    (CPU, None, {}, {}), (NPU, True, {}, ON_NPU), (CUDA, True, {}, ON_CUDA),
+    (CUDA, True, {"NCCL_ALGO": "Tree"}, {**ON_CUDA, "NCCL_ALGO": "Tree"}), (CPU, False, {}, None),
+    (NPU, None, {}, None), (CUDA, False, {}, None),
 ])  # fmt: skip
 def test_torch_and_the_libraries_of_the_device_repeat_their_sums(
     put_back, monkeypatch, kind, wanted, given, variables

@@ -20,11 +20,8 @@ from mindspeed_rlxf.device.megatron_versions import (
 
 
 @pytest.mark.parametrize(("version", "mended", "own_queue"), [
-    ("0.12.0rc3", True, False),
-    ("0.12.1", True, False),
-    ("0.13.0", False, False),
-    ("0.15.3", False, True),
-    ("0.16.1", False, True),
+    ("0.12.0rc3", True, False), ("0.12.1", True, False), ("0.13.0", False, False),
+    ("0.15.3", False, True), ("0.16.1", False, True),
 ])  # fmt: skip
 def test_a_version_is_mended_where_it_needs_it(monkeypatch, version, mended, own_queue):
     def plain(model_params: Any, serialization_format: Any = None) -> None: ...
@@ -42,9 +39,7 @@ def test_a_version_is_mended_where_it_needs_it(monkeypatch, version, mended, own
 
 
 @pytest.mark.parametrize(("version", "chunk", "argument", "inside"), [
-    ("0.12.1", 1, {}, 1),
-    ("0.12.1", None, {}, 0),
-    ("0.13.0", 1, {"vp_stage": 1}, 0),
+    ("0.12.1", 1, {}, 1), ("0.12.1", None, {}, 0), ("0.13.0", 1, {"vp_stage": 1}, 0),
     ("0.16.1", None, {"vp_stage": None}, 0),
 ])  # fmt: skip
 def test_0_12_reads_the_chunk_from_a_global_and_later_versions_from_a_keyword(

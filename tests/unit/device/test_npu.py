@@ -134,10 +134,8 @@ def test_hccl_waits_as_long_as_the_run_and_timeouts_of_the_user_stay(
 ):
     npu.set_timeouts(environment := dict(given), deadline)
     assert environment == {
-        "HCCL_CONNECT_TIMEOUT": connect,
-        "HCCL_EXEC_TIMEOUT": execute,
-        "HCCL_EVENT_TIMEOUT": event,
-    }
+        "HCCL_CONNECT_TIMEOUT": connect, "HCCL_EXEC_TIMEOUT": execute, "HCCL_EVENT_TIMEOUT": event,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("given", "mib"), [(None, 400), ("50", 100), ("", 400)])

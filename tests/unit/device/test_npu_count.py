@@ -101,13 +101,8 @@ CHIPS = npu_recorder.smi_table(2).replace("65536", "32768", 1)
 
 
 @pytest.mark.parametrize(("kind", "output", "size"), [
-    (CUDA, GPUS, 40960 * MIB),
-    (NPU, CHIPS, 32768 * MIB),
-    (CUDA, "[N/A]\n", None),
-    (NPU, "[N/A]\n", None),
-    (CUDA, None, None),
-    (NPU, None, None),
-    (CPU, CHIPS, None),
+    (CUDA, GPUS, 40960 * MIB), (NPU, CHIPS, 32768 * MIB), (CUDA, "[N/A]\n", None),
+    (NPU, "[N/A]\n", None), (CUDA, None, None), (NPU, None, None), (CPU, CHIPS, None),
 ])  # fmt: skip
 def test_the_smallest_device_counts_where_the_tool_answers(monkeypatch, kind, output, size):
     """output: None = there is no tool"""

@@ -131,9 +131,7 @@ def test_a_package_that_cann_imports_is_an_error_with_the_command(host, monkeypa
 @pytest.mark.parametrize(("cann", "wrong"), [
     ("8.3.RC1", ["numpy 2.4.6, not <=1.24.0", "protobuf 7.36.2, not ==3.20.*"]),
     ("8.5.0", ["numpy 2.4.6, not <2", "protobuf 7.36.2, not ==3.20.*"]),
-    ("9.0.0", ["protobuf 7.36.2, not ==3.20.*"]),
-    ("9.1.0", []),
-    ("9.2.0", []),
+    ("9.0.0", ["protobuf 7.36.2, not ==3.20.*"]), ("9.1.0", []), ("9.2.0", []),
 ])  # fmt: skip
 def test_versions_that_a_cann_does_not_take_are_named(host, cann, wrong):
     found = bad_python(THERE._replace(cann=cann)).get("npu.cann_ranges")
@@ -147,8 +145,7 @@ def test_transformer_engine_is_a_warning(host):
 
 @pytest.mark.parametrize(("ascend", "stock", "remedy"), [
     (None, None, "pip install triton-ascend==3.2.1 --extra-index-url="),
-    ("3.2.0", "3.5.0", "pip uninstall -y triton triton-ascend; pip install"),
-    ("3.2.0", None, ""),
+    ("3.2.0", "3.5.0", "pip uninstall -y triton triton-ascend; pip install"), ("3.2.0", None, ""),
     ("3.2.1", "3.5.0", ""),
 ])  # fmt: skip
 def test_core_0_16_needs_triton_ascend_and_says_how(host, monkeypatch, ascend, stock, remedy):

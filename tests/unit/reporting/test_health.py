@@ -41,11 +41,9 @@ def test_a_far_too_high_learning_rate_without_kl_penalty_shows_four_illnesses():
     """PPO on the tiny task, kl_coef 0, lr 1e-2: KL over 1 from iteration 3, all cut from 6."""
     found = findings("far_too_high_learning_rate")
     assert [(each.iteration, each.rule) for each in found] == [
-        (5, "kl_runaway"),
-        (8, "all_cut"),
-        (22, "entropy_collapse"),
+        (5, "kl_runaway"), (8, "all_cut"), (22, "entropy_collapse"),
         (30, "critic_explains_nothing"),
-    ]
+    ]  # fmt: skip
     kl, cut, entropy, _ = found
     assert kl.metric == "critic/kl" and kl.value == pytest.approx((4.893 + 7.663 + 7.553) / 3)
     assert "6.7 nats per token" in kl.text and kl.remedy.endswith("lower actor_rollout.lr")

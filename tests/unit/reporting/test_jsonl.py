@@ -52,8 +52,7 @@ def test_numbers_are_numbers_of_json_and_others_are_null(given, written, tmp_pat
 
 
 @pytest.mark.parametrize(("changes", "written"), [
-    ({}, {}),
-    ({"ground_truth": ""}, {"ground_truth": ""}),
+    ({}, {}), ({"ground_truth": ""}, {"ground_truth": ""}),
     (
         {"score": math.nan, "reward_parts": {"a": math.inf}},
         {"score": None, "reward_parts": {"a": None}},

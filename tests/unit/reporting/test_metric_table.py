@@ -17,13 +17,11 @@ def test_the_document_is_made_from_the_table():
 
 
 @pytest.mark.parametrize(("name", "row"), [
-    ("critic/kl", "critic/kl"),
-    ("critic/kl_coeff", "critic/kl_coeff"),
+    ("critic/kl", "critic/kl"), ("critic/kl_coeff", "critic/kl_coeff"),
     ("val/openai/gsm8k/score", "val/<data_source>/score"),
     ("val/openai/gsm8k/pass@8", "val/<data_source>/<metric>"),
     ("train/openai/gsm8k/score", "train/<data_source>/score"),
-    ("reward/failed_timeout", "reward/failed_<cause>"),
-    ("reward/accuracy", "reward/<part>"),
+    ("reward/failed_timeout", "reward/failed_<cause>"), ("reward/accuracy", "reward/<part>"),
     ("memory/update_actor", "memory/<phase>"),
 ])  # fmt: skip
 def test_a_name_is_found_in_the_row_that_says_most(name, row):

@@ -118,10 +118,8 @@ def test_a_resumed_run_continues_its_records_offline(tmp_path):
 
 @pytest.mark.parametrize(("offline", "variables", "mode"), [
     (True, {"WANDB_MODE": "online", "WANDB_API_KEY": "k"}, "offline"),
-    (True, {"WANDB_MODE": "disabled"}, "disabled"),
-    (False, {}, "online"),
-    (False, {"WANDB_MODE": "disabled"}, "disabled"),
-    (None, {}, "offline"),
+    (True, {"WANDB_MODE": "disabled"}, "disabled"), (False, {}, "online"),
+    (False, {"WANDB_MODE": "disabled"}, "disabled"), (None, {}, "offline"),
     (None, {"WANDB_API_KEY": "k"}, "online"),
     (None, {"WANDB_API_KEY": "k", "WANDB_MODE": "offline"}, "offline"),
 ])  # fmt: skip

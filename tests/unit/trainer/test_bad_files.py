@@ -114,14 +114,9 @@ def test_the_good_configuration_has_no_problem(good):
 
 
 @pytest.mark.parametrize(("key", "rule"), [
-    ("actor_rollout.load", "config.json is missing"),
-    ("reward.load", "config.json is missing"),
-    ("training.tokenizer_name_or_path", "tokenizer"),
-    ("data.train_files", "no such file"),
-    (
-        "data.train_files=[] data.data_path",
-        "must be the --output-prefix of an indexed data set",
-    ),
+    ("actor_rollout.load", "config.json is missing"), ("reward.load", "config.json is missing"),
+    ("training.tokenizer_name_or_path", "tokenizer"), ("data.train_files", "no such file"),
+    ("data.train_files=[] data.data_path", "must be the --output-prefix of an indexed data set"),
 ])  # fmt: skip
 def test_missing_files_are_named(problems, key, rule):
     (line,) = problems(*f"{key}=./absent.jsonl".split())
@@ -278,8 +273,7 @@ def test_a_megatron_folder_of_another_tool_uses_the_config_beside_the_tokenizer(
 @pytest.mark.parametrize(("damage", "rule"), [
     (truncate, "damaged or truncated"),
     (transpose_one, "model.layers.1.mlp.down_proj.weight is [24, 16], the model needs"),
-    (drop_one, "model.norm.weight is missing"),
-    (Path.unlink, "holds neither"),
+    (drop_one, "model.norm.weight is missing"), (Path.unlink, "holds neither"),
     (add_layer, "num_layers: 2, 3"),
 ], ids=lambda value: getattr(value, "__name__", None))  # fmt: skip
 def test_weights_that_do_not_fit_are_refused(good, tmp_path, problems, damage, rule):

@@ -31,17 +31,12 @@ from mindspeed_rlxf.trainer.metrics import (
 def test_lengths_are_over_all_samples():
     lengths = ResponseLengths([4, 6, 2], [1, 9, 5], [True, False, True])
     assert rollout_metrics(lengths) == {
-        "prompt_length/mean": 4,
-        "prompt_length/max": 6,
-        "prompt_length/min": 2,
-        "response_length/mean": 5,
-        "response_length/max": 9,
-        "response_length/min": 1,
-        "response_length/p50": 5,
-        "response_length/p90": 9,
+        "prompt_length/mean": 4, "prompt_length/max": 6, "prompt_length/min": 2,
+        "response_length/mean": 5, "response_length/max": 9, "response_length/min": 1,
+        "response_length/p50": 5, "response_length/p90": 9,
         "response_length/eos_fraction": pytest.approx(2 / 3),
         "response_length/truncated_fraction": pytest.approx(1 / 3),
-    }
+    }  # fmt: skip
 
 
 def test_the_log_prob_gap_is_a_mean_over_tokens():
@@ -50,23 +45,18 @@ def test_the_log_prob_gap_is_a_mean_over_tokens():
     assert log_prob_metrics([LogProbReport(gap) for gap in gaps]) == expected
     weights = Summary.of(torch.tensor([0.5, 1.5]))
     assert log_prob_metrics([LogProbReport(gap, weights) for gap in gaps]) == {
-        **expected,
-        "rollout/is_weight/mean": 1.0,
-        "rollout/is_weight/max": 1.5,
+        **expected, "rollout/is_weight/mean": 1.0, "rollout/is_weight/max": 1.5,
         "rollout/is_weight/min": 0.5,
-    }
+    }  # fmt: skip
 
 
 def test_failed_samples_are_counted_by_cause_and_left_out_of_the_parts():
     parts = [{"mine": 1.0}, {}, {"mine": 0.5, "mine/length": 4.0}, {}]
     late, wrong = FailedSample(8, "timeout", ""), FailedSample(9, "wrong_result", "")
     assert score_metrics(ScoreReport([1.0, 0.0, 0.5, 0.0], parts, [None, late, None, wrong])) == {
-        "reward/mine": 0.75,
-        "reward/mine/length": 4.0,
-        "reward/failed": 2.0,
-        "reward/failed_timeout": 1.0,
-        "reward/failed_wrong_result": 1.0,
-    }
+        "reward/mine": 0.75, "reward/mine/length": 4.0, "reward/failed": 2.0,
+        "reward/failed_timeout": 1.0, "reward/failed_wrong_result": 1.0,
+    }  # fmt: skip
     assert score_metrics(ScoreReport([1.0], [{"mine": 1.0}], [None]))["reward/failed"] == 0.0
 
 
@@ -116,11 +106,9 @@ def test_scores_and_parts_are_averaged_by_data_source():
     late = FailedSample(8, "timeout", "")
     report = ScoreReport([1.0, 0.0, 0.5, 9.0], parts, [None, None, None, late])
     assert source_metrics(report, ["a", "a", "b/c", "b/c"]) == {
-        "train/a/score": 0.5,
-        "train/a/accuracy": 0.5,
-        "train/b/c/score": 0.5,
+        "train/a/score": 0.5, "train/a/accuracy": 0.5, "train/b/c/score": 0.5,
         "train/b/c/format": 0.5,
-    }
+    }  # fmt: skip
     assert source_metrics(ScoreReport([2.0]), ["a"]) == {"train/a/score": 2.0}
 
 

@@ -65,14 +65,11 @@ def machine(tmp_path: Path) -> dict[str, str]:
     library.touch()
     hidden = {name: value for name, value in os.environ.items() if "VISIBLE_DEVICES" not in name}
     return {
-        **hidden,
-        "PATH": f"{smi.parent}:{os.environ['PATH']}",
-        "PYTHONPATH": f"{tmp_path / 'path'}:{ROOT}",
-        "ASCEND_HOME_PATH": str(tmp_path / "cann"),
-        "LD_LIBRARY_PATH": str(library.parent),
-        "IMPORTED": str(tmp_path / "imported"),
+        **hidden, "PATH": f"{smi.parent}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{tmp_path / 'path'}:{ROOT}", "ASCEND_HOME_PATH": str(tmp_path / "cann"),
+        "LD_LIBRARY_PATH": str(library.parent), "IMPORTED": str(tmp_path / "imported"),
         "RAY_ADDRESS": "local",
-    }
+    }  # fmt: skip
 
 
 def importers(machine, folder, work, script):

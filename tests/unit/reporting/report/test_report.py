@@ -123,10 +123,8 @@ def test_thinning_keeps_the_ends_and_every_extreme():
 
 
 @pytest.mark.parametrize(("scores", "short"), [
-    ([0.1] * 20 + [0.9] * 20, "yes"),
-    ([0.9] * 20 + [0.1] * 20, "no, it got worse"),
-    ([0.5, 0.7] * 20, "no clear change"),
-    ([0.5], "too early to say"),
+    ([0.1] * 20 + [0.9] * 20, "yes"), ([0.9] * 20 + [0.1] * 20, "no, it got worse"),
+    ([0.5, 0.7] * 20, "no clear change"), ([0.5], "too early to say"),
 ])  # fmt: skip
 def test_the_answer_to_learning_follows_both_ends(scores, short):
     assert judge(iterations(scores), {})["answers"][0]["short"] == short
