@@ -48,7 +48,7 @@ def read_hf_config(folder: Path, wanted: str = OF_MODEL) -> dict[str, Any]:
         wanted: Folder kind to ask the user for, in messages.
 
     Raises:
-        ValueError: The file is missing or is no JSON object.
+        ValueError: The file is missing or is no JSON object with names of architectures.
     """
     path = folder / "config.json"
     try:
@@ -57,9 +57,10 @@ def read_hf_config(folder: Path, wanted: str = OF_MODEL) -> dict[str, Any]:
         raise ValueError(f"{path} is missing; give {wanted}") from None
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}); copy it again") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} is not a JSON object; copy it again")
-    return config
+    named = (config.get("architectures") or []) if isinstance(config, dict) else None
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        raise ValueError(f"{path} is not a JSON object with `architectures`; copy it again")
+    return dict(config)
 
 
 def parse_architecture(config: dict[str, Any]) -> dict[str, Any]:

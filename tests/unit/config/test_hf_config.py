@@ -135,7 +135,7 @@ def test_an_unsupported_field_of_config_json_is_named(keys: dict[str, Any], line
     [
         (None, r"config\.json is missing; give the folder"),
         ("{", r"config\.json is not valid JSON .*; copy it again"),
-        ("[1]", r"config\.json is not a JSON object; copy it again"),
+        ("[1]", r"config\.json is not a JSON object .*; copy it again"),
     ],
 )
 def test_a_broken_config_is_the_users_error(tmp_path: Path, text: str | None, message: str) -> None:
