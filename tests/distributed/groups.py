@@ -15,12 +15,9 @@ from mindspeed_rlxf.roles.rollout import RolloutGroup
 
 
 def build_group(
-    runtime: Any,
-    layout: ParallelLayout,
-    kind: Callable[..., Any],
-    *arguments: Any,
+    runtime: Any, layout: ParallelLayout, kind: Callable[..., Any], *arguments: Any,
     role: Role = Role.ACTOR_ROLLOUT,
-) -> RoleGroup:
+) -> RoleGroup:  # fmt: skip
     """Build a role of class `kind` on a pool "main" of `layout.world_size` ranks.
 
     A runtime that keeps pools gives the same pool to each role of that size.
@@ -55,12 +52,9 @@ def split_evenly(rollouts: Rollouts, replicas: int) -> Sharded:
 
 
 def update(
-    group: RoleGroup,
-    method: Callable[..., Any],
-    rollouts: Rollouts,
-    experience: Experience,
+    group: RoleGroup, method: Callable[..., Any], rollouts: Rollouts, experience: Experience,
     *more: Any,
-) -> UpdateReport:
+) -> UpdateReport:  # fmt: skip
     """Do one optimizer step on all eight samples, spread over the replicas; return its report.
 
     method: `update_policy` or `update_critic` of the role. more: further arguments of it

@@ -156,14 +156,9 @@ def with_local_runtime(config: RunConfig) -> RunConfig:
 
 
 def run_config(
-    lm: Path,
-    scored: Path,
-    architecture: ArchitectureConfig,
-    layout: dict[str, Any] | None = None,
-    pool: int = 1,
-    optimizer: OptimizerConfig | None = None,
-    **sections: Any,
-) -> RunConfig:
+    lm: Path, scored: Path, architecture: ArchitectureConfig, layout: dict[str, Any] | None = None,
+    pool: int = 1, optimizer: OptimizerConfig | None = None, **sections: Any,
+) -> RunConfig:  # fmt: skip
     """Return a configuration with all four roles on one pool `main` in the same layout.
 
     lm, scored: folders of a language model and of a model with a score head

@@ -77,13 +77,9 @@ def test_first_gradients_agree_in_every_layout(warm_runtime, tmp_path, architect
 
 
 def first_gradient(
-    warm_runtime: Any,
-    tmp_path: Path,
-    architecture: ArchitectureConfig,
-    kind: str,
-    layout: tuple[int, dict[str, Any], bool],
-    before: dict[str, torch.Tensor],
-) -> tuple[torch.Tensor, float]:
+    warm_runtime: Any, tmp_path: Path, architecture: ArchitectureConfig, kind: str,
+    layout: tuple[int, dict[str, Any], bool], before: dict[str, torch.Tensor],
+) -> tuple[torch.Tensor, float]:  # fmt: skip
     """All gradients in one vector, by tensor name, and the norm that the optimizer reported."""
     size, keys, distributed = layout
     optimizer = OptimizerConfig(

@@ -110,11 +110,9 @@ def make_pools(
     monkeypatch.setattr(runtime, "open_cluster", lambda *_: joined)
 
     def make(
-        wait_s: float,
-        shapes: dict[str, list[int]],
-        exclude: Set[str] = frozenset(),
+        wait_s: float, shapes: dict[str, list[int]], exclude: Set[str] = frozenset(),
         **environment: str,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         run = runtime.RayRuntime(
             DeviceConfig(kind=DeviceKind.CPU, resource_name="lab"),
             RuntimeConfig(timeout_s=60.0, start_timeout_s=120.0),
