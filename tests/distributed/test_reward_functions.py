@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from mindspeed_rlxf.roles.reward import RewardsFailed
-from mindspeed_rlxf.trainer.preflight import prepare
-from mindspeed_rlxf.trainer.validation import validate_only
 from tests.chaos.same_run import MACHINE_METRICS
 from tests.golden.runs import START, golden_config
 from tests.processes import read_metrics
@@ -33,7 +30,6 @@ TWO_RANKS = {
     "+validation.max_samples": 5,  # the two replicas get three each
     "+reward.processes": 1,
 }
-ONLY = {"+validation.only": True}
 
 
 @pytest.fixture(autouse=True)
@@ -80,14 +76,6 @@ def test_a_function_trains_as_the_rule_that_it_repeats(warm_runtime, tmp_path, f
         untimed = {k: v for k, v in rule.items() if not k.startswith(MACHINE_METRICS)}
         assert untimed == {k: function[k] for k in untimed}
     assert "critic/score/mean" in by_rule[1]
-    only = golden_config("grpo", tmp_path / "function", {**TWO_RANKS, **own, **ONLY})
-    prepared, directory = prepare(only), RunDirectory.create(only)
-    validate_only(only, prepared, directory, warm_runtime)
-    directory.unlock()
-    (alone,) = read_metrics(directory.path)
-    names = [name for name in by_function[-1] if name.startswith("val/")]
-    assert alone["val/arithmetic/exact"] is not None
-    assert {name: alone[name] for name in names} == {name: by_function[-1][name] for name in names}
 
 
 def run_with_server(

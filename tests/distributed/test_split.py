@@ -24,6 +24,7 @@ from tests.distributed.test_layout_invariance import (
     fixed_run,
     models,
 )
+from tests.processes import read_lines
 from tests.training import run
 
 __all__ = ["models"]
@@ -78,7 +79,12 @@ def outcome(runtime: Any, folder: Path, out: Path, *case: Any) -> tuple[Outcome,
     """What came of a run, and its samples."""
     config, prepared = run_of(folder, out, *case)
     directory = run(config, runtime, prepared)
-    lines = [json.loads(line) for line in directory.samples.read_text().splitlines()]
+    lines = read_lines(directory.samples)
+    (file,) = directory.samples_tokens.iterdir()
+    for sample, tokens in zip(lines, read_lines(file), strict=True):
+        assert tokens["sample_id"] == sample["sample_id"]
+        counts = {len(tokens[name]) for name in ("advantage", "kl", "value")}
+        assert counts == {len(sample["response_ids"])}
     assert all(s["weights_version"] == [s["iteration"] - 1] * 2 for s in lines)
     return Outcome(directory), [(s["iteration"], s["sample_id"], s["response_ids"]) for s in lines]
 
@@ -96,6 +102,7 @@ def test_samples_and_metrics_are_those_of_ranks_that_do_both(warm_runtime, tmp_p
     assert samples == others
     assert len({tuple(ids) for _, _, ids in samples}) > len(samples) // 2
     compare(one, other, models[name])
+    assert abs(one.metrics[0]["critic/kl"]) <= 1e-5, "the policy starts as the reference"
     assert all(line["timing/sync"] > 0 for line in other.metrics)
     train, infer = case[0]
     assert ranks_in_timeline(tmp_path / "split", "actor_rollout.update_policy") == {*range(train)}

@@ -12,13 +12,14 @@ from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.data.handlers import MapKeys
 from mindspeed_rlxf.data.preprocessing.pipeline import PreprocessOptions, preprocess
 from tests.distributed.llamas import make_llama
-from tests.distributed.test_ppo_run import VOCAB, write_tokenizer
 from tests.older_yaml import EVERY, models, write_one
 from tests.processes import ROOT, read_metrics, run_python
+from tests.unit.data.byte_tokenizer import write_tokenizer
 
 pytestmark = pytest.mark.long
 
 TINY = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4}
+VOCAB = 384
 PROMPTS = [f"say {n} in words" for n in range(64)]
 OF_ARCHITECTURE = ArchitectureConfig.model_fields.keys()
 
@@ -39,7 +40,7 @@ def make_weights(folder: Path, keys: dict[str, Any]) -> None:
     architecture = ArchitectureConfig(**{**own, "vocab_size": VOCAB})
     make_llama(folder / "sft", architecture)
     make_llama(folder / "rm", architecture, scored=True)
-    write_tokenizer(folder / "tokenizer", PROMPTS)
+    write_tokenizer(folder / "tokenizer")
     shutil.copy(folder / "sft" / "config.json", folder / "tokenizer" / "config.json")
 
 
