@@ -5,6 +5,7 @@ difference of the exported weights is the gradient that the optimizer saw - afte
 data, tensor and pipeline parallel reduction, and through the distributed optimizer where it is on.
 """
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -90,16 +91,13 @@ def first_gradient(
         critic={"cliprange_value": 0.5},
     )  # fmt: skip
     pool = warm_runtime.create_pools({"main": [size]})["main"]
-    rollouts = make_rollouts()
-    experience = make_experience(rollouts)
-    target = tmp_path / "out"
+    rollouts, target = make_rollouts(), tmp_path / "out"
     learns = ActorRole.update_policy if kind == "actor" else CriticRole.update_critic
     group = (ActorGroup if kind == "actor" else CriticGroup)(config, pool)
     group.build().result()
-    report = update(group.group, learns, rollouts, experience)
+    report = update(group.group, learns, rollouts, make_experience(rollouts))
     group.group.call_engine(TrainEngine.export, target, None).result()
     after = read_folder(target)
-    for file in target.iterdir():
-        file.unlink()
+    shutil.rmtree(target)
     gradient = torch.cat([(before[n] - after[n]).flatten() for n in sorted(before)])
     return gradient, report.steps[0]["grad_norm"]

@@ -1,7 +1,6 @@
 """Runs with offloaded roles equal runs without, bit by bit, and free the memory meanwhile."""
 
 import gc
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,25 +23,18 @@ from tests.distributed.groups import build_group, split_evenly, update
 from tests.distributed.llamas import PLAIN, make_models, make_pair, run_config
 from tests.distributed.resume_run import start
 from tests.distributed.samples import make_experience, make_rollouts
-from tests.distributed.test_layout_invariance import ARCHITECTURES, EP2, PP2, SP2
+from tests.distributed.test_layout_invariance import ARCHITECTURES, EP2, PP2, SHARDED, SP2
 from tests.distributed.test_memory_plan import measured
 from tests.distributed.test_resume import OneDriver
 from tests.golden import runs
 
-ALL = OffloadConfig(weights=True, optimizer=True)
-OFFLOADED = {
-    "actor_rollout": {"offload": ALL},
-    "critic": {"offload": ALL},
-    "ref": {"offload": OffloadConfig(weights=True)},
-    "reward": {"offload": OffloadConfig(weights=True)},
-}
+ALL = {"offload": OffloadConfig(weights=True, optimizer=True)}
+WEIGHTS = {"offload": OffloadConfig(weights=True)}
+OFFLOADED = {"actor_rollout": ALL, "critic": ALL, "ref": WEIGHTS, "reward": WEIGHTS}
 KEYS = {"training.offload.weights": True, "training.offload.optimizer": True}
-DISTRIBUTED = {"optimizer": {"use_distributed_optimizer": True}}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-OVERLAPPED = {"optimizer": {**DISTRIBUTED["optimizer"], **OVERLAP}}
+OVERLAPPED = {"optimizer": {**SHARDED["optimizer"], **OVERLAP}}
 BF16 = {"bf16": True}
-
-
 # name -> (golden run, keys)
 GOLDEN: dict[str, tuple[str, dict[str, Any]]] = {
     "grpo": ("grpo", {"training.bf16": True}),
@@ -64,12 +56,12 @@ def test_an_offloaded_run_has_the_metrics_of_another(warm_runtime, tmp_path, nam
 
 # name -> (architecture, ranks, keys of every role, sections)
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
-    "dp2 bf16 distributed": ("untied", 2, BF16, DISTRIBUTED),
+    "dp2 bf16 distributed": ("untied", 2, BF16, SHARDED),
     "dp2 overlapped": ("untied", 2, BF16, OVERLAPPED),
     "fp32": ("tied", 1, {}, {}),
     "pp2": ("untied", 2, PP2, {}),
     "tp2 sequence parallel bf16": ("qwen3", 2, {**SP2, **BF16}, {}),
-    "ep2 distributed": ("qwen3-moe", 2, EP2, DISTRIBUTED),
+    "ep2 distributed": ("qwen3-moe", 2, EP2, SHARDED),
 }
 
 
@@ -134,12 +126,8 @@ def alive() -> int:
     """Bytes of the storages of all tensors."""
     gc.collect()
     tensors = (each for each in gc.get_objects() if issubclass(type(each), Tensor))
-    return sum(storages_by_place(tensors))
-
-
-def storages_by_place(tensors: Iterable[Tensor]) -> Iterable[int]:
-    found = (tensor.untyped_storage() for tensor in tensors)
-    return {storage._cdata: storage.nbytes() for storage in found}.values()
+    found = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage._cdata: storage.nbytes() for storage in found}.values())
 
 
 @pytest.fixture

@@ -45,16 +45,7 @@ Slow = Callable[[list[Response]], Tensor]
 
 def token_losses(r: Response, low: float = CLIP, high: float = CLIP) -> Tensor:
     ratio = (r.log_probs - r.old).exp()
-    return torch.stack(
-        [
-            max(-a * x, -a * x.clamp(1 - low, 1 + high))
-            for a, x in zip(r.advantages, ratio, strict=True)
-        ]
-    )
-
-
-def over_tokens(losses: list[Tensor]) -> Tensor:
-    return torch.cat(losses).mean()
+    return torch.maximum(-r.advantages * ratio, -r.advantages * ratio.clamp(1 - low, 1 + high))
 
 
 def with_kl_and_entropy(responses: list[Response]) -> Tensor:
@@ -63,7 +54,7 @@ def with_kl_and_entropy(responses: list[Response]) -> Tensor:
         d = r.log_probs - r.ref
         kl = ((-d).exp() - 1 + d).clamp(max=10)
         losses.append(token_losses(r) + KL_COEF * kl - 0.05 * r.entropy)
-    return over_tokens(losses)
+    return torch.cat(losses).mean()
 
 
 def with_sequence_ratios(responses: list[Response]) -> Tensor:
@@ -86,9 +77,8 @@ def dual_and_higher(responses: list[Response]) -> Tensor:
 
 
 def weighed(responses: list[Response]) -> Tensor:
-    return over_tokens(
-        [token_losses(r) * (r.old - r.rollout).exp().clamp(max=1.1) for r in responses]
-    )
+    losses = [token_losses(r) * (r.old - r.rollout).exp().clamp(max=1.1) for r in responses]
+    return torch.cat(losses).mean()
 
 
 def preferring(responses: list[Response]) -> Tensor:
@@ -101,30 +91,21 @@ def preferring(responses: list[Response]) -> Tensor:
 
 
 CASES: dict[str, tuple[Slow, dict[str, dict[str, Any]]]] = {
-    "kl and entropy": (
-        with_kl_and_entropy,
-        {
-            "algorithm": {"kl_in": "loss", "kl_penalty": KlPenalty.LOW_VAR_KL},
-            "actor_rollout": {"entropy_coeff": 0.05},
-        },
-    ),
-    "gspo": (
-        with_sequence_ratios,
-        {
-            "algorithm": {"loss_normalizer": LossNormalizer.SEQUENCE_MEANS},
-            "actor_rollout": {"policy_loss": "gspo"},
-        },
-    ),
-    "dual clip": (
-        dual_and_higher,
-        {
-            "algorithm": {"loss_normalizer": LossNormalizer.SEQUENCE_SUMS},
-            "actor_rollout": {"clip_ratio_high": 0.4, "clip_ratio_c": 1.3},
-        },
-    ),
+    "kl and entropy": (with_kl_and_entropy, {
+        "algorithm": {"kl_in": "loss", "kl_penalty": KlPenalty.LOW_VAR_KL},
+        "actor_rollout": {"entropy_coeff": 0.05},
+    }),
+    "gspo": (with_sequence_ratios, {
+        "algorithm": {"loss_normalizer": LossNormalizer.SEQUENCE_MEANS},
+        "actor_rollout": {"policy_loss": "gspo"},
+    }),
+    "dual clip": (dual_and_higher, {
+        "algorithm": {"loss_normalizer": LossNormalizer.SEQUENCE_SUMS},
+        "actor_rollout": {"clip_ratio_high": 0.4, "clip_ratio_c": 1.3},
+    }),
     "importance weights": (weighed, {"algorithm": {"rollout_is_threshold": 1.1}}),
     "online dpo": (preferring, {"training": {"stage": Stage.RAY_ONLINE_DPO}}),
-}
+}  # fmt: skip
 LOST = [2, 3]  # a whole micro-batch of responses that could not be scored
 
 

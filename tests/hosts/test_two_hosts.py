@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos.tiny_run import START, settings
 from tests.hosts.hosts import Host, find_obstacle, make_hosts
 from tests.processes import only_line, read_lines, read_metrics, wait_for
 
-START = Path(__file__).resolve().parents[1] / "golden" / "start"
 RUN_S = 400.0
 
 
@@ -35,36 +35,17 @@ class Lab:
 
     def train(self, name: str, **changes: str) -> list[str]:
         """The command; both pools span both hosts. Each host has the models in its own folder."""
-        model = self.head.data / "model"
-        settings = {
-            "training.output_dir": self.shared / name,
+        usual = settings(self.shared / name, 1, self.head.data / "model")
+        keys = {
+            **dict(each.split("=", 1) for each in usual if not each.startswith("resource_pool")),
             "training.train_iters": 2,
-            "training.global_batch_size": 8,
-            "training.model": "auto",
-            "training.load": model,
-            "training.tokenizer_name_or_path": model,
-            "actor_rollout.ppo_mini_batch_size": 4,
-            "actor_rollout.micro_batch_size": 2,
-            "critic.critic_mini_batch_size": 4,
-            "critic.micro_batch_size": 2,
-            "actor_rollout.load": model,
-            "ref.load": model,
-            "critic.load": model,
-            "data.train_files": self.head.data / "model" / "prompts.jsonl",
-            "data.val_files": "[]",
-            "validation.interval": 0,
             "placement.critic": "judge",
-            "resource_pool": "{main: [1, 1], judge: [1, 1], wait_s: 120}",
+            "+resource_pool": "{main: [1, 1], judge: [1, 1], wait_s: 120}",
             "device.kind": "cpu",
             **changes,
         }
-        pairs = [f"{key}={value}" for key, value in settings.items()]
         command = [sys.executable, "ray_gpt.py", "--config-name", "ppo_trainer_tiny"]
-        return [
-            *command,
-            "~resource_pool",
-            *(f"+{p}" if p.startswith("resource_pool=") else p for p in pairs),
-        ]
+        return [*command, "~resource_pool", *(f"{key}={value}" for key, value in keys.items())]
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +122,7 @@ def test_a_run_goes_on_without_a_host_that_was_lost(lab: Lab) -> None:
         "training.save_interval": "1",
         "training.node_wait_s": "5",
         "placement.critic": "main",
-        "resource_pool": "{main: [1, 1], wait_s: 120}",
+        "+resource_pool": "{main: [1, 1], wait_s: 120}",
     }
     run = lab.head.start(lab.train("lost", **changes), log)
     wait_for("iteration: 2 /", log, run, RUN_S)
@@ -150,7 +131,7 @@ def test_a_run_goes_on_without_a_host_that_was_lost(lab: Lab) -> None:
     text = log.read_text()
     for said in ("failed: ", "restart: ", "stopped: waited 5 s"):
         assert said in text, text
-    lab.run("lost", **{**changes, "resource_pool": "{main: [1], wait_s: 120}"})
+    lab.run("lost", **{**changes, "+resource_pool": "{main: [1], wait_s: 120}"})
     lines = read_lines(lab.shared / "lost" / "metrics.jsonl")
     assert [line["iteration"] for line in lines] == list(range(1, 61)), "each once"
 
@@ -160,7 +141,7 @@ def test_two_runs_beside_each_other_under_a_head_without_devices(lab: Lab) -> No
         host.stop_ray(lab.log("ray"))
     lab.head.start_ray(lab.log("ray"), devices=0)
     lab.worker.start_ray(lab.log("ray"), devices=2, head=lab.head)
-    changes = {"placement.critic": "main", "resource_pool": "{main: [1], wait_s: 60}"}
+    changes = {"placement.critic": "main", "+resource_pool": "{main: [1], wait_s: 60}"}
     first, second = lab.log("first"), lab.log("second")
     one = lab.head.start(lab.train("first", **changes, **{"training.train_iters": "9000"}), first)
     wait_for("iteration: 1 /", first, one, RUN_S)
