@@ -16,11 +16,13 @@ def train(
         trainer.fit()
 
 
-def run(config: RunConfig, runtime: Any, prepared: Prepared | None = None) -> RunDirectory:
+def run(
+    config: RunConfig, runtime: Any, prepared: Prepared | None = None, **more: Any
+) -> RunDirectory:
     """Run all iterations, prepared as usual or as given; return the unlocked run directory."""
     directory = RunDirectory.create(config)
     try:
-        train(config, prepared or prepare(config), directory, runtime)
+        train(config, prepared or prepare(config), directory, runtime, **more)
     finally:
         directory.unlock()
     return directory

@@ -153,16 +153,10 @@ def fixed_run(
     layout: dict[str, Any], sections: dict[str, Any],
 ) -> tuple[RunConfig, Prepared]:  # fmt: skip
     """Two epochs of two steps in each iteration, adaptive KL, shuffled mini-batches."""
-    optimizer = OptimizerConfig(
-        **{
-            "lr": 1e-3,
-            "lr_decay_style": "linear",
-            # Above a gradient's rounding (1e-10) and below the gradients (1e-4): with 1e-8 Adam
-            # makes a step of 1e-4 of a single weight whose gradient is nothing but rounding.
-            "adam_eps": 1e-6,
-            **sections.get("optimizer", {}),
-        }
-    )
+    # adam_eps: above a gradient's rounding (1e-10) and below the gradients (1e-4). With 1e-8 Adam
+    # makes a step of 1e-4 of a single weight whose gradient is nothing but rounding.
+    usual = {"lr": 1e-3, "lr_decay_style": "linear", "adam_eps": 1e-6}
+    optimizer = OptimizerConfig(**{**usual, **sections.get("optimizer", {})})
     merged: dict[str, dict[str, Any]] = {
         "training": {
             "train_iters": ITERATIONS,
@@ -178,9 +172,7 @@ def fixed_run(
             "cliprange_value": 0.2,
         },
         "algorithm": {
-            "kl_ctrl": KlControlConfig(
-                type="adaptive", kl_coef=0.05, target_kl=0.01, horizon=100
-            ),
+            "kl_ctrl": KlControlConfig(type="adaptive", kl_coef=0.05, target_kl=0.01, horizon=100),
             "missing_eos_penalty": 1.0,
         },
         "reward": {"kind": RewardKind.MODEL, "load": str(folder / "reward")},
@@ -194,18 +186,17 @@ def fixed_run(
         {"micro_batch_size": 2, **layout}, size, optimizer, **merged,
     )  # fmt: skip
     rng = np.random.default_rng(5)
-    vocab, count = architecture.vocab_size, ITERATIONS * BATCH
+    count = ITERATIONS * BATCH
     prompts = [
         Prompt(i, "", rng.integers(3, 32, size=rng.integers(1, 20)), "", "test")
         for i in range(count)
     ]
-    assert vocab >= 32
-    fixed = FixedResponses({i: response(rng) for i in range(count)})
+    assert architecture.vocab_size >= 32
     return config, Prepared(
         tokenizer=make_tokenizer(),
         eos_token_ids=(EOS,),
         train_prompts=prompts,
-        fixed_responses=fixed,
+        fixed_responses=FixedResponses({i: response(rng) for i in range(count)}),
     )
 
 

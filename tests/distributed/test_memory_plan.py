@@ -17,17 +17,16 @@ from mindspeed_rlxf.roles.critic import CriticRole
 from tests.distributed.groups import build_group, update
 from tests.distributed.llamas import PLAIN, TIED, make_pair, run_config
 from tests.distributed.samples import make_experience, make_rollouts
+from tests.distributed.test_layout_invariance import PP2, TP2
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any], bool]] = {  # processes, layout, distributed optimizer
     "fp32": (1, {}, False),
     "bf16": (1, {"bf16": True}, False),
     "dp2, distributed optimizer, fp32": (2, {}, True),
     "dp2, distributed optimizer, bf16": (2, {"bf16": True}, True),
-    "tp2": (2, {"tensor_model_parallel_size": 2}, False),
-    "pp2": (2, {"pipeline_model_parallel_size": 2}, False),
+    "tp2": (2, TP2, False),
+    "pp2": (2, PP2, False),
 }
-
-Bytes = tuple[int, int, int]  # weights, gradients, optimizer
 
 
 class Measured:
@@ -47,8 +46,8 @@ KINDS: dict[Role, tuple[Any, Any]] = {
 }
 
 
-def measured(engine: MegatronEngine) -> list[Bytes]:
-    """Storages of every rank."""
+def measured(engine: MegatronEngine) -> list[tuple[int, int, int]]:
+    """Bytes of weights, gradients and optimizer, of every rank."""
     assert engine.optimizer is not None
     chain = getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])
     adams = [part.optimizer for part in chain]

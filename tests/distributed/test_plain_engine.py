@@ -1,7 +1,6 @@
 """Roles compute the same losses on Megatron and on an engine of plain torch."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from torch.testing import assert_close
 from mindspeed_rlxf.algorithms.slots import value_mask
 from mindspeed_rlxf.cluster.group import Sharded
 from mindspeed_rlxf.config.enums import Role
-from mindspeed_rlxf.config.schema import OptimizerConfig, RunConfig
+from mindspeed_rlxf.config.schema import OptimizerConfig
 from mindspeed_rlxf.data.batch import Experience, RoleOutput, Rollouts
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticRole
@@ -57,14 +56,6 @@ def samples(request: pytest.FixtureRequest) -> tuple[Rollouts, Experience]:
     return made if request.param == "every token" else with_gaps(*made)
 
 
-def configured(folder: Path) -> RunConfig:
-    make_llama(folder / "lm", PLAIN)
-    make_llama(folder / "scored", PLAIN, scored=True, seed=1)
-    keys = {"micro_batch_size": 2}
-    sampled = {"do_sample": True, "temperature": 0.8}
-    return run_config(folder / "lm", folder / "scored", PLAIN, keys, 1, ADAM, actor_rollout=sampled)
-
-
 def close(ours: UpdateReport, theirs: UpdateReport) -> None:
     for mine, others in zip(ours.steps, theirs.steps, strict=True):
         assert mine.keys() == others.keys()
@@ -73,7 +64,11 @@ def close(ours: UpdateReport, theirs: UpdateReport) -> None:
 
 def test_actor_and_critic_learn_the_same_over_both_engines(warm_runtime, tmp_path, samples):
     rollouts, experience = samples
-    config = configured(tmp_path)
+    make_llama(tmp_path / "lm", PLAIN)
+    make_llama(tmp_path / "scored", PLAIN, scored=True, seed=1)
+    folders, keys = (tmp_path / "lm", tmp_path / "scored"), {"micro_batch_size": 2}
+    sampled = {"do_sample": True, "temperature": 0.8}
+    config = run_config(*folders, PLAIN, keys, 1, ADAM, actor_rollout=sampled)
     layout = config.layout(Role.CRITIC)
     actor = build_group(warm_runtime, layout, ReportingActor, config)
     critic = build_group(warm_runtime, layout, Reporting, config, role=Role.CRITIC)

@@ -1,7 +1,7 @@
 """An interrupted and resumed run equals an uninterrupted one, bit by bit."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -280,26 +280,21 @@ def tensors_of(run: RunDirectory, iteration: int, role: str) -> dict[str, Tensor
 def whole_tensors(folder: Path) -> dict[str, Tensor]:
     """Weights and slots of the optimizer, put together by hand from all files."""
     tensors: dict[str, Tensor] = {}
-    for name, corner, piece in load_pieces(folder):
+    files = map(load_file, sorted(folder.glob("state_*.safetensors")))
+    for key, piece in (item for file in files for item in file.items()):
+        name, _, place = key.partition("@")  # the first indices
+        corner = [int(n) for n in place.split(",")]
         ends = [start + size for start, size in zip(corner, piece.shape, strict=True)]
         known = tensors.get(name, torch.empty([0] * len(ends), dtype=piece.dtype))
         shape = [max(old, new) for old, new in zip(known.shape, ends, strict=True)]
         whole = torch.full(shape, torch.nan, dtype=piece.dtype)
         whole[tuple(slice(size) for size in known.shape)] = known
-        place = tuple(slice(start, end) for start, end in zip(corner, ends, strict=True))
-        assert whole[place].isnan().all(), f"{name} is written twice at {corner}"
-        whole[place] = piece
+        part = tuple(slice(start, end) for start, end in zip(corner, ends, strict=True))
+        assert whole[part].isnan().all(), f"{name} is written twice at {corner}"
+        whole[part] = piece
         tensors[name] = whole
     assert not any(tensor.isnan().any() for tensor in tensors.values())
     return tensors
-
-
-def load_pieces(folder: Path) -> Iterator[tuple[str, list[int], Tensor]]:
-    """Name, first indices, and tensor of each piece, read by the safetensors library."""
-    for file in sorted(folder.glob("state_*.safetensors")):
-        for key, piece in load_file(file).items():
-            name, _, corner = key.partition("@")
-            yield name, [int(n) for n in corner.split(",")], piece
 
 
 def test_another_run_is_refused_and_a_finished_one_is_marked(run, tmp_path):

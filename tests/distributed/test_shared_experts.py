@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mindspeed_rlxf.cluster.group import Sharded
@@ -31,8 +31,8 @@ from tests.distributed.test_parity_with_transformers import PP2, TP2, make_promp
 from tests.unit.models.moe import Expert, Experts, Router, one_by_one, place_weights
 
 GROUPED = hasattr(F, "grouped_mm")
+EP4 = {"expert_model_parallel_size": 4}
 EOS, SEED = [3, 8, 17, 21, 26, 30, 34], 5
-NOTHING: tuple[Any, ...] = ()
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Seen:
 
 class WatchedRollout(RolloutRole):
     def look(
-        self, prompts: Prompts, taken: int | None = None, given: tuple[Any, ...] = NOTHING
+        self, prompts: Prompts, taken: int | None = None, given: tuple[Any, ...] = ()
     ) -> RoleOutput:
         """Generate, or score `given` responses. taken: results until the caller has enough"""
         engine, announced = self.replica.engine, []
@@ -122,9 +122,7 @@ def assert_same(found: list[Seen], expected: list[Any]) -> None:
         pytest.param(QWEN3_MOE, 2, EP2, id="ep2", marks=pytest.mark.long),
         pytest.param(MIXTRAL, 4, {**TP2, **EP2, "sequence_parallel": True}, id="tp2-ep2"),
         pytest.param(QWEN3_MOE, 4, {**PP2, **EP2}, id="pp2-ep2", marks=pytest.mark.long),
-        pytest.param(
-            MIXTRAL, 4, {"expert_model_parallel_size": 4}, id="ep4", marks=pytest.mark.long
-        ),
+        pytest.param(MIXTRAL, 4, EP4, id="ep4", marks=pytest.mark.long),
     ],
 )
 def test_ranks_that_share_experts_generate_what_one_rank_does(
@@ -186,12 +184,6 @@ def test_a_rank_that_needs_no_more_responses_still_serves_its_experts(warm_runti
 EXPERTS, HIDDEN, TOPK = 8, 16, 3
 
 
-@dataclass
-class Layer:
-    router: nn.Module
-    experts: nn.Module
-
-
 class ExchangeProbe:
     """A layer over all ranks of the world, with uneven numbers of tokens."""
 
@@ -215,7 +207,9 @@ class ExchangeProbe:
         place_weights(local, "reversed buffer" if is_reversed else "stack")
         exchange = shared_experts.Exchange(self.groups.ep, self.groups.tp, counts)
         router = Router(HIDDEN, EXPERTS, TOPK, EXPERTS - 1)
-        layer = shared_experts.SharedExperts(Layer(router, local), exchange)
+        layer = shared_experts.SharedExperts(
+            SimpleNamespace(router=router, experts=local), exchange
+        )
         layer.bind()
         tokens = [torch.randn(count, HIDDEN).to(dtype) for count in counts][rank]
         usual, shared_experts.EXCHANGE_TOKENS = shared_experts.EXCHANGE_TOKENS, chunk

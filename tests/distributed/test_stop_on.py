@@ -6,34 +6,23 @@ import pytest
 
 from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from mindspeed_rlxf.checkpoint.stopping import StoppedByRule, StopRequest
-from mindspeed_rlxf.trainer.preflight import prepare
 from tests.golden.runs import golden_config
-from tests.training import train
+from tests.training import run
 
 ILL = {
-    "algorithm.kl_ctrl.kl_coef": 0,
-    "logging.reference_kl": True,
-    "logging.stop_on": "[kl_runaway]",
-    "actor_rollout.lr": 1e-2,
-}
+    "algorithm.kl_ctrl.kl_coef": 0, "logging.reference_kl": True,
+    "logging.stop_on": "[kl_runaway]", "actor_rollout.lr": 1e-2,
+}  # fmt: skip
 
 
 @pytest.mark.long
 def test_a_run_stopped_by_a_high_kl_can_be_resumed(warm_runtime, tmp_path, capsys):
-    def start(train_iters: int) -> RunDirectory:
+    def start(train_iters: int) -> None:
         keys = {**ILL, "training.train_iters": train_iters}
-        config = golden_config("gae", tmp_path / "run", keys)
-        directory = RunDirectory.create(config)
-        stop = StopRequest(60.0)
-        try:
-            train(config, prepare(config), directory, warm_runtime, stop=stop)
-        finally:
-            directory.unlock()
-        return directory
+        run(golden_config("gae", tmp_path / "run", keys), warm_runtime, stop=StopRequest(60.0))
 
-    with pytest.raises(
-        StoppedByRule, match=r"logging.stop_on=kl_runaway: the KL .* nats per token"
-    ):
+    reason = r"logging.stop_on=kl_runaway: the KL .* nats per token"
+    with pytest.raises(StoppedByRule, match=reason):
         start(20)
     directory = RunDirectory(tmp_path / "run")
     saved = (directory.checkpoints / "latest_checkpointed_iteration.txt").read_text().strip()

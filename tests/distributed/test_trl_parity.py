@@ -54,16 +54,10 @@ class ReportingCritic(CriticRole):
     def report_tensors(
         self, rollouts: Rollouts, experience: Experience, ref: LogProbs, scores: Scores
     ) -> RoleOutput:
-        return RoleOutput(
-            report={
-                "old_log_probs": experience.old_log_probs.tolist(),
-                "ref_log_probs": ref.log_probs.tolist(),
-                "values": experience.values.tolist(),
-                "scores": scores.scores.tolist(),
-                "advantages": experience.advantages.tolist(),
-                "returns": experience.returns.tolist(),
-            }
-        )
+        names = "old_log_probs", "values", "advantages", "returns"
+        found = {name: getattr(experience, name).tolist() for name in names}
+        others = {"ref_log_probs": ref.log_probs.tolist(), "scores": scores.scores.tolist()}
+        return RoleOutput(report=found | others)
 
 
 def differences(trace: Trace, metrics: list[dict[str, float]]) -> list[str]:
@@ -285,11 +279,10 @@ def test_a_deliberate_error_is_seen_within_six_updates(warm_runtime, tmp_path, m
 
 def with_keys(config: RunConfig, changes: dict[str, dict[str, Any]]) -> RunConfig:
     """Sections with keys changed; `optimizer` is the actor's and the critic's."""
-    sections = {name: getattr(config, name) for name in ("algorithm", "actor_rollout", "critic")}
-    optimizer = changes.get("optimizer", {})
-    for name, section in sections.items():
-        keys = dict(changes.get(name, {}))
+    sections = {}
+    for name in ("algorithm", "actor_rollout", "critic"):
+        section, keys = getattr(config, name), changes.get(name, {})
         if hasattr(section, "optimizer"):
-            keys |= optimizer
+            keys = {**keys, **changes.get("optimizer", {})}
         sections[name] = section.model_copy(update=keys)
     return config.model_copy(update=sections)

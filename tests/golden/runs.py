@@ -52,44 +52,28 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gae_full_kl": ("ppo_trainer_tiny", {**PPO, "algorithm.kl_penalty": "full"}),
     "grpo": ("grpo_trainer_tiny", GROUPS),
     "grpo_shared_prompts": ("grpo_trainer_tiny", {**GROUPS, "training.share_prompts": True}),
-    "dapo": (
-        "grpo_trainer_tiny",
-        {
-            **GROUPS,
-            "algorithm.filter_groups": True,
-            "algorithm.overlong_buffer_len": 4,
-            "actor_rollout.clip_ratio_high": 0.28,
-        },
-    ),
-    "dr_grpo": (
-        "grpo_trainer_tiny",
-        {
-            **GROUPS,
-            "algorithm.adv_estimator": "dr_grpo",
-            "algorithm.loss_normalizer": "sequence_sums",
-        },
-    ),
-    "rloo": (
-        "grpo_trainer_tiny",
-        {**GROUPS, "algorithm.adv_estimator": "rloo", "actor_rollout.policy_loss": "gspo"},
-    ),
-    "reinforce_plus_plus": (
-        "grpo_trainer_tiny",
-        {
-            **GROUPS,
-            "algorithm.adv_estimator": "reinforce_plus_plus",
-            "algorithm.kl_in": "reward",
-            "algorithm.kl_penalty": "kl",
-        },
-    ),
-    "reinforce_plus_plus_baseline": (
-        "grpo_trainer_tiny",
-        {**GROUPS, "algorithm.adv_estimator": "reinforce_plus_plus_baseline"},
-    ),
+    "dapo": ("grpo_trainer_tiny", {
+        **GROUPS, "algorithm.filter_groups": True, "algorithm.overlong_buffer_len": 4,
+        "actor_rollout.clip_ratio_high": 0.28,
+    }),
+    "dr_grpo": ("grpo_trainer_tiny", {
+        **GROUPS, "algorithm.adv_estimator": "dr_grpo",
+        "algorithm.loss_normalizer": "sequence_sums",
+    }),
+    "rloo": ("grpo_trainer_tiny", {
+        **GROUPS, "algorithm.adv_estimator": "rloo", "actor_rollout.policy_loss": "gspo",
+    }),
+    "reinforce_plus_plus": ("grpo_trainer_tiny", {
+        **GROUPS, "algorithm.adv_estimator": "reinforce_plus_plus",
+        "algorithm.kl_in": "reward", "algorithm.kl_penalty": "kl",
+    }),
+    "reinforce_plus_plus_baseline": ("grpo_trainer_tiny", {
+        **GROUPS, "algorithm.adv_estimator": "reinforce_plus_plus_baseline",
+    }),
     "remax": ("grpo_trainer_tiny", {**GROUPS, "algorithm.adv_estimator": "remax"}),
     "online_dpo": ("online_dpo_trainer_tiny", WITH_PASS),
     "online_ipo": ("online_dpo_trainer_tiny", {**WITH_PASS, "actor_rollout.dpo_loss_type": "ipo"}),
-}
+}  # fmt: skip
 KEPT = (
     "actor/pg_loss", "actor/dpo_loss", "actor/kl_loss", "actor/entropy", "actor/grad_norm",
     "actor/pg_clipfrac", "critic/vf_loss", "critic/grad_norm", "critic/kl", "critic/score/mean",

@@ -9,40 +9,29 @@ from typing import Any
 
 import pytest
 
-from tests.long.conftest import Run, assert_ended
+from tests.long.conftest import assert_ended
 from tests.processes import read_lines
 
 pytestmark = pytest.mark.long
 
 
-def kill_worker(run: Run) -> None:
-    run.named("RayWorker")[-1].kill()
-
-
-def stop_worker(run: Run) -> None:
-    run.named("RayWorker")[-1].send_signal(signal.SIGSTOP)
-
-
-def kill_raylet(run: Run) -> None:
-    run.named("raylet/raylet")[0].kill()
-
-
 @pytest.mark.parametrize(
-    ("fault", "message"),
+    ("process", "number", "message"),
     [
-        (kill_worker, "the process died"),
-        (stop_worker, "rank 1 did not arrive within 20 s; "),
-        (kill_raylet, "failed in"),
+        ("RayWorker", signal.SIGKILL, "the process died"),
+        ("RayWorker", signal.SIGSTOP, "rank 1 did not arrive within 20 s; "),
+        ("raylet/raylet", signal.SIGKILL, "failed in"),
     ],
 )
-def test_a_fault_of_a_worker_is_one_message(start, fault, message):
+def test_a_fault_of_a_worker_is_one_message(start, process, number, message):
     run = start("training.max_restarts=0", "runtime.timeout_s=20")
-    fault(run)
-    line, found = run.end_with_failure(within_s=60), run.failure()
+    found = run.named(process)
+    (found[-1] if process == "RayWorker" else found[0]).send_signal(number)
+    line, failure = run.end_with_failure(within_s=60), run.failure()
     assert message in line and "Traceback" not in run.log.read_text()
-    assert found["message"] in line and found["iteration"] >= 3
-    assert found["host"] and found["rank"] in (0, 1) and found["role"] != "driver"
-    if fault is stop_worker:
+    assert failure["message"] in line and failure["iteration"] >= 3
+    assert failure["host"] and failure["rank"] in (0, 1) and failure["role"] != "driver"
+    if number is signal.SIGSTOP:
         assert "no stack in its log: stopped" in line
 
 

@@ -6,12 +6,11 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[3]
+from tests.processes import with_sources
 
 
 def own_pid() -> int:
@@ -42,7 +41,7 @@ def test_tasks_that_die_fail_or_hang_do_not_hold_up_the_others(ray_runtime: Any)
 
 
 @pytest.mark.long
-def test_the_command_on_a_cluster_of_three_nodes(tmp_path: Path) -> None:
+def test_the_command_on_a_cluster_of_three_nodes(tmp_path):
     from ray.cluster_utils import Cluster
 
     cluster = Cluster()
@@ -51,11 +50,10 @@ def test_the_command_on_a_cluster_of_three_nodes(tmp_path: Path) -> None:
             cluster.add_node(num_cpus=1, resources={"rlxf_cpu": 2}, object_store_memory=10**8)
         arguments = ["doctor", "--cluster", "--json", "--device", "cpu"]
         code = f"import sys; from mindspeed_rlxf.cli import main; sys.exit(main({arguments!r}))"
-        environment = {**os.environ, "RAY_ADDRESS": cluster.address}
-        environment["PYTHONPATH"] = str(REPOSITORY)
         done = subprocess.run(
             [sys.executable, "-c", code],
-            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300,
+            cwd=tmp_path, env=with_sources(RAY_ADDRESS=cluster.address), capture_output=True,
+            text=True, timeout=300,
         )  # fmt: skip
     finally:
         cluster.shutdown()
