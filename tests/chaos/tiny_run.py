@@ -13,19 +13,15 @@ START = ROOT / "tests" / "golden" / "start"
 def settings(output: Path, devices: int, start: Path = START) -> list[str]:
     """Overrides of `ppo_trainer_tiny`. devices: of its one pool; start: weights and prompts"""
     changes = {
-        "training.output_dir": output,
-        "training.global_batch_size": 8,
+        "training.output_dir": output, "training.global_batch_size": 8,
         "training.tokenizer_name_or_path": start,
         **{f"{role}.model": "auto" for role in ("actor_rollout", "ref", "critic")},
         **{f"{role}.load": start for role in ("actor_rollout", "ref", "critic")},
         **{f"{role}.micro_batch_size": 2 for role in ("actor_rollout", "ref", "critic")},
-        "actor_rollout.ppo_mini_batch_size": 4,
-        "critic.critic_mini_batch_size": 4,
-        "data.train_files": start / "prompts.jsonl",
-        "data.val_files": "[]",
-        "validation.interval": 0,
-        "resource_pool.main": devices,
-    }
+        "actor_rollout.ppo_mini_batch_size": 4, "critic.critic_mini_batch_size": 4,
+        "data.train_files": start / "prompts.jsonl", "data.val_files": "[]",
+        "validation.interval": 0, "resource_pool.main": devices,
+    }  # fmt: skip
     return [f"{key}={value}" for key, value in changes.items()]
 
 

@@ -53,17 +53,11 @@ QWEN3_MOE = QWEN3.model_copy(
 )
 QWEN3_MOE_UNNORMED = QWEN3_MOE.model_copy(update={"moe_router_pre_softmax": True})
 MIXTRAL = PLAIN.model_copy(update={"num_experts": 4, "moe_router_topk": 2})
-SCALED = PLAIN.model_copy(
-    update={
-        "num_query_groups": 4,
-        "rotary_base": 500000.0,
-        "rope_scaling_type": "llama3",
-        "rope_scaling_factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-    }
-)
+SCALED = PLAIN.model_copy(update={
+    "num_query_groups": 4, "rotary_base": 500000.0, "rope_scaling_type": "llama3",
+    "rope_scaling_factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+})  # fmt: skip
 
 
 def make_llama(
@@ -134,13 +128,9 @@ def greedy_response(model: Any, prompt: Any, eos: list[int]) -> list[int]:
     """Return the greedy response of transformers, at most MAX_NEW_TOKENS tokens, with its EOS."""
     with torch.no_grad():
         found = model.generate(
-            torch.tensor(prompt)[None],
-            attention_mask=torch.ones(1, len(prompt)),
-            max_new_tokens=MAX_NEW_TOKENS,
-            do_sample=False,
-            eos_token_id=eos,
-            pad_token_id=0,
-        )
+            torch.tensor(prompt)[None], attention_mask=torch.ones(1, len(prompt)),
+            max_new_tokens=MAX_NEW_TOKENS, do_sample=False, eos_token_id=eos, pad_token_id=0,
+        )  # fmt: skip
     response: list[int] = found[0, len(prompt) :].tolist()
     return response
 

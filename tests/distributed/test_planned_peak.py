@@ -126,13 +126,10 @@ def make_rows(shape: Shape) -> tuple[Rollouts, Experience]:
         prompts = prompts[:1].expand(rows, -1)
     mask = torch.ones(rows, shape.response, dtype=torch.bool)
     rollouts = made_rollouts(
-        prompt_ids=prompts,
-        prompt_lengths=torch.full((rows,), shape.prompt),
-        response_ids=tokens(shape.response),
-        response_mask=mask,
-        has_eos=torch.zeros(rows, dtype=torch.bool),
-        data_sources=["test"] * rows,
-    )
+        prompt_ids=prompts, prompt_lengths=torch.full((rows,), shape.prompt),
+        response_ids=tokens(shape.response), response_mask=mask,
+        has_eos=torch.zeros(rows, dtype=torch.bool), data_sources=["test"] * rows,
+    )  # fmt: skip
     return rollouts, make_experience(rollouts)
 
 

@@ -13,14 +13,10 @@ from tests.golden.runs import START, golden_config
 
 PROMPTS, SAMPLES = 5, 3
 KEYS = {
-    "training.train_iters": 2,
-    "critic.warmup_iters": 1,
-    "data.val_files": START / "prompts.jsonl",
-    "validation.interval": 1,
-    "++validation.max_samples": PROMPTS,
-    "++validation.n_samples": SAMPLES,
-    "++validation.do_sample": True,
-}
+    "training.train_iters": 2, "critic.warmup_iters": 1, "data.val_files": START / "prompts.jsonl",
+    "validation.interval": 1, "++validation.max_samples": PROMPTS,
+    "++validation.n_samples": SAMPLES, "++validation.do_sample": True,
+}  # fmt: skip
 
 
 @pytest.mark.long

@@ -75,20 +75,12 @@ def make_start() -> None:
 
     def small_policy() -> LlamaForCausalLM:
         config = LlamaConfig(
-            vocab_size=len(tiny_task.TOKENS),
-            hidden_size=48,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
-            tie_word_embeddings=True,
-            rms_norm_eps=1e-5,
-            initializer_range=0.1,
-            pad_token_id=tiny_task.PAD_ID,
-            bos_token_id=tiny_task.BOS_ID,
+            vocab_size=len(tiny_task.TOKENS), hidden_size=48, intermediate_size=96,
+            num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            max_position_embeddings=64, tie_word_embeddings=True, rms_norm_eps=1e-5,
+            initializer_range=0.1, pad_token_id=tiny_task.PAD_ID, bos_token_id=tiny_task.BOS_ID,
             eos_token_id=tiny_task.EOS_ID,
-        )
+        )  # fmt: skip
         return LlamaForCausalLM(config)
 
     torch.set_num_threads(1)

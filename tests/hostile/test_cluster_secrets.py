@@ -14,13 +14,10 @@ from mindspeed_rlxf.ops.planning.plan import plan
 
 CANARY = "Canary0f5E9b"
 VALUES = {
-    "HF_TOKEN": CANARY,
-    "WANDB_API_KEY": CANARY,
-    "db-password": CANARY,
-    "OPENAI_KEY": f"sk-{CANARY}{CANARY}",
-    "MIRROR": f"https://user:{CANARY}@mirror/simple",
+    "HF_TOKEN": CANARY, "WANDB_API_KEY": CANARY, "db-password": CANARY,
+    "OPENAI_KEY": f"sk-{CANARY}{CANARY}", "MIRROR": f"https://user:{CANARY}@mirror/simple",
     "PLAIN": CANARY,
-}
+}  # fmt: skip
 WRITTEN = {**VALUES, "PLAIN": "${oc.env:RLXF_CANARY}"}
 
 

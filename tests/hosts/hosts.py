@@ -82,15 +82,10 @@ class Host:
         inside += ["env", "-C", str(ROOT)]
         environment = {
             **{k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "GLOO_"))},
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PYTHONPATH": str(ROOT),
-            "RAY_TMPDIR": str(self.data / "r"),
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN": TOKEN,
-            "OMP_NUM_THREADS": "1",
-            **variables,
-        }
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
+            "RAY_TMPDIR": str(self.data / "r"), "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, "OMP_NUM_THREADS": "1", **variables,
+        }  # fmt: skip
         self.children.append(start_logged([*inside, *command], output, environment))
         return self.children[-1]
 
@@ -174,12 +169,9 @@ def _namespaces(
 ) -> subprocess.Popen[str]:
     """Start a script in new namespaces and wait until it prints `ready`. kinds: for `unshare`"""
     process = subprocess.Popen(
-        ["unshare", *kinds, "bash", "-c", script],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "NAME": name, "OWN": str(own), "DATA": str(data)},
-    )
+        ["unshare", *kinds, "bash", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        text=True, env={**os.environ, "NAME": name, "OWN": str(own), "DATA": str(data)},
+    )  # fmt: skip
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n", f"the namespaces of {name} were not made"
     return process

@@ -118,12 +118,9 @@ def test_a_run_goes_on_without_a_host_that_was_lost(lab: Lab) -> None:
     """
     log = lab.log("lost")
     changes = {
-        "training.train_iters": "60",
-        "training.save_interval": "1",
-        "training.node_wait_s": "5",
-        "placement.critic": "main",
-        "+resource_pool": "{main: [1, 1], wait_s: 120}",
-    }
+        "training.train_iters": "60", "training.save_interval": "1", "training.node_wait_s": "5",
+        "placement.critic": "main", "+resource_pool": "{main: [1, 1], wait_s: 120}",
+    }  # fmt: skip
     run = lab.head.start(lab.train("lost", **changes), log)
     wait_for("iteration: 2 /", log, run, RUN_S)
     lab.worker.run(["pkill", "-KILL", "raylet"], lab.log("pkill"))

@@ -62,27 +62,16 @@ def train(policy: Path, output: Path, file: Path, *more: str) -> list[dict[str, 
     """Three iterations of PPO on the prompts of a file; the metrics of each."""
     roles = ("actor_rollout", "ref", "critic")
     changes = {
-        "training.output_dir": output,
-        "training.train_iters": 3,
-        "training.global_batch_size": 32,
-        "training.seq_length": 640,
-        "training.tokenizer_name_or_path": policy,
-        **{f"{role}.model": "auto" for role in roles},
-        **{f"{role}.load": policy for role in roles},
-        **{f"{role}.micro_batch_size": 4 for role in roles},
-        "actor_rollout.max_prompt_length": 512,
-        "actor_rollout.max_new_tokens": MAX_NEW_TOKENS,
-        "actor_rollout.ppo_mini_batch_size": 16,
-        "critic.critic_mini_batch_size": 16,
-        "data.train_files": file,
-        "data.val_files": "[]",
-        "data.ground_truth_key": "reward_model.ground_truth",
-        "validation.interval": 0,
-        "resource_pool.main": 1,
-        "device.kind": "cpu",
-        "runtime.address": "local",
+        "training.output_dir": output, "training.train_iters": 3, "training.global_batch_size": 32,
+        "training.seq_length": 640, "training.tokenizer_name_or_path": policy,
+        **{f"{role}.model": "auto" for role in roles}, **{f"{role}.load": policy for role in roles},
+        **{f"{role}.micro_batch_size": 4 for role in roles}, "actor_rollout.max_prompt_length": 512,
+        "actor_rollout.max_new_tokens": MAX_NEW_TOKENS, "actor_rollout.ppo_mini_batch_size": 16,
+        "critic.critic_mini_batch_size": 16, "data.train_files": file, "data.val_files": "[]",
+        "data.ground_truth_key": "reward_model.ground_truth", "validation.interval": 0,
+        "resource_pool.main": 1, "device.kind": "cpu", "runtime.address": "local",
         "logging.samples": "all",
-    }
+    }  # fmt: skip
     keys = [f"{key}={value}" for key, value in changes.items()]
     run_python("ray_gpt.py", "--config-name", "ppo_trainer_tiny", *keys, *more)
     return read_metrics(output)

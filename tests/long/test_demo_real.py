@@ -21,13 +21,9 @@ def python(*words: str, folder: Path, timeout_s: float) -> subprocess.CompletedP
     """Run Python in the folder, with the packages that lie in its `extra`."""
     places = os.pathsep.join([str(ROOT), str(folder / "extra")])
     return subprocess.run(
-        [sys.executable, *words],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": places},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-    )
+        [sys.executable, *words], cwd=folder, env={**os.environ, "PYTHONPATH": places},
+        capture_output=True, text=True, timeout=timeout_s,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -39,24 +39,16 @@ LONGEST_PROMPT, LONGEST_RESPONSE = 8, 12
 SETTINGS: dict[str, dict[str, Any]] = {
     "minibatch": {"kl_estimator": "k1", "gamma": 0.97, "lam": 0.93, "temperature": 0.8},
     "epoch": {
-        "kl_estimator": "k3",
-        "gamma": 0.99,
-        "lam": 0.9,
-        "temperature": 1.0,
-        "whiten_rewards": True,
+        "kl_estimator": "k3", "gamma": 0.99, "lam": 0.9, "temperature": 1.0, "whiten_rewards": True,
     },
     "whiten": {"kl_estimator": "k1", "gamma": 0.97, "lam": 0.93, "temperature": 0.8},
     "greedy": {"kl_estimator": "k1", "gamma": 0.97, "lam": 0.93, "temperature": 1.0},
-}
+}  # fmt: skip
 START = {name: "greedy" if name == "greedy" else "policy" for name in SETTINGS}  # policy's folder
 SHARED = {
-    "kl_coef": 0.05,
-    "cliprange": 0.2,
-    "cliprange_value": 0.2,
-    "vf_coef": 0.1,
-    "missing_eos_penalty": 1.0,
-    "learning_rate": 2e-3,
-}
+    "kl_coef": 0.05, "cliprange": 0.2, "cliprange_value": 0.2, "vf_coef": 0.1,
+    "missing_eos_penalty": 1.0, "learning_rate": 2e-3,
+}  # fmt: skip
 # TRL's functions that methods of Recorder replace
 REPLACED = (
     "batch_generation", "selective_log_softmax", "get_reward", "masked_whiten", "masked_mean",
@@ -77,21 +69,11 @@ def make_models() -> dict[str, Any]:
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
     config = LlamaConfig(
-        num_hidden_layers=2,
-        hidden_size=16,
-        intermediate_size=24,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCAB,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-        initializer_range=0.2,
-        pad_token_id=PAD,
-        bos_token_id=None,
-        eos_token_id=EOS,
-        num_labels=1,
-        attn_implementation="eager",
-    )
+        num_hidden_layers=2, hidden_size=16, intermediate_size=24, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=VOCAB, max_position_embeddings=64,
+        tie_word_embeddings=False, initializer_range=0.2, pad_token_id=PAD, bos_token_id=None,
+        eos_token_id=EOS, num_labels=1, attn_implementation="eager",
+    )  # fmt: skip
     kinds = {
         "policy": LlamaForCausalLM,
         "value": LlamaForSequenceClassification,
@@ -276,34 +258,18 @@ def record(name: str, settings: dict[str, Any], models: dict[str, Any]) -> None:
     ]
     with tempfile.TemporaryDirectory() as output:
         config = PPOConfig(
-            output_dir=output,
-            per_device_train_batch_size=MICRO,
-            gradient_accumulation_steps=BATCH // MICRO,
-            num_mini_batches=MINI_BATCHES[name],
-            num_ppo_epochs=EPOCHS,
-            total_episodes=UPDATES * BATCH,
-            response_length=LONGEST_RESPONSE,
-            local_rollout_forward_batch_size=BATCH,
-            stop_token_id=EOS,
-            num_sample_generations=0,
-            optim="adamw_torch",
-            lr_scheduler_type="linear",
-            bf16=False,
-            use_cpu=True,
-            report_to=[],
-            save_strategy="no",
-            seed=7,
-            **{**SHARED, **settings},
-        )
+            output_dir=output, per_device_train_batch_size=MICRO,
+            gradient_accumulation_steps=BATCH // MICRO, num_mini_batches=MINI_BATCHES[name],
+            num_ppo_epochs=EPOCHS, total_episodes=UPDATES * BATCH, response_length=LONGEST_RESPONSE,
+            local_rollout_forward_batch_size=BATCH, stop_token_id=EOS, num_sample_generations=0,
+            optim="adamw_torch", lr_scheduler_type="linear", bf16=False, use_cpu=True, report_to=[],
+            save_strategy="no", seed=7, **{**SHARED, **settings},
+        )  # fmt: skip
         trainer = PPOTrainer(
-            args=config,
-            processing_class=make_tokenizer(),
-            model=models[START[name]],
-            ref_model=copy.deepcopy(models[START[name]]),
-            reward_model=models["reward"],
-            value_model=models["value"],
-            train_dataset=Dataset.from_dict({"input_ids": prompts}),
-        )
+            args=config, processing_class=make_tokenizer(), model=models[START[name]],
+            ref_model=copy.deepcopy(models[START[name]]), reward_model=models["reward"],
+            value_model=models["value"], train_dataset=Dataset.from_dict({"input_ids": prompts}),
+        )  # fmt: skip
         if name != "epoch":
             trainer.accelerator.gradient_accumulation_steps = BATCH // MINI_BATCHES[name] // MICRO
         recorder = Recorder(name, ppo_trainer, trainer, rng)
@@ -325,13 +291,10 @@ def write(name: str, settings: dict[str, Any], recorder: Recorder, models: dict[
     models["value"].save_pretrained(folder / "value")
     save_file(recorder.first, folder / "first_update.safetensors")
     trace = {
-        "settings": {**SHARED, **settings},
-        "queries": recorder.queries,
-        "responses": recorder.responses,
-        "orders": recorder.orders,
-        "losses": recorder.losses,
+        "settings": {**SHARED, **settings}, "queries": recorder.queries,
+        "responses": recorder.responses, "orders": recorder.orders, "losses": recorder.losses,
         "norms": recorder.norms,
-    }
+    }  # fmt: skip
     (folder / "trace.json").write_text(json.dumps(trace) + "\n", encoding="utf-8")
 
 

@@ -34,16 +34,10 @@ from tests.trl.record import (
 )
 
 ARCHITECTURE = ArchitectureConfig(
-    num_layers=2,
-    hidden_size=16,
-    ffn_hidden_size=24,
-    num_attention_heads=4,
-    num_query_groups=2,
-    vocab_size=VOCAB,
-    max_position_embeddings=64,
-    norm_epsilon=1e-6,
+    num_layers=2, hidden_size=16, ffn_hidden_size=24, num_attention_heads=4, num_query_groups=2,
+    vocab_size=VOCAB, max_position_embeddings=64, norm_epsilon=1e-6,
     untie_embeddings_and_output_weights=True,
-)
+)  # fmt: skip
 # number of samples in an optimizer step
 MINI_BATCH = {name: BATCH if name == "epoch" else BATCH // n for name, n in MINI_BATCHES.items()}
 WHITEN = {"whiten": AdvantageWhiten.MINIBATCH}
