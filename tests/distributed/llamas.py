@@ -71,13 +71,9 @@ def make_llama(
     a = architecture
     scaling: dict[str, Any] | None = None
     if a.rope_scaling_type == "llama3":
-        scaling = {
-            "rope_type": "llama3",
-            "factor": a.rope_scaling_factor,
-            "low_freq_factor": a.low_freq_factor,
-            "high_freq_factor": a.high_freq_factor,
-            "original_max_position_embeddings": a.original_max_position_embeddings,
-        }
+        same = "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
+        scaling = {"rope_type": "llama3", "factor": a.rope_scaling_factor}
+        scaling |= {name: getattr(a, name) for name in same}
     config_class, language_model, scorer = family_of(a)
     config = config_class(
         **config_keys(a),
@@ -157,25 +153,16 @@ def run_config(
     sections:   further keys, by name of the section
     """
     role = {"model": "test", "architecture": architecture, **(layout or {})}
+    training = {
+        "train_iters": 1, "global_batch_size": 4, "seq_length": 64, "run_name": "test",
+        "tokenizer_name_or_path": "unused", "output_dir": "unused",
+    }  # fmt: skip
     learn = (optimizer or OptimizerConfig(lr=1e-3)).model_dump()
-    actor = {
-        "max_prompt_length": 32,
-        "max_new_tokens": MAX_NEW_TOKENS,
-        **sections.get("actor_rollout", {}),
-    }
+    lengths = {"max_prompt_length": 32, "max_new_tokens": MAX_NEW_TOKENS}
+    actor = {**lengths, **sections.get("actor_rollout", {})}
     return RunConfig(
         name="test",
-        training=TrainingConfig(
-            **{
-                "train_iters": 1,
-                "global_batch_size": 4,
-                "seq_length": 64,
-                "tokenizer_name_or_path": "unused",
-                "output_dir": "unused",
-                "run_name": "test",
-                **sections.get("training", {}),
-            }
-        ),
+        training=TrainingConfig(**{**training, **sections.get("training", {})}),
         algorithm=AlgorithmConfig(**sections.get("algorithm", {})),
         actor_rollout=ActorConfig(**{**role, "load": str(lm), **learn, **actor}),
         ref=RefConfig(**{**role, "load": str(lm), **sections.get("ref", {})}),

@@ -15,7 +15,6 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.enums import ModelType
-from torch import Tensor
 
 from mindspeed_rlxf.algorithms.losses import LossOutput, Mean
 from mindspeed_rlxf.cluster.errors import WorkerError
@@ -52,12 +51,9 @@ class Learner:
             step = PolicyStep(partial(_loss, own), temperature=1.0)
             found.append(self.engine.train_step(batches, step))
         weights = {n: p.float().tolist() for n, p in self.engine.module.named_parameters()}
-        state = [p.tolist() for group in self._main_parameters() for p in group]
+        optimizer: Any = self.engine.optimizer
+        state = [p.tolist() for group in optimizer.param_groups for p in group["params"]]
         return RoleOutput(report=(found, weights, state))
-
-    def _main_parameters(self) -> list[list[Tensor]]:
-        assert self.engine.optimizer is not None
-        return [group["params"] for group in self.engine.optimizer.param_groups]
 
     def save(self, folder: Path) -> RoleOutput:
         """What Megatron's own training loop writes."""

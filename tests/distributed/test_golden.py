@@ -49,18 +49,16 @@ def of_other_runs() -> set[str]:
     gap = Summary(1, 0.0, 0.0, 0.0)
     failure = FailedSample(1, "timeout", "")
     skipped = UpdateReport([{"grad_norm": 1.0, "skipped_steps": 1.0}], 1.0)
+    experience = ExperienceReport([], gap, gap, gap, None, None, None, 1)
     found = {
         **metrics.log_prob_metrics([LogProbReport(gap, gap)]),
         **metrics.score_metrics(ScoreReport([0.0], [{}], [failure])),
-        **{
-            k: v for r in ("actor", "critic") for k, v in metrics.update_metrics(r, skipped).items()
-        },
+        **metrics.update_metrics("actor", skipped),
+        **metrics.update_metrics("critic", skipped),
         **metrics.throughput_metrics([], 1.0, 1.0, 1, 1.0),
         **phase_metrics({"gen": [pending("main", 1.0, 2.0)]}),
         **measure([[Scored(1.0, 3)]], ["a"], ValidationConfig()),
-        **metrics.experience_metrics(
-            [ExperienceReport([], gap, gap, gap, None, None, None, 1)], 0.0
-        ),
+        **metrics.experience_metrics([experience], 0.0),
     }
     return {*found, "timing/val"}  # of `Validator.validate`
 

@@ -4,6 +4,7 @@ import gc
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -102,10 +103,9 @@ class Weighed(ActorRole):
         engine needed the device, and whether a step succeeds then."""
         saved = [self._save(Path(folder) / "before")]
         steps = [list(range(rollouts.num_rows))]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(GuardedOptimizer, "step", fail)
-            with pytest.raises(RuntimeError, match="in the middle"):
-                self.update_policy(rollouts, experience, steps)
+        failing = mock.patch.object(GuardedOptimizer, "step", side_effect=RuntimeError("midway"))
+        with failing, pytest.raises(RuntimeError, match="midway"):
+            self.update_policy(rollouts, experience, steps)
         saved.append(self._save(Path(folder) / "after"))
         with offload.holding():
             saved.append(self._save(Path(folder) / "away"))
@@ -116,10 +116,6 @@ class Weighed(ActorRole):
         self.engine.begin_save(folder)
         self.engine.end_save()
         return [entry_of(folder, file)["sha256"] for file in sorted(folder.glob("state_*"))]
-
-
-def fail(*_: Any) -> None:
-    raise RuntimeError("in the middle")
 
 
 def alive() -> int:

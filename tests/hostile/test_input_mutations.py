@@ -3,7 +3,6 @@
 import json
 import random
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +75,7 @@ def indexed(folder: Path) -> Any:
     )
 
 
-KINDS: dict[str, Callable[[Path], Any]] = {
-    "model": model,
-    "tokenized": tokenized,
-    "indexed": indexed,
-}
+KINDS = {"model": model, "tokenized": tokenized, "indexed": indexed}
 
 
 @pytest.fixture(scope="module")
