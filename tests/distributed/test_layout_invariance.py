@@ -98,6 +98,10 @@ UNSHUFFLED = {
     "actor_rollout": {**FOUR["actor_rollout"], "shuffle_minibatch": False},
     "critic": {"shuffle_minibatch": False},
 }
+RECOMPUTED = {
+    section: keys if section == "training" else {**keys, "recompute": "full"}
+    for section, keys in UNSHUFFLED.items()
+}
 FOURS, APART = {"micro_batch_size": 4}, {"micro_batch_size": 4, "share_prompts": False}
 GROUPS = {
     "shuffled, apart": (1, APART, FOUR),
@@ -108,7 +112,7 @@ GROUPS = {
     "in order dp2": (2, FOURS, UNSHUFFLED),
     "in order tp2 sequence parallel pp2": (4, {**FOURS, **SP2, **PP2}, UNSHUFFLED),
     "in order by tokens dp2": (2, TOKENS, UNSHUFFLED),
-    "in order, recompute": (1, {**FOURS, "recompute": "full"}, UNSHUFFLED),
+    "in order, recompute": (1, FOURS, RECOMPUTED),
 }
 ALONE = ("dp2", "pp2", "tp2 pp2")  # what the other architectures are run in
 PAIRWISE = [
