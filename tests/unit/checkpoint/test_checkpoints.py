@@ -172,7 +172,6 @@ def test_a_checkpoint_whose_manifest_lacks_a_part_is_damaged(case):
 
 
 def test_a_run_with_only_damaged_checkpoints_is_refused_and_unchanged(case):
-    """A new start would cut its records and remove the damaged checkpoints."""
     case.iterate(1, 2)
     (case.store.path(1) / "actor" / "state").unlink()
     (case.store.path(2) / "critic" / "state").write_bytes(b"")
@@ -275,7 +274,6 @@ def test_validation_alone_reads_the_newest_whole_checkpoint_and_changes_nothing(
 
 
 def test_a_checkpoint_with_more_metrics_than_the_file_has_is_not_resumed(case):
-    """As after a crash of the host."""
     case.iterate(1, 2)
     case.directory.metrics.write_bytes(case.directory.metrics.read_bytes()[:17])
     assert case.resume() == 1 and case.actor.loaded == "actor 1"

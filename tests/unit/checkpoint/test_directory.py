@@ -85,7 +85,6 @@ def test_fixed_keys_that_changed_are_refused_by_name(make_config):
     ("name", "keys"), [("config.yaml", {"resume": "never"}), ("metrics.jsonl", {})]
 )
 def test_a_folder_of_another_run_is_refused(make_config, folder, name, keys):
-    """config.yaml under training.resume=never, metrics without a configuration in any case."""
     (folder / name).write_text("")
     problem = str(*RunDirectory.check(make_config(**keys)))
     assert problem.startswith(f"training.output_dir='{folder}' must not hold another run, it has")

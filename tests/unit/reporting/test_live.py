@@ -1,12 +1,10 @@
 """The live view: its lines, what is printed beside it, and that nothing controls the terminal."""
 
 import io
-import json
 import re
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -118,16 +116,3 @@ def test_a_curve_goes_from_its_smallest_to_its_largest_value():
     assert draw_curve([0.0, 0.5, 1.0], 10) == "▁▅█"
     assert draw_curve([3.0, 3.0], 10) == "▁▁"
     assert draw_curve(list(range(100)), 4) == "▁▃▆█"  # means of 25
-
-
-def test_a_recorded_run_is_drawn_to_its_end(terminal):
-    console = LiveConsole(terminal)
-    console.begin(100, [])
-    file = Path(__file__).parent / "recordings" / "demo.jsonl"
-    for line in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
-        console.update(line["iteration"], line["metrics"])
-        lines = shown(console, 80)
-    console.close()
-    score = next(line for line in lines if line.startswith("score"))
-    curve = re.sub("[^▁▂▃▄▅▆▇█]", "", score)
-    assert curve[0] in "▁▂" and curve[-1] in "▇█", "the score of the demo rises"

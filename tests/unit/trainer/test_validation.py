@@ -99,9 +99,8 @@ def test_responses_to_a_prompt_are_scored_together_and_have_lasting_ids(tmp_path
     assert first == second and roles.called == [0, validator.seed, 2, validator.seed]
     # prompts 0 and 1 with scores p, p + 0.1, p + 0.2: answers 0 0 1
     assert first["val/a/mean@3"] == pytest.approx(0.6) and first["val/b/mean@3"] == 2.1
-    assert first["val/a/maj@3"] == pytest.approx(0.55) and first["val/a/best@3"] == pytest.approx(
-        0.7
-    )
+    assert first["val/a/maj@3"] == pytest.approx(0.55)
+    assert first["val/a/best@3"] == pytest.approx(0.7)
     # above 0: two of three, all of three
     assert first["val/a/pass@1"] == pytest.approx(5 / 6) and first["val/a/pass@2"] == 1.0
     assert [line["iteration"] for line in lines(directory.metrics)] == [0]
