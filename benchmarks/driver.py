@@ -268,9 +268,12 @@ def stand_in_pool(runtime: Any, size: int, length: int) -> Any:
 
 def memory_mib(pool: Any) -> int:
     """Return the median proportional set size of the workers: shared pages count in part."""
+    import ray
+
     found = []
-    for place in pool.places:
-        lines = Path(f"/proc/{place.pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
+    pids = ray.get([actor.__ray_call__.remote(lambda worker: os.getpid()) for actor in pool.actors])
+    for pid in pids:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
         found.append(int(next(line for line in lines if line.startswith("Pss:")).split()[1]))
     return int(statistics.median(found)) // 1024
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -57,6 +58,11 @@ def with_kl_and_entropy(responses: list[Response]) -> Tensor:
     return torch.cat(losses).mean()
 
 
+def with_squared_kl(responses: list[Response]) -> Tensor:
+    kl = [KL_COEF * (r.log_probs - r.ref) ** 2 / 2 for r in responses]
+    return torch.cat([token_losses(r) + k for r, k in zip(responses, kl, strict=True)]).mean()
+
+
 def with_sequence_ratios(responses: list[Response]) -> Tensor:
     means = []
     for r in responses:
@@ -81,12 +87,13 @@ def weighed(responses: list[Response]) -> Tensor:
     return torch.cat(losses).mean()
 
 
-def preferring(responses: list[Response]) -> Tensor:
+def preferring(responses: list[Response], ipo: bool = False) -> Tensor:
     pairs = []
     for first, second in zip(responses[::2], responses[1::2], strict=True):
         margin = (first.log_probs - first.ref).sum() - (second.log_probs - second.ref).sum()
         sign = first.advantages[0]
-        pairs.append(-torch.log(torch.sigmoid(0.1 * sign * margin)) * sign.abs())
+        pair = -torch.log(torch.sigmoid(0.1 * sign * margin))
+        pairs.append(((sign * margin - 1 / 0.2) ** 2 if ipo else pair) * sign.abs())
     return torch.stack(pairs).mean()
 
 
@@ -94,6 +101,9 @@ CASES: dict[str, tuple[Slow, dict[str, dict[str, Any]]]] = {
     "kl and entropy": (with_kl_and_entropy, {
         "algorithm": {"kl_in": "loss", "kl_penalty": KlPenalty.LOW_VAR_KL},
         "actor_rollout": {"entropy_coeff": 0.05},
+    }),
+    "squared kl": (with_squared_kl, {
+        "algorithm": {"kl_in": "loss", "kl_penalty": KlPenalty.MSE},
     }),
     "gspo": (with_sequence_ratios, {
         "algorithm": {"loss_normalizer": LossNormalizer.SEQUENCE_MEANS},
@@ -105,6 +115,9 @@ CASES: dict[str, tuple[Slow, dict[str, dict[str, Any]]]] = {
     }),
     "importance weights": (weighed, {"algorithm": {"rollout_is_threshold": 1.1}}),
     "online dpo": (preferring, {"training": {"stage": Stage.RAY_ONLINE_DPO}}),
+    "online ipo": (partial(preferring, ipo=True), {
+        "training": {"stage": Stage.RAY_ONLINE_DPO}, "actor_rollout": {"dpo_loss_type": "ipo"},
+    }),
 }  # fmt: skip
 LOST = [2, 3]  # a whole micro-batch of responses that could not be scored
 
@@ -114,10 +127,12 @@ LOST = [2, 3]  # a whole micro-batch of responses that could not be scored
     [
         ("kl and entropy", "one process", []),
         ("kl and entropy", "tp2 pp2", []),
+        ("squared kl", "tp2 dp2", []),
         ("gspo", "tp2 pp2", []),
         ("dual clip", "tp2 dp2", []),
         ("importance weights", "one process", []),
         ("online dpo", "tp2 pp2", []),
+        ("online ipo", "tp2 pp2", []),
         ("kl and entropy", "tp2 pp2", LOST),
         ("gspo", "tp2 pp2", LOST),
         ("dual clip", "tp2 dp2", LOST),
