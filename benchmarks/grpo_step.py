@@ -14,22 +14,28 @@ JSON line.
 """
 
 import argparse
-import itertools
 import json
 import os
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-from iteration import ROOT, make_models, write_inputs
-from ppo_step import BASE, SHAPES, force_lengths, our_tree, seconds_of
+from iteration import make_models, write_inputs
+from ppo_step import (
+    BASE,
+    SHAPES,
+    TRL_SETTINGS,
+    child_seconds,
+    force_lengths,
+    our_tree,
+    seconds_of,
+    step_seconds,
+)
 
 SIDES = ("trl", "shared", "apart")
+KEYS = ("size", "prompts", "samples", "prompt", "response", "iterations", "threads")
 REWARD = "def score(response, **_):\n    return len(response) % 7 / 7\n"
 
 
@@ -67,7 +73,7 @@ def race(folder: Path, lengths: list[int], arguments: argparse.Namespace) -> dic
     seconds: dict[str, list[float]] = {side: [] for side in SIDES}
     for _ in range(arguments.rounds):
         for side, values in seconds.items():
-            values += child(side, folder, arguments)
+            values += child_seconds(__file__, KEYS, arguments, side, str(folder))
     medians = {side: statistics.median(values) for side, values in seconds.items()}
     return {
         "benchmark": "grpo_step",
@@ -80,19 +86,6 @@ def race(folder: Path, lengths: list[int], arguments: argparse.Namespace) -> dic
         **{f"{side}_s": round(value, 2) for side, value in medians.items()},
         **{f"{o}_to_shared": round(medians[o] / medians["shared"], 2) for o in ("trl", "apart")},
     }
-
-
-def child(side: str, folder: Path, arguments: argparse.Namespace) -> list[float]:
-    """Train in another process; return the seconds of each iteration but the first."""
-    paths = [str(ROOT), *([str(arguments.trl)] if arguments.trl and side == "trl" else [])]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads)}
-    environment["PYTHONPATH"] = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])
-    keys = ("size", "prompts", "samples", "prompt", "response", "iterations", "threads")
-    given = [f"--{key}={getattr(arguments, key)}" for key in keys]
-    command = [sys.executable, "-W", "ignore", __file__, *given, "--child", side, str(folder)]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    seconds: list[float] = json.loads(done.stdout.splitlines()[-1])
-    return seconds[1:]
 
 
 def our_seconds(
@@ -126,7 +119,7 @@ def trl_seconds(
     """Train with TRL in this process; return the seconds of each iteration."""
     import torch
     from datasets import Dataset
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
     from trl import GRPOConfig, GRPOTrainer
 
     torch.set_num_threads(arguments.threads)
@@ -136,15 +129,6 @@ def trl_seconds(
     )
     lines = (folder / "train.jsonl").read_text(encoding="utf-8").splitlines()
     force_lengths(policy, lengths, tokenizer.eos_token_id)
-    ends: list[float] = []
-
-    class Clock(TrainerCallback):
-        def on_train_begin(self, *_: Any, **__: Any) -> None:
-            ends.append(time.monotonic())
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            ends.append(time.monotonic())
-
     config = GRPOConfig(
         output_dir=tempfile.mkdtemp(dir=folder),
         max_steps=1 + arguments.iterations,
@@ -152,16 +136,8 @@ def trl_seconds(
         gradient_accumulation_steps=arguments.prompts,
         num_generations=arguments.samples,
         max_completion_length=arguments.limit,
-        temperature=1.0,
         beta=0.0,
-        learning_rate=1e-6,
-        gradient_checkpointing=False,
-        optim="adamw_torch",
-        bf16=False,
-        use_cpu=True,
-        report_to=[],
-        save_strategy="no",
-        logging_strategy="no",
+        **TRL_SETTINGS,
     )
     trainer = GRPOTrainer(
         model=policy,
@@ -169,14 +145,8 @@ def trl_seconds(
         args=config,
         train_dataset=Dataset.from_list([{"prompt": json.loads(x)["prompt"]} for x in lines]),
         processing_class=tokenizer,
-        callbacks=[Clock()],
     )
-    out, sys.stdout = sys.stdout, sys.stderr
-    try:
-        trainer.train()
-    finally:
-        sys.stdout = out
-    return [end - start for start, end in itertools.pairwise(ends)]
+    return step_seconds(trainer)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ datasets pyarrow pandas dill multiprocess xxhash` leaves the environment as it i
 """
 
 import argparse
+import contextlib
 import copy
 import itertools
 import json
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,11 @@ SHAPES = {
 }  # fmt: skip
 LENGTHS = Path(__file__).with_name("rollout_lengths.json")
 OURS = ("recompute", "rollout")
+TRL_SETTINGS: dict[str, Any] = {
+    "temperature": 1.0, "learning_rate": 1e-6, "gradient_checkpointing": False,
+    "optim": "adamw_torch", "bf16": False, "use_cpu": True, "report_to": [],
+    "save_strategy": "no", "logging_strategy": "no",
+}  # fmt: skip
 
 
 def main() -> None:
@@ -116,22 +123,22 @@ def child(who: str, workload: str, folder: Path, arguments: argparse.Namespace) 
 
     who: "trl", or this package with that value of `algorithm.old_log_probs`
     """
-    paths = [str(ROOT), *([str(arguments.trl)] if arguments.trl and who == "trl" else [])]
+    keys = ("batch", "iterations", "threads", "limit")
+    return child_seconds(__file__, keys, arguments, who, workload, str(folder))
+
+
+def child_seconds(
+    script: str, keys: Sequence[str], arguments: argparse.Namespace, side: str, *words: str
+) -> list[float]:
+    """Run `script --child SIDE WORDS` with some arguments; return all of its seconds but the first.
+
+    TRL's folder is on the path of the side "trl" alone.
+    """
+    paths = [str(ROOT), *([str(arguments.trl)] if arguments.trl and side == "trl" else [])]
     environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads)}
     environment["PYTHONPATH"] = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])
-    keys = ("batch", "iterations", "threads", "limit")
     given = [f"--{key}={getattr(arguments, key)}" for key in keys]
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        __file__,
-        *given,
-        "--child",
-        who,
-        workload,
-        str(folder),
-    ]
+    command = [sys.executable, "-W", "ignore", script, *given, "--child", side, *words]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     seconds: list[float] = json.loads(done.stdout.splitlines()[-1])
     return seconds[1:]
@@ -245,7 +252,6 @@ def trl_seconds(
         LlamaForCausalLM,
         LlamaForSequenceClassification,
         PreTrainedTokenizerFast,
-        TrainerCallback,
     )
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
@@ -257,15 +263,6 @@ def trl_seconds(
     lines = (folder / "train.jsonl").read_text(encoding="utf-8").splitlines()
     prompts = [tokenizer(json.loads(line)["prompt"])["input_ids"] for line in lines]
     force_lengths(policy, lengths, tokenizer.eos_token_id)
-    ends: list[float] = []
-
-    class Clock(TrainerCallback):
-        def on_train_begin(self, *_: Any, **__: Any) -> None:
-            ends.append(time.monotonic())
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            ends.append(time.monotonic())
-
     updates = 1 + arguments.iterations
     config = PPOConfig(
         output_dir=tempfile.mkdtemp(dir=folder),
@@ -277,17 +274,9 @@ def trl_seconds(
         response_length=arguments.limit,
         local_rollout_forward_batch_size=arguments.batch,
         stop_token_id=tokenizer.eos_token_id,
-        temperature=1.0,
         num_sample_generations=0,
-        learning_rate=1e-6,
         missing_eos_penalty=None,
-        gradient_checkpointing=False,
-        optim="adamw_torch",
-        bf16=False,
-        use_cpu=True,
-        report_to=[],
-        save_strategy="no",
-        logging_strategy="no",
+        **TRL_SETTINGS,
     )
     trainer = PPOTrainer(
         args=config,
@@ -297,13 +286,26 @@ def trl_seconds(
         reward_model=copy.deepcopy(value),
         value_model=value,
         train_dataset=[{"input_ids": ids} for ids in prompts],
-        callbacks=[Clock()],
     )
-    out, sys.stdout = sys.stdout, sys.stderr
-    try:
+    return step_seconds(trainer)
+
+
+def step_seconds(trainer: Any) -> list[float]:
+    """Train with a trainer of TRL, its output on stderr; return the seconds of each step."""
+    from transformers import TrainerCallback
+
+    ends: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            ends.append(time.monotonic())
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            ends.append(time.monotonic())
+
+    trainer.add_callback(Clock())
+    with contextlib.redirect_stdout(sys.stderr):
         trainer.train()
-    finally:
-        sys.stdout = out
     return [end - start for start, end in itertools.pairwise(ends)]
 
 

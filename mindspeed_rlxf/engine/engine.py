@@ -101,8 +101,7 @@ class MegatronEngine:
             skipped: Counts skipped steps and decides if the run goes on; None raises at once.
             deterministic: See `device.set_deterministic`; holds for the whole process.
             tokenizer: Tokenizer folder, for side files that `load` lacks; None exports nothing.
-            brings_together: Whether an update may reorder rows so that shared prompts are
-                neighbours.
+            brings_together: Whether updates may make the rows of a shared prompt neighbours.
         """
         assert role.architecture is not None and role.load is not None, "checked beforehand"
         megatron_versions.apply_patches()
