@@ -90,7 +90,8 @@ class Role:
         return RoleOutput(self._rows(prompts), GenerateReport(*given, count, count, count, 0.0))
 
     def score(self, rollouts: Any) -> RoleOutput:
-        return RoleOutput(self._rows(rollouts), ScoreReport([0.5] * rollouts.num_rows))
+        scores = Blank(torch.zeros(rollouts.num_rows, 1))
+        return RoleOutput(scores, ScoreReport([0.5] * rollouts.num_rows))
 
     def log_probs(self, rollouts: Any) -> RoleOutput:
         return RoleOutput(self._rows(rollouts), LogProbReport(NUMBERS))

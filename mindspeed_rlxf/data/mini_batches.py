@@ -104,7 +104,8 @@ def equal_parts(costs: Sequence[float], num_parts: int) -> list[list[int]]:
     """Divide items into parts with equal counts and nearly equal total cost.
 
     Assigns the most expensive item first, each to the cheapest part with room. Then swaps items
-    between the most expensive part and others while that makes it cheaper.
+    between the most expensive part and others while that makes it cheaper. Items with equal cost
+    go to the parts in their order, so neighbours, which one rank has made, mostly stay together.
 
     Args:
         costs: [items], a multiple of num_parts (asserted).
@@ -122,9 +123,13 @@ def equal_parts(costs: Sequence[float], num_parts: int) -> list[list[int]]:
         parts[number].append(item)
         if len(parts[number]) < size:
             heapq.heappush(open_parts, (total + costs[item], number))
-    items = np.array(parts, dtype=np.int64).reshape(num_parts, size)
-    _swap_items(items, np.asarray(costs, dtype=np.float64)[items])
-    return sorted(sorted(part) for part in items.tolist())
+    items, exact = np.array(parts).reshape(num_parts, size), np.asarray(costs, dtype=np.float64)
+    _swap_items(items, exact[items])
+    owner = np.empty(len(exact), dtype=np.int64)
+    owner[items] = np.arange(num_parts)[:, None]
+    owner[np.argsort(exact, kind="stable")] = owner[np.lexsort((owner, exact))]
+    by_part = np.argsort(owner, kind="stable").reshape(num_parts, size)
+    return sorted(by_part.tolist())
 
 
 def _swap_items(items: np.ndarray, costs: np.ndarray) -> None:

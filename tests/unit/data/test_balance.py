@@ -45,6 +45,11 @@ def test_an_exchange_improves_the_longest_first_assignment() -> None:
     assert largest(costs, parts) == 16
 
 
+def test_items_of_equal_cost_keep_their_order() -> None:
+    assert equal_parts([5] * 6, 3) == [[0, 1], [2, 3], [4, 5]]
+    assert equal_parts([9, 1, 5, 5, 1, 9], 3) == [[0, 1], [2, 3], [4, 5]]
+
+
 @pytest.mark.parametrize("ranks", RANKS)
 def test_stored_lengths_are_balanced_as_by_the_better_of_two_references(ranks: int) -> None:
     costs = stored_costs(ranks * PER_RANK)
