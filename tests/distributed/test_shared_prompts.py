@@ -113,9 +113,7 @@ def close(found: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e
         pytest.param(PLAIN, {**SP2, **PP2}, id="sp2-pp2", marks=pytest.mark.long),
     ],
 )
-def test_results_are_those_of_whole_rows(
-    warm_runtime: Any, tmp_path: Path, architecture: ArchitectureConfig, keys: dict[str, Any]
-) -> None:
+def test_results_are_those_of_whole_rows(warm_runtime, tmp_path, architecture, keys):
     make_llama(tmp_path, architecture)
     rollouts = make_groups((4, 1, 9, 2), (12, 5, 7, 1))
     apart = results(warm_runtime, tmp_path, architecture, rollouts, share_prompts=False, **keys)
@@ -126,7 +124,7 @@ def test_results_are_those_of_whole_rows(
             assert shared[name] < 0.8 * apart[name]
 
 
-def test_in_bf16_results_are_as_near_as_its_rounding(warm_runtime: Any, tmp_path: Path) -> None:
+def test_in_bf16_results_are_as_near_as_its_rounding(warm_runtime, tmp_path):
     """Both round each of some ten operations of two layers to 8 bits, 0.4%, in another order."""
     make_llama(tmp_path, PLAIN)
     rollouts = make_groups((4, 2), (12, 5))

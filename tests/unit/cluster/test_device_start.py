@@ -38,12 +38,8 @@ def setups(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     ],
 )
 def test_a_worker_hands_on_the_device_that_ray_gave_it_and_how_long_it_waits(
-    setups: list[Any],
-    monkeypatch: pytest.MonkeyPatch,
-    kind: DeviceKind,
-    ids: dict[str, Any],
-    assigned: str | None,
-) -> None:
+    setups, monkeypatch, kind, ids, assigned
+):
     from mindspeed_rlxf.cluster.ray import pool as ray_pool
 
     context = SimpleNamespace(get_accelerator_ids=lambda: ids)
@@ -56,7 +52,7 @@ def test_a_worker_hands_on_the_device_that_ray_gave_it_and_how_long_it_waits(
     assert setups == [((kind, 2), {"assigned": assigned, "deadline_s": 1860.0})]
 
 
-def test_a_failed_device_setup_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_device_setup_is_a_user_error(monkeypatch):
     def setup(*_args: Any, **_kwargs: Any) -> None:
         raise ValueError("no CANN")
 

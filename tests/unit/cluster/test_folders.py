@@ -1,8 +1,6 @@
 """Which folders every node must have."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from mindspeed_rlxf.cluster.ray.runtime import folders_of_workers
 from mindspeed_rlxf.config.load import resolve
@@ -11,9 +9,7 @@ from tests.unit.config.conftest import make_tree, no_cluster
 __all__ = ["make_tree", "no_cluster"]
 
 
-def test_folders_of_models_and_tokenizer_are_read_on_every_node(
-    make_tree: Callable[..., Any],
-) -> None:
+def test_folders_of_models_and_tokenizer_are_read_on_every_node(make_tree):
     tree = make_tree({"critic.load": "weights/critic", "training.tokenizer_name_or_path": "tok"})
     here = Path.cwd()
     assert folders_of_workers(resolve(tree, "t")) == {

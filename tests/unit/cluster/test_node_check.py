@@ -6,13 +6,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rlxf.cluster import nodes
-from mindspeed_rlxf.cluster.nodes import (
-    OURS,
-    NodeReport,
-    build_id,
-    find_node_problems,
-    report_node,
-)
+from mindspeed_rlxf.cluster.nodes import OURS, NodeReport, build_id, find_node_problems, report_node
 
 
 @pytest.fixture
@@ -26,9 +20,7 @@ def node(ours: NodeReport, host: str, **changes: object) -> NodeReport:
     return dataclasses.replace(ours, host=host, **changes)  # type: ignore[arg-type]
 
 
-def test_a_node_like_the_driver_has_no_problem_and_others_are_named(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_like_the_driver_has_no_problem_and_others_are_named(folder, monkeypatch):
     monkeypatch.setattr(nodes, "SEEN_WITHIN_S", 0.3)
     ours = report_node([str(folder)], str(folder / "config.json"))
     assert ours.sees_run and ours.versions[OURS] == build_id()
@@ -82,7 +74,7 @@ def problems_between(driver: Path, there: Path, below: str = "") -> list[str]:
 
 
 @pytest.mark.parametrize("kind", MEGATRON)
-def test_every_file_of_megatrons_weights_counts(tmp_path: Path, kind: str) -> None:
+def test_every_file_of_megatrons_weights_counts(tmp_path, kind):
     files = MEGATRON[kind]
     ours, same = (megatron(tmp_path / name, files) for name in ("ours", "same"))
     assert problems_between(ours, same) == []
@@ -97,7 +89,7 @@ def test_every_file_of_megatrons_weights_counts(tmp_path: Path, kind: str) -> No
         )
 
 
-def test_optimizer_states_that_nobody_reads_do_not_count(tmp_path: Path, folder: Path) -> None:
+def test_optimizer_states_that_nobody_reads_do_not_count(tmp_path, folder):
     whole = megatron(tmp_path / "whole", {RANK: 5, "mp_rank_00/distrib_optim.pt": 50})
     assert problems_between(whole, megatron(tmp_path / "weights", {RANK: 5})) == []
     (folder / "optimizer.pt").write_bytes(b"123")
@@ -107,7 +99,7 @@ def test_optimizer_states_that_nobody_reads_do_not_count(tmp_path: Path, folder:
     }
 
 
-def test_a_folder_that_only_the_hub_has_is_not_compared(tmp_path: Path) -> None:
+def test_a_folder_that_only_the_hub_has_is_not_compared(tmp_path):
     name = str(tmp_path / "Qwen")
     assert report_node([name], None).files == {name: None}
     assert problems_between(tmp_path / "Qwen", tmp_path) == []

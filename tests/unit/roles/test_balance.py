@@ -42,9 +42,7 @@ def config_of(make_tree: MakeTree, changes: dict[str, Any], ranks: int = 2) -> R
 
 
 @pytest.mark.parametrize("role", [Role.ACTOR_ROLLOUT, Role.REF, Role.CRITIC])
-def test_rows_of_balanced_calls_come_in_the_order_of_the_samples(
-    make_tree: MakeTree, role: Role
-) -> None:
+def test_rows_of_balanced_calls_come_in_the_order_of_the_samples(make_tree, role):
     config, pool = config_of(make_tree, {}), RecordingPool(2)
     group = RoleGroup(role, config.layout(role), pool)
     rows = call_balanced(config, group, SomeRole.work, ref(2, 2), lengths, "all").rows()
@@ -62,9 +60,7 @@ OFF = {"actor_rollout.balance_by_length": False}
 
 @pytest.mark.parametrize(("changes", "ranks"), [(OFF, 2), ({}, 1)])
 @pytest.mark.parametrize("role", [Role.ACTOR_ROLLOUT, Role.REF])
-def test_without_balance_no_call_waits_for_the_responses(
-    make_tree: MakeTree, role: Role, changes: dict[str, Any], ranks: int
-) -> None:
+def test_without_balance_no_call_waits_for_the_responses(make_tree, role, changes, ranks):
     config, pool = config_of(make_tree, changes, ranks), RecordingPool(ranks)
     group = RoleGroup(role, config.layout(role), pool)
     call_balanced(config, group, SomeRole.work, ref(2, 2), not_known)
@@ -96,9 +92,7 @@ TWO = {"training.micro_batch_size": 2}
     ],
     ids=["sums", "means of micro-batches", "balanced experts", "pairs", "by tokens"],
 )
-def test_micro_batches_whose_samples_matter_stay_whole(
-    make_tree: MakeTree, changes: dict[str, Any], expected: list[list[int]]
-) -> None:
+def test_micro_batches_whose_samples_matter_stay_whole(make_tree, changes, expected):
     config = config_of(make_tree, changes)
     shares = balanced_steps(config, Role.ACTOR_ROLLOUT, [[0, 1, 2, 3]], 4, lengths)
     assert [share.rows for share in shares] == expected

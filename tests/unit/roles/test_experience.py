@@ -82,7 +82,7 @@ def output_of(
     return output, (rollouts.rollout_log_probs - log_probs) * mask
 
 
-def test_logged_tokens_have_the_numbers_of_the_experience() -> None:
+def test_logged_tokens_have_the_numbers_of_the_experience():
     ids = rollouts_of(LENGTHS, HAS_EOS).sample_ids
     log = TokenLog("folder", 7, frozenset(ids[1:3]))
     output, difference = output_of(AdvEstimator.GRPO, token_log=log)
@@ -106,9 +106,7 @@ def test_logged_tokens_have_the_numbers_of_the_experience() -> None:
         (AdvEstimator.REINFORCE_PLUS_PLUS_BASELINE, [0.5, -0.5, -0.875, 0.875]),
     ],
 )
-def test_kl_in_the_loss_leaves_the_scores_alone(
-    estimator: AdvEstimator, expected: list[float]
-) -> None:
+def test_kl_in_the_loss_leaves_the_scores_alone(estimator, expected):
     experience, report, difference = made(estimator, kl_in="loss", kl_penalty=KlPenalty.MSE)
     assert_close(experience.advantages[:, 0], torch.tensor(expected))
     assert experience.ref_log_probs.shape == difference.shape, "the loss needs the reference"
@@ -117,7 +115,7 @@ def test_kl_in_the_loss_leaves_the_scores_alone(
     assert report.kl == pytest.approx(mean.tolist()), "the KL is reported all the same"
 
 
-def test_the_kl_of_the_vocabulary_takes_the_place_of_an_estimate() -> None:
+def test_the_kl_of_the_vocabulary_takes_the_place_of_an_estimate():
     kl = torch.rand(4, 6, generator=torch.Generator().manual_seed(2))
     experience, report, _ = made(AdvEstimator.DR_GRPO, kl=kl, kl_penalty=KlPenalty.FULL)
     inside = kl * experience.trained_mask
@@ -126,7 +124,7 @@ def test_the_kl_of_the_vocabulary_takes_the_place_of_an_estimate() -> None:
     assert_close(experience.advantages[0, 0], (totals[0] - totals[1]) / 2)
 
 
-def test_reinforce_takes_the_rewards_from_each_token_on() -> None:
+def test_reinforce_takes_the_rewards_from_each_token_on():
     experience, _, kl = made(AdvEstimator.REINFORCE_PLUS_PLUS, gamma=0.9)
     for row, length in enumerate(LENGTHS):
         rewards = [-KL_COEF * float(value) for value in kl[row, :length]]
@@ -140,7 +138,7 @@ def test_reinforce_takes_the_rewards_from_each_token_on() -> None:
         assert not experience.advantages[row, length:].any()
 
 
-def test_remax_subtracts_the_shaped_score_of_the_greedy_response() -> None:
+def test_remax_subtracts_the_shaped_score_of_the_greedy_response():
     greedy = rollouts_of([2, 2, 4, 4], [True, True, False, False])
     baseline = Scores(torch.tensor([0.5, 0.5, 3.0, 3.0]))
     experience, _, _ = made(
@@ -155,7 +153,7 @@ def test_remax_subtracts_the_shaped_score_of_the_greedy_response() -> None:
     assert_close(experience.advantages[:, 0], torch.tensor([1.0, -2.0, -4.5, -1.0]))
 
 
-def test_rewards_are_scaled_to_variance_one_and_keep_their_mean() -> None:
+def test_rewards_are_scaled_to_variance_one_and_keep_their_mean():
     plain, before, _ = made(AdvEstimator.REINFORCE_PLUS_PLUS)
     white, after, kl = made(AdvEstimator.REINFORCE_PLUS_PLUS, whiten_rewards=True)
     slots = [n + (eos and n < LIMIT) for n, eos in zip(LENGTHS, HAS_EOS, strict=True)]
@@ -169,7 +167,7 @@ def test_rewards_are_scaled_to_variance_one_and_keep_their_mean() -> None:
     assert not torch.allclose(plain.advantages, white.advantages)
 
 
-def test_penalties_are_subtracted_after_scale_and_clip() -> None:
+def test_penalties_are_subtracted_after_scale_and_clip():
     _, report, _ = made(
         AdvEstimator.DR_GRPO,
         reward_scale=4.0,
@@ -182,7 +180,7 @@ def test_penalties_are_subtracted_after_scale_and_clip() -> None:
     assert report.score.total == pytest.approx(3 - 1.0 + 1 + 2)
 
 
-def test_a_score_that_is_no_number_is_named() -> None:
+def test_a_score_that_is_no_number_is_named():
     with pytest.raises(ValueError, match="the reward gave nan for sample 2; correct"):
         made(AdvEstimator.GRPO, scores=[1.0, 0.0, float("nan"), 1.0])
     greedy = rollouts_of([2, 2, 4, 4], [True] * 4)
@@ -192,7 +190,7 @@ def test_a_score_that_is_no_number_is_named() -> None:
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
-def test_where_steps_are_skipped_a_wrong_score_spoils_its_group_and_no_other(wrong: float) -> None:
+def test_where_steps_are_skipped_a_wrong_score_spoils_its_group_and_no_other(wrong):
     """Also an infinite one that clipping would turn into a number."""
     scores = [1.0, 0.0, wrong, 1.0]
     for estimator, stage in (
@@ -216,9 +214,7 @@ STAGES = {"pairs": Stage.RAY_ONLINE_DPO, AdvEstimator.GAE: Stage.RAY_PPO}
 @pytest.mark.parametrize("lost", [[1], [1, 2], [0, 1, 2], [0, 1, 2, 3]])
 @pytest.mark.parametrize("whiten", [AdvantageWhiten.NONE, AdvantageWhiten.BATCH])
 @pytest.mark.parametrize("estimator", [*AdvEstimator, "pairs"])
-def test_nothing_depends_on_the_number_of_a_lost_score(
-    estimator: AdvEstimator | str, whiten: AdvantageWhiten, lost: list[int]
-) -> None:
+def test_nothing_depends_on_the_number_of_a_lost_score(estimator, whiten, lost):
     found = []
     for made_up in (0.0, 77.0):
         scores = [made_up if i in lost else score for i, score in enumerate(SCORES)]
@@ -246,14 +242,14 @@ def test_nothing_depends_on_the_number_of_a_lost_score(
     assert one == two
 
 
-def test_a_lost_greedy_score_masks_the_responses_to_its_prompt() -> None:
+def test_a_lost_greedy_score_masks_the_responses_to_its_prompt():
     greedy = rollouts_of([2] * 4, [True] * 4), lost_scores([0.5] * 4, [2, 3])
     experience, report, _ = made(AdvEstimator.REMAX, greedy=greedy)
     assert experience.trained_mask.any(1).tolist() == [True, True, False, False]
     assert report.num_masked == 2
 
 
-def test_a_mini_batch_whitens_its_own_advantages_by_hand() -> None:
+def test_a_mini_batch_whitens_its_own_advantages_by_hand():
     config: Any = SimpleNamespace(
         algorithm=AlgorithmConfig(advantage_whiten=AdvantageWhiten.MINIBATCH),
         actor_rollout=ActorConfig.model_construct(),

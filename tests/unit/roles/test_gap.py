@@ -118,9 +118,7 @@ def learnt(role: Any, update: str) -> LossOutput:
     return output  # type: ignore[no-any-return]
 
 
-def test_advantages_returns_and_kl() -> None:
-    # KL a: -1 + 1.5 = 0.5, EOS: -2 + 1 = -1, c: 0. Rewards a -0.05, EOS 0.1, the slot after it 1;
-    # c takes the score of its row, 2. gamma 0.9, gamma lambda 0.45:
+def test_advantages_returns_and_kl():
     # A_4 = 1 - 0.4                               = 0.6
     # A_3 = 0.1 + 0.9 * 0.4 - 0.3 + 0.45 * 0.6    = 0.43
     # A_0 = -0.05 + 0.9 * 0.3 - 0.2 + 0.45 * 0.43 = 0.2135
@@ -143,9 +141,7 @@ def test_advantages_returns_and_kl() -> None:
         (LossNormalizer.SEQUENCE_MEANS, -(0.2562 + 0.43 + 0.1 * 4) / 2 - 0.75 - 0.1 * 2, 2),
     ],
 )
-def test_the_policy_learns_from_its_own_tokens(
-    normalizer: LossNormalizer, loss: float, weight: int
-) -> None:
+def test_the_policy_learns_from_its_own_tokens(normalizer, loss, weight):
     output = learnt(roles(normalizer=normalizer)[0], "update_policy")
     assert float(output.loss) == pytest.approx(loss, rel=1e-5) and output.weight == weight
     entropy = output.metrics["entropy"]
@@ -158,9 +154,7 @@ def test_the_policy_learns_from_its_own_tokens(
     ("normalizer", "divisor", "weight"),
     [(LossNormalizer.MINIBATCH_TOKENS, 1, 4), (LossNormalizer.SEQUENCE_SUMS, LIMIT, 2)],
 )
-def test_the_critic_learns_the_slots_of_these_tokens(
-    normalizer: LossNormalizer, divisor: int, weight: int
-) -> None:
+def test_the_critic_learns_the_slots_of_these_tokens(normalizer, divisor, weight):
     output = learnt(roles(normalizer=normalizer)[1], "update_critic")
     # 0.5 * (0.5 - 0.4135)^2, 0.5 * (0.3 - 0.73)^2, 0.5 * (0.6 - 1)^2 (clipped), 0.5 * (0.5 - 2)^2
     loss = (0.00374113 + 0.09245 + 0.08 + 1.125) / divisor
@@ -169,14 +163,14 @@ def test_the_critic_learns_the_slots_of_these_tokens(
     assert output.weight == weight
 
 
-def test_a_preferred_response_is_its_own_tokens() -> None:
+def test_a_preferred_response_is_its_own_tokens():
     # Log-ratios: row 0 (log 1.5 - 1 + 1.5) + (-2 + 1), row 1 log 0.5, which scores better.
     output = learnt(roles(Stage.RAY_ONLINE_DPO)[0], "update_policy")
     margin = 0.1 * (log(0.5) - (log(1.5) - 0.5))
     assert float(output.loss) == pytest.approx(log1p(exp(-margin)), rel=1e-5)
 
 
-def test_log_probs_of_training_and_generation_are_compared_on_these_tokens() -> None:
+def test_log_probs_of_training_and_generation_are_compared_on_these_tokens():
     role = roles()[0]
     gap = role.log_probs(rollouts()).report.gap
     assert (gap.count, gap.largest, gap.smallest) == (3, 0.25, 0.25)
@@ -189,9 +183,7 @@ def test_log_probs_of_training_and_generation_are_compared_on_these_tokens() -> 
         (1, 0, nan, "differ by nan at response token 0 (id 1) of sample 1"),
     ],
 )
-def test_a_gap_over_the_limit_names_the_worst_token(
-    row: int, token: int, gap: float, place: str
-) -> None:
+def test_a_gap_over_the_limit_names_the_worst_token(row, token, gap, place):
     role, given = roles()[0], rollouts()
     role.algorithm = role.algorithm.model_copy(update={"max_log_prob_gap": 0.5})
     role.log_probs(given)

@@ -56,7 +56,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "bert", "gpt_neox"])
-def test_scores_are_those_of_the_model_for_each_text_alone(tmp_path: Path, kind: str) -> None:
+def test_scores_are_those_of_the_model_for_each_text_alone(tmp_path, kind):
     folder = saved(tmp_path / kind, kind)
     model: Any = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     texts = ["1+1=2", "1+1=", "12+345=357, I think", "x" * 100, "7"]
@@ -74,8 +74,8 @@ def test_scores_are_those_of_the_model_for_each_text_alone(tmp_path: Path, kind:
 
 @pytest.mark.parametrize(("limit", "tokens"), [(20, 20), (10**30, 30)], ids=["own", "model's"])
 def test_a_text_that_is_cut_keeps_the_tokens_before_it_and_the_positions_of_its_model(
-    tmp_path: Path, limit: int, tokens: int
-) -> None:
+    tmp_path, limit, tokens
+):
     """BERT's score is that of its first token; RoBERTa's first position is number 2."""
     own = byte_tokenizer()
     own.backend_tokenizer.post_processor = processors.TemplateProcessing(
@@ -100,9 +100,7 @@ def test_a_text_that_is_cut_keeps_the_tokens_before_it_and_the_positions_of_its_
         ({"auto_map": {"AutoConfig": "x.Y"}}, "names code of its own"),
     ],
 )
-def test_a_folder_that_cannot_score_is_an_error(
-    tmp_path: Path, changes: dict[str, Any], said: str
-) -> None:
+def test_a_folder_that_cannot_score_is_an_error(tmp_path, changes, said):
     folder = saved(tmp_path / "model", "llama")
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
@@ -110,7 +108,7 @@ def test_a_folder_that_cannot_score_is_an_error(
     assert said in str(problem) and str(problem).startswith("reward.load=")
 
 
-def test_pickled_and_missing_weights_are_errors(tmp_path: Path) -> None:
+def test_pickled_and_missing_weights_are_errors(tmp_path):
     folder = saved(tmp_path / "model", "llama")
     from safetensors.torch import load_file, save_file
 
@@ -146,9 +144,7 @@ def rollouts() -> Rollouts:
     )
 
 
-def test_the_classifier_reads_prompt_and_response(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_classifier_reads_prompt_and_response(monkeypatch, tmp_path):
     folder = saved(tmp_path / "bert", "bert")
     role = role_of(monkeypatch, kind=RewardKind.HUGGING_FACE, load=str(folder))
     with patch.object(role.classifier, "score", return_value=[0.5, -1.0]) as score:
@@ -158,7 +154,7 @@ def test_the_classifier_reads_prompt_and_response(
     assert isinstance(output.rows, Scores) and output.rows.scores.tolist() == [0.5, -1.0]
 
 
-def test_scores_of_model_and_functions_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_of_model_and_functions_are_added(monkeypatch):
     """The factor of the model is `model_weight`; a sample that failed keeps its score."""
     role = role_of(monkeypatch, model_weight=0.5)
     failure = FailedSample(1, "timeout", "")

@@ -30,7 +30,7 @@ def groups(parts: tuple[int, int] | None) -> tuple[ActorGroup, RolloutGroup, Rec
 
 
 @pytest.mark.parametrize("parts", [None, (2, 2)])
-def test_weights_are_taken_once_for_each_version(parts: tuple[int, int] | None) -> None:
+def test_weights_are_taken_once_for_each_version(parts):
     actor, rollout, pool = groups(parts)
     for version in (0, 0, 1, 1):
         rollout.update_weights(actor, version)
@@ -41,7 +41,7 @@ def test_weights_are_taken_once_for_each_version(parts: tuple[int, int] | None) 
     assert [(r.role.value, r.method, r.args) for r in pool.requests] == wanted
 
 
-def test_the_rollout_is_built_with_the_actor_only_where_they_share_processes() -> None:
+def test_the_rollout_is_built_with_the_actor_only_where_they_share_processes():
     for parts, first_rank in ((None, 0), ((2, 2), 2)):
         _, rollout, pool = groups(parts)
         rollout.build([3])
@@ -68,9 +68,7 @@ def failures(failed: int, count: int) -> list[FailedSample | None]:
         (0, 0, None, False),
     ],
 )
-def test_the_run_stops_where_more_samples_fail_than_may(
-    failed: int, count: int, max_failed: int | None, stops: bool
-) -> None:
+def test_the_run_stops_where_more_samples_fail_than_may(failed, count, max_failed, stops):
     if not stops:
         check_failures(failures(failed, count), max_failed)
         return
@@ -91,7 +89,7 @@ class Ended:
         return [Reply("report", 1, 0.0)]
 
 
-def test_scores_of_a_model_wait_for_those_of_the_functions() -> None:
+def test_scores_of_a_model_wait_for_those_of_the_functions():
     """A call that nobody waits for would keep the rows that it reads."""
     functions, model = Ended(), Ended()
     group: Any = RewardGroup.__new__(RewardGroup)

@@ -87,9 +87,7 @@ def make(monkeypatch: pytest.MonkeyPatch, is_leader: bool = True) -> tuple[Rollo
     return RolloutRole(config, [7]), engine
 
 
-def test_weights_are_taken_apart_from_generation_and_their_time_is_reported(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_weights_are_taken_apart_from_generation_and_their_time_is_reported(monkeypatch):
     role, engine = make(monkeypatch)
     role.update_weights(3)
     assert engine.calls == [] and engine.weights_version == 3
@@ -103,7 +101,7 @@ def test_weights_are_taken_apart_from_generation_and_their_time_is_reported(
     assert report.prompt_tokens == 6
 
 
-def test_given_responses_take_the_place_of_generated_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_responses_take_the_place_of_generated_ones(monkeypatch):
     role, engine = make(monkeypatch)
     rows: Any = role.generate(replace(PROMPTS, responses=[[5, 7], [6], [7]]), 1).rows
     assert engine.calls == ["wake", "score", "sleep"]
@@ -111,9 +109,7 @@ def test_given_responses_take_the_place_of_generated_ones(monkeypatch: pytest.Mo
     assert rows.has_eos.tolist() == [True, False, True]
 
 
-def test_an_engine_sleeps_after_a_failure_and_its_leader_alone_returns_rows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_engine_sleeps_after_a_failure_and_its_leader_alone_returns_rows(monkeypatch):
     role, engine = make(monkeypatch, is_leader=False)
     output = role.generate(PROMPTS, 1)
     assert output.rows is None and output.report is None
@@ -122,7 +118,7 @@ def test_an_engine_sleeps_after_a_failure_and_its_leader_alone_returns_rows(
     assert engine.calls == ["wake", "generate", "sleep"] * 2
 
 
-def test_rows_stand_in_the_order_of_the_prompts() -> None:
+def test_rows_stand_in_the_order_of_the_prompts():
     rows = gather_rollouts(PROMPTS, iter(RESULTS))
     assert rows.sample_ids == [40, 41, 42] and rows.ground_truths == ["a", "b", "c"]
     assert rows.extra_infos == [{"n": 0}, {"n": 1}, {"n": 2}]
@@ -135,7 +131,7 @@ def test_rows_stand_in_the_order_of_the_prompts() -> None:
     assert rows.weights_version.tolist() == [[4, 4, 4], [5, 0, 0], [5, 5, 0]]
 
 
-def test_every_sampling_key_reaches_generation() -> None:
+def test_every_sampling_key_reaches_generation():
     keys = {
         "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_new_tokens": 2, "max_new_tokens": 8,
     }  # fmt: skip
@@ -146,7 +142,7 @@ def test_every_sampling_key_reaches_generation() -> None:
     assert sampling_settings(actor, [3, 4], False).logit_temperature == 1.0
 
 
-def test_every_sampling_key_of_validation_reaches_its_generation() -> None:
+def test_every_sampling_key_of_validation_reaches_its_generation():
     greedy = SamplingSettings(
         False, 0.7, 5, 0.9, min_new_tokens=2, max_new_tokens=8, eos_token_ids=(3,)
     )

@@ -60,9 +60,7 @@ def role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ScorerRole
 
 def _config(reward: RewardConfig) -> Any:
     return SimpleNamespace(
-        reward=reward,
-        verifiers=[],
-        training=SimpleNamespace(tokenizer_name_or_path="nowhere"),
+        reward=reward, verifiers=[], training=SimpleNamespace(tokenizer_name_or_path="nowhere")
     )
 
 
@@ -84,9 +82,7 @@ def results_of(texts: list[str]) -> Iterator[GenerationResult]:
         yield GenerationResult(place, tokens, [-1.0] * len(tokens), FinishReason.LENGTH, 0)
 
 
-def test_a_response_is_scored_before_the_last_one_is_there(
-    role: ScorerRole, tmp_path: Path
-) -> None:
+def test_a_response_is_scored_before_the_last_one_is_there(role, tmp_path):
     """The generation of the last response waits for the scores of the others."""
     texts = ["wait", "2", "3", "2"]
     prompts = prompts_of(texts, flag=str(tmp_path / "flag"))
@@ -111,7 +107,7 @@ def test_a_response_is_scored_before_the_last_one_is_there(
     assert output.rows.scores.tolist() == [0.0, 1.0, 0.0, 1.0]
 
 
-def test_a_failure_is_that_of_one_sample(role: ScorerRole) -> None:
+def test_a_failure_is_that_of_one_sample(role):
     """It has reward.failed_score; here the row lacks what the function reads."""
     texts = ["2", "wait", "2"]
     prompts = prompts_of(texts)  # no `flag`
@@ -122,9 +118,7 @@ def test_a_failure_is_that_of_one_sample(role: ScorerRole) -> None:
     assert failure.message == "KeyError: 'flag'"
 
 
-def test_rules_beside_a_model_score_the_rows_that_are_labelled_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rules_beside_a_model_score_the_rows_that_are_labelled_so(monkeypatch):
     """With `rules` alone a row without a label is the model's; validation by rules scores all."""
     monkeypatch.setattr(module, "load_tokenizer", lambda folder: TOKENIZER)
     keys = {"kind": "huggingface", "rules": {"a": "gsm8k"}, "worker_memory_gib": 4.0}
@@ -137,7 +131,7 @@ def test_rules_beside_a_model_score_the_rows_that_are_labelled_so(
     role.rewards._pool.close()
 
 
-def test_rows_that_were_not_followed_are_scored_when_they_are_asked_for(role: ScorerRole) -> None:
+def test_rows_that_were_not_followed_are_scored_when_they_are_asked_for(role):
     texts = ["2", "3"]
     prompts = prompts_of(texts)
     rollouts = gather_rollouts(prompts, results_of(texts))

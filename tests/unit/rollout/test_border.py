@@ -7,12 +7,7 @@ from tests.unit.test_layers import FILES, PACKAGE, imports_of, layer
 ROLLOUT = f"{PACKAGE}.rollout"
 # What others may know: the interface, forms of it, their names and how one is built, and the
 # size of the buckets of weights.
-BORDER = {
-    "rollout_engine",
-    "sampling",
-    "replica",
-    "transfer",
-}
+BORDER = {"rollout_engine", "sampling", "replica", "transfer"}
 GENERATING = (f"{PACKAGE}.roles.rollout",)
 INSIDE = {"NativeRollout", "KvCache", "SharedWeights", "OwnWeights", "build_rollout_module"}
 

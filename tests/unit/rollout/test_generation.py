@@ -13,7 +13,6 @@ from tests.unit.rollout.test_native import (
     DIM,
     GROUPS,
     VOCAB,
-    Sizes,
     TinyModel,
     answers,
     engine,
@@ -40,8 +39,8 @@ def same(
 @pytest.mark.parametrize("steps", [1, 3, 50])
 @pytest.mark.parametrize("rows", [1, 3, 100])
 def test_responses_do_not_depend_on_rows_and_on_how_often_the_host_looks(
-    prompts: list[np.ndarray], sizes: Sizes, steps: int, rows: int
-) -> None:
+    prompts, sizes, steps, rows
+):
     expected = answers(engine(TinyModel(), 2), prompts, **SAMPLED)
     sizes.decoded = []
     answers(engine(TinyModel(), rows), prompts, **SAMPLED)
@@ -56,9 +55,7 @@ def test_responses_do_not_depend_on_rows_and_on_how_often_the_host_looks(
 
 
 @pytest.mark.parametrize(("rows", "computed"), [(100, 8 + 5), (3, 8 + 5 + 8), (1, 6 * 8 + 2 * 5)])
-def test_samples_of_a_prompt_share_its_prefill(
-    prompts: list[np.ndarray], rows: int, computed: int
-) -> None:
+def test_samples_of_a_prompt_share_its_prefill(prompts, rows, computed):
     """Unless no row of the prompt is left when the next begins; prompts of 8 and 5 tokens."""
     one, other = prompts[1], prompts[3]
     asked = [one, one, one, other, one, one, other, one]
@@ -81,9 +78,7 @@ def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_pages")
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("tokens", [10, 17, 40, 8 * 17])
-def test_samples_wait_where_the_cache_is_full_and_go_on_as_before(
-    prompts: list[np.ndarray], sizes: Sizes, steps: int, tokens: int
-) -> None:
+def test_samples_wait_where_the_cache_is_full_and_go_on_as_before(prompts, sizes, steps, tokens):
     """17 tokens hold one row: its prompt of up to 8 and a response of 9; there are 8 rows.
 
     One row has a cache in any case.
@@ -101,9 +96,7 @@ def test_samples_wait_where_the_cache_is_full_and_go_on_as_before(
     assert rollout.stats().sampled_tokens == sum(map(len, expected[0]))
 
 
-def test_a_device_is_asked_once_in_some_steps(
-    prompts: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_is_asked_once_in_some_steps(prompts, monkeypatch):
     look = MagicMock(side_effect=generation.RowStates.read_progress, autospec=True)
     monkeypatch.setattr(generation.RowStates, "read_progress", lambda *at: look(*at))
     keys = {"max_new_tokens": 9, "eos_token_ids": ()}
@@ -111,16 +104,14 @@ def test_a_device_is_asked_once_in_some_steps(
     assert look.call_count == 3  # after the prefill, which draws the first token, and twice 4 more
 
 
-def test_logits_that_are_no_numbers_end_the_generation(prompts: list[np.ndarray]) -> None:
+def test_logits_that_are_no_numbers_end_the_generation(prompts):
     model = TinyModel()
     model.output_weight.data[3] = torch.nan
     with pytest.raises(FloatingPointError, match="must be numbers"):
         answers(engine(model, 3), prompts, **SAMPLED)
 
 
-def test_slots_are_refilled_together(
-    prompts: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slots_are_refilled_together(prompts, monkeypatch):
     """At least 1 in REFILLED of the slots, while others grow; the last ones as they are."""
     model = TinyModel()
     entered: list[int] = []
@@ -138,7 +129,7 @@ def test_slots_are_refilled_together(
     assert all(count >= 2 for count in entered[:-1]) and max(entered[1:]) < 5
 
 
-def test_rows_of_other_settings_draw_as_they_would_alone(prompts: list[np.ndarray]) -> None:
+def test_rows_of_other_settings_draw_as_they_would_alone(prompts):
     """Different ends and filters beside each other, several steps between two looks."""
     kinds: list[dict[str, Any]] = [
         {**SAMPLED, "eos_token_ids": (4, 7)},

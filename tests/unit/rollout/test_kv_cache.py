@@ -67,7 +67,7 @@ def decode(cache: KvCache, layer: int, qkv: list[tuple[Tensor, ...]], places: li
 
 
 @pytest.mark.parametrize("layer", [1, 2])
-def test_prefill_then_decode_is_causal_attention_of_the_whole_sequence(layer: int) -> None:
+def test_prefill_then_decode_is_causal_attention_of_the_whole_sequence(layer):
     prompts, total = [3, 7, 1], 10
     qkv = [random_tokens(total, seed) for seed in range(3)]
     whole = [PackedSequences(lengths=(total,)).attend(layer, *parts) for parts in qkv]
@@ -81,7 +81,7 @@ def test_prefill_then_decode_is_causal_attention_of_the_whole_sequence(layer: in
         assert_close(out, torch.stack([w[p] for w, p in zip(whole, places, strict=True)]))
 
 
-def test_scores_of_a_decode_step_are_not_rounded_to_low_precision() -> None:
+def test_scores_of_a_decode_step_are_not_rounded_to_low_precision():
     # raw scores 256 and 257, which bf16 cannot tell apart; head_dim 4: their softmax is that of
     # 0 and 1 / sqrt(4), so that the second key weighs 1 / (1 + exp(-0.5)) = 0.62246
     cache = KvCache(CacheShape(1, 1, 4, torch.bfloat16), 2, CPU)
@@ -95,9 +95,7 @@ def test_scores_of_a_decode_step_are_not_rounded_to_low_precision() -> None:
     assert_close(out, torch.full((1, 1, 4), 0.62246).bfloat16())
 
 
-def test_a_cache_grows_by_pages_and_keeps_what_its_rows_hold(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_cache_grows_by_pages_and_keeps_what_its_rows_hold(monkeypatch):
     monkeypatch.setattr(generation_memory, "PAGE", 4)
     monkeypatch.setattr(kv_cache, "PAGE", 4)
     cache = KvCache(CacheShape(LAYERS, GROUPS, DIM, torch.float64), 19, CPU)

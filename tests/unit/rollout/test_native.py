@@ -18,11 +18,7 @@ from mindspeed_rlxf.models.attention import Attend, PackedSequences
 from mindspeed_rlxf.rollout import generation, native
 from mindspeed_rlxf.rollout.kv_cache import DecodeStep, KvCache
 from mindspeed_rlxf.rollout.native import NativeRollout
-from mindspeed_rlxf.rollout.rollout_engine import (
-    FinishReason,
-    GenerationRequest,
-    answer_from_table,
-)
+from mindspeed_rlxf.rollout.rollout_engine import FinishReason, GenerationRequest, answer_from_table
 from mindspeed_rlxf.rollout.rounds import Rounds
 from mindspeed_rlxf.rollout.sampling import SamplingSettings, StopStrings
 
@@ -152,9 +148,7 @@ def without_cache(prompt: np.ndarray, limit: int) -> tuple[list[int], list[float
 
 
 @pytest.mark.parametrize("max_rows", [1, 3, 100])
-def test_greedy_responses_are_those_of_the_model_without_cache(
-    prompts: list[np.ndarray], max_rows: int
-) -> None:
+def test_greedy_responses_are_those_of_the_model_without_cache(prompts, max_rows):
     tokens, log_probs, _, _ = generate(prompts, max_rows)
     for prompt, row, logs in zip(prompts, tokens, log_probs, strict=True):
         expected_tokens, expected_logs = without_cache(prompt, 9)
@@ -191,9 +185,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> Sizes:
     return seen
 
 
-def test_without_a_number_as_many_rows_grow_as_the_cache_holds(
-    prompts: list[np.ndarray], sizes: Sizes
-) -> None:
+def test_without_a_number_as_many_rows_grow_as_the_cache_holds(prompts, sizes):
     expected = answers(engine(TinyModel(), memory=2**40), prompts)[0]
     assert sizes.slots == len(prompts)
     token = 2 * GROUPS * DIM * 8  # keys and values of one layer, fp64
@@ -205,9 +197,7 @@ def test_without_a_number_as_many_rows_grow_as_the_cache_holds(
 
 
 @pytest.mark.parametrize("keys", [{}, {"do_sample": True, "temperature": 2.0}])
-def test_a_given_response_scores_what_generating_it_reported(
-    prompts: list[np.ndarray], monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any]
-) -> None:
+def test_a_given_response_scores_what_generating_it_reported(prompts, monkeypatch, keys):
     tokens, log_probs, rollout, _ = generate(prompts, **keys)
     for limit in (1, 20, 10000):  # every sequence alone, a few, all in one pack
         monkeypatch.setattr(native, "PREFILL_TOKENS", limit)
@@ -218,9 +208,7 @@ def test_a_given_response_scores_what_generating_it_reported(
 
 
 @pytest.mark.parametrize("max_rows", [1, 3, 100])
-def test_nothing_is_computed_beyond_what_is_produced(
-    prompts: list[np.ndarray], max_rows: int
-) -> None:
+def test_nothing_is_computed_beyond_what_is_produced(prompts, max_rows):
     tokens, _, rollout, model = generate(prompts, max_rows, do_sample=True, temperature=2.0)
     produced, given = sum(map(len, tokens)), sum(map(len, prompts))
     stats = rollout.stats()
@@ -230,9 +218,7 @@ def test_nothing_is_computed_beyond_what_is_produced(
     assert sum(model.calls) == given + produced - len(prompts)
 
 
-def test_prefill_passes_are_limited_by_tokens(
-    prompts: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prefill_passes_are_limited_by_tokens(prompts, monkeypatch):
     expected, _, _, _ = generate(prompts, 100)
     monkeypatch.setattr(generation, "PREFILL_TOKENS", 6)
     tokens, _, _, model = generate(prompts, 100)
@@ -241,9 +227,7 @@ def test_prefill_passes_are_limited_by_tokens(
     assert model.calls[:7] == [3, 8, 6, 2, 7, 4, 4]
 
 
-def test_every_eos_token_ends_a_response_and_min_new_tokens_holds_it_back(
-    prompts: list[np.ndarray],
-) -> None:
+def test_every_eos_token_ends_a_response_and_min_new_tokens_holds_it_back(prompts):
     ends = (EOS, 1, 2, 3)
     keys = {"do_sample": True, "temperature": 3.0, "eos_token_ids": ends, "max_new_tokens": 20}
     for minimum in (0, 4):
@@ -253,9 +237,7 @@ def test_every_eos_token_ends_a_response_and_min_new_tokens_holds_it_back(
         assert len({row[-1] for row in tokens} & set(ends)) > 1
 
 
-def test_tensor_parallel_ranks_take_rows_and_tokens_of_the_first(
-    prompts: list[np.ndarray], monkeypatch: pytest.MonkeyPatch, sizes: Sizes
-) -> None:
+def test_tensor_parallel_ranks_take_rows_and_tokens_of_the_first(prompts, monkeypatch, sizes):
     """A rank that rounds differently would stop at another step and wait for ever."""
 
     def broadcast(tokens: Tensor, source: int, group: object) -> None:
@@ -276,9 +258,7 @@ def test_tensor_parallel_ranks_take_rows_and_tokens_of_the_first(
     assert tokens == [[7, 7, 7]] * len(prompts) and sizes.slots == 3
 
 
-def test_a_short_response_is_handed_out_before_a_long_one_has_ended(
-    prompts: list[np.ndarray],
-) -> None:
+def test_a_short_response_is_handed_out_before_a_long_one_has_ended(prompts):
     model = TinyModel()
     rollout = engine(model, 100)
     asked = requests(prompts, range(len(prompts)), settings(do_sample=True, temperature=2.0))
@@ -292,7 +272,7 @@ def test_a_short_response_is_handed_out_before_a_long_one_has_ended(
     assert not any(sources), "the receiver of a result may run other roles"
 
 
-def test_an_engine_without_weights_or_asleep_does_not_generate(prompts: list[np.ndarray]) -> None:
+def test_an_engine_without_weights_or_asleep_does_not_generate(prompts):
     rollout = NativeRollout(Source(TinyModel()), 3)
     asked = requests(prompts, range(len(prompts)), settings())
     rollout.wake()
@@ -311,9 +291,7 @@ def test_an_engine_without_weights_or_asleep_does_not_generate(prompts: list[np.
 
 
 @pytest.mark.parametrize("steps", [1, 5])
-def test_stop_strings_end_a_response_where_their_last_token_is(
-    prompts: list[np.ndarray], steps: int
-) -> None:
+def test_stop_strings_end_a_response_where_their_last_token_is(prompts, steps):
     """Tokens are letters, so a string of two is cut by them; the rest of the batch goes on."""
     core = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate("abcdefghijk")}, "a"))
     core.decoder = decoders.Fuse()
@@ -332,9 +310,7 @@ def test_stop_strings_end_a_response_where_their_last_token_is(
     assert rollout.stats().sampled_tokens == sum(map(len, ended))
 
 
-def test_given_responses_come_back_with_the_versions_and_reasons_of_generated_ones(
-    prompts: list[np.ndarray],
-) -> None:
+def test_given_responses_come_back_with_the_versions_and_reasons_of_generated_ones(prompts):
     rollout, ids = engine(TinyModel(), 2), [70, 50, 60]
     asked = requests(prompts[:3], ids, settings(do_sample=True, temperature=2.0))
     responses = {70: [5, EOS], 50: [5, 6], 60: [EOS]}

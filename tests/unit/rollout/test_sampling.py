@@ -47,7 +47,7 @@ def choose(
     return choose_tokens(logits, numbers, torch.full((rows,), generated), settings(**keys))
 
 
-def test_greedy_takes_the_largest_logit_and_ignores_temperature() -> None:
+def test_greedy_takes_the_largest_logit_and_ignores_temperature():
     logits = random_logits(6, 9)
     tokens, log_probs = choose(logits, 0.0, do_sample=False, temperature=0.1)
     assert tokens.tolist() == logits.argmax(-1).tolist()
@@ -57,14 +57,14 @@ def test_greedy_takes_the_largest_logit_and_ignores_temperature() -> None:
 @pytest.mark.parametrize(
     ("top_k", "top_p"), [(1, 1), (3, 1), (99, 1), (0, 0.01), (0, 0.9), (9, 0.7)]
 )
-def test_top_k_and_top_p_keep_what_transformers_keeps(top_k: int, top_p: float) -> None:
+def test_top_k_and_top_p_keep_what_transformers_keeps(top_k, top_p):
     logits = random_logits(20, 30)
     expected = TopKLogitsWarper(top_k)(None, logits) if top_k else logits
     expected = TopPLogitsWarper(top_p)(None, expected)
     assert_close(_filter_top_k_and_p(logits, top_k, top_p), expected, rtol=0, atol=0)
 
 
-def test_top_p_by_hand_and_after_top_k() -> None:
+def test_top_p_by_hand_and_after_top_k():
     logits = torch.tensor([[0.1, 0.4, 0.3, 0.2]]).log()
     # in order 0.4, 0.3: 0.7 reaches 0.6
     assert _filter_top_k_and_p(logits, 0, 0.6).isfinite().tolist() == [[False, True, True, False]]
@@ -72,7 +72,7 @@ def test_top_p_by_hand_and_after_top_k() -> None:
     assert _filter_top_k_and_p(logits, 2, 0.5).isfinite().tolist() == [[False, True, False, False]]
 
 
-def test_filtered_tokens_are_never_drawn_and_the_log_prob_is_unfiltered() -> None:
+def test_filtered_tokens_are_never_drawn_and_the_log_prob_is_unfiltered():
     logits = random_logits(1, 9).expand(500, 9)
     uniforms = torch.linspace(0, 1 - 2**-53, 500, dtype=torch.float64)
     tokens, log_probs = choose(logits, uniforms, top_k=4, top_p=0.9, temperature=0.7)
@@ -82,7 +82,7 @@ def test_filtered_tokens_are_never_drawn_and_the_log_prob_is_unfiltered() -> Non
     assert_close(log_probs, unfiltered)
 
 
-def test_a_large_vocabulary_is_drawn_from_within_1e_6_of_its_cumulative_probability() -> None:
+def test_a_large_vocabulary_is_drawn_from_within_1e_6_of_its_cumulative_probability():
     # an fp32 cumulative sum is off by 2e-5 here
     vocab = 151_936
     logits = random_logits(1, vocab)
@@ -94,9 +94,7 @@ def test_a_large_vocabulary_is_drawn_from_within_1e_6_of_its_cumulative_probabil
     assert len(tokens.unique()) > 60
 
 
-def test_deterministic_algorithms_scan_no_numbers_on_a_device(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_deterministic_algorithms_scan_no_numbers_on_a_device(monkeypatch):
     """Torch refuses its cumsum on CUDA with deterministic algorithms."""
     logits, uniforms = torch.empty(6, BLOCK + 90, device="meta"), torch.empty(6, device="meta")
     generated, ends = uniforms.long(), torch.empty(2, device="meta", dtype=torch.int64)
@@ -110,8 +108,8 @@ def test_deterministic_algorithms_scan_no_numbers_on_a_device(
 @pytest.mark.parametrize("doubled", [True, False])
 @pytest.mark.parametrize("vocab", [40, 3 * BLOCK])
 def test_a_scan_whose_ends_rise_at_a_weight_of_0_draws_no_forbidden_token(
-    vocab: int, doubled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    vocab, doubled, monkeypatch
+):
     """As the order of a parallel scan's sums differs from place to place."""
     logits = random_logits(400, vocab)
     logits[:, 1::2] = -torch.inf
@@ -134,9 +132,7 @@ def test_a_scan_whose_ends_rise_at_a_weight_of_0_draws_no_forbidden_token(
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 @pytest.mark.parametrize("top_k", [0, 50])
 @pytest.mark.parametrize("min_new_tokens", [0, 2])
-def test_sampling_takes_the_memory_that_is_planned(
-    top_p: float, top_k: int, min_new_tokens: int
-) -> None:
+def test_sampling_takes_the_memory_that_is_planned(top_p, top_k, min_new_tokens):
     rows, vocab = 4, 50_000
     logits, uniforms = random_logits(rows, vocab), torch.full((rows,), 0.5)
     keys = {"top_p": top_p, "top_k": top_k, "min_new_tokens": min_new_tokens}
@@ -163,9 +159,7 @@ EXTREMES = (0.0, 2**-53, 1 - 2**-23, 1 - 2**-24, 1 - 2**-25, 1 - 2**-53)
         }
     ),
 )
-def test_every_uniform_number_gives_an_allowed_token(
-    vocab: int, seed: int, drawn: list[float], keys: dict[str, Any]
-) -> None:
+def test_every_uniform_number_gives_an_allowed_token(vocab, seed, drawn, keys):
     """In fp32 a uniform number may become 1."""
     uniforms = torch.tensor([*EXTREMES, *drawn], dtype=torch.float64)
     logits = random_logits(len(uniforms), vocab, seed) * 4
@@ -179,7 +173,7 @@ def test_every_uniform_number_gives_an_allowed_token(
     assert kept.gather(-1, tokens[:, None]).isfinite().all()
 
 
-def test_nothing_on_the_device_is_fp64() -> None:
+def test_nothing_on_the_device_is_fp64():
     logits, uniforms = random_logits(6, BLOCK + 90), torch.from_numpy(uniform_numbers(1, 2, 6))
     keys = {"top_k": 40, "top_p": 0.9, "min_new_tokens": 2}
     found = choose_tokens(on_device(logits), uniforms, torch.arange(6), settings(**keys))
@@ -188,21 +182,21 @@ def test_nothing_on_the_device_is_fp64() -> None:
 
 @pytest.mark.parametrize("vocab", [9, BLOCK, 2 * BLOCK - 24])
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
-def test_logits_that_are_no_numbers_or_all_forbidden_are_an_error(wrong: float, vocab: int) -> None:
+def test_logits_that_are_no_numbers_or_all_forbidden_are_an_error(wrong, vocab):
     logits = random_logits(2, vocab)
     logits[1, slice(None) if wrong == -torch.inf else 4] = wrong
     with pytest.raises(FloatingPointError, match="must be numbers"):
         choose(logits, 0.5, top_p=0.9 if wrong == -torch.inf else 1.0)
 
 
-def test_log_prob_near_zero_keeps_its_digits_beside_large_logits() -> None:
+def test_log_prob_near_zero_keeps_its_digits_beside_large_logits():
     logits = torch.tensor([[200.0, 188.0]])  # -log(1 + exp(-12)) = -6.1442e-6
     _, log_probs = choose(logits, 0.0, do_sample=False)
     assert_close(log_probs, torch.tensor([-6.1442e-6]), rtol=2e-2, atol=0)
 
 
 @pytest.mark.parametrize("do_sample", [True, False])
-def test_eos_is_never_chosen_before_min_new_tokens(do_sample: bool) -> None:
+def test_eos_is_never_chosen_before_min_new_tokens(do_sample):
     logits = torch.zeros(96, 6)
     logits[:, list(EOS)] = 5.0
     numbers, generated = torch.linspace(0, 0.999, 96), torch.arange(96) % 3
@@ -214,7 +208,7 @@ def test_eos_is_never_chosen_before_min_new_tokens(do_sample: bool) -> None:
     assert_close(log_probs[early], torch.log_softmax(logits, -1)[early, 0])
 
 
-def test_random_numbers_belong_to_the_sample_alone() -> None:
+def test_random_numbers_belong_to_the_sample_alone():
     numbers = uniform_numbers(1234, 56, 100)
     assert numbers.dtype == np.float64 and (numbers >= 0).all() and (numbers < 1).all()
     assert (uniform_numbers(1234, 56, 30) == numbers[:30]).all()
@@ -242,27 +236,25 @@ def ids(text: str) -> list[int]:
         (("never",), "ever nevr", None),
     ],
 )
-def test_the_first_token_that_completes_a_string_ends_the_response(
-    strings: tuple[str, ...], text: str, ended: str | None
-) -> None:
+def test_the_first_token_that_completes_a_string_ends_the_response(strings, text, ended):
     stop, tokens = StopStrings(strings, TOKENIZER), ids(text)
     ends = [n for n in range(1, len(tokens) + 1) if stop.is_completed_by(tokens[:n])]
     assert ends[:1] == ([] if ended is None else [len(ids(ended))])
 
 
-def test_special_tokens_are_not_part_of_the_text() -> None:
+def test_special_tokens_are_not_part_of_the_text():
     stop = StopStrings(("ab", "<|im_end|>"), TOKENIZER)
     assert stop.is_completed_by([*ids("a"), SPECIAL, *ids("b")])
     assert not stop.is_completed_by([*ids("b"), SPECIAL])
 
 
-def test_only_a_new_occurrence_of_a_stop_string_ends_a_response() -> None:
+def test_only_a_new_occurrence_of_a_stop_string_ends_a_response():
     """As it does below `min_new_tokens`."""
     stop = StopStrings(("ab",), TOKENIZER)
     assert not stop.is_completed_by(ids("abc")) and stop.is_completed_by(ids("abcab"))
 
 
-def test_the_finish_reason_is_that_of_an_end() -> None:
+def test_the_finish_reason_is_that_of_an_end():
     stop = StopStrings(("ab",), TOKENIZER)
     for shortest, reason in ((0, FinishReason.STOP), (3, FinishReason.LENGTH)):
         asked = settings(min_new_tokens=shortest, eos_token_ids=(SPECIAL,), stop=stop)

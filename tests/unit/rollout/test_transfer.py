@@ -23,9 +23,7 @@ def of_bits(random: np.ndarray, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", [2, 2 * BLOCK, 7 * BLOCK + 10])
-def test_the_sums_are_those_of_whole_numbers(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, count: int
-) -> None:
+def test_the_sums_are_those_of_whole_numbers(monkeypatch, dtype, count):
     monkeypatch.setattr(transfer, "SUMMED_AT_ONCE", 3 * BLOCK)
     random, halves = np.random.default_rng(count), dtype.itemsize // 2
     for patterns in (
@@ -40,9 +38,7 @@ def test_the_sums_are_those_of_whole_numbers(
 
 
 @hypothesis.given(st.sampled_from(DTYPES), st.integers(0, 2**32 - 1), st.data())
-def test_a_number_that_changes_changes_a_sum(
-    dtype: torch.dtype, seed: int, data: st.DataObject
-) -> None:
+def test_a_number_that_changes_changes_a_sum(dtype, seed, data):
     """Also where its bytes or halves change places."""
     random = np.random.default_rng(seed)
     patterns = random.integers(-(2**15), 2**15, 600)
@@ -58,9 +54,7 @@ def test_a_number_that_changes_changes_a_sum(
         assert torch.equal(after, block_sums(before)) == same
 
 
-def test_a_bucket_has_tensors_up_to_its_size_or_a_single_larger_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_bucket_has_tensors_up_to_its_size_or_a_single_larger_one(monkeypatch):
     monkeypatch.setattr(transfer, "BUCKET_BYTES", 24)
     shapes = {"a": (2, 3), "b": (6,), "c": (1,), "d": (5, 5), "e": (4, 2)}
     buckets = make_buckets(shapes, itemsize=2)  # 12, 12, 2, 50 and 16 bytes
@@ -93,7 +87,7 @@ def transferred(
     return dict(transfer.receive(buckets, torch.float32, group))
 
 
-def test_tensors_arrive_as_they_were_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_arrive_as_they_were_sent(monkeypatch):
     sent = {name: torch.randn(shape) for name, shape in SHAPES.items()}
     sent["third"] = torch.randn(40, 80)[:, ::2]  # not contiguous, nor is a flat view of it
     arrived = transferred(monkeypatch, sent)
@@ -101,7 +95,7 @@ def test_tensors_arrive_as_they_were_sent(monkeypatch: pytest.MonkeyPatch) -> No
     assert all(torch.equal(arrived[name], tensor) for name, tensor in sent.items())
 
 
-def test_tensors_that_change_on_the_way_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_that_change_on_the_way_are_named(monkeypatch):
     def flip(wire: list[Tensor]) -> None:
         wire[0].view(torch.int32)[15 + 600] ^= 1 << 9
 

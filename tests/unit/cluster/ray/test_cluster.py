@@ -13,9 +13,7 @@ from mindspeed_rlxf.cluster.ray.cluster import RayCluster, open_cluster
 from mindspeed_rlxf.config.problems import UserError
 
 
-def test_an_address_where_nobody_listens_is_refused_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_address_where_nobody_listens_is_refused_at_once(monkeypatch):
     with socket.socket() as taken:  # bound but not listening: nobody else gets the port
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -24,7 +22,7 @@ def test_an_address_where_nobody_listens_is_refused_at_once(
             open_cluster(None, {})
 
 
-def test_a_start_that_ray_gives_up_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_that_ray_gives_up_is_tried_again(monkeypatch):
     """Ray waits 30 s for its own processes, also on a busy host."""
     slow = Exception("The current node timed out during startup. This could happen ...")
     own = RayCluster(own=True, address="127.0.0.1:1")
@@ -40,6 +38,6 @@ def test_a_start_that_ray_gives_up_is_tried_again(monkeypatch: pytest.MonkeyPatc
             open_cluster("local", {"lab": 2})
 
 
-def test_ray_still_says_so_when_it_gives_up() -> None:
+def test_ray_still_says_so_when_it_gives_up():
     (folder,) = find_spec("ray").submodule_search_locations
     assert cluster.START_TIMED_OUT[0] in (Path(folder) / "_private" / "node.py").read_text()

@@ -22,9 +22,7 @@ def tools() -> Any:
     return node_tools
 
 
-def test_devices_of_removed_groups_count_as_free_in_a_report(
-    tools: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_devices_of_removed_groups_count_as_free_in_a_report(tools, monkeypatch):
     """Ray lists them as used for some time."""
     nodes = [[Node("id", "host", "10.0.0.1", count=2, free=free)] for free in (2, *[0] * 9)]
     monkeypatch.setattr(tools, "live_nodes", Mock(side_effect=nodes))
@@ -62,9 +60,7 @@ def make_reports() -> dict[str, NodeReport]:
     }
 
 
-def test_bad_nodes_are_excluded_and_each_is_reported_once(
-    tools: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_bad_nodes_are_excluded_and_each_is_reported_once(tools, monkeypatch, caplog):
     reports = make_reports()
     claim = make_claim(tools, monkeypatch, True, reports)
     assert claim.check(NODES) == NODES[:1] and claim.excluded == {"b", "c"}
@@ -79,7 +75,7 @@ def test_bad_nodes_are_excluded_and_each_is_reported_once(
     assert claim.check([NODES[0], again]) == [NODES[0], again]
 
 
-def test_bad_nodes_are_refused_by_default(tools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_nodes_are_refused_by_default(tools, monkeypatch):
     with pytest.raises(UserError, match="no answer") as refused:
         make_claim(tools, monkeypatch, False, make_reports()).check(NODES)
     assert len(refused.value.problems) == 2

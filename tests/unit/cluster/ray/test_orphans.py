@@ -3,14 +3,11 @@
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from mindspeed_rlxf.cluster.ray.cluster import OrphanGuard
 
 
-def test_a_killed_guard_is_replaced_and_ends_the_processes_of_its_cluster_alone(
-    tmp_path: Path,
-) -> None:
+def test_a_killed_guard_is_replaced_and_ends_the_processes_of_its_cluster_alone(tmp_path):
     folder = tmp_path / "cluster"
     folder.mkdir()
     sleeper = "import time; time.sleep(300)"
