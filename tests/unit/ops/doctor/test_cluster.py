@@ -16,12 +16,7 @@ from mindspeed_rlxf.device import worlds
 from mindspeed_rlxf.device.findings import Finding, error, ok
 from mindspeed_rlxf.ops.doctor import hosts, output
 from mindspeed_rlxf.ops.doctor.checks import Subject
-from mindspeed_rlxf.ops.doctor.hosts import (
-    all_reduce,
-    arrival_key,
-    check_cluster,
-    version_findings,
-)
+from mindspeed_rlxf.ops.doctor.hosts import all_reduce, arrival_key, check_cluster, version_findings
 
 
 def test_hosts_with_another_version_are_named() -> None:

@@ -11,11 +11,7 @@ from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.section_rules import PROCESS_BYTES
 from mindspeed_rlxf.models.parameter_counts import model_elements
 from mindspeed_rlxf.models.parameters import Head
-from mindspeed_rlxf.ops.planning.host_memory import (
-    HostMemory,
-    disk_needed,
-    host_memory_needed,
-)
+from mindspeed_rlxf.ops.planning.host_memory import HostMemory, disk_needed, host_memory_needed
 from mindspeed_rlxf.ops.planning.memory import pool_memory
 
 JOINED = {"resource_pool.main": [4, 4], "runtime.address": "head:6379"}

@@ -12,12 +12,7 @@ from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.config.section_rules import GIB
-from mindspeed_rlxf.ops.planning.memory import (
-    cache_rows,
-    pool_memories,
-    pool_memory,
-    role_memory,
-)
+from mindspeed_rlxf.ops.planning.memory import cache_rows, pool_memories, pool_memory, role_memory
 from mindspeed_rlxf.ops.planning.stage_memory import layer_bytes
 from mindspeed_rlxf.rollout.kv_cache import CacheShape, KvCache
 

@@ -2,11 +2,7 @@
 
 import pytest
 
-from mindspeed_rlxf.config.schema import (
-    ArchitectureConfig,
-    LearningConfig,
-    RoleConfig,
-)
+from mindspeed_rlxf.config.schema import ArchitectureConfig, LearningConfig, RoleConfig
 from mindspeed_rlxf.ops.planning.stage_memory import (
     LayerBytes,
     buffer_numbers,
