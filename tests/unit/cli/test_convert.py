@@ -41,9 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_mistake_is_named_and_nothing_is_written(
-    model: Path, tmp_path: Path, case: str, capsys: Any
-) -> None:
+def test_a_mistake_is_named_and_nothing_is_written(model, tmp_path, case, capsys):
     options, expected = WRONG[case]
     assert main([str(model), str(tmp_path / "mg"), "--to", "mg", *options]) == 2
     said = capsys.readouterr().err
@@ -51,7 +49,7 @@ def test_a_mistake_is_named_and_nothing_is_written(
     assert not list(tmp_path.iterdir())
 
 
-def test_folders_that_cannot_be_a_target(model: Path, tmp_path: Path, capsys: Any) -> None:
+def test_folders_that_cannot_be_a_target(model, tmp_path, capsys):
     for target in (model, model.parent):
         assert main([str(model), str(target), "--to", "mg", "--force"]) == 2
         assert "must not be the source" in capsys.readouterr().err
@@ -61,9 +59,7 @@ def test_folders_that_cannot_be_a_target(model: Path, tmp_path: Path, capsys: An
     assert "gone must be a folder; give the folder of the weights" in capsys.readouterr().err
 
 
-def test_a_megatron_folder_without_config_json_needs_one(
-    model: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_a_megatron_folder_without_config_json_needs_one(model, tmp_path, capsys):
     assert main([str(model), str(tmp_path / "mg"), "--to", "mg"]) == 0
     (tmp_path / "mg" / "config.json").unlink()
     assert main([str(tmp_path / "mg"), str(tmp_path / "back"), "--to", "hf"]) == 2
@@ -72,7 +68,7 @@ def test_a_megatron_folder_without_config_json_needs_one(
     assert main([*arguments, "--hf-config", str(model)]) == 0
 
 
-def test_a_checkpoint_of_a_run_is_converted_by_role(tmp_path: Path, capsys: Any) -> None:
+def test_a_checkpoint_of_a_run_is_converted_by_role(tmp_path, capsys):
     iteration = tmp_path / "checkpoints" / "iter_0000003"
     (iteration / "actor").mkdir(parents=True)
     (iteration / "manifest.json").write_text("{}")
@@ -92,9 +88,8 @@ def test_a_checkpoint_of_a_run_is_converted_by_role(tmp_path: Path, capsys: Any)
     ],
 )
 def test_what_ends_the_writing_is_an_error_line(
-    model: Path, tmp_path: Path, error: Exception, code: int, said: str,
-    monkeypatch: pytest.MonkeyPatch, capsys: Any,
-) -> None:  # fmt: skip
+    model, tmp_path, error, code, said, monkeypatch, capsys
+):
     def write(*_: Any) -> None:
         raise error
 

@@ -26,18 +26,14 @@ def subjects(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Subject]:
     return seen
 
 
-def test_a_sound_host_is_0_and_an_error_is_1(
-    subjects: list[Subject], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sound_host_is_0_and_an_error_is_1(subjects, monkeypatch, capsys):
     assert cli.main(["doctor"]) == 0
     assert "ok       a.b  1" in capsys.readouterr().out
     monkeypatch.setattr(doctor, "check_host", lambda subject: [error("a.b", "2", "mend it")])
     assert cli.main(["doctor"]) == 1
 
 
-def test_the_report_for_programs_is_all_that_is_printed(
-    subjects: list[Subject], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_report_for_programs_is_all_that_is_printed(subjects, capsys):
     assert doctor.main(["--json", "--device", "cpu"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert [f["check"] for f in printed["findings"]] == ["a.b"]
@@ -52,27 +48,20 @@ def test_the_report_for_programs_is_all_that_is_printed(
         (["--cluster"], "--cluster needs a Ray cluster"),
     ],
 )
-def test_mistakes_on_the_command_line_are_2(
-    line: list[str], said: str, subjects: list[Subject], monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+def test_mistakes_on_the_command_line_are_2(line, said, subjects, monkeypatch, capsys):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert doctor.main(line) == 2
     printed = capsys.readouterr().err
     assert printed.startswith("error: ") and said in printed
 
 
-def test_folder_and_device_of_a_configuration_are_looked_at(
-    subjects: list[Subject], tmp_path: Path
-) -> None:
+def test_folder_and_device_of_a_configuration_are_looked_at(subjects, tmp_path):
     changes = f"training.output_dir={tmp_path}/run", "device.kind=cpu", "device.resource_name=mine"
     assert doctor.main(["-cn", "ppo_trainer_tiny", *changes]) == 0
     assert subjects == [Subject(DeviceKind.CPU, f"{tmp_path}/run", "mine")]
 
 
-def test_a_wrong_configuration_is_a_finding_beside_the_others(
-    subjects: list[Subject], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_configuration_is_a_finding_beside_the_others(subjects, capsys):
     assert doctor.main(["-cn", "ppo_trainer_tiny", "training.train_iters=-1", "--json"]) == 1
     findings = json.loads(capsys.readouterr().out)["findings"]
     assert [(f["check"], f["status"]) for f in findings] == [("config", "error"), ("a.b", "ok")]

@@ -32,9 +32,7 @@ def run(script: Path, folder: Path, *arguments: str, **variables: str) -> list[s
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.parent.name)
-def test_a_script_makes_prompts_of_its_familys_template(
-    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_script_makes_prompts_of_its_familys_template(script, tmp_path, monkeypatch):
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     write_tokenizer(tmp_path / "tokenizer")

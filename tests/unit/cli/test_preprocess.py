@@ -55,7 +55,7 @@ def texts(prefix: str) -> list[str]:
     return [byte_tokenizer().decode(found[i].tolist()) for i in range(len(found))]
 
 
-def test_the_command_of_the_guide_runs_as_it_stands(tmp_path: Path) -> None:
+def test_the_command_of_the_guide_runs_as_it_stands(tmp_path):
     (tmp_path / "dataset").mkdir()
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     rows = [{"prompt": text, "chosen": messages, "rejected": messages} for text in PROMPTS]
@@ -75,9 +75,7 @@ def test_the_command_of_the_guide_runs_as_it_stands(tmp_path: Path) -> None:
     assert json.loads(chosen[2].tobytes()) == messages
 
 
-def test_defaults_are_those_of_alpaca_rows(
-    required: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_defaults_are_those_of_alpaca_rows(required, capsys, monkeypatch):
     monkeypatch.setattr(command_line, "LINE_S", 0.0)
     assert cli.main(["preprocess", *required, "--log-interval", "2"]) == 0
     assert texts("new/folder/set") == [f"{text}\nnow" for text in PROMPTS]
@@ -89,9 +87,7 @@ def test_defaults_are_those_of_alpaca_rows(
     assert "3.00 rows [" in output.err
 
 
-def test_dropped_rows_and_skipped_files_are_reported(
-    required: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dropped_rows_and_skipped_files_are_reported(required, tmp_path, capsys):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "notes.txt").touch()
     (tmp_path / "folder" / "empty.jsonl").touch()
@@ -132,9 +128,8 @@ def test_dropped_rows_and_skipped_files_are_reported(
     ],
 )  # fmt: skip
 def test_a_mistake_exits_2_with_error_lines_and_leaves_nothing(
-    flags: list[str], problem: str, required: list[str], tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    flags, problem, required, tmp_path, capsys
+):
     assert main([*required, *flags]) == 2
     output = capsys.readouterr()
     lines = output.err.splitlines()
@@ -144,7 +139,7 @@ def test_a_mistake_exits_2_with_error_lines_and_leaves_nothing(
 
 
 @pytest.mark.long
-def test_letters_of_any_script_work_in_an_ascii_locale(tmp_path: Path) -> None:
+def test_letters_of_any_script_work_in_an_ascii_locale(tmp_path):
     """A process of its own: the locale is read once, at start."""
     folder = tmp_path / "数据"
     write_tokenizer(folder / "分词器")
@@ -165,9 +160,7 @@ def test_letters_of_any_script_work_in_an_ascii_locale(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_killed_run_leaves_no_data_set_and_the_next_one_works(
-    required: list[str], tmp_path: Path
-) -> None:
+def test_a_killed_run_leaves_no_data_set_and_the_next_one_works(required, tmp_path):
     """It is killed with most of a long file before it."""
     (tmp_path / "long.jsonl").write_text('{"instruction": "a"}\n' * 2_000_000)
     command = [sys.executable, str(REPO / "preprocess_data.py"), *required, "--workers", "2"]

@@ -60,39 +60,33 @@ def notes(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().err.splitlines()
 
 
-def test_each_flag_is_on_a_list_and_no_list_has_another() -> None:
+def test_each_flag_is_on_a_list_and_no_list_has_another():
     assert len(NAMES) == 40
     assert set(PREPROCESS_FLAGS) <= NAMES
 
 
 @pytest.mark.parametrize("words", OTHER_DATA)
-def test_a_flag_changes_the_data(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_flag_changes_the_data(words, capsys):
     before = data()
     assert data(*words.split()) != before
     assert notes(capsys) == []
 
 
 @pytest.mark.parametrize("words", SAME_DATA)
-def test_a_flag_is_taken_that_leaves_the_data_as_it_is(
-    words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_flag_is_taken_that_leaves_the_data_as_it_is(words, capsys):
     assert data(*words.split()) == data()
     assert notes(capsys) == []
 
 
 @pytest.mark.parametrize("words", NO_EFFECT)
-def test_a_flag_without_effect_gets_one_line(
-    words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_flag_without_effect_gets_one_line(words, capsys):
     assert data(*words.split()) == data()
     (line,) = notes(capsys)
     assert line.startswith(f"note: {words.split()[0]} has no effect: ")
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_a_flag_of_an_unsupported_feature_is_refused(
-    words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_flag_of_an_unsupported_feature_is_refused(words, capsys):
     assert run(*words.split()) == 2
     (line,) = notes(capsys)
     name, _, value = words.partition(" ")

@@ -52,31 +52,27 @@ def refuse(_config: RunConfig) -> str:
     )
 
 
-def test_run_gets_the_configuration_and_gives_the_exit_code(started: list[RunConfig]) -> None:
+def test_run_gets_the_configuration_and_gives_the_exit_code(started):
     assert main([*TINY, "training.train_iters=7"]) == 75
     (config,) = started
     assert (config.name, config.training.train_iters) == ("ppo_trainer_tiny", 7)
 
 
-def test_cfg_job_prints_the_complete_typed_yaml(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cfg_job_prints_the_complete_typed_yaml(capsys):
     assert main([*TINY, "--cfg", "job"]) == 0
     tree = yaml.safe_load(capsys.readouterr().out)
     assert tree["critic"]["cliprange_value"] == 3.0
     assert tree["resource_pool"]["main"] == [2]
 
 
-def test_dry_run_prints_the_plan_and_starts_nothing(
-    started: list[RunConfig], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dry_run_prints_the_plan_and_starts_nothing(started, capsys):
     assert main([*TINY, "dry_run=true"]) == 0
     output = capsys.readouterr().out
     assert "Batch of an iteration" in output and output.endswith("note: a note of the data\n")
     assert started == []
 
 
-def test_dry_run_prints_the_plan_and_every_problem(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dry_run_prints_the_plan_and_every_problem(monkeypatch, capsys):
     replace_trainer(monkeypatch, prepare=refuse)
     assert main([*TINY, "dry_run=true"]) == 2
     output = capsys.readouterr()
@@ -99,9 +95,8 @@ BAD = {
 
 @pytest.mark.parametrize("overrides", BAD.values(), ids=BAD.keys())
 def test_bad_input_exits_2_with_error_lines_and_writes_nothing(
-    overrides: list[str], started: list[RunConfig], empty_folder: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    overrides, started, empty_folder, capsys
+):
     assert main([*TINY, *overrides]) == 2
     output = capsys.readouterr()
     lines = output.err.splitlines()
@@ -120,17 +115,13 @@ def test_bad_input_exits_2_with_error_lines_and_writes_nothing(
         ([*TINY, "--cfg", "hydra"], "error: argument --cfg/-c: invalid choice: 'hydra'"),
     ],
 )
-def test_bad_command_line_is_one_error_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_command_line_is_one_error_line(arguments, message, capsys):
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith(message) and len(error.splitlines()) == 1
 
 
-def test_installed_command_finds_its_subcommands(
-    started: list[RunConfig], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_installed_command_finds_its_subcommands(started, capsys):
     assert cli.main(["train", *TINY]) == 75
     assert cli.main(["tarin"]) == 2
     assert capsys.readouterr().err.startswith("error: tarin: no such command")

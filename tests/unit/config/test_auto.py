@@ -1,7 +1,6 @@
 """`model: auto`: the architecture comes from the folder that the role loads."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,7 @@ def write_config(folder: Path, **keys: Any) -> str:
     return str(folder)
 
 
-def test_each_role_has_the_architecture_of_its_folder(
-    make_tree: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_each_role_has_the_architecture_of_its_folder(make_tree, tmp_path):
     small, large = write_config(tmp_path / "a"), write_config(tmp_path / "b", num_hidden_layers=6)
     changes = {"training.model": "auto", "training.load": small, "critic.load": large}
     config = resolve(make_tree(changes, drop=("model",)), "test")
@@ -38,9 +35,7 @@ def test_each_role_has_the_architecture_of_its_folder(
     assert not actor.untie_embeddings_and_output_weights
 
 
-def test_the_twelve_lines_of_the_quick_start_are_a_configuration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_twelve_lines_of_the_quick_start_are_a_configuration(tmp_path, monkeypatch):
     """Nothing is laid under them; the folder has a model of another family than the examples'."""
     monkeypatch.chdir(tmp_path)
     page = (Path(__file__).parents[3] / "docs" / "quick_start.md").read_text(encoding="utf-8")
@@ -66,9 +61,7 @@ def test_the_twelve_lines_of_the_quick_start_are_a_configuration(
         ({"hidden_size": "32", "head_dim": None}, "config.json: a field has a wrong type"),
     ],
 )
-def test_a_config_that_cannot_be_a_model_is_the_users_mistake(
-    problems: Callable[..., list[str]], tmp_path: Path, keys: dict[str, Any], text: str
-) -> None:
+def test_a_config_that_cannot_be_a_model_is_the_users_mistake(problems, tmp_path, keys, text):
     folder = write_config(tmp_path / "a", **{"model_type": "llama", **keys})
     (problem,) = problems({"critic.model": "auto", "critic.load": folder})
     assert problem.startswith(f"critic.load={folder}: ") and text in problem

@@ -2,9 +2,8 @@
 
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,9 +26,7 @@ def left_by_ray_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
         yield note
 
 
-def test_a_named_cluster_takes_precedence_over_a_running_one(
-    left_by_ray_start: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_named_cluster_takes_precedence_over_a_running_one(left_by_ray_start, monkeypatch):
     found = choose_cluster(None)
     assert found.address == left_by_ray_start.read_text().strip()
     assert found.source.startswith("`ray start` of this user")
@@ -40,15 +37,13 @@ def test_a_named_cluster_takes_precedence_over_a_running_one(
     assert choose_cluster("auto").address == left_by_ray_start.read_text().strip()
 
 
-def test_a_cluster_of_another_user_is_not_joined(
-    left_by_ray_start: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cluster_of_another_user_is_not_joined(left_by_ray_start, monkeypatch):
     uid = os.getuid()
     monkeypatch.setattr(ray_cluster.os, "getuid", lambda: uid + 1)
     assert choose_cluster(None).address is None
 
 
-def test_the_note_of_a_cluster_that_ended_is_not_believed(left_by_ray_start: Path) -> None:
+def test_the_note_of_a_cluster_that_ended_is_not_believed(left_by_ray_start):
     with socket.socket() as taken:  # bound but not listening
         taken.bind(("127.0.0.1", 0))
         left_by_ray_start.write_text(f"127.0.0.1:{taken.getsockname()[1]}")
@@ -57,9 +52,7 @@ def test_the_note_of_a_cluster_that_ended_is_not_believed(left_by_ray_start: Pat
     assert choose_cluster(None).address is None
 
 
-def test_other_keys_of_resource_pool_are_no_pools(
-    make_tree: Callable[..., Any], problems: Callable[..., list[str]]
-) -> None:
+def test_other_keys_of_resource_pool_are_no_pools(make_tree, problems):
     tree = make_tree({"resource_pool.wait_s": 5, "resource_pool.env": {"HCCL_BUFFSIZE": 256}})
     config = resolve(tree, "t")
     assert config.resource_pool == {"main": [8]}

@@ -1,7 +1,5 @@
 """Values that follow from other keys."""
 
-from typing import Any
-
 import pytest
 
 from mindspeed_rlxf.config.enums import OldLogProbs, Role
@@ -13,14 +11,12 @@ from mindspeed_rlxf.config.load import resolve, resolve_with_notes
     [(2, {}, [2]), (16, {}, [8, 8]), (16, {"device.devices_per_node": 16}, [16]),
      ([4, 4], {"device.devices_per_node": 2}, [4, 4])],
 )  # fmt: skip
-def test_a_count_beyond_one_host_fills_whole_hosts(
-    make_tree: Any, size: Any, device: dict[str, int], nodes: list[int]
-) -> None:
+def test_a_count_beyond_one_host_fills_whole_hosts(make_tree, size, device, nodes):
     changes = {"resource_pool.main": size, "runtime.address": "head:6379", **device}
     assert resolve(make_tree(changes), "test").resource_pool == {"main": nodes}
 
 
-def test_a_count_that_leaves_a_host_half_empty_is_refused(problems: Any) -> None:
+def test_a_count_that_leaves_a_host_half_empty_is_refused(problems):
     (problem,) = problems({"resource_pool.main": 12, "runtime.address": "head:6379"})
     assert problem.startswith("resource_pool.main=12 must") and "8 or 16" in problem
 
@@ -40,9 +36,7 @@ NO_CRITIC = ("critic", "placement.critic")
      ({**NO_PENALTY, "logging.reference_kl": True}, (), True),
      ({**NO_PENALTY, **PAIRS}, NO_CRITIC, True)],
 )  # fmt: skip
-def test_a_reference_runs_only_where_something_reads_it(
-    make_tree: Any, changes: dict[str, Any], drop: tuple[str, ...], runs: bool
-) -> None:
+def test_a_reference_runs_only_where_something_reads_it(make_tree, changes, drop, runs):
     config = resolve(make_tree(changes, drop), "test")
     assert (Role.REF in config.roles) == runs
 
@@ -67,14 +61,12 @@ AT_ONCE = {**NO_PENALTY, **ONE_STEP}
         ({**PAIRS, "actor_rollout.ppo_mini_batch_size": 48}, OldLogProbs.AUTO),
     ],
 )
-def test_a_pass_for_old_log_probs_is_made_where_something_reads_it(
-    make_tree: Any, changes: dict[str, Any], source: OldLogProbs
-) -> None:
+def test_a_pass_for_old_log_probs_is_made_where_something_reads_it(make_tree, changes, source):
     drop = NO_CRITIC if "training.stage" in changes else ()
     assert resolve(make_tree(changes, drop), "test").old_log_probs is source
 
 
-def test_a_pool_of_an_absent_reference_is_not_made(make_tree: Any) -> None:
+def test_a_pool_of_an_absent_reference_is_not_made(make_tree):
     own = {"resource_pool.refs": 8, "placement.ref": "refs"}
     assert set(resolve(make_tree(own), "test").resource_pool) == {"main", "refs"}
     config, notes = resolve_with_notes(make_tree({**own, **NO_PENALTY}), "test")

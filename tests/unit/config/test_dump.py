@@ -1,9 +1,5 @@
 """The printed YAML is complete and gives the same configuration again."""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.keys import to_yaml
 from mindspeed_rlxf.config.load import resolve
@@ -17,9 +13,7 @@ MODEL_REWARD = {
 }
 
 
-def test_dump_loads_to_the_same_configuration(
-    make_tree: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_dump_loads_to_the_same_configuration(make_tree, tmp_path):
     for changes in ({}, MODEL_REWARD, {"algorithm.kl_ctrl.kl_coef": 0.0}):  # without a reference
         config = resolve(make_tree(changes), "again")
         (tmp_path / "again.yaml").write_text(to_yaml(config), encoding="utf-8")

@@ -1,14 +1,12 @@
 """Problems: their text, the keys that they name, and how keys are renamed in them."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from mindspeed_rlxf.config.enums import OldLogProbs
 from mindspeed_rlxf.config.problems import Problem, UserError, ref
 
-PACKAGE = Path(__file__).parents[3] / "mindspeed_rlxf"
 Problems = Callable[..., list[str]]
 
 

@@ -349,7 +349,7 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("section", TABLE)
-def test_every_key_of_the_schema_has_a_case(section: str) -> None:
+def test_every_key_of_the_schema_has_a_case(section):
     schema, table = TABLE[section]
     inherited = {*RoleConfig.model_fields, *OptimizerConfig.model_fields}
     inherited = inherited if section in ROLES else set()
@@ -361,9 +361,7 @@ def test_every_key_of_the_schema_has_a_case(section: str) -> None:
 
 
 @pytest.mark.parametrize(("section", "key", "case"), cases())
-def test_a_key_changes_what_its_observer_returns(
-    make_tree: MakeTree, section: str, key: str, case: Case | Shown
-) -> None:
+def test_a_key_changes_what_its_observer_returns(make_tree, section, key, case):
     if isinstance(case, Shown):
         text = (ROOT / "tests" / "unit" / case.file).read_text(encoding="utf-8")
         assert f"def {case.test}(" in text and key in text

@@ -9,19 +9,19 @@ from mindspeed_rlxf.config.generation_memory import (
 from tests.unit.ops.planning.test_stage import MODEL
 
 
-def test_a_cache_holds_the_groups_of_a_rank() -> None:
+def test_a_cache_holds_the_groups_of_a_rank():
     # 2 x 72 tokens x 4 layers x (4 / 2) groups x 16 x 2 bytes
     assert kv_cache_bytes(72, MODEL, 2, 2) == 36864
     assert kv_cache_bytes(72, MODEL, 8, 2) == 36864 // 2, "two ranks share a group; each caches it"
 
 
-def test_a_cache_takes_a_part_of_the_known_memory() -> None:
+def test_a_cache_takes_a_part_of_the_known_memory():
     assert kv_cache_tokens(10, 1000) == 30  # 0.3 of 1000 bytes, 10 a token
     assert kv_cache_tokens(10, None) is None
     assert [round_to_pages(n) for n in (1, 64, 65)] == [64, 64, 128]
 
 
-def test_rows_are_those_that_are_wanted_or_fit() -> None:
+def test_rows_are_those_that_are_wanted_or_fit():
     assert kv_cache_rows(5, 40, 100, 60, 10) == 5
     assert kv_cache_rows(50, 40, 100, 60, None) == 40
     assert kv_cache_rows(None, 40, 100, 60, None) == 40

@@ -28,9 +28,6 @@ from mindspeed_rlxf.ops.planning.plan import plan
 from tests.older_yaml import PPO, WITHOUT_CRITIC, write
 from tests.unit.config.conftest import WITHOUT_CRITIC as WITHOUT_CRITIC_KEYS
 
-Problems = Callable[..., list[str]]
-MakeTree = Callable[..., dict[str, Any]]
-
 
 def words(text: str) -> list[str]:
     return text.split()
@@ -104,7 +101,7 @@ def ours(section: str) -> set[str]:
 
 
 @pytest.mark.parametrize("section", THEIRS)
-def test_every_older_key_exists_here_or_is_moved_or_on_one_list(section: str) -> None:
+def test_every_older_key_exists_here_or_is_moved_or_on_one_list(section):
     unsorted = []
     for key in THEIRS[section]:
         homes = [key in ours(section), key in NO_OPS, key in REFUSED]
@@ -114,7 +111,7 @@ def test_every_older_key_exists_here_or_is_moved_or_on_one_list(section: str) ->
 
 
 @pytest.mark.parametrize("key", NO_OPS)
-def test_a_no_op_changes_nothing_and_is_noted_once(make_tree: MakeTree, key: str) -> None:
+def test_a_no_op_changes_nothing_and_is_noted_once(make_tree, key):
     entry = NO_OPS[key]
     values = [7] if isinstance(entry.allowed, str) else entry.allowed
     base = resolve(make_tree(), "test")
@@ -139,18 +136,14 @@ OTHER_VALUES = [
 
 
 @pytest.mark.parametrize(("key", "value"), OTHER_VALUES)
-def test_a_key_without_effect_accepts_only_values_that_match_the_behaviour(
-    problems: Problems, key: str, value: Any
-) -> None:
+def test_a_key_without_effect_accepts_only_values_that_match_the_behaviour(problems, key, value):
     (problem,) = problems({f"actor_rollout.{key}": value})
     assert problem.startswith(f"actor_rollout.{key}=") and " must be " in problem
     assert "; use " in problem
 
 
 @pytest.mark.parametrize("key", REFUSED)
-def test_an_unsupported_key_is_refused_by_name_unless_its_value_is_neutral(
-    problems: Problems, key: str
-) -> None:
+def test_an_unsupported_key_is_refused_by_name_unless_its_value_is_neutral(problems, key):
     (problem,) = problems({f"training.{key}": 16})
     assert problem.startswith(f"training.{key}=16 is not supported: {REFUSED[key].why}; ")
     neutral = (None, False, *REFUSED[key].neutral)
@@ -191,15 +184,11 @@ MOVES: list[tuple[dict[str, Any], Callable[[RunConfig], Any], Any]] = [
 
 
 @pytest.mark.parametrize(("changes", "read", "value"), MOVES)
-def test_a_moved_key_arrives(
-    make_tree: MakeTree, changes: dict[str, Any], read: Callable[[RunConfig], Any], value: Any
-) -> None:
+def test_a_moved_key_arrives(make_tree, changes, read, value):
     assert read(resolve(make_tree(changes), "test")) == value
 
 
-def test_the_data_path_of_the_actor_is_that_of_the_data(
-    make_tree: MakeTree, problems: Problems
-) -> None:
+def test_the_data_path_of_the_actor_is_that_of_the_data(make_tree, problems):
     for given, meant in {"a/b": ["a/b"], "1,a/b": ["a/b"], "a, b": ["a", "b"]}.items():
         tree = make_tree({"actor_rollout.data_path": given}, ("data.train_files",))
         config, notes = resolve_with_notes(tree, "test")
@@ -217,7 +206,7 @@ GRPO = {
 }  # fmt: skip
 
 
-def test_group_norm_means_grpo_with_whitening_and_kl_in_the_loss(make_tree: MakeTree) -> None:
+def test_group_norm_means_grpo_with_whitening_and_kl_in_the_loss(make_tree):
     algorithm = resolve(make_tree(GRPO, WITHOUT_CRITIC_KEYS), "test").algorithm
     assert algorithm.adv_estimator == AdvEstimator.GRPO
     assert algorithm.advantage_whiten is AdvantageWhiten.BATCH
@@ -250,9 +239,7 @@ def test_group_norm_means_grpo_with_whitening_and_kl_in_the_loss(make_tree: Make
          "algorithm.verifier_function.0='accc' did you mean acc?"),
     ],
 )  # fmt: skip
-def test_contradictory_keys_are_refused(
-    check_case: Callable[..., None], changes: dict[str, Any], start: str
-) -> None:
+def test_contradictory_keys_are_refused(check_case, changes, start):
     check_case(changes, [start])
 
 
@@ -280,9 +267,7 @@ def in_their_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("ppo_trainer_llama2_7b", 16, [(4, 1), (2, 1), (4, 1), (2, 1)]),
     ],
 )
-def test_older_ppo_configurations_keep_their_meaning(
-    in_their_folder: Path, name: str, devices: int, layouts: list[Any]
-) -> None:
+def test_older_ppo_configurations_keep_their_meaning(in_their_folder, name, devices, layouts):
     """Their values are recorded, see test_resolved_values."""
     write(in_their_folder / "theirs")
     config, notes = resolved(name, in_their_folder / "theirs")
@@ -310,9 +295,7 @@ def test_older_ppo_configurations_keep_their_meaning(
                                               "without tensor_model_parallel_size>1"]),
     ],
 )  # fmt: skip
-def test_their_configurations_without_a_critic_plan(
-    in_their_folder: Path, name: str, samples: int, idle: list[str]
-) -> None:
+def test_their_configurations_without_a_critic_plan(in_their_folder, name, samples, idle):
     """Their values are recorded, see test_resolved_values."""
     write(in_their_folder / "theirs")
     config, notes = resolved(name, in_their_folder / "theirs")
@@ -342,7 +325,7 @@ def altered(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", WITHOUT_CRITIC)
-def test_no_key_of_a_whole_file_is_lost(in_their_folder: Path, name: str) -> None:
+def test_no_key_of_a_whole_file_is_lost(in_their_folder, name):
     """Another value is another configuration, another line, or refused; but for one of a model
     that `training`, which is over it, has too."""
     write(in_their_folder / "theirs")

@@ -1,8 +1,5 @@
 """The section `offload` of a role: layers, refusals, and what a resumed run may change."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
 from mindspeed_rlxf.checkpoint.directory import find_changes
@@ -10,12 +7,10 @@ from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.keys import to_tree
 from mindspeed_rlxf.config.load import resolve
 
-MakeTree = Callable[..., dict[str, Any]]
-Problems = Callable[..., list[str]]
 REWARD_MODEL = {"reward.kind": "model", "placement.reward": "main"}
 
 
-def test_layers_merge_key_by_key(make_tree: MakeTree) -> None:
+def test_layers_merge_key_by_key(make_tree):
     changes = {
         **REWARD_MODEL,
         "model.small.offload": {"weights": True},
@@ -43,14 +38,12 @@ def test_layers_merge_key_by_key(make_tree: MakeTree) -> None:
         ({"training.swap_optimizer": True}, "training.swap_optimizer=true"),
     ],
 )  # fmt: skip
-def test_offload_keys_that_cannot_work_are_refused(
-    problems: Problems, changes: dict[str, Any], expected: str
-) -> None:
+def test_offload_keys_that_cannot_work_are_refused(problems, changes, expected):
     (found,) = problems(changes)
     assert found.startswith(expected)
 
 
-def test_a_resumed_run_may_change_offload_weights(make_tree: MakeTree) -> None:
+def test_a_resumed_run_may_change_offload_weights(make_tree):
     before = to_tree(resolve(make_tree(), "test"))
     now = to_tree(resolve(make_tree({"training.offload": {"weights": True}}), "test"))
     changes = find_changes(before, now)

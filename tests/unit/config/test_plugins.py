@@ -1,7 +1,7 @@
 """Python files of the user are loaded once, stored as text, and their errors named by line."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,6 @@ from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.problems import ConfigError
 from mindspeed_rlxf.rewards.rules import RULES, RewardResult
 from tests.registries import restored_registries
-
-MakeTree = Callable[..., dict[str, Any]]
 
 RULE = """
 from mindspeed_rlxf.rewards.rules import RewardResult, register_rule
@@ -45,9 +43,7 @@ def written(folder: Path, text: str) -> str:
     return str(file)
 
 
-def test_a_file_is_loaded_once_and_remembered_by_its_text(
-    make_tree: MakeTree, tmp_path: Path
-) -> None:
+def test_a_file_is_loaded_once_and_remembered_by_its_text(make_tree, tmp_path):
     file = written(tmp_path, RULE)
     for given in (file, [file], [{"file": file}]):
         config = resolve(make_tree({"training.plugins": given}), "test")
@@ -75,9 +71,7 @@ def test_a_file_is_loaded_once_and_remembered_by_its_text(
         (None, "must be a Python file that can be read: No such file or directory"),
     ],
 )
-def test_a_file_that_cannot_be_loaded_is_the_users_mistake(
-    make_tree: MakeTree, tmp_path: Path, text: str | None, said: str
-) -> None:
+def test_a_file_that_cannot_be_loaded_is_the_users_mistake(make_tree, tmp_path, text, said):
     file = str(tmp_path / "none.py") if text is None else written(tmp_path, text)
     with pytest.raises(ConfigError) as found:
         resolve(make_tree({"training.plugins": [file]}), "test")
@@ -87,7 +81,7 @@ def test_a_file_that_cannot_be_loaded_is_the_users_mistake(
     assert not [name for name in sys.modules if name.startswith("rlxf_plugin_parts")]
 
 
-def test_rules_read_what_an_estimator_needs(make_tree: MakeTree, tmp_path: Path) -> None:
+def test_rules_read_what_an_estimator_needs(make_tree, tmp_path):
     def found(compares: bool, **more: Any) -> list[str]:
         with restored_registries():
             grpo = {"training.stage": "ray_grpo", "algorithm.adv_estimator": "sum", **more}

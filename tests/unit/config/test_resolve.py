@@ -2,7 +2,6 @@
 
 import math
 import os
-from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
@@ -12,10 +11,6 @@ from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.keys import TOP_LEVEL, known_keys
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.schema import ArchitectureConfig
-
-MakeTree = Callable[..., dict[str, Any]]
-Problems = Callable[..., list[str]]
-
 
 # (changes, dropped keys, attributes of the configuration and their values)
 RESOLVED: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = {
@@ -71,17 +66,13 @@ RESOLVED: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("changes", "drop", "values"), RESOLVED.values(), ids=RESOLVED)
-def test_keys_arrive_in_the_configuration(
-    make_tree: MakeTree, changes: dict[str, Any], drop: tuple[str, ...], values: dict[str, Any]
-) -> None:
+def test_keys_arrive_in_the_configuration(make_tree, changes, drop, values):
     config = resolve(make_tree(changes, drop), "test")
     assert {path: attrgetter(path)(config) for path in values} == values
 
 
 @pytest.mark.parametrize("outer", [None, "actor_rollout_ref"])
-def test_the_older_section_actor_means_actor_rollout(
-    make_tree: MakeTree, problems: Problems, outer: str | None
-) -> None:
+def test_the_older_section_actor_means_actor_rollout(make_tree, problems, outer):
     tree = make_tree({})
     older = make_tree({})
     (older.setdefault(outer, {}) if outer else older)["actor"] = older.pop("actor_rollout")
@@ -108,9 +99,7 @@ NESTED = "actor_rollout_ref.actor_rollout"
          ["reward.model='smal'"]),
     ],
 )  # fmt: skip
-def test_one_mistake_is_one_problem_with_the_key_as_it_was_written(
-    check_case: Callable[..., None], changes: dict[str, Any], expected: list[str]
-) -> None:
+def test_one_mistake_is_one_problem_with_the_key_as_it_was_written(check_case, changes, expected):
     check_case(changes, expected)
 
 
@@ -130,9 +119,7 @@ def test_one_mistake_is_one_problem_with_the_key_as_it_was_written(
         ("data.zzzz", "remove it"),
     ],
 )
-def test_unknown_key_is_named_with_the_nearest_known_one(
-    problems: Problems, key: str, remedy: str
-) -> None:
+def test_unknown_key_is_named_with_the_nearest_known_one(problems, key, remedy):
     (problem,) = problems({key: 1})
     assert problem == f"{key}: unknown key; {remedy}"
 
@@ -155,9 +142,7 @@ def test_unknown_key_is_named_with_the_nearest_known_one(
         ("runtime", "locl", ".kind='locl'"), ("dry_run", 1, "=1"), ("training.seq_length", 8, "=8"),
     ],
 )  # fmt: skip
-def test_bad_value_is_named_with_rule_and_remedy(
-    problems: Problems, key: str, value: Any, shown: str
-) -> None:
+def test_bad_value_is_named_with_rule_and_remedy(problems, key, value, shown):
     found = problems({key: value})
     assert [p for p in found if p.startswith(f"{key}{shown} ") and "; " in p], found
     if key != "data":
@@ -169,7 +154,7 @@ def test_bad_value_is_named_with_rule_and_remedy(
     ["training.train_iters", "training.tokenizer_name_or_path", "data.train_files", "training.load",
      "training.model", "resource_pool", "model.small.num_layers"],
 )  # fmt: skip
-def test_missing_key_is_required(problems: Problems, key: str) -> None:
+def test_missing_key_is_required(problems, key):
     found = problems(drop=(key,))
     name = key.rsplit(".", 1)[-1]
     assert len(found) == (3 if name in ("load", "model") else 1)  # actor, reference, critic
@@ -180,7 +165,7 @@ GARBAGE = [None, True, 0, -1, 10**9, 1.5, "", "x", [], [None], [[1]], {}, {"x": 
 
 
 @pytest.mark.parametrize("garbage", GARBAGE, ids=repr)
-def test_any_value_anywhere_is_accepted_or_explained(problems: Problems, garbage: Any) -> None:
+def test_any_value_anywhere_is_accepted_or_explained(problems, garbage):
     """Each is resolved or refused with one-line problems; nothing else is ever raised."""
     known = [f"{section}.{key}" for section, keys in known_keys().items() for key in keys]
     models = [f"model.small.{key}" for key in ArchitectureConfig.model_fields]

@@ -53,9 +53,7 @@ def problems(make_tree: MakeTree, changes: dict[str, Any]) -> list[str]:
     return [str(problem) for problem in error.value.problems]
 
 
-def test_a_function_stands_in_the_configuration_with_its_file_and_hash(
-    make_tree: MakeTree, file: str
-) -> None:
+def test_a_function_stands_in_the_configuration_with_its_file_and_hash(make_tree, file):
     config = resolve(make_tree({"reward.function": f"{file}:score"}), "test")
     (part,) = config.reward.parts
     assert (part.name, part.function, part.weight) == ("score", f"{file}:score", 1.0)
@@ -63,9 +61,7 @@ def test_a_function_stands_in_the_configuration_with_its_file_and_hash(
     assert resolve(to_tree(config), "test") == config
 
 
-def test_several_functions_have_names_weights_arguments_and_data_sources(
-    make_tree: MakeTree, file: str
-) -> None:
+def test_several_functions_have_names_weights_arguments_and_data_sources(make_tree, file):
     given = [
         {"function": f"{file}:score", "weight": 2.0, "arguments": {"scale": 0.5}},
         {"function": f"{file}:later", "name": "async", "data_sources": ["a"]},
@@ -101,9 +97,7 @@ def test_several_functions_have_names_weights_arguments_and_data_sources(
         (7, "=7 must be"),
     ],
 )
-def test_a_function_that_cannot_be_called_is_the_users_mistake(
-    make_tree: MakeTree, file: str, function: Any, said: str
-) -> None:
+def test_a_function_that_cannot_be_called_is_the_users_mistake(make_tree, file, function, said):
     given = function
     if isinstance(function, dict):
         given = {k: v.format(file=file) if k == "function" else v for k, v in function.items()}
@@ -114,7 +108,7 @@ def test_a_function_that_cannot_be_called_is_the_users_mistake(
         assert said in problem and problem.startswith(f"reward.{key}")
 
 
-def test_functions_that_exclude_each_other_are_refused(make_tree: MakeTree, file: str) -> None:
+def test_functions_that_exclude_each_other_are_refused(make_tree, file):
     one, two = f"{file}:score", f"{file}:later"
     (problem,) = problems(make_tree, {"reward.function": one, "reward.functions": [two]})
     assert "must not stand beside" in problem
@@ -124,9 +118,7 @@ def test_functions_that_exclude_each_other_are_refused(make_tree: MakeTree, file
     assert "reward.verifier" in problem
 
 
-def test_a_changed_text_is_another_run_unless_it_is_allowed(
-    make_tree: MakeTree, file: str, tmp_path: Path
-) -> None:
+def test_a_changed_text_is_another_run_unless_it_is_allowed(make_tree, file, tmp_path):
     """The key is `allow_changed_function`."""
     for key in ("function", "functions"):
         given = {f"reward.{key}": f"{file}:score", "training.output_dir": str(tmp_path / key)}

@@ -47,8 +47,8 @@ def composed(folder: Path, make_tree: Callable[..., Any], changes: dict[str, Any
     ],
 )
 def test_a_variable_that_is_a_secret_by_its_name_is_used_and_not_written(
-    make_tree: Callable[..., Any], name: str, value: str, shown: str
-) -> None:
+    make_tree, name, value, shown
+):
     config = resolve(make_tree({"resource_pool.env": {name: value, "HCCL_BUFFSIZE": 256}}), "t")
     env = config.pool_settings.env
     assert variables(config) == {name: shown, "HCCL_BUFFSIZE": "256"}
@@ -58,8 +58,8 @@ def test_a_variable_that_is_a_secret_by_its_name_is_used_and_not_written(
 
 
 def test_an_interpolation_stays_one_and_the_written_configuration_starts_the_same_run(
-    tmp_path: Path, make_tree: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, make_tree, monkeypatch
+):
     monkeypatch.setenv("RLXF_PLACE", CANARY)
     env = {"PLACE": "${oc.env:RLXF_PLACE}", "URL": "a/${oc.env:RLXF_PLACE}/b"}
     server = {"url": "http://judge/?key=${oc.env:RLXF_PLACE}", "name": "judge"}
@@ -81,8 +81,8 @@ def test_an_interpolation_stays_one_and_the_written_configuration_starts_the_sam
 
 
 def test_a_default_of_an_interpolation_and_a_whole_section_are_masked(
-    tmp_path: Path, make_tree: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, make_tree, monkeypatch
+):
     monkeypatch.setenv("RLXF_ALL", f"{{PLACE: {CANARY}}}")
     changes = {"resource_pool": {"env": {"A": f"${{oc.env:NOT_THERE,{CANARY}}}"}}}
     config = composed(tmp_path, make_tree, changes)
@@ -93,9 +93,7 @@ def test_a_default_of_an_interpolation_and_a_whole_section_are_masked(
     assert reveal(config.pool_settings.env) == {"PLACE": CANARY}
 
 
-def test_a_literal_secret_is_masked_and_asked_for_again(
-    make_tree: Callable[..., Any], problems: Callable[..., list[str]]
-) -> None:
+def test_a_literal_secret_is_masked_and_asked_for_again(make_tree, problems):
     server = {"url": f"http://me:{CANARY}@judge/?key={CANARY}", "headers": {"X-Key": CANARY}}
     config = resolve(make_tree({"reward": {"kind": "rule", "functions": [server]}}), "t")
     (part,) = dumped(config)["reward"]["functions"]
@@ -108,7 +106,7 @@ def test_a_literal_secret_is_masked_and_asked_for_again(
     assert problem.startswith("resource_pool.env.HF_TOKEN=***")
 
 
-def test_a_resume_compares_no_secrets_and_lets_servers_move(make_tree: Callable[..., Any]) -> None:
+def test_a_resume_compares_no_secrets_and_lets_servers_move(make_tree):
     def tree(value: str, host: str = "judge") -> dict[str, Any]:
         server = {"url": f"http://me:{value}@{host}/", "headers": {"X-Key": value}}
         reward = {"kind": "rule", "functions": [server]}

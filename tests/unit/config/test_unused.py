@@ -1,14 +1,12 @@
 """A key without effect is noted with its value and the condition that it needs."""
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from mindspeed_rlxf.config.load import resolve_with_notes
 
-MakeTree = Callable[..., dict[str, Any]]
 Changes = dict[str, Any]
 
 ACTOR, CRITIC, REF = "actor_rollout.", "critic.", "ref."
@@ -60,9 +58,7 @@ CASES: list[tuple[Changes, str, Changes]] = [
 
 
 @pytest.mark.parametrize(("changes", "noted", "mended"), CASES, ids=[c[1] for c in CASES])
-def test_an_unused_key_is_noted_until_its_condition_is_met(
-    make_tree: MakeTree, changes: Changes, noted: str, mended: Changes
-) -> None:
+def test_an_unused_key_is_noted_until_its_condition_is_met(make_tree, changes, noted, mended):
     keys = set(noted.split())
     assert keys <= unused(make_tree(changes))
     assert not keys & unused(make_tree({**changes, **mended}))
@@ -75,7 +71,7 @@ def unused(tree: dict[str, Any]) -> set[str]:
     return {key for line in lines for key in re.findall(r"(?:^|, )([a-z_.]+)=", line)}
 
 
-def test_keys_of_a_role_that_the_run_does_not_have_are_noted(make_tree: MakeTree) -> None:
+def test_keys_of_a_role_that_the_run_does_not_have_are_noted(make_tree):
     shared = {"training.cliprange_value": 0.5, "model.small.critic_update_epochs": 2}
     unused = {"model.other": {"num_layers": 2}}
     tree = make_tree({**GRPO, **shared, **unused}, ("critic", "placement.critic"))
@@ -86,6 +82,6 @@ def test_keys_of_a_role_that_the_run_does_not_have_are_noted(make_tree: MakeTree
     assert resolve_with_notes(make_tree(shared), "test")[1] == []
 
 
-def test_an_explicit_default_is_not_noted(make_tree: MakeTree) -> None:
+def test_an_explicit_default_is_not_noted(make_tree):
     tree = make_tree({f"{ACTOR}temperature": 1.0, "model.small.low_freq_factor": 1.0})
     assert resolve_with_notes(tree, "test")[1] == []

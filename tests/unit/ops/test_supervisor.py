@@ -122,22 +122,15 @@ def failed(iteration: int, error: str, **more: Any) -> dict[str, Any]:
     ],
 )
 def test_an_end_is_final_or_followed_by_the_same_command(
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    plan: list[dict[str, Any]],
-    code: int,
-    num_attempts: int,
-    line: str,
-) -> None:
+    tmp_path, capfd, plan, code, num_attempts, line
+):
     """line: the last one on stderr"""
     assert make(tmp_path, *plan).run() == code
     assert attempts(tmp_path) == [[], *[again(tmp_path)] * (num_attempts - 1)]
     assert capfd.readouterr().err.endswith(line)
 
 
-def test_a_training_process_that_is_killed_is_reported_and_replaced(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_training_process_that_is_killed_is_reported_and_replaced(tmp_path, capfd):
     (tmp_path / "metrics.jsonl").write_text('{"iteration": 3}\n{"iteration": 4}\n{"itera')
     killed = {"facts": FACTS, "kill": signal.SIGKILL}
     assert make(tmp_path, killed, {"exit": 0}).run() == 0
@@ -146,7 +139,7 @@ def test_a_training_process_that_is_killed_is_reported_and_replaced(
     assert (found["role"], found["iteration"], found["error"]) == ("driver", 5, "killed by SIGKILL")
 
 
-def test_a_restart_on_a_joined_cluster_waits_for_good_nodes(tmp_path: Path) -> None:
+def test_a_restart_on_a_joined_cluster_waits_for_good_nodes(tmp_path):
     lost = failed(4, "died", facts={**FACTS, "joined": True})
     assert make(tmp_path, lost, {"exit": 0}).run() == 0
     waits = ["++resource_pool.wait_s=7.0", "++resource_pool.bad_nodes=exclude"]
@@ -156,7 +149,7 @@ def test_a_restart_on_a_joined_cluster_waits_for_good_nodes(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "name", ["lr=1e-5", "a,b (v2) [x]", "it's", "50%\\x", "\\'", "x\\\\", "Übung 学"]
 )
-def test_a_restart_finds_a_directory_whatever_its_name_is(tmp_path: Path, name: str) -> None:
+def test_a_restart_finds_a_directory_whatever_its_name_is(tmp_path, name):
     folder = tmp_path / name
     folder.mkdir()
     assert make(folder, failed(4, "x", saved="3"), {"exit": 0}).run() == 0
@@ -165,9 +158,7 @@ def test_a_restart_finds_a_directory_whatever_its_name_is(tmp_path: Path, name: 
 
 
 @pytest.mark.parametrize(("code", "expected"), [(75, 75), (-1, 75), (1, 1), (0, 0)])
-def test_a_signal_is_forwarded_and_nothing_is_restarted(
-    tmp_path: Path, code: int, expected: int
-) -> None:
+def test_a_signal_is_forwarded_and_nothing_is_restarted(tmp_path, code, expected):
     run = make(tmp_path, {"facts": FACTS, "wait": True, "exit": code})
 
     def signal_when_ready() -> None:
@@ -182,7 +173,7 @@ def test_a_signal_is_forwarded_and_nothing_is_restarted(
     assert (tmp_path / "signal").read_text() == str(int(signal.SIGTERM))
 
 
-def test_the_training_process_dies_with_its_supervisor(tmp_path: Path) -> None:
+def test_the_training_process_dies_with_its_supervisor(tmp_path):
     make(tmp_path, {"facts": FACTS, "wait": True, "exit": 0})
     code = (
         "import sys; from mindspeed_rlxf.ops.supervisor import Supervisor\n"
@@ -209,8 +200,8 @@ def test_the_training_process_dies_with_its_supervisor(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_ranks_of_torchrun_and_commands_without_restarts_run_in_the_process_itself(
-    words: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    words, monkeypatch
+):
     monkeypatch.setattr(Supervisor, "run", lambda self: 12)
     monkeypatch.delenv(CHILD_OF, raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -223,7 +214,7 @@ def test_ranks_of_torchrun_and_commands_without_restarts_run_in_the_process_itse
     assert supervise() is None
 
 
-def test_restarts_are_counted_from_the_newest_checkpoint() -> None:
+def test_restarts_are_counted_from_the_newest_checkpoint():
     counted = Restarts()
     seen = [
         counted.decide(Failure(iteration, (iteration,), saved), 2)[0]
@@ -243,7 +234,7 @@ def test_restarts_are_counted_from_the_newest_checkpoint() -> None:
     assert again.decide(Failure(4, ("y",), 2), 9)[0]  # another cause
 
 
-def test_pauses_grow_until_there_is_a_newer_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pauses_grow_until_there_is_a_newer_checkpoint(monkeypatch):
     monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 5.0)
     counted, pauses = Restarts(), list[float]()
     for number in range(8):
@@ -255,7 +246,7 @@ def test_pauses_grow_until_there_is_a_newer_checkpoint(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("module", ["mindspeed_rlxf.ops.supervisor", "mindspeed_rlxf.cli"])
-def test_the_supervising_process_imports_the_standard_library_only(module: str) -> None:
+def test_the_supervising_process_imports_the_standard_library_only(module):
     code = (
         f"import sys, {module}\n"
         "found = {n.partition('.')[0] for n in sys.modules} - set(sys.stdlib_module_names)\n"

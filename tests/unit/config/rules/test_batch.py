@@ -10,7 +10,6 @@ from mindspeed_rlxf.config.estimator_traits import TRAITS, EstimatorTraits
 from tests.unit.config.conftest import WITHOUT_CRITIC
 
 Problems = Callable[..., list[str]]
-CheckCase = Callable[[dict[str, Any], list[str]], None]
 
 ACTOR_MINI, CRITIC_MINI = "actor_rollout.ppo_mini_batch_size", "critic.critic_mini_batch_size"
 TWO_PER_PROMPT = {
@@ -83,9 +82,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize(("changes", "expected"), CASES.values(), ids=CASES)
-def test_sizes_of_batches_are_refused_with_both_numbers_and_a_remedy(
-    check_case: CheckCase, changes: dict[str, Any], expected: list[str]
-) -> None:
+def test_sizes_of_batches_are_refused_with_both_numbers_and_a_remedy(check_case, changes, expected):
     check_case(changes, expected)
 
 
@@ -93,9 +90,8 @@ def test_sizes_of_batches_are_refused_with_both_numbers_and_a_remedy(
     ("prompts", "per_prompt", "expected"), [(9, 2, []), (8, 3, ["training.global_batch_size=8"])]
 )
 def test_whole_groups_are_divided_by_the_ranks_that_compare_them(
-    check_case: CheckCase, monkeypatch: pytest.MonkeyPatch, prompts: int, per_prompt: int,
-    expected: list[str],
-) -> None:  # fmt: skip
+    check_case, monkeypatch, prompts, per_prompt, expected
+):
     """Actor DP 2, critic DP 3; the critic's ranks compare the responses to a prompt."""
     both = EstimatorTraits(needs_critic=True, compares_group=True)
     monkeypatch.setitem(TRAITS, "group_baseline", both)
@@ -129,9 +125,7 @@ def rounds(problems: Problems, changes: dict[str, Any], drop: tuple[str, ...] = 
 @pytest.mark.parametrize("prompts", [7, 8, 9])
 @pytest.mark.parametrize("micro", [1, 2, 3])
 @pytest.mark.parametrize("mini", [1, 4, 7])
-def test_remedies_of_pairs_agree(
-    problems: Problems, stages: dict[str, Any], prompts: int, micro: int, mini: int
-) -> None:
+def test_remedies_of_pairs_agree(problems, stages, prompts, micro, mini):
     changes = {
         **PAIRS, **stages, "training.global_batch_size": prompts,
         "actor_rollout.micro_batch_size": micro, "actor_rollout.ppo_mini_batch_size": mini,

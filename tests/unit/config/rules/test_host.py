@@ -1,14 +1,10 @@
 """More processes than devices or memory; the local runtime and joined clusters."""
 
-from collections.abc import Callable
-
 import pytest
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config import packages
 from mindspeed_rlxf.config.section_rules import GIB
-
-Problems = Callable[..., list[str]]
 
 
 @pytest.fixture
@@ -17,7 +13,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_more_devices_than_there_are_is_an_error(problems: Problems) -> None:
+def test_more_devices_than_there_are_is_an_error(problems):
     (problem,) = problems({"device.kind": "cuda"})
     assert problem.startswith(
         "resource_pool (main=8) needs 8 cuda devices and this host has 2; use fewer"
@@ -25,9 +21,7 @@ def test_more_devices_than_there_are_is_an_error(problems: Problems) -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_devices_of_a_joined_cluster_are_not_counted_here(
-    problems: Problems, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_devices_of_a_joined_cluster_are_not_counted_here(problems, monkeypatch):
     changes = {"device.kind": "cuda"}
     assert problems({**changes, "runtime.address": "head:6379"}) == []
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
@@ -35,9 +29,7 @@ def test_devices_of_a_joined_cluster_are_not_counted_here(
     assert problems({**changes, "runtime.address": "local"}) != []
 
 
-def test_a_megatron_core_that_shares_no_group_is_named(
-    problems: Problems, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_megatron_core_that_shares_no_group_is_named(problems, monkeypatch):
     wide = {"critic.tensor_model_parallel_size": 8}  # 4 groups
     split = {"actor_rollout.num_gpus_for_train": 8, "actor_rollout.num_gpus_for_infer": 8}
     split |= {"resource_pool.actor": 16, "placement.actor_rollout": "actor"}
@@ -51,9 +43,7 @@ def test_a_megatron_core_that_shares_no_group_is_named(
             assert [problem.split(" ")[0] for problem in problems(changes)] == expected
 
 
-def test_cpu_processes_must_fit_in_memory(
-    problems: Problems, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cpu_processes_must_fit_in_memory(problems, monkeypatch):
     monkeypatch.setattr(device, "host_memory", lambda: 4 * GIB)
     assert problems() == []  # 8 x 0.5 GiB
     monkeypatch.setattr(device, "host_memory", lambda: 3 * GIB)
@@ -61,9 +51,7 @@ def test_cpu_processes_must_fit_in_memory(
     assert problem.startswith("resource_pool (main=8) needs 8 processes of 0.5 GiB")
 
 
-def test_local_runtime_needs_as_many_processes_as_torchrun_started(
-    problems: Problems, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_local_runtime_needs_as_many_processes_as_torchrun_started(problems, monkeypatch):
     (problem,) = problems({"runtime": "local"})
     assert problem.startswith("resource_pool.main=8 must equal the 1 processes of this run")
     monkeypatch.setenv("WORLD_SIZE", "8")
@@ -72,7 +60,7 @@ def test_local_runtime_needs_as_many_processes_as_torchrun_started(
 
 @pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize("address", ["local", "head:6379"])
-def test_devices_are_handed_out_by_rays_own_resource_only(problems: Problems, address: str) -> None:
+def test_devices_are_handed_out_by_rays_own_resource_only(problems, address):
     changes = {"resource_pool.main": 2, "device.kind": "cuda", "runtime.address": address}
     assert problems({**changes, "device.resource_name": "GPU"}) == []
     (problem,) = problems({**changes, "device.resource_name": "slot"})

@@ -1,6 +1,5 @@
 """A pool whose first devices train and whose others generate."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,9 +23,7 @@ TP2_PP2 = {
 }
 
 
-def test_training_has_the_first_ranks_and_generation_the_others(
-    make_tree: Callable[..., Any],
-) -> None:
+def test_training_has_the_first_ranks_and_generation_the_others(make_tree):
     config = resolve(make_tree(SPLIT | TP2_PP2), "t")
     assert config.parts == (4, 4)
     assert config.layout(Role.ACTOR_ROLLOUT) == ParallelLayout(4, 2, 2)
@@ -90,21 +87,17 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize(("changes", "expected"), CASES.values(), ids=CASES)
-def test_a_split_that_cannot_run_is_refused(
-    check_case: Callable[..., None], changes: dict[str, Any], expected: list[str]
-) -> None:
+def test_a_split_that_cannot_run_is_refused(check_case, changes, expected):
     check_case(changes, expected)
 
 
 @pytest.mark.parametrize("key", [ROLLOUT_TP, OLDER_TP, OLDER_TP.replace("_tensor", "-tensor")])
-def test_the_rollout_has_a_tensor_parallel_size_of_its_own(
-    make_tree: Callable[..., Any], key: str
-) -> None:
+def test_the_rollout_has_a_tensor_parallel_size_of_its_own(make_tree, key):
     config = resolve(make_tree(SPLIT | {key: 4}), "t")
     assert config.rollout_layout == ParallelLayout(4, 4)
 
 
-def test_parts_of_nodes_are_counted_in_the_order_of_ranks() -> None:
+def test_parts_of_nodes_are_counted_in_the_order_of_ranks():
     assert count_per_node([6, 2], 0, 5) == [5]
     assert count_per_node([6, 2], 5, 3) == [1, 2]
     assert count_per_node([2, 2, 4], 2, 2) == [2]

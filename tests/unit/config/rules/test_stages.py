@@ -9,8 +9,6 @@ from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.schema import RunConfig
 from tests.unit.config.conftest import WITHOUT_CRITIC
 
-Problems = Callable[..., list[str]]
-
 GRPO = {
     "training.stage": "ray_grpo", "actor_rollout.do_sample": True,
     "actor_rollout.n_samples_per_prompt": 4,
@@ -26,7 +24,7 @@ def config(make_tree: Callable[..., Any]) -> Callable[..., RunConfig]:
     return lambda *arguments: resolve(make_tree(*arguments), "test")
 
 
-def test_the_stage_sets_keys_that_the_yaml_leaves_out(config: Callable[..., RunConfig]) -> None:
+def test_the_stage_sets_keys_that_the_yaml_leaves_out(config):
     keys = ("adv_estimator", "kl_in", "kl_penalty", "advantage_whiten", "loss_normalizer")
 
     def chosen(**changes: Any) -> list[str]:
@@ -59,9 +57,7 @@ def test_the_stage_sets_keys_that_the_yaml_leaves_out(config: Callable[..., RunC
         ({"policy_loss": "ppo"}, None, None),
     ],
 )
-def test_gspo_has_a_clip_range_of_its_own(
-    config: Callable[..., RunConfig], given: dict[str, Any], low: float | None, high: float | None
-) -> None:
+def test_gspo_has_a_clip_range_of_its_own(config, given, low, high):
     changes = {f"actor_rollout.{key}": v for key, v in {"policy_loss": "gspo", **given}.items()}
     actor = config({**GRPO, **changes}, WITHOUT_CRITIC).actor_rollout
     assert (actor.clip_ratio, actor.clip_ratio_low, actor.clip_ratio_high) == (0.2, low, high)
@@ -106,9 +102,7 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("changes", "expected"), CASES)
-def test_keys_that_do_not_go_with_the_stage_are_refused(
-    check_case: Callable[..., None], changes: dict[str, Any], expected: list[str]
-) -> None:
+def test_keys_that_do_not_go_with_the_stage_are_refused(check_case, changes, expected):
     check_case(changes, expected)
 
 
@@ -135,26 +129,20 @@ WITHOUT_EFFECT: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ("changes", "key", "value"),
     [(base, key, value) for base, keys in WITHOUT_EFFECT for key, value in keys.items()],
 )
-def test_a_key_that_the_method_does_not_read_is_refused(
-    check_case: Callable[..., None], changes: dict[str, Any], key: str, value: Any
-) -> None:
+def test_a_key_that_the_method_does_not_read_is_refused(check_case, changes, key, value):
     shown = "true" if value is True else value
     check_case({**changes, key: value}, [f"{key}={shown} has no effect"])
 
 
 @pytest.mark.parametrize("stage", ["grpo", "ray_gpro", ""])
 @pytest.mark.parametrize("without", [(), WITHOUT_CRITIC])
-def test_an_unknown_stage_is_the_only_error(
-    problems: Problems, stage: str, without: tuple[str, ...]
-) -> None:
+def test_an_unknown_stage_is_the_only_error(problems, stage, without):
     (problem,) = problems({"training.stage": stage}, without)
     assert problem.startswith(f"training.stage={stage!r} must be ")
 
 
 @pytest.mark.parametrize("changes", [GRPO, DPO])
-def test_a_stage_without_a_critic_names_the_keys_to_remove(
-    problems: Problems, changes: dict[str, Any]
-) -> None:
+def test_a_stage_without_a_critic_names_the_keys_to_remove(problems, changes):
     section, place = problems(changes)
     assert "('~critic' on the command line)" in section
     assert place.startswith("placement.critic") and "'~placement.critic'" in place

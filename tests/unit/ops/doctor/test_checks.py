@@ -1,7 +1,6 @@
 """Checks of one host, with the numbers given."""
 
 import math
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,7 @@ from mindspeed_rlxf.ops.doctor import checks
 from mindspeed_rlxf.ops.doctor.checks import Subject
 
 
-def test_every_check_of_this_host_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_check_of_this_host_answers(tmp_path, monkeypatch):
     """Nothing is started and no network is needed; a check that fails says so beside the others."""
 
     def fails() -> list[Finding]:
@@ -36,9 +35,7 @@ def test_every_check_of_this_host_answers(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("limits", "word"), [((32768, 32768), "ok"), ((-1, -1), "ok"), ((1024, 4096), "warning")]
 )
-def test_few_open_files_are_a_warning(
-    limits: tuple[int, int], word: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_open_files_are_a_warning(limits, word, monkeypatch):
     monkeypatch.setattr(checks.resource, "getrlimit", lambda which: limits)
     found = next(f for f in checks.check_limits() if f.check == "limits.open_files")
     assert found.status.value == word
@@ -62,7 +59,7 @@ UNLIMITED = {
 
 
 @pytest.mark.parametrize("version", [2, 1])
-def test_limits_of_the_container_count(tmp_path: Path, version: int) -> None:
+def test_limits_of_the_container_count(tmp_path, version):
     def write(files: dict[str, str]) -> dict[str, Finding]:
         for name, text in files.items():
             (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -77,9 +74,7 @@ def test_limits_of_the_container_count(tmp_path: Path, version: int) -> None:
     assert read_amount(Amount.MEMORY_LIMIT, tmp_path) == math.inf
 
 
-def test_little_room_is_reported_for_the_nearest_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_little_room_is_reported_for_the_nearest_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(checks, "LITTLE_FREE", 2**60)
     found = next(iter(checks.check_disk(tmp_path / "new" / "run")))
     assert found.status is Status.WARNING and str(tmp_path) in found.value
@@ -116,7 +111,7 @@ ASCEND = """
 """
 
 
-def test_the_tables_of_the_drivers_are_read() -> None:
+def test_the_tables_of_the_drivers_are_read():
     name = "NVIDIA H100 80GB HBM3"
     assert parse_nvidia(NVIDIA) == (
         "550.54.15",
@@ -134,11 +129,11 @@ def test_the_tables_of_the_drivers_are_read() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "no table\n| 1 |\n", "0, x\n"])
-def test_output_without_a_table_has_no_devices(text: str) -> None:
+def test_output_without_a_table_has_no_devices(text):
     assert parse_nvidia(text)[1] == parse_ascend(text)[1] == []
 
 
-def test_a_sick_device_is_an_error_and_a_busy_one_a_warning() -> None:
+def test_a_sick_device_is_an_error_and_a_busy_one_a_warning():
     view = DriverView("npu-smi", *parse_ascend(ASCEND))
     found = {f.check: (f.status.value, f.value) for f in checks.driver_findings(view)}
     assert found["devices.driver"] == ("ok", "4 x 910B2, Ascend910, driver 24.1.0")
@@ -146,9 +141,7 @@ def test_a_sick_device_is_an_error_and_a_busy_one_a_warning() -> None:
     assert found["devices.memory"] == ("warning", "in use on 1: 61000 of 65536 MiB")
 
 
-def test_torch_has_to_see_the_devices_of_the_driver_that_are_not_hidden(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_torch_has_to_see_the_devices_of_the_driver_that_are_not_hidden(monkeypatch):
     view = DriverView("nvidia-smi", *parse_nvidia(NVIDIA))
     monkeypatch.setattr(checks, "query_driver", lambda kind: view)
 
@@ -164,9 +157,7 @@ def test_torch_has_to_see_the_devices_of_the_driver_that_are_not_hidden(
     assert word(1, None) == word(2, "0") == word(0, None) == "error"
 
 
-def test_missing_packages_are_errors_and_others_out_of_range_warnings(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_missing_packages_are_errors_and_others_out_of_range_warnings(monkeypatch):
     versions = {"torch": "2.1.0", "numpy": "2.0"}
     monkeypatch.setattr(checks.packages, "version", versions.get)
     monkeypatch.setattr(checks, "requires", lambda name: ["torch>=2.5", "ray>=2.40,<3"])

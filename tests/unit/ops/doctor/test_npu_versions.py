@@ -35,7 +35,7 @@ def findings_of(check: str) -> list[tuple[str, str, str]]:
     return [(f.status.value, f.value, f.remedy) for f in found if f.check == check]
 
 
-def test_versions_and_folders_of_checkouts_are_reported(host: Path) -> None:
+def test_versions_and_folders_of_checkouts_are_reported(host):
     assert findings_of("versions.megatron-core") == [("ok", "0.12.1", "")]
     assert findings_of("versions.mindspeed") == [("ok", "0.12.1", "")]
     ((status, value, _),) = findings_of("versions.sources")
@@ -44,7 +44,7 @@ def test_versions_and_folders_of_checkouts_are_reported(host: Path) -> None:
     assert not [name for name in sys.modules if name.startswith(("megatron.", "mindspeed."))]
 
 
-def test_mindspeed_and_another_megatron_are_an_error_with_its_remedy(host: Path) -> None:
+def test_mindspeed_and_another_megatron_are_an_error_with_its_remedy(host):
     check_out(host, (0, 16, 1))
     what = "MindSpeed 0.12.1 must pair with Megatron-LM 0.16.1"
     assert findings_of("versions.pairs") == [("error", what, "check out MindSpeed core_r0.16.0")]
@@ -52,9 +52,7 @@ def test_mindspeed_and_another_megatron_are_an_error_with_its_remedy(host: Path)
         npu_versions.require_versions()  # as a worker does
 
 
-def test_the_version_of_cann_is_read_from_the_folder_of_set_env(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_version_of_cann_is_read_from_the_folder_of_set_env(tmp_path, monkeypatch):
     folder = tmp_path / "aarch64-linux"
     folder.mkdir()
     file = folder / "ascend_toolkit_install.info"
@@ -67,7 +65,7 @@ def test_the_version_of_cann_is_read_from_the_folder_of_set_env(
     assert npu_versions.cann_version() == "8.1.RC1"
 
 
-def test_every_check_of_the_guide_is_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_check_of_the_guide_is_made(monkeypatch, tmp_path):
     npu_recorder.install(monkeypatch, tmp_path / "sources")
     monkeypatch.setattr(packages, "_installed", VERSIONS.get)
     inspected = make_host(tmp_path)

@@ -44,15 +44,13 @@ def section(config: RunConfig, title: str) -> str:
         ({"device.memory_gib": 64}, "fits: needs"),
     ],
 )
-def test_memory_that_fits_or_is_unknown_is_no_problem(
-    config: Callable[..., RunConfig], keys: dict[str, Any], said: str
-) -> None:
+def test_memory_that_fits_or_is_unknown_is_no_problem(config, keys, said):
     run = config({**JOINED, **keys})
     assert check_fit(run)[1] == []
     assert said in section(run, "Memory per device, pool main")
 
 
-def test_too_little_memory_is_a_problem_with_a_remedy(config: Callable[..., RunConfig]) -> None:
+def test_too_little_memory_is_a_problem_with_a_remedy(config):
     # a process takes 512 MiB without any tensor
     run = config({**JOINED, "device.memory_gib": 0.25})
     (problem,) = map(str, check_fit(run)[1])
@@ -61,7 +59,7 @@ def test_too_little_memory_is_a_problem_with_a_remedy(config: Callable[..., RunC
     assert "does not fit: needs" in section(run, "Memory per device, pool main")
 
 
-def test_every_phase_has_a_line(config: Callable[..., RunConfig]) -> None:
+def test_every_phase_has_a_line(config):
     lines = section(config({}), "Memory per device, pool main").splitlines()
     assert [line.split()[:2] for line in lines[2:-1]] == [
         ["actor_rollout", "forward"],
@@ -76,18 +74,14 @@ def test_every_phase_has_a_line(config: Callable[..., RunConfig]) -> None:
     ]
 
 
-def test_disk_that_is_full_is_a_problem(
-    config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disk_that_is_full_is_a_problem(config, monkeypatch):
     run = config({})
     monkeypatch.setattr(available.shutil, "disk_usage", lambda path: Usage(10, 10, 0))
     (problem,) = map(str, check_fit(run)[1])
     assert problem.startswith("training.output_dir=") and "has 0; free some space" in problem
 
 
-def test_the_tool_of_the_driver_runs_once_for_a_plan(
-    config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_tool_of_the_driver_runs_once_for_a_plan(config, monkeypatch):
     """It takes seconds, and every role and layout asks for the memory."""
     asked: list[DeviceKind] = []
 

@@ -1,7 +1,6 @@
 """Host memory and disk of small runs, by hand."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,14 +27,14 @@ def part(host: HostMemory, name: str) -> int:
     return sum(each.bytes for each in host.parts if each.name.endswith(name))
 
 
-def test_own_cluster_has_every_process_on_this_host(make_tree: Callable[..., Any]) -> None:
+def test_own_cluster_has_every_process_on_this_host(make_tree):
     host = needed(make_tree, {})
     assert part(host, "processes (8)") == 8 * PROCESS_BYTES
     assert part(host, "iteration before") == 2 * 96 * (8 * 8 + 50 * 16 + 42)
     assert part(host, "driver") == PROCESS_BYTES + 8 * 96 * 8
 
 
-def test_responses_that_are_not_learnt_from_are_held_too(make_tree: Callable[..., Any]) -> None:
+def test_responses_that_are_not_learnt_from_are_held_too(make_tree):
     grpo = {
         "training.stage": "ray_grpo",
         "actor_rollout.do_sample": True,
@@ -52,9 +51,7 @@ def test_responses_that_are_not_learnt_from_are_held_too(make_tree: Callable[...
     assert rows({"algorithm.adv_estimator": "remax"}) * 4 == 5 * plain
 
 
-def test_copies_of_offloaded_parts_and_of_a_checkpoint_are_on_the_host(
-    make_tree: Callable[..., Any],
-) -> None:
+def test_copies_of_offloaded_parts_and_of_a_checkpoint_are_on_the_host(make_tree):
     """fp32: weights 4 bytes, moments 8; every one of 8 ranks has a whole model."""
     config = resolve(make_tree({}), "t")
     actor = model_elements(config.actor_rollout.architecture, Head.LANGUAGE_MODEL)
@@ -73,7 +70,7 @@ def test_copies_of_offloaded_parts_and_of_a_checkpoint_are_on_the_host(
     assert written == 6 * (actor + critic)
 
 
-def test_stages_are_written_where_their_first_ranks_are(make_tree: Callable[..., Any]) -> None:
+def test_stages_are_written_where_their_first_ranks_are(make_tree):
     """PP 4 x DP 2: stages start at ranks 0, 2, 4, 6, two on each host of four."""
     config = resolve(make_tree(PP4), "t")
     actor = model_elements(config.actor_rollout.architecture, Head.LANGUAGE_MODEL) * 4
@@ -83,14 +80,12 @@ def test_stages_are_written_where_their_first_ranks_are(make_tree: Callable[...,
     assert part(needed(make_tree, {**PP4, **JOINED}), final) == actor // 2 + critic
 
 
-def test_on_an_accelerator_roles_take_no_host_memory(make_tree: Callable[..., Any]) -> None:
+def test_on_an_accelerator_roles_take_no_host_memory(make_tree):
     assert part(needed(make_tree, JOINED), "the roles hold") > 0
     assert part(needed(make_tree, {**JOINED, "device.kind": "cuda"}), "the roles hold") == 0
 
 
-def test_exports_keep_the_precision_of_their_source(
-    make_tree: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_exports_keep_the_precision_of_their_source(make_tree, tmp_path):
     save_file({"model.norm.weight": torch.ones(1).bfloat16()}, tmp_path / "model.safetensors")
     config = resolve(make_tree({"actor_rollout.load": str(tmp_path)}), "t")
     numbers = model_elements(config.actor_rollout.architecture, Head.LANGUAGE_MODEL)

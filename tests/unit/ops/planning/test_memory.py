@@ -30,7 +30,7 @@ def phase(config: RunConfig, role: Role, name: str, stage: int = 0) -> Any:
     return next(p for p in role_memory(config, role, stage).phases if p.name == name)
 
 
-def test_cache_is_as_large_as_the_real_one(config: Callable[..., RunConfig]) -> None:
+def test_cache_is_as_large_as_the_real_one(config):
     run = config({"actor_rollout.num_samples_per_step": 3, "actor_rollout.bf16": True})
     # 4 layers, 4 groups of width 64 / 8 = 8; 8 + 16 tokens
     real = KvCache(CacheShape(4, 4, 8, torch.bfloat16), 24, torch.device("cpu"))
@@ -41,9 +41,7 @@ def test_cache_is_as_large_as_the_real_one(config: Callable[..., RunConfig]) -> 
 
 
 @pytest.mark.parametrize("room", [1, 5, 1000])
-def test_rows_follow_the_rule_of_the_rollout(
-    config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch, room: int
-) -> None:
+def test_rows_follow_the_rule_of_the_rollout(config, monkeypatch, room):
     # A row counts with half a response, in pages: more than the 24 tokens that it can have.
     one = generation_memory.kv_cache_bytes(24, config().actor_rollout.architecture, 1, 4)
     whole = int(room * one / generation_memory.CACHE_SHARE) + 10
@@ -60,9 +58,7 @@ def test_rows_follow_the_rule_of_the_rollout(
     # of a prompt of 8 and a response of 16; rows that are not given may wait and enter once more
     [({"actor_rollout.num_samples_per_step": 12}, 8), ({"device.memory_gib": 8}, 24)],
 )
-def test_a_prefill_holds_what_a_row_has_when_it_enters(
-    config: Callable[..., RunConfig], rows: dict[str, Any], known: int
-) -> None:
+def test_a_prefill_holds_what_a_row_has_when_it_enters(config, rows, known):
     run = config(rows)
     assert cache_rows(run) == 12
     layer = layer_bytes(run.actor_rollout.architecture, 12 * known, 1, False, 4).kept
@@ -80,9 +76,7 @@ def test_a_prefill_holds_what_a_row_has_when_it_enters(
         ({"validation.do_sample": True, "validation.top_p": 0.9}, 28),  # without prompts
     ],
 )
-def test_sampling_sorts_where_a_top_p_is_used(
-    config: Callable[..., RunConfig], changes: dict[str, Any], per_logit: int
-) -> None:
+def test_sampling_sorts_where_a_top_p_is_used(config, changes, per_logit):
     large = {"actor_rollout.num_samples_per_step": 12, "model.small.vocab_size": 100_000}
     large |= {"actor_rollout.do_sample": True}
     run = config({**large, **changes})
@@ -90,9 +84,7 @@ def test_sampling_sorts_where_a_top_p_is_used(
     assert phase(run, Role.ACTOR_ROLLOUT, "generate").activations == expected
 
 
-def test_what_is_offloaded_counts_in_the_phases_that_use_it(
-    config: Callable[..., RunConfig],
-) -> None:
+def test_what_is_offloaded_counts_in_the_phases_that_use_it(config):
     """Peaks of all modes: kept by all roles, and the largest phase with what it brings back."""
     actor, ref, critic = pool_memory(config(), "main").roles
     states = [sum(role.state) for role in (actor, ref, critic)]
@@ -114,9 +106,7 @@ def test_what_is_offloaded_counts_in_the_phases_that_use_it(
         assert copies == [0, optimizers, optimizers + both][len(changes)]
 
 
-def test_a_kl_over_the_vocabulary_needs_the_policy_beside_the_reference(
-    config: Callable[..., RunConfig],
-) -> None:
+def test_a_kl_over_the_vocabulary_needs_the_policy_beside_the_reference(config):
     changes = {"algorithm.kl_penalty": "full", "training.offload.weights": True}
     pool = pool_memory(config(changes), "main")
     actor, ref, _ = pool.roles
@@ -124,14 +114,14 @@ def test_a_kl_over_the_vocabulary_needs_the_policy_beside_the_reference(
     assert pool.on_device(actor, actor.phases[0])[0] == actor.state.weights
 
 
-def test_pipeline_receives_weights_for_generation(config: Callable[..., RunConfig]) -> None:
+def test_pipeline_receives_weights_for_generation(config):
     assert phase(config(), Role.ACTOR_ROLLOUT, "generate").other == 0
     received = phase(config(PP2), Role.ACTOR_ROLLOUT, "generate").other
     layers = role_memory(config(), Role.ACTOR_ROLLOUT, 0).state.weights
     assert received == layers - role_memory(config(PP2), Role.ACTOR_ROLLOUT, 0).state.weights
 
 
-def test_first_stage_holds_two_micro_batches(config: Callable[..., RunConfig]) -> None:
+def test_first_stage_holds_two_micro_batches(config):
     # tokens 24; half of 4 layers twice, and hidden states in and out: 2 x 24 x 64 x 4 each time
     run = config(PP2)
     layer = layer_bytes(run.actor_rollout.architecture, 24, 1, False, 4).kept
@@ -139,7 +129,7 @@ def test_first_stage_holds_two_micro_batches(config: Callable[..., RunConfig]) -
     assert phase(run, Role.ACTOR_ROLLOUT, "update").activations == expected
 
 
-def test_a_micro_batch_takes_the_limit_of_tokens(config: Callable[..., RunConfig]) -> None:
+def test_a_micro_batch_takes_the_limit_of_tokens(config):
     # 12 samples of 24 tokens at most: 50 tokens, or all 288 of them
     a = config().critic.architecture
     for limit, tokens in ((50, 50), (1000, 12 * 24)):
@@ -151,9 +141,7 @@ def test_a_micro_batch_takes_the_limit_of_tokens(config: Callable[..., RunConfig
         assert phase(run, Role.CRITIC, "forward").activations == max(layer, head)
 
 
-def test_a_gradient_reduced_early_needs_a_sum_of_the_heads_beside_it(
-    config: Callable[..., RunConfig],
-) -> None:
+def test_a_gradient_reduced_early_needs_a_sum_of_the_heads_beside_it(config):
     """On the last of two stages, in bf16, where responses of 16 tokens fill more than one chunk."""
     keys = {**PP2, "resource_pool.main": 2, "training.global_batch_size": 384}
     for samples, bf16, sums in ((64, True, 0), (96, True, 4 * 32 * 64), (96, False, 0)):
@@ -173,9 +161,7 @@ def expert_bytes(config: RunConfig, share: int) -> int:
     return 4 * 8 // share * 3 * 64 * 32 * 4
 
 
-def test_expert_ranks_hold_their_share_in_training_and_generation(
-    config: Callable[..., RunConfig],
-) -> None:
+def test_expert_ranks_hold_their_share_in_training_and_generation(config):
     whole, shared = config(EXPERTS), config(EP4)
     saved = expert_bytes(whole, 1) - expert_bytes(whole, 4)
     for role in (Role.ACTOR_ROLLOUT, Role.REF, Role.CRITIC):
@@ -191,9 +177,7 @@ def test_expert_ranks_hold_their_share_in_training_and_generation(
     assert all_received - received == saved // 2  # of the other stage's layers
 
 
-def test_an_experts_optimizer_is_shared_by_the_ranks_that_hold_it(
-    config: Callable[..., RunConfig],
-) -> None:
+def test_an_experts_optimizer_is_shared_by_the_ranks_that_hold_it(config):
     """DP 8: eight ranks share the dense state, two each expert's."""
     run = config({**EP4, "critic.use_distributed_optimizer": True})
     experts = expert_bytes(run, 4)
@@ -202,7 +186,7 @@ def test_an_experts_optimizer_is_shared_by_the_ranks_that_hold_it(
     assert critic.state.optimizer == 2 * (dense // 8 + experts // 2)
 
 
-def test_each_chosen_expert_keeps_its_tokens(config: Callable[..., RunConfig]) -> None:
+def test_each_chosen_expert_keeps_its_tokens(config):
     a = config(EXPERTS).critic.architecture
     dense = a.model_copy(update={"num_experts": None})
     many = a.model_copy(update={"moe_router_topk": 4})
@@ -213,9 +197,7 @@ def test_each_chosen_expert_keeps_its_tokens(config: Callable[..., RunConfig]) -
     assert two - one == 2 * choice + 10 * 5 * 8 - 10 * 5 * 4 * 96  # a router, no MLP of 96
 
 
-def test_without_sequence_parallel_each_rank_sends_every_token(
-    config: Callable[..., RunConfig],
-) -> None:
+def test_without_sequence_parallel_each_rank_sends_every_token(config):
     a = config(EXPERTS).critic.architecture
     # three copies of two choices of 10 tokens, 64 wide, in bf16
     assert layer_bytes(a, 10, 4, True, 2).sent == 3 * 20 * 64 * 2
@@ -235,7 +217,7 @@ SPLIT = {
 ONE_TP = {"rollout.tensor_model_parallel_size": 1}
 
 
-def test_parts_of_a_split_pool_hold_only_their_own_memory(config: Callable[..., RunConfig]) -> None:
+def test_parts_of_a_split_pool_hold_only_their_own_memory(config):
     """Training has no cache and no other weights; generation half of them all and no optimizer."""
     run, whole = config(SPLIT), role_memory(config(), Role.ACTOR_ROLLOUT, 0)
     trains, generates = pool_memories(run)[-2:]
@@ -268,13 +250,8 @@ def test_parts_of_a_split_pool_hold_only_their_own_memory(config: Callable[..., 
     [(4096, 4 * 96, 32, 64 * 6), (40, 40, 64, 64 * 10), (2, 4, 32, 64 * 6)],
 )
 def test_a_prefill_exchanges_a_limited_number_of_tokens_with_the_ranks_that_share_experts(
-    config: Callable[..., RunConfig],
-    monkeypatch: pytest.MonkeyPatch,
-    limit: int,
-    together: int,
-    width: int,
-    choice: int,
-) -> None:
+    config, monkeypatch, limit, together, width, choice
+):
     monkeypatch.setattr(generation_memory, "EXCHANGE_TOKENS", limit)
     keys = {"actor_rollout.num_samples_per_step": 12, "actor_rollout.bf16": True}
     run = config({**EP4, **keys, "model.small.moe_ffn_hidden_size": width})

@@ -73,12 +73,7 @@ CHUNKS = {
         ),
     ],
 )
-def test_the_plan_shows_sizes_places_and_variables(
-    make_tree: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-    changes: dict[str, Any],
-    expected: list[str],
-) -> None:
+def test_the_plan_shows_sizes_places_and_variables(make_tree, monkeypatch, changes, expected):
     """expected: lines; those that end in a space or a bracket go on"""
     variables = {"HCCL_CONNECT_TIMEOUT": "60", "HCCL_BUFFSIZE": "100", "TASK_QUEUE_ENABLE": "2"}
     for name, value in variables.items():
@@ -107,7 +102,7 @@ def lines(make_tree: Callable[..., Any], changes: dict[str, Any]) -> list[str]:
     return [" ".join(line.split()) for line in text.splitlines()]
 
 
-def test_ranks_of_a_stage_share_a_line_where_there_are_many(make_tree: Callable[..., Any]) -> None:
+def test_ranks_of_a_stage_share_a_line_where_there_are_many(make_tree):
     """512 ranks, TP 4 x PP 4 x DP 32: a stage is 128 ranks on 16 hosts."""
     shown = lines(make_tree, LARGE)
     assert shown[2:] == [
@@ -118,7 +113,7 @@ def test_ranks_of_a_stage_share_a_line_where_there_are_many(make_tree: Callable[
     ]
 
 
-def test_parts_of_a_split_pool_have_tables_of_their_own(make_tree: Callable[..., Any]) -> None:
+def test_parts_of_a_split_pool_have_tables_of_their_own(make_tree):
     """Ranks and devices are the pool's; places count from the first rank of the part."""
     changes = {
         "resource_pool.actor": [4, 4],
