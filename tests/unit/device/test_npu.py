@@ -27,12 +27,18 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recorder:
     return npu_recorder.install(monkeypatch, tmp_path)
 
 
-def test_device_then_adaptor_then_repatch(machine):
+def test_device_then_adaptor_then_repatch_with_what_all_roles_have(machine):
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
     assert device.setup(NPU, assigned="3", deadline_s=1860) == ("npu", 3)
     assert machine.calls == [
         "check_cann", "set_timeouts", "torch_npu", "set_device 3", "set_compile_mode False",
         "adaptor", "repatch",
     ]  # fmt: skip
+    assert machine.arguments == {
+        "use_flash_attn": True, "transformer_impl": "local", "context_parallel_size": 1,
+    }  # fmt: skip
+    assert (root.handlers, root.level) == before
 
 
 def test_the_adaptor_parses_none_of_the_arguments_of_ray(machine, monkeypatch):
@@ -43,28 +49,11 @@ def test_the_adaptor_parses_none_of_the_arguments_of_ray(machine, monkeypatch):
     assert sys.argv is rays
 
 
-def test_the_adaptor_gets_no_argument_that_differs_between_roles(machine):
-    device.setup(NPU)
-    assert machine.arguments == {
-        "use_flash_attn": True, "transformer_impl": "local", "context_parallel_size": 1,
-    }  # fmt: skip
-
-
 def test_megatron_imported_too_early_is_refused(machine, monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron.core", ModuleType("megatron.core"))
     with pytest.raises(AssertionError, match=r"megatron\.core was imported before"):
         device.setup(NPU)
     assert machine.calls == []
-
-
-def test_handlers_and_level_of_the_root_logger_stay(machine):
-    root = logging.getLogger()
-    before = root.handlers[:], root.level
-    device.setup(NPU)
-    assert (root.handlers, root.level) == before
-
-
-# Sums
 
 
 def test_sums_of_doubles_on_the_host_survive_mindspeed(machine, monkeypatch):
@@ -99,9 +88,6 @@ def test_doubles_on_the_device_come_back_from_the_copy():
     assert total.item() == 8.0
 
 
-# CANN
-
-
 @pytest.mark.parametrize(("variables", "message"), [
     ({}, "ASCEND_HOME_PATH or ASCEND_TOOLKIT_HOME must be CANN's folder, not ''"),
     ({"ASCEND_HOME_PATH": "/not/there"}, "not '/not/there'"),
@@ -114,9 +100,6 @@ def test_missing_parts_of_cann_are_named_with_their_remedy(variables, message):
 
 def test_the_package_keeps_torch_from_loading_torch_npu_by_itself():
     assert os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "0"
-
-
-# HCCL
 
 
 @pytest.mark.parametrize(("deadline", "given", "connect", "execute", "event"), [
