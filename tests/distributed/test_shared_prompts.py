@@ -12,14 +12,13 @@ from mindspeed_rlxf.config.enums import LossNormalizer
 from mindspeed_rlxf.config.schema import ArchitectureConfig, LearningConfig
 from mindspeed_rlxf.data.batch import RoleOutput, Rollouts
 from mindspeed_rlxf.engine.engine import MegatronEngine
-from mindspeed_rlxf.engine.train_engine import PolicyStep, TokenLogProbs, ValueStep
+from mindspeed_rlxf.engine.train_engine import ValueStep
 from mindspeed_rlxf.models.parameters import Head
 from tests.distributed.groups import build_group, layout_of
 from tests.distributed.llamas import PLAIN, QWEN3_MOE, VOCAB, make_llama
+from tests.distributed.probe import likelihood_step
+from tests.distributed.test_layout_invariance import PP2, SP2
 from tests.rows import length_mask, made_rollouts
-
-SP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-PP2 = {"pipeline_model_parallel_size": 2}
 
 
 def make_groups(sizes: tuple[int, ...], prompts: tuple[int, ...]) -> Rollouts:
@@ -63,17 +62,12 @@ class Probe:
         ):
             found[name] = None if result is None else getattr(result, name).tolist()
 
-        def loss_of(rows: list[int], tokens: TokenLogProbs) -> LossOutput:
-            lengths = rollouts.response_lengths[rows]
-            loss, mean = -tokens.log_probs, LossNormalizer.MINIBATCH_TOKENS
-            return normalised_loss(loss, lengths, mean, 1, {"loss": loss}, {})
-
         def value_loss(rows: list[int], values: torch.Tensor) -> LossOutput:
             lengths, mean = slots[rows].sum(1), LossNormalizer.MINIBATCH_TOKENS
             return normalised_loss(values**2, lengths, mean, 1, {"loss": values}, {})
 
         rows = list(range(rollouts.num_rows))[::2] + list(range(rollouts.num_rows))[1::2]
-        steps = (PolicyStep(loss_of, 1.0), ValueStep(value_loss, slots))
+        steps = (likelihood_step(rollouts), ValueStep(value_loss, slots))
         for engine, step in zip((policy, critic), steps, strict=True):
             batches = engine.micro_batches(rollouts, rows)
             engine.train_step(batches, step)

@@ -79,20 +79,16 @@ def test_only_leaders_keep_rows_and_reports_come_in_data_parallel_order() -> Non
     assert pending.seconds == 7.0  # the slowest of all ranks, leader or not
 
 
-def test_a_call_does_not_wait_when_the_inputs_give_the_number_of_rows() -> None:
+def test_a_call_waits_once_for_the_number_of_rows_where_the_inputs_do_not_give_it() -> None:
     group, pool = make_group(2, tp=1, pp=1)
     rows = group.call(SomeRole.work, ref(4, 2)).rows()
     assert rows == RowsRef((Piece("rank 0", 3), Piece("rank 1", 3)))
     assert pool.calls[0].waits == 0
     assert [request.num_rows for request in pool.requests] == [3, 3]
-
-
-def test_rows_of_unknown_number_wait_for_the_replies_once() -> None:
-    group, pool = make_group(2, tp=1, pp=1)
     pending = group.call(SomeRole.work, 5)
     assert [piece.num_rows for piece in pending.rows().pieces] == [10, 11]
     pending.result()
-    assert pool.calls[0].waits == 1
+    assert pool.calls[1].waits == 1
 
 
 def test_a_part_of_a_pool_is_a_pool_whose_ranks_count_from_its_first() -> None:

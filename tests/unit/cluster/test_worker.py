@@ -42,14 +42,8 @@ def make_host() -> RoleHost:
     return host
 
 
-def run(method: str, *args: Any, leads: bool = True, rows: int | None = None) -> Any:
-    return make_host().run(Request(Role.CRITIC, method, args, leads, rows))
-
-
-def failure(method: str, *args: Any, rows: int | None = None) -> WorkerError:
-    with pytest.raises(WorkerError) as caught, redirect_stderr(io.StringIO()):
-        run(method, *args, rows=rows)
-    return caught.value
+def run(method: str, *args: Any, leads: bool = True) -> Any:
+    return make_host().run(Request(Role.CRITIC, method, args, leads))
 
 
 def test_references_are_resolved_before_the_method_runs() -> None:
@@ -78,7 +72,9 @@ def test_the_leader_writes_logged_tokens_to_the_file_of_its_rank(tmp_path: Path)
 
 
 def test_a_lost_peer_is_no_first_cause() -> None:
-    assert failure("fail", "[gloo] Connection closed by peer [127.0.0.1]:1").is_aftermath
+    with pytest.raises(WorkerError) as caught, redirect_stderr(io.StringIO()):
+        run("fail", "[gloo] Connection closed by peer [127.0.0.1]:1")
+    assert caught.value.is_aftermath
 
 
 def test_a_role_is_built_with_the_object_of_another_in_its_process() -> None:

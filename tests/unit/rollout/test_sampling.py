@@ -64,14 +64,6 @@ def test_top_k_and_top_p_keep_what_transformers_keeps(top_k, top_p):
     assert_close(_filter_top_k_and_p(logits, top_k, top_p), expected, rtol=0, atol=0)
 
 
-def test_top_p_by_hand_and_after_top_k():
-    logits = torch.tensor([[0.1, 0.4, 0.3, 0.2]]).log()
-    # in order 0.4, 0.3: 0.7 reaches 0.6
-    assert _filter_top_k_and_p(logits, 0, 0.6).isfinite().tolist() == [[False, True, True, False]]
-    # of the two kept by top-k, 0.4 / 0.7 = 0.57 reaches 0.5
-    assert _filter_top_k_and_p(logits, 2, 0.5).isfinite().tolist() == [[False, True, False, False]]
-
-
 def test_filtered_tokens_are_never_drawn_and_the_log_prob_is_unfiltered():
     logits = random_logits(1, 9).expand(500, 9)
     uniforms = torch.linspace(0, 1 - 2**-53, 500, dtype=torch.float64)
