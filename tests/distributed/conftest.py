@@ -1,16 +1,15 @@
 """One Ray session for all distributed tests, and pools of workers that tests share."""
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.schema import DeviceConfig, RuntimeConfig
+from tests.processes import ROOT
+from tests.registries import restored_registries
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 NUM_DEVICES = 4  # size of the largest pool
 WARM_DEVICES = 16  # of shared pools, so that most tests find one of their shape
 ALL_DEVICES = WARM_DEVICES + 3  # with those of a test that makes its own
@@ -24,24 +23,22 @@ def ray_runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """
     from mindspeed_rlxf.cluster.ray.runtime import RayRuntime
 
-    before = {name: os.environ.get(name) for name in ("PYTHONPATH", "RAY_ADDRESS")}
-    os.environ["PYTHONPATH"] = str(REPOSITORY)  # so that workers can import roles of tests
-    os.environ["RAY_ADDRESS"] = "local"  # never join a cluster that this user runs on the host
-    runtime = RayRuntime(
-        DeviceConfig(kind=DeviceKind.CPU),
-        RuntimeConfig(timeout_s=300.0, start_timeout_s=120.0),
-        ALL_DEVICES,
-        log_dir=tmp_path_factory.mktemp("logs"),
-    )
-    try:
-        yield runtime
-    finally:
-        runtime.shutdown()
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+    config = RuntimeConfig(timeout_s=300.0, start_timeout_s=120.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))  # so that workers can import roles of tests
+        patch.setenv("RAY_ADDRESS", "local")  # never join a cluster that this user runs on the host
+        logs = tmp_path_factory.mktemp("logs")
+        runtime = RayRuntime(DeviceConfig(kind=DeviceKind.CPU), config, ALL_DEVICES, log_dir=logs)
+        try:
+            yield runtime
+        finally:
+            runtime.shutdown()
+
+
+@pytest.fixture
+def registries() -> Iterator[None]:
+    with restored_registries():
+        yield
 
 
 class KeptPools:

@@ -1,13 +1,11 @@
 """A run trains with the estimator, reward rule and rollout engine of examples/plugins/parts.py."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.golden.runs import golden_config
 from tests.processes import read_lines, read_metrics
-from tests.registries import restored_registries
 from tests.training import run
 
 PARTS = Path(__file__).parents[2] / "examples" / "plugins" / "parts.py"
@@ -17,12 +15,6 @@ OWN = {
     "+reward.rules": "{arithmetic: last_digit}",
     "training.train_iters": 4,
 }
-
-
-@pytest.fixture
-def registries() -> Iterator[None]:
-    with restored_registries():
-        yield
 
 
 @pytest.mark.long

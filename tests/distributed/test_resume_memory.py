@@ -19,16 +19,8 @@ from tests.distributed.llamas import PLAIN, make_llama, role_of
 from tests.unit.weights.folders_of import sizes_read
 
 RANKS = 4
-LARGE = PLAIN.model_copy(
-    update={
-        "num_layers": 6,
-        "hidden_size": 512,
-        "ffn_hidden_size": 1536,
-        "num_attention_heads": 8,
-        "num_query_groups": 8,
-        "vocab_size": 8000,
-    }
-)
+SIZES = {"num_layers": 6, "hidden_size": 512, "ffn_hidden_size": 1536, "vocab_size": 8000}
+LARGE = PLAIN.model_copy(update={**SIZES, "num_attention_heads": 8, "num_query_groups": 8})
 NUMBERS = 2 * 8000 * 512 + 6 * (4 * 512 * 512 + 3 * 512 * 1536 + 2 * 512) + 512
 
 

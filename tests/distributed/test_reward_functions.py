@@ -10,7 +10,6 @@ import pytest
 from tests.chaos.same_run import MACHINE_METRICS
 from tests.golden.runs import START, golden_config
 from tests.processes import read_metrics
-from tests.registries import restored_registries
 from tests.training import run
 from tests.unit.rewards.test_remote import Server
 
@@ -28,10 +27,7 @@ TWO_RANKS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def registries() -> Iterator[None]:
-    with restored_registries():
-        yield
+pytestmark = pytest.mark.usefixtures("registries")
 
 
 @pytest.fixture

@@ -152,12 +152,7 @@ def make_models(folder: Path, architecture: str, scratch: Path) -> None:
     """Write tokenizer and models in a process of its own: it imports Megatron."""
     code = (
         "import sys; from pathlib import Path; from tests.distributed import llamas\n"
-        "from tests.trl.record import make_tokenizer\n"
-        "folder, a = Path(sys.argv[1]), getattr(llamas, sys.argv[2])\n"
-        "make_tokenizer().save_pretrained(folder / 'tokenizer')\n"
-        "llamas.make_llama(folder / 'lm', a)\n"
-        "llamas.make_llama(folder / 'value', a, scored=True, seed=1)\n"
-        "llamas.make_llama(folder / 'reward', a, scored=True, seed=2)\n"
+        "llamas.make_models(Path(sys.argv[1]), getattr(llamas, sys.argv[2]))"
     )
     command = [sys.executable, "-c", code, str(folder), architecture]
     subprocess.run(command, cwd=ROOT, env=environment("cpu", scratch), check=True)

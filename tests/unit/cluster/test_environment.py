@@ -20,19 +20,12 @@ def opened(variables: dict[str, str]) -> dict[str, Secret]:
 
 
 def test_settings_of_libraries_are_forwarded_but_no_visibility() -> None:
-    environment = {
-        "HCCL_CONNECT_TIMEOUT": "1",
-        "ASCEND_LAUNCH_BLOCKING": "1",
-        "GLOO_SOCKET_IFNAME": "eth0",
-        "TP_SOCKET_IFNAME": "eth0",
-        "NCCL_DEBUG": "INFO",
-        "TASK_QUEUE_ENABLE": "2",
-        "CPU_AFFINITY_CONF": "1",
-        "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
-        "CLOSE_MATMUL_K_SHIFT": "0",
-        "ATB_MATMUL_SHUFFLE_K_ENABLE": "1",
-        "LCCL_DETERMINISTIC": "0",
-    }
+    names = """
+        HCCL_CONNECT_TIMEOUT ASCEND_LAUNCH_BLOCKING GLOO_SOCKET_IFNAME TP_SOCKET_IFNAME NCCL_DEBUG
+        TASK_QUEUE_ENABLE CPU_AFFINITY_CONF PYTORCH_NPU_ALLOC_CONF CLOSE_MATMUL_K_SHIFT
+        ATB_MATMUL_SHUFFLE_K_ENABLE LCCL_DETERMINISTIC
+    """
+    environment = {name: f"the {name}" for name in names.split()}
     hidden = {"ASCEND_RT_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "0", "HOME": "/"}
     assert reveal(forwarded_environment({**environment, **hidden})) == environment
 

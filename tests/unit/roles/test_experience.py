@@ -141,14 +141,9 @@ def test_reinforce_takes_the_rewards_from_each_token_on():
 def test_remax_subtracts_the_shaped_score_of_the_greedy_response():
     greedy = rollouts_of([2, 2, 4, 4], [True, True, False, False])
     baseline = Scores(torch.tensor([0.5, 0.5, 3.0, 3.0]))
-    experience, _, _ = made(
-        AdvEstimator.REMAX,
-        greedy=(greedy, baseline),
-        missing_eos_penalty=1.0,
-        reward_scale=2.0,
-        kl_in="loss",
-        kl_penalty=KlPenalty.LOW_VAR_KL,
-    )
+    keys = {"missing_eos_penalty": 1.0, "reward_scale": 2.0}
+    keys |= {"kl_in": "loss", "kl_penalty": KlPenalty.LOW_VAR_KL}
+    experience, _, _ = made(AdvEstimator.REMAX, greedy=(greedy, baseline), **keys)
     # responses: 2, 0 - 1, 0.5, 4; greedy: 1, 1, 6 - 1, 6 - 1
     assert_close(experience.advantages[:, 0], torch.tensor([1.0, -2.0, -4.5, -1.0]))
 
@@ -168,14 +163,9 @@ def test_rewards_are_scaled_to_variance_one_and_keep_their_mean():
 
 
 def test_penalties_are_subtracted_after_scale_and_clip():
-    _, report, _ = made(
-        AdvEstimator.DR_GRPO,
-        reward_scale=4.0,
-        reward_clip=3.0,
-        missing_eos_penalty=0.5,
-        overlong_buffer_len=2,
-        overlong_penalty_factor=1.0,
-    )
+    keys = {"reward_scale": 4.0, "reward_clip": 3.0, "missing_eos_penalty": 0.5}
+    overlong = {"overlong_buffer_len": 2, "overlong_penalty_factor": 1.0}
+    _, report, _ = made(AdvEstimator.DR_GRPO, **keys, **overlong)
     # 4 -> 3, 0 - 0.5 for no EOS - 0.5 for 5 of 6 tokens, 1, 8 -> 3 - 1 for 6 of 6
     assert report.score.total == pytest.approx(3 - 1.0 + 1 + 2)
 

@@ -42,23 +42,16 @@ def role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ScorerRole
     source = plugins.Source(str(tmp_path / "mine.py"), TEXT)
     plugins.carry(source)
     function = {"function": f"{source.file}:score", "sha256": source.sha256, "name": "mine"}
-    reward = RewardConfig.model_validate(
-        {
-            "kind": "rule",
-            "function": function,
-            "processes": 2,
-            "timeout_s": 20.0,
-            "worker_memory_gib": 4.0,
-            "failed_score": -0.25,
-        }
-    )
+    keys = {"kind": "rule", "function": function, "processes": 2, "timeout_s": 20.0}
+    keys |= {"worker_memory_gib": 4.0, "failed_score": -0.25}
     monkeypatch.setattr(module, "load_tokenizer", lambda folder: TOKENIZER)
-    made = ScorerRole(_config(reward))
+    made = ScorerRole(_config(keys))
     yield made
     made.rewards._pool.close()
 
 
-def _config(reward: RewardConfig) -> Any:
+def _config(keys: dict[str, Any]) -> Any:
+    reward = RewardConfig.model_validate(keys)
     return SimpleNamespace(
         reward=reward, verifiers=[], training=SimpleNamespace(tokenizer_name_or_path="nowhere")
     )
@@ -122,7 +115,7 @@ def test_rules_beside_a_model_score_the_rows_that_are_labelled_so(monkeypatch):
     """With `rules` alone a row without a label is the model's; validation by rules scores all."""
     monkeypatch.setattr(module, "load_tokenizer", lambda folder: TOKENIZER)
     keys = {"kind": "huggingface", "rules": {"a": "gsm8k"}, "worker_memory_gib": 4.0}
-    role = ScorerRole(_config(RewardConfig.model_validate(keys)))
+    role = ScorerRole(_config(keys))
     prompts = prompts_of(["2", "2", "2"])
     prompts.extra_infos[:] = [{"reward_model": {"style": s}} for s in ("rule", "model")] + [{}]
     rollouts = gather_rollouts(prompts, role.follow(prompts, results_of(["2", "2", "2"])))

@@ -60,15 +60,8 @@ class TinyModel(nn.Module):
 
 
 def settings(**keys: Any) -> SamplingSettings:
-    base: dict[str, Any] = {
-        "do_sample": False,
-        "temperature": 1.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "min_new_tokens": 0,
-        "max_new_tokens": 9,
-        "eos_token_ids": (EOS,),
-    }
+    base: dict[str, Any] = {"do_sample": False, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    base |= {"min_new_tokens": 0, "max_new_tokens": 9, "eos_token_ids": (EOS,)}
     return SamplingSettings(**(base | keys))
 
 

@@ -125,26 +125,20 @@ def test_missing_files_are_named(problems, key, rule):
 
 def test_stop_tokens_of_indexed_data_sets_end_responses(good, tmp_path):
     """1 is the tokenizer's EOS, 2 the model's; each data set brings one, that of validation too."""
+    files, keys = (str(good / "train.jsonl"),), MapKeys(prompt="prompt")
     for name, stop in (("train", 5), ("val", 7)):
-        options = PreprocessOptions(
-            (str(good / "train.jsonl"),),
-            str(tmp_path / name),
-            str(good / "tokenizer"),
-            map_keys=MapKeys(prompt="prompt"),
-        )
-        preprocess(options)
+        places = str(tmp_path / name), str(good / "tokenizer")
+        preprocess(PreprocessOptions(files, *places, map_keys=keys))
         sidecar = tmp_path / f"{name}_packed_meta.json"
-        sidecar.write_text(
-            json.dumps({**json.loads(sidecar.read_text()), "stop_token_ids": [stop]})
-        )
+        meta = {**json.loads(sidecar.read_text()), "stop_token_ids": [stop]}
+        sidecar.write_text(json.dumps(meta))
     prefixes = [f"data.data_path={tmp_path}/train", f"data.val_data_path={tmp_path}/val"]
     prepared = prepare(load_config(good, "data.train_files=[]", *prefixes))
     assert prepared.eos_token_ids == (1, 2, 5, 7)
     prompts = (prepared.train_prompts, prepared.val_prompts)
     assert [[p.token_ids.tolist() for p in part] for part in prompts] == [[[3, 4]] * 4] * 2
-    assert {(p.ground_truth, p.data_source) for part in prompts for p in part} == {
-        ("3", "arithmetic")
-    }
+    labels = {(p.ground_truth, p.data_source) for part in prompts for p in part}
+    assert labels == {("3", "arithmetic")}
 
 
 @pytest.mark.parametrize(
@@ -261,9 +255,8 @@ def test_a_megatron_folder_of_another_tool_uses_the_config_beside_the_tokenizer(
     words = [f"{role}.load={tmp_path / 'mg'}" for role in ("actor_rollout", "ref", "critic")]
     words.append(f"training.tokenizer_name_or_path={tmp_path / 'tokenizer'}")
     found = problems(*words)
-    assert len(found) == 3 and all(
-        "config.json is neither in it nor in training" in f for f in found
-    )
+    assert len(found) == 3
+    assert all("config.json is neither in it nor in training" in line for line in found)
     shutil.copy(good / "lm" / "config.json", tmp_path / "tokenizer")
     generation = tmp_path / "tokenizer" / "generation_config.json"
     generation.write_text(json.dumps({"eos_token_id": [1, 7]}))

@@ -55,15 +55,8 @@ class Script:
     def generate(self, prompts, _seed, sampling=Sampling.TRAINING):
         self.generated.append((prompts, sampling))
         count = prompts.num_rows
-        report = GenerateReport(
-            prompt_lengths=[1] * count,
-            response_lengths=[i + 1 for i in prompts.sample_ids],
-            has_eos=[True] * count,
-            prompt_tokens=count,
-            decoded_tokens=0,
-            sampled_tokens=0,
-            sync_s=0.0,
-        )
+        lengths = [1] * count, [i + 1 for i in prompts.sample_ids]
+        report = GenerateReport(*lengths, [True] * count, count, 0, 0, sync_s=0.0)
         return Answer(f"responses {len(self.generated) - 1}", report, count)
 
     def score(self, rollouts: RowsRef) -> Answer:

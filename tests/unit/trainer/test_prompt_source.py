@@ -13,14 +13,7 @@ from mindspeed_rlxf.trainer.prompt_source import PromptSource
 
 def prompts(count: int) -> list[Prompt]:
     return [
-        Prompt(
-            index=i,
-            text=f"{i}",
-            token_ids=np.array([i, i + 1]),
-            ground_truth=f"truth {i}",
-            data_source=f"source {i % 2}",
-            extra_info={"row": i},
-        )
+        Prompt(i, f"{i}", np.array([i, i + 1]), f"truth {i}", f"source {i % 2}", {"row": i})
         for i in range(count)
     ]
 
