@@ -8,10 +8,13 @@ Ends with an error if their log-probs differ before the measurement. Prints one 
 
     python benchmarks/update.py [--device cpu|cuda|npu] [--bf16] [--size 19m|100m] [--batch 16]
     python benchmarks/update.py --prompts 4 --samples 8 --prompt 256 --response 64
+    python benchmarks/update.py --model outputs/smollm2/model --prompts 16 --prompt 40 --response 16
 
 With `--prompts` there are so many prompts of `--prompt` tokens, each with `--samples` responses of
 half to one and a half of `--response` tokens, all samples of a prompt in one micro-batch. `apart`
-is then our side with `share_prompts: false`.
+is then our side with `share_prompts: false`. `--model` takes the weights of a Hugging Face folder.
+`matrix_products_share` is the part of our update's time, on the CPU, in matrix products and
+attention, by torch's profiler.
 """
 
 import argparse
@@ -31,7 +34,8 @@ import torch.distributed as dist
 from iteration import make_models, write_inputs
 from ppo_step import BASE, LENGTHS, MICRO, PROMPT, SHAPES, our_tree
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
@@ -39,6 +43,7 @@ from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.data.batch import Experience, Rollouts
 
 LIMIT, CLIP, LR = 512, 0.2, 1e-6
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product_flash_attention_for_cpu")
 
 
 def main() -> None:
@@ -46,6 +51,7 @@ def main() -> None:
     parser.add_argument("--device", type=DeviceKind, default=DeviceKind.CPU)
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--size", choices=list(SHAPES), default="19m")
+    parser.add_argument("--model", type=Path, help="a folder to use in place of random weights")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
@@ -73,8 +79,12 @@ def main() -> None:
 
 
 def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    make_models(folder, SHAPES[arguments.size])
     write_inputs(folder, BASE["vocab_size"], arguments.prompt)
+    if arguments.model:
+        for name in ("policy", "scorer"):  # the latter for the plan of a critic, which is not built
+            (folder / name).symlink_to(arguments.model.resolve())
+    else:
+        make_models(folder, SHAPES[arguments.size])
     stored = json.loads(LENGTHS.read_text(encoding="utf-8"))["responses"][: arguments.batch]
     lengths = [max(2, n * arguments.limit // LIMIT) for n in stored]
     if arguments.prompts:
@@ -109,7 +119,18 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     for part in ("forward", "update"):
         sides = {name: getattr(side, part) for name, side in all_sides.items()}
         found |= race(part, sides, arguments.repeats)
+    if arguments.device is DeviceKind.CPU:
+        found["matrix_products_share"] = products_share(ours.update)
     return found
+
+
+def products_share(run: Callable[[], Any]) -> float:
+    """Return the part of the calling thread's time in PRODUCTS and their backward passes."""
+    with profile(activities=[ProfilerActivity.CPU]) as traced:
+        run()
+    times = {each.key: each.self_cpu_time_total for each in traced.key_averages()}
+    names = {f"aten::{name}{end}" for name in PRODUCTS for end in ("", "_", "_backward")}
+    return round(sum(times.get(name, 0.0) for name in names) / sum(times.values()), 3)
 
 
 def race(part: str, sides: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
@@ -175,14 +196,15 @@ class Ours:
             batch=arguments.batch, iterations=1, limit=arguments.limit, threads=arguments.threads
         )
         tree = our_tree(folder, given)  # type: ignore[arg-type]
-        tree["device"]["kind"] = arguments.device.value
+        del tree["model"]  # so that it comes from config.json
+        tree["device"]["kind"], tree["reward"] = arguments.device.value, {"kind": "rule"}
         tree["actor_rollout"] |= {
             "max_prompt_length": arguments.prompt, "micro_batch_size": arguments.micro,
             "share_prompts": share,
         }  # fmt: skip
         tree["training"] |= {
             "bf16": arguments.bf16, "output_dir": str(folder / "run"),
-            "seq_length": arguments.prompt + arguments.limit,
+            "seq_length": arguments.prompt + arguments.limit, "model": "auto",
         }  # fmt: skip
         tree["algorithm"] = {"kl_ctrl": {"kl_coef": 0.0}, "old_log_probs": "recompute"}
         self.role = ActorRole(resolve(tree, "update"))
@@ -215,7 +237,7 @@ class Plain:
         self.where, self.prompt, self.micro = (
             device.current_device(), arguments.prompt, arguments.micro,
         )  # fmt: skip
-        self.model: Any = LlamaForCausalLM.from_pretrained(
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
             folder / "policy", attn_implementation="sdpa", dtype=dtype
         ).to(self.where)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, weight_decay=0.0)

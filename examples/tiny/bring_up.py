@@ -1,9 +1,10 @@
-"""Compare a device's results with numbers recorded on a CPU, from the first import to PPO.
+"""Compare a device's results with numbers recorded on a CPU, from the first import to a real model.
 
     python examples/tiny/bring_up.py --device npu
 
 Each stage runs in its own process, so a crash can be assigned to a stage. Its numbers are compared
 with `bring_up.json`, recorded on a CPU (`--record`). The program stops at the first failing stage.
+The stages `real-...` need the language model that `make demo-real` puts into `outputs/smollm2`.
 Exit code 0 = all stages agree, 1 = one failed or differs, 2 = wrong arguments.
 """
 
@@ -53,6 +54,13 @@ STAGES = (
     Stage("generate", 300, 0),
     Stage("ppo", 600, 5e-2),
 )
+REAL_STAGES = (
+    Stage("real-forward", 600, 1e-3),
+    Stage("real-generate", 600, 0),
+    Stage("real-update", 900, 1e-2),
+    Stage("real-resume", 900, 1e-2),
+)
+MODEL = HERE.parents[1] / "outputs" / "smollm2" / "model"
 
 
 class Failed(Exception):
@@ -69,12 +77,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--patience", type=float, default=1.0, help="factor for all deadlines")
     parser.add_argument("--record", action="store_true", help="write the numbers to the trace")
     arguments = parser.parse_args(argv)
-    names = arguments.stages.split(",") if arguments.stages else [s.name for s in STAGES]
-    unknown = set(names) - {s.name for s in STAGES}
+    stages = STAGES + (REAL_STAGES if MODEL.exists() else ())
+    names = arguments.stages.split(",") if arguments.stages else [s.name for s in stages]
+    unknown = set(names) - {s.name for s in stages}
     if unknown:
-        parser.error(f"--stages={','.join(sorted(unknown))} must be of {[s.name for s in STAGES]}")
+        parser.error(f"--stages={','.join(sorted(unknown))} must be of {[s.name for s in stages]}")
     chosen = [
-        replace(s, deadline_s=s.deadline_s * arguments.patience) for s in STAGES if s.name in names
+        replace(s, deadline_s=s.deadline_s * arguments.patience) for s in stages if s.name in names
     ]
     recorded = _read(arguments.trace, arguments.record)
     for stage in chosen:
@@ -83,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             numbers = run_stage(stage, arguments.device, processes)
         except Failed as error:
-            print(f"{stage.name:<11} FAILED  {error}", flush=True)
+            print(f"{stage.name:<13} FAILED  {error}", flush=True)
             return 1
         seconds = time.monotonic() - started
         if arguments.record:
@@ -91,13 +100,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         rtol = CPU_RTOL if arguments.device == "cpu" and stage.rtol else stage.rtol
         wrong = list(differences(recorded[stage.name], numbers, rtol))
         if wrong:
-            print(f"{stage.name:<11} DIFFERS  {wrong[0]}", flush=True)
-            print("".join(f"{'':<13}{line}\n" for line in wrong[1:]), end="", flush=True)
+            print(f"{stage.name:<13} DIFFERS  {wrong[0]}", flush=True)
+            print("".join(f"{'':<15}{line}\n" for line in wrong[1:]), end="", flush=True)
             return 1
         worst = max(distances(recorded[stage.name], numbers), default=0.0)
-        print(f"{stage.name:<11} ok  {seconds:5.1f} s, off by {worst:.1e}", flush=True)
+        print(f"{stage.name:<13} ok  {seconds:5.1f} s, off by {worst:.1e}", flush=True)
     if arguments.record:
-        ordered = {s.name: recorded[s.name] for s in STAGES if s.name in recorded}
+        ordered = {s.name: recorded[s.name] for s in STAGES + REAL_STAGES if s.name in recorded}
         arguments.trace.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
     return 0
 

@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +21,9 @@ if TYPE_CHECKING:
     from mindspeed_rlxf.roles.all_roles import RoleGroups
     from mindspeed_rlxf.trainer.prompt_source import PromptSource
 
-START = Path(__file__).resolve().parents[2] / "tests" / "golden" / "start"
+ROOT = Path(__file__).resolve().parents[2]
+START, SMOLLM2 = ROOT / "tests" / "golden" / "start", ROOT / "examples" / "smollm2"
+MODEL = ROOT / "outputs" / "smollm2" / "model"  # where `make demo-real` puts it
 PROMPTS, ITERATIONS, TIMEOUT_S = 16, 3, 120.0
 SMALL: dict[str, Any] = {
     "model.tiny.num_layers": 2,
@@ -38,12 +44,59 @@ SMALL: dict[str, Any] = {
     "resource_pool.main": 1,
     "runtime.kind": "local",
 }
+REAL: dict[str, Any] = {
+    "training.global_batch_size": 2,
+    "training.tokenizer_name_or_path": MODEL,
+    "actor_rollout.load": MODEL,
+    "actor_rollout.lr_decay_style": "constant",
+    "actor_rollout.n_samples_per_prompt": 4,
+    "actor_rollout.ppo_mini_batch_size": 8,
+    "actor_rollout.max_new_tokens": 16,
+    "reward.function": f"{SMOLLM2}/word_sums.py:score",
+    "data.shuffle": False,
+    "data.val_files": "[]",
+    "validation.interval": 0,
+    "resource_pool.main": 1,
+    "runtime.kind": "local",
+}
 KEPT = (
     "actor/pg_loss_abs", "actor/entropy", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm",
     "critic/kl", "critic/score/mean", "critic/advantages/max", "response_length/mean",
 )  # fmt: skip
 
 Numbers = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a stage trains: a configuration, changes to it, and fixed responses."""
+
+    config: str
+    folder: Path | None  # with the configuration; None = those of the package
+    changes: dict[str, Any]
+    write: Callable[[Path, int], Iterator[str]]  # prompts; yields responses for n iterations
+
+
+def write_tiny(_work: Path, iterations: int) -> Iterator[str]:
+    """Yield numbers; the prompts exist."""
+    yield from (str(7 * i % 200) for i in range(PROMPTS * iterations))
+
+
+def write_sums(work: Path, iterations: int) -> Iterator[str]:
+    """Write word sums to `train.jsonl`; yield four answers to each, right and wrong in turn."""
+    sys.path.insert(0, str(SMOLLM2))
+    from word_sums import make_split
+
+    rows = make_split(1)[0][: 2 * iterations]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (work / "train.jsonl").write_text(text, encoding="utf-8")
+    for row in rows:
+        right = int(row["ground_truth"])
+        yield from (f"The answer is {right + wrong}." for wrong in (0, 1, 0, 2))
+
+
+TINY = Task("ppo_trainer_tiny", None, SMALL, write_tiny)
+WORD_SUMS = Task("grpo", SMOLLM2, REAL, write_sums)
 
 
 def import_(kind: str, _work: Path) -> Numbers:
@@ -133,9 +186,9 @@ def collective(kind: str, _work: Path) -> Numbers:
     return results
 
 
-def forward(kind: str, work: Path) -> Numbers:
+def forward(kind: str, work: Path, task: Task = TINY) -> Numbers:
     """Load weights from a Hugging Face folder; return log-probs for fixed responses."""
-    _runtime, roles, source, _ = start(kind, work)
+    _runtime, roles, source, _ = start(kind, work, task)
     from mindspeed_rlxf.cluster.refs import resolve
     from mindspeed_rlxf.roles.reports import ResponseLengths
 
@@ -151,14 +204,21 @@ def forward(kind: str, work: Path) -> Numbers:
     return {"log_probs": [round(x, 6) for x in rows.log_probs.sum(-1).tolist()]}  # type: ignore[attr-defined]
 
 
-def update(kind: str, work: Path) -> Numbers:
-    """Do two PPO iterations on fixed responses: both losses, gradients and Adam."""
-    return train(kind, work, 2, fixed=True)
+def update(kind: str, work: Path, task: Task = TINY) -> Numbers:
+    """Do two iterations on fixed responses: losses, gradients and Adam."""
+    return train(kind, work, 2, task, fixed=True)
 
 
-def generate(kind: str, work: Path) -> Numbers:
+def resume(kind: str, work: Path) -> Numbers:
+    """Do the iterations of `update` on word sums in two runs: the second resumes the first."""
+    saves = replace(WORD_SUMS, changes={**REAL, "training.save_interval": 1})
+    train(kind, work, 1, saves, fixed=True)
+    return train(kind, work, 2, saves, fixed=True)
+
+
+def generate(kind: str, work: Path, task: Task = TINY) -> Numbers:
     """Return greedy responses, generated with the KV cache."""
-    _runtime, roles, source, _ = start(kind, work, fixed=False)
+    _runtime, roles, source, _ = start(kind, work, task, fixed=False)
     from mindspeed_rlxf.cluster.refs import resolve
     from mindspeed_rlxf.roles.rollout import Sampling
 
@@ -172,10 +232,10 @@ def generate(kind: str, work: Path) -> Numbers:
 
 def ppo(kind: str, work: Path) -> Numbers:
     """Run the whole PPO loop with sampled responses."""
-    return train(kind, work, ITERATIONS, fixed=False)
+    return train(kind, work, ITERATIONS, TINY, fixed=False)
 
 
-STAGES = {
+STAGES: dict[str, Callable[[str, Path], Numbers]] = {
     "import": import_,
     "patch": patch,
     "collective": collective,
@@ -183,6 +243,10 @@ STAGES = {
     "update": update,
     "generate": generate,
     "ppo": ppo,
+    "real-forward": partial(forward, task=WORD_SUMS),
+    "real-generate": partial(generate, task=WORD_SUMS),
+    "real-update": partial(update, task=WORD_SUMS),
+    "real-resume": resume,
 }
 
 
@@ -196,27 +260,30 @@ def claim(kind: str) -> Any:
     return device.current_device()
 
 
-def configure(kind: str, work: Path, iterations: int, fixed: bool) -> Any:
-    """Return the configuration for a run on one device; `fixed` writes and uses fixed responses."""
+def configure(kind: str, work: Path, iterations: int, task: Task, fixed: bool) -> Any:
+    """Return the configuration for a run on one device; `fixed` uses fixed responses."""
     from mindspeed_rlxf.config.compose import compose
     from mindspeed_rlxf.config.load import resolve
 
-    changes = {**SMALL, "device.kind": kind, "training.train_iters": iterations}
+    changes = {**task.changes, "device.kind": kind, "training.train_iters": iterations}
     changes["training.output_dir"] = work / "run"
+    answers = [{"response": text} for text in task.write(work, max(iterations, 2))]
+    if task.folder:
+        changes["data.train_files"] = work / "train.jsonl"
     if fixed:
         file = work / "responses.jsonl"
-        answers = [{"response": str(7 * i % 200)} for i in range(PROMPTS * iterations)]
         file.write_text("".join(json.dumps(a) + "\n" for a in answers), encoding="utf-8")
         changes["actor_rollout.fixed_responses"] = file
     settings = [f"{key}={value}" for key, value in changes.items()]
-    return resolve(compose("ppo_trainer_tiny", settings), "bring_up")
+    folder = None if task.folder is None else str(task.folder)
+    return resolve(compose(task.config, settings, folder), "bring_up")
 
 
 def start(
-    kind: str, work: Path, fixed: bool = True
+    kind: str, work: Path, task: Task, fixed: bool = True
 ) -> tuple[Any, RoleGroups, PromptSource, RunConfig]:
     """Build all roles in this process; return runtime, roles, prompts and configuration."""
-    config = configure(kind, work, 1, fixed)
+    config = configure(kind, work, 1, task, fixed)
     claim(kind)
     from mindspeed_rlxf.cluster.local import LocalRuntime
     from mindspeed_rlxf.data.sampler import PromptSampler
@@ -228,14 +295,16 @@ def start(
     runtime = LocalRuntime.from_config(config)
     pools = runtime.create_pools(config.resource_pool)
     roles = RoleGroups.build(config, pools, prepared.eos_token_ids)
-    sampler = PromptSampler(len(prepared.train_prompts), PROMPTS, 1, False)
-    source = PromptSource(prepared.train_prompts, sampler, 1, prepared.fixed_responses)
+    prompts, batch = prepared.train_prompts, config.training.global_batch_size
+    sampler = PromptSampler(len(prompts), batch, 1, False)
+    count = config.actor_rollout.n_samples_per_prompt
+    source = PromptSource(prompts, sampler, count, prepared.fixed_responses)
     return runtime, roles, source, config
 
 
-def train(kind: str, work: Path, iterations: int, fixed: bool) -> Numbers:
-    """Run PPO and return the metrics in KEPT, each as a list over the iterations."""
-    config = configure(kind, work, iterations, fixed)
+def train(kind: str, work: Path, iterations: int, task: Task, fixed: bool) -> Numbers:
+    """Train and return the metrics in KEPT, each as a list over the iterations."""
+    config = configure(kind, work, iterations, task, fixed)
     claim(kind)
     from mindspeed_rlxf.trainer.preflight import prepare
     from mindspeed_rlxf.trainer.run import run
