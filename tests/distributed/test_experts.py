@@ -47,8 +47,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2-ep2": (4, EP2 | PP2),
 }  # fmt: skip
 VIRTUAL = {"virtual-pp2-ep2": (4, {**EP2, **PP2, "num_layers_per_virtual_pipeline_stage": 1})}
-
-
 LONG = pytest.mark.long
 
 

@@ -25,8 +25,6 @@ TWO_RANKS = {
     "+validation.max_samples": 5,  # the two replicas get three each
     "+reward.processes": 1,
 }
-
-
 pytestmark = pytest.mark.usefixtures("registries")
 
 

@@ -4,11 +4,10 @@ and on greedy ones that each side generates.
 TRL's numbers are in tests/trl/traces, written by tests/trl/record.py.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -78,7 +77,7 @@ def differences(trace: Trace, metrics: list[dict[str, float]]) -> list[str]:
 
 
 def run_like_trl(
-    trace: Trace, config: RunConfig, runtime: Any, patch: pytest.MonkeyPatch
+    trace: Trace, config: RunConfig, runtime: Any, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[dict[str, float]], dict[str, Any]]:
     """Metrics of every iteration and the tensors of the first one; weights are in final/."""
     first: dict[str, Any] = {}
@@ -93,9 +92,9 @@ def run_like_trl(
         return pending
 
     for module in (actor_module, critic_module):
-        patch.setattr(module, "mini_batch_order", recorded_order(trace, UPDATES))
-    patch.setattr(critic_module, "CriticRole", ReportingCritic)
-    patch.setattr(CriticGroup, "make_experience", listening)
+        monkeypatch.setattr(module, "mini_batch_order", recorded_order(trace, UPDATES))
+    monkeypatch.setattr(critic_module, "CriticRole", ReportingCritic)
+    monkeypatch.setattr(CriticGroup, "make_experience", listening)
     return read_metrics(run(config, runtime, prepared(trace)).path), first
 
 
@@ -167,7 +166,7 @@ class BiasedVariance(CriticRole):
             count = mask.sum()
             return masked_whiten(values, mask, *rest) * (count / (count - 1)).sqrt()
 
-        with replaced(objectives_module, "masked_whiten", whiten):
+        with patch.object(objectives_module, "masked_whiten", whiten):
             return super().make_experience(*arguments)
 
 
@@ -181,7 +180,7 @@ class WhitensOverValueSlots(CriticRole):
         def whiten(values: Tensor, _mask: Tensor, *arguments: Any) -> Tensor:
             return masked_whiten(values, length_mask(slots, width), *arguments)
 
-        with replaced(objectives_module, "masked_whiten", whiten):
+        with patch.object(objectives_module, "masked_whiten", whiten):
             return super().make_experience(inputs)
 
 
@@ -210,18 +209,8 @@ class WeighsResponsesAlike(ClippedObjective):
             token = clipped_policy_loss(*arguments)
             return TokenLoss(token.loss * weights, token.clipped)
 
-        with replaced(objectives_module, "clipped_policy_loss", weighed):
+        with patch.object(objectives_module, "clipped_policy_loss", weighed):
             return super().loss(experience, *rest)
-
-
-@contextmanager
-def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    original = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, original)
 
 
 WRONG_KEYS: dict[str, dict[str, Any]] = {
@@ -249,8 +238,6 @@ WRONG_ROLES: dict[str, tuple[Any, str, type]] = {
     "value loss without the slot after EOS": (critic_module, "CriticRole", LearnsNoSlotAfterEos),
     "mean of sequence means": (actor_module, "ActorRole", MeanOfSequenceMeans),
 }
-
-
 SHORT = ("score at EOS", "lam .931")
 
 

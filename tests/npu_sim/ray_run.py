@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.tiny_run import START, settings
+from tests.distributed.cluster.test_local_runtime import free_port
 from tests.npu_sim import processes, run
 from tests.npu_sim.cases import operators_of
 from tests.processes import read_lines, start_logged, wait_for
@@ -155,7 +156,7 @@ def install_tools(scratch: Path, devices: int) -> dict[str, str]:
 @contextlib.contextmanager
 def cluster(scratch: Path, environment: dict[str, str], devices: int) -> Iterator[str]:
     """Start Ray with NPUs by `ray start`, yield its address, and end it after the block."""
-    port, log = run.free_port(), scratch / "ray.log"
+    port, log = free_port(), scratch / "ray.log"
     command = [
         sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block",
         "--node-ip-address=127.0.0.1", f"--port={port}", f'--resources={{"NPU": {devices}}}',

@@ -9,7 +9,6 @@ scipy, sentencepiece and six, which have to be installed.
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.same_run import MACHINE_METRICS
+from tests.distributed.cluster.test_local_runtime import free_port
 from tests.npu_sim import processes
 from tests.npu_sim.cases import CASES, Case, operators_of
 from tests.processes import ROOT, read_lines, start_logged
@@ -62,12 +62,6 @@ def link_package(package: str, checkout: str, scratch: Path) -> Path:
     if not link.is_symlink():
         link.symlink_to(Path(checkout).resolve() / package)
     return link.parent
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def run_case(kind: str, folder: Path, out: Path, name: str, scratch: Path) -> None:

@@ -14,9 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.distributed.cluster.test_local_runtime import free_port
 from tests.golden.runs import PPO, SMALL
+from tests.processes import ROOT
 
-REPOSITORY = Path(__file__).resolve().parents[3]
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 START_S = 60.0
 JOIN = """
@@ -44,15 +45,9 @@ pytestmark = pytest.mark.long
 
 def documented(document: str, marks: str) -> str:
     """Return the line of a document that starts with `marks`."""
-    text = (REPOSITORY / "docs" / document).read_text(encoding="utf-8")
+    text = (ROOT / "docs" / document).read_text(encoding="utf-8")
     lines = [line.partition("  #")[0] for line in text.splitlines()]
     return next(line for line in lines if line.startswith(marks))
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 @contextmanager
@@ -82,7 +77,7 @@ def environment() -> Iterator[dict[str, str]]:
     """Of a user without a token; at the end of the test nothing of their Ray is left."""
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="d") as home:  # sockets: a short path
         own = {name: v for name, v in os.environ.items() if not name.startswith("RAY_")}
-        yield {**own, "HOME": home, "RAY_TMPDIR": home, "PYTHONPATH": str(REPOSITORY)}
+        yield {**own, "HOME": home, "RAY_TMPDIR": home, "PYTHONPATH": str(ROOT)}
         left = [p for p in psutil.process_iter(["environ"]) if of_home(p, home)]
         for process in left:
             process.kill()
@@ -145,7 +140,7 @@ def test_the_commands_of_the_older_guide_train(environment: dict[str, str], tmp_
     ):
         words = [*program, *shlex.split(line)[1:], *extra]
         done = subprocess.run(
-            words, env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=300
+            words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300
         )
         assert done.returncode == 0, done.stdout + done.stderr
     assert "joined the Ray cluster" in done.stdout

@@ -7,12 +7,16 @@ import pytest
 from tests.processes import run_python
 
 
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
 def torchrun() -> list[str]:
     """Two ranks over numeric loopback addresses: no name server is asked for anything."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    place = ["--local-addr", "127.0.0.1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    place = ["--local-addr", "127.0.0.1", "--master-addr", "127.0.0.1"]
+    place += ["--master-port", str(free_port())]
     return ["-m", "torch.distributed.run", "--nproc-per-node", "2", *place]
 
 

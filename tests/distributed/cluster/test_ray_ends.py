@@ -10,14 +10,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import psutil
 
 from tests.distributed.cluster.group_checks import build
 from tests.distributed.cluster.stand_ins import StandIn
+from tests.processes import ROOT
 
-REPOSITORY = Path(__file__).resolve().parents[3]
 SOCKET_BYTES = 107  # of the path of a unix socket
 ASK = "import sys; from mindspeed_rlxf.cluster.ray.cluster import asks_for_token as asks; "
 ASK += "print(asks(sys.argv[1]))"
@@ -28,7 +29,7 @@ def asks_for_token(address: str) -> bool:
     environment = {n: v for n, v in os.environ.items() if not n.startswith("RAY_")}
     done = subprocess.run(
         [sys.executable, "-c", ASK, address],
-        env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=60,
+        env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     return done.stdout.strip() == "True"
 
@@ -47,14 +48,11 @@ def test_no_other_user_enters_an_own_cluster(ray_runtime: Any) -> None:
 
 @contextmanager
 def driver(**environment: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "tests.distributed.cluster.ray_driver"]
+    own = {**os.environ, **environment}
+    # A process group of its own, as a terminal gives it.
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.distributed.cluster.ray_driver"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=REPOSITORY,
-        env={**os.environ, **environment},
-        start_new_session=True,  # a process group of its own, as a terminal gives it
+        command, stdout=PIPE, stderr=PIPE, text=True, cwd=ROOT, env=own, start_new_session=True
     )
     try:
         yield process

@@ -29,8 +29,6 @@ def frames(*names: str) -> str:
 
 
 HOST = ("mindspeed_rlxf/cluster/worker.py:run", "default_worker.py:<module>")
-
-
 WAITS = frames("torch/distributed/distributed_c10d.py:all_reduce", *HOST)
 BUSY = frames("json/decoder.py:decode", "mindspeed_rlxf/rewards/rules.py:score", *HOST)
 IDLE = frames("default_worker.py:<module>")
