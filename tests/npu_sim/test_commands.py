@@ -77,5 +77,4 @@ def test_bf16_stays_in_the_band_of_fp32(simulated, tmp_path):
 
 @pytest.mark.parametrize("name", ray_run.CASES)
 def test_a_run_on_ray_with_npus_equals_that_on_cpu(simulated, name):
-    """`ray start` with NPUs, two or three of them; each worker has a device of its own."""
     assert run.rehearse_each([name], ray_run.rehearse, "/var/tmp")  # sockets: short paths

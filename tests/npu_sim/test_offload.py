@@ -95,7 +95,6 @@ def test_a_run_takes_what_the_plan_says(simulated, tmp_path, mode):
 
 
 def test_the_plans_memory_is_enough_and_less_is_not(simulated, tmp_path):
-    """The run finishes with a tenth more than planned, and names the device with a seventh less."""
     (tmp_path / "measured").mkdir()
     planned, _ = json.loads(start(tmp_path / "measured", "both").stdout.splitlines()[-1])
     for factor, ends in ((1.1, True), (0.85, False)):

@@ -37,9 +37,7 @@ def setups(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         (DeviceKind.CPU, {}, None),
     ],
 )
-def test_a_worker_hands_on_the_device_that_ray_gave_it_and_how_long_it_waits(
-    setups, monkeypatch, kind, ids, assigned
-):
+def test_a_worker_hands_on_its_device_and_deadline(setups, monkeypatch, kind, ids, assigned):
     from mindspeed_rlxf.cluster.ray import pool as ray_pool
 
     context = SimpleNamespace(get_accelerator_ids=lambda: ids)

@@ -103,9 +103,7 @@ def accumulate(inputs: Tensor, grads: Tensor, total: Tensor) -> None:
     (Operator.SWIGLU, swiglu, lambda both, _: swiglu(both, None, torch.Tensor.detach)),
     (Operator.GRADIENT, accumulate, lambda x, g, total: total.copy_(g.float().t() @ x.float())),
 ])  # fmt: skip
-def test_each_probe_takes_the_operator_and_refuses_one_that_computes_something_else(
-    operator, right, wrong
-):
+def test_each_probe_takes_its_operator_and_refuses_another(operator, right, wrong):
     probe = probe_of(operator)
     probe(right, CPU)
     with pytest.raises((AssertionError, RuntimeError)):

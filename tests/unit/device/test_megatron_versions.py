@@ -42,9 +42,7 @@ def test_a_version_is_mended_where_it_needs_it(monkeypatch, version, mended, own
     ("0.12.1", 1, {}, 1), ("0.12.1", None, {}, 0), ("0.13.0", 1, {"vp_stage": 1}, 0),
     ("0.16.1", None, {"vp_stage": None}, 0),
 ])  # fmt: skip
-def test_0_12_reads_the_chunk_from_a_global_and_later_versions_from_a_keyword(
-    monkeypatch, version, chunk, argument, inside
-):
+def test_the_chunk_is_a_global_in_0_12_alone(monkeypatch, version, chunk, argument, inside):
     """inside: value of the global, which is 0 outside"""
     monkeypatch.setattr(megatron.core, "__version__", version)
     monkeypatch.setattr(parallel_state, "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK", 0)

@@ -49,9 +49,7 @@ def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Host]:
 @pytest.mark.parametrize(
     ("shown", "count"), [(None, 4), ("", 4), ("2,3", 2), (" 1 , 2,3", 3), ("0,1,2,3,4,5", 4)]
 )
-def test_the_drivers_tool_counts_devices_that_the_variable_does_not_hide(
-    host, monkeypatch, shown, count
-):
+def test_the_drivers_tool_counts_visible_devices(host, monkeypatch, shown, count):
     host.smi(4)
     if shown is not None:
         monkeypatch.setenv(npu.VISIBLE, shown)

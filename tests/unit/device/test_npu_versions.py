@@ -70,9 +70,7 @@ def test_the_default_set_is_that_of_make():
     ("__init__.py", "import megatron_adaptor\n", r"needs MegatronAdaptor.*26\.1\.0_core"),
     ("megatron_adaptor.py", "def patch_features(): ...\n", "must have .*repatch"),
 ])  # fmt: skip
-def test_a_mindspeed_that_cannot_work_is_refused_whatever_its_version_says(
-    monkeypatch, tmp_path, file, text, message
-):
+def test_a_mindspeed_that_cannot_work_is_refused(monkeypatch, tmp_path, file, text, message):
     npu_recorder.install(monkeypatch, tmp_path)
     npu_versions.require_versions()
     (tmp_path / "MindSpeed" / "mindspeed" / file).write_text(text, encoding="utf-8")

@@ -73,9 +73,7 @@ def test_scores_are_those_of_the_model_for_each_text_alone(tmp_path, kind):
 
 
 @pytest.mark.parametrize(("limit", "tokens"), [(20, 20), (10**30, 30)], ids=["own", "model's"])
-def test_a_text_that_is_cut_keeps_the_tokens_before_it_and_the_positions_of_its_model(
-    tmp_path, limit, tokens
-):
+def test_a_truncated_text_keeps_special_tokens_and_positions(tmp_path, limit, tokens):
     """BERT's score is that of its first token; RoBERTa's first position is number 2."""
     own = byte_tokenizer()
     own.backend_tokenizer.post_processor = processors.TemplateProcessing(

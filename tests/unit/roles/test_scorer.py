@@ -76,7 +76,6 @@ def results_of(texts: list[str]) -> Iterator[GenerationResult]:
 
 
 def test_a_response_is_scored_before_the_last_one_is_there(role, tmp_path):
-    """The generation of the last response waits for the scores of the others."""
     texts = ["wait", "2", "3", "2"]
     prompts = prompts_of(texts, flag=str(tmp_path / "flag"))
     submitted: list[Any] = []

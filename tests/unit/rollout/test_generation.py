@@ -38,9 +38,7 @@ def same(
 
 @pytest.mark.parametrize("steps", [1, 3, 50])
 @pytest.mark.parametrize("rows", [1, 3, 100])
-def test_responses_do_not_depend_on_rows_and_on_how_often_the_host_looks(
-    prompts, sizes, steps, rows
-):
+def test_responses_do_not_depend_on_rows_and_looks_of_the_host(prompts, sizes, steps, rows):
     expected = answers(engine(TinyModel(), 2), prompts, **SAMPLED)
     sizes.decoded = []
     answers(engine(TinyModel(), rows), prompts, **SAMPLED)
@@ -132,7 +130,6 @@ def test_slots_are_refilled_together(prompts, monkeypatch):
 
 
 def test_rows_of_other_settings_draw_as_they_would_alone(prompts):
-    """Different ends and filters beside each other, several steps between two looks."""
     kinds: list[dict[str, Any]] = [
         {**SAMPLED, "eos_token_ids": (4, 7)},
         {"do_sample": False, "max_new_tokens": 5},

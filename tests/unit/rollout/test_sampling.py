@@ -99,9 +99,7 @@ def test_deterministic_algorithms_scan_no_numbers_on_a_device(monkeypatch):
 
 @pytest.mark.parametrize("doubled", [True, False])
 @pytest.mark.parametrize("vocab", [40, 3 * BLOCK])
-def test_a_scan_whose_ends_rise_at_a_weight_of_0_draws_no_forbidden_token(
-    vocab, doubled, monkeypatch
-):
+def test_a_scan_that_rises_at_weight_0_draws_no_forbidden_token(vocab, doubled, monkeypatch):
     """As the order of a parallel scan's sums differs from place to place."""
     logits = random_logits(400, vocab)
     logits[:, 1::2] = -torch.inf

@@ -172,9 +172,7 @@ def test_validation_is_scored_by_rules_unless_a_model_is_asked_for(tmp_path, goo
     assert [prompt.data_source for prompt in found.val_prompts] == ["chess"]
 
 
-def test_a_row_that_a_model_scores_needs_a_prompt_alone_and_a_labelled_row_its_rule(
-    tmp_path, good, problems
-):
+def test_a_row_for_the_model_needs_a_prompt_and_a_labelled_one_its_rule(tmp_path, good, problems):
     file = tmp_path / "rows.jsonl"
     plain = '{"prompt": "1"}\n{"prompt": "2", "reward_model": {"style": "model"}}\n'
     rule = '{"prompt": "3", "data_source": "mine", "reward_model": {"style": "STYLE"}}'
@@ -243,9 +241,7 @@ def add_layer(file: Path) -> None:
     config.write_text(json.dumps({**json.loads(config.read_text()), "num_hidden_layers": 3}))
 
 
-def test_a_megatron_folder_of_another_tool_uses_the_config_beside_the_tokenizer(
-    good, tmp_path, problems
-):
+def test_a_megatron_folder_of_another_tool_uses_the_tokenizers_config(good, tmp_path, problems):
     """Such a folder has no config.json; stop tokens come from the folder that has it."""
     shutil.copytree(good / "tokenizer", tmp_path / "tokenizer")
     convert = [str(good / "lm"), str(tmp_path / "mg"), "--to", "mg"]
