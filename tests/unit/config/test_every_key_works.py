@@ -253,7 +253,7 @@ SANDBOX: dict[str, Any] = {
     "files": Case(77, see.sandboxed), "processes": Case(77, see.sandboxed),
     "output_kb": Case(77, see.sandboxed),
 }  # fmt: skip
-COLUMNS = Shown(PROMPTS, "test_dotted_keys_reach_nested_columns_of_parquet")
+COLUMNS = Shown(PROMPT_KEYS, "test_rows_of_the_usual_columns_are_read_from_parquet")
 DATA: dict[str, Any] = {
     "train_files": Case("other.jsonl"), "val_files": Case("val.jsonl"),
     "data_path": Case("prefix", base={"data.train_files": [], "data.data_path": "other"}),
@@ -261,7 +261,7 @@ DATA: dict[str, Any] = {
     "prompt_key": COLUMNS, "ground_truth_key": COLUMNS, "data_source_key": COLUMNS,
     "default_data_source": Shown(PROMPTS,
      "test_rows_of_several_files_come_in_order_with_all_fields"),
-    "extra_columns": Shown(PROMPT_KEYS, "test_rows_of_the_usual_columns_are_read_from_parquet"),
+    "extra_columns": COLUMNS,
     "system_prompt": Shown(PROMPT_KEYS, "test_a_system_prompt_comes_first_unless_the_chat_has_one"),
     "chat_template_kwargs": Shown(PROMPT_KEYS, "test_chat_template_kwargs_reach_the_template"),
     "train_weights": Shown("trainer/test_prompt_source.py",

@@ -16,6 +16,14 @@ from tests.unit.data.byte_tokenizer import byte_tokenizer
 KEYS = MapKeys(prompt="prompt")
 
 
+def write_rows(file: Path, *rows: Any) -> str:
+    """Write a jsonl file, return its path. rows: objects, or lines as str or bytes"""
+    texts = [row if isinstance(row, (str, bytes)) else json.dumps(row) for row in rows]
+    lines = [text.encode() if isinstance(text, str) else text for text in texts]
+    file.write_bytes(b"".join(line + b"\n" for line in lines))
+    return str(file)
+
+
 class Bench:
     """Inputs in `folder`, outputs with the prefix `folder/out/set`."""
 
@@ -24,10 +32,8 @@ class Bench:
         self.prefix = folder / "out" / "set"
 
     def write(self, name: str, *rows: Any) -> str:
-        """Write a jsonl file, return its path. rows: objects, or lines as bytes"""
-        lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
-        (self.folder / name).write_bytes(b"".join(line + b"\n" for line in lines))
-        return str(self.folder / name)
+        """Write a file of the folder; see `write_rows`."""
+        return write_rows(self.folder / name, *rows)
 
     def run(self, *inputs: str, **options: Any) -> Counts:
         """Preprocess input files. options: fields of PreprocessOptions"""

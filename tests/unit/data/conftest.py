@@ -1,6 +1,5 @@
 """A small tokenizer with one id per character, a folder with a byte tokenizer, and prompt files."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from tests.unit.data.bench import Bench
+from tests.unit.data.bench import Bench, write_rows
 from tests.unit.data.byte_tokenizer import write_tokenizer
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz 0123456789+=:"
@@ -70,16 +69,5 @@ def ids_of() -> Callable[..., list[int]]:
 
 @pytest.fixture
 def write_jsonl(tmp_path: Path) -> WriteJsonl:
-    """Return a function that writes rows to a jsonl file and returns its path.
-
-    rows: objects, or lines as str or bytes
-    """
-
-    def write(*rows: Any, name: str = "train.jsonl") -> str:
-        file = tmp_path / name
-        lines = [row if isinstance(row, (str, bytes)) else json.dumps(row) for row in rows]
-        raw = [line.encode() if isinstance(line, str) else line for line in lines]
-        file.write_bytes(b"".join(line + b"\n" for line in raw))
-        return str(file)
-
-    return write
+    """Return `write_rows` to a file of the test's folder, `train.jsonl` unless it is named."""
+    return lambda *rows, name="train.jsonl": write_rows(tmp_path / name, *rows)

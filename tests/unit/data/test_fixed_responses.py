@@ -1,6 +1,5 @@
 """Responses from a file: what is read, and what is refused."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import pytest
 
 from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.data.fixed_responses import FixedResponses, load_fixed_responses
+from tests.unit.data.bench import write_rows
 
 EOS = 2
 
@@ -21,10 +21,8 @@ class Letters:
 
 
 def load(tmp_path: Path, *rows: Any, num_samples: int = 0, name: str = "r.jsonl") -> FixedResponses:
-    file = tmp_path / name
-    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return load_fixed_responses(str(file), Letters(), (EOS, 9), 12, 4, num_samples)  # type: ignore[arg-type]
+    file = write_rows(tmp_path / name, *rows)
+    return load_fixed_responses(file, Letters(), (EOS, 9), 12, 4, num_samples)  # type: ignore[arg-type]
 
 
 def test_rows_answer_the_samples_in_order_or_by_their_ids(tmp_path: Path) -> None:
@@ -71,19 +69,16 @@ def test_a_wrong_row_is_named(tmp_path: Path, row: Any, problem: str) -> None:
     assert str(caught.value).startswith(f"actor_rollout.fixed_responses: {file}:1: {problem}")
 
 
+ZERO = {"sample_id": 0, "response_ids": [3]}
+
+
 @pytest.mark.parametrize(
     ("rows", "problem"),
     [
         ([{"response_ids": [3]}], "the run's 3 samples must have a response each, 2 have none"),
         ([{"sample_id": 2, "response_ids": [3]}], "2 have none (the first: 0)"),
-        (
-            [{"sample_id": 0, "response_ids": [3]}, {"response_ids": [3]}],
-            "all rows or none must have a sample_id",
-        ),
-        (
-            [{"sample_id": 0, "response_ids": [3]}] * 2,
-            "a sample_id must be a number that no earlier row has, not 0",
-        ),
+        ([ZERO, {"response_ids": [3]}], "all rows or none must have a sample_id"),
+        ([ZERO, ZERO], "a sample_id must be a number that no earlier row has, not 0"),
     ],
 )
 def test_a_file_that_does_not_answer_every_sample_once_is_refused(

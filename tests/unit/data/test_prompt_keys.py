@@ -38,7 +38,7 @@ def test_rows_of_the_usual_columns_are_read_from_parquet(
 ) -> None:
     row = {
         "source": {"name": "sums"},
-        "prompt": CHAT,
+        "question": CHAT,
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": "4"},
         "extra_info": {"split": "train", "index": 7, "choices": ["a", "b"]},
@@ -46,14 +46,14 @@ def test_rows_of_the_usual_columns_are_read_from_parquet(
     file = tmp_path / "rows.parquet"
     pq.write_table(pa.Table.from_pylist([row, {**row, "extra_info": None}]), file)
     keys = {"ground_truth_key": "reward_model.ground_truth", "data_source_key": "source.name"}
-    config = data(**keys)
+    config = data(prompt_key="question", **keys)
     prompt, other = load_prompts(str(file), make_tokenizer(), config, 100)
     assert prompt.text == "<bos><user>hi<assistant>"
     assert (prompt.ground_truth, prompt.data_source) == ("4", "sums")
     columns = {"source": {"name": "sums"}, "ability": "math", "reward_model": row["reward_model"]}
     assert prompt.extra_info == {**columns, "split": "train", "index": 7, "choices": ["a", "b"]}
     assert other.extra_info == columns
-    config = data(extra_columns=["extra_info", "reward_model.style"])
+    config = data(prompt_key="question", extra_columns=["extra_info", "reward_model.style"])
     prompt, other = load_prompts(str(file), make_tokenizer(), config, 100)
     style = {"reward_model": {"style": "rule"}}  # kept in any case: it chooses what scores the row
     assert other.extra_info == {"reward_model.style": "rule", **style}

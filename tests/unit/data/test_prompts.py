@@ -1,8 +1,6 @@
 """Rows become prompts, or every problem is named with its file and row."""
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from tokenizers import normalizers
 
@@ -69,22 +67,6 @@ def test_chats_between_texts_are_read_by_the_template_alone(make_tokenizer, ids_
     assert prompt.token_ids.tolist() == official["input_ids"]
 
 
-def test_dotted_keys_reach_nested_columns_of_parquet(make_tokenizer, tmp_path):
-    chats = [[{"role": "user", "content": text, "tool": None}] for text in ("one", "two")]
-    rows = [
-        {"question": chats[0], "reward": {"truth": {"text": "1"}, "of": "a"}},
-        {"question": chats[1], "reward": {"truth": {"text": "2"}, "of": "b"}},
-    ]
-    file = tmp_path / "rows.parquet"
-    pq.write_table(pa.Table.from_pylist(rows), file)
-    keys = {"ground_truth_key": "reward.truth.text", "data_source_key": "reward.of"}
-    prompts = load_prompts(str(file), make_tokenizer(), data(prompt_key="question", **keys), 100)
-    assert [(p.text, p.ground_truth, p.data_source) for p in prompts] == [
-        ("<bos><user>one<assistant>", "1", "a"),
-        ("<bos><user>two<assistant>", "2", "b"),
-    ]
-
-
 def test_blank_lines_and_a_byte_order_mark_are_skipped(make_tokenizer, write_jsonl):
     file = write_jsonl(b'\xef\xbb\xbf{"prompt": "a"}', "", {"prompt": 5})
     (problem,) = problems_of(file, make_tokenizer())
@@ -148,12 +130,6 @@ def test_equal_problems_are_one_line_and_many_different_ones_are_cut_short(
     assert problems[0].endswith("(49 more rows have the same problem)")
     assert len(problems) == 11
     assert problems[-1] == f"{file}: 5 more rows with problems like these"
-
-
-def test_a_prompt_of_exactly_the_limit_fits(make_tokenizer, write_jsonl):
-    file = write_jsonl({"prompt": "abc"})
-    assert len(load_prompts(file, make_tokenizer("$A <eos>"), data(), 3)) == 1
-    assert len(problems_of(file, make_tokenizer("<bos> $A"), max_prompt_length=3)) == 1
 
 
 def test_one_prompt_must_be_left(make_tokenizer, write_jsonl):

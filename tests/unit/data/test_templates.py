@@ -9,7 +9,20 @@ from tests.unit.data.byte_tokenizer import SPECIAL, byte_tokenizer
 USER = [Turn("user", "Hi")]
 CHAT = [Turn("system", "Be kind."), Turn("user", "A"), Turn("assistant", "B"), Turn("user", "C")]
 QWEN25_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
-LLAMA3_HEADER = "<|start_header_id|>{}<|end_header_id|>\n\n"
+
+
+def im(role: str, text: str) -> str:
+    return f"<|im_start|>{role}\n{text}<|im_end|>\n"
+
+
+def llama3(role: str, text: str = "") -> str:
+    """A turn of Llama 3; without text the header of the response."""
+    return f"<|start_header_id|>{role}<|end_header_id|>\n\n{text}" + ("<|eot_id|>" if text else "")
+
+
+IM_ANSWER = "<|im_start|>assistant\n"
+IM_HI = im("user", "Hi") + IM_ANSWER
+BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 
 
 def text_of(name: str, turns: list[Turn]) -> str:
@@ -29,29 +42,13 @@ def text_of(name: str, turns: list[Turn]) -> str:
         ),
         ("mistral", "<s>[INST] Hi [/INST]"),
         ("mixtral", "<s>[INST] Hi [/INST]"),
-        ("chatml", "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"),
-        ("qwen3", "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"),
-        (
-            "qwen",
-            "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
-            "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
-        ),
-        (
-            "qwen25",
-            f"<|im_start|>system\n{QWEN25_SYSTEM}<|im_end|>\n"
-            "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
-        ),
-        (
-            "qwen_math_r1",
-            "<|im_start|>system\nPlease reason step by step, and put your final answer within "
-            "\\boxed{}.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
-        ),
+        ("chatml", IM_HI),
+        ("qwen3", IM_HI),
+        ("qwen", im("system", "You are a helpful assistant.") + IM_HI),
+        ("qwen25", im("system", QWEN25_SYSTEM) + IM_HI),
+        ("qwen_math_r1", im("system", BOXED) + IM_HI),
         ("llama2", "<s>[INST] Hi [/INST]"),
-        (
-            "llama3",
-            f"<|begin_of_text|>{LLAMA3_HEADER.format('user')}Hi<|eot_id|>"
-            f"{LLAMA3_HEADER.format('assistant')}",
-        ),
+        ("llama3", "<|begin_of_text|>" + llama3("user", "Hi") + llama3("assistant")),
     ],
 )
 def test_one_turn_ends_with_the_header_of_the_response(name: str, expected: str) -> None:
@@ -69,21 +66,9 @@ def test_one_turn_ends_with_the_header_of_the_response(name: str, expected: str)
             "### Instruction:\nC\n\n### Response:\n",
         ),
         ("mistral", "<s>[INST] Be kind.\n\nA [/INST] B</s>[INST] C [/INST]"),
-        (
-            "qwen",
-            "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nA<|im_end|>\n"
-            "<|im_start|>assistant\nB<|im_end|>\n<|im_start|>user\nC<|im_end|>\n"
-            "<|im_start|>assistant\n",
-        ),
+        ("qwen", "".join(im(*turn) for turn in CHAT) + IM_ANSWER),
         ("llama2", "<s>[INST] <<SYS>>\nBe kind.\n<</SYS>>\n\nA [/INST] B </s><s>[INST] C [/INST]"),
-        (
-            "llama3",
-            "<|begin_of_text|>"
-            f"{LLAMA3_HEADER.format('system')}Be kind.<|eot_id|>"
-            f"{LLAMA3_HEADER.format('user')}A<|eot_id|>"
-            f"{LLAMA3_HEADER.format('assistant')}B<|eot_id|>"
-            f"{LLAMA3_HEADER.format('user')}C<|eot_id|>{LLAMA3_HEADER.format('assistant')}",
-        ),
+        ("llama3", "<|begin_of_text|>" + "".join(llama3(*t) for t in CHAT) + llama3("assistant")),
     ],
 )
 def test_system_and_assistant_turns_are_kept(name: str, expected: str) -> None:

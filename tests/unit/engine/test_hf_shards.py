@@ -7,12 +7,7 @@ import pytest
 import torch
 
 from mindspeed_rlxf.engine.hf_stream import shards
-from mindspeed_rlxf.models.parameters import (
-    Head,
-    hf_shapes,
-    rank_parameters,
-    shard_shape,
-)
+from mindspeed_rlxf.models.parameters import Head, hf_shapes, rank_parameters, shard_shape
 from tests.unit.weights.folders_of import architecture_of
 
 

@@ -70,11 +70,7 @@ def slow(loss: list[float], lengths: list[int], normalizer: LossNormalizer) -> f
 
 @pytest.mark.parametrize(
     "normalizer",
-    [
-        LossNormalizer.MINIBATCH_TOKENS,
-        LossNormalizer.SEQUENCE_MEANS,
-        LossNormalizer.SEQUENCE_SUMS,
-    ],
+    [LossNormalizer.MINIBATCH_TOKENS, LossNormalizer.SEQUENCE_MEANS, LossNormalizer.SEQUENCE_SUMS],
 )
 @settings(max_examples=40, deadline=None)
 @given(

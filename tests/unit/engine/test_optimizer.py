@@ -25,10 +25,7 @@ def rates(**keys: Any) -> list[float]:
     ("keys", "expected"),
     [
         ({}, [1.0] * 10),
-        (
-            {"lr_decay_style": "linear"},
-            [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1],
-        ),
+        ({"lr_decay_style": "linear"}, [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]),
         # two iterations up, eight down from 1 to 0.2
         (
             {"lr_decay_style": "linear", "lr_warmup_fraction": 0.2, "min_lr": 0.2},

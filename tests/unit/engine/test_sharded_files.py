@@ -16,9 +16,7 @@ def test_a_failed_write_names_rank_and_cause(tmp_path: Path) -> None:
         raise CheckpointException("write", failures)  # type: ignore[arg-type]
     assert str(tmp_path) in str(e.value)
 
-
-def test_a_rank_that_knows_no_cause_points_to_the_first_rank(tmp_path: Path) -> None:
-    """Only on the first rank does megatron-core list the failures."""
+    # only on the first rank does megatron-core list the failures
     with pytest.raises(OSError, match="see the first rank"), raise_os_errors(tmp_path):
         raise CheckpointException("write", {})
 

@@ -4,15 +4,7 @@ import random
 from pathlib import Path
 
 import pytest
-from tiny_task import (
-    EOS_ID,
-    PAD_ID,
-    TOKENS,
-    Problem,
-    corrupt,
-    make_split,
-    make_tokenizer,
-)
+from tiny_task import EOS_ID, PAD_ID, TOKENS, Problem, corrupt, make_split, make_tokenizer
 from transformers import AutoTokenizer
 
 

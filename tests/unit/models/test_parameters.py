@@ -80,11 +80,7 @@ def test_the_ranks_hold_every_element_once(
 
 
 def shard(
-    parameter: StageParameter,
-    a: ArchitectureConfig,
-    tensors: dict[str, Tensor],
-    rank: int,
-    tp: int,
+    parameter: StageParameter, a: ArchitectureConfig, tensors: dict[str, Tensor], rank: int, tp: int
 ) -> Tensor:
     parts = shard_slices(parameter, a, rank, tp)
     pieces = [tensors[p.source].narrow(p.dim, p.start, p.size) for p in parts]

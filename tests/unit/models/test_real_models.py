@@ -8,38 +8,24 @@ import yaml
 from mindspeed_rlxf.config.compose import builtin_config_dir
 from mindspeed_rlxf.config.hf_config import find_disagreements
 from mindspeed_rlxf.config.schema import ArchitectureConfig
-from mindspeed_rlxf.models.parameters import (
-    Head,
-    hf_shapes,
-)
+from mindspeed_rlxf.models.parameters import Head, hf_shapes
 from tests.families import LLAMA, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, on_meta, stored_shapes
 
 LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
-}
+}  # fmt: skip
 
 
-def published(
-    layers: int, hidden: int, ffn: int, heads: int, groups: int, vocab: int, length: int,
-    theta: float, eps: float, tied: bool = False, **rest: Any,
-) -> dict[str, Any]:  # fmt: skip
-    """The numbers of a published config.json."""
-    return {
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_attention_heads": heads,
-        "num_key_value_heads": groups,
-        "vocab_size": vocab,
-        "max_position_embeddings": length,
-        "rope_theta": theta,
-        "rms_norm_eps": eps,
-        "tie_word_embeddings": tied,
-        **rest,
-    }
+KEYS = (
+    "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
+    "num_key_value_heads", "vocab_size", "max_position_embeddings", "rope_theta", "rms_norm_eps",
+)  # fmt: skip
+
+
+def published(*numbers: float, tied: bool = False, **rest: Any) -> dict[str, Any]:
+    """The numbers of a published config.json, in the order of KEYS."""
+    return {**dict(zip(KEYS, numbers, strict=True)), "tie_word_embeddings": tied, **rest}
 
 
 # Billions of parameters as published, family, numbers of config.json (model cards on the hub).
@@ -53,7 +39,7 @@ MODELS: dict[str, tuple[float, Any, dict[str, Any]]] = {
     ),
     "llama32-1b": (
         1.24, LLAMA,
-        published(16, 2048, 8192, 32, 8, 128256, 131072, 5e5, 1e-5, True, head_dim=64,
+        published(16, 2048, 8192, 32, 8, 128256, 131072, 5e5, 1e-5, tied=True, head_dim=64,
                   rope_scaling={**LLAMA3_ROPE, "factor": 32.0}),
     ),
     "llama3-70b": (70.6, LLAMA, published(80, 8192, 28672, 64, 8, 128256, 8192, 5e5, 1e-5)),

@@ -9,12 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rlxf.rewards.answers import (
-    format_score,
-    length_score,
-    math_score,
-    multiple_choice,
-)
+from mindspeed_rlxf.rewards.answers import format_score, length_score, math_score, multiple_choice
 from mindspeed_rlxf.rewards.rules import (
     RULES,
     RewardResult,

@@ -66,11 +66,7 @@ def hf_config(family: str, a: ArchitectureConfig, head: Head) -> dict[str, Any]:
 
 
 def make_folder(
-    folder: Path,
-    family: str,
-    head: Head = Head.LANGUAGE_MODEL,
-    shards: int = 1,
-    **keys: Any,
+    folder: Path, family: str, head: Head = Head.LANGUAGE_MODEL, shards: int = 1, **keys: Any
 ) -> dict[str, Tensor]:
     """Write a folder with norms in fp32 and the rest in bf16; return its tensors.
 

@@ -25,13 +25,6 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), new_folder(tmp_path / "x", False) as folder:
-        (folder / "a").write_text("1")
-        raise KeyboardInterrupt
-    assert names(tmp_path) == set()
-
-
 @pytest.mark.parametrize("where", ["x", "x.partial"])
 @pytest.mark.parametrize("kind", ["without marker", "link"])
 def test_what_others_wrote_stays(tmp_path: Path, where: str, kind: str) -> None:
