@@ -78,7 +78,8 @@ def test_a_second_labels_column_is_an_error(bench: Bench) -> None:
     assert bench.column("labels") == ["other"]
 
 
-SHAREGPT_ROWS: list[tuple[dict[str, Any], str]] = [
+SHAREGPT: list[tuple[dict[str, Any], str]] = [
+    ({"conversations": talk("A", "B")}, ""),
     ({"conversations": talk("A", "B", "C")}, "wrong roles"),
     ({"conversations": talk("A", "B", first="gpt")}, "wrong roles"),
     ({"conversations": [*talk("A"), *talk("A", "B")]}, "wrong roles"),
@@ -94,23 +95,24 @@ SHAREGPT_ROWS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_unusable_sharegpt_rows_are_counted_by_reason(bench: Bench) -> None:
-    rows = [{"conversations": talk("A", "B")}, *(row for row, _ in SHAREGPT_ROWS)]
-    counts = run(bench, "R1SharegptStyleInstructionHandler", rows)
-    assert reasons(bench) == [(i + 2, reason) for i, (_, reason) in enumerate(SHAREGPT_ROWS)]
-    assert (counts.rows_written, counts.dropped.total()) == (1, len(SHAREGPT_ROWS))
+ALPACA: list[tuple[dict[str, Any], str]] = [
+    ({"output": "B"}, ""), ({}, "no response"), ({"output": None}, "no response"),
+    ({"output": {}}, "wrong type"), ({"output": True}, "wrong type"),
+    ({"output": "\ud800"}, "invalid unicode"), ({"output": " "}, "empty response"),
+]  # fmt: skip
 
 
-def test_unusable_answers_are_counted_by_reason(bench: Bench) -> None:
-    bad: list[tuple[dict[str, Any], str]] = [
-        ({}, "no response"), ({"output": None}, "no response"), ({"output": {}}, "wrong type"),
-        ({"output": True}, "wrong type"), ({"output": "\ud800"}, "invalid unicode"),
-        ({"output": " "}, "empty response"),
-    ]  # fmt: skip
-    rows = [{"instruction": "A", **values} for values in ({"output": "B"}, *(v for v, _ in bad))]
-    counts = run(bench, "R1AlpacaStyleInstructionHandler", rows)
-    assert reasons(bench) == [(i + 2, reason) for i, (_, reason) in enumerate(bad)]
-    assert counts.rows_written == 1
+@pytest.mark.parametrize(
+    ("style", "rows", "common"),
+    [("Sharegpt", SHAREGPT, {}), ("Alpaca", ALPACA, {"instruction": "A"})],
+)
+def test_unusable_rows_are_counted_by_reason(
+    style: str, rows: list[tuple[dict[str, Any], str]], common: dict[str, Any], bench: Bench
+) -> None:
+    given = [common | row for row, _ in rows]
+    counts = run(bench, f"R1{style}StyleInstructionHandler", given)
+    assert reasons(bench) == [(i, why) for i, (_, why) in enumerate(rows, start=1) if why]
+    assert (counts.rows_written, counts.dropped.total()) == (1, len(rows) - 1)
 
 
 def test_tags_name_the_keys_and_roles_of_messages(bench: Bench) -> None:

@@ -106,15 +106,8 @@ def test_all_problems_of_all_files_come_at_once(make_tokenizer, write_jsonl, tmp
     empty = write_jsonl(name="empty.jsonl")
     missing, other = str(tmp_path / "missing.jsonl"), str(tmp_path / "rows.csv")
     problems = problems_of([bad, empty, missing, other, str(tmp_path)], make_tokenizer())
-    assert [problem.split(": ")[0] for problem in problems] == [
-        f"{bad}:1",
-        f"{bad}:2",
-        f"{bad}:2",
-        empty,
-        missing,
-        other,
-        str(tmp_path),
-    ]
+    places = [f"{bad}:1", f"{bad}:2", f"{bad}:2", empty, missing, other, str(tmp_path)]
+    assert [problem.split(": ")[0] for problem in problems] == places
     assert "at least one row, this one is empty" in problems[3]
     assert "no such file" in problems[4]
     assert "must be .jsonl, .json or .parquet, not '.csv'" in problems[5]

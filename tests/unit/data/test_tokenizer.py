@@ -100,10 +100,8 @@ def test_the_vocabulary_has_to_hold_the_largest_id(make_tokenizer):
     largest = max(tokenizer.get_vocab().values())
     assert check_vocabulary(tokenizer, largest + 1) == []
     problem = str(*check_vocabulary(tokenizer, largest))
-    assert problem.startswith(
-        f"vocab_size={largest} must be larger than the tokenizer's largest token id {largest}"
-    )
-    assert problem.endswith(f"vocab_size >= {largest + 1}")
+    said = f"vocab_size={largest} must be larger than the tokenizer's largest token id {largest}"
+    assert problem.startswith(said) and problem.endswith(f"vocab_size >= {largest + 1}")
 
 
 def test_stop_tokens_are_described_with_their_sources(tmp_path):

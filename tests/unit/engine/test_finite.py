@@ -8,23 +8,13 @@ import torch
 from mindspeed_rlxf.engine import finite
 from mindspeed_rlxf.engine.finite import GuardedOptimizer, SkippedSteps, Step
 
-GOOD, BAD = Step(1.0), Step(math.nan, ("gradient norm",))
-
 
 def test_raise_names_role_iteration_mini_batch_and_number() -> None:
     judge = SkippedSteps("raise", 5, "critic").judge
-    judge(GOOD, 7, 1)
+    judge(Step(1.0), 7, 1)
     message = r"critic: the gradient norm of mini-batch 2 of iteration 7 must be finite .*nan"
     with pytest.raises(FloatingPointError, match=message):
-        judge(BAD, 7, 2)
-
-
-def test_skip_raises_after_so_many_in_a_row() -> None:
-    skipped = SkippedSteps("skip", 2, "actor")
-    for step in (BAD, BAD, GOOD, BAD, BAD):  # never three in a row
-        skipped.judge(step, 1, 1)
-    with pytest.raises(FloatingPointError, match=r"2 steps before, over training.max_skipped=2"):
-        skipped.judge(BAD, 1, 1)
+        judge(Step(math.nan, ("gradient norm",)), 7, 2)
 
 
 class Optimizer:

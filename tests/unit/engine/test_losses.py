@@ -18,15 +18,9 @@ def output_of(
     loss: Tensor, lengths: list[int], normalizer: LossNormalizer, coefficient: float = 1.0
 ) -> LossOutput:
     """`part` is reported as the loss is, `each` token by token."""
-    return normalised_loss(
-        loss,
-        torch.tensor(lengths),
-        normalizer,
-        MAX_NEW_TOKENS,
-        {"part": loss},
-        {"each": loss},
-        coefficient,
-    )
+    metrics = {"part": loss}, {"each": loss}
+    counts = torch.tensor(lengths)
+    return normalised_loss(loss, counts, normalizer, MAX_NEW_TOKENS, *metrics, coefficient)
 
 
 def reported(output: LossOutput, name: str) -> float:

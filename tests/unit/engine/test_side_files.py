@@ -5,7 +5,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
 from mindspeed_rlxf.engine.engine import MegatronEngine
@@ -13,17 +12,11 @@ from mindspeed_rlxf.models.parameters import Head
 from tests.unit.weights.folders_of import make_folder
 
 
-@pytest.fixture
-def engine(tmp_path: Path) -> Any:
+def test_the_head_and_the_dtype_of_training_are_described(tmp_path: Path) -> None:
     """A critic in fp32 whose `load` is a language model in bf16."""
     make_folder(tmp_path / "load", "llama")
-    fields = SimpleNamespace(source=tmp_path / "load", head=Head.SCORE, dtype=torch.float32)
-    fields.describe = lambda folder: MegatronEngine.describe(fields, folder)  # type: ignore[arg-type]
-    return fields
-
-
-def test_the_head_and_the_dtype_of_training_are_described(engine: Any, tmp_path: Path) -> None:
-    files = engine.describe(tmp_path)
+    engine: Any = SimpleNamespace(source=tmp_path / "load", head=Head.SCORE, dtype=torch.float32)
+    files = MegatronEngine.describe(engine, tmp_path)
     assert files == [tmp_path / "config.json", tmp_path / "tokenizer.json"]
     config = json.loads(files[0].read_text(encoding="utf-8"))
     assert config["architectures"] == ["LlamaForSequenceClassification"]

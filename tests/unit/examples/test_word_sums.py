@@ -57,9 +57,8 @@ def test_the_ground_truth_is_what_a_question_asks_for() -> None:
     ],
 )
 def test_the_last_number_of_a_response_is_scored(response: str, expected: float) -> None:
-    assert (
-        word_sums.score(prompt="", response=response, ground_truth="21", extra_info={}) == expected
-    )
+    found = word_sums.score(prompt="", response=response, ground_truth="21", extra_info={})
+    assert found == expected
 
 
 def test_files_have_a_row_per_line(tmp_path: Path) -> None:

@@ -75,18 +75,3 @@ def test_responses_attend_to_one_copy_of_their_prompt(
         patch.setattr(attention, "MAX_PADDED_AREA", limit)
         pack = SharedPrompts(lengths=tuple(lengths), prompts=tuple(prompts))
         assert_close(pack.attend(1, *qkv), torch.cat(expected))
-
-
-@pytest.mark.parametrize("lengths", [[5, 5, 4], [1, 1, 9]])
-def test_packed_gradients_are_those_of_each_alone(lengths: list[int]) -> None:
-    def gradients(packed: bool) -> tuple[Tensor, ...]:
-        qkv = tuple(x.requires_grad_() for x in random_tokens(sum(lengths)))
-        out = (
-            PackedSequences(lengths=tuple(lengths)).attend(1, *qkv)
-            if packed
-            else each_alone(lengths, qkv)
-        )
-        weights = torch.arange(out.numel(), dtype=out.dtype).view_as(out).cos()
-        return torch.autograd.grad((out * weights).sum(), qkv)
-
-    assert_close(gradients(True), gradients(False))

@@ -17,6 +17,7 @@ from mindspeed_rlxf.models.heads import full_logits, token_log_probs
 
 TOKENS, HIDDEN, VOCAB = 8, 6, 10
 Problem = tuple[Tensor, Tensor, Tensor]
+LogProbs = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # and entropies
 
 
 @dataclass(frozen=True)
@@ -70,17 +71,20 @@ def problem() -> Problem:
     return hidden, weight, torch.tensor([0, 9, 3, 5, 5, 4, 9, 1])
 
 
-def by_torch(
-    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    logs = torch.log_softmax(hidden @ weight.T / temperature, dim=-1)
-    chosen = logs.gather(-1, labels[:, None]).squeeze(-1)
-    return chosen, -(logs.exp() * logs).sum(-1)
+def by_heads(labels: Tensor, group: Any, temperature: float = 1.0) -> LogProbs:
+    return lambda hidden, weight: token_log_probs(hidden, weight, labels, VOCAB, group, temperature)
 
 
-def gradients(
-    log_probs: Callable[..., tuple[Tensor, Tensor]], hidden: Tensor, weight: Tensor
-) -> tuple[Tensor, ...]:
+def by_torch(labels: Tensor, temperature: float = 1.0) -> LogProbs:
+    def log_probs(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        logs = torch.log_softmax(hidden @ weight.T / temperature, dim=-1)
+        chosen = logs.gather(-1, labels[:, None]).squeeze(-1)
+        return chosen, -(logs.exp() * logs).sum(-1)
+
+    return log_probs
+
+
+def gradients(log_probs: LogProbs, hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
     """Of sums in which every token has its own weight: log-probs alone, entropies alone, both."""
     inputs = (hidden.clone().requires_grad_(), weight.clone().requires_grad_())
     weights = torch.arange(1.0, len(hidden) + 1)
@@ -102,13 +106,7 @@ def test_log_probs_entropy_and_gradients_are_those_of_log_softmax(
 ) -> None:
     monkeypatch.setattr(heads, "CHUNK_TOKENS", chunk)
     hidden, weight, labels = problem
-
-    def ours(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return token_log_probs(hidden, weight, labels, VOCAB, Group(), temperature)
-
-    def theirs(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return by_torch(hidden, weight, labels, temperature)
-
+    ours, theirs = by_heads(labels, Group(), temperature), by_torch(labels, temperature)
     assert_close(ours(hidden, weight), theirs(hidden, weight))
     assert_close(gradients(ours, hidden, weight), gradients(theirs, hidden, weight))
 
@@ -116,11 +114,8 @@ def test_log_probs_entropy_and_gradients_are_those_of_log_softmax(
 def test_padding_ids_have_probability_zero_and_no_gradient(problem: Problem) -> None:
     hidden, weight, labels = problem
     padded = torch.cat((weight, torch.full((2, HIDDEN), 50.0)))
-
-    def ours(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return token_log_probs(hidden, weight, labels, VOCAB, Group())
-
-    assert_close(ours(hidden, padded), by_torch(hidden, weight, labels))
+    ours = by_heads(labels, Group())
+    assert_close(ours(hidden, padded), by_torch(labels)(hidden, weight))
     for slope in gradients(ours, hidden, padded)[1::2]:
         assert not slope[VOCAB:].any() and slope[:VOCAB].any(dim=1).all()
 
@@ -134,17 +129,10 @@ def test_vocabulary_split_over_ranks_changes_nothing(
     padded = torch.cat((weight, torch.ones(ranks * rows - VOCAB, HIDDEN)))
 
     def work(group: Group) -> tuple[Any, ...]:
-        shard = padded.split(rows)[group.rank()]
-
-        def ours(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-            return token_log_probs(hidden, weight, labels, VOCAB, group, 0.7)  # type: ignore[arg-type]
-
+        shard, ours = padded.split(rows)[group.rank()], by_heads(labels, group, 0.7)
         return ours(hidden, shard), gradients(ours, hidden, shard)
 
-    def theirs(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return by_torch(hidden, weight, labels, 0.7)
-
-    results = on_ranks(monkeypatch, ranks, work)
+    results, theirs = on_ranks(monkeypatch, ranks, work), by_torch(labels, 0.7)
     expected = gradients(theirs, hidden, weight)
     for values, _ in results:
         assert_close(values, theirs(hidden, weight))
@@ -237,7 +225,7 @@ def test_weight_gradient_of_many_chunks_is_as_exact_as_of_one_product(
     weight = (torch.randn(vocab, hidden_size, generator=generator) * 0.2).bfloat16()
     labels = torch.randint(vocab, (tokens,), generator=generator)
     exact = torch.autograd.functional.vjp(
-        lambda w: by_torch(hidden.double(), w, labels)[0].mean(),
+        lambda w: by_torch(labels)(hidden.double(), w)[0].mean(),
         weight.double(),
         torch.tensor(-1.0).double(),
     )[1]

@@ -14,8 +14,6 @@ from mindspeed_rlxf.models.parameters import (
     Split,
     StageParameter,
     hf_shapes,
-    padded_vocab_size,
-    rank_parameters,
     shard_slices,
     stage_parameters,
 )
@@ -87,58 +85,15 @@ def shard(
     return torch.cat(pieces, dim=parts[0].dim)
 
 
-def parameter_named(a: ArchitectureConfig, name: str) -> StageParameter:
-    return next(p for p in stage_parameters(a, Head.LANGUAGE_MODEL) if p.name == name)
-
-
 @pytest.mark.parametrize("tp", [1, 2, 4, 8, 16])  # 4 groups, 96 rows
 def test_query_key_value_rows_are_interleaved_by_group_as_megatron_splits_them(tp: int) -> None:
     # Megatron views its output as [groups, (queries of the group, key, value), head_dim]
     a = architecture_of("llama")
-    parameter = parameter_named(a, "decoder.layers.0.self_attention.linear_qkv.weight")
+    name = "decoder.layers.0.self_attention.linear_qkv.weight"
+    (parameter,) = (p for p in stage_parameters(a, Head.LANGUAGE_MODEL) if p.name == name)
     shapes = hf_shapes(a, Head.LANGUAGE_MODEL)
     tensors = {s: torch.randn(shapes[s]) for s in parameter.sources}
     query, key, value = (tensors[s].view(4, -1, 6, 16) for s in parameter.sources)
     whole = torch.cat((query, key, value), dim=1).view(-1, 16)
     for rank, expected in enumerate(whole.chunk(tp)):
         assert_close(shard(parameter, a, tensors, rank, tp), expected, rtol=0, atol=0)
-
-
-def test_vocabulary_is_padded_at_its_end_to_a_multiple_of_tp() -> None:
-    a = architecture_of("llama", vocab_size=5)
-    assert [padded_vocab_size(a, tp) for tp in (1, 2, 4, 5)] == [5, 6, 8, 5]
-    embedding = parameter_named(a, "embedding.word_embeddings.weight")
-    parts = [shard_slices(embedding, a, rank, 4)[0] for rank in range(4)]
-    assert [(p.start, p.stop) for p in parts] == [(0, 2), (2, 4), (4, 5), (5, 5)]
-
-
-def test_chunks_of_a_rank_are_stages_of_a_longer_pipeline() -> None:
-    """Eight layers on two ranks of two chunks (Megatron): rank 0 has 0, 1 and 4, 5; rank 1 has 2, 3
-    and 6, 7."""
-    a = architecture_of("llama", num_layers=8)
-    ranks = [
-        {p.name: p.sources for p in rank_parameters(a, Head.LANGUAGE_MODEL, rank, 2, 2)}
-        for rank in (0, 1)
-    ]
-    for rank, layers in ((0, (0, 1, 4, 5)), (1, (2, 3, 6, 7))):
-        places = [f"{chunk}.decoder.layers.{i}" for chunk in (0, 1) for i in (0, 1)]
-        for place, layer in zip(places, layers, strict=True):
-            name = f"model.layers.{layer}.input_layernorm.weight"
-            assert ranks[rank][f"{place}.input_layernorm.weight"] == (name,)
-    heads = [{n for n in names if "layers" not in n} for names in ranks]
-    assert heads == [
-        {"0.embedding.word_embeddings.weight"},
-        {"1.decoder.final_layernorm.weight", "1.output_layer.weight"},
-    ]
-
-
-def test_a_rank_holds_neighbouring_experts_and_counts_them_from_zero() -> None:
-    a = architecture_of("llama", num_experts=4, moe_router_topk=2)
-    held = {p.name: p for p in stage_parameters(a, Head.LANGUAGE_MODEL, 1, 2, 1, 2)}
-    place, block = "decoder.layers.0.mlp.experts.local_experts", "model.layers.2.block_sparse_moe"
-    for local, expert in ((0, 2), (1, 3)):
-        first = held[f"{place}.{local}.linear_fc1.weight"]
-        assert first.expert == expert
-        # w1 is the activated half (gate), w3 the other (up)
-        names = (f"{block}.experts.{expert}.{part}.weight" for part in ("w1", "w3"))
-        assert first.sources == tuple(names)
