@@ -74,16 +74,12 @@ def test_an_offloaded_run_that_is_resumed_ends_at_the_same_state(warm_runtime, t
     models = make_models(tmp_path / "models", ARCHITECTURES[architecture])
     how = {"architecture": architecture, "ranks": ranks, "layout": layout, "train_iters": 2}
     run = partial(start, OneDriver(warm_runtime), models, **how)
-    moved = merge(OFFLOADED, sections)
+    moved = {**OFFLOADED, **sections}
     whole = run(tmp_path / "whole", sections=sections, keep_last=9)
     cut = tmp_path / "cut"
     run(cut, sections=moved, killed_in=2)
     resumed = run(cut, sections=moved)
     assert differences(resumed, whole, 2) == []
-
-
-def merge(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    return {key: {**one.get(key, {}), **other.get(key, {})} for key in one.keys() | other.keys()}
 
 
 class Weighed(ActorRole):

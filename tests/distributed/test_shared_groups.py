@@ -3,9 +3,11 @@
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 
 from mindspeed_rlxf.config.rank_layout import ParallelLayout
 from mindspeed_rlxf.data.batch import RoleOutput
+from mindspeed_rlxf.engine.parallel import ParallelGroups, process_groups
 from tests.distributed.groups import build_group
 
 
@@ -14,15 +16,11 @@ class GroupsProbe:
 
     def timeouts(self) -> RoleOutput:
         """Seconds, of every group that Megatron made."""
-        from mindspeed_rlxf.engine.parallel import ParallelGroups, process_groups
-
         found = process_groups(ParallelGroups(2, 1, 5)._state)
         backends = [group._get_backend(torch.device("cpu")) for group in found]
         return RoleOutput(report=[b.options._timeout.total_seconds() for b in backends])
 
     def same_and_other_layouts(self) -> RoleOutput:
-        from mindspeed_rlxf.engine.parallel import ParallelGroups
-
         one, same, other = (ParallelGroups(*sizes) for sizes in ((2, 1, 1), (2, 1, 2), (1, 2, 1)))
         streams = [groups.random_states["model-parallel-rng"].tolist() for groups in (one, same)]
         shared = [one.tp is same.tp, one.dp_host is same.dp_host, one.tp is other.tp]
@@ -30,10 +28,6 @@ class GroupsProbe:
         return RoleOutput(report=(shared, streams[0] == streams[1], sizes))
 
     def virtual_pipeline(self) -> RoleOutput:
-        from megatron.core import parallel_state
-
-        from mindspeed_rlxf.engine.parallel import ParallelGroups
-
         chunked, plain = ParallelGroups(1, 2, 1, chunks=2), ParallelGroups(1, 2, 1)
         seen = []
         with chunked.active():

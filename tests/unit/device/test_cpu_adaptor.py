@@ -1,12 +1,11 @@
 """What the CPU adaptor patches, tested in processes of their own, as it cannot be undone."""
 
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+
+from tests.processes import only_line, run_python
 
 PROBE = """
 import json
@@ -73,17 +72,8 @@ FACTS: dict[str, Any] = {
 }
 
 
-def run(code: str, *arguments: str, **variables: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], env={**os.environ, **variables},
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_cuda_is_the_cpu():
-    assert json.loads(run(PROBE).splitlines()[-1]) == FACTS
+    assert json.loads(only_line("{", run_python("-c", PROBE))) == FACTS
 
 
 COLLECTIVES = """
@@ -120,7 +110,7 @@ mp.start_processes(check, (sys.argv[1],), nprocs=2, start_method="fork")
 
 
 def test_parts_of_any_size_are_gathered_scattered_and_exchanged(tmp_path):
-    run(COLLECTIVES, str(tmp_path / "store"))
+    run_python("-c", COLLECTIVES, tmp_path / "store", timeout_s=120)
 
 
 GROUPS = """
@@ -144,4 +134,4 @@ dist.destroy_process_group()
 
 @pytest.mark.parametrize("interface", ["", "lo"])
 def test_groups_share_one_thread_for_sockets_and_keep_their_own_timeout(tmp_path, interface):
-    run(GROUPS, str(tmp_path / "store"), GLOO_SOCKET_IFNAME=interface)
+    run_python("-c", GROUPS, tmp_path / "store", timeout_s=120, GLOO_SOCKET_IFNAME=interface)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import ROOT, only_line, run_python
 from tests.unit.device.npu_recorder import smi_table
 from tests.unit.trainer import test_bad_files
 
 good = test_bad_files.good  # a fixture: folder of everything that a run needs
-ROOT = Path(__file__).parents[3]
 # Records its importer, and cannot be imported: an `except ImportError` does not hide it.
 LIBRARY = """
 import os, traceback
@@ -91,6 +91,4 @@ def test_a_driver_imports_no_megatron():
         "import sys, mindspeed_rlxf.cli.train, mindspeed_rlxf.trainer.run\n"
         "print([name for name in sys.modules if name.startswith('megatron.')])"
     )
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+    assert only_line("[", run_python("-c", code, timeout_s=120)) == "[]"
