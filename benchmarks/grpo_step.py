@@ -4,11 +4,15 @@ Both have the same weights (fp32, sdpa), `--prompts` prompts of `--prompt` token
 responses each, of half to one and a half of `--response` tokens, forced by position in the batch; a
 cheap reward, no reference, one optimizer step, all samples of a prompt in one micro-batch. Old
 log-probs are those of generation (TRL's are those of the update itself: no further pass either).
-`apart` is this package with `share_prompts: false`. Each run has a process of its own with the same
+`apart` is this package with `share_prompts: false`. `--model` takes the weights of a Hugging Face
+folder, and word sums as prompts. `loss` and `grad_norm` are those of one update on fixed responses
+with injected advantages, before training (TRL's `loss_type` is its default, dapo: a mean over all
+tokens of the batch, as here). Each run has a process of its own with the same
 number of threads; the processes take turns, and the first iteration of each is left out. Prints one
 JSON line.
 
     python benchmarks/grpo_step.py [--trl FOLDER] [--size 19m|100m] [--rounds 2]
+    python benchmarks/grpo_step.py --model outputs/smollm2/model --prompts 16 --response 16
 
 `ppo_step.py` says how to install TRL into a folder.
 """
@@ -18,6 +22,7 @@ import json
 import os
 import random
 import statistics
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -25,6 +30,7 @@ from typing import Any
 from iteration import make_models, write_inputs
 from ppo_step import (
     BASE,
+    ROOT,
     SHAPES,
     TRL_SETTINGS,
     child_seconds,
@@ -35,13 +41,14 @@ from ppo_step import (
 )
 
 SIDES = ("trl", "shared", "apart")
-KEYS = ("size", "prompts", "samples", "prompt", "response", "iterations", "threads")
+KEYS = ("prompts", "samples", "prompt", "response", "iterations", "threads")
 REWARD = "def score(response, **_):\n    return len(response) % 7 / 7\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", choices=list(SHAPES), default="19m")
+    parser.add_argument("--model", type=Path, help="a folder to use in place of random weights")
     for name, number in {
         "prompts": 4, "samples": 8, "prompt": 256, "response": 64, "rounds": 2, "iterations": 2,
         "threads": 2,
@@ -67,17 +74,23 @@ def race(folder: Path, lengths: list[int], arguments: argparse.Namespace) -> dic
     """Run all sides in turn; return their median seconds and ratios."""
     import torch
 
-    policy, _ = make_models(folder, SHAPES[arguments.size])
-    write_inputs(folder, BASE["vocab_size"], arguments.prompt)
+    if arguments.model:
+        for name in ("policy", "scorer", "tokenizer"):
+            (folder / name).symlink_to(arguments.model.resolve())
+        write_word_sums(folder / "train.jsonl")
+    else:
+        make_models(folder, SHAPES[arguments.size])
+        write_inputs(folder, BASE["vocab_size"], arguments.prompt)
     (folder / "reward.py").write_text(REWARD, encoding="utf-8")
     seconds: dict[str, list[float]] = {side: [] for side in SIDES}
     for _ in range(arguments.rounds):
         for side, values in seconds.items():
             values += child_seconds(__file__, KEYS, arguments, side, str(folder))
     medians = {side: statistics.median(values) for side, values in seconds.items()}
+    first = {side: json.loads((folder / f"{side}.json").read_text("utf-8")) for side in SIDES}
     return {
         "benchmark": "grpo_step",
-        "parameters_m": round(sum(p.numel() for p in policy.parameters()) / 1e6, 1),
+        "model": str(arguments.model or arguments.size),
         **{key: getattr(arguments, key) for key in ("prompts", "samples", "prompt", "response")},
         "response_tokens": sum(lengths),
         "threads": arguments.threads,
@@ -85,7 +98,28 @@ def race(folder: Path, lengths: list[int], arguments: argparse.Namespace) -> dic
         "torch": torch.__version__,
         **{f"{side}_s": round(value, 2) for side, value in medians.items()},
         **{f"{o}_to_shared": round(medians[o] / medians["shared"], 2) for o in ("trl", "apart")},
+        **{name: {side: first[side][name] for side in SIDES} for name in first["trl"]},
     }
+
+
+def write_word_sums(file: Path) -> None:
+    """Write the training prompts of `examples/smollm2`, with its system message."""
+    sys.path.insert(0, str(ROOT / "examples" / "smollm2"))
+    from word_sums import make_split
+
+    rows = make_split(1)[0]
+    for row in rows:
+        row["prompt"].insert(0, {"role": "system", "content": "Answer with one equation."})
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def fixed_update(lengths: list[int], folder: Path, arguments: argparse.Namespace) -> Any:
+    """Return rollouts of random tokens (as `update.py`), and an advantage for each of them."""
+    import torch
+    from update import make_rollouts
+
+    generator = torch.Generator().manual_seed(4)
+    return make_rollouts(lengths, arguments), torch.randn(len(lengths), generator=generator)
 
 
 def our_seconds(
@@ -93,10 +127,12 @@ def our_seconds(
 ) -> list[float]:
     """Train with this package in this process; return the seconds of each iteration."""
     tree = our_tree(folder, arguments)
+    del tree["model"]  # so that it comes from config.json
     for role in ("ref", "critic"):
         del tree[role], tree["placement"][role]
     tree["training"] |= {
         "stage": "ray_grpo",
+        "model": "auto",
         "global_batch_size": arguments.prompts,
         "seq_length": arguments.prompt + arguments.limit,
     }
@@ -110,7 +146,38 @@ def our_seconds(
     tree["algorithm"] = {
         "adv_estimator": "grpo", "kl_ctrl": {"kl_coef": 0.0}, "old_log_probs": "rollout",
     }  # fmt: skip
-    return seconds_of(tree, lengths, folder, arguments.threads)
+    seconds = seconds_of(tree, lengths, folder, arguments.threads)
+    (folder / f"{side}.json").write_text(json.dumps(our_first(tree, lengths, folder, arguments)))
+    return seconds
+
+
+def our_first(
+    tree: dict[str, Any], lengths: list[int], folder: Path, arguments: argparse.Namespace
+) -> dict[str, float]:
+    """Return loss and gradient norm of one update on fixed responses."""
+    import torch
+
+    from mindspeed_rlxf.cluster.local import LocalRuntime
+    from mindspeed_rlxf.config.load import resolve
+    from mindspeed_rlxf.data.batch import Experience
+    from mindspeed_rlxf.roles.actor import ActorRole
+
+    LocalRuntime.from_config(config := resolve(tree, "grpo_step"))
+    role = ActorRole(config)
+    rollouts, advantages = fixed_update(lengths, folder, arguments)
+    old, none = role.engine.log_probs(rollouts, 1.0), torch.zeros(len(lengths), 0)
+    assert old is not None
+    experience = Experience(
+        advantages=advantages[:, None] * rollouts.trained_mask,
+        trained_mask=rollouts.trained_mask,
+        old_log_probs=old.log_probs,
+        ref_log_probs=none,
+        returns=none,
+        values=none,
+        value_mask=none.bool(),
+    )
+    report = role.update_policy(rollouts, experience, [list(range(len(lengths)))]).report
+    return {"loss": report.steps[0]["pg_loss"], "grad_norm": report.steps[0]["grad_norm"]}
 
 
 def trl_seconds(
@@ -139,14 +206,45 @@ def trl_seconds(
         beta=0.0,
         **TRL_SETTINGS,
     )
+
+    def reward(completions: list[Any], **_: Any) -> list[float]:
+        texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+        return [len(text) % 7 / 7 for text in texts]
+
     trainer = GRPOTrainer(
         model=policy,
-        reward_funcs=lambda completions, **_: [len(text) % 7 / 7 for text in completions],
+        reward_funcs=reward,
         args=config,
         train_dataset=Dataset.from_list([{"prompt": json.loads(x)["prompt"]} for x in lines]),
         processing_class=tokenizer,
     )
+    first = trl_first(trainer, *fixed_update(lengths, folder, arguments), arguments.samples)
+    (folder / "trl.json").write_text(json.dumps(first), encoding="utf-8")
     return step_seconds(trainer)
+
+
+def trl_first(trainer: Any, rollouts: Any, advantages: Any, size: int) -> dict[str, float]:
+    """Return loss and gradient norm of TRL on fixed responses, in micro-batches of `size`."""
+    total, steps = rollouts.trained_mask.sum(), rollouts.num_rows // size
+    trainer.current_gradient_accumulation_steps = steps
+    trainer.model.train()
+    loss = 0.0
+    for start in range(0, rollouts.num_rows, size):
+        rows = slice(start, start + size)
+        inputs = {
+            "prompt_ids": rollouts.prompt_ids[rows],
+            "prompt_mask": rollouts.prompt_ids[rows].new_ones(rollouts.prompt_ids[rows].shape),
+            "completion_ids": rollouts.response_ids[rows],
+            "completion_mask": rollouts.trained_mask[rows].long(),
+            "advantages": advantages[rows],
+            "num_items_in_batch": total,
+        }
+        part = trainer.compute_loss(trainer.model, inputs)
+        part.backward()
+        loss += float(part)
+    norms = [p.grad.norm() ** 2 for p in trainer.model.parameters() if p.grad is not None]
+    trainer.model.zero_grad()
+    return {"loss": loss, "grad_norm": float(sum(norms)) ** 0.5}
 
 
 if __name__ == "__main__":

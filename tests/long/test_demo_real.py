@@ -1,5 +1,6 @@
 """`make demo-real` in short: a package becomes a model, and GRPO and PPO train it for a while."""
 
+import json
 import os
 import subprocess
 import sys
@@ -15,6 +16,8 @@ SHORT = (
     "training.global_batch_size=4", "actor_rollout.n_samples_per_prompt=8",
     "actor_rollout.ppo_mini_batch_size=32", "validation.max_samples=8", "validation.interval=0",
 )  # fmt: skip
+ITERATIONS = 3
+COMPARED = ("actor/grad_norm", "actor/entropy", "actor/ppo_kl", "critic/score/mean")
 
 
 def python(*words: str, folder: Path, timeout_s: float) -> subprocess.CompletedProcess[str]:
@@ -61,3 +64,38 @@ def test_two_iterations_train_and_are_reported(folder: Path, name: str) -> None:
     assert any("=" in sample["response"] for sample in samples)
     report = python("examples/tiny/report.py", name, folder=folder, timeout_s=60)
     assert report.returncode == 0 and "truth" in report.stdout
+
+
+@pytest.mark.parametrize("layout", [("tensor", 3), ("pipeline", 2)], ids=str)
+def test_layouts_train_as_one_process_does(folder: Path, layout: tuple[str, int]) -> None:
+    """Nine heads and three key groups over three tensor ranks; 30 layers over two stages."""
+    name, size = layout
+    one, many = train_fixed(folder, "one"), train_fixed(folder, name, size)
+    for metric in COMPARED:
+        assert [line[metric] for line in many] == pytest.approx(
+            [line[metric] for line in one], rel=1e-5, abs=1e-6
+        ), metric
+
+
+def train_fixed(folder: Path, name: str, size: int = 1) -> list[dict[str, float]]:
+    """Train on fixed responses, right and wrong in turn; return each iteration's metrics."""
+    if not (folder / name).exists():
+        questions = read_lines(folder / "outputs" / "smollm2" / "train.jsonl")[: 4 * ITERATIONS]
+        (folder / "questions.jsonl").write_text("".join(f"{json.dumps(q)}\n" for q in questions))
+        answers = [int(q["ground_truth"]) + wrong for q in questions for wrong in (0, 1, 0, 2)]
+        texts = [json.dumps({"response": f"The answer is {answer}."}) for answer in answers]
+        (folder / "responses.jsonl").write_text("\n".join(texts))
+        words = [
+            "--config-dir", "examples/smollm2", "--config-name", "grpo", *SHORT,
+            f"training.output_dir={name}", f"training.train_iters={ITERATIONS}",
+            "actor_rollout.n_samples_per_prompt=4", "actor_rollout.ppo_mini_batch_size=16",
+            "actor_rollout.fixed_responses=responses.jsonl", "data.train_files=questions.jsonl",
+            "data.shuffle=false", f"resource_pool.main={size}", "data.val_files=[]",
+        ]  # fmt: skip
+        if size > 1:
+            words.append(f"++actor_rollout.{name}_model_parallel_size={size}")
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+        words = [*(launcher if size > 1 else []), str(ROOT / "ray_gpt.py"), *words]
+        done = python(*words, folder=folder, timeout_s=1800)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return read_metrics(folder / name)
