@@ -35,6 +35,7 @@ def changed(tree: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
     ("actor_rollout.tensor_model_parallel_size", 4, "reshard"),
     ("actor_rollout.clip_ratio", 0.9, "fixed"), ("resource_pool.wait_s", 5.0, "free"),
     ("resource_pool.another", [4], "reshard"), ("data.train_files", ["other.jsonl"], "fixed"),
+    ("critic.offload.weights", True, "free"),
 ])  # fmt: skip
 def test_each_key_has_the_rule_of_the_schema(tree, key, value, rule):
     (found,) = find_changes(tree, changed(tree, key, value))

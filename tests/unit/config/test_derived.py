@@ -16,11 +16,6 @@ def test_a_count_beyond_one_host_fills_whole_hosts(make_tree, size, device, node
     assert resolve(make_tree(changes), "test").resource_pool == {"main": nodes}
 
 
-def test_a_count_that_leaves_a_host_half_empty_is_refused(problems):
-    (problem,) = problems({"resource_pool.main": 12, "runtime.address": "head:6379"})
-    assert problem.startswith("resource_pool.main=12 must") and "8 or 16" in problem
-
-
 NO_PENALTY = {"algorithm.kl_ctrl.kl_coef": 0.0}
 PAIRS = {
     "training.stage": "ray_online_dpo", "actor_rollout.do_sample": True,

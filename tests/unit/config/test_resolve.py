@@ -10,7 +10,7 @@ import pytest
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.keys import TOP_LEVEL, known_keys
 from mindspeed_rlxf.config.load import resolve
-from mindspeed_rlxf.config.schema import ArchitectureConfig
+from mindspeed_rlxf.config.schema import ArchitectureConfig, OffloadConfig
 
 # (changes, dropped keys, attributes of the configuration and their values)
 RESOLVED: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = {
@@ -62,6 +62,15 @@ RESOLVED: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = {
             Role.REWARD: "actor_rollout",
         }, "resource_pool": {"actor_rollout": [2], "ref": [1], "critic": [1]}},
     ),
+    "layers of a section of a role merge key by key": (
+        {"reward.kind": "model", "placement.reward": "main",
+         "model.small.offload": {"weights": True}, "training.offload": {"optimizer": True},
+         "critic.offload": {"weights": False}},
+        (),
+        {"actor_rollout.offload": OffloadConfig(weights=True, optimizer=True),
+         "critic.offload": OffloadConfig(optimizer=True),
+         "ref.offload": OffloadConfig(weights=True), "reward.offload": OffloadConfig(weights=True)},
+    ),
 }  # fmt: skip
 
 
@@ -89,6 +98,8 @@ NESTED = "actor_rollout_ref.actor_rollout"
     [
         ({f"{NESTED}.lr": 0.5}, [f"{NESTED}.lr"]),
         ({f"{NESTED}.lr": 1e-4}, []),
+        ({f"{NESTED}.micro_batch_size": 5},
+         [f"actor_rollout.ppo_mini_batch_size=48 so use {NESTED}.micro_batch_size=4 and"]),
         ({f"{NESTED}.temperature": math.nan}, [f"{NESTED}.temperature=.nan"]),
         ({"actor_rollout_ref.ref.micro_batch_size": 0, "actor_rollout_ref.ref.lr_": 1},
          ["actor_rollout_ref.ref.micro_batch_size=0", "actor_rollout_ref.ref.lr_:"]),
@@ -101,6 +112,14 @@ NESTED = "actor_rollout_ref.actor_rollout"
 )  # fmt: skip
 def test_one_mistake_is_one_problem_with_the_key_as_it_was_written(check_case, changes, expected):
     check_case(changes, expected)
+
+
+def test_keys_are_named_where_the_user_wrote_them(problems):
+    within = {"training.min_lr": 1.0, "training.lr_decay_style": "cosine"}
+    line = "training.min_lr=1 must be at most actor_rollout.lr=0.0001; use 0.0001 or less"
+    assert line in problems(within)
+    (across,) = problems({"training.max_tokens_per_micro_batch": 23})  # of three roles
+    assert across.startswith("training.max_tokens_per_micro_batch=23 must be at least training.se")
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,15 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
      pipeline_model_parallel_size=2)}, "model.small.moe_aux_loss_coeff=0.01"),
     ({**SPARSE, "model.small.moe_ffn_hidden_size": 45, **keys("training", **TP2)},
      "training.tensor_model_parallel_size=2"),
+    ({"ref.offload": {"optimizer": True}}, "ref.offload.optimizer=true"),
+    ({"reward.kind": "model", "placement.reward": "main", "reward.offload.optimizer": True},
+     "reward.offload.optimizer=true"),
+    ({"training.offload": True}, "training.offload=true"),
+    ({"actor_rollout_ref.actor_rollout.offload.optimizer": 1},
+     "actor_rollout_ref.actor_rollout.offload.optimizer=1"),
+    ({"resource_pool.main": 12, "runtime.address": "head:6379"}, "resource_pool.main=12 8 or 16"),
+    ({"resource_pool.wait_s": -1}, "resource_pool.wait_s=-1 must be greater than 0"),
+    ({"resource_pool.env": {"A": True}}, "resource_pool.env.A=true"),
 ]  # fmt: skip
 
 
