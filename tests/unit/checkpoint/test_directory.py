@@ -11,14 +11,6 @@ from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.config.schema import ValidationConfig
 
 
-@pytest.fixture
-def folder(make_config) -> Path:
-    """The run directory of `make_config`, empty."""
-    path = Path(make_config().training.output_dir)
-    path.mkdir(parents=True)
-    return path
-
-
 def test_create_makes_the_folder_and_its_config(make_config):
     config = make_config()
     directory = RunDirectory.create(config)
@@ -84,7 +76,9 @@ def test_fixed_keys_that_changed_are_refused_by_name(make_config):
 @pytest.mark.parametrize(
     ("name", "keys"), [("config.yaml", {"resume": "never"}), ("metrics.jsonl", {})]
 )
-def test_a_folder_of_another_run_is_refused(make_config, folder, name, keys):
+def test_a_folder_of_another_run_is_refused(make_config, name, keys):
+    folder = Path(make_config().training.output_dir)
+    folder.mkdir(parents=True)
     (folder / name).write_text("")
     problem = str(*RunDirectory.check(make_config(**keys)))
     assert problem.startswith(f"training.output_dir='{folder}' must not hold another run, it has")

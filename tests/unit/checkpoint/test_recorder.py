@@ -1,7 +1,7 @@
 """What the recorder writes beside metrics: warnings, illnesses, trackers."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,9 @@ import pytest
 from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from mindspeed_rlxf.checkpoint.recorder import Recorder
 from mindspeed_rlxf.config.load import resolve
-from mindspeed_rlxf.reporting.trackers import TrackedRun, Tracker, register_tracker
+from mindspeed_rlxf.reporting.trackers import register_tracker
 from tests.registries import restored_registries
+from tests.unit.reporting.test_trackers import Kept
 
 Make = Callable[..., Recorder]
 
@@ -75,20 +76,6 @@ def test_the_first_illness_of_stop_on_is_returned(make, capsys):
     assert resumed.check_health(4, {"critic/kl": 5.0}) is None, "it would never get further"
 
 
-class Mine(Tracker):
-    runs: list[TrackedRun]
-    got: list[tuple[int, dict[str, float]]]
-
-    def __init__(self, run: TrackedRun) -> None:
-        self.runs.append(run)
-
-    def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        self.got.append((iteration, dict(metrics)))
-
-    def finish(self) -> None:
-        pass
-
-
 @pytest.mark.parametrize(("limit", "kept"), [(0, None), (2, [4, 9]), ("all", [4, 9, 1])])
 def test_the_first_samples_are_logged(make, limit, kept):
     log = make(samples=limit).token_log(1, [4, 9, 1])
@@ -97,7 +84,7 @@ def test_the_first_samples_are_logged(make, limit, kept):
 
 def test_a_tracker_gets_project_mode_and_metrics(make, tmp_path):
     with restored_registries():
-        mine = type("Made", (Mine,), {"runs": [], "got": []})
+        mine = type("Mine", (Kept,), {"runs": [], "got": []})
         register_tracker("mine")(mine)
         recorder = make(trackers=["mine"], tracker_project="sums", tracker_mode="offline")
         validated = {"val/a/score": 0.5, "timing/val": 1.0}

@@ -7,13 +7,7 @@ import time
 import pytest
 
 from mindspeed_rlxf.checkpoint.stopping import Stopped, StoppedByRule, StopRequest
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.unit.checkpoint.runs import Clock
 
 
 @pytest.fixture
@@ -102,10 +96,10 @@ def test_an_iteration_longer_than_predicted_ends_with_the_grace(clock, stop):
 
 
 def test_wall_time_ends_the_run_while_a_save_still_fits(clock):
-    stop = StopRequest(60.0, wall_s=100.0, started=990.0, clock=clock)
-    run_iterations(clock, stop, 20.0, 30.0)  # now 1050; 1090 is the end
+    stop = StopRequest(60.0, wall_s=100.0, started=-10.0, clock=clock)
+    run_iterations(clock, stop, 20.0, 30.0)  # now 50; 90 is the end
     stop.record_save(2, 5.0)
-    assert not stop.is_due()  # 1050 + 30 + 5
+    assert not stop.is_due()  # 50 + 30 + 5
     run_iterations(clock, stop, 6.0)
     assert stop.is_due() and "training.max_wall_time=100 s leaves no time" in stop.reason
 

@@ -90,6 +90,10 @@ def failed(iteration: int, error: str, **more: Any) -> dict[str, Any]:
     return {"exit": 1, "facts": FACTS, "failure": failure, **more}
 
 
+RESTARTED = "restart: 1 of 3 (training.max_restarts), from the checkpoint of iteration 3\n"
+TWICE = "no restart: it failed twice in iteration 4 with the same cause\n"
+
+
 @pytest.mark.parametrize(
     ("plan", "code", "num_attempts", "line"),
     [
@@ -98,26 +102,11 @@ def failed(iteration: int, error: str, **more: Any) -> dict[str, Any]:
         ([{"exit": 2, "facts": FACTS}], 2, 1, ""),
         ([{"exit": 75, "facts": FACTS}], 75, 1, ""),
         ([{"kill": signal.SIGSEGV}], 1, 1, "failed: driver: killed by SIGSEGV\n"),
-        (
-            [failed(4, "x", saved="3"), {"exit": 0}],
-            0,
-            2,
-            "restart: 1 of 3 (training.max_restarts), from the checkpoint of iteration 3\n",
-        ),
-        (
-            [failed(4, "x"), failed(4, "x"), {"exit": 0}],
-            1,
-            2,
-            "no restart: it failed twice in iteration 4 with the same cause\n",
-        ),
+        ([failed(4, "x", saved="3"), {"exit": 0}], 0, 2, RESTARTED),
+        ([failed(4, "x"), failed(4, "x"), {"exit": 0}], 1, 2, TWICE),
         ([failed(4, "x"), {"exit": 2}, {"exit": 2}, {"exit": 0}], 0, 4, ""),
         ([failed(4, "x"), *[{"exit": 2}] * 3, {"exit": 0}], 1, 4, ""),
-        (
-            [{**failed(4, "x"), "facts": {**FACTS, "no_restart": "a rule ended the run"}}],
-            1,
-            1,
-            "no restart: a rule ended the run\n",
-        ),
+        ([failed(4, "x", facts={**FACTS, "no_restart": "a rule"})], 1, 1, "no restart: a rule\n"),
         ([failed(4, "x"), {"exit": 75, "facts": FACTS}], 75, 2, ""),  # no nodes for lost ones
     ],
 )

@@ -42,20 +42,13 @@ def test_few_open_files_are_a_warning(limits, word, monkeypatch):
 
 
 LIMITED = {
-    2: {
-        "memory.max": "9000", "pids.max": "500", "pids.current": "100",
-    },
-    1: {
-        "memory/memory.limit_in_bytes": "9000", "pids/pids.max": "500", "pids/pids.current": "100",
-    },
-}  # fmt: skip
+    2: {"memory.max": "9000", "pids.max": "500", "pids.current": "100"},
+    1: {"memory/memory.limit_in_bytes": "9000", "pids/pids.max": "500", "pids/pids.current": "100"},
+}
 UNLIMITED = {
     2: {"memory.max": "max", "pids.max": "max"},
-    1: {
-        "pids/pids.max": "max",
-        "memory/memory.limit_in_bytes": "9223372036854771712",
-    },
-}  # fmt: skip
+    1: {"pids/pids.max": "max", "memory/memory.limit_in_bytes": "9223372036854771712"},
+}
 
 
 @pytest.mark.parametrize("version", [2, 1])

@@ -204,7 +204,7 @@ def test_without_sequence_parallel_each_rank_sends_every_token(config):
     assert layer_bytes(a, 10, 4, False, 2).sent == 3 * 80 * 64 * 2
 
 
-SPLIT = {
+SPLIT_POOL = {
     "resource_pool.actor": 8,
     "placement.actor_rollout": "actor",
     "actor_rollout.num_gpus_for_train": 6,
@@ -212,14 +212,12 @@ SPLIT = {
     "actor_rollout.pipeline_model_parallel_size": 2,
     "rollout.tensor_model_parallel_size": 2,
 }
-
-
 ONE_TP = {"rollout.tensor_model_parallel_size": 1}
 
 
 def test_parts_of_a_split_pool_hold_only_their_own_memory(config):
     """Training has no cache and no other weights; generation half of them all and no optimizer."""
-    run, whole = config(SPLIT), role_memory(config(), Role.ACTOR_ROLLOUT, 0)
+    run, whole = config(SPLIT_POOL), role_memory(config(), Role.ACTOR_ROLLOUT, 0)
     trains, generates = pool_memories(run)[-2:]
     [learning], [rollout] = trains.roles, generates.roles
     assert learning.state.optimizer > 0
@@ -231,7 +229,7 @@ def test_parts_of_a_split_pool_hold_only_their_own_memory(config):
     norms = 9 * 64 * 4  # on both ranks: two of each of four layers, and the last
     assert rollout.state.weights == (whole.state.weights - norms) // 2 + norms
     shared, all_experts = (
-        pool_memories(config(SPLIT | ONE_TP | EXPERTS | keys))[-1]
+        pool_memories(config(SPLIT_POOL | ONE_TP | EXPERTS | keys))[-1]
         for keys in ({"rollout.expert_model_parallel_size": 2}, {})
     )
     saved = all_experts.roles[0].state.weights - shared.roles[0].state.weights

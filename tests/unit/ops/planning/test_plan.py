@@ -7,6 +7,7 @@ import pytest
 
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.ops.planning.plan import plan, topology
+from tests.unit.ops.planning.test_memory import SPLIT_POOL
 
 SPLIT = {
     "resource_pool.main": [4, 4],
@@ -44,11 +45,8 @@ CHUNKS = {
                 "critic 32 3 1 3 2 9 1e-06",
             ],
         ),
-        (
-            # DP 4: 24 samples by 5 are 5 micro-batches, 6 for two stages
-            CHUNKS,
-            ["ref small main 8 1 2 x 2 chunks 4 1 fp32 ", "ref 24 5 6"],
-        ),
+        # DP 4: 24 samples by 5 are 5 micro-batches, 6 for two stages
+        (CHUNKS, ["ref small main 8 1 2 x 2 chunks 4 1 fp32 ", "ref 24 5 6"]),
         (
             # 50 tokens hold two of the longest samples of 24, so DP 8 with 96 / 8 = 12 makes 6 at
             # most; a mini-batch has 48 / 8 = 6 a rank, 3 at most
@@ -115,15 +113,7 @@ def test_ranks_of_a_stage_share_a_line_where_there_are_many(make_tree):
 
 def test_parts_of_a_split_pool_have_tables_of_their_own(make_tree):
     """Ranks and devices are the pool's; places count from the first rank of the part."""
-    changes = {
-        "resource_pool.actor": [4, 4],
-        "placement.actor_rollout": "actor",
-        "actor_rollout.num_gpus_for_train": 6,
-        "actor_rollout.num_gpus_for_infer": 2,
-        "actor_rollout.pipeline_model_parallel_size": 2,
-        "rollout.tensor_model_parallel_size": 2,
-    }
-    shown = lines(make_tree, changes)
+    shown = lines(make_tree, {**SPLIT_POOL, "resource_pool.actor": [4, 4]})
     header = shown.index("pool hosts devices ranks rollout TP,PP,DP")
     # rank 5 = DP 2 + 3 x PP 1 of training; ranks 6 and 7 are TP 0 and 1 of generation
     assert shown[header - 2] == "actor 1 1 5 0,1,2"
