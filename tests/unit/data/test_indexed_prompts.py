@@ -14,14 +14,7 @@ from mindspeed_rlxf.config.schema import DataConfig
 from mindspeed_rlxf.data.handlers import MapKeys
 from mindspeed_rlxf.data.indexed_prompts import IndexedPrompts, load_indexed_prompts
 from mindspeed_rlxf.data.prompts import Prompt, load_prompts
-from mindspeed_rlxf.data.sidecar import (
-    Column,
-    Encoding,
-    Sidecar,
-    TokenizerId,
-    data_path,
-    sidecar_path,
-)
+from mindspeed_rlxf.data.sidecar import Column, Sidecar, TokenizerId, data_path, sidecar_path
 from mindspeed_rlxf.data.tokenizer import load_tokenizer, vocabulary_hash
 from tests.unit.data.bench import Bench
 from tests.unit.data.byte_tokenizer import SPECIAL, byte_tokenizer, write_tokenizer
@@ -82,9 +75,8 @@ def test_the_empty_template_gives_the_prompts_of_the_files(
 
 def test_stop_tokens_of_all_data_sets_come_back(tokenizer_folder: str, tmp_path: Path) -> None:
     rows = [{"prompt": "a"}]
-    prefixes = [
-        make(tmp_path, tokenizer_folder, rows, name, template=name) for name in ("llama3", "qwen")
-    ]
+    names = ("llama3", "qwen")
+    prefixes = [make(tmp_path, tokenizer_folder, rows, name, template=name) for name in names]
     stops = load(tokenizer_folder, *prefixes, limit=1000).stop_token_ids
     assert stops == (SPECIAL.index("<|im_end|>"), SPECIAL.index("<|eot_id|>"))
 
@@ -164,10 +156,9 @@ def write_old(prefix: Path, columns: dict[str, list[list[int]]]) -> str:
 
 def make_sidecar(tokenizer: str, names: Iterable[str]) -> Sidecar:
     own = TokenizerId(path=tokenizer, sha256=vocabulary_hash(load_tokenizer(tokenizer)))
-    kinds: dict[str, Encoding] = {name: "labels" for name in names if name.endswith("labels")}
     columns = [
-        Column(name=name, file=name, dtype="int32", encoding=kinds.get(name, "token_ids"))
-        for name in names
+        Column(name=n, file=n, dtype="int32", encoding="labels" if "labels" in n else "token_ids")
+        for n in names
     ]
     return Sidecar(
         handler="h", template="t", stop_token_ids=(), tokenizer=own, columns=columns, counts={}

@@ -58,9 +58,8 @@ def test_chats_between_texts_are_read_by_the_template_alone(make_tokenizer, ids_
     messages = [{"role": "user", "content": "hi"}]
     file = write_jsonl(*({"prompt": prompt} for prompt in ("a", messages, "c")))
     first, prompt, last = load_prompts(file, tokenizer, data(), 100)
-    assert [first.token_ids.tolist(), last.token_ids.tolist()] == [
-        ids_of("<bos>", "a"), ids_of("<bos>", "c"),
-    ]  # fmt: skip
+    found = [first.token_ids.tolist(), last.token_ids.tolist()]
+    assert found == [ids_of("<bos>", "a"), ids_of("<bos>", "c")]
     assert prompt.text == "<bos><user>hi<assistant>"
     assert prompt.token_ids.tolist() == ids_of("<bos>", "<user>", "h", "i", "<assistant>")
     official = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)

@@ -45,9 +45,8 @@ def run(trace: Path, *more: str) -> int:
 def test_every_stage_that_agrees_is_ok(stub: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(stub) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in lines] == [
-        ["import", "ok"], ["patch", "ok"], ["collective", "ok"],
-    ]  # fmt: skip
+    stages = ("import", "patch", "collective")
+    assert [line.split()[:2] for line in lines] == [[stage, "ok"] for stage in stages]
 
 
 def test_an_altered_number_fails_its_stage_and_ends_it(
