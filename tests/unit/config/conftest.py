@@ -1,7 +1,7 @@
 """A small valid tree, and fixtures that change it and return the problems of resolving it."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -9,6 +9,7 @@ import pytest
 from mindspeed_rlxf.config import packages, ray_cluster
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.problems import ConfigError
+from tests.registries import restored_registries
 
 Tree = dict[str, Any]
 
@@ -27,6 +28,10 @@ TREE: Tree = {
 
 DROPPED = object()
 WITHOUT_CRITIC = ("critic", "placement.critic")
+GRPO = {
+    "training.stage": "ray_grpo", "actor_rollout.do_sample": True,
+    "actor_rollout.n_samples_per_prompt": 4,
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +41,13 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_cluster, "find_local_cluster", lambda: None)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setitem(packages.SOURCES, packages.MEGATRON, lambda: "0.16.1")
+
+
+@pytest.fixture
+def registries() -> Iterator[None]:
+    """Forget after the test what files of the user registered."""
+    with restored_registries():
+        yield
 
 
 @pytest.fixture

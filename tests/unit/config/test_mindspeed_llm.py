@@ -26,7 +26,7 @@ from mindspeed_rlxf.config.problems import ConfigError
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.ops.planning.plan import plan
 from tests.older_yaml import PPO, WITHOUT_CRITIC, write
-from tests.unit.config.conftest import WITHOUT_CRITIC as WITHOUT_CRITIC_KEYS
+from tests.unit.config.conftest import GRPO, WITHOUT_CRITIC as WITHOUT_CRITIC_KEYS
 
 # Typed from the guide and the parser of the older toolkit, not taken from our lists.
 OF_TRAINING = """
@@ -182,19 +182,15 @@ def test_the_data_path_of_the_actor_is_that_of_the_data(make_tree, problems):
     assert problem.startswith("actor_rollout.data_path='1,a,2,b' ") and "[a, b]" in problem
 
 
-GRPO = {
-    "training.stage": "ray_grpo", "actor_rollout.do_sample": True,
-    "actor_rollout.n_samples_per_prompt": 4, "algorithm.adv_estimator": "group_norm",
-    "algorithm.kl_penalty": "kl",
-}  # fmt: skip
+GROUP_NORM = {**GRPO, "algorithm.adv_estimator": "group_norm", "algorithm.kl_penalty": "kl"}
 
 
 def test_group_norm_means_grpo_with_whitening_and_kl_in_the_loss(make_tree):
-    algorithm = resolve(make_tree(GRPO, WITHOUT_CRITIC_KEYS), "test").algorithm
+    algorithm = resolve(make_tree(GROUP_NORM, WITHOUT_CRITIC_KEYS), "test").algorithm
     assert algorithm.adv_estimator == AdvEstimator.GRPO
     assert algorithm.advantage_whiten is AdvantageWhiten.BATCH
     assert (algorithm.kl_in, algorithm.kl_penalty) == ("loss", KlPenalty.LOW_VAR_KL)
-    plain = {**GRPO, "algorithm.advantage_whiten": False}
+    plain = {**GROUP_NORM, "algorithm.advantage_whiten": False}
     whiten = resolve(make_tree(plain, WITHOUT_CRITIC_KEYS), "test").algorithm.advantage_whiten
     assert whiten is AdvantageWhiten.NONE
 
@@ -202,7 +198,7 @@ def test_group_norm_means_grpo_with_whitening_and_kl_in_the_loss(make_tree):
 @pytest.mark.parametrize(
     ("changes", "start"),
     [
-        ({**GRPO, "algorithm.gamma": 0.9}, "algorithm.gamma=0.9"),
+        ({**GROUP_NORM, "algorithm.gamma": 0.9}, "algorithm.gamma=0.9"),
         ({"model.small.group_query_attention": False}, "model.small.group_query_attention=false"),
         ({"actor_rollout.missing_eos_penalty": 1.0, "algorithm.missing_eos_penalty": 0.5},
          "actor_rollout.missing_eos_penalty"),

@@ -1,7 +1,6 @@
 """Python files of the user are loaded once, stored as text, and their errors named by line."""
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from mindspeed_rlxf.config.problems import ConfigError
 from mindspeed_rlxf.rewards.rules import RULES, RewardResult
 from tests.registries import restored_registries
 
+pytestmark = pytest.mark.usefixtures("registries")
 RULE = """
 from mindspeed_rlxf.rewards.rules import RewardResult, register_rule
 
@@ -29,12 +29,6 @@ from mindspeed_rlxf.config.estimator_traits import EstimatorTraits
 def total(given):
     return Estimate(given.rewards.sum(1)[:, None] * given.trained_mask)
 """
-
-
-@pytest.fixture(autouse=True)
-def registries() -> Iterator[None]:
-    with restored_registries():
-        yield
 
 
 def written(folder: Path, text: str) -> str:

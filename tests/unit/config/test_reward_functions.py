@@ -1,6 +1,6 @@
 """Reward functions of the user are found, run and checked when the configuration is resolved."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,9 @@ from mindspeed_rlxf.config import plugins
 from mindspeed_rlxf.config.keys import to_tree
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.problems import ConfigError
-from tests.registries import restored_registries
 
 MakeTree = Callable[..., dict[str, Any]]
+pytestmark = pytest.mark.usefixtures("registries")
 
 TEXT = """
 def score(prompt, response, ground_truth, extra_info, scale=1.0):
@@ -32,12 +32,6 @@ def two(response, ground_truth):
 
 number = 3
 """
-
-
-@pytest.fixture(autouse=True)
-def registries() -> Iterator[None]:
-    with restored_registries():
-        yield
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.config.load import resolve_with_notes
+from tests.unit.config.conftest import GRPO, WITHOUT_CRITIC
 
 Changes = dict[str, Any]
 
@@ -16,7 +17,6 @@ JOINED = {"runtime.address": "head:6379"}
 MODEL = {"reward": {"kind": "model", "rules": {"a": "gsm8k"}}, "placement.reward": "main"}
 NEVER = {"validation.before": False, "validation.after": False}
 VALIDATES = {"data.val_files": "val.jsonl"}
-GRPO = {"training.stage": "ray_grpo", f"{ACTOR}do_sample": True, f"{ACTOR}n_samples_per_prompt": 4}
 LLAMA3 = {"rope_scaling_type": "llama3", "original_max_position_embeddings": 8}
 
 # (change, the keys that are noted, what gives them their effect)
@@ -74,7 +74,7 @@ def unused(tree: dict[str, Any]) -> set[str]:
 def test_keys_of_a_role_that_the_run_does_not_have_are_noted(make_tree):
     shared = {"training.cliprange_value": 0.5, "model.small.critic_update_epochs": 2}
     unused = {"model.other": {"num_layers": 2}}
-    tree = make_tree({**GRPO, **shared, **unused}, ("critic", "placement.critic"))
+    tree = make_tree({**GRPO, **shared, **unused}, WITHOUT_CRITIC)
     assert resolve_with_notes(tree, "test")[1] == [
         "model.small.critic_update_epochs=2, training.cliprange_value=0.5: no role of this run "
         "reads it"

@@ -7,12 +7,8 @@ import pytest
 
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.schema import RunConfig
-from tests.unit.config.conftest import WITHOUT_CRITIC
+from tests.unit.config.conftest import GRPO, WITHOUT_CRITIC
 
-GRPO = {
-    "training.stage": "ray_grpo", "actor_rollout.do_sample": True,
-    "actor_rollout.n_samples_per_prompt": 4,
-}  # fmt: skip
 DPO = {
     "training.stage": "ray_online_dpo", "actor_rollout.do_sample": True,
     "actor_rollout.micro_batch_size": 2,

@@ -11,12 +11,10 @@ import torch.distributed as dist
 
 from mindspeed_rlxf.cluster.nodes import Node
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.device import worlds
 from mindspeed_rlxf.device.findings import Finding, error, ok
 from mindspeed_rlxf.ops.doctor import hosts, output
-from mindspeed_rlxf.ops.doctor.checks import Subject
-from mindspeed_rlxf.ops.doctor.hosts import all_reduce, arrival_key, check_cluster, version_findings
+from mindspeed_rlxf.ops.doctor.hosts import all_reduce, arrival_key, version_findings
 
 
 def test_hosts_with_another_version_are_named() -> None:
@@ -97,12 +95,6 @@ def test_hosts_that_fail_only_together_are_an_error(monkeypatch: pytest.MonkeyPa
     found, _ = collectives(monkeypatch, *[""] * 6, "RuntimeError: connection refused")
     assert found[-1].check == "collectives.all" and found[-1].status.value == "error"
     assert "connection refused" in found[-1].value
-
-
-def test_without_a_cluster_the_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    with pytest.raises(UserError, match="--cluster needs a Ray cluster and none is named"):
-        check_cluster(Subject(DeviceKind.CPU, "/x"), None)
 
 
 LOOPBACK = "127.0.0.1"

@@ -12,6 +12,7 @@ from mindspeed_rlxf.models.parameter_counts import model_elements
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.ops.planning.host_memory import HostMemory, disk_needed, host_memory_needed
 from mindspeed_rlxf.ops.planning.memory import pool_memory
+from tests.unit.config.conftest import GRPO, WITHOUT_CRITIC
 
 JOINED = {"resource_pool.main": [4, 4], "runtime.address": "head:6379"}
 PP4 = {"actor_rollout.pipeline_model_parallel_size": 4}
@@ -35,14 +36,8 @@ def test_own_cluster_has_every_process_on_this_host(make_tree):
 
 
 def test_responses_that_are_not_learnt_from_are_held_too(make_tree):
-    grpo = {
-        "training.stage": "ray_grpo",
-        "actor_rollout.do_sample": True,
-        "actor_rollout.n_samples_per_prompt": 4,
-    }
-
     def rows(changes: dict[str, Any]) -> int:
-        config = resolve(make_tree({**grpo, **changes}, ("critic", "placement.critic")), "t")
+        config = resolve(make_tree({**GRPO, **changes}, WITHOUT_CRITIC), "t")
         return part(host_memory_needed(config, [pool_memory(config, "main")]), "before")
 
     plain = rows({})
