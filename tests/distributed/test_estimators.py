@@ -62,11 +62,8 @@ def test_layouts_prefer_the_same(warm_runtime: Any, tmp_path: Path, models: Path
     both(warm_runtime, tmp_path, models, sections, 2, {}, ["actor"])
 
 
-@pytest.mark.parametrize(
-    ("size", "layout"),
-    [pytest.param(2, {}, marks=pytest.mark.long), pytest.param(4, TP2, marks=pytest.mark.long)],
-    ids=["dp2", "tp2 dp2"],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("size", "layout"), [(2, {}), (4, TP2)], ids=["dp2", "tp2 dp2"])
 def test_layouts_learn_the_same_with_a_warm_up_and_lambdas_of_their_own(
     warm_runtime: Any, tmp_path: Path, models: Path, size: int, layout: dict[str, Any]
 ) -> None:

@@ -1,9 +1,10 @@
-"""Which variables workers get."""
+"""Which variables workers get, and which folders every node must have."""
 
-import copy
+from pathlib import Path
 
 import pytest
 
+from mindspeed_rlxf.cluster.ray.runtime import folders_of_workers
 from mindspeed_rlxf.cluster.worker import (
     forwarded_environment,
     list_variables,
@@ -12,7 +13,9 @@ from mindspeed_rlxf.cluster.worker import (
 )
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.secrets import Secret, reveal
-from tests.unit.config.conftest import TREE
+from tests.unit.config.conftest import make_tree, no_cluster
+
+__all__ = ["make_tree", "no_cluster"]
 
 
 def opened(variables: dict[str, str]) -> dict[str, Secret]:
@@ -50,17 +53,15 @@ def test_variables_of_the_pool_come_before_the_drivers(monkeypatch: pytest.Monke
     assert reveal(found)["TP_TOKEN"] == "canary" and not found["TP_TOKEN"].is_open
 
 
-def test_a_run_that_offloads_gets_segments_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_offloads_gets_segments_that_grow(make_tree, monkeypatch):
     """For the allocator of its device, unless the user sets something."""
     name, value = "PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True"
     monkeypatch.delenv(name, raising=False)
 
     def given(kind: str, offload: bool, env: dict[str, str]) -> dict[str, str]:
-        tree = copy.deepcopy(TREE)
-        tree["training"]["offload"] = {"optimizer": offload}
-        tree["device"], tree["resource_pool"]["env"] = {"kind": kind}, env
-        tree["runtime"] = {"address": "head:6379"}
-        return offload_environment(resolve(tree, "test"))
+        changes = {"training.offload.optimizer": offload, "device.kind": kind}
+        changes |= {"resource_pool.env": env, "runtime.address": "head:6379"}
+        return offload_environment(resolve(make_tree(changes), "test"))
 
     assert given("npu", True, {}) == {name: value}
     assert given("cuda", True, {}) == {"PYTORCH_CUDA_ALLOC_CONF": value}
@@ -69,3 +70,13 @@ def test_a_run_that_offloads_gets_segments_that_grow(monkeypatch: pytest.MonkeyP
     assert (name, value, "offload") in list_variables({}, {name: value})
     monkeypatch.setenv(name, "max_split_size_mb:32")
     assert given("npu", True, {}) == {}
+
+
+def test_folders_of_models_and_tokenizer_are_read_on_every_node(make_tree):
+    tree = make_tree({"critic.load": "weights/critic", "training.tokenizer_name_or_path": "tok"})
+    here = Path.cwd()
+    assert folders_of_workers(resolve(tree, "t")) == {
+        f"{here}/weights/sft": "actor_rollout.load, ref.load",  # the reward is a rule
+        f"{here}/weights/critic": "critic.load",
+        f"{here}/tok": "training.tokenizer_name_or_path",
+    }
