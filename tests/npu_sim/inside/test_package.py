@@ -8,39 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mindspeed_rlxf.rollout import sampling, transfer
 
-SETTINGS = sampling.SamplingSettings(
-    do_sample=True, temperature=1.0, top_k=0, top_p=1.0, min_new_tokens=0, max_new_tokens=4,
-    eos_token_ids=(),
-)  # fmt: skip
-
-
-def choose(vocab: int, uniform: float) -> int:
-    logits = torch.zeros(1, vocab, device="npu")
-    tokens, _ = sampling.choose_tokens(
-        logits, torch.tensor([uniform], dtype=torch.float64),
-        torch.zeros(1, dtype=torch.int64, device="npu"), SETTINGS,
-    )  # fmt: skip
-    return int(tokens)
-
-
-def in_one_sum(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw as in fp64, in what the device makes of it: a number just below 1 becomes 1."""
-    cumulative = weights.double().cumsum(dim=-1)
-    targets = uniforms.to(cumulative)[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, targets, right=True).squeeze(-1), cumulative[:, -1]
-
-
-def test_sampling_needs_no_fp64_on_the_device(monkeypatch):
-    below_one = 1.0 - 2.0**-30
-    assert choose(8, below_one) == 7
-    monkeypatch.setattr(sampling, "_draw_by_inverse_cdf", in_one_sum)
-    with pytest.raises((RuntimeError, IndexError), match=r"out of (bounds|range)"):
-        choose(8, below_one)  # token 8 of 8
-
-
-def cache_and_step() -> tuple[Any, Any, list[Tensor]]:
+def test_a_decode_step_gives_a_mask_row_to_each_query(put_fault):
     from mindspeed_rlxf.rollout.kv_cache import CacheShape, DecodeStep, KvCache
 
     shape = CacheShape(num_layers=1, groups=2, head_dim=4, dtype=torch.float32)
@@ -48,25 +17,10 @@ def cache_and_step() -> tuple[Any, Any, list[Tensor]]:
     cache.fit(3, 6)
     step = DecodeStep(cache=cache, position=torch.tensor([2, 3], device="npu"))
     heads = [torch.ones(2, heads, 4, device="npu") for heads in (4, 2, 2)]
-    return cache, step, heads
-
-
-def test_a_decode_step_gives_a_mask_row_to_each_query(put_fault):
-    from mindspeed_rlxf.rollout.kv_cache import DecodeStep
-
-    _, step, heads = cache_and_step()
     assert step.attend(1, *heads).shape == (2, 4, 4)
     put_fault(DecodeStep, "attend", "self._mask.expand(-1, -1, queries.size(2), -1)", "self._mask")
     with pytest.raises(RuntimeError, match="a mask has a row for each query"):
         step.attend(1, *heads)
-
-
-def test_sums_of_weights_take_no_integers_on_the_device(put_fault):
-    weights = torch.randn(5, 3)
-    assert torch.equal(transfer.block_sums(weights.npu()).cpu(), transfer.block_sums(weights))
-    put_fault(transfer, "block_sums", ".sum(dim=1)", ".long().sum(dim=1, dtype=torch.int64)")
-    with pytest.raises(RuntimeError, match="sum does not support the argument dtype"):
-        transfer.block_sums(weights.npu())
 
 
 def test_a_pack_is_attended_sequence_by_sequence(put_fault):
