@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -32,6 +33,12 @@ def start_logged(
 def with_sources(**variables: str) -> dict[str, str]:
     """Return a copy of this process's environment with PYTHONPATH set to this repository."""
     return {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
 
 
 def run_python(*words: object, folder: Path = ROOT, timeout_s: float = 600.0, **more: str) -> str:

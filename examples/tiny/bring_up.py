@@ -60,7 +60,7 @@ REAL_STAGES = (
     Stage("real-update", 900, 1e-2),
     Stage("real-resume", 900, 1e-2),
 )
-MODEL = HERE.parents[1] / "outputs" / "smollm2" / "model"
+MODEL = Path("outputs/smollm2/model")
 
 
 class Failed(Exception):
@@ -77,11 +77,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--patience", type=float, default=1.0, help="factor for all deadlines")
     parser.add_argument("--record", action="store_true", help="write the numbers to the trace")
     arguments = parser.parse_args(argv)
-    stages = STAGES + (REAL_STAGES if MODEL.exists() else ())
-    names = arguments.stages.split(",") if arguments.stages else [s.name for s in stages]
+    stages = STAGES + REAL_STAGES
+    usual = stages if MODEL.exists() else STAGES
+    names = arguments.stages.split(",") if arguments.stages else [s.name for s in usual]
     unknown = set(names) - {s.name for s in stages}
     if unknown:
         parser.error(f"--stages={','.join(sorted(unknown))} must be of {[s.name for s in stages]}")
+    if not MODEL.exists() and set(names) & {s.name for s in REAL_STAGES}:
+        parser.error(f"--stages={arguments.stages} needs {MODEL}: examples/smollm2/get_model.py")
     chosen = [
         replace(s, deadline_s=s.deadline_s * arguments.patience) for s in stages if s.name in names
     ]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 START, SMOLLM2 = ROOT / "tests" / "golden" / "start", ROOT / "examples" / "smollm2"
-MODEL = ROOT / "outputs" / "smollm2" / "model"  # where `make demo-real` puts it
+MODEL = Path("outputs/smollm2/model").resolve()  # where `make demo-real` puts it
 PROMPTS, ITERATIONS, TIMEOUT_S = 16, 3, 120.0
 SMALL: dict[str, Any] = {
     "model.tiny.num_layers": 2,
@@ -50,7 +50,7 @@ REAL: dict[str, Any] = {
     "actor_rollout.load": MODEL,
     "actor_rollout.lr_decay_style": "constant",
     "actor_rollout.n_samples_per_prompt": 4,
-    "actor_rollout.ppo_mini_batch_size": 8,
+    "actor_rollout.ppo_mini_batch_size": 4,
     "actor_rollout.max_new_tokens": 16,
     "reward.function": f"{SMOLLM2}/word_sums.py:score",
     "data.shuffle": False,
@@ -83,7 +83,7 @@ def write_tiny(_work: Path, iterations: int) -> Iterator[str]:
 
 
 def write_sums(work: Path, iterations: int) -> Iterator[str]:
-    """Write word sums to `train.jsonl`; yield four answers to each, right and wrong in turn."""
+    """Write word sums to `train.jsonl`; yield four answers to each, two of them right."""
     sys.path.insert(0, str(SMOLLM2))
     from word_sums import make_split
 
@@ -92,7 +92,7 @@ def write_sums(work: Path, iterations: int) -> Iterator[str]:
     (work / "train.jsonl").write_text(text, encoding="utf-8")
     for row in rows:
         right = int(row["ground_truth"])
-        yield from (f"The answer is {right + wrong}." for wrong in (0, 1, 0, 2))
+        yield from (f"It is {right}.", f"{right + 1}", f"The answer is {right}.", f"= {right + 2}")
 
 
 TINY = Task("ppo_trainer_tiny", None, SMALL, write_tiny)
@@ -205,15 +205,19 @@ def forward(kind: str, work: Path, task: Task = TINY) -> Numbers:
 
 
 def update(kind: str, work: Path, task: Task = TINY) -> Numbers:
-    """Do two iterations on fixed responses: losses, gradients and Adam."""
-    return train(kind, work, 2, task, fixed=True)
+    """Do iterations on fixed responses, each of two steps on word sums: loss, gradients, Adam."""
+    return train(kind, work, 2 if task is TINY else 3, task, fixed=True)
 
 
 def resume(kind: str, work: Path) -> Numbers:
-    """Do the iterations of `update` on word sums in two runs: the second resumes the first."""
+    """Do the iterations of `update` on word sums in two runs: the second does the third one."""
     saves = replace(WORD_SUMS, changes={**REAL, "training.save_interval": 1})
-    train(kind, work, 1, saves, fixed=True)
-    return train(kind, work, 2, saves, fixed=True)
+    train(kind, work, 2, saves, fixed=True)
+    before = (work / "run" / "metrics.jsonl").read_text(encoding="utf-8")
+    numbers = train(kind, work, 3, saves, fixed=True)
+    after = (work / "run" / "metrics.jsonl").read_text(encoding="utf-8")
+    assert after.startswith(before), "the second run did the first iterations again"
+    return numbers
 
 
 def generate(kind: str, work: Path, task: Task = TINY) -> Numbers:
@@ -267,7 +271,7 @@ def configure(kind: str, work: Path, iterations: int, task: Task, fixed: bool) -
 
     changes = {**task.changes, "device.kind": kind, "training.train_iters": iterations}
     changes["training.output_dir"] = work / "run"
-    answers = [{"response": text} for text in task.write(work, max(iterations, 2))]
+    answers = [{"response": text} for text in task.write(work, max(iterations, 3))]
     if task.folder:
         changes["data.train_files"] = work / "train.jsonl"
     if fixed:

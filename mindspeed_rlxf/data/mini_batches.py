@@ -123,7 +123,8 @@ def equal_parts(costs: Sequence[float], num_parts: int) -> list[list[int]]:
         parts[number].append(item)
         if len(parts[number]) < size:
             heapq.heappush(open_parts, (total + costs[item], number))
-    items, exact = np.array(parts).reshape(num_parts, size), np.asarray(costs, dtype=np.float64)
+    items = np.array(parts, dtype=np.int64).reshape(num_parts, size)
+    exact = np.asarray(costs, dtype=np.float64)
     _swap_items(items, exact[items])
     owner = np.empty(len(exact), dtype=np.int64)
     owner[items] = np.arange(num_parts)[:, None]

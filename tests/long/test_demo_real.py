@@ -5,9 +5,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.distributed.cluster.test_local_runtime import torchrun
 from tests.processes import ROOT, read_lines, read_metrics
 
 pytestmark = pytest.mark.long
@@ -17,7 +19,7 @@ SHORT = (
     "actor_rollout.ppo_mini_batch_size=32", "validation.max_samples=8", "validation.interval=0",
 )  # fmt: skip
 ITERATIONS = 3
-COMPARED = ("actor/grad_norm", "actor/entropy", "actor/ppo_kl", "critic/score/mean")
+COMPARED = ("actor/grad_norm", "actor/entropy", "actor/pg_loss_abs")
 
 
 def python(*words: str, folder: Path, timeout_s: float) -> subprocess.CompletedProcess[str]:
@@ -66,11 +68,24 @@ def test_two_iterations_train_and_are_reported(folder: Path, name: str) -> None:
     assert report.returncode == 0 and "truth" in report.stdout
 
 
+def test_the_bring_up_repeats_its_recorded_numbers(folder: Path) -> None:
+    stages = "real-forward,real-generate,real-update,real-resume"
+    words = "examples/tiny/bring_up.py", "--stages", stages
+    done = python(*words, folder=folder, timeout_s=1800)
+    assert done.returncode == 0 and done.stdout.count(" ok ") == 4, done.stdout
+
+
+@pytest.fixture(scope="module")
+def one(folder: Path) -> list[dict[str, float]]:
+    """The metrics of one process on fixed responses."""
+    return train_fixed(folder, "one")
+
+
 @pytest.mark.parametrize("layout", [("tensor", 3), ("pipeline", 2)], ids=str)
-def test_layouts_train_as_one_process_does(folder: Path, layout: tuple[str, int]) -> None:
+def test_layouts_train_as_one_process_does(folder: Path, one: Any, layout: Any) -> None:
     """Nine heads and three key groups over three tensor ranks; 30 layers over two stages."""
     name, size = layout
-    one, many = train_fixed(folder, "one"), train_fixed(folder, name, size)
+    many = train_fixed(folder, name, size)
     for metric in COMPARED:
         assert [line[metric] for line in many] == pytest.approx(
             [line[metric] for line in one], rel=1e-5, abs=1e-6
@@ -78,24 +93,25 @@ def test_layouts_train_as_one_process_does(folder: Path, layout: tuple[str, int]
 
 
 def train_fixed(folder: Path, name: str, size: int = 1) -> list[dict[str, float]]:
-    """Train on fixed responses, right and wrong in turn; return each iteration's metrics."""
-    if not (folder / name).exists():
-        questions = read_lines(folder / "outputs" / "smollm2" / "train.jsonl")[: 4 * ITERATIONS]
-        (folder / "questions.jsonl").write_text("".join(f"{json.dumps(q)}\n" for q in questions))
-        answers = [int(q["ground_truth"]) + wrong for q in questions for wrong in (0, 1, 0, 2)]
-        texts = [json.dumps({"response": f"The answer is {answer}."}) for answer in answers]
-        (folder / "responses.jsonl").write_text("\n".join(texts))
-        words = [
-            "--config-dir", "examples/smollm2", "--config-name", "grpo", *SHORT,
-            f"training.output_dir={name}", f"training.train_iters={ITERATIONS}",
-            "actor_rollout.n_samples_per_prompt=4", "actor_rollout.ppo_mini_batch_size=16",
-            "actor_rollout.fixed_responses=responses.jsonl", "data.train_files=questions.jsonl",
-            "data.shuffle=false", f"resource_pool.main={size}", "data.val_files=[]",
-        ]  # fmt: skip
-        if size > 1:
-            words.append(f"++actor_rollout.{name}_model_parallel_size={size}")
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
-        words = [*(launcher if size > 1 else []), str(ROOT / "ray_gpt.py"), *words]
-        done = python(*words, folder=folder, timeout_s=1800)
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    """Train on fixed responses, two of four right; return each iteration's metrics."""
+    questions = read_lines(folder / "outputs" / "smollm2" / "train.jsonl")[: 4 * ITERATIONS]
+    (folder / "questions.jsonl").write_text("".join(f"{json.dumps(q)}\n" for q in questions))
+    texts = [
+        text
+        for right in (int(question["ground_truth"]) for question in questions)
+        for text in (f"It is {right}.", f"{right + 1}", f"The answer is {right}.", f"= {right + 2}")
+    ]
+    lines = "".join(f"{json.dumps({'response': text})}\n" for text in texts)
+    (folder / "responses.jsonl").write_text(lines, encoding="utf-8")
+    words = [
+        str(ROOT / "ray_gpt.py"), "--config-dir", "examples/smollm2", "--config-name", "grpo",
+        *SHORT, f"training.output_dir={name}", f"training.train_iters={ITERATIONS}",
+        "actor_rollout.n_samples_per_prompt=4", "actor_rollout.ppo_mini_batch_size=8",
+        "actor_rollout.fixed_responses=responses.jsonl", "data.train_files=questions.jsonl",
+        "data.shuffle=false", f"resource_pool.main={size}", "data.val_files=[]",
+    ]  # fmt: skip
+    if size > 1:
+        words = [*torchrun(size), *words, f"++actor_rollout.{name}_model_parallel_size={size}"]
+    done = python(*words, folder=folder, timeout_s=1800)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return read_metrics(folder / name)

@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.tiny_run import START, settings
-from tests.distributed.cluster.test_local_runtime import free_port
 from tests.npu_sim import processes, run
 from tests.npu_sim.cases import operators_of
-from tests.processes import read_lines, start_logged, wait_for
+from tests.processes import free_port, read_lines, start_logged, wait_for
 from tests.unit.device.npu_recorder import smi_table
 
 ROLES = ("actor_rollout", "ref", "critic")

@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.same_run import MACHINE_METRICS
-from tests.distributed.cluster.test_local_runtime import free_port
 from tests.npu_sim import processes
 from tests.npu_sim.cases import CASES, Case, operators_of
-from tests.processes import ROOT, read_lines, start_logged
+from tests.processes import ROOT, free_port, read_lines, start_logged
 
 SOURCES = {"mindspeed": "RLXF_MINDSPEED", "megatron": "RLXF_MEGATRON_LM"}
 VARIABLES = tuple(SOURCES.values())

@@ -14,9 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.distributed.cluster.test_local_runtime import free_port
 from tests.golden.runs import PPO, SMALL
-from tests.processes import ROOT
+from tests.processes import ROOT, free_port
 
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 START_S = 60.0

@@ -1,23 +1,15 @@
 """The local runtime passes the checks of role groups, alone and under torchrun."""
 
-import socket
-
 import pytest
 
-from tests.processes import run_python
+from tests.processes import free_port, run_python
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
-def torchrun() -> list[str]:
-    """Two ranks over numeric loopback addresses: no name server is asked for anything."""
+def torchrun(ranks: int = 2) -> list[str]:
+    """Ranks over numeric loopback addresses: no name server is asked for anything."""
     place = ["--local-addr", "127.0.0.1", "--master-addr", "127.0.0.1"]
     place += ["--master-port", str(free_port())]
-    return ["-m", "torch.distributed.run", "--nproc-per-node", "2", *place]
+    return ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *place]
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])

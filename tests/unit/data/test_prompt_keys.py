@@ -40,19 +40,21 @@ def test_rows_of_the_usual_columns_are_read_from_parquet(
         "source": {"name": "sums"},
         "question": CHAT,
         "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": "4"},
+        "reward_model": {"style": "rule", "truth": {"text": "4"}},
         "extra_info": {"split": "train", "index": 7, "choices": ["a", "b"]},
     }
     file = tmp_path / "rows.parquet"
-    pq.write_table(pa.Table.from_pylist([row, {**row, "extra_info": None}]), file)
-    keys = {"ground_truth_key": "reward_model.ground_truth", "data_source_key": "source.name"}
+    second = {**row, "extra_info": None, "source": {"name": "others"}}
+    pq.write_table(pa.Table.from_pylist([row, second]), file)
+    keys = {"ground_truth_key": "reward_model.truth.text", "data_source_key": "source.name"}
     config = data(prompt_key="question", **keys)
     prompt, other = load_prompts(str(file), make_tokenizer(), config, 100)
     assert prompt.text == "<bos><user>hi<assistant>"
     assert (prompt.ground_truth, prompt.data_source) == ("4", "sums")
+    assert other.data_source == "others"
     columns = {"source": {"name": "sums"}, "ability": "math", "reward_model": row["reward_model"]}
     assert prompt.extra_info == {**columns, "split": "train", "index": 7, "choices": ["a", "b"]}
-    assert other.extra_info == columns
+    assert other.extra_info == {**columns, "source": {"name": "others"}}
     config = data(prompt_key="question", extra_columns=["extra_info", "reward_model.style"])
     prompt, other = load_prompts(str(file), make_tokenizer(), config, 100)
     style = {"reward_model": {"style": "rule"}}  # kept in any case: it chooses what scores the row

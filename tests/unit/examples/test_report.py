@@ -35,6 +35,17 @@ def test_samples_of_first_and_last_validation_stand_side_by_side() -> None:
     assert lines[2].split() == ["10+10=", "99", "97", "20"]
 
 
+def test_a_question_in_a_chat_template_is_shown_without_it() -> None:
+    chat = (
+        "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\nHow many are 10 and 11?<|im_end|>\n"
+    )
+    samples = [sample(0, 0, "10 and\n11", 0.0), sample(9, 0, "10 + 11 = 21", 1.0)]
+    lines = report.before_and_after([{**one, "prompt": chat} for one in samples])
+    assert "\n".join(lines).split("\n") == [
+        "How many are 10 and 11?", "  before  10 and 11", "  after   10 + 11 = 21", "  truth   20",
+    ]  # fmt: skip
+
+
 def test_a_run_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,6 +119,8 @@ def learnt(role: Any, update: str) -> LossOutput:
 
 
 def test_advantages_returns_and_kl():
+    # KL a: -1 + 1.5 = 0.5, EOS: -2 + 1 = -1, c: 0. Rewards a -0.05, EOS 0.1, the slot after it 1;
+    # c takes the score of its row, 2. gamma 0.9, gamma lambda 0.45:
     # A_4 = 1 - 0.4                               = 0.6
     # A_3 = 0.1 + 0.9 * 0.4 - 0.3 + 0.45 * 0.6    = 0.43
     # A_0 = -0.05 + 0.9 * 0.3 - 0.2 + 0.45 * 0.43 = 0.2135
