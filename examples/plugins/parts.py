@@ -24,8 +24,8 @@ def last_digit(response: str, ground_truth: str) -> RewardResult:
     return RewardResult(1.0 if right else 0.5 * close, {"last_digit": float(close)})
 
 
-@rollout_engine.register_rollout_engine("transformers")
-class TransformersRollout(rollout_engine.RolloutEngine):
+@rollout_engine.register_rollout_engine("one_by_one")
+class OneByOne(rollout_engine.RolloutEngine):
     """Generates with a transformers model on the CPU, one response at a time, without a cache."""
 
     weights_version = -1

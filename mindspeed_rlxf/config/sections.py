@@ -300,7 +300,9 @@ class ValidationConfig(Section):
 class RolloutConfig(Section):
     """The rollout engine, and its layout on `actor_rollout.num_gpus_for_infer` devices."""
 
-    engine: str = key("native", "rollout engine: native, or the name of a plugin's engine")
+    engine: str = key(
+        "native", "rollout engine: native, transformers (slower), or the name of a plugin's engine"
+    )
     tensor_model_parallel_size: int | None = reshard(
         None, "ranks that share a layer in generation; null = as in training", ge=1
     )

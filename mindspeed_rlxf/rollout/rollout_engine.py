@@ -153,6 +153,9 @@ def answer_from_table(
 NATIVE = "native"
 """Name of the package's own engine, which generates with the Megatron model itself."""
 
+TRANSFORMERS = "transformers"
+"""Name of the engine in `hf_rollout`, for models that the native engine does not know."""
+
 EngineFactory: TypeAlias = Callable[[RunConfig, TrainEngine], RolloutEngine]
 """(configuration, the actor's training engine in the same process) -> the engine of this rank.
 
@@ -168,12 +171,12 @@ ENGINES: dict[str, EngineFactory] = {}
 def register_rollout_engine(name: str) -> Callable[[EngineFactory], EngineFactory]:
     """Return a decorator that adds an engine class, or a function that makes one, to `ENGINES`.
 
-    The decorator returns its argument unchanged, and raises ValueError for a taken name, "native"
-    included.
+    The decorator returns its argument unchanged, and raises ValueError for a taken name, those of
+    the package included.
     """
 
     def register(factory: EngineFactory) -> EngineFactory:
-        if name == NATIVE:
+        if name in (NATIVE, TRANSFORMERS):
             raise ValueError(f"rollout engine {name!r} is the package's own; choose another name")
         register_part(ENGINES, name, factory, "rollout engine")
         return factory

@@ -35,7 +35,7 @@ from mindspeed_rlxf.rewards.plans import (
     scores_row,
 )
 from mindspeed_rlxf.rewards.sandbox import Sandbox
-from mindspeed_rlxf.rollout.rollout_engine import ENGINES, NATIVE
+from mindspeed_rlxf.rollout.rollout_engine import ENGINES, NATIVE, TRANSFORMERS
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
 from mindspeed_rlxf.weights.chunks import StoredWeights
 from mindspeed_rlxf.weights.folders import find_description, open_weights
@@ -139,13 +139,17 @@ def _attempt(problems: list[Problem], action: Callable[[], T]) -> T | None:
 
 
 def _check_engine(config: RunConfig) -> list[Problem]:
-    key, name, known = "rollout.engine", config.rollout.engine, [NATIVE, *ENGINES]
+    key, name, known = "rollout.engine", config.rollout.engine, [NATIVE, TRANSFORMERS, *ENGINES]
     if name not in known:
         remedy = f"use {closest(name, known) or NATIVE}, or add its file to training.plugins"
         return [Problem(key, f"must be one of {', '.join(known)}", name, remedy)]
     if name != NATIVE and config.parts:
         rule = "cannot generate on ranks of its own (num_gpus_for_infer)"
         return [Problem(key, rule, name, f"use {NATIVE}, or remove num_gpus_for_infer")]
+    folder = Path(config.actor_rollout.load or "")
+    if name == TRANSFORMERS and not (folder / "config.json").is_file():
+        rule = "needs config.json in the folder actor_rollout.load"
+        return [Problem(key, rule, name, f"use {NATIVE}, or load a Hugging Face folder")]
     return []
 
 

@@ -9,7 +9,14 @@ ROLLOUT = f"{PACKAGE}.rollout"
 # size of the buckets of weights.
 BORDER = {"rollout_engine", "sampling", "replica", "transfer"}
 GENERATING = (f"{PACKAGE}.roles.rollout",)
-INSIDE = {"NativeRollout", "KvCache", "SharedWeights", "OwnWeights", "build_rollout_module"}
+INSIDE = {
+    "NativeRollout",
+    "TransformersRollout",
+    "KvCache",
+    "SharedWeights",
+    "OwnWeights",
+    "build_rollout_module",
+}
 
 
 def text_of(module: str) -> str:

@@ -284,14 +284,16 @@ def test_an_eos_id_beyond_the_vocabulary_is_refused(good, tmp_path, problems):
     assert "EOS id 99" in line
 
 
-def test_an_unknown_or_unsuitable_rollout_engine_is_refused(problems, monkeypatch):
+def test_an_unknown_or_unsuitable_rollout_engine_is_refused(problems, monkeypatch, tmp_path):
     (line,) = problems("rollout.engine=nativ")
-    assert line.startswith("error: rollout.engine=nativ must be one of native; use native, or add")
+    assert line.startswith("error: rollout.engine=nativ must be one of native, transformers; use")
     monkeypatch.setitem(ENGINES, "other", lambda *_: None)
     split = ["num_gpus_for_train=1", "num_gpus_for_infer=1"]
     words = [*(f"actor_rollout.{word}" for word in split), "resource_pool.actor_rollout=2"]
     (line,) = problems("rollout.engine=other", *words)
     assert line.startswith("error: rollout.engine=other cannot generate on ranks of its own")
+    lines = problems("rollout.engine=transformers", f"actor_rollout.load={tmp_path}")
+    assert any(line.startswith("error: rollout.engine=transformers needs") for line in lines)
 
 
 CODE = ("reward={kind: rule, rules: {arithmetic: code}}", "~resource_pool.reward")

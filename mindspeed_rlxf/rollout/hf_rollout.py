@@ -1,0 +1,172 @@
+"""The rollout engine `transformers`: any architecture that transformers knows, without Megatron.
+
+It is slower than the native engine: a batch keeps its rows until they end, and no others enter.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from mindspeed_rlxf import device
+from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.engine.train_engine import TrainEngine
+from mindspeed_rlxf.rollout.rollout_engine import (
+    FinishReason,
+    GenerationRequest,
+    GenerationResult,
+    GenerationStats,
+)
+from mindspeed_rlxf.rollout.sampling import SamplingSettings, choose_tokens, uniform_numbers
+
+MOST_ROWS = 64  # in a batch, where `num_samples_per_step` sets none
+
+
+class TransformersRollout:
+    """One rank with the whole model; the ranks of a replica all compute the same."""
+
+    def __init__(self, config: RunConfig, _trained: TrainEngine) -> None:
+        """Build the model of the actor's `load` on the host, without its weights."""
+        actor = config.actor_rollout
+        described = AutoConfig.from_pretrained(actor.load, local_files_only=True)
+        dtype = torch.bfloat16 if actor.bf16 else torch.float32
+        self.model = AutoModelForCausalLM.from_config(described, dtype=dtype).eval()
+        self.model.requires_grad_(False)
+        self.max_rows = actor.num_samples_per_step or MOST_ROWS
+        self._stats = GenerationStats()
+        self._version: int | None = None
+
+    @torch.no_grad()
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replace all weights; after an error the engine has no version and cannot generate."""
+        self._version = None
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        missing = {name for name, _ in self.model.named_parameters()}  # a tied head counts once
+        sent = set()
+        for name, tensor in tensors:
+            if name not in parameters or name in sent:
+                reason = "was sent already" if name in sent else "is no tensor of this model"
+                raise ValueError(f"{name} {reason}; send each tensor of the model once")
+            if tensor.shape != parameters[name].shape:
+                shape = tuple(parameters[name].shape)
+                raise ValueError(f"{name} must have the shape {shape}, not {tuple(tensor.shape)}")
+            parameters[name].copy_(tensor)
+            sent.add(name)
+        if missing - sent:
+            raise ValueError(f"{min(missing - sent)} was not sent; send each tensor of the model")
+        self._version = version
+
+    @property
+    def weights_version(self) -> int:
+        """Version of the loaded weights."""
+        assert self._version is not None, "the rollout has not received its weights"
+        return self._version
+
+    def stats(self) -> GenerationStats:
+        """Return the counts for the current or last call."""
+        return self._stats
+
+    def wake(self) -> None:
+        """Bring the weights to the device."""
+        self.model.to(device.current_device())
+
+    def sleep(self) -> None:
+        """Bring the weights to the host."""
+        self.model.to("cpu")
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
+        """Generate as `RolloutEngine.generate` says, in batches of equal settings."""
+        self._stats = GenerationStats()
+        by_settings: dict[SamplingSettings, list[GenerationRequest]] = {}
+        for request in requests:
+            by_settings.setdefault(request.settings, []).append(request)
+        for settings, same in by_settings.items():
+            same.sort(key=lambda request: len(request.prompt))  # batches with little padding
+            for start in range(0, len(same), self.max_rows):
+                yield from self._generate_batch(same[start : start + self.max_rows], settings)
+
+    def _generate_batch(
+        self, requests: list[GenerationRequest], settings: SamplingSettings
+    ) -> Iterator[GenerationResult]:
+        """Yield results as responses end; their rows leave the batch and its cache."""
+        rows = [(request, list[int](), list[float]()) for request in requests]
+        most = settings.max_new_tokens
+        numbers = [uniform_numbers(r.seed, r.sample_id, most) for r in requests]
+        uniforms = torch.from_numpy(np.stack(numbers))
+        ids, mask = _pad([request.prompt for request in requests], left=True)
+        self._stats.prompt_tokens += int(mask.sum())
+        positions, cache = (mask.cumsum(1) - 1).clamp(min=0), None
+        for step in range(most):
+            with torch.no_grad():
+                found = self._forward(ids, mask, positions, cache)
+                count = torch.full((len(rows),), step)
+                tokens, log_probs = choose_tokens(
+                    found.logits[:, -1].float(), uniforms[:, step], count, settings
+                )
+            cache, going = found.past_key_values, []
+            self._stats.sampled_tokens += len(rows)
+            self._stats.decoded_tokens += len(rows) if step else 0
+            drawn = zip(rows, tokens.tolist(), log_probs.tolist(), strict=True)
+            for i, ((request, response, logs), token, log_prob) in enumerate(drawn):
+                response.append(token)
+                logs.append(log_prob)
+                if len(response) == most or settings.ends_with(response):
+                    reason = FinishReason.of(response, settings)
+                    version = self.weights_version
+                    yield GenerationResult(request.place, response, logs, reason, version)
+                else:
+                    going.append(i)
+            if not going:
+                return
+            if len(going) < len(rows):
+                cache.reorder_cache(torch.tensor(going, device=tokens.device))
+                rows, uniforms = [rows[i] for i in going], uniforms[going]
+            ids = tokens.cpu()[going, None]
+            mask = torch.cat((mask[going], torch.ones_like(ids)), dim=1)
+            positions = positions[going, -1:] + 1
+
+    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Any:
+        where = device.current_device()
+        return self.model(
+            input_ids=ids.to(where),
+            attention_mask=mask.to(where),
+            position_ids=positions.to(where),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+
+    @torch.no_grad()
+    def score(
+        self,
+        prompts: Sequence[np.ndarray],
+        responses: Sequence[Sequence[int]],
+        temperature: float = 1.0,
+    ) -> list[list[float]]:
+        """Score as `RolloutEngine.score` says, in padded batches."""
+        self._stats, where = GenerationStats(), device.current_device()
+        found: list[list[float]] = []
+        both = list(zip(prompts, responses, strict=True))
+        for start in range(0, len(both), self.max_rows):
+            batch = both[start : start + self.max_rows]
+            ids, mask = _pad([np.concatenate(pair) for pair in batch], left=False)
+            self._stats.prompt_tokens += int(mask.sum())
+            logits = self.model(input_ids=ids.to(where), attention_mask=mask.to(where)).logits
+            for (prompt, response), row in zip(batch, logits, strict=True):
+                first = len(prompt) - 1
+                logs = row[first : first + len(response)].float() / temperature
+                chosen = torch.tensor(response, device=where)[:, None]
+                found.append(logs.log_softmax(-1).gather(1, chosen)[:, 0].tolist())
+        return found
+
+
+def _pad(rows: Sequence[np.ndarray], left: bool) -> tuple[Tensor, Tensor]:
+    """Return token ids [rows, longest] int64, padded with 0, and their mask of 0 and 1."""
+    side = "left" if left else "right"
+    ids = pad_sequence([torch.from_numpy(r) for r in rows], True, padding_side=side)
+    ones = [torch.ones(len(row), dtype=torch.long) for row in rows]
+    return ids, pad_sequence(ones, True, padding_side=side)
