@@ -5,11 +5,11 @@ responses each, of half to one and a half of `--response` tokens, forced by posi
 cheap reward, no reference, one optimizer step, all samples of a prompt in one micro-batch. Old
 log-probs are those of generation (TRL's are those of the update itself: no further pass either).
 `apart` is this package with `share_prompts: false`. `--model` takes the weights of a Hugging Face
-folder, and word sums as prompts. `loss` and `grad_norm` are those of one update on fixed responses
-with injected advantages, before training (TRL's `loss_type` is its default, dapo: a mean over all
-tokens of the batch, as here). Each run has a process of its own with the same
-number of threads; the processes take turns, and the first iteration of each is left out. Prints one
-JSON line.
+folder, and word sums as prompts. Each run has a process of its own with the same number of threads;
+the processes take turns, and the first iteration of each is left out. `loss` and `grad_norm` are
+those of one update on fixed responses, with injected advantages and old log-probs, some of whose
+ratios are clipped (TRL's `loss_type` is its default, dapo: a mean over all tokens of the batch, as
+here). Prints one JSON line.
 
     python benchmarks/grpo_step.py [--trl FOLDER] [--size 19m|100m] [--rounds 2]
     python benchmarks/grpo_step.py --model outputs/smollm2/model --prompts 16 --response 16
@@ -114,12 +114,17 @@ def write_word_sums(file: Path) -> None:
 
 
 def fixed_update(lengths: list[int], folder: Path, arguments: argparse.Namespace) -> Any:
-    """Return rollouts of random tokens (as `update.py`), and an advantage for each of them."""
+    """Return rollouts of random tokens (as `update.py`), advantages and shifts of log-probs.
+
+    An advantage per response; shifts [rows, response] make old log-probs of those of the weights.
+    """
     import torch
     from update import make_rollouts
 
     generator = torch.Generator().manual_seed(4)
-    return make_rollouts(lengths, arguments), torch.randn(len(lengths), generator=generator)
+    rollouts = make_rollouts(lengths, arguments)
+    advantages = torch.randn(len(lengths), generator=generator)
+    return rollouts, advantages, 0.3 * torch.randn(rollouts.response_ids.shape, generator=generator)
 
 
 def our_seconds(
@@ -164,13 +169,13 @@ def our_first(
 
     LocalRuntime.from_config(config := resolve(tree, "grpo_step"))
     role = ActorRole(config)
-    rollouts, advantages = fixed_update(lengths, folder, arguments)
+    rollouts, advantages, shifts = fixed_update(lengths, folder, arguments)
     old, none = role.engine.log_probs(rollouts, 1.0), torch.zeros(len(lengths), 0)
     assert old is not None
     experience = Experience(
         advantages=advantages[:, None] * rollouts.trained_mask,
         trained_mask=rollouts.trained_mask,
-        old_log_probs=old.log_probs,
+        old_log_probs=old.log_probs + shifts * rollouts.trained_mask,
         ref_log_probs=none,
         returns=none,
         values=none,
@@ -186,12 +191,12 @@ def trl_seconds(
     """Train with TRL in this process; return the seconds of each iteration."""
     import torch
     from datasets import Dataset
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
     from trl import GRPOConfig, GRPOTrainer
 
     torch.set_num_threads(arguments.threads)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer", padding_side="left")
-    policy = LlamaForCausalLM.from_pretrained(
+    policy = AutoModelForCausalLM.from_pretrained(
         folder / "policy", attn_implementation="sdpa", dtype=torch.float32
     )
     lines = (folder / "train.jsonl").read_text(encoding="utf-8").splitlines()
@@ -204,6 +209,7 @@ def trl_seconds(
         num_generations=arguments.samples,
         max_completion_length=arguments.limit,
         beta=0.0,
+        shuffle_dataset=False,
         **TRL_SETTINGS,
     )
 
@@ -223,8 +229,12 @@ def trl_seconds(
     return step_seconds(trainer)
 
 
-def trl_first(trainer: Any, rollouts: Any, advantages: Any, size: int) -> dict[str, float]:
+def trl_first(
+    trainer: Any, rollouts: Any, advantages: Any, shifts: Any, size: int
+) -> dict[str, float]:
     """Return loss and gradient norm of TRL on fixed responses, in micro-batches of `size`."""
+    import torch
+
     total, steps = rollouts.trained_mask.sum(), rollouts.num_rows // size
     trainer.current_gradient_accumulation_steps = steps
     trainer.model.train()
@@ -239,6 +249,13 @@ def trl_first(trainer: Any, rollouts: Any, advantages: Any, size: int) -> dict[s
             "advantages": advantages[rows],
             "num_items_in_batch": total,
         }
+        both = [torch.cat([inputs[f"{part}_{kind}"] for part in ("prompt", "completion")], 1)
+                for kind in ("ids", "mask")]  # fmt: skip
+        with torch.no_grad():
+            found = trainer._get_per_token_logps_and_entropies(
+                trainer.model, *both, rollouts.response_ids.size(1)
+            )
+        inputs["old_per_token_logps"] = found[0] + shifts[rows]
         part = trainer.compute_loss(trainer.model, inputs)
         part.backward()
         loss += float(part)

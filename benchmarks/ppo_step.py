@@ -32,7 +32,7 @@ from typing import Any
 from iteration import ROOT, make_models, write_inputs
 
 PROMPT, LIMIT, MICRO, EQUAL = 64, 512, 4, 205
-BASE = {"num_query_groups": 2, "vocab_size": 16384, "max_position_embeddings": 1024}
+BASE = {"num_query_groups": 2, "vocab_size": 16384, "max_position_embeddings": 2048}
 SHAPES = {
     "19m": {
         **BASE, "num_layers": 8, "hidden_size": 384, "ffn_hidden_size": 1024,
