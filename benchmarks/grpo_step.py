@@ -27,10 +27,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from iteration import make_models, write_inputs
+from iteration import ROOT, make_models, write_inputs
 from ppo_step import (
     BASE,
-    ROOT,
     SHAPES,
     TRL_SETTINGS,
     child_seconds,
@@ -113,10 +112,10 @@ def write_word_sums(file: Path) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def fixed_update(lengths: list[int], folder: Path, arguments: argparse.Namespace) -> Any:
+def fixed_update(lengths: list[int], arguments: argparse.Namespace) -> Any:
     """Return rollouts of random tokens (as `update.py`), advantages and shifts of log-probs.
 
-    An advantage per response; shifts [rows, response] make old log-probs of those of the weights.
+    Advantages are [rows]; shifts [rows, response] are added to log-probs to make the old ones.
     """
     import torch
     from update import make_rollouts
@@ -152,12 +151,12 @@ def our_seconds(
         "adv_estimator": "grpo", "kl_ctrl": {"kl_coef": 0.0}, "old_log_probs": "rollout",
     }  # fmt: skip
     seconds = seconds_of(tree, lengths, folder, arguments.threads)
-    (folder / f"{side}.json").write_text(json.dumps(our_first(tree, lengths, folder, arguments)))
+    (folder / f"{side}.json").write_text(json.dumps(our_first(tree, lengths, arguments)))
     return seconds
 
 
 def our_first(
-    tree: dict[str, Any], lengths: list[int], folder: Path, arguments: argparse.Namespace
+    tree: dict[str, Any], lengths: list[int], arguments: argparse.Namespace
 ) -> dict[str, float]:
     """Return loss and gradient norm of one update on fixed responses."""
     import torch
@@ -169,7 +168,7 @@ def our_first(
 
     LocalRuntime.from_config(config := resolve(tree, "grpo_step"))
     role = ActorRole(config)
-    rollouts, advantages, shifts = fixed_update(lengths, folder, arguments)
+    rollouts, advantages, shifts = fixed_update(lengths, arguments)
     old, none = role.engine.log_probs(rollouts, 1.0), torch.zeros(len(lengths), 0)
     assert old is not None
     experience = Experience(
@@ -224,7 +223,7 @@ def trl_seconds(
         train_dataset=Dataset.from_list([{"prompt": json.loads(x)["prompt"]} for x in lines]),
         processing_class=tokenizer,
     )
-    first = trl_first(trainer, *fixed_update(lengths, folder, arguments), arguments.samples)
+    first = trl_first(trainer, *fixed_update(lengths, arguments), arguments.samples)
     (folder / "trl.json").write_text(json.dumps(first), encoding="utf-8")
     return step_seconds(trainer)
 

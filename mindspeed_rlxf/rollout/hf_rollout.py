@@ -1,6 +1,6 @@
-"""The rollout engine `transformers`: any architecture that transformers knows, without Megatron.
+"""The rollout engine `transformers`, which generates with the model that transformers has.
 
-It is slower than the native engine: a batch keeps its rows until they end, and no others enter.
+It is slower than the native engine: rows that end leave a batch, but no others enter.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +14,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.engine.train_engine import TrainEngine
 from mindspeed_rlxf.rollout.rollout_engine import (
     FinishReason,
     GenerationRequest,
@@ -29,7 +28,7 @@ MOST_ROWS = 64  # in a batch, where `num_samples_per_step` sets none
 class TransformersRollout:
     """One rank with the whole model; the ranks of a replica all compute the same."""
 
-    def __init__(self, config: RunConfig, _trained: TrainEngine) -> None:
+    def __init__(self, config: RunConfig) -> None:
         """Build the model of the actor's `load` on the host, without its weights."""
         actor = config.actor_rollout
         described = AutoConfig.from_pretrained(actor.load, local_files_only=True)
@@ -45,8 +44,8 @@ class TransformersRollout:
         """Replace all weights; after an error the engine has no version and cannot generate."""
         self._version = None
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        missing = {name for name, _ in self.model.named_parameters()}  # a tied head counts once
-        sent = set()
+        wanted = {name for name, _ in self.model.named_parameters()}  # without a tied head
+        sent = set[str]()
         for name, tensor in tensors:
             if name not in parameters or name in sent:
                 reason = "was sent already" if name in sent else "is no tensor of this model"
@@ -56,8 +55,8 @@ class TransformersRollout:
                 raise ValueError(f"{name} must have the shape {shape}, not {tuple(tensor.shape)}")
             parameters[name].copy_(tensor)
             sent.add(name)
-        if missing - sent:
-            raise ValueError(f"{min(missing - sent)} was not sent; send each tensor of the model")
+        if missing := wanted - sent:
+            raise ValueError(f"{min(missing)} was not sent; send each tensor of the model once")
         self._version = version
 
     @property

@@ -17,7 +17,6 @@ from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.train_engine import TrainEngine
 from mindspeed_rlxf.models.parameters import Head, hf_shapes
 from mindspeed_rlxf.rollout import transfer
-from mindspeed_rlxf.rollout.hf_rollout import TransformersRollout
 from mindspeed_rlxf.rollout.native import NativeRollout
 from mindspeed_rlxf.rollout.rollout_engine import ENGINES, NATIVE, TRANSFORMERS, RolloutEngine
 from mindspeed_rlxf.rollout.weights import OwnWeights, SharedWeights, WeightSource
@@ -65,8 +64,12 @@ def build_replica(config: RunConfig, trained: TrainEngine | None) -> Replica:
     leads, name = config.rollout_layout.is_leader(dist.get_rank()), config.rollout.engine
     seed, actor = config.training.seed, config.actor_rollout
     if trained is not None and name != NATIVE:
-        engines = {TRANSFORMERS: TransformersRollout, **ENGINES}
-        engine = engines[name](config, trained)
+        if name == TRANSFORMERS:
+            from mindspeed_rlxf.rollout.hf_rollout import TransformersRollout  # imports for seconds
+
+            engine: RolloutEngine = TransformersRollout(config)
+        else:
+            engine = ENGINES[name](config, trained)
         return Replica(
             engine,
             lambda version: engine.update_weights(trained.hf_tensors(), version),

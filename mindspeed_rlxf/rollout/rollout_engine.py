@@ -154,7 +154,7 @@ NATIVE = "native"
 """Name of the package's own engine, which generates with the Megatron model itself."""
 
 TRANSFORMERS = "transformers"
-"""Name of the engine in `hf_rollout`, for models that the native engine does not know."""
+"""Name of the engine in `hf_rollout`, which generates with the model that transformers has."""
 
 EngineFactory: TypeAlias = Callable[[RunConfig, TrainEngine], RolloutEngine]
 """(configuration, the actor's training engine in the same process) -> the engine of this rank.

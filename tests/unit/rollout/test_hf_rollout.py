@@ -1,4 +1,4 @@
-"""The engine `transformers` draws what one forward pass per token draws, for any architecture."""
+"""The engine `transformers` draws what one forward pass per token draws."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +37,7 @@ def pair(request: Any, tmp_path: Path, monkeypatch: Any) -> tuple[TransformersRo
         parameter.data.normal_(std=0.3)
     model.eval().save_pretrained(tmp_path)
     actor = SimpleNamespace(load=tmp_path, bf16=False, num_samples_per_step=3)
-    engine = TransformersRollout(SimpleNamespace(actor_rollout=actor), None)
+    engine = TransformersRollout(SimpleNamespace(actor_rollout=actor))
     engine.update_weights(model.named_parameters(), 7)
     engine.wake()
     return engine, model
