@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from mindspeed_rlxf.cli.command_line import use_utf8_output
 from mindspeed_rlxf.ops.supervisor import supervise
 
-COMMANDS = ("train", "preprocess", "convert", "doctor", "report", "watch")
+COMMANDS = ("train", "preprocess", "convert", "doctor", "report", "watch", "from-verl")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,9 +25,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name == "train" and argv is None and (code := supervise()) is not None:
             return code
         # Imported here, as the process that supervises a run needs none of the commands.
-        from mindspeed_rlxf.cli import convert, doctor, preprocess, report, train, watch
+        from mindspeed_rlxf.cli import (
+            convert,
+            doctor,
+            from_verl,
+            preprocess,
+            report,
+            train,
+            watch,
+        )
 
-        commands = (train, preprocess, convert, doctor, report, watch)
+        commands = (train, preprocess, convert, doctor, report, watch, from_verl)
         return dict(zip(COMMANDS, commands, strict=True))[name].main(arguments[1:])
     use_utf8_output()
     usage = f"usage: mindspeed-rlxf {{{','.join(COMMANDS)}}} ..."

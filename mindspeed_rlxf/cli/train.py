@@ -6,15 +6,19 @@ Exit codes: 0 = done; 2 = user mistake, one `error:` line per problem; else the 
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 
 from mindspeed_rlxf.checkpoint.supervised import EXIT_STOPPED
 from mindspeed_rlxf.cli.command_line import Parser, command, fail, option
 from mindspeed_rlxf.cluster.errors import StorageUnreadable
 from mindspeed_rlxf.config.compose import builtin_config_dir, compose, config_names
 from mindspeed_rlxf.config.keys import NESTED_ROLES, to_yaml
-from mindspeed_rlxf.config.load import resolve_with_notes
+from mindspeed_rlxf.config.load import resolve_given, resolve_with_notes
 from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.config.verl import translate_verl
+from mindspeed_rlxf.config.verl_tree import read_verl
+from mindspeed_rlxf.data.files import count_rows
 from mindspeed_rlxf.reporting.console import opened
 from mindspeed_rlxf.reporting.live import make_console
 from mindspeed_rlxf.reporting.phases import phase
@@ -22,6 +26,7 @@ from mindspeed_rlxf.reporting.phases import phase
 OPTIONS = (
     option("--config-name", "-cn", help="configuration, without .yaml"),
     option("--config-dir", "-cd", help="folder to look in before the built-in one"),
+    option("--verl-config", help="a YAML of verl instead; changes are then in verl's keys"),
     option("--cfg", "-c", choices=["job"], help="print the resolved YAML and stop"),
     option("overrides", nargs="*", metavar="key=value", help="changes to the YAML"),
 )
@@ -40,11 +45,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         arguments = parser.parse_intermixed_args(argv)
-        if arguments.config_name is None:
+        if arguments.verl_config:
+            name = Path(arguments.verl_config).stem
+            tree = read_verl(arguments.verl_config, arguments.overrides)
+            config, notes = resolve_given(translate_verl(tree, count_rows), name)
+        elif arguments.config_name is None:
             names = ", ".join(config_names([builtin_config_dir()])) or "none"
             parser.error(f"--config-name is required; built-in names: {names}")
-        tree = compose(arguments.config_name, arguments.overrides, arguments.config_dir)
-        config, notes = resolve_with_notes(tree, arguments.config_name.removesuffix(".yaml"))
+        else:
+            tree = compose(arguments.config_name, arguments.overrides, arguments.config_dir)
+            config, notes = resolve_with_notes(tree, arguments.config_name.removesuffix(".yaml"))
         for note in notes:
             print(f"note: {note}", file=sys.stderr if arguments.cfg else sys.stdout, flush=True)
         if arguments.cfg == "job":
@@ -53,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Megatron says at every import that Apex is missing; torch's own kernels are what we use.
         warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
         if config.dry_run:
-            return _dry_run(config, NESTED_ROLES in tree)
+            return _dry_run(config, NESTED_ROLES in tree and not arguments.verl_config)
         with opened(make_console(config.logging.console)):
             with phase("loading libraries", prints=False):
                 from mindspeed_rlxf.trainer.preflight import prepare

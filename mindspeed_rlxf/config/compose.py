@@ -85,10 +85,10 @@ def compose(
         written: Any = OmegaConf.to_container(config, resolve=False)
         return keep_interpolations({str(name): value for name, value in plain.items()}, written)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError) as error:
-        raise ConfigError(_explain(error, config_name, folders)) from error
+        raise ConfigError(explain(error, config_name, folders)) from error
 
 
-def _explain(error: Exception, config_name: str, folders: Sequence[Path]) -> Problem:
+def explain(error: Exception, config_name: str, folders: Sequence[Path]) -> Problem:
     """Return the problem behind an error from hydra, omegaconf or the YAML parser."""
     name = f"config {config_name}"
     if isinstance(error, MissingConfigException):

@@ -254,6 +254,10 @@ class Given:
         """Add `key` (or `key=value`) to the note `meaning`."""
         self.notes.setdefault(meaning, {})[key] = None
 
+    def list_notes(self) -> list[str]:
+        """Return the notes, a line for each meaning."""
+        return [f"{', '.join(keys)}: {meaning}" for meaning, keys in self.notes.items()]
+
     def as_section(self, path: str, value: Any) -> Tree:
         """Return a dict's copy, or {} for None and, with a problem, for other values."""
         if value is None or isinstance(value, dict):

@@ -93,6 +93,11 @@ def resolve_with_notes(tree: Mapping[str, Any], name: str) -> tuple[RunConfig, l
     """Return the configuration, and lines about legal but surprising keys; see `resolve`."""
     given = Given(tree)
     translate(given)
+    return resolve_given(given, name)
+
+
+def resolve_given(given: Given, name: str) -> tuple[RunConfig, list[str]]:
+    """Return the configuration and notes for keys that are ours already; see `resolve`."""
     payload = _build(given, name)
     try:
         config = RunConfig.model_validate(payload)
@@ -103,7 +108,7 @@ def resolve_with_notes(tree: Mapping[str, Any], name: str) -> tuple[RunConfig, l
     if given.problems:
         # Without repeats, as of a key that several roles share.
         raise ConfigError([*{str(problem): problem for problem in given.problems}.values()])
-    return config, [f"{', '.join(keys)}: {meaning}" for meaning, keys in given.notes.items()]
+    return config, given.list_notes()
 
 
 def _check(config: RunConfig, given: Given) -> None:

@@ -19,6 +19,8 @@ GIVEN = ("prompt", "response", "ground_truth", "extra_info")
 """Keyword arguments in every call."""
 DATA_SOURCE = "data_source"
 """Further keyword argument, for functions with a parameter of this name."""
+OF_VERL = "solution_str"
+"""verl's parameter for the response; a function with it is called as verl does."""
 BY_SOURCE = "rule"
 """Replaces a function name: the rule belonging to the sample's data source."""
 RULES_OF_PROGRAMS = frozenset({"code", "code_all"})
@@ -55,9 +57,12 @@ def find_function(module: ModuleType, name: str) -> Callable[..., Any]:
 def keywords_of(function: Callable[..., Any]) -> tuple[str, ...]:
     """Return the keyword arguments passed by the run, without the YAML's `arguments`.
 
-    GIVEN, then `data_source` if the function names this parameter (`**kwargs` does not count).
+    GIVEN, then `data_source` if the function names this parameter (`**kwargs` does not count). A
+    function of verl gets OF_VERL for the response, and no prompt.
     """
-    takes = DATA_SOURCE in inspect.signature(function).parameters
+    if OF_VERL in (parameters := inspect.signature(function).parameters):
+        return (DATA_SOURCE, OF_VERL, "ground_truth", "extra_info")
+    takes = DATA_SOURCE in parameters
     return (*GIVEN, DATA_SOURCE) if takes else GIVEN
 
 
@@ -76,7 +81,7 @@ def check_call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> No
     try:
         inspect.signature(function).bind(**dict.fromkeys((*keywords_of(function), *arguments)))
     except (TypeError, ValueError) as error:
-        wanted = ", ".join((*GIVEN, *map(str, arguments)))
+        wanted = ", ".join((*keywords_of(function), *map(str, arguments)))
         raise ValueError(f"must be a function of ({wanted}), called by keyword: {error}") from None
 
 

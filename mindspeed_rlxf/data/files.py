@@ -1,6 +1,7 @@
 """Read rows from data files (jsonl, json, parquet), and report problems by file and row."""
 
 import base64
+import contextlib
 import datetime
 import json
 import os
@@ -97,6 +98,20 @@ def read_rows(file: str, name: str = "") -> Iterator[tuple[int, Row | UnusableRo
         problem = fault(f"must be a {suffix} file ({reason})", "write it again, as .jsonl perhaps")
     where = f"{name or file}:{number}" if number else name or file
     raise UserError(replace(problem, key=where, colon=True))
+
+
+def count_rows(file: str) -> int:
+    """Return a data file's number of rows; parquet files say it in their footer.
+
+    Raises:
+        UserError: The file cannot be read.
+    """
+    if Path(file).suffix.lower() == ".parquet" and Path(file).is_file():
+        import pyarrow.parquet as pq
+
+        with contextlib.suppress(Exception):  # `read_rows` reports it
+            return int(pq.ParquetFile(file).metadata.num_rows)
+    return sum(1 for _ in read_rows(file))
 
 
 def look_up(row: Row, key: str) -> Any:

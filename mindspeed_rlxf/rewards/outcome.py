@@ -47,6 +47,11 @@ class Sample:
     data_source: str
     extra_info: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def solution_str(self) -> str:
+        """The response, by verl's name."""
+        return self.response
+
 
 @dataclass(frozen=True)
 class Outcome:

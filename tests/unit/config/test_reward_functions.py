@@ -11,6 +11,8 @@ from mindspeed_rlxf.config import plugins
 from mindspeed_rlxf.config.keys import to_tree
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.problems import ConfigError
+from mindspeed_rlxf.rewards.outcome import Sample
+from mindspeed_rlxf.rewards.scoring import Plan, SampleScorer
 
 MakeTree = Callable[..., dict[str, Any]]
 pytestmark = pytest.mark.usefixtures("registries")
@@ -29,6 +31,9 @@ class Judge:
 
 def two(response, ground_truth):
     return 0.0
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, strict=False):
+    return {"score": float(solution_str == ground_truth), "acc": float(data_source == "a")}
 
 number = 3
 """
@@ -53,6 +58,14 @@ def test_a_function_stands_in_the_configuration_with_its_file_and_hash(make_tree
     assert (part.name, part.function, part.weight) == ("score", f"{file}:score", 1.0)
     assert part.sha256 == plugins.Source(file, TEXT).sha256
     assert resolve(to_tree(config), "test") == config
+
+
+def test_a_function_of_verl_is_called_as_verl_does(make_tree, file):
+    given = {"function": f"{file}:compute_score", "arguments": {"strict": True}}
+    (part,) = resolve(make_tree({"reward.function": given}), "test").reward.parts
+    scorer = SampleScorer(Plan(((part, plugins.Source(file, TEXT)),), {}))
+    result = scorer.score(Sample("1+1=", "2", "2", "a", {"level": 3}))
+    assert (result.score, result.parts["compute_score/acc"]) == (1.0, 1.0)
 
 
 def test_several_functions_have_names_weights_arguments_and_data_sources(make_tree, file):

@@ -1,0 +1,37 @@
+"""`from-verl`: print a YAML of verl in our keys.
+
+Exit codes: 0 = printed; 2 = user mistake, one `error:` line per problem. Notes go to stderr.
+"""
+
+import sys
+from collections.abc import Sequence
+
+import yaml
+
+from mindspeed_rlxf.cli.command_line import Parser, command, fail, option
+from mindspeed_rlxf.config.verl import translate_verl
+from mindspeed_rlxf.config.verl_tree import read_verl
+from mindspeed_rlxf.data.files import count_rows
+
+OPTIONS = (
+    option("file", metavar="FILE.yaml", help="verl's configuration"),
+    option("overrides", nargs="*", metavar="key=value", help="changes in verl's keys"),
+)
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the YAML, for `ray_gpt.py --config-dir . --config-name NAME`; return the exit code.
+
+    Reads the number of rows of data files, but neither models nor tokenizers.
+    """
+    parser = Parser(OPTIONS, prog="from-verl", description="A YAML of verl in the keys used here.")
+    arguments = parser.parse_intermixed_args(argv)
+    given = translate_verl(read_verl(arguments.file, arguments.overrides), count_rows)
+    for note in given.list_notes():
+        print(f"note: {note}", file=sys.stderr)
+    if given.problems:
+        return fail(given.problems)
+    filled = {name: given.sections[name] for name in sorted(given.sections) if given.sections[name]}
+    print(yaml.safe_dump(filled, sort_keys=False, allow_unicode=True, width=100), end="")
+    return 0

@@ -1,0 +1,229 @@
+"""verl's keys: the table, a file with overrides, and a tree on its way into our keys."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from mindspeed_rlxf.config.compose import explain
+from mindspeed_rlxf.config.keys import TOP_LEVEL, Given, Tree, find_field
+from mindspeed_rlxf.config.problems import ConfigError, Problem, closest, format_value
+
+TABLE: Tree = yaml.safe_load(Path(__file__).with_name("verl_keys.yaml").read_text("utf-8"))
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+REF, MODEL = "actor_rollout_ref.ref", "actor_rollout_ref.model"
+TRAINED = {ACTOR: "actor_rollout", "critic": "critic"}
+"""verl's section of a trained role -> ours."""
+RENAMED = {
+    f"{section}{key}": [f"{role}{entry}"] if isinstance(entry, str) else [role + entry[0], entry[1]]
+    for section, role, keys in (
+        ("", "", TABLE["renamed"]),
+        *((f"{at}.", f"{role}.", TABLE["trained"]) for at, role in TRAINED.items()),
+        *((f"{s}.", f"{r}.", TABLE["every_role"]) for s, r in {**TRAINED, REF: "ref"}.items()),
+    )
+    for key, entry in keys.items()
+}
+"""verl's key -> [our key, what differs]; a copied value has no second entry."""
+NO_EFFECT = {pattern: text for text, keys in TABLE["no_effect"].items() for pattern in keys.split()}
+SECTIONS = {
+    key.partition(".")[0]
+    for key in (*RENAMED, *TABLE["older"], *NO_EFFECT)
+    if key.partition(".")[0].isidentifier()
+}
+"""verl's top level. Other sections of ours may stand beside them."""
+ALWAYS = {"adv_estimator", "kl_in", "kl_penalty", "loss_normalizer", "lam", "clip_ratio_c"}
+"""Our keys that are always written, as their defaults depend on others or are not verl's."""
+ABSENT = "???"
+"""OmegaConf's mark of a value that is not there."""
+
+
+def is_verl(tree: Mapping[str, Any]) -> bool:
+    """Return whether a tree has verl's sections, not ours or MindSpeed-LLM's."""
+    nested = tree.get("actor_rollout_ref") or {}
+    return "trainer" in tree or not {"actor", "rollout", "model"}.isdisjoint(nested)
+
+
+def read_verl(file: str | Path, overrides: Sequence[str] = ()) -> Tree:
+    """Return the YAML file with overrides in Hydra's grammar; interpolations stay as they are.
+
+    Raises:
+        ConfigError: The file or an override cannot be read, or the file is no mapping.
+    """
+    try:
+        tree = OmegaConf.load(file)
+        for each in OverridesParser.create().parse_overrides(list(overrides)):
+            value = ABSENT if each.is_delete() else each.value()
+            OmegaConf.update(tree, each.key_or_group, value, force_add=True)
+        plain: Any = OmegaConf.to_container(tree)
+        return {str(name): value for name, value in plain.items()}
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError) as error:
+        raise ConfigError(explain(error, str(file), ())) from error
+    except AttributeError as error:
+        rule = "must hold sections of keys"
+        raise ConfigError(Problem(str(file), rule, remedy="correct it")) from error
+
+
+def _flatten(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{path}{name}.")
+        elif value != ABSENT and name != "_target_":  # the name of a class
+            yield f"{path}{name}", value
+
+
+def _resolve(tree: Any) -> Any:
+    try:
+        return OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
+    except (OmegaConfBaseException, ValueError) as error:
+        raise ConfigError(explain(error, "of verl", ())) from error
+
+
+def _current_name(key: str) -> str:
+    older = [name for name in TABLE["older"] if f"{key}.".startswith(f"{name}.")]
+    name = max(older, key=len, default="")
+    return TABLE["older"][name] + key.removeprefix(name) if name else key
+
+
+def _asks(value: Any) -> bool:
+    """Whether a value asks for something: not null, false, "" or []."""
+    return value is not None and value is not False and value not in ("", [])
+
+
+class VerlTree:
+    """verl's keys, as written and with verl's defaults, and our sections that they become.
+
+    Attributes:
+        given: Our sections, with problems and notes.
+        written: Keys in the tree, by their names in the table.
+        spelled: Name in the table -> key in the tree.
+        values: `written`, and verl's values of absent keys.
+        roles: Trained roles: verl's section -> ours.
+        megatron: Whether Megatron trains; else FSDP does.
+    """
+
+    def __init__(self, tree: Mapping[str, Any]) -> None:
+        self.given = Given({k: v for k, v in tree.items() if k in TOP_LEVEL - SECTIONS})
+        self.written, self.spelled = dict[str, Any](), dict[str, str]()
+        for name in sorted(tree.keys() - SECTIONS - TOP_LEVEL - {"defaults", "hydra"}):
+            self._report_unknown(name)
+        theirs = {name: value for name, value in tree.items() if name in SECTIONS}
+        for key, value in _flatten(_resolve(theirs)):
+            name = _current_name(key)
+            if value is not None or name not in self.written:  # files of 0.8 have both names
+                self.written[name], self.spelled[name] = value, key
+        merged = OmegaConf.create(TABLE["defaults"])
+        for key, value in self.written.items():
+            OmegaConf.update(merged, key, value, merge=False, force_add=True)
+        self.values: Tree = dict(_flatten(_resolve(merged)))
+        for key, default in _flatten(_resolve(TABLE["defaults"])):
+            kinds = (int,) if type(default) is int else (int, float, type(None))
+            if type(default) in (int, float) and type(self.values.get(key)) not in kinds:
+                self.refuse(key, "must be a number", "correct it")
+                self.values[key] = default
+        is_ppo = self.values["algorithm.adv_estimator"] == "gae"
+        self.roles = TRAINED if is_ppo else {ACTOR: TRAINED[ACTOR]}
+        self.megatron = self._is_megatron()
+
+    def _is_megatron(self) -> bool:
+        key, guess = f"{ACTOR}.strategy", "fsdp"
+        if any(name.startswith(f"{ACTOR}.megatron.") for name in self.written):
+            guess = "megatron"
+        if (engine := self.get("model_engine")) not in (None, "dp"):
+            guess = engine
+        self.values.setdefault(key, guess)
+        return bool(self.choose(key, {"fsdp": False, "fsdp2": False, "megatron": True}))
+
+    def get(self, key: str) -> Any:
+        """Return verl's value, its default if absent, else None."""
+        return self.values.get(key)
+
+    def refuse(self, key: str, rule: str, remedy: str) -> None:
+        """Report a value of verl."""
+        self.given.refuse(self.spelled.get(key, key), rule, self.get(key), remedy)
+
+    def choose(self, key: str, words: Mapping[Any, Any], remedy: str = "use one of them") -> Any:
+        """Return the entry in `words` for a value; reports another value, and returns the first."""
+        if (value := self.get(key)) in words:
+            return words[value]
+        self.refuse(
+            key, f"must be one of {', '.join(str(word or 'null') for word in words)}", remedy
+        )
+        return next(iter(words.values()))
+
+    def note(self, meaning: str, *keys: str) -> None:
+        """Note those of the keys that are written and ask for something."""
+        for key in keys:
+            if _asks(value := self.written.get(key)):
+                self.given.note(meaning, f"{self.spelled[key]}={format_value(value)}")
+
+    def put(self, target: str, value: Any, *sources: str) -> None:
+        """Set our key, unless it is set, or is our default and no source is written."""
+        *parents, name = target.split(".")
+        field = find_field([*parents, name])
+        is_default = field is not None and field.default == value and name not in ALWAYS
+        if value is None or (is_default and not any(key in self.written for key in sources)):
+            return
+        node = self.given.sections
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        if name not in node:
+            node[name] = value
+            if sources:
+                self.given.renamed[target] = self.spelled.get(sources[0], sources[0])
+
+    def collect(self, section: str) -> Tree:
+        """Return the keys below a section whose names users choose."""
+        prefix = f"{section}."
+        found = {k: v for k, v in self.written.items() if k.startswith(prefix)}
+        for key in found:
+            del self.written[key]
+        return {key.removeprefix(prefix): value for key, value in found.items()}
+
+    def copy_equal(self) -> None:
+        """Copy the values whose meaning and unit are the same."""
+        idle = {"critic."} if "critic" not in self.roles else set()
+        idle |= {
+            f"{s}.fsdp_config." if self.megatron else f"{s}.megatron." for s in (*TRAINED, REF)
+        }
+        for key, (target, *change) in RENAMED.items():
+            if not change and not key.startswith(tuple(idle)):
+                self.put(target, self.get(key), key)
+
+    def sort_others(self) -> None:
+        """Note or refuse each written key that is not translated."""
+        for key, value in self.written.items():
+            if key.startswith("critic.") and "critic" not in self.roles:
+                self.given.note("this estimator has no critic", "critic")
+            elif key not in RENAMED:
+                self._sort(key, value)
+
+    def _sort(self, key: str, value: Any) -> None:
+        effect = next((each for each in NO_EFFECT if fnmatchcase(key, each)), None)
+        for entry in TABLE["refused"]:
+            fits = [each for each in entry["keys"].split() if fnmatchcase(key, each)]
+            if fits and not (effect and fits[0].endswith("*")):
+                if _asks(value) and value not in entry.get("neutral", ()):
+                    self.refuse(key, f"is not supported: {entry['why']}", entry["remedy"])
+                return
+        if effect is None and value is not None:
+            self._report_unknown(self.spelled[key])
+        elif effect is not None and _asks(value):
+            section = effect.removesuffix(".*").rpartition(".")[2]
+            path, shown = self.spelled[key], f"={format_value(value)}"
+            if effect.endswith(".*") and section:  # one item for a section
+                path, shown = f"{path.partition(f'{section}.')[0]}{section}", ""
+            self.given.note(NO_EFFECT[effect], path + shown)
+
+    def _report_unknown(self, key: str) -> None:
+        known = [
+            name for name in (*RENAMED, *TABLE["older"], *NO_EFFECT, *SECTIONS) if "*" not in name
+        ]
+        guess = closest(key, known)
+        remedy = f"did you mean {guess}?" if guess else "remove it"
+        self.given.problems.append(Problem(key, "unknown key of verl", remedy=remedy, colon=True))

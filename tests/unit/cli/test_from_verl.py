@@ -1,0 +1,71 @@
+"""`from-verl` prints verl's YAML in our keys, and `--verl-config` starts the same run."""
+
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import yaml
+
+from mindspeed_rlxf.cli import main
+from mindspeed_rlxf.cli.train import main as train
+from mindspeed_rlxf.config.compose import compose
+from mindspeed_rlxf.config.load import resolve
+from mindspeed_rlxf.config.schema import RunConfig
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 96, "vocab_size": 32, "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+VERL = """
+data: {train_files: [a.parquet, b.jsonl], val_files: b.jsonl, train_batch_size: 2,
+       max_prompt_length: 8, max_response_length: 8}
+actor_rollout_ref:
+  model: {path: policy, use_remove_padding: true}
+  actor: {ppo_mini_batch_size: 2, use_kl_loss: true, fsdp_config: {dtype: float32}}
+  rollout: {name: vllm, gpu_memory_utilization: 0.6, n: 4}
+algorithm: {adv_estimator: grpo}
+trainer: {n_gpus_per_node: 1, total_epochs: 3, logger: console, project_name: sums}
+"""
+
+
+@pytest.fixture(autouse=True)
+def verl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    Path("verl.yaml").write_text(VERL)
+    Path("policy").mkdir()
+    Path("policy/config.json").write_text(json.dumps(LLAMA))
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": list("abc")}), "a.parquet")
+    Path("b.jsonl").write_text('{"prompt": "d"}\n\n{"prompt": "e"}\n')
+
+
+def job(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> RunConfig:
+    assert train([*arguments, "--cfg", "job"]) == 0
+    return resolve(yaml.safe_load(capsys.readouterr().out), "same")
+
+
+def test_the_translated_yaml_is_the_same_run(capsys):
+    assert main(["from-verl", "verl.yaml", "device.kind=cpu"]) == 0
+    printed = capsys.readouterr()
+    Path("ours.yaml").write_text(printed.out)
+    assert "gpu_memory_utilization=0.6" in printed.err and "rollout.name='vllm'" in printed.err
+    ours = resolve(compose("ours", config_dir="."), "same")
+    assert ours.training.train_iters == (3 + 2) // 2 * 3
+    assert ours.actor_rollout.ppo_mini_batch_size == 8
+    assert job(["--verl-config", "verl.yaml", "device.kind=cpu"], capsys) == ours
+
+
+def test_a_dry_run_of_verls_yaml_prints_the_plan_and_what_has_no_effect(capsys):
+    assert train(["--verl-config", "verl.yaml", "device.kind=cpu", "dry_run=true"]) == 2
+    printed = capsys.readouterr()
+    assert "note: actor_rollout_ref.rollout.gpu_memory_utilization=0.6" in printed.out
+    assert "error: actor_rollout.load" in printed.err  # the folder has no weights
+
+
+def test_what_is_not_supported_is_an_error_line_at_verls_key(capsys):
+    assert main(["from-verl", "verl.yaml", "+trainer.resume_mode=resume_path"]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert line.startswith("error: trainer.resume_mode='resume_path' must be one of null, auto")
+    assert main(["from-verl", "absent.yaml"]) == 2

@@ -1,0 +1,340 @@
+"""Options of verl's example scripts translate and plan; every other key is noted or refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.keys import Given, find_field
+from mindspeed_rlxf.config.load import resolve_given
+from mindspeed_rlxf.config.problems import ConfigError
+from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.config.verl import translate_verl
+from mindspeed_rlxf.config.verl_tree import (
+    ACTOR,
+    NO_EFFECT,
+    RENAMED,
+    ROLLOUT,
+    TABLE,
+    is_verl,
+    read_verl,
+)
+from mindspeed_rlxf.data.files import count_rows
+from mindspeed_rlxf.ops.planning.plan import plan
+
+# Keys and values of examples/{ppo,grpo}_trainer/*.sh of verl (Apache-2.0), by version and script.
+SCRIPTS: dict[str, list[str]] = json.loads(
+    Path(__file__).with_name("verl_options.json").read_text("utf-8")
+)
+ROWS = 7473  # of gsm8k's training split
+QWEN = {"model_type": "qwen2", "rms_norm_eps": 1e-6, "max_position_embeddings": 32768}
+QWEN2 = {
+    **QWEN, "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,
+    "num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 152064,
+}  # fmt: skip
+QWEN3 = {
+    **QWEN, "model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 12288,
+    "vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 40960,
+}  # fmt: skip
+MODELS = {
+    "deepseek-ai/deepseek-llm-7b-chat": {
+        "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 30,
+        "num_attention_heads": 32, "intermediate_size": 11008, "vocab_size": 102400,
+        "max_position_embeddings": 4096, "rms_norm_eps": 1e-6,
+    },
+    **dict.fromkeys(
+        ("Qwen/Qwen2-7B-Instruct", "models/Qwen2-7B-Instruct", "Qwen/Qwen2.5-7B-Instruct"), QWEN2
+    ),
+    "Qwen/Qwen2.5-3B-Instruct": {
+        **QWEN, "hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16,
+        "num_key_value_heads": 2, "intermediate_size": 11008, "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    **dict.fromkeys(("Qwen/Qwen3-8B", "verl/models/Qwen3-8B"), QWEN3),
+}  # fmt: skip
+
+
+@pytest.fixture
+def translate(tmp_path, monkeypatch):
+    """Return a function from options in verl's grammar to what they become, all models being
+    folders; the defaults are those of a PPO run of one device."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name, config in MODELS.items():
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    (tmp_path / "base.yaml").write_text("dry_run: true\ndevice: {kind: npu, memory_gib: 64}\n")
+
+    def run(*options: str) -> Given:
+        return translate_verl(read_verl(tmp_path / "base.yaml", options), lambda _: ROWS)
+
+    return run
+
+
+PPO = (
+    "actor_rollout_ref.model.path=Qwen/Qwen3-8B", "critic.model.path=Qwen/Qwen3-8B",
+    "data.train_files=train.parquet", "data.val_files=test.parquet",
+    "actor_rollout_ref.rollout.name=vllm",
+)  # fmt: skip
+GRPO = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4")
+
+
+@pytest.fixture
+def resolved(translate):
+    def run(*options: str) -> RunConfig:
+        return resolve_given(translate(*PPO, *options), "base")[0]
+
+    return run
+
+
+@pytest.fixture
+def refused(translate):
+    """Return the one problem of these options."""
+
+    def run(*options: str) -> str:
+        (problem,) = translate(*PPO, *options).problems
+        return str(problem)
+
+    return run
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_options_of_a_script_translate_and_plan(translate, script):
+    given = translate(*SCRIPTS[script])
+    if "lora" in script:
+        (problem,) = given.problems
+        assert str(problem).startswith("actor_rollout_ref.model.lora_rank=64 is not supported")
+        return
+    config, notes = resolve_given(given, "base")
+    assert all("GiB" in str(problem) for problem in plan(config, False).problems)  # too small here
+    options = dict(option.lstrip("+").split("=", 1) for option in SCRIPTS[script])
+    n = int(options.get(f"{ROLLOUT}.n", 1))
+    batch, files = (
+        int(options["data.train_batch_size"]),
+        options["data.train_files"].count(".parquet"),
+    )
+    assert config.training.global_batch_size == batch
+    assert config.actor_rollout.ppo_mini_batch_size == n * int(
+        options[f"{ACTOR}.ppo_mini_batch_size"]
+    )
+    steps = options.get("trainer.total_training_steps")
+    epochs = int(options.get("trainer.total_epochs", 1))
+    assert config.training.train_iters == int(steps or files * ROWS // batch * epochs)
+    told = " ".join(notes)  # every key that asks for something and is not translated
+    missing = [
+        key
+        for key, value in options.items()
+        if key not in RENAMED
+        and value not in ("", "False")
+        and not any(at in told for at in _sections(key))
+    ]
+    assert missing == []
+
+
+def _sections(key: str) -> list[str]:
+    """Return how notes name a key: with its value, or one of its sections."""
+    parts = key.split(".")
+    return [f"{key}=", *(".".join(parts[:end]) for end in range(2, len(parts)))]
+
+
+def test_a_ppo_run_keeps_verls_defaults(resolved):
+    config = resolved(f"{ROLLOUT}.n=4", "data.train_batch_size=512")
+    actor, critic, algorithm = config.actor_rollout, config.value_model, config.algorithm
+    assert (algorithm.lam, algorithm.score_position) == (1.0, "eos")
+    assert algorithm.kl_ctrl.kl_coef == 0 and Role.REF not in config.roles
+    assert (actor.clip_ratio_low, actor.clip_ratio_high, actor.clip_ratio_c) == (0.2, 0.2, 3.0)
+    assert (actor.lr, critic.lr, actor.weight_decay, critic.cliprange_value) == (
+        1e-6,
+        1e-5,
+        0.01,
+        0.5,
+    )
+    assert (actor.ppo_mini_batch_size, critic.critic_mini_batch_size) == (1024, 1024)
+    assert config.training.train_iters == 7473 // 512 * 30
+    assert (config.training.seq_length, actor.bf16) == (1024, True)
+    assert actor.recompute.value == critic.recompute.value == "full" and actor.do_sample
+    assert config.data.ground_truth_key == "reward_model.ground_truth"
+    assert not config.validation.after and config.training.save_interval == 0
+
+
+def test_kl_of_the_loss_and_of_the_reward_become_one_term(resolved):
+    loss = resolved(*GRPO, f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_coef=0.02").algorithm
+    assert (loss.kl_in, loss.kl_penalty.value, loss.kl_ctrl.kl_coef) == ("loss", "low_var_kl", 0.02)
+    control = ("algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0.2")
+    found = resolved(
+        "algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=k3", *control
+    ).algorithm
+    assert (found.kl_in, found.kl_penalty.value) == ("reward", "low_var_kl")
+    assert (found.kl_ctrl.type, found.kl_ctrl.target_kl, found.kl_ctrl.kl_coef) == (
+        "adaptive",
+        0.2,
+        0.001,
+    )
+
+
+MEGATRON = (f"{ACTOR}.megatron.tensor_model_parallel_size=2", "trainer.nnodes=2")
+CASES = {
+    "batches by tokens": (
+        (f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ulysses_sequence_parallel_size=2"),
+        {"actor_rollout.max_tokens_per_micro_batch": 32768, "ref.max_tokens_per_micro_batch": 32768,
+         "critic.max_tokens_per_micro_batch": 32768},
+    ),
+    "Megatron's layout, also the reference's": (
+        (*MEGATRON, f"{ACTOR}.megatron.param_offload=true",
+         f"{ACTOR}.megatron.override_transformer_config.recompute_granularity=full",
+         f"{ACTOR}.megatron.override_transformer_config.recompute_num_layers=2"),
+        {"actor_rollout.tensor_model_parallel_size": 2, "ref.tensor_model_parallel_size": 2,
+         "actor_rollout.sequence_parallel": True, "actor_rollout.use_distributed_optimizer": True,
+         "actor_rollout.offload": {"weights": True}, "ref.offload": {"weights": True},
+         "actor_rollout.recompute": "full", "actor_rollout.recompute_num_layers": 2,
+         "resource_pool.global_pool": [8, 8], "critic.tensor_model_parallel_size": None},
+    ),
+    "warm-up in steps": (
+        ("trainer.total_training_steps=100", "critic.optim.lr_warmup_steps=10"),
+        {"training.train_iters": 100, "critic.lr_warmup_fraction": 0.1},
+    ),
+    "cosine": (
+        (f"{ACTOR}.optim.lr_scheduler_type=cosine", f"{ACTOR}.optim.min_lr_ratio=0.1"),
+        {"actor_rollout.lr_decay_style": "cosine", "actor_rollout.min_lr": pytest.approx(1e-7)},
+    ),
+    "GSPO ignores the mode": (
+        (*GRPO, f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.clip_ratio_low=3e-4"),
+        {"actor_rollout.policy_loss": "gspo", "algorithm.loss_normalizer": "sequence_means",
+         "actor_rollout.clip_ratio_low": 3e-4, "actor_rollout.clip_ratio_high": 0.2},
+    ),
+    "Dr. GRPO": (
+        (*GRPO, "algorithm.norm_adv_by_std_in_grpo=false",
+         f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"),
+        {"algorithm.adv_estimator": "dr_grpo", "algorithm.loss_normalizer": "sequence_sums",
+         "algorithm.lam": None, "algorithm.score_position": None, "training.stage": "ray_grpo"},
+    ),
+    "one clip range": (
+        (f"{ACTOR}.clip_ratio=0.1", f"{ACTOR}.clip_ratio_low=null",
+         f"{ACTOR}.clip_ratio_high=null"),
+        {"actor_rollout.clip_ratio": 0.1, "actor_rollout.clip_ratio_low": None},
+    ),
+    "importance weights": (
+        ("algorithm.rollout_correction.rollout_is=token",
+         "algorithm.rollout_correction.bypass_mode=true"),
+        {"algorithm.rollout_is_threshold": 2.0, "algorithm.old_log_probs": "rollout"},
+    ),
+    "validation": (
+        (f"{ROLLOUT}.val_kwargs.do_sample=true", f"{ROLLOUT}.val_kwargs.n=4", "trainer.test_freq=5",
+         f"{ROLLOUT}.val_kwargs.temperature=0.6", "data.val_max_samples=100"),
+        {"validation.n_samples": 4, "validation.temperature": 0.6, "validation.interval": 5,
+         "validation.after": None, "validation.max_samples": 100, "validation.top_k": None},
+    ),
+    "rewards of verl": (
+        ("custom_reward_function.path=mine.py", "+custom_reward_function.reward_kwargs.strict=true",
+         "reward_model.reward_manager=dapo", "reward_model.overlong_buffer.enable=true",
+         "reward_model.overlong_buffer.len=64"),
+        {"reward.function": {"function": "mine.py:compute_score", "arguments": {"strict": True}},
+         "reward.kind": "rule", "algorithm.overlong_buffer_len": 64},
+    ),
+    "a reward model on a pool of its own": (
+        ("reward.reward_model.enable=true", "reward.reward_model.model_path=models/rm",
+         "reward.reward_model.enable_resource_pool=true", "reward.reward_model.nnodes=1",
+         "reward.reward_model.n_gpus_per_node=4"),
+        {"reward.kind": "huggingface", "reward.load": "models/rm",
+         "placement.reward": "reward_pool", "resource_pool.reward_pool": [4],
+         "placement.critic": "global_pool"},
+    ),
+    "long prompts": (("data.truncation=left",), {"data.overlong_prompts": "left"}),
+    "trackers": (("trainer.logger=[console,swanlab]",), {"logging.trackers": ["jsonl", "swanlab"]}),
+    "a template's variables": (
+        ("+data.apply_chat_template_kwargs.enable_thinking=false",),
+        {"data.chat_template_kwargs": {"enable_thinking": False}},
+    ),
+    "keys of ours beside verl's": (
+        ("+training.save_interval=7", "trainer.save_freq=9", "device.kind=cpu"),
+        {"training.save_interval": 7, "device.kind": "cpu"},
+    ),
+    "fp32": ((f"{ACTOR}.fsdp_config.dtype=float32",), {"training.bf16": False}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_values_are_converted(translate, case):
+    options, expected = CASES[case]
+    given = translate(*PPO, *options)
+    assert given.problems == []
+    for path, value in expected.items():
+        section, _, key = path.partition(".")
+        assert given.sections[section].get(key) == value, path
+
+
+REFUSALS = [
+    ((f"{ACTOR}.loss_agg_mode=seq-mean-token-sum",), f"{ACTOR}.loss_agg_mode='seq-mean-token-sum'"),
+    (("critic.loss_agg_mode=seq-mean-token-mean",), "critic.loss_agg_mode="),
+    ((f"{ACTOR}.use_kl_loss=true", "algorithm.use_kl_in_reward=true"), "algorithm.use_kl_in"),
+    (("algorithm.adv_estimator=opo",), "algorithm.adv_estimator='opo' must be one of"),
+    ((f"{ACTOR}.strategy=veomni",), f"{ACTOR}.strategy='veomni' must be one of fsdp"),
+    ((f"{ACTOR}.megatron.context_parallel_size=2",), f"{ACTOR}.megatron.context_parallel_size=2"),
+    ((f"{ACTOR}.ppo_micro_batch_size=8",), f"{ACTOR}.ppo_micro_batch_size=8 is not supported"),
+    ((f"{ACTOR}.megatron.override_transformer_config.strange=1",), f"{ACTOR}.megatron.override"),
+    (("reward_model.max_resp_len=7",), "reward_model.max_resp_len=7 must be"),
+    (("data.max_prompt_length=long",), "data.max_prompt_length='long' must be a number"),
+    (("data.train_batch_size=8000",), "data.train_batch_size=8000 must be at most the 7473 rows"),
+    (("trainer.nodes=2",), "trainer.nodes: unknown key of verl; did you mean trainer.nnodes?"),
+    (("traner.nnodes=2",), "traner: unknown key of verl; did you mean trainer?"),
+    (("~critic.model.path",), "critic.model.path is required"),
+    (("trainer.resume_mode=resume_path",), "trainer.resume_mode='resume_path' must be one of"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "start"), REFUSALS)
+def test_what_cannot_be_translated_is_one_problem_at_verls_key(refused, options, start):
+    assert refused(*options).startswith(start)
+
+
+def test_a_problem_of_ours_names_verls_key(translate):
+    given = translate(*PPO, f"{ACTOR}.ppo_mini_batch_size=100")
+    with pytest.raises(ConfigError) as caught:
+        resolve_given(given, "base")
+    (problem,) = [str(p) for p in caught.value.problems if "ppo_mini" in p.key and "actor" in p.key]
+    assert problem.startswith(f"{ACTOR}.ppo_mini_batch_size=100 must divide the 1024 samples")
+
+
+def test_rows_that_cannot_be_counted_ask_for_the_number_of_steps(tmp_path):
+    tree = {"data": {"train_files": "absent.parquet"}, "trainer": {}}
+    problems = [str(p) for p in translate_verl(tree, count_rows).problems]
+    assert any(p.startswith("trainer.total_training_steps is required") for p in problems)
+
+
+def test_a_complete_file_has_interpolations_and_absent_values(tmp_path):
+    text = """
+    defaults: [ppo_trainer, _self_]
+    data: {train_files: [a.parquet, b.parquet], max_response_length: 256}
+    actor_rollout_ref:
+      model: {path: policy, _target_: verl.Model}
+      rollout: {name: "???", response_length: "${oc.select:data.max_response_length,512}", n: 2}
+      actor: {optim: {lr: 2e-6}, ppo_mini_batch_size: 64}
+    critic:
+      model: {path: "${actor_rollout_ref.model.path}"}
+      optim: {lr: "${actor_rollout_ref.actor.optim.lr}"}
+    trainer: {total_epochs: 2}
+    """
+    (tmp_path / "verl.yaml").write_text(text)
+    given = translate_verl(read_verl(tmp_path / "verl.yaml", ["data.train_batch_size=100"]), len)
+    assert [str(p) for p in given.problems] == [
+        "data.train_batch_size=100 must be at most the 18 rows of the files; lower it"
+    ]
+    critic = given.sections["critic"]
+    assert (critic["load"], critic["lr"], critic["critic_mini_batch_size"]) == ("policy", 2e-6, 128)
+
+
+def test_the_table_names_keys_that_exist_and_none_twice():
+    for target in {target for target, *_ in RENAMED.values()}:
+        section = target.partition(".")[0]
+        assert section in ("resource_pool", "placement") or find_field(target.split(".")), target
+    patterns = [p for entry in TABLE["refused"] for p in entry["keys"].split()]
+    assert len(patterns) == len({*patterns}) and not {*patterns} & {*NO_EFFECT}
+    assert not {*RENAMED} & {*NO_EFFECT, *patterns}
+
+
+def test_only_verls_trees_are_taken_for_verls():
+    nested = {"actor_rollout_ref": {"actor_rollout": {}, "ref": {}}}
+    assert not is_verl(nested) and not is_verl({"training": {}})
+    assert is_verl({"trainer": {}}) and is_verl({"actor_rollout_ref": {"model": {"path": "x"}}})
