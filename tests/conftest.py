@@ -14,7 +14,7 @@ os.environ.setdefault("RAY_ADDRESS", "local")
 ONE_WORKER = ("test_bf16.py", "test_golden.py", "test_trl_parity.py")
 
 # Files of tests/distributed that use no Ray session of the tests.
-NO_SESSION = ("test_kills.py", "test_older_run.py", "test_planned_peak.py")
+NO_SESSION = ("test_fsdp.py", "test_kills.py", "test_older_run.py", "test_planned_peak.py")
 
 # Files that check all sandboxed programs on the host, and so would see those of each other.
 SANDBOXES = ("test_sandbox.py", "test_programs.py", "test_program_processes.py")

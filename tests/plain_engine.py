@@ -7,6 +7,7 @@ depend on the engine.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -60,9 +61,12 @@ class PlainEngine:
             keys = section.optimizer
             betas = keys.adam_beta1, keys.adam_beta2
             self.parameters, self.clip_grad = parameters, keys.clip_grad or float("inf")
-            self.adam = torch.optim.AdamW(
-                parameters, keys.lr, betas, keys.adam_eps, keys.weight_decay
-            )
+            groups = [
+                {"params": [p for p in parameters if (p.dim() > 1) == decays],
+                 "weight_decay": keys.weight_decay * decays}
+                for decays in (True, False)
+            ]  # fmt: skip
+            self.adam = torch.optim.AdamW(groups, keys.lr, betas, keys.adam_eps)
 
     def _hidden(self, rollouts: Rollouts, row: int) -> Tensor:
         """Return [response + 1, hidden]: the state that predicts each token of a response, and the
@@ -79,7 +83,10 @@ class PlainEngine:
         log_probs, entropies = [], []
         for row in rows:
             trained = rollouts.trained_mask[row].nonzero().squeeze(1)
-            logits = self.model.lm_head(self._hidden(rollouts, row)[trained]) / temperature
+            logits = self.model.lm_head(self._hidden(rollouts, row)[trained])
+            if cap := getattr(self.model.config, "final_logit_softcapping", None):
+                logits = torch.tanh(logits / cap) * cap
+            logits = logits / temperature
             logs = logits.log_softmax(-1)
             tokens = rollouts.response_ids[row, trained][:, None]
             log_probs.append(logs.gather(-1, tokens).squeeze(-1))
@@ -164,6 +171,16 @@ class PlainEngine:
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from ((name, p.detach()) for name, p in self.model.named_parameters())
+
+    def file_tensors(self) -> dict[str, Tensor]:
+        """Return the weights as transformers writes them to a file, with the score head's."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.model.save_pretrained(folder)
+            found = load_file(Path(folder) / "model.safetensors")
+        if self.head is not None:
+            found.pop("lm_head.weight", None)
+            found["score.weight"] = self.head.detach()
+        return found
 
     def export(self, hf_folder: Path | None, megatron_folder: Path | None) -> None:
         assert hf_folder is not None and megatron_folder is None

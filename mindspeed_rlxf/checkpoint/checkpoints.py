@@ -330,7 +330,7 @@ class RunCheckpoints:
         for role, each in self.trained.items():
             folders = export_folders(self.config, role, self.directory.path / "final")
             for folder in folders:
-                if self.writes and folder.exists():
+                if self.writes and folder is not None and folder.exists():
                     shutil.rmtree(folder)
             pending.append(each.group.call_engine(TrainEngine.export, *folders))
         for export in pending:

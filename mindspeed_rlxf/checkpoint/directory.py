@@ -276,12 +276,15 @@ def _not_writable(path: Path, reason: str) -> Problem:
     return Problem(KEY, rule, repr(str(path)), "set training.output_dir to another one")
 
 
-def export_folders(config: RunConfig, role: Role, final: Path) -> tuple[Path, Path]:
-    """Return a role's (Hugging Face, Megatron) export folders: in its `save`, else in `final`."""
+def export_folders(config: RunConfig, role: Role, final: Path) -> tuple[Path, Path | None]:
+    """Return a role's (Hugging Face, Megatron) export folders: in its `save`, else in `final`.
+
+    Other engines than Megatron's write no Megatron checkpoint, so the second is None.
+    """
     folder = config.save_folder(role)
-    if folder is not None:
-        return folder / HF, folder / MEGATRON
-    return final / f"{SAVED_AS[role]}_{HF}", final / f"{SAVED_AS[role]}_{MEGATRON}"
+    prefix = final / f"{SAVED_AS[role]}_" if folder is None else f"{folder}/"
+    both = Path(f"{prefix}{HF}"), Path(f"{prefix}{MEGATRON}")
+    return both if config.role(role).backend == "megatron" else (both[0], None)
 
 
 def check_save_folders(config: RunConfig, directory: RunDirectory) -> list[Problem]:

@@ -58,15 +58,16 @@ class LocalCall:
         return self._replies
 
 
-def claim_device(kind: DeviceKind, threads: int, timeout_s: float) -> None:
+def claim_device(kind: DeviceKind, threads: int, timeout_s: float, megatron: bool = True) -> None:
     """Set up the device with torchrun's index LOCAL_RANK (default 0), before Megatron is imported.
 
     Collectives may take COLLECTIVE_MARGIN_S longer than `timeout_s`. Raises UserError if the device
-    cannot be used.
+    cannot be used. `megatron`: see `device.setup`.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     try:
-        device.setup(kind, threads, local_rank, deadline_s=timeout_s + COLLECTIVE_MARGIN_S)
+        longest = timeout_s + COLLECTIVE_MARGIN_S
+        device.setup(kind, threads, local_rank, deadline_s=longest, megatron=megatron)
     except ValueError as error:
         raise UserError(Problem("", str(error))) from error
 
@@ -102,14 +103,21 @@ class LocalPool:
 class LocalRuntime:
     """Implements `Runtime` in the torchrun processes, or in this one."""
 
-    def __init__(self, kind: DeviceKind, threads: int = 1, timeout_s: float = 1800.0) -> None:
+    def __init__(
+        self,
+        kind: DeviceKind,
+        threads: int = 1,
+        timeout_s: float = 1800.0,
+        megatron: bool = True,
+    ) -> None:
         """Set up the device and join the torch world; waits for the other ranks.
 
         `timeout_s` limits waits for other ranks in an exchange; collectives get a minute more.
+        `megatron`: see `device.setup`.
         """
         self.rank = int(os.environ.get("RANK", "0"))
         self.size = int(os.environ.get("WORLD_SIZE", "1"))
-        claim_device(kind, threads, timeout_s)
+        claim_device(kind, threads, timeout_s, megatron)
         self.timeout_s, self._calls = timeout_s, itertools.count()
         self._store: Store = HashStore()
         if self.size > 1:
@@ -123,7 +131,9 @@ class LocalRuntime:
     def from_config(cls, config: RunConfig) -> LocalRuntime:
         """Create this process's runtime, and wait for the other ranks."""
         os.environ.update(offload_environment(config))  # read when the device starts
-        return cls(config.device.kind, config.device.cpu_threads, config.runtime.timeout_s)
+        megatron = all(config.backend_of(pool) == "megatron" for pool in config.resource_pool)
+        settings = config.device.kind, config.device.cpu_threads, config.runtime.timeout_s
+        return cls(*settings, megatron)
 
     @property
     def is_first(self) -> bool:

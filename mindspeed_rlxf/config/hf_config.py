@@ -122,6 +122,69 @@ def _parse_fields(config: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
+def read_text_config(folder: Path) -> Any:
+    """Return transformers' configuration of the language model in a Hugging Face folder.
+
+    Raises:
+        ValueError: transformers does not know the model, or has no language model of its kind.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    read_hf_config(folder)  # says what is wrong with the file itself
+    try:
+        found = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (ValueError, KeyError, OSError) as error:
+        text = " ".join(str(error).split())
+        raise ValueError(
+            f"config.json must be of a model that transformers knows ({text:.200}); use another "
+            "model, or a newer transformers"
+        ) from None
+    known = AutoModelForCausalLM._model_mapping.keys()
+    for config in (found.get_text_config(), found):
+        if type(config) in known:
+            return config
+    raise ValueError(
+        f"config.json must be of a language model, transformers has none for {found.model_type}; "
+        "use another model"
+    )
+
+
+def approximate_architecture(folder: Path) -> dict[str, Any]:
+    """Return the sizes of any model that transformers knows, by their names in ArchitectureConfig.
+
+    They are for checks and estimates: the model itself is built from config.json. Raises ValueError
+    (`read_text_config`).
+    """
+    config = read_text_config(folder)
+
+    def first(*names: str) -> Any:
+        return next((found for n in names if (found := getattr(config, n, None))), None)
+
+    heads, hidden = first("num_attention_heads"), first("hidden_size")
+    width = first("head_dim") or max(2, hidden // heads // 2 * 2)
+    experts = first("num_local_experts", "num_experts", "n_routed_experts")
+    fields = {
+        "num_layers": first("num_hidden_layers"),
+        "hidden_size": hidden,
+        "ffn_hidden_size": first("intermediate_size", "moe_intermediate_size") or 4 * hidden,
+        "num_attention_heads": heads,
+        "num_query_groups": first("num_key_value_heads"),
+        "kv_channels": width + width % 2,
+        "vocab_size": first("vocab_size"),
+        "max_position_embeddings": first("max_position_embeddings"),
+        "untie_embeddings_and_output_weights": not first("tie_word_embeddings"),
+        "init_method_std": first("initializer_range"),
+    }
+    if experts:
+        fields |= {
+            "num_experts": experts,
+            "moe_router_topk": first("num_experts_per_tok"),
+            "moe_ffn_hidden_size": first("moe_intermediate_size"),
+            "moe_router_pre_softmax": True,
+        }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
 def find_unsupported(config: dict[str, Any]) -> list[str]:
     """List unsupported settings in a config.json, as `name: supported value, found value`."""
     if str(config.get("model_type")) not in FAMILIES:

@@ -25,6 +25,7 @@ from mindspeed_rlxf.config.enums import (
 from mindspeed_rlxf.config.estimator_traits import TRAITS
 from mindspeed_rlxf.config.hf_config import (
     OF_WEIGHTS,
+    approximate_architecture,
     find_unsupported,
     parse_architecture,
     read_hf_config,
@@ -147,6 +148,7 @@ def _build(given: Given, name: str) -> Tree:
             remedy = "remove the section critic ('~critic' on the command line)"
             given.problems.append(Problem("training.stage", "has no critic", stage, remedy))
     sections["ref"].setdefault("load", given.value("actor_rollout", "load"))
+    _choose_engines(given, payload)
     for role in CONFIGURED:
         if role.value not in payload:
             payload[role.value] = _build_role(given, role)
@@ -154,6 +156,16 @@ def _build(given: Given, name: str) -> Tree:
     _place_roles(given, payload)
     _note_unread(given, payload)
     return payload
+
+
+def _choose_engines(given: Given, payload: Tree) -> None:
+    """Give the reference the actor's training engine, and an FSDP actor a rollout engine."""
+    backend = given.value("actor_rollout", "backend")
+    if backend is None:
+        return
+    given.sections["ref"].setdefault("backend", backend)
+    if backend == "fsdp":
+        set_default(payload["rollout"], engine="transformers")
 
 
 def _build_role(given: Given, role: Role) -> Tree:
@@ -215,7 +227,10 @@ def _read_architecture(given: Given, role: Role, chosen: Any) -> Tree | None:
     try:
         if not isinstance(load, str):
             raise ValueError("must name a folder with config.json with model=auto; set it")
-        config = read_hf_config(Path(os.path.expanduser(load)), OF_WEIGHTS)
+        folder = Path(os.path.expanduser(load))
+        if given.value(role.value, "backend") == "fsdp":
+            return approximate_architecture(folder)
+        config = read_hf_config(folder, OF_WEIGHTS)
         if found := find_unsupported(config):
             rule = "config.json must ask for a known model (field: possible, config.json)"
             raise ValueError(f"{rule}: {'; '.join(found)}; use another model")

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mindspeed_rlxf.config.architecture import ArchitectureConfig, find_uneven
+from mindspeed_rlxf.config.architecture import ArchitectureConfig, find_uneven, whole_groups
 from mindspeed_rlxf.config.enums import Recompute
 from mindspeed_rlxf.config.fields import (
     DPO,
@@ -18,7 +18,15 @@ from mindspeed_rlxf.config.fields import (
     key,
     reshard,
 )
-from mindspeed_rlxf.config.problems import Problem, at_most, divides, ref
+from mindspeed_rlxf.config.problems import (
+    Problem,
+    at_most,
+    divides,
+    divisors,
+    neighbours,
+    ref,
+    use,
+)
 
 TP, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 CHUNK = "num_layers_per_virtual_pipeline_stage"
@@ -38,15 +46,19 @@ class OptimizerConfig(Section):
     adam_beta2: float = free(0.999, "decay of the second moment", ge=0, lt=1)
     adam_eps: float = free(1e-8, "added to the root of the second moment", gt=0)
     clip_grad: float = free(1.0, "largest gradient norm; 0 = no clipping", ge=0)
-    use_distributed_optimizer: bool = reshard(False, "shard optimizer state over DP")
+    use_distributed_optimizer: bool = reshard(
+        False, "shard optimizer state over DP", used_if="backend=megatron"
+    )
     overlap_grad_reduce: bool = free(
-        False, "reduce gradients over DP while the backward pass runs; no use on CPU"
+        False,
+        "reduce gradients over DP while the backward pass runs; no use on CPU",
+        used_if="backend=megatron",
     )
     overlap_param_gather: bool = free(
         False,
         "gather weights while the next forward pass of an iteration runs; needs "
         "use_distributed_optimizer and overlap_grad_reduce; no use on CPU",
-        used_if="use_distributed_optimizer; overlap_grad_reduce",
+        used_if="use_distributed_optimizer; overlap_grad_reduce; backend=megatron",
     )
 
     @property
@@ -77,6 +89,11 @@ class RoleConfig(Section):
     load: FilePath | None = free(
         None, "folder of the initial weights, Hugging Face's or Megatron's"
     )
+    backend: Literal["megatron", "fsdp"] = key(
+        "megatron",
+        "training engine: Megatron's, or torch's sharded data parallelism over a model of "
+        "transformers",
+    )
     trust_files: bool = free(
         False, "also read pickled weights with torch before 2.10, which they can make run code"
     )
@@ -94,6 +111,9 @@ class RoleConfig(Section):
         ge=1,
         only_if="architecture.num_experts",
     )
+    ulysses_sequence_parallel_size: int = reshard(
+        1, "ranks that share the tokens of a micro-batch", ge=1, only_if="backend=fsdp"
+    )
     sequence_parallel: bool = reshard(
         False,
         "split norms and residuals by token over the TP ranks; no effect with TP 1",
@@ -108,7 +128,9 @@ class RoleConfig(Section):
     bf16: bool = key(False, "weights and activations in bfloat16")
     packed_sequences: bool = free(True, "no padding in forward and backward")
     share_prompts: bool = free(
-        True, "responses to one prompt compute it once", used_if="packed_sequences"
+        True,
+        "responses to one prompt compute it once",
+        used_if="packed_sequences; backend=megatron",
     )
     offload: OffloadConfig = free(
         OffloadConfig(), "parts that leave the device outside of the role's phases"
@@ -138,9 +160,29 @@ class RoleConfig(Section):
             return
         if self.offload.optimizer and not isinstance(self, LearningConfig):
             yield Problem("offload.optimizer", "needs a role that is trained", True, "remove it")
+        if self.backend == "fsdp":
+            yield from self._check_sharded()
         yield from self._check_pipeline()
         tp = self.tensor_model_parallel_size
         yield from find_uneven("tensor_model_parallel_size", tp, self.architecture, self.model)
+
+    def _check_sharded(self) -> Iterator[Problem]:
+        """Yield problems with keys that backend fsdp does not have."""
+        fsdp = f"{ref('backend')}=fsdp"
+        for name in (TP, PIPELINE, "expert_model_parallel_size"):
+            if (size := getattr(self, name)) > 1:
+                remedy = f"use 1, all ranks share the weights, or {ref('backend')}=megatron"
+                yield Problem(name, f"must be 1 with {fsdp}", size, remedy)
+        ranks, a = self.ulysses_sequence_parallel_size, self.architecture
+        if a.num_attention_heads % ranks or not whole_groups(a, ranks):
+            heads = f"the {a.num_attention_heads} heads and {a.kv_heads} key-value heads"
+            good = [n for n in divisors(a.num_attention_heads) if whole_groups(a, n)]
+            remedy = use(neighbours(ranks, good))
+            rule = f"must divide {heads} of {self.model}, or the latter it"
+            yield Problem("ulysses_sequence_parallel_size", rule, ranks, remedy)
+        if a.balances_experts:
+            rule, given = f"is not computed with {fsdp}", f"{a.moe_aux_loss_coeff:g}"
+            yield Problem("architecture.moe_aux_loss_coeff", rule, given, "use 0")
 
     def _check_pipeline(self) -> Iterator[Problem]:
         layers, pp = self.architecture.num_layers, self.pipeline_model_parallel_size
@@ -168,10 +210,13 @@ class LearningConfig(RoleConfig, OptimizerConfig):
     recompute_method: Literal["uniform", "block"] = free(
         "uniform",
         "uniform = all layers, block = the first ones of a stage",
-        used_if="recompute=full",
+        used_if="recompute=full; backend=megatron",
     )
     recompute_num_layers: int = free(
-        1, "layers of a group (uniform), or of a stage (block)", ge=1, used_if="recompute=full"
+        1,
+        "layers of a group (uniform), or of a stage (block)",
+        ge=1,
+        used_if="recompute=full; backend=megatron",
     )
 
     @property
@@ -191,6 +236,11 @@ class LearningConfig(RoleConfig, OptimizerConfig):
         if a.balances_experts and self.pipeline_model_parallel_size > 1:
             rule, coefficient = f"needs {ref(PIPELINE)}=1", f"{a.moe_aux_loss_coeff:g}"
             yield Problem("architecture.moe_aux_loss_coeff", rule, coefficient, "use 0")
+        if self.backend == "fsdp":
+            if self.recompute is Recompute.SELECTIVE:
+                rule = f"must be none or full with {ref('backend')}=fsdp"
+                yield Problem("recompute", rule, "selective", "use full")
+            return
         # With wrong recompute_num_layers Megatron fails at the first step or recomputes fewer.
         if self.recompute is Recompute.FULL and not any(self._check_pipeline()):
             size, layers = self.recompute_num_layers, self.layers_per_chunk

@@ -182,7 +182,8 @@ class RunConfig(Section):
             samples: Samples per epoch or mini-batch on one rank.
         """
         section = self.role(role)
-        if not (section.share_prompts and section.packed_sequences):
+        shares = section.share_prompts and section.backend == "megatron"
+        if not (shares and section.packed_sequences):
             return 1
         size = 0 if section.max_tokens_per_micro_batch else section.micro_batch_size
         return gcd(self.actor_rollout.n_samples_per_prompt, samples, size)
@@ -249,9 +250,15 @@ class RunConfig(Section):
         section = self.role(role)
         return ParallelLayout(
             world_size=sum(self.processes_of(role)),
-            tp=section.tensor_model_parallel_size,
+            tp=section.tensor_model_parallel_size * section.ulysses_sequence_parallel_size,
             pp=section.pipeline_model_parallel_size,
         )
+
+    def backend_of(self, pool: str) -> str:
+        """Return the training engine of a pool's processes; one without a model has Megatron's."""
+        sections = [self.role(role) for role in self.roles_of(pool)]
+        found = {each.backend for each in sections if each.architecture is not None}
+        return "fsdp" if "fsdp" in found else "megatron"
 
     def processes_of(self, role: Role) -> list[int]:
         """Return a role's process count on each node in its pool.

@@ -68,6 +68,7 @@ def check_sections(config: RunConfig) -> Iterator[Problem]:
         yield Problem("validation.reward", rule, value, "use rule")
     yield from _check_stage(config)
     yield from _check_split(config)
+    yield from _check_backends(config)
     for role in config.roles:
         if config.role(role).architecture is not None:  # the reward may be a rule
             yield from _check_model(config, role, not sizes)
@@ -94,11 +95,13 @@ def _check_replicas(config: RunConfig) -> Iterator[Problem]:
     for role in config.roles:
         section, size = config.role(role), sum(config.processes_of(role))
         tp, pp = section.tensor_model_parallel_size, section.pipeline_model_parallel_size
-        if size % (tp * pp):
+        ranks = section.ulysses_sequence_parallel_size
+        if size % (unit := tp * pp * ranks):
             split = role is Role.ACTOR_ROLLOUT and config.parts
             key = TRAIN if split else f"resource_pool.{config.placement[role]}"
-            rule = f"must be a multiple of TP {tp} x PP {pp} = {tp * pp} of {TITLES[role]}"
-            yield Problem(key, rule, size, use(multiples_around(size, tp * pp)))
+            sizes = f"TP {tp} x PP {pp}" + (f" x Ulysses {ranks}" if ranks > 1 else "")
+            rule = f"must be a multiple of {sizes} = {unit} of {TITLES[role]}"
+            yield Problem(key, rule, size, use(multiples_around(size, unit)))
 
 
 def _check_model(config: RunConfig, role: Role, whole: bool) -> Iterator[Problem]:
@@ -135,6 +138,31 @@ def _check_model(config: RunConfig, role: Role, whole: bool) -> Iterator[Problem
         rule = f"must be multiples of {role.value}'s TP {tp}, one for each node"
         remedy = "change them, or use resource_pool.tensor_parallel_spans_nodes=true"
         yield Problem(f"resource_pool.{pool}", rule, config.resource_pool[pool], remedy)
+
+
+def _check_backends(config: RunConfig) -> Iterator[Problem]:
+    """Yield problems with training engines: one per process, and the reference's is the actor's."""
+    roles = [role for role in config.roles if config.role(role).architecture is not None]
+    first: dict[str, Role] = {}
+    local = config.runtime.kind == "local"
+    for role in roles:
+        backend, pool = config.role(role).backend, config.placement[role]
+        other = first.setdefault("" if local else pool, role)
+        if (wanted := config.role(other).backend) != backend:
+            where = f"in one process with {ref('runtime.kind')}=local" if local else f"on {pool}"
+            rule = f"must be {ref(f'{other.value}.backend')}={wanted}, as both are {where}"
+            remedy = f"use {wanted}, or another pool (placement.{role.value})"
+            yield Problem(f"{role.value}.backend", rule, backend, remedy)
+    actor = config.actor_rollout
+    if Role.REF in roles and config.ref.backend != actor.backend:
+        rule = f"must be {ref('actor_rollout.backend')}={actor.backend}"
+        yield Problem("ref.backend", rule, config.ref.backend, f"use {actor.backend}")
+    if actor.backend == "fsdp" and config.rollout.engine == "native":
+        rule = f"computes with Megatron, and {ref('actor_rollout.backend')} is fsdp"
+        yield Problem("rollout.engine", rule, "native", "use transformers")
+    elif actor.backend == "fsdp" and config.parts:
+        rule = f"needs {ref('actor_rollout.backend')}=megatron"
+        yield Problem(INFER, rule, config.parts[1], "remove it: all ranks train and generate")
 
 
 def _check_split(config: RunConfig) -> Iterator[Problem]:

@@ -91,11 +91,13 @@ def setup(
     local_rank: int = 0,
     assigned: str | None = None,
     deadline_s: float | None = None,
+    megatron: bool = True,
 ) -> torch.device:
     """Select this process's device, apply its adaptor, and return the device.
 
     Call it before importing Megatron. A second call only sets the threads, since adaptors cannot be
-    removed. Megatron can no longer import wandb and TensorBoard afterwards.
+    removed. Megatron can no longer import wandb and TensorBoard afterwards. Adaptors change torch,
+    so a process of another training engine (`megatron` False) gets none.
 
     Args:
         kind: Device kind.
@@ -103,6 +105,7 @@ def setup(
         local_rank: Index among the visible devices; used if `assigned` is None.
         assigned: Host-wide device number from Ray.
         deadline_s: Longest wait in a collective; NPU only.
+        megatron: Whether this process computes with Megatron.
 
     Raises:
         ValueError: The device is not visible, or NPU software is missing or incompatible.
@@ -115,16 +118,17 @@ def setup(
         return current_device()
     megatron_imports.hide_trackers()
     if kind is DeviceKind.CPU:
-        from mindspeed_rlxf.device import cpu_adaptor
+        if megatron:
+            from mindspeed_rlxf.device import cpu_adaptor
 
-        cpu_adaptor.apply()
+            cpu_adaptor.apply()
     elif kind is DeviceKind.CUDA:
         seen = torch.cuda.device_count()
         if assigned is not None:
             local_rank = visible.index_within(assigned, FACTS[kind].visible_devices, seen)
         torch.cuda.set_device(visible.check_index(local_rank, FACTS[kind].visible_devices, seen))
     else:
-        npu.start(local_rank, assigned, deadline_s)
+        npu.start(local_rank, assigned, deadline_s, megatron)
     _active = kind
     return current_device()
 
@@ -157,6 +161,13 @@ def fuses_layers() -> bool:
 def tries_kernels() -> bool:
     """Return whether `kernels.find` should look for fused operators: only on CUDA."""
     return _active is DeviceKind.CUDA
+
+
+def has_flash_attention() -> bool:
+    """Return whether there is an operator for `flash_attention_2` of transformers."""
+    if _active is DeviceKind.CUDA:
+        return importlib.util.find_spec("flash_attn") is not None
+    return _active is DeviceKind.NPU
 
 
 def seed_all(seed: int) -> None:

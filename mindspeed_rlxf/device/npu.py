@@ -61,7 +61,9 @@ ANSWER = "devices: "
 ASK = f"import torch, torch_npu; print({ANSWER!r} + str(torch_npu.npu.device_count()))"
 
 
-def start(index: int, assigned: str | None, deadline_s: float | None) -> None:
+def start(
+    index: int, assigned: str | None, deadline_s: float | None, megatron: bool = True
+) -> None:
     """Set up this process's NPU: select it, disable operator compilation, apply the adaptor.
 
     Call it before importing Megatron.
@@ -70,6 +72,7 @@ def start(index: int, assigned: str | None, deadline_s: float | None) -> None:
         index: Index among the visible devices; used if `assigned` is None (torchrun).
         assigned: Host-wide device number from Ray.
         deadline_s: Longest wait for other ranks, for HCCL's timeouts; None = HCCL's own.
+        megatron: Whether the process computes with Megatron, which needs MindSpeed.
 
     Raises:
         ValueError: Software is missing or incompatible, or the device is not visible.
@@ -78,7 +81,7 @@ def start(index: int, assigned: str | None, deadline_s: float | None) -> None:
     early = sorted(name for name in sys.modules if name.startswith("megatron."))
     assert not early, f"{early[0]} was imported before MindSpeed's adaptor"
     check_cann(os.environ)
-    for warning in npu_versions.require_versions():
+    for warning in npu_versions.require_versions() if megatron else ():
         logger.warning("%s", warning)
     if deadline_s is not None:
         set_timeouts(os.environ, deadline_s)
@@ -88,7 +91,8 @@ def start(index: int, assigned: str | None, deadline_s: float | None) -> None:
         index = visible.index_within(assigned, VISIBLE, seen)
     npu.set_device(visible.check_index(index, VISIBLE, seen))
     npu.set_compile_mode(jit_compile=False)  # lengths vary: compiling for each would take minutes
-    _patch_megatron()
+    if megatron:
+        _patch_megatron()
 
 
 def check_cann(environment: Mapping[str, str]) -> None:

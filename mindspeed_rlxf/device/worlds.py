@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-Layout = tuple[int, int, int]  # tensor, pipeline and expert parallel size
+Layout = tuple[Any, ...]  # of Megatron: tensor, pipeline and expert parallel size
 
 _weights_group: dist.ProcessGroup | None = None
-_groups: dict[Layout, dict[str, Any]] = {}  # globals of Megatron, which hold its groups
+_groups: dict[Layout, dict[str, Any]] = {}  # groups by name; Megatron's are its globals
 _timeout = timedelta(minutes=30)  # torch's default, until a world is joined
 
 
@@ -136,7 +136,7 @@ def weights_group() -> dist.ProcessGroup | None:
 
 
 def groups_of_layout(layout: Layout, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return a copy of Megatron's globals with a layout's groups, shared by its roles.
+    """Return a copy of a layout's groups (Megatron's globals), shared by its roles.
 
     Calls `make` for a layout's first role. The groups live until `leave`: if they ended with a
     role, ranks dropping a role at different times would disagree on the existing groups, and the

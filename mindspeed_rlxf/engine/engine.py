@@ -44,10 +44,10 @@ from mindspeed_rlxf.engine.micro_batch import (
     saved_tokens,
 )
 from mindspeed_rlxf.engine.offload import Offload, tensors_of
+from mindspeed_rlxf.engine.outputs import average_metrics, scatter_rows
 from mindspeed_rlxf.engine.parallel import ParallelGroups
 from mindspeed_rlxf.engine.schedule import (
     Read,
-    average_metrics,
     loss_reader,
     read_log_probs,
     read_log_probs_and_kl,
@@ -55,9 +55,9 @@ from mindspeed_rlxf.engine.schedule import (
     read_states,
     read_values,
     run_schedule,
-    scatter_rows,
 )
-from mindspeed_rlxf.engine.sharded_files import fail_together, gather_all, save_sharded
+from mindspeed_rlxf.engine.sharded_files import save_sharded
+from mindspeed_rlxf.engine.together import fail_together, gather_all
 from mindspeed_rlxf.engine.train_engine import Part, PolicyStep, ValueStep
 from mindspeed_rlxf.engine.train_state import TrainState, load_state
 from mindspeed_rlxf.models.attention import shares_prompts

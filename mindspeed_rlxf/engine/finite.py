@@ -5,16 +5,21 @@ the result once per step, so replicas, pipeline stages and optimizer shards eith
 or all skip it.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from mindspeed_rlxf import device
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 REMEDY = "lower the learning rate or raise warm-up, look at the rewards and at bf16"
 

@@ -4,12 +4,14 @@ Axes: rows = samples, tokens = all micro-batch positions in flattened hidden-sta
 flattened; packed: b = 1).
 """
 
+from __future__ import annotations
+
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate, groupby, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +22,9 @@ from mindspeed_rlxf.config.schema import ArchitectureConfig, LearningConfig, Rol
 from mindspeed_rlxf.data.batch import Rollouts
 from mindspeed_rlxf.data.mini_batches import sample_flops
 from mindspeed_rlxf.engine.work import Work
-from mindspeed_rlxf.models.attention import Attend, PackedSequences, SharedPrompts
+
+if TYPE_CHECKING:
+    from mindspeed_rlxf.models.attention import Attend
 
 Rows = Sequence[int]
 
@@ -32,7 +36,8 @@ class MicroBatch:
     rows: list[int]  # indices of the rows in the rank's batch
     token_ids: Tensor  # [b, s] int64
     positions: Tensor  # [s] int64
-    attend: Attend | None  # None = padded rows
+    lengths: tuple[int, ...] | None  # of the packed sequences, in order; None = padded rows
+    prompts: tuple[int | None, ...]  # per sequence the one that has its prompt, None = itself
     starts: Tensor  # [rows] flat index of the first token of each row's prompt
     response_starts: Tensor  # [rows] flat index of the first token of each row's response
     stride: int  # flat distance between neighbouring tokens of a row
@@ -40,6 +45,17 @@ class MicroBatch:
     response_lengths: Tensor  # [rows]
     trained_mask: Tensor  # [rows, response] bool, True = token that is trained
     trained_ids: Tensor  # [trained tokens of all rows] int64
+
+    @cached_property
+    def attend(self) -> Attend | None:
+        """Attention of the packed sequences for Megatron's layers; None = padded rows."""
+        from mindspeed_rlxf.models.attention import PackedSequences, SharedPrompts
+
+        if self.lengths is None:
+            return None
+        if any(prompt is not None for prompt in self.prompts):
+            return SharedPrompts(lengths=self.lengths, prompts=self.prompts)
+        return PackedSequences(lengths=self.lengths)
 
     def prediction_places(self, slots: Tensor) -> Tensor:
         """Return the flat index of the hidden state one token before each marked slot.
@@ -151,9 +167,8 @@ def _pack_rows(
     return {
         "token_ids": torch.cat(sequences)[None, :].to(device),
         "positions": torch.cat(positions).to(device),
-        "attend": SharedPrompts(lengths=lengths, prompts=tuple(prompt_of))
-        if any(begins)
-        else PackedSequences(lengths=lengths),
+        "lengths": lengths,
+        "prompts": tuple(prompt_of),
         "starts": torch.tensor(starts),
         "response_starts": torch.tensor(response_starts),
         "stride": 1,
@@ -168,7 +183,8 @@ def _pad_rows(
     return {
         "token_ids": token_ids.to(device),
         "positions": torch.arange(token_ids.size(1)).to(device),
-        "attend": None,
+        "lengths": None,
+        "prompts": (),
         "starts": torch.arange(count),
         "response_starts": torch.arange(count) + count * torch.tensor(prompts),
         "stride": count,

@@ -62,24 +62,6 @@ def run_schedule(
     )
 
 
-def average_metrics(
-    outputs: Sequence[LossOutput], sum_over_replicas: Callable[[Tensor], Tensor]
-) -> dict[str, float]:
-    """Return metrics averaged over the mini-batch on all data-parallel ranks, by name.
-
-    A metric is 0 if its weights (token or sample counts) sum to 0. A rank before the last pipeline
-    stage has no outputs, returns {} and takes no part in the sum.
-    """
-    if not outputs:
-        return {}
-    names = list(outputs[0].metrics)
-    found = [[output.metrics[name] for output in outputs] for name in names]
-    sums = torch.stack([torch.stack([m.total.cpu() for m in of]).sum() for of in found])
-    weights = torch.tensor([float(sum(m.weight for m in of)) for of in found])
-    totals, counts = sum_over_replicas(torch.stack((sums, weights.double())))
-    return dict(zip(names, (totals / counts.clamp(min=1)).tolist(), strict=True))
-
-
 Read: TypeAlias = Callable[[TransformerModel, MicroBatch, Tensor], Tensor]
 """(last chunk of the model, micro-batch, its hidden states) -> result of the micro-batch."""
 
@@ -173,15 +155,3 @@ def read_log_probs_and_kl(
         temperature,
     )
     return torch.stack((read_log_probs(model, batch, hidden, temperature).log_probs, kl))
-
-
-def scatter_rows(flat: Sequence[Tensor], mask: Tensor) -> Tensor:
-    """Return [rows, width] fp32 on the CPU: the flat values at True mask elements, 0 elsewhere.
-
-    Args:
-        flat: Values per micro-batch, row after row; the micro-batches have consecutive rows.
-        mask: [all rows, width] bool.
-    """
-    out = torch.zeros(mask.shape, dtype=torch.float32)
-    out[mask] = torch.cat([part.cpu() for part in flat]).float()
-    return out

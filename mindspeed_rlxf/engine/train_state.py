@@ -12,10 +12,9 @@ and other optimizer settings are not stored: the configuration has them.
 """
 
 import json
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,15 @@ from mindspeed_rlxf.engine.adam_state import count_steps, held_slots, make_slots
 from mindspeed_rlxf.engine.finite import SkippedSteps
 from mindspeed_rlxf.engine.hf_stream import Shard, shards
 from mindspeed_rlxf.engine.parallel import ParallelGroups
-from mindspeed_rlxf.engine.sharded_files import fail_together, gather_all
-from mindspeed_rlxf.weights.atomic import sync_folder
+from mindspeed_rlxf.engine.role_files import (
+    RANDOM_FILE,
+    STATE,
+    WRITER,
+    IndexRows,
+    load_checked,
+    write_files,
+)
+from mindspeed_rlxf.engine.together import fail_together, gather_all
 from mindspeed_rlxf.weights.chunks import HeldChunk
 from mindspeed_rlxf.weights.role_state import (
     BUFFER_BYTES,
@@ -41,18 +47,8 @@ from mindspeed_rlxf.weights.role_state import (
     write_chunks,
 )
 from mindspeed_rlxf.weights.stage_loader import StageWeights
-from mindspeed_rlxf.weights.state_files import (
-    Loaded,
-    attempt,
-    entry_of,
-    find_damage,
-    role_entries,
-    write_part,
-    write_text,
-)
+from mindspeed_rlxf.weights.state_files import Loaded
 
-STATE = "state.json"
-RANDOM_FILE = "random/rank_{:05d}.json"
 Read = Callable[[Tensor, int, int], Tensor]
 """(tensor, start, stop) -> copy on the host of elements start to stop, flattened."""
 
@@ -90,7 +86,14 @@ class TrainState:
         # With `runtime: local` the first rank makes the folder of the checkpoint and removes
         # unfinished ones right before.
         dist.barrier()
-        writing = _WRITER.submit(_write_and_hash, rank, chunks, texts, folder, self.describe)
+
+        def write() -> tuple[list[Path], IndexRows]:
+            file = file_of(folder, rank)
+            rows = write_chunks(file, chunks)
+            chunks.clear()
+            return [file], {file.name: rows}
+
+        writing = WRITER.submit(write_files, folder, rank, write, texts, self.describe)
         self.saving = folder, writing
 
     def end_save(self) -> float:
@@ -105,67 +108,13 @@ class TrainState:
         return max(gather_all([mine]))
 
 
-_WRITER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-"""One thread for all roles of the process, which share a disk."""
-
-
-def _write_and_hash(
-    rank: int,
-    chunks: list[HeldChunk],
-    texts: dict[str, str],
-    folder: Path,
-    describe: Callable[[Path], list[Path]],
-) -> float:
-    """Write a rank's files, then its part of the index; return the seconds taken.
-
-    Makes the folder, and fsyncs it. Runs in a thread, so it uses no collective. Empties `chunks`
-    once written. `texts` has contents by path within the folder. Rank 0 also describes the model;
-    those files get entries too.
-    """
-    started = time.monotonic()
-    folder.mkdir(parents=True, exist_ok=True)
-    file = file_of(folder, rank)
-    rows = write_chunks(file, chunks)
-    chunks.clear()
-    for name, text in texts.items():
-        write_text(folder / name, text)
-    files = [file, *(folder / name for name in texts)]
-    if rank == 0:
-        files += describe(folder)
-    entries = [entry_of(folder, file) for file in files]
-    sync_folder(folder)
-    write_part(folder, rank, entries, {file.name: rows})
-    return time.monotonic() - started
-
-
 def load_state(state: TrainState, folder: Path) -> Loaded:
-    """Check and load this role's training state from `folder`; a collective over its ranks.
+    """Check and load this role's training state from `folder` (`load_checked`).
 
-    Each rank first reads and hashes its part of all files. Random streams are not loaded if the
-    layout or the device kind has changed: they go on from the seed, and the result's `same_layout`
-    is False. If the folder has damage, another model or no state, or cannot be read for some
-    seconds, all ranks return that instead of raising; the state may then be loaded in part.
+    Random streams are not loaded if the layout or the device kind has changed: they go on from the
+    seed, and the result's `same_layout` is False.
     """
-
-    def check() -> None:  # each rank hashes a part of all files
-        files = role_entries(folder)[dist.get_rank() :: dist.get_world_size()]
-        if damage := find_damage(folder, files):
-            raise ValueError("; ".join(f"{folder.name}/{problem}" for problem in damage))
-
-    checked = _agree(check)
-    if checked.problem or checked.unreadable:
-        return checked
-    same: list[bool] = []
-    loaded = _agree(lambda: same.append(_load_share(state, folder)))
-    return replace(loaded, same_layout=same[-1]) if loaded == Loaded() else loaded
-
-
-def _agree(step: Callable[[], None]) -> Loaded:
-    found = gather_all([attempt(step)])
-    return Loaded(
-        "; ".join(dict.fromkeys(each.problem for each in found if each.problem)),
-        "; ".join(dict.fromkeys(each.unreadable for each in found if each.unreadable)),
-    )
+    return load_checked(folder, lambda: _load_share(state, folder))
 
 
 def _load_share(state: TrainState, folder: Path) -> bool:

@@ -23,6 +23,7 @@ def token_log_probs(
     vocab_size: int,
     tp_group: dist.ProcessGroup,
     temperature: float = 1.0,
+    linear: Callable[[Tensor, Tensor], Tensor] = F.linear,
 ) -> tuple[Tensor, Tensor]:
     """Compute each label's log-prob, and each token's entropy.
 
@@ -36,11 +37,12 @@ def token_log_probs(
         vocab_size: ids from here on are padding with probability 0.
         tp_group: tensor-parallel group.
         temperature: divides the logits.
+        linear: as in `shard_logits`.
 
     Returns:
         Log-probs and entropies, [tokens] fp32 each, equal on every rank.
     """
-    arguments = (hidden, weight, labels, vocab_size, tp_group, temperature)
+    arguments = (hidden, weight, labels, vocab_size, tp_group, temperature, linear)
     if hidden.size(0) <= CHUNK_TOKENS:
         return _chunk_log_probs(*arguments)
     values, entropy = _ChunkedLogProbs.apply(*arguments)
@@ -54,8 +56,9 @@ def _chunk_log_probs(
     vocab_size: int,
     tp_group: dist.ProcessGroup,
     temperature: float,
+    linear: Callable[[Tensor, Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:
-    logits = shard_logits(hidden, weight, vocab_size, tp_group) / temperature
+    logits = shard_logits(hidden, weight, vocab_size, tp_group, linear) / temperature
     values, entropy = _VocabParallelLogProb.apply(logits, labels, tp_group)
     return values, entropy
 
@@ -108,7 +111,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
             if needed[1]:
                 weight_sum.add(next(gradients))
         hidden_grad = torch.cat(hidden_grads[::-1]) if needed[0] else None
-        return hidden_grad, weight_sum.result(), None, None, None, None
+        return hidden_grad, weight_sum.result(), None, *[None] * len(ctx.settings)
 
 
 class _WeightGradient:
@@ -195,6 +198,7 @@ def full_kl(
     vocab_size: int,
     tp_group: dist.ProcessGroup,
     temperature: float = 1.0,
+    linear: Callable[[Tensor, Tensor], Tensor] = F.linear,
 ) -> Tensor:
     """Compute KL(p || q) = sum over the vocabulary of p (log p - log q), for each token.
 
@@ -208,6 +212,7 @@ def full_kl(
         vocab_size: ids from here on are padding.
         tp_group: tensor-parallel group.
         temperature: divides all logits.
+        linear: as in `shard_logits`.
 
     Returns:
         [tokens] fp32, equal on every rank.
@@ -215,8 +220,9 @@ def full_kl(
     parts = []
     chunk = max(1, CHUNK_TOKENS // 2)  # two distributions at a time
     for p_hidden, q_hidden in zip(hidden.split(chunk), other_hidden.split(chunk), strict=True):
-        log_p = _log_softmax(p_hidden, weight, vocab_size, tp_group, temperature)
-        log_q = _log_softmax(q_hidden, other_weight, vocab_size, tp_group, temperature)
+        settings = vocab_size, tp_group, temperature, linear
+        log_p = _log_softmax(p_hidden, weight, *settings)
+        log_q = _log_softmax(q_hidden, other_weight, *settings)
         terms = torch.where(log_p != -torch.inf, log_p.exp() * (log_p - log_q), 0.0).sum(-1)
         _all_reduce(terms, tp_group, dist.ReduceOp.SUM)
         parts.append(terms)
@@ -224,13 +230,18 @@ def full_kl(
 
 
 def _log_softmax(
-    hidden: Tensor, weight: Tensor, vocab_size: int, group: dist.ProcessGroup, temperature: float
+    hidden: Tensor,
+    weight: Tensor,
+    vocab_size: int,
+    group: dist.ProcessGroup,
+    temperature: float,
+    linear: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
     """Compute log-probs for this rank's vocabulary shard, [tokens, vocab] fp32.
 
     Normalised over the whole vocabulary, by a collective; -inf at padding ids.
     """
-    logits = shard_logits(hidden, weight, vocab_size, group) / temperature
+    logits = shard_logits(hidden, weight, vocab_size, group, linear) / temperature
     maximum = logits.max(dim=-1).values
     _all_reduce(maximum, group, dist.ReduceOp.MAX)
     shifted = logits - maximum[:, None]

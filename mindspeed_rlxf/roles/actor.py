@@ -19,7 +19,7 @@ from mindspeed_rlxf.data.batch import (
 from mindspeed_rlxf.data.mini_batches import mini_batch_order
 from mindspeed_rlxf.engine.train_engine import PolicyStep, TokenLogProbs
 from mindspeed_rlxf.roles.balance import Lengths, balanced_steps, call_balanced
-from mindspeed_rlxf.roles.engines import EngineFactory, megatron_engine
+from mindspeed_rlxf.roles.engines import EngineFactory, train_engine
 from mindspeed_rlxf.roles.objectives import ExperienceMaker, make_objective
 from mindspeed_rlxf.roles.reports import (
     LogProbReport,
@@ -95,7 +95,7 @@ class ActorGroup:
 class ActorRole:
     """The trained policy; `RolloutRole` generates with its weights."""
 
-    def __init__(self, config: RunConfig, build_engine: EngineFactory = megatron_engine) -> None:
+    def __init__(self, config: RunConfig, build_engine: EngineFactory = train_engine) -> None:
         actor = config.actor_rollout
         self.run, self.config, self.algorithm = config, actor, config.algorithm
         self.engine = build_engine(config, Role.ACTOR_ROLLOUT)

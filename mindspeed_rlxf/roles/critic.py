@@ -14,7 +14,7 @@ from mindspeed_rlxf.data.batch import Experience, ExperienceInputs, RoleOutput, 
 from mindspeed_rlxf.data.mini_batches import mini_batch_order
 from mindspeed_rlxf.engine.train_engine import ValueStep
 from mindspeed_rlxf.roles.balance import Lengths, balanced_steps, call_balanced
-from mindspeed_rlxf.roles.engines import EngineFactory, megatron_engine
+from mindspeed_rlxf.roles.engines import EngineFactory, train_engine
 from mindspeed_rlxf.roles.objectives import ExperienceMaker, make_objective
 from mindspeed_rlxf.roles.reports import UpdateReport
 
@@ -62,7 +62,7 @@ class CriticGroup:
 class CriticRole:
     """The value model, its experience and its updates."""
 
-    def __init__(self, config: RunConfig, build_engine: EngineFactory = megatron_engine) -> None:
+    def __init__(self, config: RunConfig, build_engine: EngineFactory = train_engine) -> None:
         critic = config.value_model
         self.run, self.config = config, critic
         self.engine = build_engine(config, Role.CRITIC)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Any, TypeAlias
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import LossNormalizer, Role
-from mindspeed_rlxf.config.schema import LearningConfig, RunConfig
+from mindspeed_rlxf.config.schema import LearningConfig, RoleConfig, RunConfig
 from mindspeed_rlxf.engine import offload
 from mindspeed_rlxf.engine.train_engine import TrainEngine
 from mindspeed_rlxf.models.parameter_counts import HEADS
-
-if TYPE_CHECKING:
-    from mindspeed_rlxf.engine.engine import MegatronEngine
+from mindspeed_rlxf.models.parameters import Head
 
 EngineFactory: TypeAlias = Callable[[RunConfig, Role], TrainEngine]
 
@@ -32,30 +30,59 @@ def device_model() -> str:
     return device.device_name()
 
 
-def megatron_engine(config: RunConfig, role: Role) -> MegatronEngine:
+def megatron_engine(config: RunConfig, role: Role) -> TrainEngine:
     """Return a role's Megatron engine, with an optimizer if the role is trained.
 
     A collective over the role's ranks, which load the weights. Megatron is imported here because
     the driver imports this module, and a worker must set up its device first.
     """
     from mindspeed_rlxf.engine.engine import MegatronEngine
+
+    learning, normalizer = _learning(config, role), config.algorithm.loss_normalizer
+    return MegatronEngine(
+        *_model(config, role),
+        **learning,
+        deterministic=config.training.deterministic,
+        tokenizer=config.training.tokenizer_name_or_path if learning else None,
+        brings_together=normalizer is not LossNormalizer.MICRO_BATCH_MEAN
+        and not config.compares_pairs,
+    )
+
+
+def fsdp_engine(config: RunConfig, role: Role) -> TrainEngine:
+    """Return a role's engine over a model of transformers, as `megatron_engine`."""
+    from mindspeed_rlxf.engine.fsdp.engine import FsdpEngine
+
+    return FsdpEngine(
+        *_model(config, role),
+        **_learning(config, role),
+        deterministic=config.training.deterministic,
+    )
+
+
+TRAIN_ENGINES: dict[str, EngineFactory] = {"megatron": megatron_engine, "fsdp": fsdp_engine}
+"""Value of a role's key `backend` -> what builds its engine."""
+
+
+def train_engine(config: RunConfig, role: Role) -> TrainEngine:
+    """Return a role's training engine, chosen by its `backend`; a collective over its ranks."""
+    return TRAIN_ENGINES[config.role(role).backend](config, role)
+
+
+def _model(config: RunConfig, role: Role) -> tuple[RoleConfig, Head, int]:
+    return config.role(role), HEADS[role], config.training.seed
+
+
+def _learning(config: RunConfig, role: Role) -> dict[str, Any]:
+    """Return an engine's arguments for training; {} for a frozen role."""
     from mindspeed_rlxf.engine.finite import SkippedSteps
 
     section, training = config.role(role), config.training
     if not isinstance(section, LearningConfig):
-        return MegatronEngine(
-            section, HEADS[role], training.seed, deterministic=training.deterministic
-        )
+        return {}
     name = "actor" if role is Role.ACTOR_ROLLOUT else "critic"
-    return MegatronEngine(
-        section,
-        HEADS[role],
-        training.seed,
-        section.optimizer,
-        config.learning_iters(role),
-        SkippedSteps(training.nan_policy, training.max_skipped, name),
-        training.deterministic,
-        training.tokenizer_name_or_path,
-        config.algorithm.loss_normalizer is not LossNormalizer.MICRO_BATCH_MEAN
-        and not config.compares_pairs,
-    )
+    return {
+        "optimizer": section.optimizer,
+        "train_iters": config.learning_iters(role),
+        "skipped": SkippedSteps(training.nan_policy, training.max_skipped, name),
+    }

@@ -8,7 +8,7 @@ from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import RoleOutput, Rollouts
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.balance import Lengths, call_balanced
-from mindspeed_rlxf.roles.engines import EngineFactory, megatron_engine
+from mindspeed_rlxf.roles.engines import EngineFactory, train_engine
 
 
 class ReferenceGroup:
@@ -38,7 +38,7 @@ class ReferenceGroup:
 class ReferenceRole:
     """The frozen policy; computes log-probs."""
 
-    def __init__(self, config: RunConfig, build_engine: EngineFactory = megatron_engine) -> None:
+    def __init__(self, config: RunConfig, build_engine: EngineFactory = train_engine) -> None:
         self.engine = build_engine(config, Role.REF)
         self.temperature = config.actor_rollout.logit_temperature
 

@@ -13,7 +13,7 @@ from mindspeed_rlxf.data.tokenizer import load_tokenizer
 from mindspeed_rlxf.rewards.classifier import Classifier
 from mindspeed_rlxf.rewards.manager import RewardManager
 from mindspeed_rlxf.rewards.verifiers import find_answers
-from mindspeed_rlxf.roles.engines import EngineFactory, megatron_engine, room_on_device
+from mindspeed_rlxf.roles.engines import EngineFactory, room_on_device, train_engine
 from mindspeed_rlxf.roles.reports import FailedSample, ScoreReport
 from mindspeed_rlxf.roles.scorer import ScorerRole
 
@@ -103,7 +103,7 @@ def check_failures(failures: list[FailedSample | None], max_failed: int | None) 
 class RewardRole:
     """Scores responses by rules (no device), a Megatron reward model, or a classifier."""
 
-    def __init__(self, config: RunConfig, build_engine: EngineFactory = megatron_engine) -> None:
+    def __init__(self, config: RunConfig, build_engine: EngineFactory = train_engine) -> None:
         reward = config.reward
         self.config, self.verifiers = reward, config.verifiers
         self.tokenizer = load_tokenizer(config.training.tokenizer_name_or_path)

@@ -4,16 +4,19 @@ It is slower than the native engine: rows that end leave a batch, but no others 
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from mindspeed_rlxf import device
+from mindspeed_rlxf.config.hf_config import read_text_config
 from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.models.hf_names import find_pieces, stored_tensors
 from mindspeed_rlxf.rollout.rollout_engine import (
     FinishReason,
     GenerationRequest,
@@ -31,10 +34,13 @@ class TransformersRollout:
     def __init__(self, config: RunConfig) -> None:
         """Build the model of the actor's `load` on the host, without its weights."""
         actor = config.actor_rollout
-        described = AutoConfig.from_pretrained(actor.load, local_files_only=True)
+        described = read_text_config(Path(actor.load or ""))
         dtype = torch.bfloat16 if actor.bf16 else torch.float32
         self.model = AutoModelForCausalLM.from_config(described, dtype=dtype).eval()
         self.model.requires_grad_(False)
+        tensors, pieces = stored_tensors(self.model), find_pieces(self.model)
+        # Name in a file -> that part of the model, which shares its memory.
+        self._places = {piece.name: (name, piece) for name in tensors for piece in pieces[name]}
         self.max_rows = actor.num_samples_per_step or MOST_ROWS
         self._stats = GenerationStats()
         self._version: int | None = None
@@ -43,19 +49,19 @@ class TransformersRollout:
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights; after an error the engine has no version and cannot generate."""
         self._version = None
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        wanted = {name for name, _ in self.model.named_parameters()}  # without a tied head
-        sent = set[str]()
+        parameters, sent = stored_tensors(self.model), set[str]()
         for name, tensor in tensors:
-            if name not in parameters or name in sent:
+            if name not in self._places or name in sent:
                 reason = "was sent already" if name in sent else "is no tensor of this model"
                 raise ValueError(f"{name} {reason}; send each tensor of the model once")
-            if tensor.shape != parameters[name].shape:
-                shape = tuple(parameters[name].shape)
+            parameter, piece = self._places[name]
+            place = piece.view(parameters[parameter])
+            if tensor.shape != place.shape:
+                shape = tuple(place.shape)
                 raise ValueError(f"{name} must have the shape {shape}, not {tuple(tensor.shape)}")
-            parameters[name].copy_(tensor)
+            place.copy_(tensor)
             sent.add(name)
-        if missing := wanted - sent:
+        if missing := self._places.keys() - sent:
             raise ValueError(f"{min(missing)} was not sent; send each tensor of the model once")
         self._version = version
 

@@ -11,15 +11,12 @@ from torch import Tensor
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.device import megatron_versions, worlds
+from mindspeed_rlxf.device import worlds
 from mindspeed_rlxf.engine import offload
-from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.train_engine import TrainEngine
 from mindspeed_rlxf.models.parameters import Head, hf_shapes
 from mindspeed_rlxf.rollout import transfer
-from mindspeed_rlxf.rollout.native import NativeRollout
 from mindspeed_rlxf.rollout.rollout_engine import ENGINES, NATIVE, TRANSFORMERS, RolloutEngine
-from mindspeed_rlxf.rollout.weights import OwnWeights, SharedWeights, WeightSource
 
 
 @dataclass(frozen=True)
@@ -77,6 +74,12 @@ def build_replica(config: RunConfig, trained: TrainEngine | None) -> Replica:
             offload.holding,
         )
     assert name == NATIVE, "only the native engine generates on ranks of its own"
+    # They bring in Megatron, which processes of other engines must not import.
+    from mindspeed_rlxf.device import megatron_versions
+    from mindspeed_rlxf.engine.engine import MegatronEngine
+    from mindspeed_rlxf.rollout.native import NativeRollout
+    from mindspeed_rlxf.rollout.weights import OwnWeights, SharedWeights, WeightSource
+
     if trained is not None:
         assert isinstance(trained, MegatronEngine), "the native engine shares Megatron's weights"
         source: WeightSource = SharedWeights(trained, seed)
@@ -91,8 +94,8 @@ def build_replica(config: RunConfig, trained: TrainEngine | None) -> Replica:
         stream = partial(transfer.receive, _make_buckets(config), dtype, group)
     memory_gib = config.device.memory_gib
     memory = int(memory_gib * 2**30) if memory_gib else None
-    engine = NativeRollout(source, actor.num_samples_per_step, memory)
-    return Replica(engine, lambda version: engine.update_weights(stream(), version), leads)
+    native = NativeRollout(source, actor.num_samples_per_step, memory)
+    return Replica(native, lambda version: native.update_weights(stream(), version), leads)
 
 
 def _make_buckets(config: RunConfig) -> list[transfer.Bucket]:

@@ -39,7 +39,7 @@ from mindspeed_rlxf.rollout.rollout_engine import ENGINES, NATIVE, TRANSFORMERS
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
 from mindspeed_rlxf.weights.chunks import StoredWeights
 from mindspeed_rlxf.weights.folders import find_description, open_weights
-from mindspeed_rlxf.weights.hf_folder import shape_problems
+from mindspeed_rlxf.weights.hf_folder import open_hf_folder, shape_problems
 
 T = TypeVar("T")
 
@@ -120,13 +120,16 @@ def _list_notices(config: RunConfig) -> list[str]:
             "actor_rollout.top_k/top_p filter the sampled tokens; log-probs are of the unfiltered "
             "distribution"
         )
-    if config.critic and "score.weight" not in _open_weights(config.critic):
-        notices.append(f"critic.load={config.critic.load} has no score head: it starts untrained")
+    critic = config.critic
+    if critic and critic.load and "score.weight" not in _open_weights(critic):
+        notices.append(f"critic.load={critic.load} has no score head: it starts untrained")
     return notices
 
 
 def _open_weights(section: RoleConfig) -> StoredWeights:
     assert section.load is not None and section.architecture is not None, "checked beforehand"
+    if section.backend == "fsdp":
+        return open_hf_folder(section.load, section.trust_files)
     return open_weights(section.load, section.architecture, section.trust_files)
 
 
@@ -177,6 +180,8 @@ def _load_prompts(
 def check_weights(config: RunConfig, role: Role) -> list[Problem]:
     """Return problems in a role's `load` folder: not set, missing, damaged, another model.
 
+    With backend fsdp the folder must have the tensors of transformers' model.
+
     Reads headers only. Tensor shapes are compared if config.json agrees with the model YAML. A
     critic's folder may lack the score head.
     """
@@ -190,8 +195,13 @@ def check_weights(config: RunConfig, role: Role) -> list[Problem]:
         rule = "must name a folder of weights, Hugging Face's or Megatron's"
         return [Problem(key, rule, remedy=f"set {key}=FOLDER")]
     assert section.architecture is not None
+    if section.backend == "fsdp":
+        from mindspeed_rlxf.engine.fsdp.weights import check_folder  # imports for seconds
     remedy = f"give the folder of model.{section.model}"
     try:
+        if section.backend == "fsdp":
+            check_folder(section, head)
+            return []
         described = find_description(section.load, config.training.tokenizer_name_or_path)
         hf_config = read_hf_config(described, OF_WEIGHTS)
         rules = find_disagreements(section.architecture, hf_config, scored=head is Head.SCORE)

@@ -6,11 +6,11 @@ Most are Llamas; the architectures also cover Qwen2, Qwen3 and mixtures of exper
 from pathlib import Path
 from typing import Any
 
-import megatron.core
 import pytest
 import torch
 from packaging.version import Version
 
+from mindspeed_rlxf.config import packages
 from mindspeed_rlxf.config.architecture import SHARED_GROUPS_SINCE
 from mindspeed_rlxf.config.enums import CONFIGURED, DeviceKind, RewardKind
 from mindspeed_rlxf.config.schema import (
@@ -33,9 +33,10 @@ from tests.trl.record import make_tokenizer
 from tests.unit.weights.folders_of import read_folder
 
 # Whether this version of Megatron can share one key-value group among tensor-parallel ranks.
-SHARES_GROUPS = Version(megatron.core.__version__).release >= SHARED_GROUPS_SINCE
+MEGATRON = packages.version(packages.MEGATRON) or "0"
+SHARES_GROUPS = Version(MEGATRON).release >= SHARED_GROUPS_SINCE
 shares_groups = pytest.mark.skipif(
-    not SHARES_GROUPS, reason=f"megatron-core {megatron.core.__version__} shares no query group"
+    not SHARES_GROUPS, reason=f"megatron-core {MEGATRON} shares no query group"
 )
 MAX_NEW_TOKENS = 16
 VOCAB = 37  # odd, so that tensor-parallel ranks have to pad the vocabulary

@@ -18,7 +18,7 @@ from mindspeed_rlxf.cluster.group import RoleGroup
 from mindspeed_rlxf.config.rank_layout import ParallelLayout
 from mindspeed_rlxf.config.schema import OptimizerConfig
 from mindspeed_rlxf.data.batch import RoleOutput
-from mindspeed_rlxf.engine import train_state
+from mindspeed_rlxf.engine import role_files, train_state
 from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.finite import SkippedSteps, Step
 from mindspeed_rlxf.engine.train_engine import TrainEngine
@@ -90,9 +90,9 @@ class Drawer:
 
     def load_what_a_rank_cannot_read(self, folder: Path, blind: int) -> RoleOutput:
         """Report: what this rank returns."""
-        error, find = OSError(errno.EIO, "Input/output error"), train_state.find_damage
+        error, find = OSError(errno.EIO, "Input/output error"), role_files.find_damage
         with (
-            wrong_on(blind, train_state, "find_damage", error, wraps=find),
+            wrong_on(blind, role_files, "find_damage", error, wraps=find),
             mock.patch.object(state_files, "PAUSES_S", ()),
         ):
             return RoleOutput(report=self.engine.load_state(folder))

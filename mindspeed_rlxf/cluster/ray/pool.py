@@ -87,13 +87,15 @@ class RayWorker:
         store_ip: str,
         store_port: int,
         secrets: Mapping[str, str],
+        megatron: bool,
     ) -> None:
         """Redirect output, set up network and device, and join the world of the pool or part.
 
         Waits until all pool ranks join. Raises WorkerError. Collectives use the network interface
         with `ip`, this node's address in the cluster. One part is the whole pool. A call has
         `timeout_s`, a collective `deadline_s`. Rank 0 opened the store at `store_ip`. `secrets` are
-        environment variables hidden from Ray, because it would show them.
+        environment variables hidden from Ray, because it would show them. `megatron`: see
+        `device.setup`.
         """
         os.environ.update(secrets)
         try:
@@ -105,7 +107,7 @@ class RayWorker:
             given = ray.get_runtime_context().get_accelerator_ids()
             ids = given.get(device.facts(kind).ray_resource)
             assigned = str(ids[0]) if ids else None  # number on the host, or a UUID on CUDA
-            device.setup(kind, threads, assigned=assigned, deadline_s=deadline_s)
+            device.setup(kind, threads, assigned=assigned, deadline_s=deadline_s, megatron=megatron)
             timeout = timedelta(seconds=deadline_s)
             store = self._store or dist.TCPStore(store_ip, store_port, sum(parts), timeout=timeout)
             worlds.join(device.facts(kind).backend, store, origin.rank, tuple(parts), timeout)

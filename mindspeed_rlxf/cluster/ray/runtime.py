@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,7 @@ class RayRuntime:
         pool_settings: PoolSettings | None = None,
         read_by_workers: Mapping[str, str] | None = None,
         run_file: Path | None = None,
+        without_megatron: Collection[str] = (),
     ) -> None:
         """Join the Ray cluster named by `settings.address`, or start a private one.
 
@@ -49,6 +50,7 @@ class RayRuntime:
             pool_settings: Defaults to `settings.start_timeout_s` as the device wait.
             read_by_workers: Configuration keys by folder; compared on every node.
             run_file: A file in the run directory; hosts that see it share the directory.
+            without_megatron: Pools whose processes must not load Megatron's adaptor.
 
         Raises:
             UserError: The cluster cannot be joined.
@@ -61,7 +63,7 @@ class RayRuntime:
 
         pool_settings = pool_settings or PoolSettings(wait_s=settings.start_timeout_s)
         self.timeout_s, self.start_timeout_s = settings.timeout_s, settings.start_timeout_s
-        self.log_dir = log_dir
+        self.log_dir, self._without_megatron = log_dir, without_megatron
         self._kind = resolve_kind(device.kind)
         environment = worker_environment(pool_settings.env, inherits=self.cluster.own)
         # Ray shows and logs what it sets itself.
@@ -93,6 +95,7 @@ class RayRuntime:
             pool_settings=pool.model_copy(update={"env": env}),
             read_by_workers=folders_of_workers(config),
             run_file=run_file,
+            without_megatron=[p for p in config.resource_pool if config.backend_of(p) == "fsdp"],
         )
 
     def create_pools(
@@ -196,6 +199,7 @@ class RayRuntime:
                     store_ip=ips[name],
                     store_port=port,
                     secrets=self._secrets,
+                    megatron=name not in self._without_megatron,
                 )
                 joining.append(RankCall(origin, reply))
         gather(joining, limit)

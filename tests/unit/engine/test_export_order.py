@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mindspeed_rlxf.engine import sharded_files, train_state
+from mindspeed_rlxf.engine import role_files, together, train_state
 from mindspeed_rlxf.engine.engine import MegatronEngine
 
 
@@ -22,7 +22,7 @@ def test_ranks_meet_before_they_write(monkeypatch: pytest.MonkeyPatch, tmp_path:
     engine.role, engine.source = SimpleNamespace(load="start"), tmp_path
     engine.weights = SimpleNamespace(export=lambda *args: calls.append("write"))
     monkeypatch.setattr(dist, "barrier", lambda: calls.append("meet"))
-    monkeypatch.setattr(sharded_files, "gather_all", lambda items: calls.append("meet") or items)
+    monkeypatch.setattr(together, "gather_all", lambda items: calls.append("meet") or items)
     engine.export(tmp_path / "hf", None)
     assert calls == ["meet", "write", "meet"]
 
@@ -39,6 +39,6 @@ def test_ranks_meet_before_they_write_a_checkpoint(
         monkeypatch.setattr(train_state, name, lambda *_: [])
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     monkeypatch.setattr(dist, "barrier", lambda: calls.append("meet"))
-    monkeypatch.setattr(train_state._WRITER, "submit", lambda *_: calls.append("write"))
+    monkeypatch.setattr(role_files.WRITER, "submit", lambda *_: calls.append("write"))
     train_state.TrainState.begin_save(state, tmp_path)
     assert calls == ["meet", "write"]

@@ -1,0 +1,1 @@
+"""Training with torch's fully sharded data parallelism over models of transformers."""

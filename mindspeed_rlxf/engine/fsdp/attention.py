@@ -1,0 +1,210 @@
+"""Attention of packed rows for the models of transformers, also over a Ulysses group.
+
+A model calls `attend` in every layer through transformers' `AttentionInterface`. It never reads the
+model's mask: each sequence attends to itself, causally and within the layer's window. In a Ulysses
+group (arXiv:2309.14509) a rank has some tokens of all heads outside attention, and all tokens of
+some heads inside.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+NAME = "rlxf_rows"  # in transformers' registry of attention functions
+FLASH = "flash_attention_2"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The sequences of a micro-batch, passed to every layer.
+
+    Attributes:
+        lengths: Of the sequences packed in one row, in order; None = padded rows.
+        group: Ulysses group; None = this rank has all tokens.
+        flash: Whether the flash attention of the device computes what it can.
+    """
+
+    lengths: tuple[int, ...] | None
+    group: dist.ProcessGroup | None = None
+    flash: bool = False
+
+
+def register() -> None:
+    """Make `attend` known to transformers."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS[NAME] = attend
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    layout: Layout | None = None,
+    **kinds: Any,
+) -> tuple[Tensor, None]:
+    """Attend within each sequence of `layout`; see transformers' attention functions.
+
+    Shapes: query [rows, heads, tokens, d], key and value [rows, key-value heads, tokens, d], the
+    result [rows, tokens, heads, d]. `kinds` are the layer's sliding_window, softcap and s_aux.
+    """
+    assert layout is not None, "the engine passes the sequences"
+    group = layout.group
+    if group is not None:
+        query, key, value = _to_heads(query, key, value, group)
+        heads = query.size(1)
+        module = _with_heads(module, heads, group.rank(), heads // key.size(1))
+        if kinds.get("s_aux") is not None:
+            kinds["s_aux"] = kinds["s_aux"].chunk(group.size())[group.rank()]
+    if layout.flash and kinds.get("s_aux") is None:
+        out = _attend_flash(module, query, key, value, scaling, layout.lengths, kinds)
+    else:
+        lengths = layout.lengths or (query.size(2),)
+        q, k, v = (part.split(lengths, dim=2) for part in (query, key, value))
+        sequences = range(len(lengths))
+        out = torch.cat(
+            [_attend_one(module, q[i], k[i], v[i], scaling, kinds) for i in sequences], dim=1
+        )
+    if group is not None:
+        out = _exchange(out.transpose(1, 2), group, to_heads=False).transpose(1, 2)
+    return out, None
+
+
+def _attend_one(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, kinds: Any
+) -> Tensor:
+    """Attend in one sequence, or in padded rows; return [rows, tokens, heads, d]."""
+    tokens, window = query.size(2), kinds.get("sliding_window")
+    limited = window is not None and window < tokens
+    if kinds.get("softcap") is None and kinds.get("s_aux") is None and not limited:
+        grouped = query.size(1) != key.size(1)
+        found = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped
+        )
+        return found.transpose(1, 2)
+    place = torch.arange(tokens, device=query.device)
+    distance = place[:, None] - place
+    hidden = (distance < 0) | (distance >= window) if limited else distance < 0
+    mask = torch.zeros(tokens, tokens, dtype=query.dtype, device=query.device)
+    mask = mask.masked_fill(hidden, torch.finfo(query.dtype).min)[None, None]
+    # What the family adds to attention (caps, sinks) is in its own plain implementation.
+    kind = getattr(module, "owner", type(module))
+    plain = vars(sys.modules[kind.__module__])["eager_attention_forward"]
+    found = plain(module, query, key, value, mask, scaling=scaling, dropout=0.0, **kinds)[0]
+    return found
+
+
+def _attend_flash(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    lengths: Sequence[int] | None,
+    kinds: dict[str, Any],
+) -> Tensor:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    more: dict[str, Any] = {}
+    if lengths is not None:
+        ends = torch.tensor((0, *accumulate(lengths)), dtype=torch.int32, device=query.device)
+        more = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends)
+        more |= dict.fromkeys(("max_length_q", "max_length_k"), max(lengths))
+    attend_all = ALL_ATTENTION_FUNCTIONS[FLASH]
+    found: Tensor = attend_all(
+        module, query, key, value, None, scaling=scaling, dropout=0.0, **kinds, **more
+    )[0]
+    return found
+
+
+def _with_heads(module: Any, heads: int, rank: int, groups: int) -> Any:
+    """Return what attention functions read of a layer, with this rank's heads alone."""
+    found = SimpleNamespace(owner=type(module), training=module.training, is_causal=True)
+    found.num_key_value_groups, found.config = groups, getattr(module, "config", None)
+    found.layer_idx = getattr(module, "layer_idx", None)
+    found.head_dim = getattr(module, "head_dim", None)
+    if hasattr(module, "sinks"):
+        found.sinks = module.sinks[rank * heads : (rank + 1) * heads]
+    return found
+
+
+def _to_heads(
+    query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return query, key and value of all tokens, with this rank's heads.
+
+    A key-value head that several ranks need is sent to each.
+    """
+    if (copies := group.size() // key.size(1)) > 1:
+        key, value = (part.repeat_interleave(copies, dim=1) for part in (key, value))
+    query, key, value = (_exchange(part, group, to_heads=True) for part in (query, key, value))
+    return query, key, value
+
+
+def _exchange(tensor: Tensor, group: dist.ProcessGroup, to_heads: bool) -> Tensor:
+    """Exchange [1, heads, own tokens, d] for [1, own heads, tokens, d], or back."""
+    exchanged: Tensor = _Exchange.apply(tensor, group, to_heads)
+    return exchanged
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-all between heads and tokens; its gradient goes the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, to_heads: bool) -> Tensor:
+        """Exchange the parts of axis 1 (`to_heads`) or 2 for those of the other axis."""
+        ctx.group, ctx.to_heads = group, to_heads
+        cut, joined = (1, 2) if to_heads else (2, 1)
+        parts = [part.contiguous() for part in tensor.chunk(group.size(), dim=cut)]
+        sent = torch.stack(parts)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return torch.cat(list(received), dim=joined)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Exchange the gradient back."""
+        return _exchange(grad, ctx.group, not ctx.to_heads), None, None
+
+
+class _Gather(torch.autograd.Function):
+    """Concatenate all ranks' rows; each rank's gradient is its own rows'.
+
+    Every rank then computes the same loss, so the gradients of the ranks must not be added here.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, sizes: list[int]) -> Tensor:
+        """Return [sum of sizes, ...] from this rank's [size, ...]."""
+        ctx.rank, ctx.sizes = group.rank(), sizes
+        padded = tensor.new_zeros(max(*sizes, 1), *tensor.shape[1:])
+        padded[: len(tensor)] = tensor
+        found = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(found, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(found, sizes, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Return this rank's part."""
+        start = sum(ctx.sizes[: ctx.rank])
+        return grad[start : start + ctx.sizes[ctx.rank]], None, None
+
+
+def gather_rows(tensor: Tensor, group: dist.ProcessGroup, sizes: list[int]) -> Tensor:
+    """Concatenate the ranks' rows, `sizes` each, with a gradient for this rank's own."""
+    gathered: Tensor = _Gather.apply(tensor, group, sizes)
+    return gathered

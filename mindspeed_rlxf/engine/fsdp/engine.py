@@ -1,0 +1,443 @@
+"""A model of transformers, sharded over all ranks of its role, with its optimizer.
+
+`TrainEngine` documents the interface methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from mindspeed_rlxf import device
+from mindspeed_rlxf.algorithms.losses import LossOutput
+from mindspeed_rlxf.algorithms.slots import readable_slots
+from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
+from mindspeed_rlxf.data.batch import LogProbs, LogProbsWithKl, Rollouts, Scores, Values
+from mindspeed_rlxf.engine import offload, work
+from mindspeed_rlxf.engine.finite import SkippedSteps
+from mindspeed_rlxf.engine.fsdp import attention
+from mindspeed_rlxf.engine.fsdp.model import (
+    Groups,
+    build,
+    logit_cap,
+    packs,
+    shard,
+    sums_gradients,
+)
+from mindspeed_rlxf.engine.fsdp.optimizer import ShardedAdam
+from mindspeed_rlxf.engine.fsdp.probe import probe
+from mindspeed_rlxf.engine.fsdp.state import ShardedState
+from mindspeed_rlxf.engine.fsdp.weights import (
+    OUTPUT,
+    SCORE,
+    export_stream,
+    file_shapes,
+    held_tensors,
+    load_rows,
+    pieces_of,
+    stream,
+)
+from mindspeed_rlxf.engine.micro_batch import MicroBatch, group_rows, make_micro_batches
+from mindspeed_rlxf.engine.offload import Offload
+from mindspeed_rlxf.engine.outputs import average_metrics, scatter_rows
+from mindspeed_rlxf.engine.together import fail_together
+from mindspeed_rlxf.engine.train_engine import Part, PolicyStep, TokenLogProbs, ValueStep
+from mindspeed_rlxf.models.heads import full_kl, token_log_probs
+from mindspeed_rlxf.models.parameters import Head
+from mindspeed_rlxf.weights.folders import copy_side_files
+from mindspeed_rlxf.weights.hf_folder import open_hf_folder
+from mindspeed_rlxf.weights.state_files import Loaded
+
+Read = Callable[[MicroBatch, Tensor], Any]
+"""(micro-batch, last hidden states of this rank's tokens) -> result of the micro-batch."""
+
+
+class OneRank:
+    """Stands for a tensor-parallel group: FSDP has none."""
+
+    def size(self) -> int:
+        """Return 1."""
+        return 1
+
+    def rank(self) -> int:
+        """Return 0."""
+        return 0
+
+
+ONE_RANK: Any = OneRank()
+
+
+class FsdpEngine:
+    """One role's model on this rank, which has a part of every parameter.
+
+    A replica is a Ulysses group: its ranks compute the same rows.
+    """
+
+    def __init__(
+        self,
+        role: RoleConfig,
+        head: Head,
+        seed: int,
+        optimizer: OptimizerConfig | None = None,
+        train_iters: int = 1,
+        skipped: SkippedSteps | None = None,
+        deterministic: bool | None = None,
+    ) -> None:
+        """Build the model, load its weights, probe it, and move offloaded parts away; a collective.
+
+        Seeds the process, by seed and rank.
+
+        Args:
+            role: Role configuration.
+            head: Model head.
+            seed: Base seed.
+            optimizer: Optimizer settings; None freezes the model.
+            train_iters: Length of the learning-rate schedule.
+            skipped: Counts skipped steps and decides if the run goes on; None raises at once.
+            deterministic: See `device.set_deterministic`; holds for the whole process.
+
+        Raises:
+            ValueError: Weights are missing or damaged, or the model does not pass the probe.
+        """
+        assert role.load is not None, "checked beforehand"
+        device.set_deterministic(deterministic)
+        device.seed_all(seed + dist.get_rank())
+        self.role, self.head, self.skipped = role, head, skipped or SkippedSteps("raise", 0, "")
+        self.groups = Groups.of(role.ulysses_sequence_parallel_size)
+        self.dtype = torch.bfloat16 if role.bf16 else torch.float32
+        self._mini_batch = 0  # steps of this iteration
+        wide = self.dtype if optimizer is None else torch.float32  # main weights are fp32
+        self.model = build(role.load, head, wide)
+        self.packed = role.packed_sequences and packs(self.model)
+        if self.groups.ulysses is not None and not packs(self.model):
+            raise ValueError(
+                f"{type(self.model).__name__} has layers that need all tokens; use "
+                "ulysses_sequence_parallel_size=1"
+            )
+        cap = logit_cap(self.model)
+        self.linear = F.linear if cap == inf else partial(_capped_linear, cap)
+        self._pieces = pieces_of(self.model, head)
+        self._shapes = file_shapes(self.model, self._pieces)
+        shard(self.model, role, optimizer is not None, self.groups)
+        self._load_weights(role.load, seed)
+        self._offload: Offload = Offload({}, ())  # nothing moves before the model is probed
+        probe(self)
+        self.held = held_tensors(self.model)  # only now: the first pass makes the shards anew
+        self.optimizer: ShardedAdam | None = None
+        if optimizer is not None:
+            parameters = self.model.named_parameters()
+            means = not sums_gradients()
+            self.optimizer = ShardedAdam(optimizer, parameters, train_iters, means)
+            self.state = ShardedState(
+                {each.name: each for each in self.held},
+                self.optimizer,
+                self.skipped,
+                self.groups,
+                self.describe,
+                lambda rows: self._offload.read(rows, 0, rows.numel()).view(rows.shape),
+            )
+        self._offload = self._make_offload()
+
+    def _load_weights(self, load: str, seed: int) -> None:
+        folder = open_hf_folder(load, self.role.trust_files)
+        held = held_tensors(self.model)
+        absent = load_rows(held, self._pieces, folder)
+        if self.head is Head.SCORE and SCORE in absent:
+            absent.remove(SCORE)
+            (score,) = (each for each in held if each.name == OUTPUT)
+            noise = torch.randn(score.shape, generator=torch.Generator().manual_seed(seed))
+            rows = slice(score.start, score.start + len(score.local))
+            score.local.copy_(noise[rows] * self.role.architecture.init_method_std)
+        if absent:
+            raise ValueError(f"{load} lacks {absent[0]}; give the folder of a whole model")
+
+    def _make_offload(self) -> Offload:
+        keys, optimizer = self.role.offload, self.optimizer
+        tensors: dict[Part, offload.Tensors] = {
+            Part.WEIGHTS: lambda: [each.local for each in self.held]
+        }
+        if optimizer is not None:
+            tensors[Part.OPTIMIZER] = optimizer.tensors
+        movable = [Part.WEIGHTS] if keys.weights else []
+        movable += [Part.OPTIMIZER] if keys.optimizer else []
+        made = Offload(tensors, movable)
+        offload.register(made)
+        made.offload(made.movable)
+        return made
+
+    def offload(self) -> None:
+        """Move the parts named by the role's `offload` key to host memory."""
+        self._offload.offload(self._offload.movable)
+
+    def onload(self) -> None:
+        """Bring all parts back to the device; other engines' movable parts make room."""
+        with self.holding(*Part):
+            pass
+
+    def holding(self, *parts: Part) -> AbstractContextManager[None]:
+        """Return a context manager that keeps parts on the device (see `offload.holding`)."""
+        return offload.holding((self._offload, parts))
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank's results are used for its replica."""
+        return self.groups.ulysses is None or self.groups.ulysses.rank() == 0
+
+    def micro_batches(
+        self, rollouts: Rollouts, rows: Sequence[int], in_order: bool = False
+    ) -> list[MicroBatch]:
+        """Make micro-batches from the given rows, packed if the model can be.
+
+        A collective over the data-parallel ranks, which must pass equally many rows. With
+        `in_order` each micro-batch has consecutive rows, even with `balance_by_length`.
+        """
+        lengths = (rollouts.prompt_lengths + rollouts.response_lengths).tolist()
+        groups = group_rows(self.role, rows, lengths, in_order, self.groups.dp_host)
+        return self.as_micro_batches(rollouts, groups)
+
+    def as_micro_batches(
+        self, rollouts: Rollouts, groups: Sequence[Sequence[int]]
+    ) -> list[MicroBatch]:
+        """Make one micro-batch per row group."""
+        ulysses = self.groups.ulysses.size() if self.groups.ulysses else 1
+        where = device.current_device()
+        return make_micro_batches(rollouts, groups, self.packed, ulysses, where)
+
+    def run(self, batch: MicroBatch, read: Callable[[Tensor], Any]) -> Any:
+        """Run the model on this rank's tokens, then `read` on their last hidden states.
+
+        With gradients, `read` returns a tensor, or a tuple with one, whose gradient is wanted.
+        """
+        ids, positions, group = batch.token_ids, batch.positions[None], self.groups.ulysses
+        if group is not None:
+            ids = ids.chunk(group.size(), dim=1)[group.rank()]
+            positions = positions.chunk(group.size(), dim=1)[group.rank()]
+        flash = device.has_flash_attention() and self.role.bf16
+        layout = attention.Layout(batch.lengths, group, flash)
+        return self.model.rlxf_run(ids, positions, layout, read)
+
+    def at(
+        self, hidden: Tensor, places: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """Compute from the hidden states at flat places, [places, ...]; all ranks get all results.
+
+        `compute` gets this rank's states [own, hidden] and their numbers among the places.
+        """
+        group = self.groups.ulysses
+        if group is None:
+            return compute(hidden.index_select(0, places), torch.arange(len(places)))
+        owners = places.cpu() // len(hidden)
+        own = (owners == group.rank()).nonzero()[:, 0]
+        sizes = torch.bincount(owners, minlength=group.size()).tolist()
+        local = places.cpu()[own] - group.rank() * len(hidden)
+        found = compute(hidden.index_select(0, local.to(hidden.device)), own)
+        # The ranks' results follow each other; places of padded rows are in another order.
+        order = owners.argsort(stable=True).argsort().to(hidden.device)
+        return attention.gather_rows(found, group, sizes).index_select(0, order)
+
+    def read_log_probs(self, batch: MicroBatch, hidden: Tensor, temperature: float) -> Tensor:
+        """Compute the trained tokens' log-probs and entropies, [tokens, 2]."""
+
+        def compute(states: Tensor, own: Tensor) -> Tensor:
+            weight = self.model.lm_head.weight
+            labels = batch.trained_ids[own.to(batch.trained_ids.device)]
+            settings = len(weight), ONE_RANK, temperature, self.linear
+            return torch.stack(token_log_probs(states, weight, labels, *settings), dim=-1)
+
+        return self.at(hidden, batch.prediction_places(batch.trained_mask), compute)
+
+    def read_head(self, batch: MicroBatch, hidden: Tensor, places: Tensor) -> Tensor:
+        """Compute the score head's output at flat places, [places] fp32."""
+
+        def compute(states: Tensor, own: Tensor) -> Tensor:
+            return F.linear(states.float(), self.model.lm_head.weight.float())[:, 0]
+
+        return self.at(hidden, places, compute)
+
+    @torch.no_grad()
+    def forward(self, micro_batches: Sequence[MicroBatch], read: Read) -> list[Tensor]:
+        """Run the passes without gradients; return `read`'s result per micro-batch."""
+        self.model.eval()
+        with self.holding(Part.WEIGHTS):
+            found = [self.run(batch, partial(read, batch)) for batch in micro_batches]
+            self.model.reshard()
+        self._count(micro_batches, work.FORWARD)
+        return found
+
+    def _read_all(self, rollouts: Rollouts, read: Read) -> list[Tensor]:
+        rows = range(rollouts.num_rows)
+        return self.forward(self.micro_batches(rollouts, rows, in_order=True), read)
+
+    def _count(self, micro_batches: Sequence[MicroBatch], passes: int) -> None:
+        for batch in micro_batches if self.is_leader else ():
+            tokens, flops = batch.work(self.role.architecture, self.head is Head.LANGUAGE_MODEL)
+            work.add(work.Work(tokens, passes * flops))
+
+    def log_probs(self, rollouts: Rollouts, temperature: float) -> LogProbs | None:
+        """Compute log-probs for the trained response tokens, 0 elsewhere."""
+
+        def read(batch: MicroBatch, hidden: Tensor) -> Tensor:
+            return self.read_log_probs(batch, hidden, temperature)[:, 0]
+
+        flat = self._read_all(rollouts, read)
+        return LogProbs(scatter_rows(flat, rollouts.trained_mask)) if self.is_leader else None
+
+    def log_probs_with_kl(
+        self, rollouts: Rollouts, temperature: float, policy: FsdpEngine
+    ) -> LogProbsWithKl | None:
+        """Compute the trained tokens' log-probs, and KL(policy || this engine)."""
+        mask = rollouts.trained_mask
+        counts = mask.sum(1)
+        starts = (counts.cumsum(0) - counts).tolist()
+
+        def read_states(batch: MicroBatch, hidden: Tensor) -> Tensor:
+            return self.at(hidden, batch.prediction_places(batch.trained_mask), lambda s, _: s)
+
+        def read(batch: MicroBatch, hidden: Tensor) -> Tensor:
+            first = starts[batch.rows[0]]
+            theirs = states[first : first + len(batch.trained_ids)].to(hidden.device)
+            weight = self.model.lm_head.weight
+            settings = len(weight), ONE_RANK, temperature, self.linear
+            kl = full_kl(theirs, output, read_states(batch, hidden), weight, *settings)
+            return torch.stack((self.read_log_probs(batch, hidden, temperature)[:, 0], kl))
+
+        with offload.holding((self._offload, [Part.WEIGHTS]), (policy._offload, [Part.WEIGHTS])):
+            parts = policy._read_all(rollouts, read_states)
+            states = torch.cat(parts) if parts else torch.empty(0)
+            output = policy.output_weight().to(self.dtype)
+            flat = self._read_all(rollouts, read)
+        if not self.is_leader:
+            return None
+        return LogProbsWithKl(*(scatter_rows([p[i] for p in flat], mask) for i in range(2)))
+
+    def output_weight(self) -> Tensor:
+        """Return the whole output layer, or the embedding that it is tied to; a collective."""
+        weight = self.model.lm_head.weight
+        names = (name for name, each in self.model.named_parameters() if each is weight)
+        found = {each.name: each for each in self.held}[next(names)]
+        return found.gather()
+
+    def values(self, rollouts: Rollouts) -> Values | None:
+        """Compute values for the slots marked by `readable_slots`."""
+        slots = readable_slots(rollouts.trained_mask, rollouts.response_mask)
+
+        def read(batch: MicroBatch, hidden: Tensor) -> Tensor:
+            return self.read_head(batch, hidden, batch.prediction_places(slots[batch.rows]))
+
+        flat = self._read_all(rollouts, read)
+        return Values(scatter_rows(flat, slots)) if self.is_leader else None
+
+    def scores(self, rollouts: Rollouts) -> Scores | None:
+        """Compute the score at each response's last token."""
+
+        def read(batch: MicroBatch, hidden: Tensor) -> Tensor:
+            return self.read_head(batch, hidden, batch.last_places())
+
+        flat = self._read_all(rollouts, read)
+        return Scores(torch.cat(flat).float().cpu()) if self.is_leader else None
+
+    def train_step(
+        self, micro_batches: Sequence[MicroBatch], step: PolicyStep | ValueStep
+    ) -> dict[str, float]:
+        """Take an optimizer step on one mini-batch, or skip it if a number is not finite.
+
+        Returns and raises as `MegatronEngine.train_step`; every rank has the metrics.
+        """
+        assert self.optimizer is not None, "the role is trained"
+        self._mini_batch += 1
+        outputs: list[LossOutput] = []
+        self.model.train()
+        with self.holding(*Part):
+            for number, batch in enumerate(micro_batches, start=1):
+                self.model.set_requires_gradient_sync(number == len(micro_batches))
+                loss, output = self.run(batch, partial(self._loss, step, batch))
+                loss.backward()
+                outputs.append(output)
+            weight = torch.tensor(float(sum(output.weight for output in outputs)))
+            losses = [output.loss.detach() for output in outputs]
+            done = self.optimizer.step(losses, float(self.sum_over_replicas(weight)))
+            self._offload.mark_changed(Part.WEIGHTS, Part.OPTIMIZER)
+        self.skipped.judge(done, self.optimizer.scheduler_steps + 1, self._mini_batch)
+        metrics = average_metrics(outputs, self.sum_over_replicas)
+        self._count(micro_batches, work.TRAIN)
+        metrics["grad_norm"] = done.grad_norm
+        if self.skipped.policy == "skip":
+            metrics["skipped_steps"] = float(bool(done.wrong))
+        return metrics
+
+    def _loss(
+        self, step: PolicyStep | ValueStep, batch: MicroBatch, hidden: Tensor
+    ) -> tuple[Tensor, LossOutput]:
+        if isinstance(step, PolicyStep):
+            found = self.read_log_probs(batch, hidden, step.temperature)
+            output = step.loss(batch.rows, TokenLogProbs(found[:, 0], found[:, 1]))
+        else:
+            places = batch.prediction_places(step.slots[batch.rows])
+            output = step.loss(batch.rows, self.read_head(batch, hidden, places))
+        return output.loss, output
+
+    def end_iteration(self) -> float:
+        """Advance the learning-rate schedule; return the ending iteration's rate."""
+        assert self.optimizer is not None, "the role is trained"
+        rate, self._mini_batch = self.optimizer.rate, 0
+        self.optimizer.advance(1)
+        return rate
+
+    def sum_over_replicas(self, tensor: Tensor) -> Tensor:
+        """Return a small CPU tensor's sum over the data-parallel ranks."""
+        total = tensor.clone()
+        dist.all_reduce(total, group=self.groups.dp_host)
+        return total
+
+    def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every weight as (Hugging Face name, whole device tensor), on every rank."""
+        with self.holding(Part.WEIGHTS), torch.no_grad():
+            yield from stream(self.held, self._pieces, self.dtype)
+
+    def export(self, hf_folder: Path | None, megatron_folder: Path | None) -> None:
+        """Write the weights as a Hugging Face folder; this engine writes no Megatron checkpoint.
+
+        A collective. If a rank cannot write, all ranks raise OSError.
+        """
+        # With `runtime: local` the first rank has just removed the files of an earlier export.
+        dist.barrier()
+        if hf_folder is None:
+            return
+        error = export_stream(self.hf_tensors(), self._shapes, self.dtype.itemsize, hf_folder)
+        with fail_together(hf_folder):
+            if error is not None:
+                raise error
+            if dist.get_rank() == 0:
+                self.describe(hf_folder)
+
+    def describe(self, folder: Path) -> list[Path]:
+        """Write config.json, with training head and dtype, and the tokenizer files."""
+        assert self.role.load is not None, "it was loaded from there"
+        return copy_side_files(Path(self.role.load), folder, self.head, self.dtype)
+
+    def begin_save(self, folder: Path) -> None:
+        """Copy the training state to the host, and start writing it into `folder`."""
+        self.state.begin_save(folder)
+
+    def end_save(self) -> float:
+        """Wait for all ranks' files; return the slowest rank's seconds."""
+        return self.state.end_save()
+
+    def load_state(self, folder: Path) -> Loaded:
+        """Load a training state; see `load_checked`."""
+        with self.holding(Part.WEIGHTS, Part.OPTIMIZER):
+            self._offload.mark_changed(Part.WEIGHTS, Part.OPTIMIZER)
+            return self.state.load(folder)
+
+
+def _capped_linear(cap: float, hidden: Tensor, weight: Tensor) -> Tensor:
+    return torch.tanh(F.linear(hidden, weight) / cap) * cap

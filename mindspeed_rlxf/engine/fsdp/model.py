@@ -1,0 +1,202 @@
+"""Build a role's model from transformers, shard it, and run it on micro-batches."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+
+from mindspeed_rlxf import device
+from mindspeed_rlxf.config.enums import Recompute
+from mindspeed_rlxf.config.hf_config import read_text_config
+from mindspeed_rlxf.config.schema import LearningConfig, RoleConfig
+from mindspeed_rlxf.device import worlds
+from mindspeed_rlxf.engine.fsdp import attention
+from mindspeed_rlxf.models.parameters import Head
+
+PACKABLE = {"full_attention", "sliding_attention"}
+"""Kinds of layers in which tokens see each other by attention alone."""
+
+Read = Callable[[Tensor], Any]
+"""(last hidden states of this rank's tokens, [tokens, hidden]) -> a tensor, or a tuple with one."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The process groups of a role; all its ranks share the sharded weights.
+
+    Attributes:
+        mesh: One axis, over all ranks.
+        ulysses: Neighbouring ranks that share the tokens of a micro-batch; None = one rank each.
+        dp_host: The ranks with the same place in their Ulysses groups, for host tensors.
+        host: All ranks, for host tensors.
+        saving: All ranks, for checkpoints, which are written beside training.
+    """
+
+    mesh: Any
+    ulysses: dist.ProcessGroup | None
+    dp_host: dist.ProcessGroup
+    host: dist.ProcessGroup
+    saving: dist.ProcessGroup
+
+    @classmethod
+    def of(cls, ulysses: int) -> Groups:
+        """Make or reuse the groups for this Ulysses size; a collective over the world."""
+        found = worlds.groups_of_layout(("fsdp", ulysses), lambda: _make_groups(ulysses))
+        return cls(**found)
+
+
+def _make_groups(size: int) -> dict[str, Any]:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    every = list(range(world))
+    found = {
+        "mesh": dist.init_device_mesh(device.current_device().type, (world,)),
+        "ulysses": None,
+        "host": dist.new_group(every, backend="gloo"),
+        "saving": dist.new_group(every, backend="gloo"),
+    }
+    for place in range(size):
+        group = dist.new_group(every[place::size], backend="gloo")
+        if rank % size == place:
+            found["dp_host"] = group
+    for first in range(0, world, size) if size > 1 else ():
+        group = dist.new_group(every[first : first + size])
+        if first <= rank < first + size:
+            found["ulysses"] = group
+    worlds.set_timeout(each for each in found.values() if isinstance(each, dist.ProcessGroup))
+    return found
+
+
+@contextlib.contextmanager
+def _parameters_on_meta(dtype: torch.dtype) -> Iterator[None]:
+    """Create parameters without storage inside the block; buffers, such as rotary ones, are real.
+
+    Modules allocate a parameter before they register it; memory that nobody touches costs nothing.
+    """
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            wide = dtype if parameter.is_floating_point() else parameter.dtype
+            parameter = nn.Parameter(parameter.detach().to("meta", wide), parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = on_meta  # type: ignore
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def build(folder: str, head: Head, dtype: torch.dtype) -> Any:
+    """Build the folder's causal language model, with parameters on the meta device.
+
+    A score head replaces the output layer, and is not tied. Raises ValueError (`read_text_config`).
+    """
+    from transformers import AutoModelForCausalLM
+
+    attention.register()
+    described = read_text_config(Path(folder))
+    described.dtype = torch.float32 if dtype is torch.float32 else dtype
+    if head is Head.SCORE:
+        described.tie_word_embeddings = False
+    with _parameters_on_meta(dtype):
+        model = AutoModelForCausalLM.from_config(described)
+        if head is Head.SCORE:
+            model.lm_head = nn.Linear(described.hidden_size, 1, bias=False)
+    if packs(model):
+        model.config._attn_implementation = attention.NAME
+    _remove_noise(model)
+    return model
+
+
+def packs(model: Any) -> bool:
+    """Return whether sequences may be packed: tokens see each other by attention alone.
+
+    In other models a row has one sequence. The probe of the engine checks both.
+    """
+    kinds = getattr(model.config, "layer_types", None) or ()
+    return bool(model._supports_attention_backend) and PACKABLE.issuperset(kinds)
+
+
+def _remove_noise(model: Any) -> None:
+    """Switch off dropout and noise; give the padding token's embedding a gradient."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "jitter_noise", "router_jitter_noise"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    model.get_input_embeddings().padding_idx = None
+
+
+def decoder_layers(model: Any) -> list[Any]:
+    """Return the layers that are sharded, and recomputed, one by one."""
+    names = set(model._no_split_modules or ())
+    found = [module for module in model.modules() if type(module).__name__ in names]
+    return found or list(getattr(model, model.base_model_prefix).layers)
+
+
+def shard(model: Any, role: RoleConfig, trained: bool, groups: Groups) -> None:
+    """Shard the model layer by layer over all ranks, and allocate this rank's shards.
+
+    Gradients are fp32 sums over the ranks. Parameters are not set; buffers keep their values.
+    """
+    if isinstance(role, LearningConfig) and role.recompute is not Recompute.NONE:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.requires_grad_(trained)
+    model.rlxf_run = MethodType(_run, model)
+    wide = {"mesh": groups.mesh}
+    if trained and role.bf16:
+        wide["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for layer in decoder_layers(model):
+        fully_shard(layer, **wide)
+    fully_shard(model, **wide)
+    register_fsdp_forward_method(model, "rlxf_run")
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and sums_gradients():
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+    where = device.current_device()
+    buffers = {name: buffer.to(where) for name, buffer in model.named_buffers()}
+    model.to_empty(device=where)
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+
+
+def sums_gradients() -> bool:
+    """Return whether this torch can sum gradients over the ranks; older ones take their mean."""
+    return hasattr(FSDPModule, "set_force_sum_reduction_for_comms")
+
+
+def _run(
+    model: Any, ids: Tensor, positions: Tensor | None, layout: attention.Layout, read: Read
+) -> Any:
+    """Run the model below its head on token ids [rows, tokens], then `read`.
+
+    A method of the sharded model, so that its root's parameters are there in `read`.
+    """
+    body = getattr(model, model.base_model_prefix)
+    more = {"layout": layout} if packs(model) else {}
+    found = body(input_ids=ids, position_ids=positions, use_cache=False, **more)
+    # Padded rows are flattened token by token, as micro-batches count their places.
+    return read(found.last_hidden_state.transpose(0, 1).flatten(0, 1))
+
+
+def logit_cap(model: Any) -> float:
+    """Return the bound c of logits that are c * tanh(logits / c); inf = unbounded."""
+    return float(getattr(model.config, "final_logit_softcapping", None) or inf)

@@ -1,0 +1,141 @@
+"""AdamW over a rank's shards, with the learning-rate schedule of Megatron's engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from mindspeed_rlxf import device
+from mindspeed_rlxf.config.schema import OptimizerConfig
+from mindspeed_rlxf.engine.finite import Step
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+EPSILON = 1e-6  # added to the norm that clips gradients, as Megatron does
+
+
+def learning_rate(config: OptimizerConfig, train_iters: int, step: int) -> float:
+    """Return the rate after `step` iterations: warm-up from 0, then decay (`lr_decay_style`)."""
+    warmup = int(config.lr_warmup_fraction * train_iters)
+    if warmup and step <= warmup:
+        return config.lr * step / warmup
+    if config.lr_decay_style == "constant":
+        return config.lr
+    if step > train_iters:
+        return config.min_lr
+    part = (step - warmup) / (train_iters - warmup)
+    left = 1 - part if config.lr_decay_style == "linear" else (math.cos(math.pi * part) + 1) / 2
+    return config.min_lr + left * (config.lr - config.min_lr)
+
+
+class ShardedAdam:
+    """AdamW on plain tensors that share the storages of the model's shards.
+
+    The model's gradients are sums over the ranks. `step` divides them by a weight, measures and
+    clips them. Weight decay leaves out tensors with one axis, as Megatron does.
+
+    Attributes:
+        mains: This rank's shards, by the model's names; empty shards are left out.
+        scheduler_steps: Iterations that the learning rate has advanced.
+    """
+
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        parameters: Iterable[tuple[str, Tensor]],
+        train_iters: int,
+        means: bool,
+    ) -> None:
+        """Keep the trained `parameters`; `means` = gradients are means over the ranks, not sums."""
+        self.config, self.train_iters, self.scheduler_steps = config, train_iters, 0
+        self._factor = dist.get_world_size() if means else 1
+        self._parameters: dict[str, Tensor] = {}
+        self.mains: dict[str, nn.Parameter] = {}
+        groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        for name, parameter in parameters:
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            if parameter.requires_grad and local.numel():
+                self._parameters[name] = parameter
+                self.mains[name] = nn.Parameter(local.detach())
+                groups[parameter.dim() > 1].append(self.mains[name])
+        self.adam = torch.optim.AdamW(
+            [
+                {"params": params, "weight_decay": config.weight_decay * decays}
+                for decays, params in groups.items()
+            ],
+            lr=config.lr,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_eps,
+            fused=device.current_device().type in ("cpu", "cuda"),
+        )
+        self.advance(0)
+
+    @property
+    def rate(self) -> float:
+        """The present learning rate."""
+        return float(self.adam.param_groups[0]["lr"])
+
+    def advance(self, iterations: int) -> None:
+        """Advance the learning rate by some iterations."""
+        self.scheduler_steps += iterations
+        rate = learning_rate(self.config, self.train_iters, self.scheduler_steps)
+        for group in self.adam.param_groups:
+            group["lr"] = rate
+
+    def step(self, losses: Sequence[Tensor], weight: float) -> Step:
+        """Take a step, or skip it if a loss or the norm is not finite on any rank; a collective.
+
+        Divides the gradients by `weight`, the sum over the mini-batch, and removes them afterwards.
+        """
+        grads: list[Tensor] = []
+        for name, parameter in self._parameters.items():
+            grad, parameter.grad = parameter.grad, None
+            if grad is None:
+                continue
+            grads.append(grad.to_local() if isinstance(grad, DTensor) else grad)
+            self.mains[name].grad = grads[-1]
+        torch._foreach_mul_(grads, self._factor / max(weight, 1))
+        squares = torch.stack(torch._foreach_norm(grads)).square().sum() if grads else 0.0
+        wrong_loss = not all(bool(loss.isfinite()) for loss in losses)
+        sums = torch.tensor([squares, float(wrong_loss)], device=device.current_device())
+        dist.all_reduce(sums)
+        norm = math.sqrt(float(sums[0])) if float(sums[0]) >= 0 else math.nan
+        found = {"loss": float(sums[1]) > 0, "gradient norm": not math.isfinite(norm)}
+        wrong = tuple(name for name, is_wrong in found.items() if is_wrong)
+        if not wrong:
+            limit = self.config.clip_grad or math.inf
+            if (clip := limit / (norm + EPSILON)) < 1:
+                torch._foreach_mul_(grads, clip)
+            self.adam.step()
+        self.adam.zero_grad()
+        return Step(norm, wrong)
+
+    def slots(self) -> dict[str, Tensor]:
+        """Return the moments by `SLOT/NAME`; new ones are zeros, and are the optimizer's own."""
+        found = {}
+        for name, main in self.mains.items():
+            state = self.adam.state[main]
+            state.setdefault("step", torch.zeros((), dtype=torch.float32, device=main.device))
+            for slot in MOMENTS:
+                state.setdefault(slot, torch.zeros_like(main.data))
+                found[f"{slot}/{name}"] = state[slot]
+        return found
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps taken; 0 on a rank without shards."""
+        return max((int(state["step"]) for state in self.adam.state.values()), default=0)
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        for state in self.adam.state.values():
+            state["step"].fill_(steps)
+
+    def tensors(self) -> Iterable[Tensor]:
+        """Yield the moments that are there."""
+        for state in self.adam.state.values():
+            yield from (state[slot] for slot in MOMENTS if slot in state)

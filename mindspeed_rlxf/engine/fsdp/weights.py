@@ -1,0 +1,210 @@
+"""Weights of a sharded model: read from a folder, gathered as Hugging Face tensors, exported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from mindspeed_rlxf.config.schema import RoleConfig
+from mindspeed_rlxf.engine.fsdp.model import build
+from mindspeed_rlxf.models.hf_names import Piece, find_pieces, stored_tensors
+from mindspeed_rlxf.models.parameters import Head
+from mindspeed_rlxf.weights.chunks import PlannedTensor, StoredTensor, StoredWeights, whole
+from mindspeed_rlxf.weights.hf_folder import (
+    hf_file_name,
+    open_hf_folder,
+    shape_problems,
+    write_index,
+    write_safetensors,
+)
+
+SCORE, OUTPUT = "score.weight", "lm_head.weight"
+WRAPPED = "model.language_model."  # prefix in folders of models that also see images
+FILE_BYTES = 4 * 1024**3  # of an exported file
+
+Pieces = dict[str, tuple[Piece, ...]]
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter or buffer of the model on this rank.
+
+    Attributes:
+        name: In the model.
+        local: This rank's rows, in the storage that the model uses.
+        start: The first of these rows.
+        shape: Of the whole tensor.
+        is_sharded: False = each rank has all rows (a buffer).
+    """
+
+    name: str
+    local: Tensor
+    start: int
+    shape: tuple[int, ...]
+    is_sharded: bool
+
+    def gather(self) -> Tensor:
+        """Return the whole tensor; a collective over all ranks."""
+        if not self.is_sharded or dist.get_world_size() == 1:
+            return self.local
+        ranks = dist.get_world_size()
+        rows = rows_per_rank(self.shape[0], ranks)
+        padded = self.local.new_zeros(rows, *self.shape[1:])
+        padded[: len(self.local)] = self.local
+        found = padded.new_empty(ranks * rows, *self.shape[1:])
+        dist.all_gather(list(found.chunk(ranks)), padded)
+        return found[: self.shape[0]]
+
+
+def rows_per_rank(rows: int, ranks: int) -> int:
+    """Return the rows of a rank's shard; the last ranks may have fewer, or none."""
+    return -(-rows // ranks)
+
+
+def held_tensors(model: Any) -> list[Held]:
+    """Return the model's `stored_tensors` on this rank, in order; none is unsharded now."""
+    found = []
+    for name, tensor in stored_tensors(model).items():
+        local, start, is_sharded = tensor.detach(), 0, isinstance(tensor, DTensor)
+        if isinstance(tensor, DTensor):
+            local = tensor.to_local().detach()
+            rows = rows_per_rank(tensor.size(0), dist.get_world_size())
+            start = min(dist.get_rank() * rows, tensor.size(0))
+        found.append(Held(name, local, start, tuple(tensor.shape), is_sharded))
+    return found
+
+
+def pieces_of(model: Any, head: Head) -> Pieces:
+    """Return `find_pieces` with the score head's name in files. Raises ValueError."""
+    found = find_pieces(model)
+    if head is Head.SCORE:
+        found[OUTPUT] = (Piece(SCORE),)
+    return found
+
+
+def file_shapes(model: Any, pieces: Pieces) -> dict[str, tuple[int, ...]]:
+    """Return name and shape of each tensor in the model's folder."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model).items()}
+    return {
+        piece.name: piece.shape(shapes[name])
+        for name, of_name in pieces.items()
+        for piece in of_name
+    }
+
+
+def find_stored(folder: StoredWeights, name: str) -> StoredTensor | None:
+    """Return the folder's tensor, whether or not its names have WRAPPED; None if it lacks it."""
+    return folder.get(name) or folder.get(name.replace("model.", WRAPPED, 1))
+
+
+def check_folder(role: RoleConfig, head: Head) -> None:
+    """Raise ValueError if the role's folder lacks tensors of the model in its config.json.
+
+    A score head may be absent. Reads headers only, and builds the model without memory.
+    """
+    assert role.load is not None, "checked beforehand"
+    model = build(role.load, head, torch.float32)
+    shapes = file_shapes(model, pieces_of(model, head))
+    folder = open_hf_folder(role.load, role.trust_files)
+    found = {name: stored for name in shapes if (stored := find_stored(folder, name)) is not None}
+    if head is Head.SCORE and SCORE not in found:
+        del shapes[SCORE]
+    if problems := shape_problems(found, shapes):
+        raise ValueError(f"{problems[0]}; give the folder of a whole {type(model).__name__}")
+
+
+def load_rows(held: Iterable[Held], pieces: Pieces, folder: StoredWeights) -> list[str]:
+    """Copy each tensor's rows on this rank from the folder, in place; return absent file tensors.
+
+    Raises ValueError for a tensor with another shape.
+    """
+    absent = []
+    for each in held:
+        for piece in pieces[each.name]:
+            stored = find_stored(folder, piece.name)
+            if stored is None:
+                absent.append(piece.name)
+                continue
+            if stored.shape != (shape := piece.shape(each.shape)):
+                rule = f"{piece.name} is {list(stored.shape)}, the model needs {list(shape)}"
+                raise ValueError(f"{rule}; give the folder of that model")
+            _copy_rows(each, piece, stored)
+    return absent
+
+
+def _copy_rows(held: Held, piece: Piece, stored: StoredTensor) -> None:
+    rows, everything = range(held.start, held.start + len(held.local)), whole(stored.shape)
+    if piece.expert is not None:
+        if piece.expert in rows:
+            own = replace(piece, expert=piece.expert - held.start)
+            own.view(held.local).copy_(stored.read(everything))
+    elif piece.parts == 1 and rows:
+        axis = len(stored.shape) - 1 if piece.transposed else 0
+        read = stored.read(everything.narrow(axis, rows.start, len(rows)))
+        held.local.copy_(read.mT if piece.transposed else read)
+    elif rows:  # one of several ranges of rows
+        size = held.shape[0] // piece.parts
+        first, last = max(rows.start, piece.part * size), min(rows.stop, (piece.part + 1) * size)
+        if first < last:
+            part = everything.narrow(0, first - piece.part * size, last - first)
+            held.local[first - held.start : last - held.start] = stored.read(part)
+
+
+def stream(
+    held: Sequence[Held], pieces: Pieces, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield every weight as (name in files, whole device tensor), on every rank; a collective."""
+    for each in held:
+        gathered = each.gather()
+        for piece in pieces[each.name]:
+            found = piece.view(gathered)
+            yield piece.name, (found.to(dtype) if each.is_sharded else found).contiguous()
+
+
+def export_stream(
+    tensors: Iterator[tuple[str, Tensor]],
+    shapes: Mapping[str, tuple[int, ...]],
+    itemsize: int,
+    folder: Path,
+) -> OSError | None:
+    """Write a stream on the first rank as safetensors files; return its error, if any.
+
+    All ranks iterate to the end, as the stream is a collective.
+    """
+    groups: list[list[str]] = []
+    size = FILE_BYTES
+    for name, shape in shapes.items():
+        if size + prod(shape) * itemsize > FILE_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += prod(shape) * itemsize
+    writes, failed = dist.get_rank() == 0, None
+    written: dict[str, dict[str, int]] = {}
+    for number, names in enumerate(groups):
+        planned: dict[str, PlannedTensor] = {}
+        for name in names:
+            found, tensor = next(tensors)
+            assert found == name, "the stream has the order of the shapes"
+            if writes and failed is None:
+                planned[name] = PlannedTensor.of(tensor.cpu())
+        file = hf_file_name(number, len(groups))
+        written[file] = {name: each.num_bytes for name, each in planned.items()}
+        try:
+            if planned:
+                folder.mkdir(parents=True, exist_ok=True)
+                write_safetensors(folder / file, planned)
+        except OSError as error:
+            failed = error
+    assert next(tensors, None) is None, "the stream has the shapes' tensors"
+    if writes and failed is None:
+        write_index(folder, written)
+    return failed

@@ -1,0 +1,100 @@
+"""Where each tensor of a Hugging Face folder is in the parameters of transformers' model.
+
+transformers 5 stacks the experts of a layer in one parameter, while files have one tensor per
+expert and projection, and renames some others. The map is found by reverting transformers' own
+conversion on small tensors in which every element has a number of its own.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROWS, COLUMNS = 4, 2  # of the small tensors; conversions only split rows into two equal parts
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor in a file, and its place in a parameter.
+
+    Attributes:
+        name: In the file.
+        expert: Index on the parameter's first axis; None = the whole parameter.
+        part: Which one of `parts` equal ranges of rows.
+        parts: Number of these ranges; 1 = all rows.
+        transposed: Whether the file has rows and columns exchanged.
+    """
+
+    name: str
+    expert: int | None = None
+    part: int = 0
+    parts: int = 1
+    transposed: bool = False
+
+    def view(self, parameter: Tensor) -> Tensor:
+        """Return the piece as a view of the parameter, in the file's shape."""
+        found = parameter if self.expert is None else parameter[self.expert]
+        if self.parts > 1:
+            found = found.chunk(self.parts)[self.part]
+        return found.mT if self.transposed else found
+
+    def shape(self, parameter: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape in the file, for a parameter with this shape."""
+        return tuple(self.view(torch.empty(tuple(parameter), device="meta")).shape)
+
+
+def stored_tensors(model: Any) -> dict[str, Tensor]:
+    """Return what a file has of the model: parameters without a tied head, persistent buffers."""
+    names, parameters = model.state_dict(keep_vars=True), dict(model.named_parameters())
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in names}
+    return parameters | buffers
+
+
+def find_pieces(model: Any) -> dict[str, tuple[Piece, ...]]:
+    """Map each of the model's `stored_tensors`, by name, to the tensors of its file.
+
+    Raises:
+        ValueError: transformers converts a parameter in a way other than `Piece` can say.
+    """
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # transformers 4, whose parameters are as in files
+        return {name: (Piece(name),) for name in stored_tensors(model)}
+    small, starts, count = {}, [], 0
+    for name, parameter in stored_tensors(model).items():
+        rows = (parameter.size(0), ROWS) if parameter.dim() == 3 else (ROWS,)
+        shape = (*rows, COLUMNS) if parameter.dim() > 1 else rows
+        size = torch.Size(shape).numel()
+        small[name] = torch.arange(count, count + size, dtype=torch.float64).view(shape)
+        starts.append(count)
+        count += size
+    names, first = list(small), torch.tensor(starts)
+    found: dict[str, list[Piece]] = {name: [] for name in names}
+    for stored, tensor in revert_weight_conversion(model, dict(small)).items():
+        number = int(torch.searchsorted(first, tensor.flatten()[0].long(), right=True)) - 1
+        piece = next(_match(stored, tensor, small[names[number]]), None)
+        if piece is None:
+            raise ValueError(
+                f"{type(model).__name__} stores {names[number]} in a form that is not supported; "
+                "use another model"
+            )
+        found[names[number]].append(piece)
+    if absent := [name for name, pieces in found.items() if not pieces]:
+        raise ValueError(f"{type(model).__name__} stores no {absent[0]}; use another model")
+    return {name: tuple(pieces) for name, pieces in found.items()}
+
+
+def _match(name: str, tensor: Tensor, parameter: Tensor) -> Iterator[Piece]:
+    experts = [None, *range(len(parameter))] if parameter.dim() == 3 else [None]
+    if parameter.dim() == 3 and tensor.dim() < 3:  # which expert is known by the first element
+        within = int(tensor.flatten()[0] - parameter.flatten()[0])
+        experts = [within // parameter[0].numel()]
+    for expert in experts:
+        for parts in (1, 2):
+            for part in range(parts):
+                for transposed in (False, True):
+                    piece = Piece(name, expert, part, parts, transposed and tensor.dim() > 1)
+                    if torch.equal(piece.view(parameter), tensor):  # False for other shapes
+                        yield piece

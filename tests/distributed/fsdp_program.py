@@ -1,0 +1,91 @@
+"""Update an actor and a critic by a training engine, in processes of their own.
+
+python -m tests.distributed.fsdp_program CASES.json, on each rank of RANK and WORLD_SIZE. A case has
+the folders `lm` and `scored`, the `architecture`, keys of every role (`keys`), and the file `out`
+for the first rank's results.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_rlxf.cluster.local import LocalRuntime
+from mindspeed_rlxf.config.enums import DeviceKind, Role
+from mindspeed_rlxf.config.schema import ArchitectureConfig, OptimizerConfig, RunConfig
+from mindspeed_rlxf.data.mini_batches import rank_steps
+from mindspeed_rlxf.roles.actor import ActorRole
+from mindspeed_rlxf.roles.critic import CriticRole
+from tests.distributed.llamas import run_config
+from tests.distributed.samples import make_experience, make_rollouts
+
+ADAM = OptimizerConfig(lr=1e-3, clip_grad=0.5, weight_decay=0.1)
+STEPS = [list(range(8))] * 3
+
+
+def config_of(case: dict[str, Any], ranks: int) -> RunConfig:
+    architecture = ArchitectureConfig(**case["architecture"])
+    folders = Path(case["lm"]), Path(case["scored"])
+    sampled = {"do_sample": True, "temperature": 0.8}
+    return run_config(*folders, architecture, case["keys"], ranks, ADAM, actor_rollout=sampled)
+
+
+def compute(case: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
+    """Return log-probs, values, each step's metrics, and the weights after the steps."""
+    config, results = config_of(case, ranks), {}
+    rollouts = make_rollouts()
+    experience = make_experience(rollouts)
+    for name, role in (("actor", Role.ACTOR_ROLLOUT), ("critic", Role.CRITIC)):
+        layout = config.layout(role)
+        mine = layout.dp_rank(rank)
+        each = 8 // layout.dp
+        part = rollouts.select(range(mine * each, (mine + 1) * each))
+        share = rank_steps(STEPS[: case.get("steps", 1)], 8, layout.dp)[mine]
+        rows = rollouts.select(share.rows), experience.select(share.rows), share.steps
+        if role is Role.ACTOR_ROLLOUT:
+            actor = ActorRole(config)
+            engine: Any = actor.engine
+            found = engine.log_probs(part, 0.8)
+            report = actor.update_policy(*rows).report
+            outputs = found.log_probs if found else None
+        else:
+            critic = CriticRole(config)
+            engine = critic.engine
+            read, scores = engine.values(part), engine.scores(part)
+            report = critic.update_critic(*rows).report
+            outputs = read.values if read else None
+            results["scores"] = gather(scores.scores if scores else None)
+        results[f"{name}.outputs"] = gather(outputs)
+        results[f"{name}.steps"] = report.steps
+        results[f"{name}.weights"] = {n: t.clone().cpu() for n, t in engine.hf_tensors()}
+        if "export" in case:
+            engine.export(Path(case["export"]) / name, None)
+    return results
+
+
+def gather(part: torch.Tensor | None) -> torch.Tensor:
+    """Concatenate the leaders' rows, in the order of the ranks."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, part)
+    return torch.cat([found for found in parts if found is not None])
+
+
+def main(file: str) -> None:
+    cases = json.loads(Path(file).read_text())
+    megatron = cases[0]["keys"].get("backend") != "fsdp"
+    runtime = LocalRuntime(DeviceKind.CPU, timeout_s=60.0, megatron=megatron)
+    for case in cases:
+        results = compute(case, runtime.rank, runtime.size)
+        if runtime.is_first:
+            torch.save(results, case["out"])
+    if not megatron:
+        loaded = [name for name in sys.modules if name.startswith("megatron.core")]
+        assert not loaded, f"{loaded[0]} was imported"
+    runtime.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
