@@ -1,8 +1,15 @@
 """Update an actor and a critic by a training engine, in processes of their own.
 
 python -m tests.distributed.fsdp_program CASES.json, on each rank of RANK and WORLD_SIZE. A case has
-the folders `lm` and `scored`, the `architecture`, keys of every role (`keys`), and the file `out`
-for the first rank's results.
+
+    lm, scored, architecture    the models
+    keys        of every role
+    trained     keys of actor and critic
+    steps       of the update; default 1
+    load        folder whose states are loaded before it
+    save        folder for the states after it; then one more step follows
+    export      folder for the weights after it
+    out         file for the first rank's results
 """
 
 import json
@@ -19,6 +26,7 @@ from mindspeed_rlxf.config.schema import ArchitectureConfig, OptimizerConfig, Ru
 from mindspeed_rlxf.data.mini_batches import rank_steps
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticRole
+from mindspeed_rlxf.weights.state_files import merge_parts
 from tests.distributed.llamas import run_config
 from tests.distributed.samples import make_experience, make_rollouts
 
@@ -29,8 +37,10 @@ STEPS = [list(range(8))] * 3
 def config_of(case: dict[str, Any], ranks: int) -> RunConfig:
     architecture = ArchitectureConfig(**case["architecture"])
     folders = Path(case["lm"]), Path(case["scored"])
-    sampled = {"do_sample": True, "temperature": 0.8}
-    return run_config(*folders, architecture, case["keys"], ranks, ADAM, actor_rollout=sampled)
+    trained = case.get("trained", {})
+    sampled = {"do_sample": True, "temperature": 0.8, **trained}
+    keys = case["keys"], ranks, ADAM
+    return run_config(*folders, architecture, *keys, actor_rollout=sampled, critic=trained)
 
 
 def compute(case: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
@@ -48,19 +58,32 @@ def compute(case: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
         if role is Role.ACTOR_ROLLOUT:
             actor = ActorRole(config)
             engine: Any = actor.engine
-            found = engine.log_probs(part, 0.8)
-            report = actor.update_policy(*rows).report
-            outputs = found.log_probs if found else None
+            update: Any = actor.update_policy
         else:
             critic = CriticRole(config)
-            engine = critic.engine
+            engine, update = critic.engine, critic.update_critic
+        if "load" in case:
+            loaded = engine.load_state(Path(case["load"]) / name)
+            results[f"{name}.loaded"] = [loaded.problem, loaded.same_layout]
+        if role is Role.ACTOR_ROLLOUT:
+            found = engine.log_probs(part, 0.8)
+            outputs = found.log_probs if found else None
+        else:
             read, scores = engine.values(part), engine.scores(part)
-            report = critic.update_critic(*rows).report
             outputs = read.values if read else None
             results["scores"] = gather(scores.scores if scores else None)
         results[f"{name}.outputs"] = gather(outputs)
-        results[f"{name}.steps"] = report.steps
+        results[f"{name}.steps"] = update(*rows).report.steps
         results[f"{name}.weights"] = {n: t.clone().cpu() for n, t in engine.hf_tensors()}
+        if "save" in case:
+            folder = Path(case["save"]) / name
+            engine.begin_save(folder)
+            results[f"{name}.more"] = update(*rows[:2], share.steps[:1]).report.steps
+            engine.end_save()
+            results[f"{name}.last"] = {n: t.clone().cpu() for n, t in engine.hf_tensors()}
+            if rank == 0:
+                merge_parts(folder, ranks)
+            dist.barrier()
         if "export" in case:
             engine.export(Path(case["export"]) / name, None)
     return results

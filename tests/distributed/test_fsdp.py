@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from mindspeed_rlxf.config.hf_config import parse_architecture, read_hf_config
@@ -19,8 +20,12 @@ from tests.distributed.samples import make_experience, make_rollouts
 from tests.plain_engine import PlainEngine
 from tests.processes import ROOT, free_port, with_sources
 
-FSDP, PACKED = {"backend": "fsdp", "micro_batch_size": 2}, [*FAMILIES][:-1]
+FSDP = {"backend": "fsdp", "micro_batch_size": 2}
 ULYSSES = {**FSDP, "ulysses_sequence_parallel_size": 2}
+SAVING = {"recompute": "full", "offload": {"weights": True, "optimizer": True}}
+SHORT = ("llama", "gemma2", "qwen3_5")  # the others are in the long tests
+MEGATRONS = ("llama", "qwen2", "qwen3")
+Results = dict[str, Any]
 
 
 def run_ranks(ranks: int, *words: object) -> None:
@@ -45,17 +50,25 @@ def run_ranks(ranks: int, *words: object) -> None:
         assert each.returncode == 0, said[-4000:]
 
 
-def run_cases(ranks: int, cases: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+def run_cases(ranks: int, cases: dict[str, dict[str, Any]], folder: Path) -> dict[str, Results]:
     """Return the results of `fsdp_program` for each case."""
-    for number, case in enumerate(cases):
-        case["out"] = str(folder / f"{number}.pt")
+    folder.mkdir(exist_ok=True)
+    for name, case in cases.items():
+        case["out"] = str(folder / f"{name}.pt")
     file = folder / "cases.json"
-    file.write_text(json.dumps(cases))
+    file.write_text(json.dumps([*cases.values()]))
     run_ranks(ranks, "tests.distributed.fsdp_program", file)
-    return [torch.load(case["out"], weights_only=True) for case in cases]
+    return {name: torch.load(case["out"], weights_only=True) for name, case in cases.items()}
 
 
-def plain_results(case: dict[str, Any]) -> dict[str, Any]:
+def case_of(folder: Path, name: str, keys: dict[str, Any], **more: Any) -> dict[str, Any]:
+    place = folder / name
+    lm, scored, architecture = make_family(place, name)
+    sizes = architecture.model_dump()
+    return {"lm": str(lm), "scored": str(scored), "architecture": sizes, "keys": keys, **more}
+
+
+def plain_results(case: dict[str, Any]) -> Results:
     """Return what `fsdp_program` returns, by plain transformers and AdamW."""
     config, rollouts = config_of(case, 1), make_rollouts()
     experience, steps = make_experience(rollouts), STEPS[: case.get("steps", 1)]
@@ -73,7 +86,7 @@ def plain_results(case: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def close(ours: dict[str, Any], theirs: dict[str, Any], what: str) -> None:
+def close(ours: Results, theirs: Results, what: str) -> None:
     for name in ("actor.outputs", "critic.outputs", "scores"):
         assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-5, msg=lambda m: f"{what}: {m}")
     for role in ("actor", "critic"):
@@ -86,32 +99,56 @@ def close(ours: dict[str, Any], theirs: dict[str, Any], what: str) -> None:
             assert error <= 1e-5 * max(1, tensor.abs().max()), f"{what} {name}: {error:.1e}"
 
 
-def case_of(folder: Path, name: str, keys: dict[str, Any], **more: Any) -> dict[str, Any]:
-    place = folder / name
-    lm, scored, architecture = make_family(place, name)
-    sizes = architecture.model_dump()
-    return {"lm": str(lm), "scored": str(scored), "architecture": sizes, "keys": keys, **more}
+def check_families(folder: Path, families: Any, cases: dict[str, dict[str, Any]]) -> dict:
+    """Compare families with plain transformers on two ranks, data-parallel and as Ulysses group.
+
+    Computes `cases` in the same processes; returns their results.
+    """
+    made = {name: case_of(folder, name, FSDP) for name in families}
+    ulysses = {f"{n} u": {**c, "keys": ULYSSES} for n, c in made.items() if n != "qwen3_5"}
+    results = run_cases(2, made | ulysses | cases, folder / "two")
+    for name, case in made.items():
+        plain = plain_results(case)
+        for key in {name, f"{name} u"} & results.keys():
+            close(results[key], plain, key)
+    return results
 
 
-def test_every_family_equals_plain_transformers_on_two_ranks(tmp_path: Path) -> None:
-    """With data parallelism, and in a Ulysses group; one update, and the weights after it."""
-    made = {name: case_of(tmp_path, name, FSDP) for name in FAMILIES}
-    cases = [*made.values(), *(made[name] | {"keys": ULYSSES} for name in PACKED)]
-    cases = [dict(case) for case in cases]
-    results = run_cases(2, cases, tmp_path)
-    plain = {name: plain_results(case) for name, case in made.items()}
-    for name, ours in zip((*FAMILIES, *PACKED), results, strict=True):
-        close(ours, plain[name], name)
+@pytest.mark.long
+def test_other_families_equal_plain_transformers_on_two_ranks(tmp_path: Path) -> None:
+    check_families(tmp_path, [name for name in FAMILIES if name not in SHORT], {})
+
+
+def test_families_equal_plain_transformers_and_resume_on_two_ranks(tmp_path: Path) -> None:
+    """Data-parallel and in a Ulysses group; with recomputation and offload; resumed elsewhere."""
+    place, out = str(tmp_path / "state"), tmp_path / "out"
+    experts = case_of(tmp_path / "moe", "qwen3_moe", FSDP, trained=SAVING)
+    saving = {**experts, "save": place, "export": str(out)}
+    loading = {**experts, "load": place}
+    results = check_families(tmp_path, SHORT, {"saving": saving, "loading": loading})
+    saved, resumed = results["saving"], results["loading"]
+    close(saved, plain_results(experts), "recomputed and offloaded")
+    (alone,) = run_cases(1, {"alone": loading}, tmp_path / "one").values()
+    for role in ("actor", "critic"):
+        assert resumed[f"{role}.loaded"] == ["", True] and alone[f"{role}.loaded"] == ["", False]
+        assert resumed[f"{role}.steps"] == saved[f"{role}.more"]
+        for name, tensor in saved[f"{role}.last"].items():
+            assert torch.equal(resumed[f"{role}.weights"][name], tensor), name  # bitwise
+            assert_close(alone[f"{role}.weights"][name], tensor, rtol=1e-5, atol=1e-6)
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(out / "actor")
+    model.save_pretrained(tmp_path / "again")
+    exported = load_file(tmp_path / "again" / "model.safetensors")
+    assert exported.keys() == saved["actor.last"].keys()
+    assert all(torch.equal(exported[name], t) for name, t in saved["actor.last"].items())
 
 
 def test_three_steps_equal_those_of_megatrons_engine(tmp_path: Path) -> None:
-    names = ["llama", "qwen2", "qwen3"]
-    fsdp = [case_of(tmp_path, name, FSDP, steps=3) for name in names]
-    for case in fsdp:  # the exact architecture, which Megatron needs
-        described = read_hf_config(Path(case["lm"]))
-        case["architecture"] = parse_architecture(described)
-    megatron = [case | {"keys": {"micro_batch_size": 2}} for case in fsdp]
-    (tmp_path / "other").mkdir()
-    theirs = run_cases(1, megatron, tmp_path / "other")
-    for name, *both in zip(names, run_cases(1, fsdp, tmp_path), theirs, strict=True):
-        close(*both, name)
+    fsdp = {name: case_of(tmp_path, name, FSDP, steps=3) for name in MEGATRONS}
+    for case in fsdp.values():  # the exact architecture, which Megatron needs
+        case["architecture"] = parse_architecture(read_hf_config(Path(case["lm"])))
+    megatron = {name: {**case, "keys": {"micro_batch_size": 2}} for name, case in fsdp.items()}
+    theirs = run_cases(1, megatron, tmp_path / "megatron")
+    for name, ours in run_cases(1, fsdp, tmp_path / "fsdp").items():
+        close(ours, theirs[name], name)
