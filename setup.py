@@ -29,6 +29,7 @@ INSTALL_REQUIRES = [
 ]
 
 EXTRAS_REQUIRE = {
+    "lora": ["peft>=0.17"],  # adapters of the models of transformers; Megatron's need none
     "npu": ["torch_npu>=2.6"],  # MindSpeed and a Megatron-LM checkout are installed beside it
     "test": [
         "hypothesis>=6.100",

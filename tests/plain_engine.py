@@ -44,6 +44,10 @@ class PlainEngine:
         """Return a context that does nothing, as all parts are always loaded."""
         return nullcontext()
 
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Return a context that does nothing: there are no adapters."""
+        return nullcontext()
+
     def __init__(self, config: RunConfig, role: Role) -> None:
         section = config.role(role)
         assert section.load is not None

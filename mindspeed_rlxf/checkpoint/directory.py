@@ -19,7 +19,7 @@ from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.fields import Resume, extra_of
 from mindspeed_rlxf.config.keys import REMOVED, find_field, to_yaml
 from mindspeed_rlxf.config.problems import Problem, UserError
-from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
+from mindspeed_rlxf.config.schema import SAVED_AS, LearningConfig, RunConfig
 from mindspeed_rlxf.config.unused import idle_keys
 from mindspeed_rlxf.weights.atomic import replace_file
 from mindspeed_rlxf.weights.state_files import patiently
@@ -89,7 +89,7 @@ def _iterate_leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tup
         yield path, tree
 
 
-HF, MEGATRON = "hf", "megatron"
+HF, MEGATRON, ADAPTER = "hf", "megatron", "adapter"
 KEY = "training.output_dir"
 MARK = ".seen_by_all_"
 T = TypeVar("T")
@@ -102,7 +102,6 @@ class RunDirectory:
         changes: Keys changed since the run was last started.
         health: Start and end of each health finding.
         consumed: Ledger of each iteration's prompts and sample ids.
-        syncs: Receipts of weights that servers got.
         samples_tokens: Folder with one token log per rank making experience.
         timeline: Folder with the timelines of all ranks.
         trackers: Folder with one subfolder per tracker.
@@ -119,7 +118,6 @@ class RunDirectory:
         self.health = path / "health.jsonl"
         self.samples = path / "samples.jsonl"
         self.val_samples = path / "val_samples.jsonl"
-        self.syncs = path / "sync.jsonl"
         self.consumed = path / "consumed.jsonl"
         self.line_files = self.metrics, self.consumed, self.health, self.samples, self.val_samples
         self.samples_tokens = path / "samples_tokens"
@@ -278,15 +276,18 @@ def _not_writable(path: Path, reason: str) -> Problem:
     return Problem(KEY, rule, repr(str(path)), "set training.output_dir to another one")
 
 
-def export_folders(config: RunConfig, role: Role, final: Path) -> tuple[Path, Path | None]:
-    """Return a role's (Hugging Face, Megatron) export folders: in its `save`, else in `final`.
+def export_folders(config: RunConfig, role: Role, final: Path) -> tuple[Path | None, ...]:
+    """Return a role's export folders, in its `save`, else in `final`.
 
-    Other engines than Megatron's write no Megatron checkpoint, so the second is None.
+    They are Hugging Face's, Megatron's (None with other engines, which write none), and if the role
+    trains adapters one for these.
     """
-    folder = config.save_folder(role)
+    section, folder = config.role(role), config.save_folder(role)
+    assert isinstance(section, LearningConfig), "frozen roles are not exported"
     prefix = final / f"{SAVED_AS[role]}_" if folder is None else f"{folder}/"
-    both = Path(f"{prefix}{HF}"), Path(f"{prefix}{MEGATRON}")
-    return both if config.role(role).backend == "megatron" else (both[0], None)
+    megatron = Path(f"{prefix}{MEGATRON}") if section.backend == "megatron" else None
+    adapters = [Path(f"{prefix}{ADAPTER}")] if section.lora.rank else []
+    return Path(f"{prefix}{HF}"), megatron, *adapters
 
 
 def check_save_folders(config: RunConfig, directory: RunDirectory) -> list[Problem]:
@@ -302,7 +303,8 @@ def check_save_folders(config: RunConfig, directory: RunDirectory) -> list[Probl
         folder, key = config.save_folder(role), f"{role.value}.save"
         if folder is None:
             continue
-        if full := [path for path in (folder / HF, folder / MEGATRON) if any(path.glob("*"))]:
+        paths = export_folders(config, role, folder)
+        if full := [path for path in paths if path is not None and any(path.glob("*"))]:
             rule = f"must not hold weights, the run would overwrite those in {full[0]}"
             remedy = "give another folder, or move them away"
             problems.append(Problem(key, rule, repr(str(folder)), remedy))

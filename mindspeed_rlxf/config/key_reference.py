@@ -24,6 +24,7 @@ from mindspeed_rlxf.config.schema import (
     ArchitectureConfig,
     FunctionConfig,
     KlControlConfig,
+    LoraConfig,
     OffloadConfig,
     OptimizerConfig,
     PoolSettings,
@@ -31,7 +32,6 @@ from mindspeed_rlxf.config.schema import (
     RunConfig,
     SandboxConfig,
     TrainingConfig,
-    VllmConfig,
 )
 
 HEAD = """\
@@ -85,7 +85,7 @@ def sections() -> dict[str, dict[str, FieldInfo]]:
 
     Keys shared by several roles have their own table; a role without other keys has none.
     """
-    elsewhere = {*OptimizerConfig.model_fields, "architecture", "offload", "sandbox"}
+    elsewhere = {*OptimizerConfig.model_fields, "architecture", "offload", "lora", "sandbox"}
     shared = {name: (f.description, _resume(f)) for name, f in RoleConfig.model_fields.items()}
     own = {
         role.value: {
@@ -96,7 +96,7 @@ def sections() -> dict[str, dict[str, FieldInfo]]:
         for role, schema in ROLE_SECTIONS.items()
     }
     plain = {name: dict(schema.model_fields) for name, schema in PLAIN_SECTIONS.items()}
-    del plain["algorithm"]["kl_ctrl"], plain["rollout"]["vllm"]
+    del plain["algorithm"]["kl_ctrl"]
     pools = {role: REWARD_POOL if role is Role.REWARD else "its pool" for role in CONFIGURED}
     every = {k: f for k, f in RoleConfig.model_fields.items() if k not in elsewhere}
     return {
@@ -104,6 +104,7 @@ def sections() -> dict[str, dict[str, FieldInfo]]:
         "every role": every,
         "every role: offload": dict(OffloadConfig.model_fields),
         "actor_rollout, critic: optimizer": dict(OptimizerConfig.model_fields),
+        "actor_rollout, critic: lora": dict(LoraConfig.model_fields),
         **{name: keys for name, keys in own.items() if keys},
         "reward.function": dict(FunctionConfig.model_fields),
         "reward.sandbox": dict(SandboxConfig.model_fields),
@@ -111,7 +112,6 @@ def sections() -> dict[str, dict[str, FieldInfo]]:
         "algorithm": plain.pop("algorithm"),
         "algorithm.kl_ctrl": dict(KlControlConfig.model_fields),
         **plain,
-        "rollout.vllm": dict(VllmConfig.model_fields),
         "placement": {role.value: key(role.value, text, "reshard") for role, text in pools.items()},
         "resource_pool": {"<pool>": POOL, **PoolSettings.model_fields},
         "the top level": {"dry_run": RunConfig.model_fields["dry_run"]},

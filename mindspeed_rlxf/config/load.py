@@ -5,7 +5,7 @@ then pydantic validates everything at once. Rules between sections run once ever
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +187,10 @@ def _build_role(given: Given, role: Role) -> Tree:
     layers = [architecture or {}, training]
     merged: Tree = {k: v for layer in layers for k, v in layer.items() if k in allowed} | own
     merged |= {"model": chosen} if chosen else {}
-    merged["offload"] = _merge_offload(role, layers, own)
+    trained = issubclass(ROLE_SECTIONS[role], LearningConfig)
+    merged["offload"] = _merge_section("offload", layers, own, () if trained else ("optimizer",))
+    if trained:
+        merged["lora"] = _merge_section("lora", layers, own)
     if merged.get("micro_batch_size", 0) is None and merged.get("max_tokens_per_micro_batch"):
         del merged["micro_batch_size"]  # max_tokens_per_micro_batch replaces it
     keys = ArchitectureConfig.model_fields.keys() & merged.keys()
@@ -197,15 +200,19 @@ def _build_role(given: Given, role: Role) -> Tree:
     return merged
 
 
-def _merge_offload(role: Role, shared: Iterable[Tree], own: Tree) -> Any:
-    """Return `offload`, merged key by key; a shared `optimizer` applies to trained roles only."""
-    trained = issubclass(ROLE_SECTIONS[role], LearningConfig)
+def _merge_section(
+    name: str, shared: Iterable[Tree], own: Tree, own_only: Sequence[str] = ()
+) -> Any:
+    """Return a role's section within its section, merged key by key.
+
+    Keys in `own_only` are taken from the role alone.
+    """
     merged: Tree = {}
     for layer in (*shared, own):
-        part = {} if layer.get("offload") is None else layer["offload"]
+        part = {} if layer.get(name) is None else layer[name]
         if not isinstance(part, dict):
             return part  # pydantic reports it
-        merged |= {k: v for k, v in part.items() if trained or layer is own or k != "optimizer"}
+        merged |= {k: v for k, v in part.items() if layer is own or k not in own_only}
     return merged
 
 
@@ -258,6 +265,8 @@ def _place_roles(given: Given, payload: Tree) -> None:
         del chosen[name]
     only = next(iter(pools)) if len(pools) == 1 else None
     placement = {role: role if role in pools else only or role for role in roles} | chosen
+    if _trains_adapters(payload):
+        placement["ref"] = chosen.get("ref", placement["actor_rollout"])
     control = payload["algorithm"].get("kl_ctrl")
     no_penalty = isinstance(control, dict) and control.get("kl_coef") == 0
     pairs = payload["training"].get("stage") == Stage.RAY_ONLINE_DPO.value
@@ -275,6 +284,11 @@ def _place_roles(given: Given, payload: Tree) -> None:
     # An unknown value counts as a rule, so that no second problem is reported for it.
     if payload["reward"].get("kind") not in (None, RewardKind.MODEL, RewardKind.HUGGING_FACE):
         _place_rule(given, payload, "reward" in chosen)
+
+
+def _trains_adapters(payload: Tree) -> bool:
+    lora = payload[Role.ACTOR_ROLLOUT.value].get("lora")
+    return isinstance(lora, dict) and lora.get("rank", 0) != 0
 
 
 def _place_rule(given: Given, payload: Tree, is_placed: bool) -> None:
@@ -331,7 +345,11 @@ def _read_pools(given: Given, payload: Tree) -> dict[str, list[int]]:
 
 
 def _note_unread(given: Given, payload: Tree) -> None:
-    """Report unknown model keys, and note shared keys without a reader in this run."""
+    """Report unknown model keys, and note keys without a reader in this run."""
+    if _trains_adapters(payload):
+        meaning = "no effect with actor_rollout.lora, where the reference is the actor's model"
+        for key in sorted(given.sections["ref"].keys() - {"load", "model"}):
+            given.note(meaning, f"ref.{key}={format_value(given.sections['ref'][key])}")
     roles = [role.value for role in CONFIGURED if "model" in (payload[role.value] or {})]
     used = {f"model.{payload[role]['model']}" for role in roles}
     read = {*TrainingConfig.model_fields}.union(*map(keys_of, roles))

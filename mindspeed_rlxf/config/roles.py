@@ -18,6 +18,7 @@ from mindspeed_rlxf.config.fields import (
     key,
     reshard,
 )
+from mindspeed_rlxf.config.lora import LoraConfig, linear_modules
 from mindspeed_rlxf.config.problems import (
     Problem,
     at_most,
@@ -204,6 +205,7 @@ class LearningConfig(RoleConfig, OptimizerConfig):
     balance_by_length: bool = free(
         True, "give replicas samples of equal cost; fill micro-batches by tokens"
     )
+    lora: LoraConfig = key(LoraConfig(), "low-rank adapters, trained in place of the weights")
     recompute: Annotated[Recompute, Word] = free(
         Recompute.NONE, "compute activations again in backward: of MLPs, or of whole layers"
     )
@@ -232,6 +234,7 @@ class LearningConfig(RoleConfig, OptimizerConfig):
             yield Problem(
                 "sequence_parallel", f"must be true with {ref(TP)}={tp}", False, "use true"
             )
+        yield from self._check_lora()
         # The last stage alone knows a micro-batch's weight.
         if a.balances_experts and self.pipeline_model_parallel_size > 1:
             rule, coefficient = f"needs {ref(PIPELINE)}=1", f"{a.moe_aux_loss_coeff:g}"
@@ -247,6 +250,22 @@ class LearningConfig(RoleConfig, OptimizerConfig):
             check = divides if self.recompute_method == "uniform" else at_most
             part = f"the {layers} layers of a stage or chunk of {self.model}"
             yield from check("recompute_num_layers", size, part, layers)
+
+    def _check_lora(self) -> Iterator[Problem]:
+        a, tp, lora = self.architecture, self.tensor_model_parallel_size, self.lora
+        if lora.rank == 0:
+            return
+        if not any(map(lora.selects, linear_modules(a))):
+            names = ", ".join(dict.fromkeys(n.rpartition(".")[2] for n in linear_modules(a)))
+            rule = f"and exclude_modules must leave some of {self.model}'s modules {names}"
+            targets = lora.target_modules
+            shown = targets if isinstance(targets, str) else list(targets)
+            yield Problem("lora.target_modules", rule, shown, "use all-linear")
+        if self.backend != "megatron":
+            yield Problem("lora.rank", f"needs {ref('backend')}=megatron", lora.rank, "use that")
+        if tp > a.kv_heads:
+            rule = f"must be at most num_query_groups={a.kv_heads} with {ref('lora.rank')}"
+            yield Problem(TP, rule, tp, f"use {a.kv_heads} or less")
 
 
 class ActorConfig(LearningConfig):

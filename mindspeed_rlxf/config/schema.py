@@ -19,6 +19,7 @@ from mindspeed_rlxf.config.enums import (
     Verifier,
 )
 from mindspeed_rlxf.config.fields import Section, Word, free, key, reshard
+from mindspeed_rlxf.config.lora import LoraConfig
 from mindspeed_rlxf.config.rank_layout import ParallelLayout, count_per_node
 from mindspeed_rlxf.config.ray_cluster import choose_cluster
 from mindspeed_rlxf.config.reward_section import FunctionConfig, RewardConfig, SandboxConfig
@@ -41,15 +42,14 @@ from mindspeed_rlxf.config.sections import (
     RuntimeConfig,
     TrainingConfig,
     ValidationConfig,
-    VllmConfig,
 )
 
 __all__ = [
     "ActorConfig", "AlgorithmConfig", "ArchitectureConfig", "CriticConfig", "DataConfig",
     "DeviceConfig", "FunctionConfig", "KlControlConfig", "LearningConfig", "LoggingConfig",
-    "OffloadConfig", "OptimizerConfig", "PlanConfig", "PoolSettings", "RefConfig", "RewardConfig",
-    "RoleConfig", "RolloutConfig", "RunConfig", "RuntimeConfig", "SandboxConfig",
-    "TrainingConfig", "ValidationConfig", "VllmConfig",
+    "LoraConfig", "OffloadConfig", "OptimizerConfig", "PlanConfig", "PoolSettings", "RefConfig",
+    "RewardConfig", "RoleConfig", "RolloutConfig", "RunConfig", "RuntimeConfig", "SandboxConfig",
+    "TrainingConfig", "ValidationConfig",
 ]  # fmt: skip
 
 
@@ -133,6 +133,11 @@ class RunConfig(Section):
     def reads_reference(self) -> bool:
         """Whether a reward or loss reads the reference's log-probs."""
         return self.compares_pairs or self.algorithm.kl_ctrl.kl_coef > 0
+
+    @property
+    def shares_reference(self) -> bool:
+        """Whether the reference is the actor's model with its adapters switched off."""
+        return Role.REF in self.placement and self.actor_rollout.lora.rank > 0
 
     @property
     def generates(self) -> bool:
@@ -237,8 +242,12 @@ class RunConfig(Section):
         return Path(section.save) / (SAVED_AS[role] if self.shared_save else "")
 
     def role(self, role: Role) -> RoleConfig:
-        """Return a role's section. AssertionError if it is None, as `critic` may be."""
-        section = getattr(self, role.value)
+        """Return a role's section; a shared reference has the actor's.
+
+        AssertionError if it is None, as `critic` may be.
+        """
+        shared = role is Role.REF and self.shares_reference
+        section = self.actor_rollout if shared else getattr(self, role.value)
         assert isinstance(section, RoleConfig)
         return section
 
@@ -264,11 +273,13 @@ class RunConfig(Section):
     def processes_of(self, role: Role) -> list[int]:
         """Return a role's process count on each node in its pool.
 
-        In disaggregated placement only the actor's training processes count, and nodes without any
-        are left out. KeyError if the role does not run or its pool does not exist.
+        In disaggregated placement only the training processes count for the actor and a shared
+        reference, and nodes without any are left out. KeyError if the role does not run or its pool
+        does not exist.
         """
         processes = self.resource_pool[self.placement[role]]
-        if role is Role.ACTOR_ROLLOUT and self.parts:
+        trains = role is Role.ACTOR_ROLLOUT or (role is Role.REF and self.shares_reference)
+        if trains and self.parts:
             return count_per_node(processes, 0, self.parts[0])
         return processes
 
@@ -284,14 +295,8 @@ class RunConfig(Section):
     @property
     def rollout_tp(self) -> int:
         """Tensor-parallel size in generation: `rollout`'s if set, else the actor's."""
-        own = self.runs_vllm and self.rollout.vllm.tensor_parallel_size
-        actor = self.actor_rollout.tensor_model_parallel_size
-        return own or self.rollout.tensor_model_parallel_size or actor
-
-    @property
-    def runs_vllm(self) -> bool:
-        """Whether vLLM servers generate."""
-        return self.rollout.engine == "vllm"
+        actor = self.actor_rollout
+        return self.rollout.tensor_model_parallel_size or actor.tensor_model_parallel_size
 
     @property
     def rollout_ep(self) -> int:

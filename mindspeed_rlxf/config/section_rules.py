@@ -16,7 +16,6 @@ from mindspeed_rlxf.config.enums import (
     DeviceKind,
     KlPenalty,
     LossNormalizer,
-    OldLogProbs,
     RewardKind,
     Role,
     Stage,
@@ -70,8 +69,6 @@ def check_sections(config: RunConfig) -> Iterator[Problem]:
     yield from _check_stage(config)
     yield from _check_split(config)
     yield from _check_backends(config)
-    if config.runs_vllm and not sizes:
-        yield from _check_vllm(config)
     for role in config.roles:
         if config.role(role).architecture is not None:  # the reward may be a rule
             yield from _check_model(config, role, not sizes)
@@ -180,8 +177,6 @@ def _check_split(config: RunConfig) -> Iterator[Problem]:
             (ROLLOUT_TP, config.rollout_tp, ACTOR_TP, actor.tensor_model_parallel_size),
             (ROLLOUT_EP, config.rollout_ep, ACTOR_EP, actor.expert_model_parallel_size),
         ):
-            if config.runs_vllm:  # its servers have weights of their own
-                continue
             if size != actors_size:
                 rule = f"must be {ref(actors)}={actors_size} on the actor's devices"
                 remedy = f"remove it, or give the rollout devices by {ref(TRAIN)} and {ref(INFER)}"
@@ -192,7 +187,8 @@ def _check_split(config: RunConfig) -> Iterator[Problem]:
         other = f"{ref(INFER)}={size - train}, or " if size > train else ""
         rule = f"and {ref(INFER)}={infer} must add up to {key}={size}"
         yield Problem(TRAIN, rule, train, f"use {other}{key}={train + infer}")
-    for role in (role for role in config.roles_of(pool) if role is not Role.ACTOR_ROLLOUT):
+    own = {Role.ACTOR_ROLLOUT, *([Role.REF] if config.shares_reference else [])}
+    for role in (role for role in config.roles_of(pool) if role not in own):
         # The ranks of a disaggregated pool form two process groups, which fit no other role.
         rule = f"must be another pool, as {ref(INFER)} splits this one"
         yield Problem(f"placement.{role.value}", rule, pool, f"add resource_pool.{role.value}")
@@ -207,22 +203,6 @@ def _check_split(config: RunConfig) -> Iterator[Problem]:
         yield Problem(ROLLOUT_EP, f"needs experts, model.{actor.model} is dense", ep, "remove it")
     elif ep > 1:
         yield from _check_experts(ROLLOUT_EP, ep, actor, infer // tp)
-
-
-def _check_vllm(config: RunConfig) -> Iterator[Problem]:
-    """Yield problems with vLLM servers: their devices, and log-probs they cannot report."""
-    algorithm, actor, tp = config.algorithm, config.actor_rollout, config.rollout_tp
-    devices = config.layout(Role.ACTOR_ROLLOUT).world_size
-    if not config.parts and devices % tp:
-        rule = f"must divide the actor's {devices} devices"
-        yield Problem("rollout.vllm.tensor_parallel_size", rule, tp, use(divisors(devices)))
-    reads = config.old_log_probs is OldLogProbs.ROLLOUT or actor.fixed_responses is not None
-    reads |= (algorithm.rollout_is_threshold or algorithm.max_log_prob_gap) is not None
-    filters = actor.top_k or actor.top_p < 1 or actor.min_new_tokens
-    if actor.logit_temperature != 1 and reads and (filters or actor.fixed_responses):
-        rule = f"must be 1 with {ref('rollout.engine')}=vllm where its log-probs are read and "
-        rule += "top_k, top_p, min_new_tokens or fixed_responses is set: it reports none of those"
-        yield Problem("actor_rollout.temperature", rule, actor.temperature, "use 1")
 
 
 def _check_experts(key: str, ep: int, section: RoleConfig, dp: int | None) -> Iterator[Problem]:
@@ -304,7 +284,9 @@ def _check_stage(config: RunConfig) -> Iterator[Problem]:
     algorithm, actor = config.algorithm, config.actor_rollout
     yield from _check_pairs(config) if config.compares_pairs else _check_estimator(config)
     theirs, mine = config.ref.architecture.vocab_size, actor.architecture.vocab_size
-    if Role.REF in config.roles and mine != theirs:
+    if config.shares_reference:
+        yield from _check_shared_reference(config)
+    elif Role.REF in config.roles and mine != theirs:
         rule = f"vocab_size={theirs} must be the actor's {mine}, whose tokens it scores"
         yield Problem("ref", rule, remedy="use the folder and model of the actor", colon=True)
     iterations = config.training.train_iters
@@ -317,6 +299,23 @@ def _check_stage(config: RunConfig) -> Iterator[Problem]:
     if config.reward.verifier and weights and len(weights) != len(rules or (None,)):
         rule = f"must have as many as {ref('algorithm.verifier_function')}"
         yield Problem("algorithm.verifier_weight", rule, list(weights), "add or remove weights")
+
+
+def _check_shared_reference(config: RunConfig) -> Iterator[Problem]:
+    """Yield problems with a reference that is the actor without its adapters."""
+    values = {
+        "ref.load": (config.ref.load, config.actor_rollout.load),
+        "placement.ref": (
+            config.placement[Role.REF],
+            config.placement[Role.ACTOR_ROLLOUT],
+        ),
+    }
+    for key, (theirs, mine) in values.items():
+        if theirs != mine:
+            rule = f"must be the actor's {mine} with {ref('actor_rollout.lora.rank')}"
+            yield Problem(
+                key, f"{rule}: the reference is the actor without adapters", theirs, "remove it"
+            )
 
 
 def _check_pairs(config: RunConfig) -> Iterator[Problem]:
@@ -363,7 +362,7 @@ def _check_estimator(config: RunConfig) -> Iterator[Problem]:
         yield Problem(PENALTY, rule, "full", f"use {ref('placement.ref')}={pool}, or low_var_kl")
     # The vocabularies are compared part by part.
     for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
-        mine, theirs = getattr(config.actor_rollout, key), getattr(config.ref, key)
+        mine, theirs = getattr(config.actor_rollout, key), getattr(config.role(Role.REF), key)
         if mine != theirs:
             rule = f"must be the actor's {mine} with {ref(PENALTY)}=full"
             yield Problem(f"ref.{key}", rule, theirs, f"use {mine}, or low_var_kl")

@@ -21,8 +21,9 @@ from mindspeed_rlxf import device
 from mindspeed_rlxf.config.schema import LearningConfig, OptimizerConfig, RoleConfig
 from mindspeed_rlxf.device import megatron_versions
 from mindspeed_rlxf.engine.parallel import ParallelGroups
+from mindspeed_rlxf.models.adapters import attach_adapters
 from mindspeed_rlxf.models.grouped_experts import stack_experts
-from mindspeed_rlxf.models.parameters import Head
+from mindspeed_rlxf.models.parameters import Head, stage_parameters
 from mindspeed_rlxf.models.transformer import (
     TransformerModel,
     recompute_settings,
@@ -35,7 +36,8 @@ def build_chunks(
 ) -> list[TransformerModel]:
     """Build this pipeline rank's model chunks on the device; one without virtual pipeline.
 
-    Weights are not set; expert weights are 0.
+    Weights are not set; expert weights are 0. With `lora` in the role all but adapters and a score
+    head is frozen.
     """
     assert role.architecture is not None, "checked beforehand"
     count = role.model_chunks
@@ -63,6 +65,10 @@ def build_chunks(
             )
         chunks.append(module.to(device=device.current_device(), dtype=dtype))
         stack_experts(chunks[-1])
+        if isinstance(role, LearningConfig) and role.lora.rank:
+            stage = chunk * groups.pp.size() + groups.pp.rank(), groups.pp.size() * count
+            table = stage_parameters(role.architecture, head, *stage)
+            attach_adapters(chunks[-1], table, role.architecture, groups.tp.size(), role.lora)
     return chunks
 
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,12 @@ from torch import Tensor
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.algorithms.slots import readable_slots
-from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
+from mindspeed_rlxf.config.schema import (
+    LearningConfig,
+    LoraConfig,
+    OptimizerConfig,
+    RoleConfig,
+)
 from mindspeed_rlxf.data.batch import LogProbs, LogProbsWithKl, Rollouts, Scores, Values
 from mindspeed_rlxf.device import megatron_versions
 from mindspeed_rlxf.engine import offload, work
@@ -33,6 +38,7 @@ from mindspeed_rlxf.engine.build import (
     set_gather_in_forward,
     wrap,
 )
+from mindspeed_rlxf.engine.export import export_adapters, export_hf, export_megatron
 from mindspeed_rlxf.engine.finite import GuardedOptimizer, SkippedSteps
 from mindspeed_rlxf.engine.hf_stream import hf_tensors
 from mindspeed_rlxf.engine.micro_batch import (
@@ -56,10 +62,10 @@ from mindspeed_rlxf.engine.schedule import (
     read_values,
     run_schedule,
 )
-from mindspeed_rlxf.engine.sharded_files import save_sharded
-from mindspeed_rlxf.engine.together import fail_together, gather_all
+from mindspeed_rlxf.engine.together import gather_all
 from mindspeed_rlxf.engine.train_engine import Part, PolicyStep, ValueStep
 from mindspeed_rlxf.engine.train_state import TrainState, load_state
+from mindspeed_rlxf.models.adapters import switched_off
 from mindspeed_rlxf.models.attention import shares_prompts
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.models.transformer import TransformerModel
@@ -119,6 +125,7 @@ class MegatronEngine:
             role.expert_model_parallel_size,
         )
         self.dtype = torch.bfloat16 if role.bf16 else torch.float32
+        self.lora = role.lora if isinstance(role, LearningConfig) else LoraConfig()
         with self.groups.active():
             self.chunks = build_chunks(role, head, self.groups, self.dtype)
             self.weights = StageWeights(
@@ -130,8 +137,10 @@ class MegatronEngine:
                 self.groups.ep,
                 role.model_chunks,
                 role.trust_files,
+                self.lora,
             )
             self._load_weights(seed)
+            self.weights.reset_adapters(seed)
             self.optimizer: MegatronOptimizer | None = None
             self.scheduler: OptimizerParamScheduler | None = None
             self.models: list[Any]  # the chunks, wrapped for data parallelism where they learn
@@ -274,13 +283,18 @@ class MegatronEngine:
             # Row after row, as the two engines may make different micro-batches.
             parts = policy._read_all(rollouts, read_states)
             states = torch.cat(parts) if parts else torch.empty(0)
-            flat = self._read_all(rollouts, read)
+            with self.without_adapters():  # where the policy is this engine
+                flat = self._read_all(rollouts, read)
         if not self.is_leader:
             return None
         log_probs, kl = (
             scatter_rows([p[i] for p in flat], rollouts.trained_mask) for i in range(2)
         )
         return LogProbsWithKl(log_probs, kl)
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Return a context in which this engine computes with the loaded weights alone."""
+        return switched_off(self.module)
 
     def values(self, rollouts: Rollouts) -> Values | None:
         """Compute values for the slots marked by `readable_slots`."""
@@ -350,7 +364,7 @@ class MegatronEngine:
             done = self._guarded.step([output.loss.detach() for output in outputs])
             self.skipped.judge(done, self.state.scheduler.num_steps + 1, self._mini_batch)
             metrics = average_metrics(outputs, self.sum_over_replicas)
-        self._count(micro_batches, work.TRAIN)
+        self._count(micro_batches, work.ADAPT if self.lora.rank else work.TRAIN)
         metrics["grad_norm"] = done.grad_norm
         if self.skipped.policy == "skip":
             metrics["skipped_steps"] = float(bool(done.wrong))
@@ -376,40 +390,25 @@ class MegatronEngine:
         with self.holding(Part.WEIGHTS):
             yield from hf_tensors(self.weights, self.groups, self.role.model_chunks)
 
-    def held_weights(self) -> Iterable[Tensor]:
-        """Return this rank's parameters, each once."""
-        return {id(p): p.data for p in self.weights.tensors.values()}.values()
-
-    def export(self, hf_folder: Path | None, megatron_folder: Path | None) -> None:
-        """Write the weights as a Hugging Face folder and as a Megatron checkpoint; None skips one.
-
-        A collective over the role's ranks. A folder is complete when all ranks have returned. If a
-        rank cannot write, all ranks raise OSError (see `save_sharded` for the exception).
-        """
+    def export(
+        self,
+        hf_folder: Path | None,
+        megatron_folder: Path | None,
+        adapter_folder: Path | None = None,
+    ) -> None:
+        """Write the weights in these formats (see `engine.export`); a collective."""
         # With `runtime: local` the first rank has just removed the files of an earlier export.
         dist.barrier()
-        first_experts = self.groups.dp.rank() < self.groups.ep.size()  # all experts, each once
+        load = self.role.load
+        assert load is not None, "it was loaded from there"
         with self.holding(Part.WEIGHTS), self.groups.active():
             if hf_folder is not None:
-                writes = first_experts and self.groups.tp.rank() == 0
-                assert self.role.load is not None, "it was loaded from there"
-                original = Path(self.role.load)
-                error = self.weights.export(hf_folder, original, writes, self.source)
-                with fail_together(hf_folder):
-                    if error is not None:
-                        raise error
-            if megatron_folder is None:
-                return
-            with fail_together(megatron_folder):
-                if dist.get_rank() == 0:
-                    megatron_folder.mkdir(parents=True, exist_ok=True)
-            shards = {
-                f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(self.chunks)
-            }
-            save_sharded(shards, megatron_folder)
-            with fail_together(megatron_folder):
-                if dist.get_rank() == 0:  # for conversion, and for training from the folder
-                    self.describe(megatron_folder)
+                export_hf(self.weights, self.groups, hf_folder, load, self.source)
+            if adapter_folder is not None:
+                chunks = self.role.model_chunks
+                export_adapters(self.weights, self.groups, chunks, adapter_folder, load)
+            if megatron_folder is not None:
+                export_megatron(self.weights, self.chunks, megatron_folder, self.describe)
 
     def describe(self, folder: Path) -> list[Path]:
         """Write config.json, with training head and dtype, and the tokenizer files."""

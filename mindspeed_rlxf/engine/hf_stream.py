@@ -1,6 +1,6 @@
 """A role's weights as whole Hugging Face tensors, one parameter at a time."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.engine.parallel import ParallelGroups
-from mindspeed_rlxf.models.parameters import hf_shape, rank_parameters, stage_parameters
+from mindspeed_rlxf.models.parameters import StageParameter, rank_parameters, stage_parameters
 from mindspeed_rlxf.weights.chunks import (
     HeldChunk,
     ShardChunk,
@@ -25,29 +25,55 @@ def hf_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight as (Hugging Face name, whole device tensor), on every rank.
 
-    The order is that of `hf_shapes`, whatever the layout. A collective: all ranks in the role must
-    iterate to the same tensor. Omits a tied output layer, as Hugging Face files do.
+    Adapters are merged into copies. The order is that of `hf_shapes`, whatever the layout. A
+    collective: all ranks in the role must iterate to the same tensor. Omits a tied output layer, as
+    Hugging Face files do.
+    """
+    yield from _stream(weights, groups, chunks, lambda table: table, weights.hf_tensors)
+
+
+def trained_tensors(
+    weights: StageWeights, groups: ParallelGroups, chunks: int
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that training changes like `hf_tensors`: adapters apart from weights."""
+    yield from _stream(weights, groups, chunks, weights.trained_of, weights.gather)
+
+
+def _stream(
+    weights: StageWeights,
+    groups: ParallelGroups,
+    chunks: int,
+    choose: Callable[[list[StageParameter]], list[StageParameter]],
+    gather: Callable[[StageParameter], dict[str, Tensor]],
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield what `gather` returns on the owners of each parameter chosen among a table's.
+
+    choose: called with the parameters of a rank, and of the whole model.
     """
     architecture, pp, ep = weights.architecture, groups.pp, groups.ep
     dtype = next(iter(weights.tensors.values())).dtype
-    held = {p.sources: p for p in weights.table if not p.is_tied_output_layer}
+    held = {p.sources: p for p in choose(weights.table) if not p.is_tied_output_layer}
     owners = {
         p.sources: (pp_rank, ep_rank)
         for pp_rank in range(pp.size())
         for ep_rank in range(ep.size())
-        for p in rank_parameters(
-            architecture, weights.head, pp_rank, pp.size(), chunks, ep_rank, ep.size()
+        for p in choose(
+            list(
+                rank_parameters(
+                    architecture, weights.head, pp_rank, pp.size(), chunks, ep_rank, ep.size()
+                )
+            )
         )
         if p.is_first_copy(0, ep_rank)
     }
-    for parameter in stage_parameters(architecture, weights.head):
+    for parameter in choose(list(stage_parameters(architecture, weights.head))):
         (pp_rank, ep_rank), is_expert = owners[parameter.sources], parameter.expert is not None
         if parameter.sources in held:
-            whole = weights.hf_tensors(held[parameter.sources])
+            whole = gather(held[parameter.sources])
         else:  # to receive a broadcast
             where = device.current_device()
             whole = {
-                name: torch.empty(hf_shape(name, architecture), dtype=dtype, device=where)
+                name: torch.empty(parameter.hf_shape(name, architecture), dtype=dtype, device=where)
                 for name in parameter.sources
             }
         for tensor in whole.values():
@@ -90,19 +116,19 @@ class Shard:
 
 
 def shards(weights: StageWeights, groups: ParallelGroups) -> Iterator[Shard]:
-    """Yield the shard of every parameter of this rank, with the range that this replica writes.
+    """Yield the shard of every trained parameter of this rank, with the range this replica writes.
 
-    The elements of all parameters, end to end in the order of the parameter map, are cut into
+    The elements of these parameters, end to end in the order of the parameter map, are cut into
     equal ranges, one per replica. Experts have dp / ep replicas and are cut separately from the
     other parameters, which have dp. The range is empty where another rank has the first copy of
     the shard.
     """
     dp, rank, ep = groups.dp.size(), groups.dp.rank(), groups.ep.size()
     counts = {False: 0, True: 0}  # is an expert -> elements so far
-    totals = dict(counts)
-    for parameter in weights.table:
+    totals, table = dict(counts), weights.trained_of(weights.table)
+    for parameter in table:
         totals[parameter.expert is not None] += weights.tensors[parameter.name].numel()
-    for parameter in weights.table:
+    for parameter in table:
         tensor, expert = weights.tensors[parameter.name], parameter.expert is not None
         replica, replicas = (rank // ep, dp // ep) if expert else (rank, dp)
         first, total = counts[expert], totals[expert]

@@ -7,7 +7,7 @@ interface. All ranks in the role must call a method together, unless it names ot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
@@ -77,7 +77,14 @@ class TrainEngine(Protocol):
     ) -> LogProbsWithKl | None:
         """Return the trained tokens' log-probs, and KL(policy || this engine) over the vocabulary.
 
-        The policy engine has the same class and layout, and lives in this process.
+        The policy engine has the same class and layout, and lives in this process. This engine
+        computes without adapters, so both may be one.
+        """
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Return a context in which this engine computes with the weights that it loaded alone.
+
+        Without adapters it changes nothing.
         """
 
     def values(self, rollouts: Rollouts) -> Values | None:
@@ -111,13 +118,15 @@ class TrainEngine(Protocol):
         Ranks that only generate rely on the order of `models.parameters.hf_shapes`.
         """
 
-    def held_weights(self) -> Iterable[Tensor]:
-        """Return this rank's parts of the weights, which may be changed in place."""
+    def export(
+        self,
+        hf_folder: Path | None,
+        megatron_folder: Path | None,
+        adapter_folder: Path | None = None,
+    ) -> None:
+        """Write a Hugging Face folder, a Megatron checkpoint, adapters for PEFT; None skips one.
 
-    def export(self, hf_folder: Path | None, megatron_folder: Path | None) -> None:
-        """Write the weights as a Hugging Face folder and as a Megatron checkpoint; None skips one.
-
-        Raises OSError if they cannot be written.
+        The first two have the adapters merged. Raises OSError if they cannot be written.
         """
 
     def offload(self) -> None:

@@ -1,6 +1,7 @@
 """Write a role's training state to a folder, and load it; all ranks in the role take part.
 
-    state_00003.safetensors     weights and Adam slots written by the rank (`weights.role_state`)
+    state_00003.safetensors     trained weights (adapters alone, if there are any) and their Adam
+                                slots, written by the rank (`weights.role_state`)
     random/rank_00003.json      a rank's random streams
     state.json                  steps taken, layout
     part_00003.json             files and headers the rank wrote, until the driver has merged all
@@ -173,7 +174,7 @@ def _load_tensors(state: TrainState, folder: Path, step: int) -> None:
     """
     make_slots(state.optimizer, step)
     ours = state.weights
-    reader = open_state(folder, ours.architecture, ours.head, ours.trust_files)
+    reader = open_state(folder, ours.architecture, ours.trained_shapes, ours.trust_files)
     by_parameter = {}
     for shard in shards(state.weights, state.groups):
         by_parameter[id(shard.parameter)] = shard

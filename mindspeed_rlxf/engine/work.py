@@ -2,7 +2,8 @@
 
 from typing import NamedTuple
 
-FORWARD, TRAIN = 1, 3  # operations of a pass, in those of a forward pass
+# Operations of a pass, in those of a forward pass; frozen weights have no gradients.
+FORWARD, TRAIN, ADAPT = 1, 3, 2
 
 
 class Work(NamedTuple):

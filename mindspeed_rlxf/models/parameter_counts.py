@@ -4,7 +4,9 @@ from functools import lru_cache
 from math import prod
 
 from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.lora import LoraConfig
 from mindspeed_rlxf.config.schema import ArchitectureConfig
+from mindspeed_rlxf.models.adapter_parameters import adapted_sources, adapter_parameters
 from mindspeed_rlxf.models.parameters import Head, hf_shapes, rank_parameters, shard_shape
 
 HEADS = {
@@ -76,3 +78,34 @@ def received_elements(
         if not parameter.is_tied_output_layer
     ]
     return sum(shard_sizes(architecture, head, tp, 0, 1, 1, ep)) - sum(own)
+
+
+@lru_cache(maxsize=1024)
+def adapter_sizes(
+    architecture: ArchitectureConfig,
+    head: Head,
+    lora: LoraConfig,
+    tp: int = 1,
+    pp_rank: int = 0,
+    pp: int = 1,
+    chunks: int = 1,
+) -> tuple[int, ...]:
+    """Return the elements on a rank of each adapter's A and B."""
+    table = rank_parameters(architecture, head, pp_rank, pp, chunks)
+    adapters = adapter_parameters(table, architecture, lora)
+    return tuple(prod(shard_shape(p, architecture, tp)) for p in adapters)
+
+
+def adapted_elements(
+    architecture: ArchitectureConfig,
+    head: Head,
+    lora: LoraConfig,
+    tp: int,
+    pp_rank: int,
+    pp: int,
+    chunks: int = 1,
+) -> int:
+    """Count the elements on a rank of weights that have adapters."""
+    table = rank_parameters(architecture, head, pp_rank, pp, chunks)
+    adapted = (p for p in table if adapted_sources(p, lora))
+    return sum(prod(shard_shape(p, architecture, tp)) for p in adapted)

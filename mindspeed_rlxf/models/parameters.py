@@ -28,7 +28,7 @@ class Split(Enum):
     VOCAB = "vocab"  # rows, padded to a multiple of tp
     COLUMNS = "columns"  # second axis (row-parallel linear)
     QKV = "qkv"  # query, key and value rows interleaved by query group
-    GATE_UP = "gate_up"  # gate rows, then up rows
+    ROWS = "rows"  # an equal share of each source's rows, gate before up
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,16 @@ class StageParameter:
     sources: tuple[str, ...]  # Hugging Face tensors
     split: Split
     expert: int | None = None  # global number; None = every expert-parallel rank has the parameter
+    shape: tuple[int, ...] = ()  # of the source, if the architecture does not tell it
 
     @property
     def is_tied_output_layer(self) -> bool:
         """Whether this is the last stage's output layer, copying the embedding."""
         return self.name.endswith(OUTPUT_LAYER.name) and self.sources == EMBEDDING.sources
+
+    def hf_shape(self, source: str, architecture: ArchitectureConfig) -> tuple[int, ...]:
+        """Return the shape of one of the sources."""
+        return self.shape or hf_shape(source, architecture)
 
     def is_first_copy(self, tp_rank: int, ep_rank: int = 0) -> bool:
         """Whether a rank has the first copy of the elements; export writes it."""
@@ -110,7 +115,7 @@ ATTENTION = (
     _layer("pre_mlp_layernorm.weight", Split.REPLICATED, "post_attention_layernorm.weight"),
 )
 MLP = (
-    _layer("mlp.linear_fc1.weight", Split.GATE_UP, "mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    _layer("mlp.linear_fc1.weight", Split.ROWS, "mlp.gate_proj.weight", "mlp.up_proj.weight"),
     _layer("mlp.linear_fc2.weight", Split.COLUMNS, "mlp.down_proj.weight"),
 )
 
@@ -120,7 +125,7 @@ def _moe(block: str, gate: str, up: str, down: str) -> tuple[tuple[StageParamete
     megatron, hf = "mlp.experts.local_experts.{expert}", block + ".experts.{expert}"
     fc1 = f"{hf}.{gate}.weight", f"{hf}.{up}.weight"
     return (_layer("mlp.router.weight", Split.REPLICATED, f"{block}.gate.weight"),), (
-        _layer(f"{megatron}.linear_fc1.weight", Split.GATE_UP, *fc1),
+        _layer(f"{megatron}.linear_fc1.weight", Split.ROWS, *fc1),
         _layer(f"{megatron}.linear_fc2.weight", Split.COLUMNS, f"{hf}.{down}.weight"),
     )
 
@@ -275,17 +280,18 @@ def shard_slices(
     """
     a = architecture
     sources = parameter.sources
+    first = parameter.hf_shape(sources[0], a)
     if parameter.split is Split.REPLICATED:
-        return [Slice(sources[0], 0, 0, hf_shape(sources[0], a)[0])]
+        return [Slice(sources[0], 0, 0, first[0])]
     if parameter.split is Split.VOCAB:
         size = vocab_rows or padded_vocab_size(a, tp) // tp
         start = min(tp_rank * size, a.vocab_size)
         return [Slice(sources[0], 0, start, min(start + size, a.vocab_size))]
     if parameter.split is Split.COLUMNS:
-        columns = equal_share(hf_shape(sources[0], a)[1], tp_rank, tp)
+        columns = equal_share(first[1], tp_rank, tp)
         return [Slice(sources[0], 1, columns.start, columns.stop)]
-    if parameter.split is Split.GATE_UP:
-        rows = equal_share(a.mlp_hidden_size, tp_rank, tp)
+    if parameter.split is Split.ROWS:
+        rows = equal_share(first[0], tp_rank, tp)
         return [Slice(source, 0, rows.start, rows.stop) for source in sources]
     return _qkv_slices(sources, a, tp_rank, tp)
 
@@ -301,7 +307,7 @@ def shard_shape(
     `vocab_rows` are the embedding rows per rank; None = padded vocabulary / tp.
     """
     parts = shard_slices(parameter, architecture, 0, tp, vocab_rows)
-    shape = list(hf_shape(parameter.sources[0], architecture))
+    shape = list(parameter.hf_shape(parameter.sources[0], architecture))
     shape[parts[0].dim] = sum(part.size for part in parts)
     if parameter.split is Split.VOCAB and vocab_rows is not None:
         shape[0] = vocab_rows

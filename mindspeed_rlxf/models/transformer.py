@@ -175,6 +175,9 @@ class TransformerModel(LanguageModule):
             attend: for packed tokens, b = 1; None = each row attends causally.
         """
         hidden = self.embedding(token_ids, None) if self.pre_process else None
+        if hidden is not None and torch.is_grad_enabled():
+            # Of a frozen embedding: recomputation gives no gradient if no input needs one.
+            hidden.requires_grad_()
         angles = rotary_angles(positions, self.inverse_frequencies.to(positions.device))
         return self.decoder(
             hidden_states=hidden,

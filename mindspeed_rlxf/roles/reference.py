@@ -1,7 +1,9 @@
 """The reference role: the frozen policy that the KL penalty compares with."""
 
+from contextlib import nullcontext
+
 from mindspeed_rlxf.cluster.group import Pending, RoleGroup
-from mindspeed_rlxf.cluster.interface import Peer, Pool
+from mindspeed_rlxf.cluster.interface import Peer, Pool, PoolPart
 from mindspeed_rlxf.cluster.refs import RowsRef
 from mindspeed_rlxf.config.enums import KlPenalty, Role
 from mindspeed_rlxf.config.schema import RunConfig
@@ -12,15 +14,18 @@ from mindspeed_rlxf.roles.engines import EngineFactory, train_engine
 
 
 class ReferenceGroup:
-    """The frozen reference policy's ranks."""
+    """The frozen reference policy's ranks; the actor's if it trains adapters."""
 
     def __init__(self, config: RunConfig, pool: Pool) -> None:
         self.run = config
-        self.group = RoleGroup(Role.REF, config.layout(Role.REF), pool)
+        trains = config.shares_reference and config.parts
+        part = PoolPart(pool, 0, trains[0]) if trains else pool
+        self.group = RoleGroup(Role.REF, config.layout(Role.REF), part)
 
     def build(self) -> Pending:
-        """Submit the role's construction and weight loading."""
-        return self.group.build(ReferenceRole, self.run)
+        """Submit the role's construction and weight loading, after the actor's."""
+        shared = [Peer(Role.ACTOR_ROLLOUT)] if self.run.shares_reference else []
+        return self.group.build(ReferenceRole, self.run, *shared)
 
     def log_probs(self, rollouts: RowsRef, lengths: Lengths) -> Pending:
         """Submit the reference's log-probs.
@@ -38,8 +43,15 @@ class ReferenceGroup:
 class ReferenceRole:
     """The frozen policy; computes log-probs."""
 
-    def __init__(self, config: RunConfig, build_engine: EngineFactory = train_engine) -> None:
-        self.engine = build_engine(config, Role.REF)
+    def __init__(
+        self,
+        config: RunConfig,
+        actor: ActorRole | None = None,
+        build_engine: EngineFactory = train_engine,
+    ) -> None:
+        """Load the weights, or compute with the actor's engine without its adapters."""
+        self.engine = actor.engine if actor else build_engine(config, Role.REF)
+        self.loaded = self.engine.without_adapters if actor else nullcontext
         self.temperature = config.actor_rollout.logit_temperature
 
     def log_probs(self, rollouts: Rollouts) -> RoleOutput:
@@ -47,7 +59,8 @@ class ReferenceRole:
 
         Rows: LogProbs, only on replica leaders.
         """
-        return RoleOutput(self.engine.log_probs(rollouts, self.temperature))
+        with self.loaded():
+            return RoleOutput(self.engine.log_probs(rollouts, self.temperature))
 
     def log_probs_with_kl(self, rollouts: Rollouts, actor: ActorRole) -> RoleOutput:
         """Compute log-probs, and each token's full-vocabulary KL(actor || reference).

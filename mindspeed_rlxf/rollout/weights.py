@@ -41,7 +41,10 @@ def build_rollout_module(
 
 
 class SharedWeights:
-    """Weights for all layers: shared with training, or copied from other stages while awake."""
+    """Weights for all layers: shared with training, or copied while awake.
+
+    Copies are those of other stages, and weights with adapters merged into them.
+    """
 
     def __init__(self, engine: MegatronEngine, seed: int) -> None:
         """Build a sleeping module without weights; a collective over the world.
@@ -63,17 +66,18 @@ class SharedWeights:
         self.sleep()
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Read no tensor: training changes the weights, and `wake` gets other stages' weights."""
+        """Read no tensor: training changes the weights, and `wake` copies what is not shared."""
 
     def wake(self) -> None:
-        """Share this stage's weights and copy the other stages' from the engine's stream.
+        """Share this stage's weights and copy other stages' and adapted ones from the stream.
 
-        With a pipeline this is a collective over the role's ranks. The trained weights stay on the
-        device until `sleep`.
+        With a pipeline or adapters this is a collective over the role's ranks. The trained weights
+        stay on the device until `sleep`.
         """
         self._kept_on_device.enter_context(self.engine.holding(Part.WEIGHTS))
         weights = self.engine.weights
-        trained = {p.sources: p.name for p in weights.table if not p.is_tied_output_layer}
+        shared = (p for p in weights.table if not weights.is_adapted(p))
+        trained = {p.sources: p.name for p in shared if not p.is_tied_output_layer}
         copied, stacks = {}, dict[str, Tensor]()
         for parameter in self._table:
             target = self._parameters[parameter.name]
@@ -100,7 +104,7 @@ class SharedWeights:
         return stacks[layer][parameter.expert % count]
 
     def sleep(self) -> None:
-        """Detach all parameters, which become empty; frees the copies from other stages.
+        """Detach all parameters, which become empty; frees the copies.
 
         The trained weights may leave the device again.
         """

@@ -140,7 +140,7 @@ def shard_chunks(
     offset = 0
     for part in shard_slices(parameter, architecture, tp_rank, tp, vocab_rows):
         if part.size:
-            source = whole(hf_shape(part.source, architecture))
+            source = whole(parameter.hf_shape(part.source, architecture))
             chunk, place = (source.narrow(part.dim, i, part.size) for i in (part.start, offset))
             yield ShardChunk(part.source, chunk, place)
             offset += part.size

@@ -11,7 +11,7 @@ In older versions megatron-core wrote sharded checkpoints, also read here.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -20,7 +20,6 @@ from typing import Any
 from torch import Tensor
 
 from mindspeed_rlxf.config.schema import ArchitectureConfig
-from mindspeed_rlxf.models.parameters import Head, hf_shapes
 from mindspeed_rlxf.weights.chunks import (
     Chunk,
     HeldChunk,
@@ -105,9 +104,18 @@ def read_slots(folder: Path) -> dict[str, StoredWeights]:
 
 
 def open_state(
-    folder: Path, architecture: ArchitectureConfig, head: Head, trust_files: bool = False
+    folder: Path,
+    architecture: ArchitectureConfig,
+    expected: Mapping[str, tuple[int, ...]],
+    trust_files: bool = False,
 ) -> StateReader:
     """Open a role's checkpoint folder: torch_dist if it has METADATA, else safetensors files.
+
+    Args:
+        folder: The role's folder.
+        architecture: Its model.
+        expected: Shapes of all saved tensors by Hugging Face name.
+        trust_files: See `read_metadata_tensors`.
 
     Returns:
         A function from slot to tensors. With torch_dist it raises ValueError for another model, and
@@ -126,7 +134,7 @@ def open_state(
             return read_torch_dist(folder, tensors, architecture, prefix)
 
         return read_slot
-    slots, expected = read_slots(folder), hf_shapes(architecture, head)
+    slots = read_slots(folder)
     extra = [f"{name} is not in the model" for name in slots[WEIGHT] if name not in expected]
-    refuse(folder, shape_problems(slots[WEIGHT], expected) + extra)
+    refuse(folder, shape_problems(slots[WEIGHT], dict(expected)) + extra)
     return slots.__getitem__

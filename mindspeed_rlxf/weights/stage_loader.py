@@ -3,6 +3,7 @@
 Both directions use the parameter map in `models.parameters`.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mindspeed_rlxf.config.lora import LoraConfig
 from mindspeed_rlxf.config.schema import ArchitectureConfig
+from mindspeed_rlxf.models.adapter_parameters import A, B, adapter_parameters, initial_values, merge
 from mindspeed_rlxf.models.parameters import (
     SCORE_HEAD,
     Head,
     StageParameter,
-    hf_shape,
     rank_parameters,
+    stage_parameters,
 )
 from mindspeed_rlxf.weights.chunks import PlannedTensor, StoredWeights, shard_chunks
 from mindspeed_rlxf.weights.folders import copy_side_files, open_weights
@@ -28,7 +31,12 @@ from mindspeed_rlxf.weights.hf_folder import (
 
 
 class StageWeights:
-    """A pipeline rank's parameters, with their Hugging Face names and slices."""
+    """A pipeline rank's parameters, with their Hugging Face names and slices.
+
+    Attributes:
+        table: The model's own parameters.
+        adapters: Parameters of low-rank adapters, if any.
+    """
 
     def __init__(
         self,
@@ -40,11 +48,12 @@ class StageWeights:
         ep_group: dist.ProcessGroup,
         chunks: int = 1,
         trust_files: bool = False,
+        lora: LoraConfig | None = None,
     ) -> None:
         """Match the module's parameters with this rank's in the architecture.
 
         `module` is the stage, or a ModuleList with its chunks if there are several. `trust_files`
-        is for source folders, see `open_weights`.
+        is for source folders, see `open_weights`. `lora` describes its adapters, if it has any.
         """
         self.architecture, self.head = architecture, head
         self.tp_group, self.pp_group, self.ep_group = tp_group, pp_group, ep_group
@@ -52,11 +61,42 @@ class StageWeights:
         self.tensors = dict(module.named_parameters())
         place = (pp_group.rank(), pp_group.size(), chunks, ep_group.rank(), ep_group.size())
         self.table = list(rank_parameters(architecture, head, *place))
-        mapped = {p.name for p in self.table}
+        self.lora = lora or LoraConfig()
+        self.adapters = self.adapters_of(self.table)
+        self._adapters = {parameter.sources[0]: parameter for parameter in self.adapters}
+        mapped = {p.name for p in (*self.table, *self.adapters)}
         assert mapped == set(self.tensors), f"map and module differ: {mapped ^ set(self.tensors)}"
 
+    def adapters_of(self, table: Iterable[StageParameter]) -> list[StageParameter]:
+        """Return the adapter parameters of these parameters' modules."""
+        return list(adapter_parameters(table, self.architecture, self.lora))
+
+    def trained_of(self, table: list[StageParameter]) -> list[StageParameter]:
+        """Return what is trained of these parameters: adapters and a score head, or all."""
+        if self.lora.rank == 0:
+            return table
+        return self.adapters_of(table) + [p for p in table if p.sources == SCORE_HEAD.sources]
+
+    @property
+    def trained_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the whole model's trained tensors by Hugging Face name."""
+        whole = self.trained_of(list(stage_parameters(self.architecture, self.head)))
+        return {s: p.hf_shape(s, self.architecture) for p in whole for s in p.sources}
+
+    def is_adapted(self, parameter: StageParameter) -> bool:
+        """Whether a source of the parameter has an adapter."""
+        return bool(self.adapters_of([parameter]))
+
+    def reset_adapters(self, seed: int) -> None:
+        """Set the adapters to their first values, which add nothing (`initial_values`)."""
+        ranks = self.tp_group.rank(), self.tp_group.size()
+        for parameter in self.adapters:
+            values, target = initial_values(parameter, seed), self.tensors[parameter.name].data
+            for part in shard_chunks(parameter, self.architecture, *ranks):
+                target[part.place.slices] = values[part.chunk.slices].to(target)
+
     def load(self, folder: StoredWeights) -> list[str]:
-        """Overwrite every parameter from the folder; read only this rank's slices.
+        """Overwrite the model's own parameters from the folder; read only this rank's slices.
 
         Returns:
             Names left unchanged: a score head, if the folder has a language model without one.
@@ -74,6 +114,29 @@ class StageWeights:
         return absent
 
     def hf_tensors(self, parameter: StageParameter, keep: bool = True) -> dict[str, Tensor]:
+        """Gather a parameter with its adapters merged; return copies by Hugging Face name.
+
+        A collective over the tp group; arguments as in `gather`.
+        """
+        full = self.gather(parameter, keep)
+        for source in parameter.sources:
+            module = source.removesuffix("weight")
+            pair = [self._adapters.get(f"{module}{part}.weight") for part in (A, B)]
+            parts = [self.gather(each, keep) for each in pair if each is not None]
+            if parts and keep:
+                a, b = (tensor for part in parts for tensor in part.values())
+                merge(full[source], a, b, self.lora.scale)
+        return full
+
+    def merged_shard(self, parameter: StageParameter) -> Tensor:
+        """Return this rank's part of `hf_tensors` on the host; a collective like it."""
+        full, ranks = self.hf_tensors(parameter), (self.tp_group.rank(), self.tp_group.size())
+        shard = torch.empty_like(self.tensors[parameter.name], device="cpu")
+        for part in shard_chunks(parameter, self.architecture, *ranks):
+            shard[part.place.slices] = full[part.source][part.chunk.slices]
+        return shard
+
+    def gather(self, parameter: StageParameter, keep: bool = True) -> dict[str, Tensor]:
         """Gather a parameter from all tp ranks; return copies by Hugging Face name.
 
         A collective over the tp group. Shards arrive one after the other, so the device needs room
@@ -85,7 +148,7 @@ class StageWeights:
         """
         shard, tp, a = self.tensors[parameter.name].detach(), self.tp_group, self.architecture
         names = parameter.sources if keep else ()
-        full = {name: shard.new_empty(hf_shape(name, a)) for name in names}
+        full = {name: shard.new_empty(parameter.hf_shape(name, a)) for name in names}
         for rank in range(tp.size()):
             piece = shard.contiguous() if rank == tp.rank() else torch.empty_like(shard)
             if tp.size() > 1:
@@ -97,7 +160,7 @@ class StageWeights:
     def export(
         self, target: Path, source: Path, writes: bool, described: Path | None = None
     ) -> Exception | None:
-        """Write the weights as a Hugging Face folder, one file per pp and ep rank.
+        """Write the merged weights as a Hugging Face folder, one file per pp and ep rank.
 
         The first rank also writes index, config.json and tokenizer. A collective over the tensor-,
         pipeline- and expert-parallel groups.

@@ -19,6 +19,7 @@ from tests.distributed.llamas import PLAIN, TIED, make_pair, run_config
 from tests.distributed.samples import make_experience, make_rollouts
 from tests.distributed.test_layout_invariance import PP2, TP2
 
+LONG = pytest.mark.long
 LAYOUTS: dict[str, tuple[int, dict[str, Any], bool]] = {  # processes, layout, distributed optimizer
     "fp32": (1, {}, False),
     "bf16": (1, {"bf16": True}, False),
@@ -69,20 +70,23 @@ def storages(values: Iterable[Any]) -> dict[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("role", "architecture"),
+    ("role", "architecture", "adapters"),
     [
-        pytest.param(Role.ACTOR_ROLLOUT, TIED, id="tied-actor"),
-        pytest.param(Role.CRITIC, PLAIN, id="critic"),
-        pytest.param(Role.ACTOR_ROLLOUT, PLAIN, id="actor", marks=pytest.mark.long),
-        pytest.param(Role.CRITIC, TIED, id="tied-critic", marks=pytest.mark.long),
+        pytest.param(Role.ACTOR_ROLLOUT, TIED, 0, id="tied-actor"),
+        pytest.param(Role.CRITIC, PLAIN, 0, id="critic"),
+        pytest.param(Role.CRITIC, PLAIN, 4, id="critic-adapters"),
+        pytest.param(Role.ACTOR_ROLLOUT, TIED, 4, id="tied-actor-adapters", marks=LONG),
+        pytest.param(Role.ACTOR_ROLLOUT, PLAIN, 0, id="actor", marks=LONG),
+        pytest.param(Role.CRITIC, TIED, 0, id="tied-critic", marks=LONG),
     ],
 )
-def test_plan_is_what_is_allocated(warm_runtime, tmp_path, role, architecture):
+def test_plan_is_what_is_allocated(warm_runtime, tmp_path, role, architecture, adapters):
     lm, scored = make_pair(tmp_path, architecture)
     rollouts = make_rollouts()
     for name, (size, layout, distributed) in LAYOUTS.items():
         optimizer = OptimizerConfig(lr=1e-3, use_distributed_optimizer=distributed)
-        config = run_config(lm, scored, architecture, layout, size, optimizer)
+        lora = {name: {"lora": {"rank": adapters}} for name in ("actor_rollout", "critic")}
+        config = run_config(lm, scored, architecture, layout, size, optimizer, **lora)
         kind, step = KINDS[role]
         group = build_group(warm_runtime, config.layout(role), kind, config, role=role)
         update(group, step, rollouts, make_experience(rollouts))

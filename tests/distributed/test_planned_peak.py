@@ -55,6 +55,7 @@ class Shape:
 
 
 GROUP = {"n_samples_per_prompt": 4, "do_sample": True}
+ADAPTERS = {"lora": {"rank": 16}}
 SHAPES = {
     "actor": Shape(),
     "actor, shared prompt": Shape(prompt=448, response=64, keys=GROUP),
@@ -65,7 +66,11 @@ SHAPES = {
     "actor, bf16": Shape(keys={"bf16": True}),
     "actor, offload": Shape(keys={"offload": OffloadConfig(weights=True, optimizer=True)}),
     "actor, offload of the optimizer": Shape(keys={"offload": OffloadConfig(optimizer=True)}),
+    "actor, adapters": Shape(keys=ADAPTERS),
+    "actor, adapters, bf16": Shape(keys={**ADAPTERS, "bf16": True}),
+    "actor, adapters, recompute full": Shape(keys={**ADAPTERS, "recompute": "full"}),
     "critic": Shape(role=Role.CRITIC),
+    "critic, adapters": Shape(role=Role.CRITIC, keys=ADAPTERS),
     "real width, 1 layer": Shape(REAL),
     # A critic, because an actor of two layers would need more than 23 GB.
     "real width, 2 layers": Shape(

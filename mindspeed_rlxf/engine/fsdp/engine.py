@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -403,11 +403,16 @@ class FsdpEngine:
         with self.holding(Part.WEIGHTS), torch.no_grad():
             yield from stream(self.held, self._pieces, self.dtype)
 
-    def held_weights(self) -> Iterable[Tensor]:
-        """Return this rank's rows of every weight."""
-        return [each.local for each in self.held]
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Return a context that does nothing: there are no adapters."""
+        return nullcontext()
 
-    def export(self, hf_folder: Path | None, megatron_folder: Path | None) -> None:
+    def export(
+        self,
+        hf_folder: Path | None,
+        megatron_folder: Path | None,
+        adapter_folder: Path | None = None,
+    ) -> None:
         """Write the weights as a Hugging Face folder; this engine writes no Megatron checkpoint.
 
         A collective. If a rank cannot write, all ranks raise OSError.

@@ -13,7 +13,7 @@ from mindspeed_rlxf.config import generation_memory
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.rank_layout import count_per_node
 from mindspeed_rlxf.config.schema import OffloadConfig, RunConfig
-from mindspeed_rlxf.models.parameter_counts import received_elements, shard_sizes
+from mindspeed_rlxf.models.parameter_counts import adapted_elements, received_elements, shard_sizes
 from mindspeed_rlxf.models.parameters import Head, hf_shapes
 from mindspeed_rlxf.ops.planning.available import rollout_memory
 from mindspeed_rlxf.ops.planning.stage_memory import (
@@ -174,8 +174,8 @@ def pool_memory(config: RunConfig, pool: str) -> PoolMemory:
 def role_memory(config: RunConfig, role: Role, pp_rank: int) -> RoleMemory:
     """Compute a role's lasting bytes and phases on one pipeline stage.
 
-    Frozen roles have no gradients and optimizer. The actor also generates, or sends its weights if
-    its pool is split.
+    Frozen roles have no gradients and optimizer, and a reference that is the actor without its
+    adapters no weights. The actor also generates, or sends its weights if its pool is split.
     """
     stage = PipelineStage(config, role, pp_rank)
     phases = list(stage.phases())
@@ -184,16 +184,18 @@ def role_memory(config: RunConfig, role: Role, pp_rank: int) -> RoleMemory:
         copies = 2 if pp_rank == 0 else 1
         phases.append(Phase("send weights", other=copies * bucket_bytes(config)))
     elif role is Role.ACTOR_ROLLOUT:
-        # Weights of other stages, received by a rank that also generates.
-        phases.append(_generate_phase(config, received_elements(*stage.shard)))
-    offload = stage.section.offload
+        # Weights of other stages, and copies with adapters merged, on a rank that also generates.
+        place = (*stage.shard[:2], config.actor_rollout.lora, *stage.shard[2:6])
+        received = received_elements(*stage.shard) + adapted_elements(*place)
+        phases.append(_generate_phase(config, received))
+    offload = OffloadConfig() if stage.is_shared else stage.section.offload
     return RoleMemory(role, stage.state(), stage.communication_bytes(), tuple(phases), offload)
 
 
 def _generate_phase(config: RunConfig, received: int) -> Phase:
     """Compute generation's memory on a rank; it has every layer and its own experts.
 
-    `received` counts weight elements from other pipeline stages.
+    `received` counts weight elements that it does not share with training.
     """
     actor, tp, a = config.actor_rollout, config.rollout_tp, config.actor_rollout.architecture
     rows, held, item = cache_rows(config), _cache_tokens(config), itemsize(actor)

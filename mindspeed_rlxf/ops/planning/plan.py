@@ -6,6 +6,7 @@ from itertools import groupby
 
 from mindspeed_rlxf.cluster.worker import list_variables, offload_environment
 from mindspeed_rlxf.config.enums import OldLogProbs, Role
+from mindspeed_rlxf.config.lora import LoraConfig
 from mindspeed_rlxf.config.problems import Problem
 from mindspeed_rlxf.config.rank_layout import ParallelLayout
 from mindspeed_rlxf.config.ray_cluster import choose_cluster
@@ -188,13 +189,22 @@ def _roles_table(config: RunConfig) -> list[list[object]]:
         chunks = f" x {section.model_chunks} chunks" if section.model_chunks > 1 else ""
         ep = section.expert_model_parallel_size
         sizes = [layout.tp, f"{layout.pp}{chunks}", layout.dp, ep]
-        rows.append([role.value, section.model, *where, *sizes, precision, section.load])
+        weights = _describe_weights(config, role)
+        rows.append([role.value, section.model, *where, *sizes, precision, weights])
         if role is Role.ACTOR_ROLLOUT and config.parts:
             generating = config.rollout_layout
             sizes = [generating.world_size, generating.tp, generating.pp, generating.dp]
             ends = [config.rollout_ep, precision, "the actor's, after each update"]
             rows.append(["rollout", section.model, config.placement[role], *sizes, *ends])
     return rows
+
+
+def _describe_weights(config: RunConfig, role: Role) -> str:
+    section = config.role(role)
+    if role is Role.REF and config.shares_reference:
+        return "the actor's, without its adapters"
+    lora = section.lora if isinstance(section, LearningConfig) else LoraConfig()
+    return f"{section.load}" + (f", adapters of rank {lora.rank}" if lora.rank else "")
 
 
 def _batch_sizes(config: RunConfig) -> list[tuple[str, object]]:

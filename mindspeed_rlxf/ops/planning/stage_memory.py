@@ -11,6 +11,7 @@ from typing import NamedTuple
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.architecture import groups_per_rank, qkv_rows
 from mindspeed_rlxf.config.enums import DeviceKind, KlPenalty, Recompute, Role
+from mindspeed_rlxf.config.lora import LoraConfig
 from mindspeed_rlxf.config.schema import (
     ArchitectureConfig,
     LearningConfig,
@@ -18,7 +19,7 @@ from mindspeed_rlxf.config.schema import (
     RunConfig,
 )
 from mindspeed_rlxf.models.heads import CHUNK_TOKENS
-from mindspeed_rlxf.models.parameter_counts import HEADS, split_sizes
+from mindspeed_rlxf.models.parameter_counts import HEADS, adapter_sizes, split_sizes
 from mindspeed_rlxf.models.parameters import Head, padded_vocab_size
 
 FP32 = 4
@@ -82,12 +83,18 @@ class LayerBytes:
 
 
 def layer_bytes(
-    a: ArchitectureConfig, tokens: int, tp: int, sequence_parallel: bool, itemsize: int
+    a: ArchitectureConfig,
+    tokens: int,
+    tp: int,
+    sequence_parallel: bool,
+    itemsize: int,
+    frozen_norms: bool = False,
 ) -> LayerBytes:
     """Compute a layer's activations for `tokens`, on one tensor-parallel rank."""
     own = tokens // tp if sequence_parallel else tokens
-    # A norm keeps its input in fp32, the normed value, the output, and a root per token.
-    norm = own * ((FP32 + 2 * itemsize) * a.hidden_size + FP32)
+    # A norm keeps its input in fp32, the normed value for the gradient of its weight, the output,
+    # and a root per token.
+    norm = own * ((FP32 + (1 if frozen_norms else 2) * itemsize) * a.hidden_size + FP32)
     # Projections, rotated queries and keys, cosines and sines, the output twice, the log of the
     # softmax's divisor. Ranks that share a key-value group gather the projections of all ranks.
     queries = a.num_attention_heads * a.head_dim // tp
@@ -194,9 +201,12 @@ class PipelineStage:
         self.section, self.head = config.role(role), HEADS[role]
         self.layout, self.itemsize = config.layout(role), itemsize(self.section)
         self.architecture = self.section.architecture
-        self.optimizer = (
-            self.section.optimizer if isinstance(self.section, LearningConfig) else None
-        )
+        # A shared reference is the actor's model, whose row has all that lasts.
+        self.is_shared = role is Role.REF and config.shares_reference
+        self.optimizer, self.lora = None, LoraConfig()
+        if isinstance(self.section, LearningConfig):
+            self.optimizer = None if self.is_shared else self.section.optimizer
+            self.lora = self.section.lora
         self.sequence_parallel = self.section.sequence_parallel and self.layout.tp > 1
         self.ep, dp = self.section.expert_model_parallel_size, self.layout.dp
         place = (pp_rank, self.layout.pp, self.section.model_chunks, self.ep)
@@ -206,15 +216,23 @@ class PipelineStage:
         # Elements of one of Megatron's buffers, and the replicas that sum its gradients.
         separate = [(self.shared, dp), (self.experts, dp // self.ep)]
         self.buffers = separate if self.ep > 1 else [(self.shared + self.experts, dp)]
+        self.last, self.frozen = pp_rank == self.layout.pp - 1, 0  # elements without gradients
+        self.adapters: tuple[int, ...] = ()
+        if self.lora.rank:
+            self.adapters = adapter_sizes(*self.shard[:2], self.lora, self.layout.tp, *place[:3])
+            heads = (self.architecture.hidden_size,) * (self.last and self.head is Head.SCORE)
+            self.buffers = [(self.adapters + heads, dp)]
+            self.frozen = self.numbers - sum(heads)
         actor = config.actor_rollout
         self.response = actor.max_new_tokens
         self.length = actor.max_prompt_length + self.response
         self.samples = config.samples_per_iteration // dp  # on this rank
-        self.last = pp_rank == self.layout.pp - 1
         self.vocab = padded_vocab_size(self.architecture, self.layout.tp) // self.layout.tp
 
     def state(self) -> State:
         """Return the bytes for weights, gradients and optimizer."""
+        if self.is_shared:
+            return State(0, 0, 0)
         if self.optimizer is None:
             return State(self.numbers * self.itemsize, 0, 0)
         held = optimizer = 0
@@ -224,10 +242,12 @@ class PipelineStage:
             shards = replicas if distributed else 1
             optimizer += numbers // shards * optimizer_itemsize(self.section)
             held += numbers
-        return State(held * self.itemsize, held * FP32, optimizer)
+        return State((self.frozen + held) * self.itemsize, held * FP32, optimizer)
 
     def communication_bytes(self) -> int:
         """Return the buffers for all process groups and sequence parallelism, in bytes."""
+        if self.is_shared:
+            return 0
         tp, pp, dp, ep = self.layout.tp, self.layout.pp, self.layout.dp, self.ep
         trains, config = self.optimizer is not None, self.config
         generates = self.role is Role.ACTOR_ROLLOUT and not config.parts
@@ -251,10 +271,11 @@ class PipelineStage:
     def phases(self) -> Iterator[Phase]:
         """Yield forward and, for a trained role, update and optimizer step.
 
-        A reference that computes the full KL also needs the actor's weights on the device.
+        A reference that computes the full KL, or is the actor without its adapters, needs the
+        actor's weights on the device.
         """
         config = self.config
-        compares = config.algorithm.kl_penalty is KlPenalty.FULL
+        compares = config.algorithm.kl_penalty is KlPenalty.FULL or self.is_shared
         beside = Role.ACTOR_ROLLOUT if self.role is Role.REF and compares else None
         yield max(
             (self._forward(shared, beside) for shared in self._sharing(updates=False)),
@@ -288,7 +309,11 @@ class PipelineStage:
 
     def _forward(self, shared: bool, beside: Role | None) -> Phase:
         layer = self._layer(self.samples, shared)
-        held = max(layer.forward, self._head_bytes(self.samples, shared))
+        forward = layer.forward
+        if self.lora.rank:  # of the widest linear the output, what adapters add, and parts of that
+            tokens, _ = self._tokens(self.samples, shared)
+            forward += tokens * self.architecture.mlp_hidden_size // self.layout.tp * self.itemsize
+        held = max(forward, self._head_bytes(self.samples, shared))
         return Phase("forward", held, other=layer.sent, beside=beside)
 
     def _update(self, samples: int, shared: bool) -> Phase:
@@ -305,10 +330,16 @@ class PipelineStage:
         grouped = device.resolve_kind(self.config.device.kind) is not DeviceKind.NPU
         together = (self.architecture.num_experts or 0) // self.ep if grouped else 1
         widest = max(max(self.shared, default=0), together * max(self.experts, default=0))
+        widest = max(self.buffers[0][0], default=0) if self.lora.rank else widest
         other = widest * self.itemsize + layer.sent
         assert self.optimizer is not None, "it is trained"
         chunked = self.last and self._head_tokens(samples) > CHUNK_TOKENS
-        if chunked and self.head is Head.LANGUAGE_MODEL and self.section.bf16:
+        if (
+            chunked
+            and self.head is Head.LANGUAGE_MODEL
+            and self.section.bf16
+            and not self.lora.rank
+        ):
             # A gradient that is reduced early needs the sum of the chunks beside it.
             early = self.optimizer.overlap_grad_reduce
             other += early * FP32 * self.vocab * self.architecture.hidden_size
@@ -335,12 +366,18 @@ class PipelineStage:
     def _layer(self, samples: int, shared: bool) -> LayerBytes:
         tokens, rows = self._tokens(samples, shared)
         a, tp = self.architecture, self.layout.tp
-        layer = layer_bytes(a, tokens, tp, self.sequence_parallel, self.itemsize)
+        adapted = self.lora.rank > 0
+        layer = layer_bytes(a, tokens, tp, self.sequence_parallel, self.itemsize, adapted)
+        # Products with A of each adapter.
+        pairs = len(self.adapters) // (
+            2 * self.section.model_chunks * self.section.layers_per_chunk
+        )
+        inner = tokens * pairs * self.lora.rank * self.itemsize
         # Of rows that share a prompt: keys and values with the prompt of each, queries and results.
         keys = rows * self.length * groups_per_rank(a.kv_heads, tp)
         queries = rows * self.response * a.num_attention_heads // tp
         copies = 2 * (keys + queries) * a.head_dim * self.itemsize
-        return replace(layer, attention=layer.attention + copies)
+        return replace(layer, attention=layer.attention + copies, mlp=layer.mlp + inner)
 
     def _head_bytes(self, samples: int, shared: bool) -> int:
         """Return a micro-batch's last hidden states and head, in bytes; 0 before the last stage.

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mindspeed_rlxf.config.enums import Recompute
+from mindspeed_rlxf.config.enums import Recompute, Role
 from mindspeed_rlxf.config.problems import format_value
 from mindspeed_rlxf.config.schema import LearningConfig, RunConfig
 from mindspeed_rlxf.config.section_rules import check_sections
@@ -72,7 +72,8 @@ def _list_layouts(config: RunConfig, tp: int, pp: int) -> Iterator[Changes]:
     length = actor.max_prompt_length + actor.max_new_tokens
     # If sequences are short, a micro-batch of 16384 tokens fills a device.
     sequences = sorted({1, 2, 4, max(16384 // length, 1)}, reverse=True)
-    roles = [role for role in config.roles if has_model(config, role)]
+    shared = {Role.REF} if config.shares_reference else set()
+    roles = [role for role in config.roles if has_model(config, role) and role not in shared]
     frozen = [role for role in roles if not isinstance(config.role(role), LearningConfig)]
     # Roles that offload their weights, and whether optimizers are offloaded.
     offloads = [([], False), (frozen, False), (frozen, True), (roles, True)]

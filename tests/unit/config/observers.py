@@ -29,6 +29,7 @@ from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.engine import build, engine
 from mindspeed_rlxf.engine.finite import SkippedSteps
 from mindspeed_rlxf.engine.train_engine import TokenLogProbs
+from mindspeed_rlxf.models.adapters import LinearAdapters
 from mindspeed_rlxf.models.attention import inverse_frequencies
 from mindspeed_rlxf.models.parameters import Head, stage_parameters
 from mindspeed_rlxf.models.transformer import recompute_settings, transformer_config
@@ -41,7 +42,6 @@ from mindspeed_rlxf.rewards.manager import RewardManager
 from mindspeed_rlxf.rewards.sandbox import Sandbox
 from mindspeed_rlxf.roles import actor, critic
 from mindspeed_rlxf.roles.objectives import ExperienceMaker, make_objective
-from mindspeed_rlxf.rollout.vllm.server import server_command
 from mindspeed_rlxf.trainer import ppo, preflight, run
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
 from mindspeed_rlxf.trainer.validation import Scored, measure
@@ -93,6 +93,24 @@ def fresh_head(config: RunConfig) -> Any:
     with patch.object(engine, "open_weights"):
         engine.MegatronEngine._load_weights(stub, config.training.seed)
     return head.weight.tolist()
+
+
+def adapted(config: RunConfig) -> Any:
+    """Return what the adapters of an actor's linear add to its output, in training."""
+    actor = config.actor_rollout
+    table = stage_parameters(actor.architecture, Head.LANGUAGE_MODEL)
+    row = next(each for each in table if each.name.endswith("linear_fc1.weight"))
+    linear = torch.nn.Linear(actor.architecture.hidden_size, 1)
+    linear.sequence_parallel = False
+    adapters = LinearAdapters(linear, row, actor.architecture, 1, actor.lora)
+    for seed, parameter in enumerate(adapters.parameters()):
+        parameter.data.copy_(noise(seed, *parameter.shape))
+    with (
+        patch.object(LinearAdapters, "_exchange", lambda _, inner: inner),
+        torch.random.fork_rng(devices=[]),
+    ):
+        torch.manual_seed(1)
+        return adapters(noise(9, 3, 1, actor.architecture.hidden_size)).tolist()
 
 
 def rates(config: RunConfig) -> list[Any]:
@@ -352,11 +370,6 @@ def started(config: RunConfig) -> Any:
         local.LocalRuntime.from_config(config)
     kind = DeviceKind.AUTO
     return made.call_args.args, doctor_checks.choose_subject(config, kind).resource
-
-
-def served(config: RunConfig) -> Any:
-    """Return how a vLLM server is started."""
-    return server_command(config, on_cpu=True, on_npu=False)
 
 
 def joined(config: RunConfig) -> Any:

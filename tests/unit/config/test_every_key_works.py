@@ -23,13 +23,13 @@ from mindspeed_rlxf.config.schema import (
     ArchitectureConfig,
     FunctionConfig,
     KlControlConfig,
+    LoraConfig,
     OffloadConfig,
     OptimizerConfig,
     PoolSettings,
     RoleConfig,
     SandboxConfig,
     TrainingConfig,
-    VllmConfig,
 )
 from tests.unit.config import observers as see
 from tests.unit.config.conftest import TREE
@@ -190,6 +190,13 @@ EVERY_ROLE: dict[str, Any] = {
     "share_prompts": Case(False, see.planned, SHARING),
 }  # fmt: skip
 OFFLOAD: dict[str, Any] = {"weights": Case(True), "optimizer": Case(True)}
+LORA = {"actor_rollout.lora.rank": 4}
+LORA_KEYS: dict[str, Any] = {
+    "rank": Case(4),
+    "alpha": Case(3.0, see.adapted, LORA), "dropout": Case(0.5, see.adapted, LORA),
+    "target_modules": Case(["gate_proj"], see.adapted, LORA),
+    "exclude_modules": Case(["up_proj"], see.adapted, LORA),
+}  # fmt: skip
 FULL = {"training.recompute": "full"}
 LEARNING_KEYS: dict[str, Any] = {
     "save": Case("elsewhere"), "shuffle_minibatch": Case(True, see.orders),
@@ -325,23 +332,13 @@ ROLLOUT = {
     "tensor_model_parallel_size": Case(2, base=SPLIT),
     "expert_model_parallel_size": Case(2, base={**SPLIT, **EXPERTS}),
 }  # fmt: skip
-SERVED = {"rollout.engine": "vllm"}
-VLLM = {
-    "python": Case("/elsewhere/python", see.served, SERVED),
-    "tensor_parallel_size": Case(2, see.served, SERVED),
-    "max_num_seqs": Case(9, see.served, SERVED),
-    "gpu_memory_utilization": Case(0.9, see.served, SERVED),
-    "kv_cache_gib": Case(3.0, see.served, SERVED),
-    "enforce_eager": Case(False, see.served, SERVED),
-    "extra_args": Case({"block_size": 32}, see.served, SERVED),
-}
 ONE_VALUE = {"tokenizer_type"}
 """Reviewed: keys of which one value alone is accepted, which asks for what happens anyway."""
 
 TABLE: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
     "training": (TrainingConfig, TRAINING), "algorithm": (AlgorithmConfig, ALGORITHM),
     "algorithm.kl_ctrl": (KlControlConfig, KL_CTRL),
-    "rollout": (PLAIN_SECTIONS["rollout"], ROLLOUT), "rollout.vllm": (VllmConfig, VLLM),
+    "rollout": (PLAIN_SECTIONS["rollout"], ROLLOUT),
     "reward.function": (FunctionConfig, FUNCTION_KEYS), "reward.sandbox": (SandboxConfig, SANDBOX),
     "data": (PLAIN_SECTIONS["data"], DATA),
     "validation": (PLAIN_SECTIONS["validation"], VALIDATION),
@@ -350,10 +347,11 @@ TABLE: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
     "resource_pool": (PoolSettings, POOL_SETTINGS),
     "model.small": (ArchitectureConfig, ARCHITECTURE),
     "actor_rollout.offload": (OffloadConfig, OFFLOAD),
+    "actor_rollout.lora": (LoraConfig, LORA_KEYS),
     **{role.value: (schema, {"actor_rollout": ACTOR_KEYS, "critic": CRITIC_KEYS,
      "reward": REWARD_KEYS, "ref": {}}[role.value]) for role, schema in ROLE_SECTIONS.items()},
 }  # fmt: skip
-NOT_LEAVES = {"kl_ctrl", "architecture", "sandbox", "offload", "vllm"}
+NOT_LEAVES = {"kl_ctrl", "architecture", "sandbox", "offload", "lora"}
 
 
 def cases() -> Iterator[Any]:

@@ -22,7 +22,9 @@ def rank_of(family: str, tp: tuple[int, int], pp: tuple[int, int], dp: tuple[int
         name: SimpleNamespace(rank=lambda r=rank: r, size=lambda s=size: s)
         for name, (rank, size) in {"tp": tp, "pp": pp, "dp": dp, "ep": (dp[0] % ep, ep)}.items()
     }
-    weights = SimpleNamespace(architecture=a, table=table, tensors=tensors, tp_group=groups["tp"])
+    weights = SimpleNamespace(
+        architecture=a, table=table, tensors=tensors, trained_of=lambda found: found
+    )
     return weights, SimpleNamespace(**groups)
 
 

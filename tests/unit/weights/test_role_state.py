@@ -95,11 +95,11 @@ def test_a_folder_of_another_model_is_refused(tmp_path: Path) -> None:
         for name, shape in hf_shapes(a, Head.LANGUAGE_MODEL).items()
     ]
     write_chunks(file_of(tmp_path, 0), chunks)
-    assert open_state(tmp_path, a, Head.LANGUAGE_MODEL)("weight")["lm_head.weight"]
+    assert open_state(tmp_path, a, hf_shapes(a, Head.LANGUAGE_MODEL))("weight")["lm_head.weight"]
     assert open_weights(tmp_path, a)["lm_head.weight"].shape == (37, 16)
     fewer = a.model_copy(update={"num_layers": 3})
     with pytest.raises(ValueError, match=r"layers\.3\.input_layernorm\.weight is not in the model"):
-        open_state(tmp_path, fewer, Head.LANGUAGE_MODEL)
+        open_state(tmp_path, fewer, hf_shapes(fewer, Head.LANGUAGE_MODEL))
     wider = a.model_copy(update={"ffn_hidden_size": 32})
     with pytest.raises(ValueError, match=r"gate_proj\.weight is \[24, 16\], the model needs \[32"):
-        open_state(tmp_path, wider, Head.LANGUAGE_MODEL)
+        open_state(tmp_path, wider, hf_shapes(wider, Head.LANGUAGE_MODEL))

@@ -1,0 +1,59 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685): their keys, and which modules they select.
+
+Names and meanings are PEFT's.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
+
+from mindspeed_rlxf.config.architecture import ArchitectureConfig
+from mindspeed_rlxf.config.fields import Section, Strings, free, key
+
+ALL_LINEAR = "all-linear"
+ATTENTION = tuple(f"self_attn.{name}_proj" for name in "qkvo")
+MLP = tuple(f"mlp.{name}_proj" for name in ("gate", "up", "down"))
+Names: TypeAlias = str | Strings
+"""A regular expression for a module's whole name, or a list of names and endings of names."""
+
+
+class LoraConfig(Section):
+    """Low-rank adapters, trained in place of the weights, which stay as they were loaded."""
+
+    rank: int = key(0, "rank of the adapters; 0 = all weights are trained", ge=0)
+    alpha: float = key(16.0, "adapters are scaled by alpha / rank", gt=0, used_if="rank>0")
+    dropout: float = free(
+        0.0, "share of an adapter's inputs dropped in updates", ge=0, lt=1, used_if="rank>0"
+    )
+    target_modules: Names = key(
+        ALL_LINEAR,
+        "adapted modules: all-linear, a list of names or their endings, or a regular expression",
+        used_if="rank>0",
+    )
+    exclude_modules: Names = key(
+        (), "modules without adapters, a list or a regular expression", used_if="rank>0"
+    )
+
+    @property
+    def scale(self) -> float:
+        """Factor of the adapters' outputs."""
+        return self.alpha / self.rank
+
+    def selects(self, module: str) -> bool:
+        """Return whether a linear module gets an adapter, by its full Hugging Face name."""
+        if self.rank == 0 or _matches(self.exclude_modules, module):
+            return False
+        return self.target_modules == ALL_LINEAR or _matches(self.target_modules, module)
+
+
+def _matches(names: str | Sequence[str], module: str) -> bool:
+    if isinstance(names, str):
+        return re.fullmatch(names, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in names)
+
+
+def linear_modules(architecture: ArchitectureConfig) -> Iterator[str]:
+    """Yield the names of the modules that can have adapters: attention and dense MLPs."""
+    names = ATTENTION + (MLP if architecture.num_experts is None else ())
+    for layer in range(architecture.num_layers):
+        yield from (f"model.layers.{layer}.{name}" for name in names)

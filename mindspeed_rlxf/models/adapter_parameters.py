@@ -1,0 +1,66 @@
+"""The parameter map of low-rank adapters (LoRA), and their values: no Megatron is needed.
+
+Each adapted Hugging Face module has A [rank, in] and B [out, rank], as in PEFT. Rows of the
+parameter map describe them, so checkpoints and export treat them as any other parameter. A
+column-parallel linear splits B by rows over the tensor-parallel ranks, a row-parallel one A by
+columns.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from mindspeed_rlxf.config.lora import LoraConfig
+from mindspeed_rlxf.config.schema import ArchitectureConfig
+from mindspeed_rlxf.models.parameters import Split, StageParameter, hf_shape
+
+A, B = "lora_A", "lora_B"
+ADAPTERS = "adapters"  # submodule of an adapted linear
+
+
+def adapter_parameters(
+    table: Iterable[StageParameter], architecture: ArchitectureConfig, lora: LoraConfig
+) -> Iterator[StageParameter]:
+    """Yield A, then B for each adapted Hugging Face module in `table`, in its order."""
+    for parameter in table:
+        for source in adapted_sources(parameter, lora):
+            module, name = source.removesuffix(".weight"), parameter.name.removesuffix("weight")
+            outputs, inputs = hf_shape(source, architecture)
+            splits = {A: Split.REPLICATED, B: Split.ROWS}
+            if parameter.split is Split.COLUMNS:
+                splits = {A: Split.COLUMNS, B: Split.REPLICATED}
+            for part, shape in {A: (lora.rank, inputs), B: (outputs, lora.rank)}.items():
+                yield StageParameter(
+                    f"{name}{ADAPTERS}.{module.rpartition('.')[2]}_{part}",
+                    (f"{module}.{part}.weight",),
+                    splits[part],
+                    shape=shape,
+                )
+
+
+def adapted_sources(parameter: StageParameter, lora: LoraConfig) -> list[str]:
+    """List the Hugging Face weights in a linear's parameter that get adapters."""
+    linear = parameter.split in (Split.QKV, Split.ROWS, Split.COLUMNS)
+    if not linear or parameter.expert is not None or not parameter.name.endswith(".weight"):
+        return []
+    return [s for s in parameter.sources if lora.selects(s.removesuffix(".weight"))]
+
+
+def initial_values(parameter: StageParameter, seed: int) -> Tensor:
+    """Return an adapter parameter's first values as PEFT chooses them, fp32: B is 0.
+
+    A is uniform within 1 / sqrt(in). They depend on seed and Hugging Face name alone.
+    """
+    if parameter.sources[0].endswith(f"{B}.weight"):
+        return torch.zeros(parameter.shape)
+    generator = torch.Generator().manual_seed(seed ^ crc32(parameter.sources[0].encode()))
+    bound = 1 / math.sqrt(parameter.shape[1])
+    return torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
+
+
+def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
+    """Add scale * B A, computed in fp32, to a whole weight in place, as PEFT merges it."""
+    weight += (b.float() @ a.float() * scale).to(weight.dtype)

@@ -1,0 +1,140 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685) on Megatron's column- and row-parallel linears.
+
+A linear may join several Hugging Face modules (query, key and value; gate and up), each with its
+own A and B. Tensor-parallel ranks exchange products with A, [tokens, rank], not inputs or outputs.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from torch import Tensor
+from torch.nn import Parameter
+
+from mindspeed_rlxf.config.lora import LoraConfig
+from mindspeed_rlxf.config.schema import ArchitectureConfig
+from mindspeed_rlxf.models.adapter_parameters import (
+    ADAPTERS,
+    A,
+    B,
+    adapted_sources,
+    adapter_parameters,
+)
+from mindspeed_rlxf.models.parameters import Split, StageParameter, hf_shape, shard_shape
+
+
+class LinearAdapters(torch.nn.Module):
+    """The adapters of one linear on this rank: computes what they add to its output.
+
+    Attributes:
+        enabled: False = the linear computes without them.
+    """
+
+    def __init__(
+        self, linear: Any, parameter: StageParameter, architecture: ArchitectureConfig, tp: int,
+        lora: LoraConfig,
+    ) -> None:  # fmt: skip
+        """Allocate A and B like the linear's weight, unset, and mark them for Megatron."""
+        super().__init__()
+        self.enabled = True
+        self.lora, self.is_row = lora, parameter.split is Split.COLUMNS
+        self.sequence_parallel = linear.sequence_parallel
+        self.groups = architecture.kv_heads // tp if parameter.split is Split.QKV else 1
+        # Rows of each source in a group, in the order of the linear's rows; all of it if one group.
+        shapes = (hf_shape(source, architecture)[0] for source in parameter.sources)
+        self.rows = {
+            source.split(".")[-2]: size // (1 if self.is_row else tp) // self.groups
+            for source, size in zip(parameter.sources, shapes, strict=True)
+        }
+        self.adapted = [s.split(".")[-2] for s in adapted_sources(parameter, lora)]
+        for each in adapter_parameters([parameter], architecture, lora):
+            tensor = Parameter(linear.weight.new_empty(shard_shape(each, architecture, tp)))
+            name = each.name.rpartition(".")[2]
+            self.register_parameter(name, tensor)
+            if each.split is not Split.REPLICATED:
+                axis = 1 if each.split is Split.COLUMNS else 0
+                tensor_parallel.set_tensor_model_parallel_attributes(tensor, True, axis, 1)
+            elif self.sequence_parallel:  # each rank sees a part of the tokens
+                tensor.sequence_parallel = True  # type: ignore[attr-defined]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return scale * B A x, 0 for modules without an adapter.
+
+        Args:
+            inputs: the linear's, [tokens, batch, in]; with sequence parallelism this rank's tokens
+                for a column-parallel linear.
+
+        Returns:
+            Like the linear's output on this rank.
+        """
+        joined = torch.cat([self.get_parameter(f"{name}_{A}") for name in self.adapted])
+        inner = F.linear(F.dropout(inputs, self.lora.dropout, self.training), joined)
+        inner = self._exchange(inner) * self.lora.scale
+        inners = dict(zip(self.adapted, inner.split(self.lora.rank, -1), strict=True))
+        parts = []
+        for name, rows in self.rows.items():
+            shape = (*inner.shape[:-1], self.groups, rows)
+            if name in inners:
+                part = F.linear(inners[name], self.get_parameter(f"{name}_{B}")).view(shape)
+            else:
+                part = inner.new_zeros(shape)
+            parts.append(part)
+        return torch.cat(parts, -1).flatten(-2)
+
+    def _exchange(self, inner: Tensor) -> Tensor:
+        """Exchange the products with A, so that a rank has those its product with B needs.
+
+        Behind it a rank computes another part of the output than other ranks, so the backward pass
+        sums their gradients: over rows in a column-parallel linear, over tokens with sequence
+        parallelism.
+        """
+        if self.is_row:
+            if self.sequence_parallel:
+                return tensor_parallel.reduce_scatter_to_sequence_parallel_region(inner)
+            return tensor_parallel.reduce_from_tensor_model_parallel_region(inner)
+        if self.sequence_parallel:
+            return tensor_parallel.gather_from_sequence_parallel_region(inner)
+        return tensor_parallel.copy_to_tensor_model_parallel_region(inner)
+
+
+def attach_adapters(
+    module: torch.nn.Module,
+    table: Iterable[StageParameter],
+    architecture: ArchitectureConfig,
+    tp: int,
+    lora: LoraConfig,
+) -> None:
+    """Freeze a stage's module but its score head, and attach trained adapters to its linears.
+
+    `table` has the module's parameters. The adapters' values are unset.
+    """
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name.endswith("score.weight"))
+    for row in table:
+        if adapted_sources(row, lora):
+            linear: Any = module.get_submodule(row.name.removesuffix(".weight"))
+            linear.add_module(ADAPTERS, LinearAdapters(linear, row, architecture, tp, lora))
+            linear.register_forward_hook(_add_adapters)
+
+
+@contextlib.contextmanager
+def switched_off(module: torch.nn.Module) -> Iterator[None]:
+    """Compute without the module's adapters inside the block."""
+    found = [each for each in module.modules() if isinstance(each, LinearAdapters)]
+    for adapters in found:
+        adapters.enabled = False
+    try:
+        yield
+    finally:
+        for adapters in found:
+            adapters.enabled = True
+
+
+def _add_adapters(linear: Any, inputs: tuple[Tensor, ...], output: Any) -> Any:
+    if not linear.adapters.enabled:
+        return output
+    result, bias = output  # Megatron's linears return a bias that is added elsewhere
+    return result + linear.adapters(inputs[0]), bias

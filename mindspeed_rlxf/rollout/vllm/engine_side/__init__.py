@@ -1,1 +1,0 @@
-"""Files that vLLM's processes import, by their folder; the trainer imports none of them."""

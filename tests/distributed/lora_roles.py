@@ -1,0 +1,50 @@
+"""Roles whose adapters start as noise, and which report tensors."""
+
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from mindspeed_rlxf.data.batch import RoleOutput
+from mindspeed_rlxf.engine.hf_stream import trained_tensors
+from mindspeed_rlxf.models.parameters import StageParameter
+from mindspeed_rlxf.roles.actor import ActorRole
+from mindspeed_rlxf.roles.critic import CriticRole
+from mindspeed_rlxf.weights import stage_loader
+
+
+def noise(parameter: StageParameter, seed: int) -> Tensor:
+    """Return values for an adapter in place of `initial_values`, whose B is 0."""
+    return noise_of(parameter.sources[0], parameter.shape)
+
+
+def noise_of(name: str, shape: tuple[int, ...]) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(name.encode()))
+    return torch.randn(shape, generator=generator) * 0.2
+
+
+class Adapted:
+    """Starts with adapters that are noise, and reports tensors."""
+
+    engine: Any
+
+    def trained(self) -> RoleOutput:
+        engine = self.engine
+        stream = trained_tensors(engine.weights, engine.groups, engine.role.model_chunks)
+        return RoleOutput(report={name: tensor.tolist() for name, tensor in stream})
+
+    def merged(self) -> RoleOutput:
+        return RoleOutput(report={name: t.tolist() for name, t in self.engine.hf_tensors()})
+
+
+class Actor(Adapted, ActorRole):
+    def __init__(self, *arguments: Any) -> None:
+        with patch.object(stage_loader, "initial_values", noise):
+            super().__init__(*arguments)
+
+
+class Critic(Adapted, CriticRole):
+    def __init__(self, *arguments: Any) -> None:
+        with patch.object(stage_loader, "initial_values", noise):
+            super().__init__(*arguments)
