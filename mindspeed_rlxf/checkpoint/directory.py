@@ -102,6 +102,7 @@ class RunDirectory:
         changes: Keys changed since the run was last started.
         health: Start and end of each health finding.
         consumed: Ledger of each iteration's prompts and sample ids.
+        syncs: Receipts of weights that servers got.
         samples_tokens: Folder with one token log per rank making experience.
         timeline: Folder with the timelines of all ranks.
         trackers: Folder with one subfolder per tracker.
@@ -118,6 +119,7 @@ class RunDirectory:
         self.health = path / "health.jsonl"
         self.samples = path / "samples.jsonl"
         self.val_samples = path / "val_samples.jsonl"
+        self.syncs = path / "sync.jsonl"
         self.consumed = path / "consumed.jsonl"
         self.line_files = self.metrics, self.consumed, self.health, self.samples, self.val_samples
         self.samples_tokens = path / "samples_tokens"

@@ -40,6 +40,8 @@ class Recorder:
             JsonlWriter(file if writes else Path(os.devnull)) for file in directory.line_files
         ]
         self._metrics, self._ledger, self._findings, *self._samples = self._writers
+        self._syncs: JsonlWriter | None = None
+        self._writes = writes
         self._timeline = Timeline(directory.timeline) if writes else None
         self._directory, self._logging = directory, config.logging
         take_spans()  # those of another run of this process
@@ -87,6 +89,13 @@ class Recorder:
                 "all their responses score the same; raise algorithm.max_num_gen_batches, or use "
                 "easier or harder prompts",
             )
+
+    def write_receipt(self, record: dict[str, Any]) -> None:
+        """Append a line to sync.jsonl, which exists once there is one."""
+        if self._syncs is None:
+            self._syncs = JsonlWriter(self._directory.syncs if self._writes else Path(os.devnull))
+            self._writers.append(self._syncs)
+        self._syncs.write(record)
 
     def check_health(self, iteration: int, metrics: Mapping[str, float]) -> Finding | None:
         """Apply the health rules; append findings starting or ending with this iteration to a file.

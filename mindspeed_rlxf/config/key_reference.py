@@ -32,6 +32,7 @@ from mindspeed_rlxf.config.schema import (
     RunConfig,
     SandboxConfig,
     TrainingConfig,
+    VllmConfig,
 )
 
 HEAD = """\
@@ -96,7 +97,7 @@ def sections() -> dict[str, dict[str, FieldInfo]]:
         for role, schema in ROLE_SECTIONS.items()
     }
     plain = {name: dict(schema.model_fields) for name, schema in PLAIN_SECTIONS.items()}
-    del plain["algorithm"]["kl_ctrl"]
+    del plain["algorithm"]["kl_ctrl"], plain["rollout"]["vllm"]
     pools = {role: REWARD_POOL if role is Role.REWARD else "its pool" for role in CONFIGURED}
     every = {k: f for k, f in RoleConfig.model_fields.items() if k not in elsewhere}
     return {
@@ -112,6 +113,7 @@ def sections() -> dict[str, dict[str, FieldInfo]]:
         "algorithm": plain.pop("algorithm"),
         "algorithm.kl_ctrl": dict(KlControlConfig.model_fields),
         **plain,
+        "rollout.vllm": dict(VllmConfig.model_fields),
         "placement": {role.value: key(role.value, text, "reshard") for role, text in pools.items()},
         "resource_pool": {"<pool>": POOL, **PoolSettings.model_fields},
         "the top level": {"dry_run": RunConfig.model_fields["dry_run"]},

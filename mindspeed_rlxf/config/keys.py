@@ -122,7 +122,8 @@ def known_keys() -> dict[str, set[str]]:
 
     Leaves out `offload`, and `model` and `resource_pool`, whose keys are user-chosen names.
     """
-    names = (*PLAIN_SECTIONS, "algorithm.kl_ctrl", "reward.sandbox", *ROLES, "training")
+    names = (*PLAIN_SECTIONS, "algorithm.kl_ctrl", "reward.sandbox", "rollout.vllm", *ROLES)
+    names += ("training",)
     known = {name: {*keys_of(name)} for name in names}
     return known | {"placement": {*ROLES}, "reward.function": {*FunctionConfig.model_fields}}
 
@@ -193,7 +194,7 @@ def to_yaml(config: RunConfig) -> str:
     return str(yaml.safe_dump(to_tree(config), sort_keys=False, allow_unicode=True, width=100))
 
 
-VERBATIM = ("model", "resource_pool", "rules", "arguments", "chat_template_kwargs")
+VERBATIM = ("model", "resource_pool", "rules", "arguments", "chat_template_kwargs", "extra_args")
 """Sections with user-chosen names as keys."""
 OLDER_ACTOR = "actor"
 NESTED = {"actor_rollout": "actor_rollout", OLDER_ACTOR: "actor_rollout", "ref": "ref"}

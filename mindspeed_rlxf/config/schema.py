@@ -42,6 +42,7 @@ from mindspeed_rlxf.config.sections import (
     RuntimeConfig,
     TrainingConfig,
     ValidationConfig,
+    VllmConfig,
 )
 
 __all__ = [
@@ -49,7 +50,7 @@ __all__ = [
     "DeviceConfig", "FunctionConfig", "KlControlConfig", "LearningConfig", "LoggingConfig",
     "LoraConfig", "OffloadConfig", "OptimizerConfig", "PlanConfig", "PoolSettings", "RefConfig",
     "RewardConfig", "RoleConfig", "RolloutConfig", "RunConfig", "RuntimeConfig", "SandboxConfig",
-    "TrainingConfig", "ValidationConfig",
+    "TrainingConfig", "ValidationConfig", "VllmConfig",
 ]  # fmt: skip
 
 
@@ -295,8 +296,14 @@ class RunConfig(Section):
     @property
     def rollout_tp(self) -> int:
         """Tensor-parallel size in generation: `rollout`'s if set, else the actor's."""
-        actor = self.actor_rollout
-        return self.rollout.tensor_model_parallel_size or actor.tensor_model_parallel_size
+        own = self.runs_vllm and self.rollout.vllm.tensor_parallel_size
+        actor = self.actor_rollout.tensor_model_parallel_size
+        return own or self.rollout.tensor_model_parallel_size or actor
+
+    @property
+    def runs_vllm(self) -> bool:
+        """Whether vLLM servers generate."""
+        return self.rollout.engine == "vllm"
 
     @property
     def rollout_ep(self) -> int:

@@ -16,6 +16,7 @@ from mindspeed_rlxf.config.enums import (
     DeviceKind,
     KlPenalty,
     LossNormalizer,
+    OldLogProbs,
     RewardKind,
     Role,
     Stage,
@@ -69,6 +70,8 @@ def check_sections(config: RunConfig) -> Iterator[Problem]:
     yield from _check_stage(config)
     yield from _check_split(config)
     yield from _check_backends(config)
+    if config.runs_vllm and not sizes:
+        yield from _check_vllm(config)
     for role in config.roles:
         if config.role(role).architecture is not None:  # the reward may be a rule
             yield from _check_model(config, role, not sizes)
@@ -177,6 +180,8 @@ def _check_split(config: RunConfig) -> Iterator[Problem]:
             (ROLLOUT_TP, config.rollout_tp, ACTOR_TP, actor.tensor_model_parallel_size),
             (ROLLOUT_EP, config.rollout_ep, ACTOR_EP, actor.expert_model_parallel_size),
         ):
+            if config.runs_vllm:  # its servers have weights of their own
+                continue
             if size != actors_size:
                 rule = f"must be {ref(actors)}={actors_size} on the actor's devices"
                 remedy = f"remove it, or give the rollout devices by {ref(TRAIN)} and {ref(INFER)}"
@@ -203,6 +208,22 @@ def _check_split(config: RunConfig) -> Iterator[Problem]:
         yield Problem(ROLLOUT_EP, f"needs experts, model.{actor.model} is dense", ep, "remove it")
     elif ep > 1:
         yield from _check_experts(ROLLOUT_EP, ep, actor, infer // tp)
+
+
+def _check_vllm(config: RunConfig) -> Iterator[Problem]:
+    """Yield problems with vLLM servers: their devices, and log-probs they cannot report."""
+    algorithm, actor, tp = config.algorithm, config.actor_rollout, config.rollout_tp
+    devices = config.layout(Role.ACTOR_ROLLOUT).world_size
+    if not config.parts and devices % tp:
+        rule = f"must divide the actor's {devices} devices"
+        yield Problem("rollout.vllm.tensor_parallel_size", rule, tp, use(divisors(devices)))
+    reads = config.old_log_probs is OldLogProbs.ROLLOUT or actor.fixed_responses is not None
+    reads |= (algorithm.rollout_is_threshold or algorithm.max_log_prob_gap) is not None
+    filters = actor.top_k or actor.top_p < 1 or actor.min_new_tokens
+    if actor.logit_temperature != 1 and reads and (filters or actor.fixed_responses):
+        rule = f"must be 1 with {ref('rollout.engine')}=vllm where its log-probs are read and "
+        rule += "top_k, top_p, min_new_tokens or fixed_responses is set: it reports none of those"
+        yield Problem("actor_rollout.temperature", rule, actor.temperature, "use 1")
 
 
 def _check_experts(key: str, ep: int, section: RoleConfig, dp: int | None) -> Iterator[Problem]:

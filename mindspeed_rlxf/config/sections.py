@@ -297,12 +297,38 @@ class ValidationConfig(Section):
             yield Problem("best_metric", rule, self.best_metric, "use score")
 
 
+class VllmConfig(Section):
+    """Servers of the rollout engine `vllm`, one for each replica."""
+
+    section_used_if = "runs_vllm"
+
+    python: FilePath | None = free(
+        None, "interpreter of the environment with vLLM; null = the run's own"
+    )
+    tensor_parallel_size: int | None = reshard(
+        None, "devices of a server; null = rollout.tensor_model_parallel_size", ge=1
+    )
+    max_num_seqs: int | None = free(
+        None, "requests computed at once; null = actor_rollout.num_samples_per_step, else 256", ge=1
+    )
+    gpu_memory_utilization: float = free(
+        0.5, "share of a device's memory for weights and KV cache", gt=0, le=1
+    )
+    kv_cache_gib: float | None = free(
+        None, "KV cache of a device, GiB; null = by gpu_memory_utilization, on CPU 1", gt=0
+    )
+    enforce_eager: bool = free(True, "compile no graphs: slower on devices, starts sooner")
+    extra_args: dict[str, Any] = free({}, "further options of `vllm serve`, which win")
+
+
 class RolloutConfig(Section):
     """The rollout engine, and its layout on `actor_rollout.num_gpus_for_infer` devices."""
 
     engine: str = key(
-        "native", "rollout engine: native, transformers (slower), or the name of a plugin's engine"
+        "native",
+        "rollout engine: native, vllm, transformers (slower), or the name of a plugin's engine",
     )
+    vllm: VllmConfig = key(VllmConfig(), "the servers of the engine vllm")
     tensor_model_parallel_size: int | None = reshard(
         None, "ranks that share a layer in generation; null = as in training", ge=1
     )

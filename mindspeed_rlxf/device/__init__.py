@@ -7,6 +7,7 @@ its adaptor: MindSpeed's on NPU, none on CUDA, our own on CPU.
 import importlib.util
 import os
 import random
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -168,6 +169,22 @@ def has_flash_attention() -> bool:
     if _active is DeviceKind.CUDA:
         return importlib.util.find_spec("flash_attn") is not None
     return _active is DeviceKind.NPU
+
+
+def identity() -> str:
+    """Return this device's name in handles of its memory, as vLLM and vllm-ascend write it.
+
+    CUDA: its UUID. NPU: the host's address and the number of the chip.
+    """
+    if _active is DeviceKind.CUDA:
+        return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    assert _active is DeviceKind.NPU, "memory of the host has no handles"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("8.8.8.8", 80))  # chooses an interface; nothing is sent
+        address = probe.getsockname()[0]
+    index = current_device().index or 0
+    listed = [part.strip() for part in os.environ.get(npu.VISIBLE, "").split(",") if part.strip()]
+    return f"{address}-{listed[index] if listed else index}"
 
 
 def seed_all(seed: int) -> None:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -389,6 +389,10 @@ class MegatronEngine:
         """Yield every weight as (Hugging Face name, whole device tensor), on every rank."""
         with self.holding(Part.WEIGHTS):
             yield from hf_tensors(self.weights, self.groups, self.role.model_chunks)
+
+    def held_weights(self) -> Iterable[Tensor]:
+        """Return this rank's parameters, each once."""
+        return {id(p): p.data for p in self.weights.tensors.values()}.values()
 
     def export(
         self,

@@ -7,7 +7,7 @@ interface. All ranks in the role must call a method together, unless it names ot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
@@ -117,6 +117,9 @@ class TrainEngine(Protocol):
 
         Ranks that only generate rely on the order of `models.parameters.hf_shapes`.
         """
+
+    def held_weights(self) -> Iterable[Tensor]:
+        """Return this rank's parts of the weights, which may be changed in place."""
 
     def export(
         self,

@@ -39,11 +39,12 @@ class RoleGroups:
         pools: Mapping[str, Pool],
         eos_token_ids: Sequence[int],
         scores_in_processes: bool = False,
+        logs: str = "",
     ) -> RoleGroups:
         """Build every role in its pool's processes, all pools at once, and wait.
 
         With `scores_in_processes`, functions or rules score in separate processes during
-        generation.
+        generation. `logs` is the folder for logs of servers.
         """
         policy = pools[config.placement[Role.ACTOR_ROLLOUT]]
         actor, rollout = ActorGroup(config, policy), RolloutGroup(config, policy)
@@ -57,7 +58,8 @@ class RoleGroups:
         with phase("loading the weights of the roles") as loaded:
             builds = [actor.build()]
             builds += [reward.scorers.build(ScorerRole, config)] if reward.scorers else []
-            builds += [rollout.build(eos_token_ids, reward.scorers is not None), *reward.build()]
+            builds += [rollout.build(eos_token_ids, reward.scorers is not None, logs)]
+            builds += reward.build()
             builds += [group.build() for group in (ref, critic) if group]
             loaded.total = len(builds)
             for build in builds:

@@ -1,10 +1,12 @@
 """The rollout role: generates responses with the policy's weights."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from enum import Enum
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -27,6 +29,11 @@ from mindspeed_rlxf.rollout.rollout_engine import (
 )
 from mindspeed_rlxf.rollout.sampling import SamplingSettings, StopStrings
 
+PROBE = -1  # version of the changed weights
+PROBE_ROWS, PROBE_TOKENS = 4, 64
+PROBE_GAPS = {False: 2e-3, True: 0.3}
+"""bf16 -> largest mean difference of log-probs in a probe; other weights make it several nats."""
+
 
 class Sampling(Enum):
     """Token selection: the actor's keys, greedy, or the validation keys."""
@@ -47,26 +54,68 @@ class RolloutGroup:
         generates = PoolPart(pool, *config.parts) if config.parts else pool
         self.group = RoleGroup(Role.ROLLOUT, config.rollout_layout, generates)
         self._version: int | None = None  # of the weights that the ranks have
+        self.write_receipt: Callable[[dict[str, Any]], None] = lambda _: None
+        self.moved = False  # whether the last update must have changed some weights
 
-    def build(self, eos_token_ids: Sequence[int], scored: bool = False) -> Pending:
+    def build(self, eos_token_ids: Sequence[int], scored: bool = False, logs: str = "") -> Pending:
         """Submit the role's construction, after the actor's and the scorers'.
 
         It shares the actor's processes and weights, unless placement is disaggregated. `scored`
-        responses go to the scorers in the same processes.
+        responses go to the scorers in the same processes. Servers log into the folder `logs`.
         """
         actor = None if self.run.parts else Peer(Role.ACTOR_ROLLOUT)
         scorer = Peer(Role.SCORER) if scored else None
-        return self.group.build(RolloutRole, self.run, tuple(eos_token_ids), actor, scorer)
+        ends = tuple(eos_token_ids)
+        return self.group.build(RolloutRole, self.run, ends, actor, scorer, logs)
 
     def update_weights(self, actor: ActorGroup, version: int) -> None:
-        """Give the rollout the actor's weights after `version` updates, and wait."""
+        """Give the rollout the actor's weights after `version` updates, and wait.
+
+        Before the first time, servers are probed.
+
+        Raises:
+            ValueError: A server answers the probe wrongly, or got the same bits though they moved.
+        """
         if version == self._version:
             return
+        if self._version is None and self.run.runs_vllm:
+            self._probe(actor)
+        for replica, receipt in self._send(actor, version):
+            self.write_receipt({"replica": replica, **receipt})
+            if self.moved and self._version is not None and receipt["changed"] == 0:
+                raise ValueError(
+                    f"weights of version {version} are those of version {self._version}, bit by "
+                    f"bit, though they were trained: {receipt['first']} and all others; look for "
+                    "weights that are trained beside those that are sent, as an adapter's"
+                )
+        self._version = version
+
+    def _probe(self, actor: ActorGroup) -> None:
+        """Send strongly changed weights, and compare log-probs; the next update overwrites them."""
+        rows = probe_rows(self.run.training.seq_length, self.run.actor_rollout)
+        wanted = actor.group.call(ActorRole.begin_probe, rows).result()[0]
+        receipts = self._send(actor, PROBE)
+        scored = self.group.call(RolloutRole.score, rows).result()
+        actor.group.call(ActorRole.end_probe).result()
+        for (replica, receipt), found in zip(receipts, scored, strict=True):
+            gap = float((torch.tensor(found) - torch.tensor(wanted)).abs().mean())
+            self.write_receipt({"replica": replica, **receipt, "log_prob_gap": gap})
+            limit = PROBE_GAPS[self.run.actor_rollout.bf16]
+            if not gap <= limit:
+                raise ValueError(
+                    f"log-probs of the vLLM server {replica} and of training must differ by at "
+                    f"most {limit:g} in the mean on changed weights, not {gap:.3g}; the server "
+                    "computes another model: compare its config.json and versions"
+                )
+
+    def _send(self, actor: ActorGroup, version: int) -> list[tuple[int, Any]]:
+        """Send the weights and wait; return (replica, receipt), in order."""
         parts = [self.group.prepare(RolloutRole.update_weights, version)]
         if self.run.parts:
             parts.insert(0, actor.group.prepare(ActorRole.send_weights))
-        submit_together(self.pool, *parts).result()
-        self._version = version
+        replies = submit_together(self.pool, *parts).replies()
+        reports = [reply.report for reply in replies if reply.report is not None]
+        return [(n, receipt) for n, report in enumerate(reports) for receipt in report]
 
     def generate(
         self, prompts: Prompts, seed: int, sampling: Sampling = Sampling.TRAINING
@@ -85,16 +134,18 @@ class RolloutRole:
         eos_token_ids: Sequence[int],
         actor: ActorRole | None = None,
         scorer: ScorerRole | None = None,
+        logs: str = "",
     ) -> None:
         """Build the rollout engine; a collective over the generating ranks.
 
         `actor` trains the weights in this process; None = other ranks train and send them. `scorer`
-        scores finished responses in this process, and gets its `is_leader` here.
+        scores finished responses in this process, and gets its `is_leader` here. Servers log into
+        the folder `logs`.
         """
         from mindspeed_rlxf.rollout.replica import build_replica  # brings in Megatron
 
         policy = config.actor_rollout
-        self.replica = build_replica(config, actor.engine if actor else None)
+        self.replica = build_replica(config, actor.engine if actor else None, logs)
         stop = None
         if policy.stop_strings:
             tokenizer = load_tokenizer(config.training.tokenizer_name_or_path)
@@ -114,12 +165,23 @@ class RolloutRole:
         """Give the engine the actor's weights after `version` updates.
 
         Untrained ranks wait for `ActorRole.send_weights`. The next report includes the time as
-        `sync_s`.
+        `sync_s`. Report: receipts of servers.
         """
         started = time.monotonic()
         self.replica.take_weights(version)
         self.sync_s += time.monotonic() - started
-        return RoleOutput()
+        return RoleOutput(report=self.replica.take_receipts())
+
+    def score(self, rows: Rollouts) -> RoleOutput:
+        """Score the responses at temperature 1. Report: log-probs, one list for each row."""
+        prompts = [np.asarray(tokens) for tokens in rows.prompt_tokens()]
+        with self.replica.make_room():
+            try:
+                self.replica.engine.wake()
+                found = self.replica.engine.score(prompts, rows.response_tokens())
+            finally:
+                self.replica.engine.sleep()
+        return RoleOutput(report=found)
 
     def generate(
         self, prompts: Prompts, seed: int, sampling: Sampling = Sampling.TRAINING
@@ -232,6 +294,27 @@ def gather_rollouts(prompts: Prompts, results: Iterable[GenerationResult]) -> Ro
         data_sources=prompts.data_sources,
         weights_version=_pad(versions, torch.int32),
         extra_infos=prompts.extra_infos,
+    )
+
+
+def probe_rows(seq_length: int, actor: ActorConfig) -> Rollouts:
+    """Return rows of random tokens, on which two engines' log-probs are compared."""
+    size = min(PROBE_TOKENS, seq_length) // 2
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randint(actor.architecture.vocab_size, (PROBE_ROWS, 2 * size), generator=draw)
+    mask = torch.ones(PROBE_ROWS, size, dtype=torch.bool)
+    return Rollouts(
+        sample_ids=list(range(PROBE_ROWS)),
+        prompt_ids=tokens[:, :size],
+        prompt_lengths=torch.full((PROBE_ROWS,), size),
+        response_ids=tokens[:, size:],
+        response_mask=mask,
+        trained_mask=mask,
+        has_eos=mask[:, 0],
+        rollout_log_probs=mask.float(),
+        ground_truths=[""] * PROBE_ROWS,
+        data_sources=[""] * PROBE_ROWS,
+        weights_version=mask.int(),
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from mindspeed_rlxf.engine import offload
 from mindspeed_rlxf.engine.train_engine import TrainEngine
 from mindspeed_rlxf.models.parameters import Head, hf_shapes
 from mindspeed_rlxf.rollout import transfer
-from mindspeed_rlxf.rollout.rollout_engine import ENGINES, NATIVE, TRANSFORMERS, RolloutEngine
+from mindspeed_rlxf.rollout.rollout_engine import ENGINES, NATIVE, TRANSFORMERS, VLLM, RolloutEngine
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,14 @@ class Replica:
         is_leader: Whether this rank's results are used for the replica.
         make_room: Returns a context manager in which the training engines leave the device, for an
             engine with its own weights; by default it does nothing.
+        take_receipts: Returns the receipts of syncs since the last call; [] for engines in process.
     """
 
     engine: RolloutEngine
     take_weights: Callable[[int], None]
     is_leader: bool
     make_room: Callable[[], AbstractContextManager[None]] = nullcontext
+    take_receipts: Callable[[], list[Any]] = list
 
 
 def send_weights(config: RunConfig, trained: TrainEngine) -> None:
@@ -46,7 +49,7 @@ def send_weights(config: RunConfig, trained: TrainEngine) -> None:
     transfer.send(trained.hf_tensors(), _make_buckets(config), worlds.weights_group())
 
 
-def build_replica(config: RunConfig, trained: TrainEngine | None) -> Replica:
+def build_replica(config: RunConfig, trained: TrainEngine | None, folder: str = "") -> Replica:
     """Build this rank's rollout engine, without weights; a collective over the generating ranks.
 
     Args:
@@ -54,12 +57,15 @@ def build_replica(config: RunConfig, trained: TrainEngine | None) -> Replica:
         trained: The actor's engine in the same process, whose weights the rollout engine gets or
             shares. None = other ranks train and send their weights; then this also patches Megatron
             and sets torch's determinism, as no training engine has done so.
+        folder: For logs of servers.
 
     Raises:
-        AssertionError: `trained` is None and the engine is not native.
+        AssertionError: `trained` is None and the engine is neither native nor vLLM's.
     """
     leads, name = config.rollout_layout.is_leader(dist.get_rank()), config.rollout.engine
     seed, actor = config.training.seed, config.actor_rollout
+    if name == VLLM:
+        return _build_vllm(config, trained, folder)
     if trained is not None and name != NATIVE:
         if name == TRANSFORMERS:
             from mindspeed_rlxf.rollout.hf_rollout import TransformersRollout  # imports for seconds
@@ -96,6 +102,27 @@ def build_replica(config: RunConfig, trained: TrainEngine | None) -> Replica:
     memory = int(memory_gib * 2**30) if memory_gib else None
     native = NativeRollout(source, actor.num_samples_per_step, memory)
     return Replica(native, lambda version: native.update_weights(stream(), version), leads)
+
+
+def _build_vllm(config: RunConfig, trained: TrainEngine | None, folder: str) -> Replica:
+    from mindspeed_rlxf.rollout.vllm.engine import VllmRollout
+
+    actor = config.actor_rollout
+    engine = VllmRollout(config, folder)
+    if trained is not None:
+        stream: Callable[[], Iterable[tuple[str, Tensor]]] = trained.hf_tensors
+    else:
+        group = worlds.weights_group()
+        assert group is not None, "a rollout with weights of its own needs ranks of its own"
+        dtype = torch.bfloat16 if actor.bf16 else torch.float32
+        stream = partial(transfer.receive, _make_buckets(config), dtype, group)
+    return Replica(
+        engine,
+        lambda version: engine.update_weights(stream(), version),
+        engine.is_leader,
+        offload.holding,
+        engine.take_receipts,
+    )
 
 
 def _make_buckets(config: RunConfig) -> list[transfer.Bucket]:

@@ -156,6 +156,9 @@ NATIVE = "native"
 TRANSFORMERS = "transformers"
 """Name of the engine in `hf_rollout`, which generates with the model that transformers has."""
 
+VLLM = "vllm"
+"""Name of the engine in `rollout.vllm`, which generates in vLLM servers."""
+
 EngineFactory: TypeAlias = Callable[[RunConfig, TrainEngine], RolloutEngine]
 """(configuration, the actor's training engine in the same process) -> the engine of this rank.
 
@@ -176,7 +179,7 @@ def register_rollout_engine(name: str) -> Callable[[EngineFactory], EngineFactor
     """
 
     def register(factory: EngineFactory) -> EngineFactory:
-        if name in (NATIVE, TRANSFORMERS):
+        if name in (NATIVE, TRANSFORMERS, VLLM):
             raise ValueError(f"rollout engine {name!r} is the package's own; choose another name")
         register_part(ENGINES, name, factory, "rollout engine")
         return factory

@@ -96,3 +96,13 @@ def block_sums(tensor: Tensor) -> Tensor:
         padded = F.pad(part.float(), (0, 0, 0, -len(part) % BLOCK))
         sums.append(padded.unflatten(0, (-1, BLOCK)).sum(dim=1))
     return torch.cat(sums)
+
+
+def bit_sum(tensor: Tensor) -> int:
+    """Return one integer for a tensor's bits, to compare two copies.
+
+    It is the sum of the `block_sums`, row after row, times 1, 2, 3, ..., modulo 2^64: elements that
+    moved to another block change it too.
+    """
+    sums = block_sums(tensor).flatten().cpu().long()
+    return int((sums * torch.arange(1, len(sums) + 1)).sum())

@@ -116,6 +116,9 @@ class PpoTrainer:
             }
             for role, update in updates.items():
                 measured |= names.update_metrics(role, update.result()[0])
+            if trains_actor:
+                stood = measured["actor/lr"] == 0 or measured["actor/grad_norm"] == 0
+                self.rollout.moved = not (stood or measured.get("actor/skipped_steps"))
             # The KL of a policy that does not change is no reason to change the coefficient.
             if self.ref and trains_actor:
                 self.kl.update(measured["critic/kl"], self.config.samples_per_iteration)

@@ -1,6 +1,8 @@
 """Check a run's files, data and weights before a worker starts; needs no device."""
 
 import contextlib
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -35,7 +37,7 @@ from mindspeed_rlxf.rewards.plans import (
     scores_row,
 )
 from mindspeed_rlxf.rewards.sandbox import Sandbox
-from mindspeed_rlxf.rollout.rollout_engine import ENGINES, NATIVE, TRANSFORMERS
+from mindspeed_rlxf.rollout.rollout_engine import ENGINES, NATIVE, TRANSFORMERS, VLLM
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
 from mindspeed_rlxf.weights.chunks import StoredWeights
 from mindspeed_rlxf.weights.folders import find_description, open_weights
@@ -143,17 +145,31 @@ def _attempt(problems: list[Problem], action: Callable[[], T]) -> T | None:
 
 
 def _check_engine(config: RunConfig) -> list[Problem]:
-    key, name, known = "rollout.engine", config.rollout.engine, [NATIVE, TRANSFORMERS, *ENGINES]
+    key, name, known = (
+        "rollout.engine",
+        config.rollout.engine,
+        [NATIVE, VLLM, TRANSFORMERS, *ENGINES],
+    )
     if name not in known:
         remedy = f"use {closest(name, known) or NATIVE}, or add its file to training.plugins"
         return [Problem(key, f"must be one of {', '.join(known)}", name, remedy)]
-    if name != NATIVE and config.parts:
+    if name not in (NATIVE, VLLM) and config.parts:
         rule = "cannot generate on ranks of its own (num_gpus_for_infer)"
         return [Problem(key, rule, name, f"use {NATIVE}, or remove num_gpus_for_infer")]
     folder = Path(config.actor_rollout.load or "")
-    if name == TRANSFORMERS and not (folder / "config.json").is_file():
+    if name in (TRANSFORMERS, VLLM) and not (folder / "config.json").is_file():
         rule = "needs config.json in the folder actor_rollout.load"
         return [Problem(key, rule, name, f"use {NATIVE}, or load a Hugging Face folder")]
+    if name == VLLM:
+        looks = "import importlib.util as u, sys; sys.exit(u.find_spec('vllm') is None)"
+        python = config.rollout.vllm.python or sys.executable
+        try:
+            there = subprocess.run([python, "-c", looks], timeout=60, check=False).returncode == 0
+        except OSError:
+            there = False
+        if not there:
+            rule, remedy = "must have vLLM", "run `make install STACK=vllm`, and name its python"
+            return [Problem("rollout.vllm.python", rule, python, remedy)]
     return []
 
 

@@ -123,7 +123,7 @@ def training(
     whether `fit` raises Stopped; None = no time limit.
     """
     stop = stop or StopRequest(config.training.stop_grace_s)
-    roles = build_roles(config, prepared, runtime)
+    roles = build_roles(config, prepared, runtime, directory)
     with phase("hashing the prompts"):
         inputs = prepared.train_prompts, prepared.eos_token_ids
         prompts = hash_prompts(*inputs, reads_extra_info=bool(config.reward.parts))
@@ -131,6 +131,7 @@ def training(
     with phase("looking for a checkpoint and loading it"):
         state = checkpoints.restore(_announce if writes else lambda _: None)
     recorder = Recorder(config, directory, prepared.tokenizer, writes)
+    roles.rollout.write_receipt = recorder.write_receipt
     with contextlib.closing(recorder), contextlib.closing(checkpoints):
         source = PromptSource.from_config(config, prepared.train_prompts, prepared.fixed_responses)
         validator = Validator(config, roles, prepared.val_prompts, recorder)
@@ -260,6 +261,8 @@ class Ending:
                 return False
             case KeyboardInterrupt() | Stopped():
                 self._stopped(f"{self.stop.reason or 'SIGINT'}; {self.stop.work_lost}")
+            case WorkerError(error="EngineLost"):  # says what the server wrote last
+                self._stopped(error.cause)
             case LockLost() | DevicesMissing():
                 self._stopped(str(error))
             case StorageUnreadable():  # nothing was changed

@@ -202,13 +202,16 @@ class Validator:
         return metrics
 
 
-def build_roles(config: RunConfig, prepared: Prepared, runtime: Runtime) -> RoleGroups:
-    """Start the worker processes, and build the roles in them."""
+def build_roles(
+    config: RunConfig, prepared: Prepared, runtime: Runtime, directory: RunDirectory
+) -> RoleGroups:
+    """Start the worker processes, and build the roles in them; servers log to `directory`."""
     parts = {config.placement[Role.ACTOR_ROLLOUT]: config.parts} if config.parts else {}
     count = sum(sum(processes) for processes in config.resource_pool.values())
     with phase(f"starting {count} worker processes"):
         pools = runtime.create_pools(config.resource_pool, parts)
-    return RoleGroups.build(config, pools, prepared.eos_token_ids, prepared.scores_in_processes)
+    ends, processes = prepared.eos_token_ids, prepared.scores_in_processes
+    return RoleGroups.build(config, pools, ends, processes, str(directory.logs))
 
 
 def validate_only(
@@ -224,8 +227,9 @@ def validate_only(
     Metrics and samples go to `directory` if this process `writes`; the run's own folder is only
     read, so it may be in use. Raises UserError if all checkpoints are damaged.
     """
-    roles = build_roles(config, prepared, runtime)
+    roles = build_roles(config, prepared, runtime, directory)
     recorder = Recorder(config, directory, prepared.tokenizer, writes)
+    roles.rollout.write_receipt = recorder.write_receipt
     with contextlib.closing(recorder):
         iteration = 0
         if not config.training.new_run:

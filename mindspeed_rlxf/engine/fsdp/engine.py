@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from math import inf
@@ -402,6 +402,10 @@ class FsdpEngine:
         """Yield every weight as (Hugging Face name, whole device tensor), on every rank."""
         with self.holding(Part.WEIGHTS), torch.no_grad():
             yield from stream(self.held, self._pieces, self.dtype)
+
+    def held_weights(self) -> Iterable[Tensor]:
+        """Return this rank's rows of every weight."""
+        return [each.local for each in self.held]
 
     def without_adapters(self) -> AbstractContextManager[None]:
         """Return a context that does nothing: there are no adapters."""

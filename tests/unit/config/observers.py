@@ -42,6 +42,7 @@ from mindspeed_rlxf.rewards.manager import RewardManager
 from mindspeed_rlxf.rewards.sandbox import Sandbox
 from mindspeed_rlxf.roles import actor, critic
 from mindspeed_rlxf.roles.objectives import ExperienceMaker, make_objective
+from mindspeed_rlxf.rollout.vllm.server import server_command
 from mindspeed_rlxf.trainer import ppo, preflight, run
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
 from mindspeed_rlxf.trainer.validation import Scored, measure
@@ -370,6 +371,11 @@ def started(config: RunConfig) -> Any:
         local.LocalRuntime.from_config(config)
     kind = DeviceKind.AUTO
     return made.call_args.args, doctor_checks.choose_subject(config, kind).resource
+
+
+def served(config: RunConfig) -> Any:
+    """Return how a vLLM server is started."""
+    return server_command(config, on_cpu=True, on_npu=False)
 
 
 def joined(config: RunConfig) -> Any:

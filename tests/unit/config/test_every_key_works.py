@@ -30,6 +30,7 @@ from mindspeed_rlxf.config.schema import (
     RoleConfig,
     SandboxConfig,
     TrainingConfig,
+    VllmConfig,
 )
 from tests.unit.config import observers as see
 from tests.unit.config.conftest import TREE
@@ -332,13 +333,23 @@ ROLLOUT = {
     "tensor_model_parallel_size": Case(2, base=SPLIT),
     "expert_model_parallel_size": Case(2, base={**SPLIT, **EXPERTS}),
 }  # fmt: skip
+SERVED = {"rollout.engine": "vllm"}
+VLLM = {
+    "python": Case("/elsewhere/python", see.served, SERVED),
+    "tensor_parallel_size": Case(2, see.served, SERVED),
+    "max_num_seqs": Case(9, see.served, SERVED),
+    "gpu_memory_utilization": Case(0.9, see.served, SERVED),
+    "kv_cache_gib": Case(3.0, see.served, SERVED),
+    "enforce_eager": Case(False, see.served, SERVED),
+    "extra_args": Case({"block_size": 32}, see.served, SERVED),
+}
 ONE_VALUE = {"tokenizer_type"}
 """Reviewed: keys of which one value alone is accepted, which asks for what happens anyway."""
 
 TABLE: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
     "training": (TrainingConfig, TRAINING), "algorithm": (AlgorithmConfig, ALGORITHM),
     "algorithm.kl_ctrl": (KlControlConfig, KL_CTRL),
-    "rollout": (PLAIN_SECTIONS["rollout"], ROLLOUT),
+    "rollout": (PLAIN_SECTIONS["rollout"], ROLLOUT), "rollout.vllm": (VllmConfig, VLLM),
     "reward.function": (FunctionConfig, FUNCTION_KEYS), "reward.sandbox": (SandboxConfig, SANDBOX),
     "data": (PLAIN_SECTIONS["data"], DATA),
     "validation": (PLAIN_SECTIONS["validation"], VALIDATION),
@@ -351,7 +362,7 @@ TABLE: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
     **{role.value: (schema, {"actor_rollout": ACTOR_KEYS, "critic": CRITIC_KEYS,
      "reward": REWARD_KEYS, "ref": {}}[role.value]) for role, schema in ROLE_SECTIONS.items()},
 }  # fmt: skip
-NOT_LEAVES = {"kl_ctrl", "architecture", "sandbox", "offload", "lora"}
+NOT_LEAVES = {"kl_ctrl", "architecture", "sandbox", "offload", "vllm", "lora"}
 
 
 def cases() -> Iterator[Any]:

@@ -79,7 +79,7 @@ class Scripted:
 def make(monkeypatch: pytest.MonkeyPatch, is_leader: bool = True) -> tuple[RolloutRole, Scripted]:
     engine: Any = Scripted()
     replica = replicas.Replica(engine, engine.take_weights, is_leader)
-    monkeypatch.setattr(replicas, "build_replica", lambda config, trained: replica)
+    monkeypatch.setattr(replicas, "build_replica", lambda config, trained, logs: replica)
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: engine.clock))
     config: Any = SimpleNamespace(
         actor_rollout=ActorConfig.model_construct(max_new_tokens=1), validation=ValidationConfig()

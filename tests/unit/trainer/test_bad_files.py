@@ -286,7 +286,9 @@ def test_an_eos_id_beyond_the_vocabulary_is_refused(good, tmp_path, problems):
 
 def test_an_unknown_or_unsuitable_rollout_engine_is_refused(problems, monkeypatch, tmp_path):
     (line,) = problems("rollout.engine=nativ")
-    assert line.startswith("error: rollout.engine=nativ must be one of native, transformers; use")
+    assert line.startswith(
+        "error: rollout.engine=nativ must be one of native, vllm, transformers; use"
+    )
     monkeypatch.setitem(ENGINES, "other", lambda *_: None)
     split = ["num_gpus_for_train=1", "num_gpus_for_infer=1"]
     words = [*(f"actor_rollout.{word}" for word in split), "resource_pool.actor_rollout=2"]
@@ -294,6 +296,8 @@ def test_an_unknown_or_unsuitable_rollout_engine_is_refused(problems, monkeypatc
     assert line.startswith("error: rollout.engine=other cannot generate on ranks of its own")
     lines = problems("rollout.engine=transformers", f"actor_rollout.load={tmp_path}")
     assert any(line.startswith("error: rollout.engine=transformers needs") for line in lines)
+    (line,) = problems("rollout.engine=vllm", "+rollout.vllm.python=/nowhere/python")
+    assert line.startswith("error: rollout.vllm.python=/nowhere/python must have vLLM; run")
 
 
 CODE = ("reward={kind: rule, rules: {arithmetic: code}}", "~resource_pool.reward")

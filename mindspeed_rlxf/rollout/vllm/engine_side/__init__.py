@@ -1,0 +1,1 @@
+"""Files that vLLM's processes import, by their folder; the trainer imports none of them."""

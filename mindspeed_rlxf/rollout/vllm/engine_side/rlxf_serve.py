@@ -1,0 +1,41 @@
+"""Run vLLM's own server, in the environment that has vLLM: `rlxf_serve.py OWNER OPTION...`."""
+
+import os
+import runpy
+import shutil
+import signal
+import sys
+import threading
+import time
+
+TRIED = ("0.32.", "0.23.")  # versions; 0.23 only as text, with vllm-ascend 0.23
+
+
+def end_with(parent: int) -> None:
+    """Kill this process group, and remove its folder of sockets, once the parent has ended."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        shutil.rmtree(os.environ["RLXF_FOLDER"], ignore_errors=True)
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main() -> None:
+    """Check vLLM's version, then become its server."""
+    end_with(int(sys.argv[1]))
+    import vllm
+
+    if not vllm.__version__.startswith(TRIED):
+        sys.exit(f"vLLM must be {' or '.join(TRIED)}*, not {vllm.__version__}")
+    options = sys.argv[2:]
+    if not vllm.__version__.startswith("0.23."):  # which always has the routes
+        options.append("--enable-scale-out")
+    sys.argv[1:] = options
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Start, watch and end a vLLM server process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.rollout.vllm.client import Client, ServerError
+
+ENGINE_SIDE = Path(__file__).with_name("engine_side")
+HIDDEN = (  # about the trainer's own process
+    "PYTHONPATH", "PYTHONHOME", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "TORCH_DEVICE_BACKEND_AUTOLOAD",
+)  # fmt: skip
+TAIL_LINES, END_S = 20, 10.0  # lines of a log in errors; seconds for a server to end by itself
+
+
+class Server:
+    """A vLLM server in its own process group, reached by a socket that only this user can open.
+
+    It ends with this object, with `end`, and when this process ends in any way.
+    """
+
+    def __init__(
+        self, python: str, options: Sequence[str], environment: Mapping[str, str], log: Path
+    ) -> None:
+        """Start the process without waiting for it; its output is appended to `log`."""
+        # In a folder of its own: paths of sockets have 107 bytes at most.
+        folder = Path(tempfile.mkdtemp(prefix="rlxf-vllm-"))
+        self.client, self.log = Client(str(folder / "api")), log
+        own = {
+            "PYTHONPATH": str(ENGINE_SIDE),
+            "RLXF_FOLDER": str(folder),
+            "VLLM_RPC_BASE_PATH": str(folder),
+            "VLLM_SERVER_DEV_MODE": "1",  # has the routes for weights
+            "VLLM_HOST_IP": "127.0.0.1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        kept = {name: text for name, text in os.environ.items() if name not in HIDDEN}
+        command = [python, str(ENGINE_SIDE / "rlxf_serve.py"), str(os.getpid()), *options]
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as output:
+            self._start = output.tell()
+            self.process = subprocess.Popen(
+                [*command, "--uds", self.client.path],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**kept, **own, **environment},
+                start_new_session=True,
+            )
+        self.end = weakref.finalize(self, _end, self.process, folder)
+
+    def wait_until_ready(self, timeout_s: float) -> None:
+        """Wait until the server answers. Raises ServerError if it ends, or takes too long."""
+        deadline = time.monotonic() + timeout_s
+        while not self.client.is_ready():
+            if (status := self.process.poll()) is not None:
+                raise ServerError(f"it ended at its start with status {status}")
+            if time.monotonic() > deadline:
+                raise ServerError(f"it was not ready after {timeout_s:g} s")
+            time.sleep(0.2)
+
+    def kill(self) -> None:
+        """End it at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.end()
+
+    def last_lines(self) -> str:
+        """Return the end of what this process has written."""
+        with self.log.open("rb") as file:
+            file.seek(self._start)
+            lines = file.read().decode("utf-8", "replace").splitlines()
+        return "\n".join([f"last lines of {self.log}:", *lines[-TAIL_LINES:]])
+
+
+def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        deadline = time.monotonic() + END_S
+        with contextlib.suppress(ProcessLookupError):  # the group is gone
+            os.killpg(process.pid, sign)
+            while time.monotonic() < deadline:
+                process.poll()  # reaps the first process; others may live longer
+                os.killpg(process.pid, 0)
+                time.sleep(0.05)
+    process.wait()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def server_command(config: RunConfig, on_cpu: bool, on_npu: bool) -> tuple[str, list[str]]:
+    """Return the interpreter and the server's options; those of `extra_args` win."""
+    actor, keys, tp = config.actor_rollout, config.rollout.vllm, config.rollout_tp
+    # At temperature 1 raw log-probs are those before filters and the ban on an early EOS.
+    mode = "raw_logprobs" if actor.logit_temperature == 1.0 else "processed_logprobs"
+    options: dict[str, Any] = {
+        "model": actor.load,
+        "load-format": "dummy",  # all weights are sent
+        "skip-tokenizer-init": True,
+        "generation-config": "vllm",
+        "dtype": "bfloat16" if actor.bf16 else "float32",
+        "seed": config.training.seed,
+        "max-model-len": config.training.seq_length + 1,  # scoring samples one token more
+        "logprobs-mode": mode,
+        "tensor-parallel-size": tp,
+        "gpu-memory-utilization": keys.gpu_memory_utilization,
+        "enforce-eager": keys.enforce_eager,
+        "enable-sleep-mode": not on_cpu,
+        "enable-prompt-tokens-details": True,
+        "disable-log-stats": True,
+        "disable-uvicorn-access-log": True,
+        "stream-interval": 16,  # tokens sent together
+        "worker-extension-cls": "rlxf_vllm.Extension",
+        "weight-transfer-config": {"backend": "rlxf"},
+    }
+    if rows := keys.max_num_seqs or actor.num_samples_per_step:
+        options["max-num-seqs"] = rows
+    if keys.kv_cache_gib or on_cpu:
+        options["kv-cache-memory-bytes"] = int((keys.kv_cache_gib or 1.0) * 2**30)
+    if tp == 1:
+        options["distributed-executor-backend"] = "uni"  # one process less
+    if on_npu:
+        options["additional-config"] = {"rl_config": {"enabled": True}}  # no layout NZ
+    options |= {name.replace("_", "-"): value for name, value in keys.extra_args.items()}
+    found = []
+    for name, value in options.items():
+        if value is not False:
+            text = json.dumps(value) if isinstance(value, (dict, list)) else str(value)
+            found += [f"--{name}"] if value is True else [f"--{name}", text]
+    return keys.python or sys.executable, found
