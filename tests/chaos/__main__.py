@@ -43,6 +43,7 @@ VARIANTS = {
     "colocated, asynchronous saves": ASYNC,
     "separate pools": SEPARATE,
     "separate pools, asynchronous saves": SEPARATE + ASYNC,
+    "fsdp, asynchronous saves": ("training.backend=fsdp", *ASYNC),
 }
 KINDS = {  # word of a command line -> kind of the process; the first word that matches counts
     "RayWorker": "worker",

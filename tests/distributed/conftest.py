@@ -7,6 +7,7 @@ import pytest
 
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.schema import DeviceConfig, RuntimeConfig
+from tests.distributed.llamas import FSDP_POOL
 from tests.processes import ROOT
 from tests.registries import restored_registries
 
@@ -17,7 +18,7 @@ ALL_DEVICES = WARM_DEVICES + 3  # with those of a test that makes its own
 
 @pytest.fixture(scope="session")
 def ray_runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A RayRuntime on a cluster of its own with ALL_DEVICES CPU devices.
+    """A RayRuntime on a cluster of its own with ALL_DEVICES CPU devices; see `with_fsdp`.
 
     Pools that no test ends are ended with the session.
     """
@@ -28,7 +29,10 @@ def ray_runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         patch.setenv("PYTHONPATH", str(ROOT))  # so that workers can import roles of tests
         patch.setenv("RAY_ADDRESS", "local")  # never join a cluster that this user runs on the host
         logs = tmp_path_factory.mktemp("logs")
-        runtime = RayRuntime(DeviceConfig(kind=DeviceKind.CPU), config, ALL_DEVICES, log_dir=logs)
+        runtime = RayRuntime(
+            DeviceConfig(kind=DeviceKind.CPU), config, ALL_DEVICES, log_dir=logs,
+            without_megatron=[FSDP_POOL],
+        )  # fmt: skip
         try:
             yield runtime
         finally:

@@ -3,6 +3,7 @@
 Most are Llamas; the architectures also cover Qwen2, Qwen3 and mixtures of experts.
 """
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from packaging.version import Version
 
 from mindspeed_rlxf.config import packages
 from mindspeed_rlxf.config.architecture import SHARED_GROUPS_SINCE
-from mindspeed_rlxf.config.enums import CONFIGURED, DeviceKind, RewardKind
+from mindspeed_rlxf.config.enums import CONFIGURED, DeviceKind, RewardKind, Role
 from mindspeed_rlxf.config.schema import (
     ActorConfig,
     AlgorithmConfig,
@@ -140,6 +141,26 @@ def role_of(folder: Path, architecture: ArchitectureConfig, **keys: Any) -> Role
 def with_local_runtime(config: RunConfig) -> RunConfig:
     """Return a copy of the configuration with `runtime.kind=local`: each rank runs the driver."""
     return config.model_copy(update={"runtime": RuntimeConfig(kind="local")})
+
+
+FSDP_POOL = "fsdp"
+"""A pool whose processes do not load Megatron."""
+
+
+def with_fsdp(config: RunConfig, roles: Collection[Role] = CONFIGURED, size: int = 1) -> RunConfig:
+    """Return a copy in which these roles, the actor among them, compute with FSDP.
+
+    They have a pool of their own with `size` devices.
+    """
+    sections = {
+        role.value: config.role(role).model_copy(update={"backend": "fsdp"}) for role in roles
+    }
+    placement = config.placement | dict.fromkeys(roles, FSDP_POOL)
+    pools = {**config.resource_pool, FSDP_POOL: [size]}
+    used = {name: pools[name] for name in pools if name in placement.values()}
+    rollout = config.rollout.model_copy(update={"engine": "transformers"})
+    more = {"placement": placement, "resource_pool": used, "rollout": rollout}
+    return config.model_copy(update={**sections, **more})
 
 
 def run_config(

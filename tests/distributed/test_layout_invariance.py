@@ -33,6 +33,7 @@ from tests.distributed.llamas import (
     TIED,
     make_models,
     run_config,
+    with_fsdp,
 )
 from tests.processes import read_metrics, run_python
 from tests.training import run
@@ -286,6 +287,21 @@ def test_the_placement_changes_nothing(warm_runtime, tmp_path, models, placement
     pools = PLACEMENTS[placement]
     other = outcome(warm_runtime, models["untied"], tmp_path / "other", "untied", pools=pools)
     compare(one, other, models["untied"])
+
+
+@pytest.mark.parametrize(
+    "roles",
+    [
+        pytest.param([Role.ACTOR_ROLLOUT, Role.REF], id="actor"),
+        pytest.param(CONFIGURED, id="all", marks=pytest.mark.long),
+    ],
+)
+def test_the_training_engine_changes_nothing(warm_runtime, tmp_path, models, roles):
+    """The other roles are Megatron's, on a pool of their own."""
+    one = one_process(warm_runtime, tmp_path, models["untied"], "untied")
+    config, prepared = fixed_run(models["untied"], tmp_path / "other", PLAIN, 1, {}, WHITENED)
+    config = with_fsdp(config, roles, size=2)
+    compare(one, Outcome(run(config, warm_runtime, prepared)), models["untied"])
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""The peak memory of a role is the planned one, within 10%, in a process of its own on a CPU."""
+"""The peak memory of a role is the planned one, within 10% (FSDP 15%), in its own CPU process."""
 
 import gc
 import sys
@@ -26,7 +26,6 @@ from mindspeed_rlxf.roles.critic import CriticRole
 from tests.distributed.groups import build_group
 from tests.distributed.llamas import make_llama, run_config
 from tests.distributed.samples import make_experience
-from tests.distributed.test_memory_plan import measured
 from tests.processes import run_python
 from tests.rows import made_rollouts
 from tests.traced import traced_peak
@@ -52,6 +51,8 @@ class Shape:
     prompt: int = 64
     response: int = 448
     keys: dict[str, Any] = field(default_factory=dict)  # further keys of the role
+    micro_batch: int = 4
+    backend: str = "megatron"
 
 
 GROUP = {"n_samples_per_prompt": 4, "do_sample": True}
@@ -71,12 +72,27 @@ SHAPES = {
     "actor, adapters, recompute full": Shape(keys={**ADAPTERS, "recompute": "full"}),
     "critic": Shape(role=Role.CRITIC),
     "critic, adapters": Shape(role=Role.CRITIC, keys=ADAPTERS),
+    "fsdp actor": Shape(backend="fsdp"),
+    "fsdp actor, 2 micro-batches": Shape(micro_batch=2, backend="fsdp"),
+    "fsdp actor, recompute full": Shape(keys={"recompute": "full"}, backend="fsdp"),
+    "fsdp actor, bf16": Shape(keys={"bf16": True}, backend="fsdp"),
+    "fsdp critic": Shape(role=Role.CRITIC, backend="fsdp"),
     "real width, 1 layer": Shape(REAL),
     # A critic, because an actor of two layers would need more than 23 GB.
     "real width, 2 layers": Shape(
         REAL.model_copy(update={"num_layers": 2}), Role.CRITIC, keys={"recompute": "full"}
     ),
 }
+
+
+def lasting(engine: Any) -> tuple[int, ...]:
+    """Bytes of weights, gradients and optimizer between updates."""
+    if hasattr(engine, "held"):  # of FSDP
+        tensors = [each.local for each in engine.held], engine.optimizer.tensors()
+        return tuple(sum(each.nbytes for each in of) for of in tensors)
+    from tests.distributed.test_memory_plan import measured  # brings in Megatron
+
+    return measured(engine)[0]
 
 
 class _Traced:
@@ -99,7 +115,7 @@ class _Traced:
         peaks = {}
         for name, phase in phases.items():
             with offload.holding():  # offloads every part that may be offloaded
-                before = sum(measured(self.engine)[0])
+                before = sum(lasting(self.engine))
             peaks[name] = before + traced_peak(phase)
         return RoleOutput(report=peaks)
 
@@ -144,7 +160,9 @@ def make_config(shape: Shape, folder: Path) -> RunConfig:
     make_llama(folder, shape.architecture, scored=scored)
     gc.collect()  # free the model that was written
     return run_config(
-        folder, folder, shape.architecture, {"micro_batch_size": 4}, 1, OptimizerConfig(lr=1e-6),
+        folder, folder, shape.architecture,
+        {"micro_batch_size": shape.micro_batch, "backend": shape.backend}, 1,
+        OptimizerConfig(lr=1e-6),
         actor_rollout={
             "max_prompt_length": shape.prompt,
             "max_new_tokens": shape.response,
@@ -169,7 +187,8 @@ def test_as_much_is_planned_as_is_allocated(tmp_path: Path, name: str) -> None:
 def main(name: str, folder: Path) -> None:
     shape = SHAPES[name]
     config = make_config(shape, folder)
-    runtime = LocalRuntime(DeviceKind.CPU, timeout_s=900.0)
+    is_megatron = shape.backend == "megatron"
+    runtime = LocalRuntime(DeviceKind.CPU, timeout_s=900.0, megatron=is_megatron)
     kind = TracedCritic if shape.role is Role.CRITIC else TracedActor
     group = build_group(runtime, config.layout(shape.role), kind, config, role=shape.role)
     allocated = group.call(kind.measure, *make_rows(shape)).result()[0]
@@ -178,7 +197,8 @@ def main(name: str, folder: Path) -> None:
     for name, names in {"forward": ["forward"], "update": ["update", "optimizer step"]}.items():
         phases = [phase for phase in planned.phases if phase.name in names]
         wanted = max(sum(planned.on_device(phase)) + phase.total for phase in phases)
-        assert 0.95 <= wanted / allocated[name] <= 1.1, (name, wanted, allocated[name])
+        least, most = (0.95, 1.1) if is_megatron else (0.9, 1.15)
+        assert least <= wanted / allocated[name] <= most, (name, wanted, allocated[name])
     runtime.shutdown()
 
 

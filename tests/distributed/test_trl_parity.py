@@ -37,6 +37,7 @@ from mindspeed_rlxf.roles import (
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticGroup, CriticRole
 from mindspeed_rlxf.roles.objectives import ClippedObjective
+from tests.distributed.llamas import with_fsdp
 from tests.processes import read_lines, read_metrics
 from tests.rows import length_mask
 from tests.training import run, train
@@ -46,6 +47,7 @@ from tests.trl.runs import SeenEnough, Trace, prepared, recorded_order, trl_conf
 LAYOUTS = {
     "one process": (1, {}),
     "tp2 pp2": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+    "fsdp": (1, {"backend": "fsdp"}),
 }
 
 
@@ -102,6 +104,8 @@ def run_like_trl(
     ("name", "layout"),
     [
         ("minibatch", "one process"),
+        pytest.param("minibatch", "fsdp", marks=pytest.mark.long),
+        pytest.param("greedy", "fsdp", marks=pytest.mark.long),
         pytest.param("minibatch", "tp2 pp2", marks=pytest.mark.long),
         pytest.param("epoch", "one process", marks=pytest.mark.long),
         pytest.param("epoch", "tp2 pp2", marks=pytest.mark.long),
@@ -114,6 +118,8 @@ def test_twenty_updates_equal_trl(warm_runtime, tmp_path, monkeypatch, name, lay
     size, keys = LAYOUTS[layout]
     make_tokenizer().save_pretrained(tmp_path / "tokenizer")
     config = trl_config(trace, tmp_path, size, keys)
+    if "backend" in keys:
+        config = with_fsdp(config, size=size)
     metrics, first = run_like_trl(trace, config, warm_runtime, monkeypatch)
     samples = read_lines(Path(config.training.output_dir) / "samples.jsonl")
     assert [sample["response_ids"] for sample in samples] == trace.responses

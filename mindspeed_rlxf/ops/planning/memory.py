@@ -16,6 +16,7 @@ from mindspeed_rlxf.config.schema import OffloadConfig, RunConfig
 from mindspeed_rlxf.models.parameter_counts import adapted_elements, received_elements, shard_sizes
 from mindspeed_rlxf.models.parameters import Head, hf_shapes
 from mindspeed_rlxf.ops.planning.available import rollout_memory
+from mindspeed_rlxf.ops.planning.sharded_memory import ShardedModel
 from mindspeed_rlxf.ops.planning.stage_memory import (
     FP32,
     POOL_GROUP,
@@ -177,6 +178,8 @@ def role_memory(config: RunConfig, role: Role, pp_rank: int) -> RoleMemory:
     Frozen roles have no gradients and optimizer, and a reference that is the actor without its
     adapters no weights. The actor also generates, or sends its weights if its pool is split.
     """
+    if config.role(role).backend == "fsdp":
+        return _sharded_memory(config, role)
     stage = PipelineStage(config, role, pp_rank)
     phases = list(stage.phases())
     if role is Role.ACTOR_ROLLOUT and config.parts:
@@ -190,6 +193,15 @@ def role_memory(config: RunConfig, role: Role, pp_rank: int) -> RoleMemory:
         phases.append(_generate_phase(config, received))
     offload = OffloadConfig() if stage.is_shared else stage.section.offload
     return RoleMemory(role, stage.state(), stage.communication_bytes(), tuple(phases), offload)
+
+
+def _sharded_memory(config: RunConfig, role: Role) -> RoleMemory:
+    model = ShardedModel(config, role)
+    phases = list(model.phases())
+    if role is Role.ACTOR_ROLLOUT:  # generation has a whole model, and gathers one tensor at a time
+        phases.append(_generate_phase(config, model.numbers + model.root))
+    offload = model.section.offload
+    return RoleMemory(role, model.state(), model.communication_bytes(), tuple(phases), offload)
 
 
 def _generate_phase(config: RunConfig, received: int) -> Phase:

@@ -1,0 +1,165 @@
+"""Compute a role's device memory with FSDP: what lasts on a rank, and what phases add.
+
+All ranks have equal shards of every parameter. A layer's whole weights are on the device while it
+computes, those outside the layers (the root's) during the whole pass. Bytes are per rank.
+"""
+
+import contextlib
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from math import prod
+
+from mindspeed_rlxf import device
+from mindspeed_rlxf.config.enums import KlPenalty, Recompute, Role
+from mindspeed_rlxf.config.schema import ArchitectureConfig, LearningConfig, RunConfig
+from mindspeed_rlxf.models.heads import CHUNK_TOKENS
+from mindspeed_rlxf.models.parameter_counts import HEADS
+from mindspeed_rlxf.models.parameters import Head, hf_shapes
+from mindspeed_rlxf.ops.planning.stage_memory import (
+    FP32,
+    LayerBytes,
+    Phase,
+    State,
+    itemsize,
+    micro_batch_tokens,
+    micro_batches,
+)
+from mindspeed_rlxf.weights.hf_folder import open_hf_folder
+
+LAYER = re.compile(r"\.layers\.(\d+)\.")
+OUTPUT = "lm_head.weight"
+LAYERS_AT_ONCE = 2  # the present one, and the next one that is gathered ahead
+
+
+@lru_cache(maxsize=64)
+def element_counts(
+    load: str | None, architecture: ArchitectureConfig, head: Head
+) -> tuple[int, tuple[int, ...]]:
+    """Return a model's elements outside its layers, and in each layer.
+
+    From the headers of the folder `load`; if it is not there, by the parameter map.
+    """
+    shapes: Mapping[str, tuple[int, ...]] = hf_shapes(architecture, head)
+    with contextlib.suppress(ValueError, OSError):
+        shapes = {name: each.shape for name, each in open_hf_folder(str(load)).items()}
+    counts: Counter[int] = Counter()
+    for name, shape in shapes.items():
+        if not (head is Head.SCORE and name == OUTPUT):
+            found = LAYER.search(name)
+            counts[int(found[1]) if found else -1] += prod(shape)
+    return counts.pop(-1, 0), tuple(counts.values())
+
+
+def layer_bytes(a: ArchitectureConfig, tokens: int, item: int) -> LayerBytes:
+    """Compute the activations of a layer of transformers for a rank's `tokens`."""
+    # As in Megatron's layers: input in fp32, normed value, output, root per token.
+    norm = tokens * ((FP32 + 2 * item) * a.hidden_size + FP32)
+    queries, keys = a.num_attention_heads * a.head_dim, a.kv_heads * a.head_dim
+    # Projections, turned halves, rotated queries and keys, values, the result and its copy, the
+    # log of the softmax's divisor.
+    attention = item * (5 * queries + 4 * keys) + FP32 * a.num_attention_heads
+    if a.qk_layernorm:
+        attention += (FP32 + item) * (queries + keys)
+    mlp = 4 * item * a.mlp_hidden_size
+    if a.num_experts:
+        # Sorted inputs, both halves together and apart, their product, the results.
+        pairs = a.moe_router_topk
+        mlp = pairs * item * (2 * a.hidden_size + 6 * a.mlp_hidden_size) + 8 * a.num_experts
+    return LayerBytes(norm, tokens * attention, tokens * mlp, 0, tokens * a.hidden_size * item)
+
+
+class ShardedModel:
+    """One role with FSDP, with the sizes behind its memory."""
+
+    def __init__(self, config: RunConfig, role: Role) -> None:
+        self.config, self.role = config, role
+        self.section, self.head, self.layout = config.role(role), HEADS[role], config.layout(role)
+        self.root, self.layers = element_counts(
+            self.section.load, self.section.architecture, self.head
+        )
+        self.numbers = self.root + sum(self.layers)
+        self.trained = isinstance(self.section, LearningConfig)
+        self.item, self.ranks = itemsize(self.section), self.layout.world_size
+        self.response = config.actor_rollout.max_new_tokens
+        self.length = config.actor_rollout.max_prompt_length + self.response
+
+    def state(self) -> State:
+        """Return the bytes that last: fp32 main weights and moments where the role is trained.
+
+        Gradients exist in updates only.
+        """
+        shard = -(-self.numbers // self.ranks)
+        if not self.trained:
+            return State(shard * self.item, 0, 0)
+        return State(shard * FP32, 0, shard * 2 * FP32)
+
+    def communication_bytes(self) -> int:
+        """Return the buffers of the process groups: all ranks', and the Ulysses group's."""
+        groups = (self.ranks > 1) + (self.section.ulysses_sequence_parallel_size > 1)
+        return groups * device.communicator_bytes(self.config.device.kind)
+
+    def phases(self) -> Iterator[Phase]:
+        """Yield forward and, for a trained role, update and optimizer step."""
+        config = self.config
+        compares = config.algorithm.kl_penalty is KlPenalty.FULL
+        beside = Role.ACTOR_ROLLOUT if self.role is Role.REF and compares else None
+        samples = config.samples_per_iteration // self.layout.dp
+        layer = self._layer(samples)
+        held = max(layer.forward, self._head_bytes(samples))
+        yield Phase("forward", held, other=self._whole_weights(), beside=beside)
+        if not isinstance(self.section, LearningConfig):
+            return
+        mini_batch = config.actor_rollout.ppo_mini_batch_size
+        if self.role is Role.CRITIC:
+            mini_batch = config.value_model.critic_mini_batch_size
+        yield self._update(mini_batch // self.layout.dp)
+        yield Phase("optimizer step", other=-(-self.numbers // self.ranks) * FP32, learns=True)
+
+    def _whole_weights(self) -> int:
+        """Return the bytes of gathered weights: the root's, and those of LAYERS_AT_ONCE layers."""
+        largest = sorted(self.layers)[-LAYERS_AT_ONCE:]
+        return (self.root + sum(largest)) * self.item
+
+    def _update(self, samples: int) -> Phase:
+        section, layer = self.section, self._layer(samples)
+        assert isinstance(section, LearningConfig), "frozen roles have no update"
+        count, largest = len(self.layers), max(self.layers, default=0)
+        again = 0
+        kept = count * layer.kept
+        if section.recompute is Recompute.FULL:
+            kept, again = count * layer.entry, layer.kept
+        shard = -(-self.numbers // self.ranks)
+        head = self._head_bytes(samples)
+        if self.head is Head.LANGUAGE_MODEL and self._read(samples) > CHUNK_TOKENS:
+            head += FP32 * section.architecture.vocab_size * section.architecture.hidden_size
+        # The head's activations are freed before the backward pass reaches a layer. Micro-batches
+        # before the last one add up whole fp32 gradients. With one, gradients become shards layer
+        # by layer, while activations are freed.
+        if micro_batches(section, samples, self.length) > 1:
+            peak = kept + max(head, again) + self.numbers * FP32
+        else:
+            first = kept + max(head, again + (self.root + largest) * FP32)
+            peak = max(first, layer.kept + (self.root + shard) * FP32)
+        return Phase("update", peak, other=self._whole_weights(), learns=True)
+
+    def _layer(self, samples: int) -> LayerBytes:
+        tokens = micro_batch_tokens(self.section, samples, self.length)
+        own = -(-tokens // self.section.ulysses_sequence_parallel_size)
+        return layer_bytes(self.section.architecture, own, self.item)
+
+    def _read(self, samples: int) -> int:
+        slots = self.response if self.head is Head.LANGUAGE_MODEL else self.response + 1
+        read = micro_batch_tokens(self.section, samples, slots)
+        return -(-read // self.section.ulysses_sequence_parallel_size)
+
+    def _head_bytes(self, samples: int) -> int:
+        """Return a micro-batch's last hidden states and head, as for Megatron's last stage."""
+        a, read = self.section.architecture, self._read(samples)
+        tokens = micro_batch_tokens(self.section, samples, self.length)
+        tokens = -(-tokens // self.section.ulysses_sequence_parallel_size)
+        held = a.hidden_size * (tokens * (FP32 + 2 * self.item) + read * self.item)
+        if self.head is Head.SCORE:
+            return held + FP32 * read * a.hidden_size
+        return held + 4 * FP32 * min(read, CHUNK_TOKENS) * a.vocab_size
