@@ -26,7 +26,7 @@ TRAIN = $(BIN)/python ray_gpt.py $(1) training.output_dir=$(DEMO) training.seed=
 CODE := mindspeed_rlxf docs examples tests benchmarks constraints setup.py ray_gpt.py preprocess_data.py convert_ckpt.py
 PYTEST := $(BIN)/python -m pytest --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help install demo demo-real bring-up test test-long test-hosts chaos mutations lint format docs wheelhouse
+.PHONY: help install demo demo-real bring-up test test-long test-vllm test-hosts chaos mutations lint format docs wheelhouse
 unexport PYTHONDONTWRITEBYTECODE  # compiled modules are kept, for the many processes that tests start
 
 help:
@@ -47,6 +47,15 @@ $(BIN)/python:
 # libraries are still missing then. On cuda and npu the .pth file above shows the packages of PYTHON,
 # torch among them; one is replaced only if a package of ours refuses its version, and a replacement
 # may refuse others in turn.
+# The environment of the engine vllm has no part of this package.
+ifeq ($(STACK),vllm)
+$(STAMP): $(SET) constraints/locked.py constraints/SHA256SUMS | $(BIN)/python
+	@echo 'installing vLLM (3 GB, some minutes)'
+	@$(LOCK) $(SET) > $(LOCKED)
+	@$(INSTALL) $(LOCKED_SET)
+	@$(INSTALL) --no-warn-conflicts $(TORCH)
+	@touch $@
+else
 $(STAMP): setup.py pyproject.toml $(SET) constraints/locked.py constraints/SHA256SUMS | $(BIN)/python
 	@echo 'installing (a minute or two the first time)'
 	@rm -rf $(TOOLS)
@@ -58,6 +67,7 @@ $(STAMP): setup.py pyproject.toml $(SET) constraints/locked.py constraints/SHA25
 	done
 	@$(if $(filter cpu,$(DEVICE)),$(INSTALL) --no-warn-conflicts $(TORCH))
 	@touch $@
+endif
 
 demo: $(STAMP) $(if $(filter npu,$(DEVICE)),bring-up)  ## train a tiny model by PPO, then print a report
 	$(BIN)/python examples/tiny/make.py --output outputs/tiny --seed 1
@@ -78,6 +88,9 @@ test: $(STAMP)  ## unit and distributed tests (PYTEST_ARGS adds arguments)
 test-long: $(STAMP)  ## the tests that take longer
 	$(PYTEST) tests -m "long and not large" -n 2 $(PYTEST_ARGS)
 	$(BIN)/python -m pytest tests -m large $(PYTEST_ARGS)
+test-vllm: $(STAMP)  ## the tests that need vLLM, in the environment of `make install STACK=vllm`
+	$(MAKE) install STACK=vllm
+	RLXF_VLLM_PYTHON="$(abspath .venv-vllm/bin/python)" $(BIN)/python -m pytest tests/vllm $(PYTEST_ARGS)
 test-hosts: $(STAMP)  ## test a run on two hosts made of Linux namespaces; needs root
 	RLXF_TEST_HOSTS=1 $(BIN)/python -m pytest tests/hosts $(PYTEST_ARGS)
 chaos: $(STAMP)  ## kill processes of runs at random moments: KILLS=100 SEED=1, 40 s each

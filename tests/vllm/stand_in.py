@@ -1,0 +1,131 @@
+"""Stand in for a vLLM server: the routes that the client uses, and faults that FAULT names.
+
+It draws token n of a response as (first of the prompt + n) % 7 + 3. STARTS, a file, counts starts.
+"""
+
+import json
+import mmap
+import os
+import sys
+import time
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from socketserver import ThreadingMixIn, UnixStreamServer
+
+import numpy as np
+
+FAULT, LIMIT = os.environ.get("FAULT", ""), 5
+STARTS = Path(os.environ["STARTS"])
+received: dict = {}
+state = {"version": "default", "cache": set(), "served": 0, "buckets": 0}
+
+
+def bit_sum(raw: bytes, width: int) -> int:
+    halves = np.frombuffer(raw, np.int16).reshape(-1, width)
+    halves = np.pad(halves, ((0, -len(halves) % 512), (0, 0))).reshape(-1, 512, width)
+    sums = halves.sum(1, dtype=np.int64).ravel()
+    return int((sums * np.arange(1, len(sums) + 1)).sum())
+
+
+def load(path: str, tensors: list) -> None:
+    state["buckets"] += 1
+    if FAULT == "skipped" and state["buckets"] == 2:
+        return
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as memory:
+        for name, kind, shape, start in tensors:
+            width = {"float32": 2, "bfloat16": 1}[kind]
+            raw = memory[start : start + 2 * width * int(np.prod(shape))]
+            times = 2 if FAULT == "twice" and "norm" in name else 1
+            received.setdefault(name, []).extend([bit_sum(raw, width)] * times)
+    if FAULT == "swapped" and {"a.weight", "b.weight"} <= received.keys():
+        received["a.weight"], received["b.weight"] = received["b.weight"], received["a.weight"]
+
+
+def receipt() -> dict:
+    error = 1.2 if FAULT == "stale head" else 1e-7
+    version = "0" if FAULT == "old receipt" else state["finished"]
+    return {"version": version, "received": received, "loaded": {},
+            "answers": {"lm_head.weight": error}}  # fmt: skip
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.answer(b"")
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        route, found = self.path.partition("?")[0], {}
+        if route == "/inference/v1/generate":
+            return self.generate(body, body["sampling_params"])
+        if route == "/update_weights":
+            load(**body["update_info"])
+        elif route == "/finish_weight_update" and FAULT != "old version":
+            state["version"] = body["weight_version"]
+        elif route == "/collective_rpc":
+            if body["method"] == "rlxf_begin":
+                received.clear()
+            elif body["method"] == "rlxf_finish":
+                state["finished"] = body["args"][0]
+            found = {"results": [receipt() if body["method"] == "rlxf_receipt" else None]}
+        elif route == "/reset_prefix_cache":
+            found = {"success": FAULT != "refused"}
+            if FAULT != "cache":
+                state["cache"].clear()
+        self.answer(json.dumps(found).encode())
+
+    def generate(self, body: dict, asked: dict) -> None:
+        prompt, key = body["token_ids"], tuple(body["token_ids"])
+        state["served"] += bool(body.get("stream"))
+        if state["served"] == LIMIT and (FAULT[:5] == "again" or int(STARTS.read_text()) == 1):
+            if "dies" in FAULT:
+                os._exit(9)
+            if "hangs" in FAULT:
+                time.sleep(60)
+            if "errs" in FAULT:
+                self.send_error(500, "out of blocks")
+                return
+        cached = len(prompt) * (key in state["cache"])
+        state["cache"].add(key)
+        tokens = [(prompt[0] + n) % 7 + 3 for n in range(asked["max_tokens"])]
+        end = next((n for n, t in enumerate(tokens) if t in asked.get("stop_token_ids", ())), None)
+        tokens, reason = (tokens, "length") if end is None else (tokens[: end + 1], "stop")
+        spans = [{"version": state["version"], "start": 0, "end": len(tokens)}]
+        found = {"usage": {"prompt_tokens_details": {"cached_tokens": cached}}}
+        logs = [{str(t): {"logprob": -t / 8}} for t in prompt]
+        parts = [tokens[:2], tokens[2:]] if body.get("stream") else [tokens]
+        chunks = [
+            {"choices": [{"token_ids": part, "finish_reason": reason if part is parts[-1] else None,
+                "logprobs": {"content": [{"logprob": -t / 8} for t in part]},
+                "weight_versions": spans if part is parts[-1] else None}],
+             **({} if body.get("stream") else {**found, "prompt_logprobs": [None, *logs[1:]]})}
+            for part in parts
+        ]  # fmt: skip
+        if not body.get("stream"):
+            return self.answer(json.dumps(chunks[0]).encode())
+        lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
+        self.answer("".join([*lines, "data: [DONE]\n\n"]).encode())
+
+    def answer(self, text: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class Server(ThreadingMixIn, UnixStreamServer):
+    daemon_threads = True
+
+    def handle_error(self, *_: object) -> None:
+        """A client that has gone is no error."""
+
+
+STARTS.write_text(str(int(STARTS.read_text()) + 1) if STARTS.exists() else "1")
+print(f"start {STARTS.read_text()}: {sys.argv[3:]}", flush=True)
+if FAULT == "never ready":
+    sys.exit("no such model")
+Server(sys.argv[-1], Handler).serve_forever()

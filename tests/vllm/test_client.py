@@ -1,0 +1,178 @@
+"""The engine `vllm` against a stand-in for its server: weights, receipts, requests, failures."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from mindspeed_rlxf import device
+from mindspeed_rlxf.config.schema import RuntimeConfig
+from mindspeed_rlxf.rollout.rollout_engine import FinishReason, GenerationRequest
+from mindspeed_rlxf.rollout.sampling import SamplingSettings, StopStrings
+from mindspeed_rlxf.rollout.transfer import bit_sum
+from mindspeed_rlxf.rollout.vllm import server, weights
+from mindspeed_rlxf.rollout.vllm.client import SyncError
+from mindspeed_rlxf.rollout.vllm.engine import EngineLost, VllmRollout
+from tests.distributed.llamas import PLAIN, run_config
+
+STAND_IN = Path(__file__).with_name("stand_in.py")
+SETTINGS = SamplingSettings(True, 1.0, 0, 1.0, 0, 6, (3,))
+NAMES = "a.weight", "b.weight", "norm.weight"
+Make = Callable[..., VllmRollout]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: Any) -> Iterator[Make]:
+    """Makes an engine whose interpreter runs the stand-in."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {STAND_IN} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("STARTS", str(tmp_path / "starts"))
+    monkeypatch.setattr(weights, "BUCKET_BYTES", 64)
+    monkeypatch.setattr(server, "END_S", 1.0)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(device, "current_device", lambda: torch.device("cpu"))
+
+    def made(fault: str = "", timeout_s: float = 1800.0) -> VllmRollout:
+        monkeypatch.setenv("FAULT", fault)
+        config = run_config(tmp_path, tmp_path, PLAIN)
+        vllm = config.rollout.vllm.model_copy(update={"python": str(python), "max_num_seqs": 4})
+        rollout = config.rollout.model_copy(update={"engine": "vllm", "vllm": vllm})
+        runtime = RuntimeConfig(timeout_s=timeout_s, start_timeout_s=30.0)
+        config = config.model_copy(update={"rollout": rollout, "runtime": runtime})
+        engines.append(VllmRollout(config, str(tmp_path / "logs")))
+        return engines[-1]
+
+    engines: list[VllmRollout] = []
+    yield made
+    for engine in engines:
+        assert engine.server is not None
+        engine.server.end()
+        assert not psutil.pid_exists(engine.server.process.pid)
+        assert not Path(engine.server.client.path).parent.exists()
+    dist.destroy_process_group()
+
+
+def tensors(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
+    draw = torch.Generator().manual_seed(seed)
+    return [(name, torch.randn(3, 4 if name != "norm.weight" else 1, generator=draw))
+            for name in NAMES]  # fmt: skip
+
+
+def ask(engine: VllmRollout, count: int = 12, settings: SamplingSettings = SETTINGS) -> list[Any]:
+    requests = [GenerationRequest(i, 50 + i, np.array([i, 9]), settings, 7) for i in range(count)]
+    engine.wake()
+    return sorted(engine.generate(requests), key=lambda result: result.place)
+
+
+def expected(place: int) -> list[int]:
+    drawn = [(place + n) % 7 + 3 for n in range(6)]
+    ends = [n for n, token in enumerate(drawn) if token == 3]
+    return drawn[: ends[0] + 1] if ends else drawn
+
+
+def test_responses_and_receipts_come_back(make: Make) -> None:
+    engine = make()
+    for version in (4, 5):
+        engine.update_weights(tensors(version), version)
+    first, second = engine.take_receipts()
+    assert (first["changed"], second["changed"], second["version"]) == (None, 3, 5)
+    assert second["total"] == sum(bit_sum(tensor) for _, tensor in tensors(5)) % 2**63
+    results = ask(engine)
+    assert [result.tokens for result in results] == [expected(i) for i in range(12)]
+    assert [r.log_probs for r in results] == [[-t / 8 for t in r.tokens] for r in results]
+    stops = [result.finish_reason is FinishReason.STOP for result in results]
+    assert stops == [result.tokens[-1] == 3 for result in results] and not all(stops)
+    assert {result.weights_version for result in results} == {5}
+    assert engine.score([np.array([8, 9])], [[5, 6]]) == [[-5 / 8, -6 / 8]]
+    assert engine.stats().prompt_tokens == 2
+
+
+def test_a_stop_string_is_searched_here(make: Make) -> None:
+    class Letters:
+        def decode(self, tokens: Any, **_: Any) -> str:
+            return "".join(chr(ord("a") + token) for token in tokens)
+
+    engine = make()
+    engine.update_weights(tensors(), 1)
+    stop = StopStrings(("hi",), Letters())  # tokens 7 and 8
+    settings = SamplingSettings(True, 1.0, 0, 1.0, 0, 6, (), stop)
+    (result,) = ask(engine, 1, settings)
+    assert result.tokens == [3, 4, 5, 6, 7, 8] and result.finish_reason is FinishReason.STOP
+
+
+FAULTS = {
+    "stale head": "lm_head.weight: not what its layer computes with",
+    "skipped": "b.weight, norm.weight: not received",
+    "twice": "norm.weight: received twice",
+    "swapped": "a.weight, b.weight: received with other bits than were sent",
+    "old receipt": "has version '0', not 2",
+    "old version": "the first request is from weights of version default, not 2",
+    "refused": "did not reset its prefix cache",
+    "cache": "the prefix cache has 64 tokens computed before the weights of version 2",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_a_sync_is_named(make: Make, fault: str) -> None:
+    engine = make(fault)
+    with pytest.raises(SyncError, match=FAULTS[fault]):
+        for version in (1, 2):
+            try:
+                engine.update_weights(tensors(version), version)
+                engine.wake()
+            except SyncError:
+                if version == 2 or fault not in ("old receipt", "old version"):
+                    raise
+
+
+def test_weights_that_did_not_change_are_counted(make: Make) -> None:
+    engine = make()
+    for version in (1, 2):  # as where an adapter is trained and not merged
+        engine.update_weights(tensors(), version)
+    assert [receipt["changed"] for receipt in engine.take_receipts()] == [None, 0]
+    with pytest.raises(ValueError, match=r"b\.weight must be sent once"):
+        engine.update_weights(tensors()[::2], 3)
+    with pytest.raises(ValueError, match=r"a\.weight must be sent once"):
+        engine.update_weights([*tensors(), tensors()[0]], 3)
+
+
+@pytest.mark.parametrize("fault", ["dies", "hangs", "errs"])
+def test_requests_go_to_a_new_server_after_a_failure(make: Make, fault: str, capfd: Any) -> None:
+    engine = make(fault, timeout_s=25.0)  # hangs after 2.5 s without a token
+    engine.update_weights(tensors(), 3)
+    results = ask(engine)
+    assert [result.tokens for result in results] == [expected(i) for i in range(12)]
+    assert {result.weights_version for result in results} == {3}
+    assert [receipt["restarted"] for receipt in engine.take_receipts()] == [False, True]
+    text = capfd.readouterr().err
+    assert "the vLLM server failed" in text and "start 1:" in text
+    assert Path(os.environ["STARTS"]).read_text() == "2"
+
+
+def test_after_two_failures_the_engine_is_lost(make: Make) -> None:
+    engine = make("again dies")
+    engine.update_weights(tensors(), 3)
+    with pytest.raises(EngineLost, match=r"(?s)failed: .*last lines of .*start 2:"):
+        ask(engine)
+    engine = make("never ready")
+    with pytest.raises(EngineLost, match=r"(?s)ended at its start with status 1.*no such model"):
+        engine.update_weights(tensors(), 4)
+
+
+def test_the_iterator_may_be_closed_early(make: Make) -> None:
+    engine = make()
+    engine.update_weights(tensors(), 3)
+    engine.wake()
+    requests = [GenerationRequest(i, i, np.array([i]), SETTINGS, 7) for i in range(9)]
+    results = engine.generate(requests)
+    next(results)
+    results.close()
+    assert engine.server is not None and engine.server.process.poll() is None
