@@ -44,12 +44,13 @@ class Scored:
     def is_right(self, pass_score: float | None) -> bool:
         """Return whether the response is right: score >= pass_score; NaN never is.
 
-        With `pass_score` None: whether the accuracy part, or without one the score, is above 0.
+        With `pass_score` None: whether the accuracy part (of the first function that returns one),
+        or without one the score, is above 0.
         """
         if pass_score is not None:
             return self.score >= pass_score
         accuracies = ("accuracy", "acc", "base_acc")
-        named = [self.parts[name] for name in accuracies if name in self.parts]
+        named = [v for name, v in self.parts.items() if name.rpartition("/")[2] in accuracies]
         return (named or [self.score])[0] > 0
 
 

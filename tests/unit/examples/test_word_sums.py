@@ -27,7 +27,7 @@ def test_no_pair_of_numbers_is_in_training_and_test(seed: int) -> None:
     assert (len(train), len(test)) == (2048, 256)
     pairs = [{numbers(row) for row in rows} for rows in (train, test)]
     assert all(len(pair) == 2 for part in pairs for pair in part)
-    assert [len(part) for part in pairs] == [210 - 42, 42]
+    assert [len(part) for part in pairs] == [210 - 21, 21]
     assert not pairs[0] & pairs[1]
     assert len({question(row) for row in (*train, *test)}) == 2048 + 256
     assert word_sums.make_split(seed) == (train, test) != word_sums.make_split(seed + 1)
@@ -58,7 +58,13 @@ def test_the_ground_truth_is_what_a_question_asks_for() -> None:
 )
 def test_the_last_number_of_a_response_is_scored(response: str, expected: float) -> None:
     found = word_sums.score(prompt="", response=response, ground_truth="21", extra_info={})
-    assert found == expected
+    assert found["accuracy"] == float(found["score"] == 1) == expected
+
+
+def test_a_near_miss_scores_more_than_a_far_one() -> None:
+    texts = "= 22", "= 24", "= 31", "none"
+    scores = [word_sums.score("", text, "21", {})["score"] for text in texts]
+    assert scores == pytest.approx([0.27, 0.21, 0.0, 0.0])
 
 
 def test_files_have_a_row_per_line(tmp_path: Path) -> None:

@@ -83,6 +83,7 @@ def test_is_right_reads_the_accuracy_metric_or_the_score():
     assert not Scored(0.6, 1, {"format": 1.0, "acc": -0.5}).is_right(None)
     assert Scored(-1.0, 1, {"accuracy": 1.0}).is_right(None)
     assert Scored(0.5, 1, {"accuracy": 0.0}).is_right(0.5)
+    assert not Scored(0.6, 1, {"mine": 0.6, "mine/acc": 0.0}).is_right(None)
     assert not Scored(math.nan, 1).is_right(0.5) and not Scored(math.nan, 1).is_right(None)
 
 
