@@ -6,8 +6,9 @@ response; there is no mask.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch.nn.functional import logsigmoid
 
 from mindspeed_rlxf.algorithms.kl import bounded_log_ratio
 from mindspeed_rlxf.config.enums import LossNormalizer
+from mindspeed_rlxf.config.registry import CHOICES, register_part
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,23 @@ def sequence_policy_loss(
     means = (sums / lengths)[row]
     ratio = torch.exp(bounded_log_ratio(means + (log_probs - log_probs.detach())))
     return _clip_loss(ratio, advantages, clip)
+
+
+PolicyLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor, ClipRange, Tensor], TokenLoss]
+"""Called with the arguments of `sequence_policy_loss`."""
+POLICY_LOSSES: dict[str, PolicyLoss] = {"gspo": sequence_policy_loss}
+"""Value of `policy_loss` besides ppo -> the loss."""
+
+
+def register_policy_loss(name: str) -> Callable[[PolicyLoss], PolicyLoss]:
+    """Return a decorator that adds a loss to POLICY_LOSSES; ValueError if the name is taken."""
+
+    def register(loss: PolicyLoss) -> PolicyLoss:
+        register_part(POLICY_LOSSES, name, loss, "policy loss")
+        CHOICES["policy_loss"].append(name)
+        return loss
+
+    return register
 
 
 def _clip_loss(ratio: Tensor, advantages: Tensor, clip: ClipRange) -> TokenLoss:

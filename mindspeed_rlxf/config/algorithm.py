@@ -17,6 +17,7 @@ from mindspeed_rlxf.config.enums import (
 from mindspeed_rlxf.config.estimator_traits import TRAITS, EstimatorTraits
 from mindspeed_rlxf.config.fields import NOT_DPO, Section, Word, free, key
 from mindspeed_rlxf.config.problems import Problem
+from mindspeed_rlxf.config.registry import Choice
 
 
 class KlControlConfig(Section):
@@ -45,6 +46,9 @@ class KlControlConfig(Section):
 class AlgorithmConfig(Section):
     """Rewards, advantages and losses."""
 
+    objective: Choice | None = key(
+        None, "a plugin's advantages and loss; null = those of the stage"
+    )
     adv_estimator: str = key(
         AdvEstimator.GAE.value, "absent = gae, or grpo in stage ray_grpo", only_if=NOT_DPO
     )

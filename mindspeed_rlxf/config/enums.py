@@ -89,6 +89,7 @@ class RewardKind(str, Enum):
     RULE = "rule"
     MODEL = "model"  # a model of Megatron
     HUGGING_FACE = "huggingface"  # a sequence classifier of any architecture
+    ROLE = "role"  # a class of the user
 
 
 class Verifier(str, Enum):

@@ -83,7 +83,10 @@ RULE_KEYS = (
 """Keys in the section `reward` read with `kind: rule`."""
 WITHOUT_MODEL = {
     RewardKind.RULE.value: RULE_KEYS,
-    RewardKind.HUGGING_FACE.value: (*RULE_KEYS, "load", "model_weight", "micro_batch_size", "bf16"),
+    **dict.fromkeys(
+        (RewardKind.HUGGING_FACE.value, RewardKind.ROLE.value),
+        (*RULE_KEYS, "load", "model_weight", "micro_batch_size", "bf16"),
+    ),
 }
 """Reward kind without a Megatron model -> the keys it reads in the section `reward`."""
 

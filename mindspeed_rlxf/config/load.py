@@ -282,7 +282,10 @@ def _place_roles(given: Given, payload: Tree) -> None:
     payload["pool_settings"] = {key: v for key, v in settings.items() if v is not None}
     payload |= {"resource_pool": pools, "placement": placement}
     # An unknown value counts as a rule, so that no second problem is reported for it.
-    if payload["reward"].get("kind") not in (None, RewardKind.MODEL, RewardKind.HUGGING_FACE):
+    if payload["reward"].get("kind") not in (
+        None,
+        *(k for k in RewardKind if k is not RewardKind.RULE),
+    ):
         _place_rule(given, payload, "reward" in chosen)
 
 

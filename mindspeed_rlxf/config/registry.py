@@ -1,8 +1,26 @@
 """Register parts, such as estimators, under their configuration names."""
 
-from typing import TypeVar
+from typing import Annotated, TypeAlias, TypeVar
+
+from pydantic import AfterValidator, ValidationInfo
+from pydantic_core import PydanticCustomError
 
 T = TypeVar("T")
+
+CHOICES: dict[str, list[str]] = {"policy_loss": ["ppo", "gspo"], "objective": []}
+"""Key -> its values, those of plugins included; their parts are registered elsewhere."""
+
+
+def _check_choice(value: str, info: ValidationInfo) -> str:
+    known = CHOICES[str(info.field_name)]
+    if value not in known:
+        expected = ", ".join(known) or "a name that a plugin registers"
+        raise PydanticCustomError("enum", "no such choice", {"expected": expected})
+    return value
+
+
+Choice: TypeAlias = Annotated[str, AfterValidator(_check_choice)]
+"""A value in CHOICES."""
 
 
 def register_part(registry: dict[str, T], name: str, part: T, what: str) -> None:

@@ -165,7 +165,8 @@ class RewardConfig(RoleConfig):
     load: FilePath | None = key(None, "folder of the reward model, Hugging Face's or Megatron's")
     kind: Annotated[RewardKind, Word] = key(
         RewardKind.MODEL,
-        "model (Megatron), huggingface (any sequence classifier), or rule (no model)",
+        "model (Megatron), huggingface (any sequence classifier), rule (no model), or role "
+        "(a class that a plugin registers for the role)",
     )
     model: str | None = key(None, "name of the architecture; none for a rule")  # type: ignore[assignment]
     architecture: ArchitectureConfig | None = key(None, "none for a rule")  # type: ignore[assignment]

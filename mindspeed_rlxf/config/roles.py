@@ -28,6 +28,7 @@ from mindspeed_rlxf.config.problems import (
     ref,
     use,
 )
+from mindspeed_rlxf.config.registry import Choice
 
 TP, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 CHUNK = "num_layers_per_virtual_pipeline_stage"
@@ -322,8 +323,10 @@ class ActorConfig(LearningConfig):
     )
     ppo_mini_batch_size: int = key(1, "samples per optimizer step over all DP ranks", ge=1)
     ppo_epochs: int = key(1, "passes over the samples of an iteration", ge=1)
-    policy_loss: Literal["ppo", "gspo"] = key(
-        "ppo", "ratio of each token (ppo) or of each response (gspo)", only_if=NOT_DPO
+    policy_loss: Choice = key(
+        "ppo",
+        "ratio of each token (ppo) or of each response (gspo), or a plugin's loss",
+        only_if=NOT_DPO,
     )
     clip_ratio: float = key(
         0.2, "clip the probability ratio to 1 +- this", ge=0, only_if=f"{NOT_DPO}; reads_clip_ratio"

@@ -8,9 +8,10 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from mindspeed_rlxf.config.problems import Problem, UserError
+from mindspeed_rlxf.config.registry import register_part
 
 MAX_PROBLEMS_PER_FILE = 10  # different ones; equal problems of many rows count as one
 MAX_KEYS_SHOWN = 12
@@ -82,7 +83,7 @@ def read_rows(file: str, name: str = "") -> Iterator[tuple[int, Row | UnusableRo
     suffix, number = Path(file).suffix.lower(), 0
     try:
         if suffix not in READERS:
-            rule = f"a data file must be .jsonl, .json or .parquet, not {suffix!r}"
+            rule = f"a data file must be {', '.join(READERS)}, not {suffix!r}"
             problem = fault(rule, "convert or rename it")
         else:
             for number, row in READERS[suffix](file) if os.path.getsize(file) else ():
@@ -197,9 +198,23 @@ def _parquet_rows(file: str) -> Iterator[tuple[int, Row | UnusableRow]]:
                 yield number, row
 
 
-READERS: dict[str, Callable[[str], Iterator[tuple[int, Row | UnusableRow]]]] = {
+Reader: TypeAlias = Callable[[str], Iterator[tuple[int, Row | UnusableRow]]]
+READERS: dict[str, Reader] = {
     ".jsonl": _jsonl_rows,
     ".json": _json_rows,
     ".parquet": _parquet_rows,
 }
 """File extension -> function yielding rows as `read_rows` does."""
+
+
+def register_reader(suffix: str) -> Callable[[Reader], Reader]:
+    """Return a decorator that adds a reader of files with this suffix, such as `.csv`.
+
+    The rows may come from elsewhere: the file then says from where. ValueError if it is taken.
+    """
+
+    def register(reader: Reader) -> Reader:
+        register_part(READERS, suffix, reader, "reader")
+        return reader
+
+    return register

@@ -24,6 +24,7 @@ from mindspeed_rlxf.engine.train_engine import Part, PolicyStep, TokenLogProbs
 from mindspeed_rlxf.roles.balance import Lengths, balanced_steps, call_balanced
 from mindspeed_rlxf.roles.engines import EngineFactory, train_engine
 from mindspeed_rlxf.roles.objectives import ExperienceMaker, make_objective
+from mindspeed_rlxf.roles.own_roles import role_factory
 from mindspeed_rlxf.roles.reports import (
     LogProbReport,
     SampleText,
@@ -43,7 +44,7 @@ class ActorGroup:
 
     def build(self) -> Pending:
         """Submit the role's construction and weight loading."""
-        return self.group.build(ActorRole, self.run)
+        return self.group.build(role_factory(Role.ACTOR_ROLLOUT, ActorRole), self.run)
 
     def log_probs(self, rollouts: RowsRef, lengths: Lengths) -> Pending:
         """Submit the actor's log-probs. Rows: LogProbs. Reports: LogProbReport.

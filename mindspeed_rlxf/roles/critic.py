@@ -16,6 +16,7 @@ from mindspeed_rlxf.engine.train_engine import ValueStep
 from mindspeed_rlxf.roles.balance import Lengths, balanced_steps, call_balanced
 from mindspeed_rlxf.roles.engines import EngineFactory, train_engine
 from mindspeed_rlxf.roles.objectives import ExperienceMaker, make_objective
+from mindspeed_rlxf.roles.own_roles import role_factory
 from mindspeed_rlxf.roles.reports import UpdateReport
 
 
@@ -28,7 +29,7 @@ class CriticGroup:
 
     def build(self) -> Pending:
         """Submit the role's construction and weight loading."""
-        return self.group.build(CriticRole, self.run)
+        return self.group.build(role_factory(Role.CRITIC, CriticRole), self.run)
 
     def values(self, rollouts: RowsRef, lengths: Lengths) -> Pending:
         """Submit the critic's values. Rows: Values."""

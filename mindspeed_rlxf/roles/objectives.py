@@ -5,6 +5,7 @@ scores (design, section 6); the actor's ranks compute the loss. Each rank builds
 Each replica computes its own samples; whitening sums over all replicas.
 """
 
+from collections.abc import Callable
 from functools import partial
 from math import isfinite
 from typing import TypeAlias
@@ -21,18 +22,19 @@ from mindspeed_rlxf.algorithms.estimators import (
 )
 from mindspeed_rlxf.algorithms.kl import kl_per_token
 from mindspeed_rlxf.algorithms.losses import (
+    POLICY_LOSSES,
     ClipRange,
     LossOutput,
     Mean,
     clipped_policy_loss,
     normalised_loss,
     preference_loss,
-    sequence_policy_loss,
     truncated_importance,
 )
 from mindspeed_rlxf.algorithms.masked import AllReduce, masked_mean, masked_whiten
 from mindspeed_rlxf.algorithms.slots import value_mask
 from mindspeed_rlxf.config.enums import AdvantageWhiten, KlPenalty, OldLogProbs, Role, Stage
+from mindspeed_rlxf.config.registry import CHOICES, register_part
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import (
     Experience,
@@ -132,10 +134,10 @@ class ClippedObjective:
         if experience.old_log_probs.size(1):
             old = of_tokens(experience.old_log_probs)
         given = log_probs, old, of_tokens(advantages), self.clip
-        if self.actor.policy_loss == "gspo":
-            token = sequence_policy_loss(*given, lengths)
-        else:
+        if self.actor.policy_loss == "ppo":
             token = clipped_policy_loss(*given)
+        else:
+            token = POLICY_LOSSES[self.actor.policy_loss](*given, lengths)
         loss, parts = token.loss, {"pg_loss": token.loss}
         if self.actor.entropy_coeff:
             loss = loss - self.actor.entropy_coeff * entropy
@@ -213,11 +215,33 @@ Objective: TypeAlias = ClippedObjective | PairObjective
 """The advantages and the loss of one algorithm."""
 
 
+ObjectiveFactory: TypeAlias = Callable[[RunConfig, AllReduce], Objective]
+OBJECTIVES: dict[str, ObjectiveFactory] = {}
+"""Value of `algorithm.objective` -> a plugin's objective."""
+
+
+def register_objective(name: str) -> Callable[[ObjectiveFactory], ObjectiveFactory]:
+    """Return a decorator that adds an objective to OBJECTIVES; ValueError if the name is taken.
+
+    It has `estimate`, `step`, `kl_in_reward` and `reads_reference` of `ClippedObjective`, whose
+    subclass it may be.
+    """
+
+    def register(factory: ObjectiveFactory) -> ObjectiveFactory:
+        register_part(OBJECTIVES, name, factory, "objective")
+        CHOICES["objective"].append(name)
+        return factory
+
+    return register
+
+
 def make_objective(config: RunConfig, sum_over_replicas: AllReduce) -> Objective:
-    """Return pair preferences for online DPO, else the clipped objective.
+    """Return the plugin's objective, pair preferences for online DPO, or the clipped objective.
 
     `sum_over_replicas` returns a tensor's sum over the data-parallel ranks.
     """
+    if config.algorithm.objective is not None:
+        return OBJECTIVES[config.algorithm.objective](config, sum_over_replicas)
     if config.training.stage is Stage.RAY_ONLINE_DPO:
         return PairObjective(config)
     return ClippedObjective(config, sum_over_replicas)

@@ -11,6 +11,7 @@ from mindspeed_rlxf.data.batch import RoleOutput, Rollouts
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.balance import Lengths, call_balanced
 from mindspeed_rlxf.roles.engines import EngineFactory, train_engine
+from mindspeed_rlxf.roles.own_roles import role_factory
 
 
 class ReferenceGroup:
@@ -25,7 +26,7 @@ class ReferenceGroup:
     def build(self) -> Pending:
         """Submit the role's construction and weight loading, after the actor's."""
         shared = [Peer(Role.ACTOR_ROLLOUT)] if self.run.shares_reference else []
-        return self.group.build(ReferenceRole, self.run, *shared)
+        return self.group.build(role_factory(Role.REF, ReferenceRole), self.run, *shared)
 
     def log_probs(self, rollouts: RowsRef, lengths: Lengths) -> Pending:
         """Submit the reference's log-probs.

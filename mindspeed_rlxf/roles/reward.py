@@ -14,6 +14,7 @@ from mindspeed_rlxf.rewards.classifier import Classifier
 from mindspeed_rlxf.rewards.manager import RewardManager
 from mindspeed_rlxf.rewards.verifiers import find_answers
 from mindspeed_rlxf.roles.engines import EngineFactory, room_on_device, train_engine
+from mindspeed_rlxf.roles.own_roles import role_factory
 from mindspeed_rlxf.roles.reports import FailedSample, ScoreReport
 from mindspeed_rlxf.roles.scorer import ScorerRole
 
@@ -46,7 +47,11 @@ class RewardGroup:
 
     def build(self) -> list[Pending]:
         """Submit the construction on the reward's own ranks, if there are any."""
-        return [] if self.group is self.scorers else [self.group.build(RewardRole, self.run)]
+        return (
+            []
+            if self.group is self.scorers
+            else [self.group.build(role_factory(Role.REWARD, RewardRole), self.run)]
+        )
 
     def score(self, rollouts: RowsRef) -> Pending:
         """Submit the responses for scoring. Rows: Scores. Reports: ScoreReport per replica.

@@ -19,6 +19,7 @@ from mindspeed_rlxf.data.batch import Prompts, RoleOutput, Rollouts
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
 from mindspeed_rlxf.roles.actor import ActorGroup, ActorRole
 from mindspeed_rlxf.roles.engines import device_model
+from mindspeed_rlxf.roles.own_roles import role_factory
 from mindspeed_rlxf.roles.reports import GenerateReport
 from mindspeed_rlxf.roles.scorer import ScorerRole
 from mindspeed_rlxf.rollout.rollout_engine import (
@@ -65,8 +66,8 @@ class RolloutGroup:
         """
         actor = None if self.run.parts else Peer(Role.ACTOR_ROLLOUT)
         scorer = Peer(Role.SCORER) if scored else None
-        ends = tuple(eos_token_ids)
-        return self.group.build(RolloutRole, self.run, ends, actor, scorer, logs)
+        ends, factory = tuple(eos_token_ids), role_factory(Role.ROLLOUT, RolloutRole)
+        return self.group.build(factory, self.run, ends, actor, scorer, logs)
 
     def update_weights(self, actor: ActorGroup, version: int) -> None:
         """Give the rollout the actor's weights after `version` updates, and wait.

@@ -37,6 +37,7 @@ from mindspeed_rlxf.rewards.plans import (
     scores_row,
 )
 from mindspeed_rlxf.rewards.sandbox import Sandbox
+from mindspeed_rlxf.roles.own_roles import OWN_ROLES
 from mindspeed_rlxf.rollout.rollout_engine import ENGINES, NATIVE, TRANSFORMERS, VLLM
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
 from mindspeed_rlxf.weights.chunks import StoredWeights
@@ -205,6 +206,12 @@ def check_weights(config: RunConfig, role: Role) -> list[Problem]:
     section = config.role(role)
     if role is Role.REWARD and config.reward.kind is RewardKind.RULE:
         return []
+    if role is Role.REWARD and config.reward.kind is RewardKind.ROLE:
+        rule, remedy = (
+            "needs a class for the role",
+            "add a file with register_role to training.plugins",
+        )
+        return [] if role in OWN_ROLES else [Problem("reward.kind", rule, "role", remedy)]
     if role is Role.REWARD and config.reward.kind is RewardKind.HUGGING_FACE:
         return check_classifier(config.reward.load)
     key, head = f"{role.value}.load", HEADS[role]

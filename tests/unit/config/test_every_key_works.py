@@ -117,6 +117,7 @@ TRAINING: dict[str, Any] = {
     "deterministic": Case(True, see.learnt),
 }  # fmt: skip
 ALGORITHM: dict[str, Any] = {
+    "objective": Shown("config/test_plugins.py", "test_more_parts_are_chosen_by_their_names"),
     "adv_estimator": Case("rloo", see.experience, GROUPS), "gamma": Case(0.5, see.experience),
     "lam": Case(0.5, see.experience), "critic_lam": Case(1.0, see.experience),
     "lam_alpha": Case(0.5, see.experience), "kl_penalty": Case("mse", see.experience),
