@@ -12,6 +12,7 @@ from mindspeed_rlxf.config.registry import CHOICES
 from mindspeed_rlxf.data.files import READERS
 from mindspeed_rlxf.reporting.trackers import TRACKERS
 from mindspeed_rlxf.rewards.rules import RULES
+from mindspeed_rlxf.roles.engines import TRAIN_ENGINES
 from mindspeed_rlxf.roles.objectives import OBJECTIVES
 from mindspeed_rlxf.roles.own_roles import OWN_ROLES
 from mindspeed_rlxf.rollout.rollout_engine import ENGINES
@@ -22,7 +23,7 @@ def restored_registries() -> Iterator[None]:
     """Restore every registry of plugins after the block; remove plugin modules imported in it."""
     registries = (
         ESTIMATORS, TRAITS, RULES, ENGINES, TRACKERS, POLICY_LOSSES, OBJECTIVES, READERS, OWN_ROLES,
-        plugins._carried, plugins._loaded,
+        TRAIN_ENGINES, plugins._carried, plugins._loaded,
     )  # fmt: skip
     choices = {key: [*names] for key, names in CHOICES.items()}
     before = [dict(registry) for registry in registries]  # type: ignore[call-overload]

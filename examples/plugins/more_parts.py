@@ -1,6 +1,7 @@
-"""Examples of four more plugins: a policy loss, an objective, a data source and a role."""
+"""Examples of more plugins: a loss, an objective, a training engine, a data source, a role."""
 
 import json
+import time
 from pathlib import Path
 
 import torch
@@ -9,7 +10,7 @@ from mindspeed_rlxf.algorithms import kl, losses
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.data.batch import RoleOutput, Scores
 from mindspeed_rlxf.data.files import register_reader
-from mindspeed_rlxf.roles import objectives, own_roles
+from mindspeed_rlxf.roles import engines, objectives, own_roles
 from mindspeed_rlxf.roles.reports import ScoreReport
 from mindspeed_rlxf.roles.reward import RewardRole
 
@@ -30,6 +31,20 @@ class BestOfGroup(objectives.ClippedObjective):
         """Return the positive advantages of the usual estimator."""
         found = super().estimate(given)
         return found._replace(advantages=found.advantages.clamp(min=0.0))
+
+
+@engines.register_train_engine("timed")
+def timed(config, role):
+    """Make Megatron's engine, which also reports the seconds of each optimizer step."""
+    engine = engines.megatron_engine(config, role)
+    step = engine.train_step
+
+    def train_step(*given):
+        started = time.perf_counter()
+        return {**step(*given), "step_s": time.perf_counter() - started}
+
+    engine.train_step = train_step  # type: ignore[method-assign]
+    return engine
 
 
 @register_reader(".sums")

@@ -7,7 +7,11 @@ from pydantic_core import PydanticCustomError
 
 T = TypeVar("T")
 
-CHOICES: dict[str, list[str]] = {"policy_loss": ["ppo", "gspo"], "objective": []}
+CHOICES: dict[str, list[str]] = {
+    "backend": ["megatron", "fsdp"],
+    "policy_loss": ["ppo", "gspo"],
+    "objective": [],
+}
 """Key -> its values, those of plugins included; their parts are registered elsewhere."""
 
 

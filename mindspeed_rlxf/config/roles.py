@@ -91,10 +91,10 @@ class RoleConfig(Section):
     load: FilePath | None = free(
         None, "folder of the initial weights, Hugging Face's or Megatron's"
     )
-    backend: Literal["megatron", "fsdp"] = key(
+    backend: Choice = key(
         "megatron",
-        "training engine: Megatron's, or torch's sharded data parallelism over a model of "
-        "transformers",
+        "training engine: megatron, fsdp (torch's sharded data parallelism over a model of "
+        "transformers), or a plugin's",
     )
     trust_files: bool = free(
         False, "also read pickled weights with torch before 2.10, which they can make run code"

@@ -40,6 +40,7 @@ MORE = {
     "training.plugins": f"[{PARTS.with_name('more_parts.py')}]",
     "training.train_iters": 2,
     "algorithm.objective": "best_of_group",
+    "training.backend": "timed",
     "actor_rollout.policy_loss": "soft_clip",
     "actor_rollout.ppo_mini_batch_size": 32,
     "reward.kind": "role",
@@ -61,6 +62,7 @@ def test_a_loss_an_objective_a_data_source_and_a_role_of_ones_own_train(
     assert {sample["prompt"][:2] for sample in samples} <= {str(n) for n in range(10, 50)}
     assert any(0.0 < sample["score"] < 1.0 for sample in samples), "the role scores digits"
     assert metrics[0]["critic/advantages/min"] == 0.0 < metrics[0]["critic/advantages/max"]
+    assert all(line["actor/step_s"] > 0 for line in metrics)
     own = read_metrics(run(golden_config("grpo", tmp_path / "ppo", {
         **MORE, **files, "actor_rollout.policy_loss": "ppo",
     }), warm_runtime).path)  # fmt: skip
