@@ -11,7 +11,7 @@ from typing import Any
 from mindspeed_rlxf.config.estimator_traits import TRAITS
 from mindspeed_rlxf.config.keys import Given
 from mindspeed_rlxf.config.problems import Problem, ref
-from mindspeed_rlxf.config.verl_tree import ACTOR, MODEL, REF, ROLLOUT, TABLE, VerlTree
+from mindspeed_rlxf.config.verl_tree import ACTOR, MODEL, REF, ROLLOUT, TABLE, VerlTree, asks
 
 ESTIMATORS = {
     "rloo_vectorized": "rloo", "grpo_vectorized": "grpo",
@@ -257,14 +257,24 @@ class _Translation(VerlTree):
 
     def _translate_engine(self, section: str, role: str) -> None:
         """Translate layout, recomputation and the reference's micro-batches."""
+        model = MODEL if section == ACTOR else "critic.model"
+        if section != REF and self.get(f"{model}.lora_rank"):
+            for key in ("rank", "alpha"):
+                self.put(
+                    f"{role}.lora.{key}", self.get(f"{model}.lora_{key}"), f"{model}.lora_{key}"
+                )
+            for key in ("target_modules", "exclude_modules"):
+                self.put(f"{role}.lora.{key}", self.get(f"{model}.{key}"), f"{model}.{key}")
         if not self.megatron:
-            self.note("trained by Megatron-core", f"{section}.strategy")
-            if section != REF:  # as FSDP shards it
-                self.put(f"{role}.use_distributed_optimizer", True)
-            model = MODEL if section == ACTOR else "critic.model"
+            if section != REF:  # the reference's is the actor's
+                self.put(f"{role}.backend", "fsdp", f"{section}.strategy", "model_engine")
             if section != REF and self.get(f"{model}.enable_gradient_checkpointing"):
                 self.put(f"{role}.recompute", "full", f"{model}.enable_gradient_checkpointing")
-            return self._translate_reference() if section == REF else None
+            if section == REF:
+                split = f"{ACTOR}.ulysses_sequence_parallel_size"
+                self.put("ref.ulysses_sequence_parallel_size", self.get(split), split)
+                self._translate_reference()
+            return
         home = f"{section}.megatron"
         tp = self.get(f"{home}.tensor_model_parallel_size")
         if section == REF:  # as the actor, where nothing else is said
@@ -294,6 +304,25 @@ class _Translation(VerlTree):
         self.put(f"ref.{target}", size and size * (split if by_tokens else 1), f"{REF}.{name}")
 
     def _translate_sampling(self) -> None:
+        servers = self.collect(f"{ROLLOUT}.engine_kwargs.vllm")
+        engines = {
+            None: None,
+            "hf": "transformers",
+            "vllm": "vllm",
+            "sglang": "vllm",
+            "trtllm": "vllm",
+        }
+        engine = self.choose(f"{ROLLOUT}.name", engines)
+        self.put("rollout.engine", engine, f"{ROLLOUT}.name")
+        if engine == "vllm":
+            if self.get(f"{ROLLOUT}.name") != "vllm":
+                self.note("vllm generates in its place", f"{ROLLOUT}.name")
+            size = f"{ROLLOUT}.tensor_model_parallel_size"
+            self.put("rollout.vllm.tensor_parallel_size", self.get(size), size)
+            for key in ("gpu_memory_utilization", "max_num_seqs", "enforce_eager"):
+                self.put(f"rollout.vllm.{key}", self.get(f"{ROLLOUT}.{key}"), f"{ROLLOUT}.{key}")
+            asked = {key: value for key, value in servers.items() if asks(value)}
+            self.put("rollout.vllm.extra_args", asked)
         for section, ours in ((ROLLOUT, "actor_rollout"), (f"{ROLLOUT}.val_kwargs", "validation")):
             if self.get(f"{section}.do_sample"):
                 for key in ("temperature", "top_k", "top_p"):

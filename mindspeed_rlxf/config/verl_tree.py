@@ -90,7 +90,7 @@ def _current_name(key: str) -> str:
     return TABLE["older"][name] + key.removeprefix(name) if name else key
 
 
-def _asks(value: Any) -> bool:
+def asks(value: Any) -> bool:
     """Whether a value asks for something: not null, false, "" or []."""
     return value is not None and value is not False and value not in ("", [])
 
@@ -159,7 +159,7 @@ class VerlTree:
     def note(self, meaning: str, *keys: str) -> None:
         """Note those of the keys that are written and ask for something."""
         for key in keys:
-            if _asks(value := self.written.get(key)):
+            if asks(value := self.written.get(key)):
                 self.given.note(meaning, f"{self.spelled[key]}={format_value(value)}")
 
     def put(self, target: str, value: Any, *sources: str) -> None:
@@ -208,12 +208,12 @@ class VerlTree:
         for entry in TABLE["refused"]:
             fits = [each for each in entry["keys"].split() if fnmatchcase(key, each)]
             if fits and not (effect and fits[0].endswith("*")):
-                if _asks(value) and value not in entry.get("neutral", ()):
+                if asks(value) and value not in entry.get("neutral", ()):
                     self.refuse(key, f"is not supported: {entry['why']}", entry["remedy"])
                 return
         if effect is None and value is not None:
             self._report_unknown(self.spelled[key])
-        elif effect is not None and _asks(value):
+        elif effect is not None and asks(value):
             section = effect.removesuffix(".*").rpartition(".")[2]
             path, shown = self.spelled[key], f"={format_value(value)}"
             if effect.endswith(".*") and section:  # one item for a section

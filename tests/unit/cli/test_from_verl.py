@@ -24,7 +24,7 @@ data: {train_files: [a.parquet, b.jsonl], val_files: b.jsonl, train_batch_size: 
 actor_rollout_ref:
   model: {path: policy, use_remove_padding: true}
   actor: {ppo_mini_batch_size: 2, use_kl_loss: true, fsdp_config: {dtype: float32}}
-  rollout: {name: vllm, gpu_memory_utilization: 0.6, n: 4}
+  rollout: {name: hf, max_num_batched_tokens: 99, n: 4}
 algorithm: {adv_estimator: grpo}
 trainer: {n_gpus_per_node: 1, total_epochs: 3, logger: console, project_name: sums}
 """
@@ -50,7 +50,7 @@ def test_the_translated_yaml_is_the_same_run(capsys):
     assert main(["from-verl", "verl.yaml", "device.kind=cpu"]) == 0
     printed = capsys.readouterr()
     Path("ours.yaml").write_text(printed.out)
-    assert "gpu_memory_utilization=0.6" in printed.err and "rollout.name='vllm'" in printed.err
+    assert "max_num_batched_tokens=99" in printed.err
     ours = resolve(compose("ours", config_dir="."), "same")
     assert ours.training.train_iters == (3 + 2) // 2 * 3
     assert ours.actor_rollout.ppo_mini_batch_size == 8
@@ -60,7 +60,7 @@ def test_the_translated_yaml_is_the_same_run(capsys):
 def test_a_dry_run_of_verls_yaml_prints_the_plan_and_what_has_no_effect(capsys):
     assert train(["--verl-config", "verl.yaml", "device.kind=cpu", "dry_run=true"]) == 2
     printed = capsys.readouterr()
-    assert "note: actor_rollout_ref.rollout.gpu_memory_utilization=0.6" in printed.out
+    assert "note: actor_rollout_ref.rollout.max_num_batched_tokens=99" in printed.out
     assert "error: actor_rollout.load" in printed.err  # the folder has no weights
 
 

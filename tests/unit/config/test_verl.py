@@ -103,10 +103,9 @@ def refused(translate):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_options_of_a_script_translate_and_plan(translate, script):
     given = translate(*SCRIPTS[script])
-    if "lora" in script:
-        (problem,) = given.problems
-        assert str(problem).startswith("actor_rollout_ref.model.lora_rank=64 is not supported")
-        return
+    if "lora" in script:  # of FSDP
+        assert given.sections["actor_rollout"]["lora"] == {"rank": 64, "alpha": 32}
+        given.sections["actor_rollout"]["backend"] = "megatron"
     config, notes = resolve_given(given, "base")
     assert all("GiB" in str(problem) for problem in plan(config, False).problems)  # too small here
     options = dict(option.lstrip("+").split("=", 1) for option in SCRIPTS[script])
@@ -179,6 +178,8 @@ CASES = {
     "batches by tokens": (
         (f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ulysses_sequence_parallel_size=2"),
         {"actor_rollout.max_tokens_per_micro_batch": 32768, "ref.max_tokens_per_micro_batch": 32768,
+         "actor_rollout.backend": "fsdp", "critic.ulysses_sequence_parallel_size": None,
+         "ref.ulysses_sequence_parallel_size": 2,
          "critic.max_tokens_per_micro_batch": 32768},
     ),
     "Megatron's layout, also the reference's": (
@@ -190,6 +191,12 @@ CASES = {
          "actor_rollout.offload": {"weights": True}, "ref.offload": {"weights": True},
          "actor_rollout.recompute": "full", "actor_rollout.recompute_num_layers": 2,
          "resource_pool.global_pool": [8, 8], "critic.tensor_model_parallel_size": None},
+    ),
+    "servers of vLLM": (
+        (f"{ROLLOUT}.tensor_model_parallel_size=2", f"+{ROLLOUT}.engine_kwargs.vllm.swap_space=4",
+         f"{ROLLOUT}.name=sglang"),
+        {"rollout.engine": "vllm",
+         "rollout.vllm": {"tensor_parallel_size": 2, "extra_args": {"swap_space": 4}}},
     ),
     "warm-up in steps": (
         ("trainer.total_training_steps=100", "critic.optim.lr_warmup_steps=10"),
