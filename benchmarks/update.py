@@ -3,7 +3,9 @@
 `ours` is the actor with its Megatron engine: packed sequences, log-probs of response tokens, the
 clipped loss, one step of Adam. `plain` is transformers' model with the same weights in the same
 process: padded rows, the same loss, torch's AdamW. They have micro-batches of the same rows and
-take turns; medians of 5. Prompts have 64 tokens, responses the lengths of `rollout_lengths.json`.
+take turns; medians of 5. `fsdp` is the actor with `backend: fsdp`, in a process of its own that
+works when asked, as its process must not load Megatron. Prompts have 64 tokens, responses the
+lengths of `rollout_lengths.json`.
 Ends with an error if their log-probs differ before the measurement. Prints one JSON line.
 
     python benchmarks/update.py [--device cpu|cuda|npu] [--bf16] [--size 19m|100m] [--batch 16]
@@ -21,6 +23,8 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -62,20 +66,24 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=PROMPT)
     parser.add_argument("--response", type=int, default=64)
+    parser.add_argument("--serves", type=Path, help="used inside: the folder of the inputs")
     arguments = parser.parse_args()
     arguments.micro = MICRO
     if arguments.prompts:
         arguments.batch = arguments.prompts * arguments.samples
         arguments.micro, arguments.limit = arguments.samples, 3 * arguments.response // 2
-    device.setup(arguments.device, arguments.threads)
+    serves = arguments.serves is not None
+    device.setup(arguments.device, arguments.threads, megatron=not serves)
     dist.init_process_group(
         device.facts(arguments.device).backend, store=dist.HashStore(), rank=0, world_size=1,
         timeout=timedelta(minutes=5),
     )  # fmt: skip
-    with tempfile.TemporaryDirectory() as name:
-        found = measure(Path(name), arguments)
+    if serves:
+        serve(arguments.serves, arguments)
+    else:
+        with tempfile.TemporaryDirectory() as name:
+            print(json.dumps(measure(Path(name), arguments)))
     dist.destroy_process_group()
-    print(json.dumps(found))
 
 
 def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -85,6 +93,12 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
             (folder / name).symlink_to(arguments.model.resolve())
     else:
         make_models(folder, SHAPES[arguments.size])
+    rollouts, lengths = make_all_rollouts(arguments)
+    with Sharded(folder) as sharded:
+        return compare(folder, rollouts, lengths, sharded, arguments)
+
+
+def make_all_rollouts(arguments: argparse.Namespace) -> tuple[Rollouts, list[int]]:
     stored = json.loads(LENGTHS.read_text(encoding="utf-8"))["responses"][: arguments.batch]
     lengths = [max(2, n * arguments.limit // LIMIT) for n in stored]
     if arguments.prompts:
@@ -93,9 +107,15 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
             low, high + 1, (arguments.batch,), generator=torch.Generator().manual_seed(3)
         )
         lengths = drawn.tolist()
-    rollouts = make_rollouts(lengths, arguments)
+    return make_rollouts(lengths, arguments), lengths
+
+
+def compare(
+    folder: Path, rollouts: Rollouts, lengths: list[int], sharded: "Sharded",
+    arguments: argparse.Namespace,
+) -> dict[str, Any]:  # fmt: skip
     ours, theirs = Ours(folder, rollouts, arguments), Plain(folder, rollouts, arguments)
-    all_sides: dict[str, Any] = {"ours": ours, "plain": theirs}
+    all_sides: dict[str, Any] = {"ours": ours, "plain": theirs, "fsdp": sharded}
     prompt_tokens = len(lengths) * arguments.prompt
     if arguments.prompts:
         all_sides["apart"] = Ours(folder, rollouts, arguments, share=False)
@@ -184,12 +204,53 @@ def make_advantages(rollouts: Rollouts) -> Tensor:
     return noise * rollouts.trained_mask
 
 
+class Sharded:
+    """The policy with FSDP in a process of its own, which `serve` runs."""
+
+    def __init__(self, folder: Path) -> None:
+        words = [sys.executable, *sys.argv, "--serves", str(folder)]
+        self.process: Any = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def __enter__(self) -> "Sharded":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.stdin.close()
+        try:
+            self.process.wait(30)
+        finally:
+            self.process.kill()
+
+    def _ask(self, part: str) -> None:
+        self.process.stdin.write(f"{part}\n")
+        self.process.stdin.flush()
+        while (said := self.process.stdout.readline()) != f"{part} done\n":
+            assert said, "the process with FSDP has ended"
+
+    def forward(self) -> None:
+        self._ask("forward")
+
+    def update(self) -> None:
+        self._ask("update")
+
+
+def serve(folder: Path, arguments: argparse.Namespace) -> None:
+    rollouts, _ = make_all_rollouts(arguments)
+    side = Ours(folder, rollouts, arguments, backend="fsdp")
+    for line in sys.stdin:
+        getattr(side, line.strip())()
+        print(f"{line.strip()} done", flush=True)
+
+
 class Ours:
     """The policy in the actor of this package."""
 
     def __init__(
-        self, folder: Path, rollouts: Rollouts, arguments: argparse.Namespace, share: bool = True
-    ) -> None:
+        self, folder: Path, rollouts: Rollouts, arguments: argparse.Namespace, share: bool = True,
+        backend: str = "megatron",
+    ) -> None:  # fmt: skip
         from mindspeed_rlxf.roles.actor import ActorRole
 
         given = SimpleNamespace(
@@ -204,7 +265,7 @@ class Ours:
         }  # fmt: skip
         tree["training"] |= {
             "bf16": arguments.bf16, "output_dir": str(folder / "run"),
-            "seq_length": arguments.prompt + arguments.limit, "model": "auto",
+            "seq_length": arguments.prompt + arguments.limit, "model": "auto", "backend": backend,
         }  # fmt: skip
         tree["algorithm"] = {"kl_ctrl": {"kl_coef": 0.0}, "old_log_probs": "recompute"}
         self.role = ActorRole(resolve(tree, "update"))

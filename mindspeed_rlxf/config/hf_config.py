@@ -128,17 +128,17 @@ def read_text_config(folder: Path) -> Any:
     Raises:
         ValueError: transformers does not know the model, or has no language model of its kind.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-    read_hf_config(folder)  # says what is wrong with the file itself
+    kind = read_hf_config(folder).get("model_type")
+    if kind not in CONFIG_MAPPING:
+        rule = f"config.json must be of a model that transformers knows, not {kind}"
+        raise ValueError(f"{rule}; use another model, or a newer transformers")
     try:
         found = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, KeyError, TypeError, OSError) as error:
         text = " ".join(str(error).split())
-        raise ValueError(
-            f"config.json must be of a model that transformers knows ({text:.200}); use another "
-            "model, or a newer transformers"
-        ) from None
+        raise ValueError(f"transformers cannot read config.json ({text:.200})") from None
     known = AutoModelForCausalLM._model_mapping.keys()
     for config in (found.get_text_config(), found):
         if type(config) in known:

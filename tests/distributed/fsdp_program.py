@@ -9,6 +9,7 @@ python -m tests.distributed.fsdp_program CASES.json, on each rank of RANK and WO
     load        folder whose states are loaded before it
     save        folder for the states after it; then one more step follows
     export      folder for the weights after it
+    leaks       True: the model is packed although it must not be; expects the probe's error
     out         file for the first rank's results
 """
 
@@ -16,6 +17,7 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,8 @@ from mindspeed_rlxf.cluster.local import LocalRuntime
 from mindspeed_rlxf.config.enums import DeviceKind, Role
 from mindspeed_rlxf.config.schema import ArchitectureConfig, OptimizerConfig, RunConfig
 from mindspeed_rlxf.data.mini_batches import rank_steps
+from mindspeed_rlxf.engine.fsdp import engine as fsdp_engine, model as fsdp_model
+from mindspeed_rlxf.models import heads
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticRole
 from mindspeed_rlxf.weights.state_files import merge_parts
@@ -46,6 +50,13 @@ def config_of(case: dict[str, Any], ranks: int) -> RunConfig:
 def compute(case: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
     """Return log-probs, values, each step's metrics, and the weights after the steps."""
     config, results = config_of(case, ranks), {}
+    if case.get("leaks"):
+        always = {"packs": lambda model: True}
+        with patch.multiple(fsdp_model, **always), patch.multiple(fsdp_engine, **always):
+            try:
+                ActorRole(config)
+            except ValueError as error:
+                return {"error": str(error)}
     rollouts = make_rollouts()
     experience = make_experience(rollouts)
     for name, role in (("actor", Role.ACTOR_ROLLOUT), ("critic", Role.CRITIC)):
@@ -98,6 +109,7 @@ def gather(part: torch.Tensor | None) -> torch.Tensor:
 
 def main(file: str) -> None:
     cases = json.loads(Path(file).read_text())
+    heads.CHUNK_TOKENS = 8  # so that these few tokens take several chunks
     megatron = cases[0]["keys"].get("backend") != "fsdp"
     runtime = LocalRuntime(DeviceKind.CPU, timeout_s=60.0, megatron=megatron)
     for case in cases:

@@ -125,7 +125,11 @@ def test_families_equal_plain_transformers_and_resume_on_two_ranks(tmp_path: Pat
     experts = case_of(tmp_path / "moe", "qwen3_moe", FSDP, trained=SAVING)
     saving = {**experts, "save": place, "export": str(out)}
     loading = {**experts, "load": place}
-    results = check_families(tmp_path, SHORT, {"saving": saving, "loading": loading})
+    leaking = case_of(tmp_path / "leaking", "qwen3_5", FSDP, leaks=True)
+    more = {"saving": saving, "loading": loading, "leaking": leaking}
+    results = check_families(tmp_path, SHORT, more)
+    said = results["leaking"]["error"]
+    assert "Qwen3_5ForCausalLM must compute each sequence by itself" in said, said
     saved, resumed = results["saving"], results["loading"]
     close(saved, plain_results(experts), "recomputed and offloaded")
     (alone,) = run_cases(1, {"alone": loading}, tmp_path / "one").values()

@@ -52,6 +52,8 @@ CASES = {
         2, sections={"optimizer": {"use_distributed_optimizer": True}}
     ),
     "qwen3": Case(architecture="QWEN3"),
+    # In fp32 its attention is torch's; it has no Megatron and no MindSpeed.
+    "fsdp dp2": Case(2, {"backend": "fsdp"}, uncalled=OPERATORS),
     # Megatron has another activation function for experts, which also applies their weights.
     "experts": Case(architecture="QWEN3_MOE", uncalled=("npu_swiglu",)),
     "experts ep2": Case(

@@ -21,7 +21,9 @@ calls: collections.Counter[str] = collections.Counter()
 
 
 def main(kind: DeviceKind, folder: Path, out: Path, name: str) -> None:
-    claim_device(kind, 1, TIMEOUT_S)  # before the imports below, which bring in Megatron
+    megatron = CASES[name].layout.get("backend") != "fsdp"
+    # Before the imports below, which bring in Megatron.
+    claim_device(kind, 1, TIMEOUT_S, megatron)
     if kind is DeviceKind.NPU:
         count_operators()
     from mindspeed_rlxf.checkpoint.directory import RunDirectory
@@ -31,16 +33,19 @@ def main(kind: DeviceKind, folder: Path, out: Path, name: str) -> None:
     from tests.training import train
 
     case = CASES[name]
-    runtime = LocalRuntime(kind, timeout_s=TIMEOUT_S)
+    runtime = LocalRuntime(kind, timeout_s=TIMEOUT_S, megatron=megatron)
     config, prepared = fixed_run(
         folder, out, getattr(llamas, case.architecture), case.ranks, case.layout, case.sections
     )
     config = llamas.with_local_runtime(config)
     config = config.model_copy(update={"device": DeviceConfig(kind=kind)})
+    if not megatron:
+        rollout = config.rollout.model_copy(update={"engine": "transformers"})
+        config = config.model_copy(update={"rollout": rollout})
     if case.generates:
         prepared = dataclasses.replace(prepared, fixed_responses=None)
     directory = runtime.from_first(lambda: RunDirectory.create(config))
-    passes = record_forward_passes()
+    passes = record_forward_passes(megatron)
     train(config, prepared, directory, runtime, writes=runtime.is_first)
     write(out, runtime.rank, passes)
     runtime.shutdown()
@@ -67,19 +72,21 @@ def count_operators() -> None:
         setattr(module, name, counted(path, getattr(module, name)))
 
 
-def record_forward_passes() -> list[list[float]]:
+def record_forward_passes(megatron: bool) -> list[list[float]]:
     """Append what each forward pass of an engine returns to the list."""
-    from mindspeed_rlxf.engine.engine import MegatronEngine
-
+    if megatron:
+        from mindspeed_rlxf.engine.engine import MegatronEngine as Engine
+    else:
+        from mindspeed_rlxf.engine.fsdp.engine import FsdpEngine as Engine
     recorded: list[list[float]] = []
-    forward = MegatronEngine.forward
+    forward = Engine.forward
 
     def recording(self: Any, micro_batches: Any, read: Any) -> Any:
         outputs = forward(self, micro_batches, read)
         recorded.extend(output.double().flatten().tolist() for output in outputs)
         return outputs
 
-    MegatronEngine.forward = recording  # type: ignore[method-assign]
+    Engine.forward = recording
     return recorded
 
 

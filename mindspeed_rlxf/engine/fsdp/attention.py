@@ -9,7 +9,6 @@ some heads inside.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import SimpleNamespace
@@ -32,11 +31,27 @@ class Layout:
         lengths: Of the sequences packed in one row, in order; None = padded rows.
         group: Ulysses group; None = this rank has all tokens.
         flash: Whether the flash attention of the device computes what it can.
+        ends: Cumulative lengths from 0 on the device, [sequences + 1] int32, for flash attention.
     """
 
     lengths: tuple[int, ...] | None
     group: dist.ProcessGroup | None = None
     flash: bool = False
+    ends: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        lengths: tuple[int, ...] | None,
+        group: dist.ProcessGroup | None,
+        flash: bool,
+        where: torch.device,
+    ) -> Layout:
+        """Make a layout for tokens on the device `where`."""
+        ends = None
+        if flash and lengths is not None:
+            ends = torch.tensor((0, *accumulate(lengths)), dtype=torch.int32, device=where)
+        return cls(lengths, group, flash, ends)
 
 
 def register() -> None:
@@ -71,7 +86,7 @@ def attend(
         if kinds.get("s_aux") is not None:
             kinds["s_aux"] = kinds["s_aux"].chunk(group.size())[group.rank()]
     if layout.flash and kinds.get("s_aux") is None:
-        out = _attend_flash(module, query, key, value, scaling, layout.lengths, kinds)
+        out = _attend_flash(query, key, value, scaling, layout, kinds)
     else:
         lengths = layout.lengths or (query.size(2),)
         q, k, v = (part.split(lengths, dim=2) for part in (query, key, value))
@@ -109,22 +124,23 @@ def _attend_one(
 
 
 def _attend_flash(
-    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     scaling: float | None,
-    lengths: Sequence[int] | None,
+    layout: Layout,
     kinds: dict[str, Any],
 ) -> Tensor:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     more: dict[str, Any] = {}
-    if lengths is not None:
-        ends = torch.tensor((0, *accumulate(lengths)), dtype=torch.int32, device=query.device)
-        more = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends)
-        more |= dict.fromkeys(("max_length_q", "max_length_k"), max(lengths))
+    if layout.lengths is not None:
+        more = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), layout.ends)
+        more |= dict.fromkeys(("max_length_q", "max_length_k"), max(layout.lengths))
     attend_all = ALL_ATTENTION_FUNCTIONS[FLASH]
+    # What it reads of a layer, whose configuration names our own function.
+    config = SimpleNamespace(_attn_implementation=FLASH)
+    module = SimpleNamespace(config=config, is_causal=True, layer_idx=None)
     found: Tensor = attend_all(
         module, query, key, value, None, scaling=scaling, dropout=0.0, **kinds, **more
     )[0]
@@ -133,10 +149,8 @@ def _attend_flash(
 
 def _with_heads(module: Any, heads: int, rank: int, groups: int) -> Any:
     """Return what attention functions read of a layer, with this rank's heads alone."""
-    found = SimpleNamespace(owner=type(module), training=module.training, is_causal=True)
-    found.num_key_value_groups, found.config = groups, getattr(module, "config", None)
-    found.layer_idx = getattr(module, "layer_idx", None)
-    found.head_dim = getattr(module, "head_dim", None)
+    found = SimpleNamespace(owner=type(module), training=module.training)
+    found.num_key_value_groups, found.head_dim = groups, getattr(module, "head_dim", None)
     if hasattr(module, "sinks"):
         found.sinks = module.sinks[rank * heads : (rank + 1) * heads]
     return found

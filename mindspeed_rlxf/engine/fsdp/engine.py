@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -56,6 +57,8 @@ from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.weights.folders import copy_side_files
 from mindspeed_rlxf.weights.hf_folder import open_hf_folder
 from mindspeed_rlxf.weights.state_files import Loaded
+
+logger = logging.getLogger(__name__)
 
 Read = Callable[[MicroBatch, Tensor], Any]
 """(micro-batch, last hidden states of this rank's tokens) -> result of the micro-batch."""
@@ -151,6 +154,8 @@ class FsdpEngine:
         folder = open_hf_folder(load, self.role.trust_files)
         held = held_tensors(self.model)
         absent = load_rows(held, self._pieces, folder)
+        if self.head is Head.SCORE and "score.bias" in folder:  # of token classification
+            logger.warning("%s: score.bias is left out, values have no constant part", load)
         if self.head is Head.SCORE and SCORE in absent:
             absent.remove(SCORE)
             (score,) = (each for each in held if each.name == OUTPUT)
@@ -222,7 +227,7 @@ class FsdpEngine:
             ids = ids.chunk(group.size(), dim=1)[group.rank()]
             positions = positions.chunk(group.size(), dim=1)[group.rank()]
         flash = device.has_flash_attention() and self.role.bf16
-        layout = attention.Layout(batch.lengths, group, flash)
+        layout = attention.Layout.of(batch.lengths, group, flash, ids.device)
         return self.model.rlxf_run(ids, positions, layout, read)
 
     def at(

@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -101,7 +102,7 @@ class ShardedState:
             # Collectives of this group run in this thread alone, in the same order on all ranks.
             target = folder / SHARDED
             with raise_os_errors(folder):
-                writer = dcp.FileSystemWriter(target, sync_files=True)
+                writer = _Writer(target, sync_files=True)
                 dcp.save(shards, storage_writer=writer, process_group=group)
             shards.clear()
             own = sorted(target.glob(f"__{rank}_*.distcp"))
@@ -150,6 +151,14 @@ class ShardedState:
             return False
         streams: Any = json.loads((folder / RANDOM_FILE.format(dist.get_rank())).read_bytes())
         return device.load_process_state(streams)
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Writes no path and no random number, so that equal runs write equal files."""
+
+    def storage_meta(self) -> StorageMeta:
+        """Return nothing about this save."""
+        return StorageMeta()
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,6 +1,8 @@
 """Rules about training engines."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,3 +49,26 @@ def test_what_an_engine_cannot_do_is_refused(
 ) -> None:
     found = problems(changes)
     assert any(expected in line for line in found), found
+
+
+def test_a_model_that_transformers_does_not_know_is_refused(
+    problems: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "nonsense", "architectures": []}')
+    found = problems({**FSDP, "training.model": "auto", "training.load": str(tmp_path)})
+    assert all("a model that transformers knows, not nonsense; use another" in s for s in found)
+    assert "training.load" in found[0]
+
+
+def test_sizes_are_read_from_the_configuration_of_any_family(
+    make_tree: Callable[..., Any], tmp_path: Path
+) -> None:
+    described = {
+        "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "hidden_size": 64,
+        "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16,
+        "vocab_size": 40, "num_local_experts": 4, "num_experts_per_tok": 2,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    changes = {**FSDP, "training.model": "auto", "training.load": str(tmp_path)}
+    found = resolve(make_tree(changes), "test").actor_rollout.architecture
+    assert (found.num_layers, found.kv_heads, found.head_dim, found.num_experts) == (3, 4, 16, 4)
