@@ -9,6 +9,7 @@ python -m tests.distributed.fsdp_program CASES.json, on each rank of RANK and WO
     load        folder whose states are loaded before it
     save        folder for the states after it; then one more step follows
     export      folder for the weights after it
+    kl          True: the reference computes the KL of the vocabulary after it
     leaks       True: the model is packed although it must not be; expects the probe's error
     out         file for the first rank's results
 """
@@ -30,6 +31,7 @@ from mindspeed_rlxf.engine.fsdp import engine as fsdp_engine, model as fsdp_mode
 from mindspeed_rlxf.models import heads
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticRole
+from mindspeed_rlxf.roles.engines import train_engine
 from mindspeed_rlxf.weights.state_files import merge_parts
 from tests.distributed.llamas import run_config
 from tests.distributed.samples import make_experience, make_rollouts
@@ -95,6 +97,10 @@ def compute(case: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
             if rank == 0:
                 merge_parts(folder, ranks)
             dist.barrier()
+        if "kl" in case and role is Role.ACTOR_ROLLOUT:
+            reference = train_engine(config, Role.REF)
+            compared = reference.log_probs_with_kl(part, 0.8, engine)
+            results["kl"] = gather(compared.kl if compared else None)
         if "export" in case:
             engine.export(Path(case["export"]) / name, None)
     return results

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
+from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.hf_config import parse_architecture, read_hf_config
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticRole
@@ -83,11 +84,28 @@ def plain_results(case: dict[str, Any]) -> Results:
     }
     for name, engine in engines.items():
         found[f"{name}.weights"] = engine.file_tensors()
+    if "kl" in case:
+        found["kl"] = plain_kl(engines["actor"], PlainEngine(config, Role.REF))
+    return found
+
+
+@torch.no_grad()
+def plain_kl(policy: Any, reference: Any) -> torch.Tensor:
+    """Return KL(policy || reference) of the trained tokens, [rows, response]."""
+    rollouts = make_rollouts()
+    found = torch.zeros(rollouts.response_ids.shape)
+    for row in range(rollouts.num_rows):
+        trained = rollouts.trained_mask[row].nonzero().squeeze(1)
+        p, q = (
+            (each.model.lm_head(each._hidden(rollouts, row)[trained]) / 0.8).log_softmax(-1)
+            for each in (policy, reference)
+        )
+        found[row, trained] = (p.exp() * (p - q)).sum(-1)
     return found
 
 
 def close(ours: Results, theirs: Results, what: str) -> None:
-    for name in ("actor.outputs", "critic.outputs", "scores"):
+    for name in {"actor.outputs", "critic.outputs", "scores", "kl"} & theirs.keys():
         assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-5, msg=lambda m: f"{what}: {m}")
     for role in ("actor", "critic"):
         for mine, others in zip(ours[f"{role}.steps"], theirs[f"{role}.steps"], strict=True):
@@ -105,6 +123,8 @@ def check_families(folder: Path, families: Any, cases: dict[str, dict[str, Any]]
     Computes `cases` in the same processes; returns their results.
     """
     made = {name: case_of(folder, name, FSDP) for name in families}
+    for name in {"llama", "qwen2"} & made.keys():
+        made[name]["kl"] = True
     ulysses = {f"{n} u": {**c, "keys": ULYSSES} for n, c in made.items() if n != "qwen3_5"}
     results = run_cases(2, made | ulysses | cases, folder / "two")
     for name, case in made.items():
