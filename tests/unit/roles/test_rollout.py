@@ -13,6 +13,7 @@ from mindspeed_rlxf.config.schema import ActorConfig, ValidationConfig
 from mindspeed_rlxf.data.batch import Prompts
 from mindspeed_rlxf.roles import rollout as module
 from mindspeed_rlxf.roles.rollout import (
+    RolloutGroup,
     RolloutRole,
     gather_rollouts,
     sampling_settings,
@@ -150,3 +151,31 @@ def test_every_sampling_key_of_validation_reaches_its_generation():
     found = validation_settings(ValidationConfig(**keys), greedy)  # type: ignore[arg-type]
     assert found == SamplingSettings(**keys, min_new_tokens=2, max_new_tokens=8, eos_token_ids=(3,))  # type: ignore[arg-type]
     assert validation_settings(ValidationConfig(), greedy).do_sample is False
+
+
+class OneReplica(RolloutGroup):
+    """A group whose server reports these receipts, one for each update."""
+
+    def __init__(self, *changed: int | None) -> None:
+        actor: Any = SimpleNamespace(bf16=False)
+        self.run: Any = SimpleNamespace(runs_vllm=False, actor_rollout=actor)
+        self._version, self.moved = None, False
+        self.lines: list[Any] = []
+        self.write_receipt = self.lines.append
+        self.changed = list(changed)
+
+    def _send(self, actor: Any, version: int) -> list[tuple[int, Any]]:
+        return [(0, {"changed": self.changed.pop(0), "first": "a.weight", "version": version})]
+
+
+def test_weights_that_were_trained_and_are_the_same_end_the_run() -> None:
+    """As those of an adapter that is not merged. The first weights are compared with none."""
+    actor: Any = None
+    group = OneReplica(None, 0, 3, 0)
+    for version in (0, 1, 1, 2):
+        group.update_weights(actor, version)
+        group.moved = version == 1  # a step with gradient 0 leaves it False
+    assert [line["version"] for line in group.lines] == [0, 1, 2]
+    group.moved = True
+    with pytest.raises(ValueError, match=r"version 3 are those of version 2, .*a\.weight"):
+        group.update_weights(actor, 3)
