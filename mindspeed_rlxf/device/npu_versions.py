@@ -49,8 +49,14 @@ SETS = (
         "0.16.1", "core_v0.16.1", "0.16.0", "core_r0.16.0",
         ("2.7.1", "2.9.0"), "2.7.1.post4", "9.0.0",
     ),
+    VersionSet(
+        "npu-vllm",
+        "0.16.1", "core_v0.16.1", "0.16.0", "core_r0.16.0",
+        ("2.10.0",), "2.10.0.post4", "9.1.0",
+    ),
 )  # fmt: skip
 DEFAULT = SETS[0]
+VLLM = "0.23"  # vllm and vllm-ascend of the set npu-vllm
 
 
 class Cann(NamedTuple):
@@ -119,6 +125,8 @@ class Installed(NamedTuple):
     megatron_core: str | None
     mindspeed: str | None
     cann: str | None
+    vllm: str | None = None
+    vllm_ascend: str | None = None
 
 
 class Host(NamedTuple):
@@ -135,7 +143,8 @@ class Host(NamedTuple):
 def read_versions() -> Installed:
     """Return the versions this process would import, from files; imports none."""
     torch, torch_npu, core, mindspeed = map(packages.version, PACKAGES[:4])
-    return Installed(torch, torch_npu, core, mindspeed, cann_version())
+    vllm, vllm_ascend = map(packages.version, PACKAGES[-2:])
+    return Installed(torch, torch_npu, core, mindspeed, cann_version(), vllm, vllm_ascend)
 
 
 def cann_version() -> str | None:
@@ -195,22 +204,27 @@ def source_problems() -> Iterator[Finding]:
     yield error(PAIRS, rule, remedy)
 
 
-def find_set(megatron_core: str) -> VersionSet | None:
-    """Return the set for this megatron-core, compared by minor version; None if SETS has none."""
+def find_set(megatron_core: str, torch: str | None = None) -> VersionSet | None:
+    """Return the set for this megatron-core, compared by minor version; None if SETS has none.
+
+    Of several, that with this torch, else the first.
+    """
     wanted = Version(megatron_core).release[:2]
-    return next((s for s in SETS if Version(s.megatron_core).release[:2] == wanted), None)
+    found = [s for s in SETS if Version(s.megatron_core).release[:2] == wanted]
+    base = Version(torch).base_version if torch else ""
+    return next((s for s in found if base in s.torch), found[0] if found else None)
 
 
 def pair_problems(versions: Installed) -> Iterator[Finding]:
     """Yield a problem for each incompatible or untested version pair."""
-    torch, torch_npu, core, mindspeed, cann = versions
+    torch, torch_npu, core, mindspeed, cann, *servers = versions
     if torch and torch_npu and Version(torch).release != Version(torch_npu).release:
         yield error(
             PAIRS,
             f"torch_npu {torch_npu} must have the number of torch, which is {Version(torch)}",
             f"pip install torch_npu=={'.'.join(map(str, Version(torch).release))}.*",
         )
-    chosen = find_set(core) if core else None
+    chosen = find_set(core, torch) if core else None
     use_tag = f"use a whole checkout of Megatron-LM {TAGS}"
     if chosen is None:
         found = f"Megatron-LM {core}" if core else "Megatron-LM, whose version is not known,"
@@ -218,6 +232,12 @@ def pair_problems(versions: Installed) -> Iterator[Finding]:
     elif torch and Version(torch).base_version not in chosen.torch:
         rule = f"torch {torch} is not that of {chosen.name}"
         yield warning(PAIRS, rule, f"use torch {' or '.join(chosen.torch)}")
+    for name, version in zip(("vllm", "vllm_ascend"), servers, strict=True):
+        if version and servers[1] and _minor(version) != VLLM:
+            rule = f"{name} {version} is not that of {SETS[2].name}"
+            yield warning(
+                PAIRS, rule, f"use vllm and vllm-ascend {VLLM}, with torch {SETS[2].torch[0]}"
+            )
     if mindspeed is None:
         rule = "MindSpeed is on the path without setup.py or metadata: its version is not known"
         yield warning(PAIRS, rule, "use a whole checkout of it")
@@ -320,7 +340,8 @@ def check_python(versions: Installed) -> Iterator[Finding]:
 
     triton-ascend is checked only for core 0.16, whose MindSpeed imports it at startup.
     """
-    chosen = (find_set(versions.megatron_core) if versions.megatron_core else None) or DEFAULT
+    core, torch_found = versions.megatron_core, versions.torch
+    chosen = (find_set(core, torch_found) if core else None) or DEFAULT
     here = _minor(platform.python_version())
     yield judge(
         here in chosen.python,
@@ -359,7 +380,7 @@ def check_python(versions: Installed) -> Iterator[Finding]:
         f"CANN {cann}: {'; '.join(wrong) or 'within the ranges of its guide'}",
         f"use CANN {DEFAULT.cann}, which takes the versions of constraints/",
     )
-    if chosen is SETS[1]:
+    if chosen in SETS[1:]:
         ascend, stock = packages.version("triton-ascend"), packages.version("triton")
         install = f"pip install triton-ascend=={TRITON} --extra-index-url={TRITON_INDEX}"
         yield judge(

@@ -1,6 +1,5 @@
 """PPO on the tiny task with a random model that vLLM can load, by the command line."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +29,3 @@ def command(model: Path, out: Path, **more: Any) -> list[str]:
 
 def served_by(python: str) -> dict[str, Any]:
     return {"rollout__engine": "vllm", "rollout__vllm__python": python}
-
-
-def processes_with(word: str) -> list[str]:
-    """Command lines of other processes of which one word contains `word`, or names vLLM."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit() and int(folder.name) != os.getpid():
-            try:
-                text = (folder / "cmdline").read_bytes().decode("utf-8", "replace")
-                text += (folder / "environ").read_bytes().decode("utf-8", "replace")
-            except OSError:
-                continue
-            if word in text:
-                found.append(text.replace("\0", " ")[:200])
-    return found

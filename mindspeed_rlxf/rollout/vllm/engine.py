@@ -28,7 +28,7 @@ from mindspeed_rlxf.rollout.rollout_engine import (
 )
 from mindspeed_rlxf.rollout.transfer import bit_sum
 from mindspeed_rlxf.rollout.vllm.client import Client, ServerError, SyncError
-from mindspeed_rlxf.rollout.vllm.server import Server, server_command
+from mindspeed_rlxf.rollout.vllm.server import ENGINE_SIDE, Server, server_command
 from mindspeed_rlxf.rollout.vllm.weights import (
     DeviceHandles,
     SharedMemory,
@@ -95,6 +95,7 @@ class VllmRollout:
         return {
             name: ",".join(filter(None, visible)),
             "RLXF_TRANSPORT": "npu_ipc" if self.on_npu else "ipc",
+            **({"PYTHONPATH": f"{ENGINE_SIDE}:{os.environ['PYTHONPATH']}"} if self.on_npu else {}),
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # device handles are pickled
         }
 

@@ -82,8 +82,20 @@ def test_a_mindspeed_that_cannot_work_is_refused(monkeypatch, tmp_path, file, te
 def test_every_set_has_its_constraints_with_its_megatron(each):
     text = (CONSTRAINTS / f"{each.name}.txt").read_text(encoding="utf-8")
     (line,) = [line for line in text.splitlines() if line.startswith("megatron-core==")]
-    assert npu_versions.find_set(line.removeprefix("megatron-core==")) is each
-    assert npu_versions.find_set(each.megatron_core) is each
+    assert npu_versions.find_set(line.removeprefix("megatron-core=="), each.torch[-1]) is each
+    assert npu_versions.find_set(each.megatron_core, f"{each.torch[0]}+cpu") is each
+
+
+def test_servers_of_another_minor_version_are_named() -> None:
+    own = npu_versions.Installed("2.10.0", "2.10.0.post4", "0.16.1", "0.16.0", "9.1.0")
+    fit, other = (
+        own._replace(vllm="0.23.0", vllm_ascend="0.23.0.post1"),
+        own._replace(vllm="0.32.0"),
+    )
+    assert [*npu_versions.pair_problems(own)] == [*npu_versions.pair_problems(fit)] == []
+    assert [*npu_versions.pair_problems(other)] == [], "no servers on NPU"
+    (found,) = npu_versions.pair_problems(other._replace(vllm_ascend="0.23.0"))
+    assert "vllm 0.32.0 is not that of npu-vllm" in found.value
 
 
 @pytest.mark.parametrize(("folders", "message"), [

@@ -1,0 +1,90 @@
+"""Kills of the server, of its worker and of the driver: the run goes on, and nothing is left."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.processes import read_lines, start_logged, with_sources
+from tests.vllm.tiny_runs import command, served_by
+
+pytestmark = pytest.mark.vllm
+KILLS = 4  # of each
+ITERATIONS = 3 + 4 * KILLS
+
+
+def find(run: int, word: str) -> list[psutil.Process]:
+    """The run's processes whose command line has the word."""
+    found = []
+    for process in psutil.Process(run).children(recursive=True):
+        try:
+            if word in " ".join(process.cmdline()):
+                found.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def victims(run: int, target: str) -> list[psutil.Process]:
+    servers = find(run, "rlxf_serve.py")
+    if target == "server":
+        return servers[:1]
+    if target == "worker":  # the process that started it
+        return [parent for each in servers[:1] if (parent := each.parent())]
+    return psutil.Process(run).children()[:1]
+
+
+def left_behind(before: set[str]) -> list[str]:
+    """Folders of sockets, shared memory, and servers that were not there before."""
+    return sorted(things() - before)
+
+
+def things() -> set[str]:
+    found = {str(path) for path in Path("/dev/shm").iterdir()}
+    found |= {str(path) for path in Path("/tmp").glob("rlxf-vllm-*")}
+    for process in psutil.process_iter(["pid", "cmdline"]):
+        text = " ".join(process.info["cmdline"] or [])
+        if "rlxf_serve.py" in text or "VLLM::" in text:
+            found.add(f"{process.info['pid']} {text[:100]}")
+    return found
+
+
+@pytest.mark.parametrize("target", ["server", "worker", "driver"])
+def test_a_run_goes_on_after_kills(
+    vllm_python: str, model: Path, tmp_path: Path, target: str
+) -> None:
+    before, out = things(), tmp_path / "run"
+    keys: dict[str, Any] = {
+        "actor_rollout__do_sample": "false", "training__train_iters": ITERATIONS,
+        "training__save_interval": 1, "training__max_restarts": 9,
+    }  # fmt: skip
+    words = [sys.executable, *command(model, out, **keys, **served_by(vllm_python))]
+    run = start_logged(words, tmp_path / "log", with_sources(RAY_ADDRESS="local"))
+    killed, seen = 0, 0
+    try:
+        while run.poll() is None:
+            done = len(read_lines(out / "metrics.jsonl")) if (out / "metrics.jsonl").exists() else 0
+            if killed < KILLS and done > seen:
+                time.sleep(0.3 * killed)  # at other moments of an iteration
+                for process in victims(run.pid, target):
+                    process.send_signal(signal.SIGKILL)
+                    killed, seen = killed + 1, done
+            time.sleep(0.1)
+        text = (tmp_path / "log").read_text(encoding="utf-8")
+        assert (run.returncode, killed) == (0, KILLS), text[-3000:]
+    finally:
+        if run.poll() is None:
+            os.kill(run.pid, signal.SIGKILL)
+    lines = read_lines(out / "metrics.jsonl")
+    assert [line["iteration"] for line in lines] == list(range(1, ITERATIONS + 1))
+    restarts = [line for line in read_lines(out / "sync.jsonl") if line["restarted"]]
+    assert bool(restarts) == (target == "server")
+    deadline = time.monotonic() + 30
+    while left_behind(before) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert left_behind(before) == []
