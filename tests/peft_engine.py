@@ -1,5 +1,7 @@
 """`PlainEngine` with PEFT's adapters, which tests compare with those of this package."""
 
+import copy
+
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
@@ -7,7 +9,7 @@ from torch import Tensor
 from mindspeed_rlxf.config import lora
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import LearningConfig, RunConfig
-from tests.distributed.lora_roles import noise_of
+from tests.adapter_noise import noise
 from tests.plain_engine import PlainEngine
 
 
@@ -40,7 +42,7 @@ class PeftEngine(PlainEngine):
             if "lora_" in name
         }
         for name, parameter in self.adapters.items():
-            parameter.data.copy_(noise_of(name, tuple(parameter.shape)))
+            parameter.data.copy_(noise(name, tuple(parameter.shape)))
         self.parameters = [*self.adapters.values()]
         if self.head is not None:
             self.parameters.append(self.head)
@@ -48,6 +50,13 @@ class PeftEngine(PlainEngine):
         self.adam = torch.optim.AdamW(
             self.parameters, keys.lr, eps=keys.adam_eps, weight_decay=keys.weight_decay
         )
+
+    def file_tensors(self) -> dict[str, Tensor]:
+        """Return the merged weights, of copies."""
+        model, self.model = self.model, copy.deepcopy(self.peft).merge_and_unload()
+        found = super().file_tensors()
+        self.model = model
+        return found
 
     def trained(self) -> dict[str, Tensor]:
         """Return copies of what is trained by Hugging Face name."""

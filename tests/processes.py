@@ -31,8 +31,9 @@ def start_logged(
 
 
 def with_sources(**variables: str) -> dict[str, str]:
-    """Return a copy of this process's environment with PYTHONPATH set to this repository."""
-    return {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    """Return a copy of this process's environment with this repository first in PYTHONPATH."""
+    places = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(places), **variables}
 
 
 def free_port() -> int:

@@ -254,7 +254,7 @@ class LearningConfig(RoleConfig, OptimizerConfig):
 
     def _check_lora(self) -> Iterator[Problem]:
         a, tp, lora = self.architecture, self.tensor_model_parallel_size, self.lora
-        if lora.rank == 0:
+        if lora.rank == 0 or self.backend != "megatron":  # whose engine knows the modules
             return
         if not any(map(lora.selects, linear_modules(a))):
             names = ", ".join(dict.fromkeys(n.rpartition(".")[2] for n in linear_modules(a)))
@@ -262,8 +262,6 @@ class LearningConfig(RoleConfig, OptimizerConfig):
             targets = lora.target_modules
             shown = targets if isinstance(targets, str) else list(targets)
             yield Problem("lora.target_modules", rule, shown, "use all-linear")
-        if self.backend != "megatron":
-            yield Problem("lora.rank", f"needs {ref('backend')}=megatron", lora.rank, "use that")
         if tp > a.kv_heads:
             rule = f"must be at most num_query_groups={a.kv_heads} with {ref('lora.rank')}"
             yield Problem(TP, rule, tp, f"use {a.kv_heads} or less")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mindspeed_rlxf.config.lora import linear_modules
 from mindspeed_rlxf.engine.hf_stream import trained_tensors
 from mindspeed_rlxf.engine.parallel import ParallelGroups
 from mindspeed_rlxf.engine.sharded_files import save_sharded
@@ -46,8 +47,8 @@ def export_adapters(
     tensors = {name: tensor.cpu() for name, tensor in stream if writes}
     with fail_together(folder):
         if writes:
-            model = weights.architecture, weights.head
-            write_adapter(folder, tensors, weights.lora, *model, load)
+            linears = linear_modules(weights.architecture)
+            write_adapter(folder, tensors, weights.lora, linears, weights.head, load)
 
 
 def export_megatron(

@@ -49,16 +49,16 @@ def adapted_sources(parameter: StageParameter, lora: LoraConfig) -> list[str]:
     return [s for s in parameter.sources if lora.selects(s.removesuffix(".weight"))]
 
 
-def initial_values(parameter: StageParameter, seed: int) -> Tensor:
-    """Return an adapter parameter's first values as PEFT chooses them, fp32: B is 0.
+def initial_values(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """Return the first values of an A or B as PEFT chooses them, fp32: B is 0.
 
     A is uniform within 1 / sqrt(in). They depend on seed and Hugging Face name alone.
     """
-    if parameter.sources[0].endswith(f"{B}.weight"):
-        return torch.zeros(parameter.shape)
-    generator = torch.Generator().manual_seed(seed ^ crc32(parameter.sources[0].encode()))
-    bound = 1 / math.sqrt(parameter.shape[1])
-    return torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
+    if name.endswith(f"{B}.weight"):
+        return torch.zeros(shape)
+    generator = torch.Generator().manual_seed(seed ^ crc32(name.encode()))
+    bound = 1 / math.sqrt(shape[1])
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
 def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> None:

@@ -1,13 +1,12 @@
 """Adapters as a folder in PEFT's format."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from torch import Tensor
 
-from mindspeed_rlxf.config.lora import LoraConfig, linear_modules
-from mindspeed_rlxf.config.schema import ArchitectureConfig
+from mindspeed_rlxf.config.lora import LoraConfig
 from mindspeed_rlxf.models.adapter_parameters import A
 from mindspeed_rlxf.models.parameters import SCORE_HEAD, Head
 from mindspeed_rlxf.weights.atomic import replace_file
@@ -21,7 +20,7 @@ def write_adapter(
     folder: Path,
     tensors: Mapping[str, Tensor],
     lora: LoraConfig,
-    architecture: ArchitectureConfig,
+    linears: Iterable[str],
     head: Head,
     base: str,
 ) -> None:
@@ -31,7 +30,7 @@ def write_adapter(
         folder: Where to write.
         tensors: All of them on the host, by the model's names.
         lora: Their configuration.
-        architecture: The model.
+        linears: Names of all modules of the model that could have adapters.
         head: Its head.
         base: Folder of the weights that the adapters belong to.
     """
@@ -46,7 +45,7 @@ def write_adapter(
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
-        "target_modules": _targets(tensors, architecture),
+        "target_modules": _targets(tensors, linears),
         "modules_to_save": [SCORE_HEAD.sources[0].split(".")[0]] if scores else None,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -55,10 +54,10 @@ def write_adapter(
     replace_file(folder / "adapter_config.json", json.dumps(content, indent=2) + "\n")
 
 
-def _targets(tensors: Mapping[str, Tensor], architecture: ArchitectureConfig) -> list[str]:
+def _targets(tensors: Mapping[str, Tensor], linears: Iterable[str]) -> list[str]:
     """Return the adapted modules by the ends of their names, if these select no others."""
     end = f".{A}.weight"
     adapted = [name.removesuffix(end) for name in tensors if name.endswith(end)]
     ends = sorted({module.rpartition(".")[2] for module in adapted})
-    selected = [name for name in linear_modules(architecture) if name.rpartition(".")[2] in ends]
+    selected = [name for name in linears if name.rpartition(".")[2] in ends]
     return ends if len(selected) == len(adapted) else adapted

@@ -91,7 +91,8 @@ class StageWeights:
         """Set the adapters to their first values, which add nothing (`initial_values`)."""
         ranks = self.tp_group.rank(), self.tp_group.size()
         for parameter in self.adapters:
-            values, target = initial_values(parameter, seed), self.tensors[parameter.name].data
+            values = initial_values(parameter.sources[0], parameter.shape, seed)
+            target = self.tensors[parameter.name].data
             for part in shard_chunks(parameter, self.architecture, *ranks):
                 target[part.place.slices] = values[part.chunk.slices].to(target)
 

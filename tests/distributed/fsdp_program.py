@@ -4,11 +4,11 @@ python -m tests.distributed.fsdp_program CASES.json, on each rank of RANK and WO
 
     lm, scored, architecture    the models
     keys        of every role
-    trained     keys of actor and critic
+    trained     keys of actor and critic; adapters start as noise
     steps       of the update; default 1
     load        folder whose states are loaded before it
     save        folder for the states after it; then one more step follows
-    export      folder for the weights after it
+    export      folder for the weights after it, and for adapters
     kl          True: the reference computes the KL of the vocabulary after it
     leaks       True: the model is packed although it must not be; expects the probe's error
     out         file for the first rank's results
@@ -33,6 +33,7 @@ from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticRole
 from mindspeed_rlxf.roles.engines import train_engine
 from mindspeed_rlxf.weights.state_files import merge_parts
+from tests.adapter_noise import noise
 from tests.distributed.llamas import run_config
 from tests.distributed.samples import make_experience, make_rollouts
 
@@ -81,6 +82,9 @@ def compute(case: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
         if role is Role.ACTOR_ROLLOUT:
             found = engine.log_probs(part, 0.8)
             outputs = found.log_probs if found else None
+            with engine.without_adapters():
+                base = engine.log_probs(part, 0.8)
+            results["reference"] = gather(base.log_probs if base else None)
         else:
             read, scores = engine.values(part), engine.scores(part)
             outputs = read.values if read else None
@@ -102,7 +106,8 @@ def compute(case: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
             compared = reference.log_probs_with_kl(part, 0.8, engine)
             results["kl"] = gather(compared.kl if compared else None)
         if "export" in case:
-            engine.export(Path(case["export"]) / name, None)
+            adapters = [Path(case["export"]) / f"{name}_adapter"] * ("lora" in case["trained"])
+            engine.export(Path(case["export"]) / name, None, *adapters)
     return results
 
 
@@ -118,6 +123,7 @@ def main(file: str) -> None:
     heads.CHUNK_TOKENS = 8  # so that these few tokens take several chunks
     megatron = cases[0]["keys"].get("backend") != "fsdp"
     runtime = LocalRuntime(DeviceKind.CPU, timeout_s=60.0, megatron=megatron)
+    fsdp_engine.initial_values = noise
     for case in cases:
         results = compute(case, runtime.rank, runtime.size)
         if runtime.is_first:

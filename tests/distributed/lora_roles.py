@@ -3,25 +3,12 @@
 from typing import Any
 from unittest.mock import patch
 
-import torch
-from torch import Tensor
-
 from mindspeed_rlxf.data.batch import RoleOutput
 from mindspeed_rlxf.engine.hf_stream import trained_tensors
-from mindspeed_rlxf.models.parameters import StageParameter
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticRole
 from mindspeed_rlxf.weights import stage_loader
-
-
-def noise(parameter: StageParameter, seed: int) -> Tensor:
-    """Return values for an adapter in place of `initial_values`, whose B is 0."""
-    return noise_of(parameter.sources[0], parameter.shape)
-
-
-def noise_of(name: str, shape: tuple[int, ...]) -> Tensor:
-    generator = torch.Generator().manual_seed(sum(name.encode()))
-    return torch.randn(shape, generator=generator) * 0.2
+from tests.adapter_noise import noise
 
 
 class Adapted:

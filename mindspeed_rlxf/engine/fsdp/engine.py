@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -21,11 +21,11 @@ from torch import Tensor
 from mindspeed_rlxf import device
 from mindspeed_rlxf.algorithms.losses import LossOutput
 from mindspeed_rlxf.algorithms.slots import readable_slots
-from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
+from mindspeed_rlxf.config.schema import LearningConfig, LoraConfig, OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import LogProbs, LogProbsWithKl, Rollouts, Scores, Values
 from mindspeed_rlxf.engine import offload, work
 from mindspeed_rlxf.engine.finite import SkippedSteps
-from mindspeed_rlxf.engine.fsdp import attention
+from mindspeed_rlxf.engine.fsdp import adapters, attention
 from mindspeed_rlxf.engine.fsdp.model import (
     Groups,
     build,
@@ -52,10 +52,12 @@ from mindspeed_rlxf.engine.offload import Offload
 from mindspeed_rlxf.engine.outputs import average_metrics, scatter_rows
 from mindspeed_rlxf.engine.together import fail_together
 from mindspeed_rlxf.engine.train_engine import Part, PolicyStep, TokenLogProbs, ValueStep
+from mindspeed_rlxf.models.adapter_parameters import initial_values
 from mindspeed_rlxf.models.heads import full_kl, token_log_probs
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.weights.folders import copy_side_files
 from mindspeed_rlxf.weights.hf_folder import open_hf_folder
+from mindspeed_rlxf.weights.peft_folder import write_adapter
 from mindspeed_rlxf.weights.state_files import Loaded
 
 logger = logging.getLogger(__name__)
@@ -118,7 +120,10 @@ class FsdpEngine:
         self.groups = Groups.of(role.ulysses_sequence_parallel_size)
         self.dtype = torch.bfloat16 if role.bf16 else torch.float32
         self._mini_batch = 0  # steps of this iteration
+        self.lora = role.lora if isinstance(role, LearningConfig) else LoraConfig()
         wide = self.dtype if optimizer is None else torch.float32  # main weights are fp32
+        if self.lora.rank:
+            wide = adapters.frozen_dtype(self.dtype)
         self.model = build(role.load, head, wide)
         self.packed = role.packed_sequences and packs(self.model)
         if self.groups.ulysses is not None and not packs(self.model):
@@ -130,14 +135,20 @@ class FsdpEngine:
         self.linear = F.linear if cap == inf else partial(_capped_linear, cap)
         self._pieces = pieces_of(self.model, head)
         self._shapes = file_shapes(self.model, self._pieces)
-        shard(self.model, role, optimizer is not None, self.groups)
+        self._linears = adapters.linear_modules(self.model)
+        if self.lora.rank:
+            adapters.inject(self.model, self.lora)
+            if head is Head.SCORE:
+                self.model.lm_head.float()  # trained too, so its main weights are fp32
+        shard(self.model, role, self._trained() if optimizer else (), self.groups)
         self._load_weights(role.load, seed)
         self._offload: Offload = Offload({}, ())  # nothing moves before the model is probed
         probe(self)
         self.held = held_tensors(self.model)  # only now: the first pass makes the shards anew
         self.optimizer: ShardedAdam | None = None
         if optimizer is not None:
-            parameters = self.model.named_parameters()
+            named = self.model.named_parameters()
+            parameters = ((adapters.plain_name(name), each) for name, each in named)
             means = not sums_gradients()
             self.optimizer = ShardedAdam(optimizer, parameters, train_iters, means)
             self.state = ShardedState(
@@ -150,9 +161,21 @@ class FsdpEngine:
             )
         self._offload = self._make_offload()
 
+    def _trained(self) -> list[str]:
+        """Return the names of trained parameters: all, or with adapters these and a score head."""
+        names = [name for name, _ in self.model.named_parameters()]
+        if self.lora.rank == 0:
+            return names
+        score = [OUTPUT] if self.head is Head.SCORE else []
+        return score + [name for name in names if adapters.is_adapter(adapters.plain_name(name))]
+
     def _load_weights(self, load: str, seed: int) -> None:
         folder = open_hf_folder(load, self.role.trust_files)
         held = held_tensors(self.model)
+        for each in held:
+            if adapters.is_adapter(each.name):
+                rows = slice(each.start, each.start + len(each.local))
+                each.local.copy_(initial_values(each.name, each.shape, seed)[rows])
         absent = load_rows(held, self._pieces, folder)
         if self.head is Head.SCORE and "score.bias" in folder:  # of token classification
             logger.warning("%s: score.bias is left out, values have no constant part", load)
@@ -319,7 +342,8 @@ class FsdpEngine:
             parts = policy._read_all(rollouts, read_states)
             states = torch.cat(parts) if parts else torch.empty(0)
             output = policy.output_weight().to(self.dtype)
-            flat = self._read_all(rollouts, read)
+            with self.without_adapters():  # where the policy is this engine
+                flat = self._read_all(rollouts, read)
         if not self.is_leader:
             return None
         return LogProbsWithKl(*(scatter_rows([p[i] for p in flat], mask) for i in range(2)))
@@ -373,7 +397,7 @@ class FsdpEngine:
             self._offload.mark_changed(Part.WEIGHTS, Part.OPTIMIZER)
         self.skipped.judge(done, self.optimizer.scheduler_steps + 1, self._mini_batch)
         metrics = average_metrics(outputs, self.sum_over_replicas)
-        self._count(micro_batches, work.TRAIN)
+        self._count(micro_batches, work.ADAPT if self.lora.rank else work.TRAIN)
         metrics["grad_norm"] = done.grad_norm
         if self.skipped.policy == "skip":
             metrics["skipped_steps"] = float(bool(done.wrong))
@@ -406,15 +430,16 @@ class FsdpEngine:
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight as (Hugging Face name, whole device tensor), on every rank."""
         with self.holding(Part.WEIGHTS), torch.no_grad():
-            yield from stream(self.held, self._pieces, self.dtype)
+            scale = self.lora.scale if self.lora.rank else 0.0
+            yield from stream(self.held, self._pieces, self.dtype, scale)
 
     def held_weights(self) -> Iterable[Tensor]:
         """Return this rank's rows of every weight."""
         return [each.local for each in self.held]
 
     def without_adapters(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing: there are no adapters."""
-        return nullcontext()
+        """Return a context in which this engine computes with the loaded weights alone."""
+        return adapters.switched_off(self.model)
 
     def export(
         self,
@@ -422,12 +447,14 @@ class FsdpEngine:
         megatron_folder: Path | None,
         adapter_folder: Path | None = None,
     ) -> None:
-        """Write the weights as a Hugging Face folder; this engine writes no Megatron checkpoint.
+        """Write a Hugging Face folder, and adapters; this engine writes no Megatron checkpoint.
 
         A collective. If a rank cannot write, all ranks raise OSError.
         """
         # With `runtime: local` the first rank has just removed the files of an earlier export.
         dist.barrier()
+        if adapter_folder is not None:
+            self._export_adapters(adapter_folder)
         if hf_folder is None:
             return
         error = export_stream(self.hf_tensors(), self._shapes, self.dtype.itemsize, hf_folder)
@@ -436,6 +463,18 @@ class FsdpEngine:
                 raise error
             if dist.get_rank() == 0:
                 self.describe(hf_folder)
+
+    def _export_adapters(self, folder: Path) -> None:
+        writes, names = dist.get_rank() == 0, {OUTPUT: SCORE}
+        with self.holding(Part.WEIGHTS):
+            trained = {adapters.plain_name(name) for name in self._trained()}
+            whole = (each for each in self.held if each.name in trained)
+            gathered = ((names.get(each.name, each.name), each.gather()) for each in whole)
+            tensors = {name: tensor.cpu() for name, tensor in gathered if writes}
+        with fail_together(folder):
+            if writes:
+                load = str(self.role.load)
+                write_adapter(folder, tensors, self.lora, self._linears, self.head, load)
 
     def describe(self, folder: Path) -> list[Path]:
         """Write config.json, with training head and dtype, and the tokenizer files."""

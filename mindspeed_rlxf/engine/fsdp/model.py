@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -151,14 +151,16 @@ def decoder_layers(model: Any) -> list[Any]:
     return found or list(getattr(model, model.base_model_prefix).layers)
 
 
-def shard(model: Any, role: RoleConfig, trained: bool, groups: Groups) -> None:
+def shard(model: Any, role: RoleConfig, trained: Collection[str], groups: Groups) -> None:
     """Shard the model layer by layer over all ranks, and allocate this rank's shards.
 
-    Gradients are fp32 sums over the ranks. Parameters are not set; buffers keep their values.
+    Gradients are fp32 sums over the ranks, of the parameters named in `trained`. Parameters are not
+    set; buffers keep their values.
     """
     if isinstance(role, LearningConfig) and role.recompute is not Recompute.NONE:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.requires_grad_(trained)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)
     model.rlxf_run = MethodType(_run, model)
     wide = {"mesh": groups.mesh}
     if trained and role.bf16:

@@ -13,8 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from mindspeed_rlxf.config.schema import RoleConfig
+from mindspeed_rlxf.config.schema import LearningConfig, RoleConfig
+from mindspeed_rlxf.engine.fsdp.adapters import inject, is_adapter, plain_name
 from mindspeed_rlxf.engine.fsdp.model import build
+from mindspeed_rlxf.models.adapter_parameters import A, B, merge
 from mindspeed_rlxf.models.hf_names import Piece, find_pieces, stored_tensors
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.weights.chunks import PlannedTensor, StoredTensor, StoredWeights, whole
@@ -38,7 +40,7 @@ class Held:
     """A parameter or buffer of the model on this rank.
 
     Attributes:
-        name: In the model.
+        name: In the model (`plain_name`).
         local: This rank's rows, in the storage that the model uses.
         start: The first of these rows.
         shape: Of the whole tensor.
@@ -78,7 +80,7 @@ def held_tensors(model: Any) -> list[Held]:
             local = tensor.to_local().detach()
             rows = rows_per_rank(tensor.size(0), dist.get_world_size())
             start = min(dist.get_rank() * rows, tensor.size(0))
-        found.append(Held(name, local, start, tuple(tensor.shape), is_sharded))
+        found.append(Held(plain_name(name), local, start, tuple(tensor.shape), is_sharded))
     return found
 
 
@@ -108,11 +110,14 @@ def find_stored(folder: StoredWeights, name: str) -> StoredTensor | None:
 def check_folder(role: RoleConfig, head: Head) -> None:
     """Raise ValueError if the role's folder lacks tensors of the model in its config.json.
 
-    A score head may be absent. Reads headers only, and builds the model without memory.
+    So it does if `lora` selects no module. A score head may be absent. Reads headers only, and
+    builds the model without memory.
     """
     assert role.load is not None, "checked beforehand"
     model = build(role.load, head, torch.float32)
     shapes = file_shapes(model, pieces_of(model, head))
+    if isinstance(role, LearningConfig) and role.lora.rank:
+        inject(model, role.lora)
     folder = open_hf_folder(role.load, role.trust_files)
     found = {name: stored for name in shapes if (stored := find_stored(folder, name)) is not None}
     if head is Head.SCORE and SCORE not in found:
@@ -128,7 +133,7 @@ def load_rows(held: Iterable[Held], pieces: Pieces, folder: StoredWeights) -> li
     """
     absent = []
     for each in held:
-        for piece in pieces[each.name]:
+        for piece in pieces.get(each.name, ()):  # an adapter has none
             stored = find_stored(folder, piece.name)
             if stored is None:
                 absent.append(piece.name)
@@ -159,14 +164,26 @@ def _copy_rows(held: Held, piece: Piece, stored: StoredTensor) -> None:
 
 
 def stream(
-    held: Sequence[Held], pieces: Pieces, dtype: torch.dtype
+    held: Sequence[Held], pieces: Pieces, dtype: torch.dtype, scale: float
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every weight as (name in files, whole device tensor), on every rank; a collective."""
+    """Yield every weight as (name in files, whole device tensor), on every rank; a collective.
+
+    Adapters are merged into copies, multiplied by `scale`.
+    """
+    adapters = {each.name: each for each in held if is_adapter(each.name)}
     for each in held:
-        gathered = each.gather()
+        if each.name in adapters:
+            continue
+        whole_tensor = each.gather()
+        if each.is_sharded:
+            whole_tensor = whole_tensor.to(dtype)
+        module = each.name.removesuffix("weight")
+        if f"{module}{A}.weight" in adapters:
+            a, b = (adapters[f"{module}{part}.weight"].gather() for part in (A, B))
+            whole_tensor = whole_tensor.clone()
+            merge(whole_tensor, a, b, scale)
         for piece in pieces[each.name]:
-            found = piece.view(gathered)
-            yield piece.name, (found.to(dtype) if each.is_sharded else found).contiguous()
+            yield piece.name, piece.view(whole_tensor).contiguous()
 
 
 def export_stream(

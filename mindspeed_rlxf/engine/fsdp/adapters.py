@@ -1,0 +1,93 @@
+"""PEFT's low-rank adapters in a model of transformers.
+
+Names of parameters lose what PEFT puts into them, so `q_proj.weight` is the frozen weight,
+`q_proj.lora_A.weight` and `q_proj.lora_B.weight` are its adapter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from packaging.version import Version
+from torch import nn
+
+from mindspeed_rlxf.config.lora import LoraConfig
+from mindspeed_rlxf.models.adapter_parameters import A, B
+
+ROUTERS = ("gate", "router", "shared_expert_gate")
+MIXED_SINCE = Version("2.13")
+"""First torch whose shards may have other dtypes than frozen weights beside them."""
+
+
+def inject(model: Any, lora: LoraConfig) -> None:
+    """Add adapters to the model's linears, on the meta device and fp32; freeze the rest.
+
+    Raises:
+        ValueError: PEFT is missing, or nothing is selected.
+    """
+    try:
+        from peft import LoraConfig as PeftConfig, inject_adapter_in_model
+    except ImportError:
+        rule = "adapters with backend fsdp need the package peft"
+        raise ValueError(f"{rule}; install it, or use backend=megatron") from None
+    chosen = [name for name in linear_modules(model) if lora.selects(name)]
+    if not chosen:
+        known = sorted({name.rpartition(".")[2] for name in linear_modules(model)})
+        raise ValueError(
+            "lora.target_modules and exclude_modules must leave some of the modules "
+            f"{', '.join(known)}; use all-linear"
+        )
+    config = PeftConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        lora_dropout=lora.dropout,
+        target_modules=chosen,
+    )
+    inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
+    for name, parameter in model.named_parameters():
+        if is_adapter(plain_name(name)):
+            parameter.data = parameter.data.float()
+
+
+def linear_modules(model: Any) -> list[str]:
+    """Return the names of the modules that can have adapters: no router, expert or output layer."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear
+        and module is not model.lm_head
+        and ".experts." not in name
+        and name.rpartition(".")[2] not in ROUTERS
+    ]
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name without what PEFT puts into it."""
+    return name.replace(".base_layer.", ".").replace(".default.", ".")
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter is an adapter's A or B, by its plain name."""
+    return name.endswith((f".{A}.weight", f".{B}.weight"))
+
+
+def frozen_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that frozen weights can have beside fp32 adapters: `dtype`, or fp32."""
+    release = Version(torch.__version__).release
+    return dtype if release >= MIXED_SINCE.release else torch.float32
+
+
+@contextlib.contextmanager
+def switched_off(model: Any) -> Iterator[None]:
+    """Compute without the model's adapters inside the block."""
+    adapted = [m for m in model.modules() if hasattr(m, "enable_adapters") and hasattr(m, "lora_A")]
+    for module in adapted:
+        module.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for module in adapted:
+            module.enable_adapters(True)
