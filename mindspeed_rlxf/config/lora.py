@@ -52,6 +52,14 @@ def _matches(names: str | Sequence[str], module: str) -> bool:
     return any(module == name or module.endswith(f".{name}") for name in names)
 
 
+ROUTERS = ("gate", "router", "shared_expert_gate")
+
+
+def can_adapt(module: str) -> bool:
+    """Return whether a linear of a layer can have an adapter: routers and experts cannot."""
+    return ".experts." not in module and module.rpartition(".")[2] not in ROUTERS
+
+
 def linear_modules(architecture: ArchitectureConfig) -> Iterator[str]:
     """Yield the names of the modules that can have adapters: attention and dense MLPs."""
     names = ATTENTION + (MLP if architecture.num_experts is None else ())

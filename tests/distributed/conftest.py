@@ -8,7 +8,7 @@ import pytest
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.schema import DeviceConfig, RuntimeConfig
 from tests.distributed.llamas import FSDP_POOL
-from tests.processes import ROOT
+from tests.processes import with_sources
 from tests.registries import restored_registries
 
 NUM_DEVICES = 4  # size of the largest pool
@@ -26,7 +26,9 @@ def ray_runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
     config = RuntimeConfig(timeout_s=300.0, start_timeout_s=120.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))  # so that workers can import roles of tests
+        patch.setenv(
+            "PYTHONPATH", with_sources()["PYTHONPATH"]
+        )  # so that workers can import roles of tests
         patch.setenv("RAY_ADDRESS", "local")  # never join a cluster that this user runs on the host
         logs = tmp_path_factory.mktemp("logs")
         runtime = RayRuntime(

@@ -26,13 +26,22 @@ from tests.distributed.llamas import (
     make_pair,
     run_config,
     same_tensors,
+    with_fsdp,
 )
 from tests.distributed.lora_roles import Actor, Critic
 from tests.distributed.resume_run import start
 from tests.distributed.samples import make_experience, make_rollouts
-from tests.distributed.test_layout_invariance import PP2, SP2, TP2
+from tests.distributed.test_layout_invariance import (
+    PP2,
+    SP2,
+    TP2,
+    Outcome,
+    compare,
+    fixed_run,
+)
 from tests.distributed.test_resume import OneDriver, resumed
 from tests.peft_engine import PeftEngine
+from tests.training import run
 from tests.unit.weights.folders_of import read_folder
 
 EPSILON = 1e4  # makes Adam's step nearly linear, see test_layouts.py
@@ -52,6 +61,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], bool]] = {
     "pp2": (2, PP2, False),
     "tp2 pp2, sequence parallel": (4, {**SP2, **PP2}, True),
 }
+SHORT = ["recompute full", "tp2, sequence parallel", "pp2"]
 
 
 def tensors(report: dict[str, Any]) -> dict[str, Tensor]:
@@ -66,8 +76,9 @@ def difference(after: dict[str, Tensor], before: dict[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize(
     ("architecture", "kind", "lora", "layouts"),
     [
-        pytest.param(PLAIN, Actor, ALL, LAYOUTS, id="actor"),
-        pytest.param(QWEN2, Critic, SOME, ["one process", "tp2", "pp2"], id="critic"),
+        pytest.param(PLAIN, Actor, ALL, SHORT, id="actor"),
+        pytest.param(PLAIN, Actor, ALL, LAYOUTS, id="actor everywhere", marks=pytest.mark.long),
+        pytest.param(QWEN2, Critic, SOME, ["tp2", "pp2"], id="critic"),
         pytest.param(TIED, Actor, SOME, LAYOUTS, id="tied", marks=pytest.mark.long),
     ],
 )
@@ -103,7 +114,14 @@ def test_gradients_are_those_of_peft(warm_runtime, tmp_path, architecture, kind,
         assert norm == pytest.approx(report.steps[0]["grad_norm"], rel=1e-5), name
 
 
-@pytest.mark.parametrize("name", ["one process", "tp2 pp2, sequence parallel", "bf16"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tp2, sequence parallel",
+        "bf16",
+        pytest.param("tp2 pp2, sequence parallel", marks=pytest.mark.long),
+    ],
+)
 def test_sent_weights_are_those_of_merge_and_unload_bitwise(warm_runtime, tmp_path, name):
     folders = make_pair(tmp_path, TIED)
     size, keys, _ = LAYOUTS.get(name, (1, {"bf16": True}, False))
@@ -120,6 +138,23 @@ def test_sent_weights_are_those_of_merge_and_unload_bitwise(warm_runtime, tmp_pa
         assert sum(not loaded[n].equal(tensor) for n, tensor in found.items()) == 5
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("layout", [(1, SP2), (2, {})], ids=["tp2", "fsdp"])
+def test_layout_and_engine_change_no_run(warm_runtime, tmp_path, layout):
+    """Five iterations on fixed responses; adapters start alike, by their names."""
+    models = make_models(tmp_path / "models", PLAIN)
+    sections = {name: {"lora": ALL} for name in ("actor_rollout", "critic")}
+    sections["optimizer"] = {"lr": 0.01}
+    outcomes = []
+    for name, (size, keys) in {"one": (1, {}), "other": layout}.items():
+        ranks = 2 if keys else 1
+        config, prepared = fixed_run(models, tmp_path / name, PLAIN, ranks, keys, sections)
+        if size == 2:
+            config = with_fsdp(config, [Role.ACTOR_ROLLOUT, Role.REF], size)
+        outcomes.append(Outcome(run(config, warm_runtime, prepared)))
+    compare(*outcomes, models)
+
+
 @pytest.mark.parametrize(
     "layout",
     [(1, {}), pytest.param((4, {**SP2, **PP2}), marks=pytest.mark.long)],
@@ -130,11 +165,11 @@ def test_a_run_with_adapters(warm_runtime, tmp_path, layout):
     is the same bitwise, and the folders at the end are what PEFT makes of them."""
     models = make_models(tmp_path / "models", QWEN3)
     size, keys = layout
-    run = partial(start, OneDriver(warm_runtime), models)
+    begin = partial(start, OneDriver(warm_runtime), models)
     sections = {name: {"lora": ALL} for name in ("actor_rollout", "critic")}
     sections["optimizer"] = {"lr": 0.02}
     how = {"architecture": "qwen3", "ranks": size, "layout": keys, "sections": sections}
-    whole, metrics = resumed(run, tmp_path, 3, **how)
+    whole, metrics = resumed(begin, tmp_path, 3, **how)
     drift = [each["critic/kl"] for each in metrics]
     assert drift[0] == pytest.approx(0, abs=1e-5) and drift[1] > 1e-3 and drift[2] > 1e-3
     assert max(each["rollout/log_prob_gap_max"] for each in metrics) < 1e-4

@@ -24,6 +24,7 @@ ATTENTION = {
     "target_modules": r".*\.[qo]_proj",
     "exclude_modules": ["layers.0.self_attn.o_proj"],
 }
+SENT = ", sent"
 SAVING = {"recompute": "full", "offload": {"weights": True, "optimizer": True}}
 
 
@@ -46,37 +47,41 @@ def peft_results(case: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def check(folder: Path, made: dict[str, tuple[str, dict[str, Any]]], **more: Any) -> dict[str, Any]:
-    """Compare each case, of a family with its adapters, with PEFT on two ranks and as Ulysses."""
+def make_cases(folder: Path, made: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """Return a case per name, of a family with its adapters, and one that takes no step."""
     cases = {
         name: case_of(folder / name, family, ULYSSES if "ulysses" in name else FSDP, steps=2,
                       trained={"lora": lora, **SAVING})
         for name, (family, lora) in made.items()
     }  # fmt: skip
-    sent = {f"{name}, sent": {**case, "steps": 0} for name, case in cases.items()}
-    results = run_cases(2, cases | sent, folder / "two")
-    for name, case in (cases | sent).items():
-        plain = peft_results(case)
-        close(results[name], plain, name)
-        assert_close(results[name]["reference"], plain["reference"], rtol=1e-5, atol=1e-5)
-        if name in sent:
-            for role in ("actor", "critic"):
-                found, wanted = (each[f"{role}.weights"] for each in (results[name], plain))
-                assert all(found[n].equal(tensor) for n, tensor in wanted.items()), "bitwise"
-    return cases
+    return cases | {f"{name}{SENT}": {**case, "steps": 0} for name, case in cases.items()}
+
+
+def compare(results: dict[str, Any], cases: dict[str, Any]) -> None:
+    """Compare with PEFT's adapters in one process; bitwise what is sent before any step."""
+    for name, case in cases.items():
+        ours, plain = results[name], peft_results(case)
+        close(ours, plain, name)
+        assert_close(ours["reference"], plain["reference"], rtol=1e-5, atol=1e-5)
+        for role in ("actor", "critic") if name.endswith(SENT) else ():
+            found, wanted = (each[f"{role}.weights"] for each in (ours, plain))
+            assert all(found[n].equal(tensor) for n, tensor in wanted.items()), name
 
 
 def test_adapters_are_those_of_peft_on_two_ranks(tmp_path: Path) -> None:
     """They resume bitwise, and the folders at the end are what PEFT makes of them."""
-    cases = check(tmp_path, {"llama": ("llama", LORA), "ulysses": ("qwen3_moe", ATTENTION)})
-    place, out = str(tmp_path / "state"), tmp_path / "out"
-    base = {**cases["llama"], "steps": 1}
-    saving, loading = {**base, "save": place, "export": str(out)}, {**base, "load": place}
-    saved, resumed = run_cases(2, {"a": saving, "b": loading}, tmp_path / "saved").values()
+    cases = make_cases(tmp_path, {"llama": ("llama", LORA)})
+    out, one = tmp_path / "out", {**cases["llama"], "steps": 1}
+    more = {
+        "saving": {**one, "save": str(tmp_path / "state"), "export": str(out)},
+        "loading": {**one, "load": str(tmp_path / "state")},
+    }
+    results = run_cases(2, cases | more, tmp_path / "two")
+    compare(results, cases)
     for role in ("actor", "critic"):
-        assert resumed[f"{role}.loaded"] == ["", True]
-        for name, tensor in saved[f"{role}.last"].items():
-            assert torch.equal(resumed[f"{role}.weights"][name], tensor), name
+        assert results["loading"][f"{role}.loaded"] == ["", True]
+        for name, tensor in results["saving"][f"{role}.last"].items():
+            assert torch.equal(results["loading"][f"{role}.weights"][name], tensor), name
     model = AutoModelForCausalLM.from_pretrained(cases["llama"]["lm"])
     merged = PeftModel.from_pretrained(model, out / "actor_adapter").merge_and_unload()
     wanted, exported = merged.state_dict(), read_folder(out / "actor")
@@ -86,4 +91,6 @@ def test_adapters_are_those_of_peft_on_two_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_other_families_have_adapters(tmp_path: Path) -> None:
-    check(tmp_path, {name: (name, LORA) for name in ("qwen2", "gemma2", "qwen3_5")})
+    made = {name: (name, LORA) for name in ("qwen2", "gemma2", "qwen3_5")}
+    cases = make_cases(tmp_path, made | {"ulysses": ("qwen3_moe", ATTENTION)})
+    compare(run_cases(2, cases, tmp_path / "two"), cases)

@@ -77,6 +77,11 @@ SHAPES = {
     "fsdp actor, recompute full": Shape(keys={"recompute": "full"}, backend="fsdp"),
     "fsdp actor, bf16": Shape(keys={"bf16": True}, backend="fsdp"),
     "fsdp critic": Shape(role=Role.CRITIC, backend="fsdp"),
+    "fsdp actor, adapters": Shape(keys=ADAPTERS, backend="fsdp"),
+    "fsdp actor, adapters, recompute full, bf16": Shape(
+        keys={**ADAPTERS, "recompute": "full", "bf16": True}, backend="fsdp"
+    ),
+    "fsdp critic, adapters": Shape(role=Role.CRITIC, keys=ADAPTERS, backend="fsdp"),
     "real width, 1 layer": Shape(REAL),
     # A critic, because an actor of two layers would need more than 23 GB.
     "real width, 2 layers": Shape(

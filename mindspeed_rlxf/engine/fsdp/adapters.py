@@ -14,10 +14,9 @@ import torch
 from packaging.version import Version
 from torch import nn
 
-from mindspeed_rlxf.config.lora import LoraConfig
+from mindspeed_rlxf.config.lora import LoraConfig, can_adapt
 from mindspeed_rlxf.models.adapter_parameters import A, B
 
-ROUTERS = ("gate", "router", "shared_expert_gate")
 MIXED_SINCE = Version("2.13")
 """First torch whose shards may have other dtypes than frozen weights beside them."""
 
@@ -57,10 +56,7 @@ def linear_modules(model: Any) -> list[str]:
     return [
         name
         for name, module in model.named_modules()
-        if type(module) is nn.Linear
-        and module is not model.lm_head
-        and ".experts." not in name
-        and name.rpartition(".")[2] not in ROUTERS
+        if type(module) is nn.Linear and module is not model.lm_head and can_adapt(name)
     ]
 
 

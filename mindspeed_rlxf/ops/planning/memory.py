@@ -200,7 +200,7 @@ def _sharded_memory(config: RunConfig, role: Role) -> RoleMemory:
     phases = list(model.phases())
     if role is Role.ACTOR_ROLLOUT:  # generation has a whole model, and gathers one tensor at a time
         phases.append(_generate_phase(config, model.numbers + model.root))
-    offload = model.section.offload
+    offload = OffloadConfig() if model.is_shared else model.section.offload
     return RoleMemory(role, model.state(), model.communication_bytes(), tuple(phases), offload)
 
 

@@ -13,6 +13,7 @@ from math import prod
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import KlPenalty, Recompute, Role
+from mindspeed_rlxf.config.lora import LoraConfig, can_adapt
 from mindspeed_rlxf.config.schema import ArchitectureConfig, LearningConfig, RunConfig
 from mindspeed_rlxf.models.heads import CHUNK_TOKENS
 from mindspeed_rlxf.models.parameter_counts import HEADS
@@ -41,9 +42,7 @@ def element_counts(
 
     From the headers of the folder `load`; if it is not there, by the parameter map.
     """
-    shapes: Mapping[str, tuple[int, ...]] = hf_shapes(architecture, head)
-    with contextlib.suppress(ValueError, OSError):
-        shapes = {name: each.shape for name, each in open_hf_folder(str(load)).items()}
+    shapes = _shapes(load, architecture, head)
     counts: Counter[int] = Counter()
     for name, shape in shapes.items():
         if not (head is Head.SCORE and name == OUTPUT):
@@ -52,10 +51,33 @@ def element_counts(
     return counts.pop(-1, 0), tuple(counts.values())
 
 
-def layer_bytes(a: ArchitectureConfig, tokens: int, item: int) -> LayerBytes:
+@lru_cache(maxsize=64)
+def adapter_elements(
+    load: str | None, architecture: ArchitectureConfig, head: Head, lora: LoraConfig
+) -> int:
+    """Count the elements of a model's adapters, as `element_counts`."""
+    return sum(
+        lora.rank * sum(shape)
+        for name, shape in _shapes(load, architecture, head).items()
+        if len(shape) == 2 and LAYER.search(name) and can_adapt(module := name.rpartition(".")[0])
+        if lora.selects(module)
+    )
+
+
+def _shapes(
+    load: str | None, architecture: ArchitectureConfig, head: Head
+) -> Mapping[str, tuple[int, ...]]:
+    with contextlib.suppress(ValueError, OSError):
+        return {name: each.shape for name, each in open_hf_folder(str(load)).items()}
+    return hf_shapes(architecture, head)
+
+
+def layer_bytes(
+    a: ArchitectureConfig, tokens: int, item: int, frozen_norms: bool = False
+) -> LayerBytes:
     """Compute the activations of a layer of transformers for a rank's `tokens`."""
     # As in Megatron's layers: input in fp32, normed value, output, root per token.
-    norm = tokens * ((FP32 + 2 * item) * a.hidden_size + FP32)
+    norm = tokens * ((FP32 + (1 if frozen_norms else 2) * item) * a.hidden_size + FP32)
     queries, keys = a.num_attention_heads * a.head_dim, a.kv_heads * a.head_dim
     # Projections, turned halves, rotated queries and keys, values, the result and its copy, the
     # log of the softmax's divisor.
@@ -80,7 +102,17 @@ class ShardedModel:
             self.section.load, self.section.architecture, self.head
         )
         self.numbers = self.root + sum(self.layers)
-        self.trained = isinstance(self.section, LearningConfig)
+        # A shared reference is the actor's model, whose row has all that lasts.
+        self.is_shared = role is Role.REF and config.shares_reference
+        self.lora, self.learnt = LoraConfig(), 0  # elements that are trained
+        if isinstance(self.section, LearningConfig):
+            self.lora, self.learnt = self.section.lora, self.numbers
+        self.adapters = 0
+        if self.lora.rank:
+            model = self.section.load, self.section.architecture, self.head
+            self.adapters = adapter_elements(*model, self.lora)
+            scores = self.section.architecture.hidden_size if self.head is Head.SCORE else 0
+            self.learnt = self.adapters + scores
         self.item, self.ranks = itemsize(self.section), self.layout.world_size
         self.response = config.actor_rollout.max_new_tokens
         self.length = config.actor_rollout.max_prompt_length + self.response
@@ -90,32 +122,36 @@ class ShardedModel:
 
         Gradients exist in updates only.
         """
-        shard = -(-self.numbers // self.ranks)
-        if not self.trained:
-            return State(shard * self.item, 0, 0)
-        return State(shard * FP32, 0, shard * 2 * FP32)
+        if self.is_shared:
+            return State(0, 0, 0)
+        shard, learnt = (-(-n // self.ranks) for n in (self.numbers, self.learnt))
+        if self.learnt == self.numbers:
+            return State(shard * FP32, 0, shard * 2 * FP32)
+        return State(shard * self.item + learnt * FP32, 0, learnt * 2 * FP32)
 
     def communication_bytes(self) -> int:
         """Return the buffers of the process groups: all ranks', and the Ulysses group's."""
+        if self.is_shared:
+            return 0
         groups = (self.ranks > 1) + (self.section.ulysses_sequence_parallel_size > 1)
         return groups * device.communicator_bytes(self.config.device.kind)
 
     def phases(self) -> Iterator[Phase]:
         """Yield forward and, for a trained role, update and optimizer step."""
         config = self.config
-        compares = config.algorithm.kl_penalty is KlPenalty.FULL
+        compares = config.algorithm.kl_penalty is KlPenalty.FULL or self.is_shared
         beside = Role.ACTOR_ROLLOUT if self.role is Role.REF and compares else None
         samples = config.samples_per_iteration // self.layout.dp
         layer = self._layer(samples)
         held = max(layer.forward, self._head_bytes(samples))
         yield Phase("forward", held, other=self._whole_weights(), beside=beside)
-        if not isinstance(self.section, LearningConfig):
+        if not self.learnt or self.is_shared:
             return
         mini_batch = config.actor_rollout.ppo_mini_batch_size
         if self.role is Role.CRITIC:
             mini_batch = config.value_model.critic_mini_batch_size
         yield self._update(mini_batch // self.layout.dp)
-        yield Phase("optimizer step", other=-(-self.numbers // self.ranks) * FP32, learns=True)
+        yield Phase("optimizer step", other=-(-self.learnt // self.ranks) * FP32, learns=True)
 
     def _whole_weights(self) -> int:
         """Return the bytes of gathered weights: the root's, and those of LAYERS_AT_ONCE layers."""
@@ -130,24 +166,27 @@ class ShardedModel:
         kept = count * layer.kept
         if section.recompute is Recompute.FULL:
             kept, again = count * layer.entry, layer.kept
-        shard = -(-self.numbers // self.ranks)
+        shard, root = -(-self.learnt // self.ranks), self.root
+        if self.lora.rank:
+            root, largest = 0, self.adapters // max(count, 1)
         head = self._head_bytes(samples)
-        if self.head is Head.LANGUAGE_MODEL and self._read(samples) > CHUNK_TOKENS:
+        reads_chunks = self._read(samples) > CHUNK_TOKENS
+        if self.head is Head.LANGUAGE_MODEL and reads_chunks and not self.lora.rank:
             head += FP32 * section.architecture.vocab_size * section.architecture.hidden_size
         # The head's activations are freed before the backward pass reaches a layer. Micro-batches
         # before the last one add up whole fp32 gradients. With one, gradients become shards layer
         # by layer, while activations are freed.
         if micro_batches(section, samples, self.length) > 1:
-            peak = kept + max(head, again) + self.numbers * FP32
+            peak = kept + max(head, again) + self.learnt * FP32
         else:
-            first = kept + max(head, again + (self.root + largest) * FP32)
-            peak = max(first, layer.kept + (self.root + shard) * FP32)
+            first = kept + max(head, again + (root + largest) * FP32)
+            peak = max(first, layer.kept + (root + shard) * FP32)
         return Phase("update", peak, other=self._whole_weights(), learns=True)
 
     def _layer(self, samples: int) -> LayerBytes:
         tokens = micro_batch_tokens(self.section, samples, self.length)
         own = -(-tokens // self.section.ulysses_sequence_parallel_size)
-        return layer_bytes(self.section.architecture, own, self.item)
+        return layer_bytes(self.section.architecture, own, self.item, self.lora.rank > 0)
 
     def _read(self, samples: int) -> int:
         slots = self.response if self.head is Head.LANGUAGE_MODEL else self.response + 1
