@@ -27,7 +27,11 @@ from mindspeed_rlxf.cluster.local import LocalRuntime
 from mindspeed_rlxf.config.enums import DeviceKind, Role
 from mindspeed_rlxf.config.schema import ArchitectureConfig, OptimizerConfig, RunConfig
 from mindspeed_rlxf.data.mini_batches import rank_steps
-from mindspeed_rlxf.engine.fsdp import engine as fsdp_engine, model as fsdp_model
+from mindspeed_rlxf.engine.fsdp import (
+    engine as fsdp_engine,
+    model as fsdp_model,
+    weights as fsdp_weights,
+)
 from mindspeed_rlxf.models import heads
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticRole
@@ -123,7 +127,7 @@ def main(file: str) -> None:
     heads.CHUNK_TOKENS = 8  # so that these few tokens take several chunks
     megatron = cases[0]["keys"].get("backend") != "fsdp"
     runtime = LocalRuntime(DeviceKind.CPU, timeout_s=60.0, megatron=megatron)
-    fsdp_engine.initial_values = noise
+    fsdp_weights.initial_values = noise
     for case in cases:
         results = compute(case, runtime.rank, runtime.size)
         if runtime.is_first:

@@ -16,7 +16,9 @@ from torch import nn
 
 from mindspeed_rlxf.config.lora import LoraConfig, can_adapt
 from mindspeed_rlxf.models.adapter_parameters import A, B
+from mindspeed_rlxf.models.parameters import Head
 
+OUTPUT = "lm_head.weight"
 MIXED_SINCE = Version("2.13")
 """First torch whose shards may have other dtypes than frozen weights beside them."""
 
@@ -58,6 +60,14 @@ def linear_modules(model: Any) -> list[str]:
         for name, module in model.named_modules()
         if type(module) is nn.Linear and module is not model.lm_head and can_adapt(name)
     ]
+
+
+def trained_names(model: Any, lora: LoraConfig, head: Head) -> list[str]:
+    """Return the names of trained parameters: all, or with adapters these and a score head."""
+    names = [name for name, _ in model.named_parameters()]
+    score = [OUTPUT] if head is Head.SCORE else []
+    own = [name for name in names if is_adapter(plain_name(name))]
+    return score + own if lora.rank else names
 
 
 def plain_name(name: str) -> str:

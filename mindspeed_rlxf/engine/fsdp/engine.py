@@ -42,9 +42,11 @@ from mindspeed_rlxf.engine.fsdp.weights import (
     SCORE,
     export_stream,
     file_shapes,
+    gather_on_first_rank,
     held_tensors,
     load_rows,
     pieces_of,
+    reset_adapters,
     stream,
 )
 from mindspeed_rlxf.engine.micro_batch import MicroBatch, group_rows, make_micro_batches
@@ -52,7 +54,6 @@ from mindspeed_rlxf.engine.offload import Offload
 from mindspeed_rlxf.engine.outputs import average_metrics, scatter_rows
 from mindspeed_rlxf.engine.together import fail_together
 from mindspeed_rlxf.engine.train_engine import Part, PolicyStep, TokenLogProbs, ValueStep
-from mindspeed_rlxf.models.adapter_parameters import initial_values
 from mindspeed_rlxf.models.heads import full_kl, token_log_probs
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.weights.folders import copy_side_files
@@ -140,7 +141,8 @@ class FsdpEngine:
             adapters.inject(self.model, self.lora)
             if head is Head.SCORE:
                 self.model.lm_head.float()  # trained too, so its main weights are fp32
-        shard(self.model, role, self._trained() if optimizer else (), self.groups)
+        self._trained = adapters.trained_names(self.model, self.lora, head) if optimizer else []
+        shard(self.model, role, self._trained, self.groups)
         self._load_weights(role.load, seed)
         self._offload: Offload = Offload({}, ())  # nothing moves before the model is probed
         probe(self)
@@ -161,21 +163,10 @@ class FsdpEngine:
             )
         self._offload = self._make_offload()
 
-    def _trained(self) -> list[str]:
-        """Return the names of trained parameters: all, or with adapters these and a score head."""
-        names = [name for name, _ in self.model.named_parameters()]
-        if self.lora.rank == 0:
-            return names
-        score = [OUTPUT] if self.head is Head.SCORE else []
-        return score + [name for name in names if adapters.is_adapter(adapters.plain_name(name))]
-
     def _load_weights(self, load: str, seed: int) -> None:
         folder = open_hf_folder(load, self.role.trust_files)
         held = held_tensors(self.model)
-        for each in held:
-            if adapters.is_adapter(each.name):
-                rows = slice(each.start, each.start + len(each.local))
-                each.local.copy_(initial_values(each.name, each.shape, seed)[rows])
+        reset_adapters(held, seed)
         absent = load_rows(held, self._pieces, folder)
         if self.head is Head.SCORE and "score.bias" in folder:  # of token classification
             logger.warning("%s: score.bias is left out, values have no constant part", load)
@@ -454,7 +445,13 @@ class FsdpEngine:
         # With `runtime: local` the first rank has just removed the files of an earlier export.
         dist.barrier()
         if adapter_folder is not None:
-            self._export_adapters(adapter_folder)
+            trained = {adapters.plain_name(name) for name in self._trained}
+            with self.holding(Part.WEIGHTS):
+                tensors = gather_on_first_rank(each for each in self.held if each.name in trained)
+            about = self.lora, self._linears, self.head, str(self.role.load)
+            with fail_together(adapter_folder):
+                if dist.get_rank() == 0:
+                    write_adapter(adapter_folder, tensors, *about)
         if hf_folder is None:
             return
         error = export_stream(self.hf_tensors(), self._shapes, self.dtype.itemsize, hf_folder)
@@ -463,18 +460,6 @@ class FsdpEngine:
                 raise error
             if dist.get_rank() == 0:
                 self.describe(hf_folder)
-
-    def _export_adapters(self, folder: Path) -> None:
-        writes, names = dist.get_rank() == 0, {OUTPUT: SCORE}
-        with self.holding(Part.WEIGHTS):
-            trained = {adapters.plain_name(name) for name in self._trained()}
-            whole = (each for each in self.held if each.name in trained)
-            gathered = ((names.get(each.name, each.name), each.gather()) for each in whole)
-            tensors = {name: tensor.cpu() for name, tensor in gathered if writes}
-        with fail_together(folder):
-            if writes:
-                load = str(self.role.load)
-                write_adapter(folder, tensors, self.lora, self._linears, self.head, load)
 
     def describe(self, folder: Path) -> list[Path]:
         """Write config.json, with training head and dtype, and the tokenizer files."""

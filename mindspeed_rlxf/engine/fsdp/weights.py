@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from mindspeed_rlxf.config.schema import LearningConfig, RoleConfig
-from mindspeed_rlxf.engine.fsdp.adapters import inject, is_adapter, plain_name
+from mindspeed_rlxf.engine.fsdp.adapters import OUTPUT, inject, is_adapter, plain_name
 from mindspeed_rlxf.engine.fsdp.model import build
-from mindspeed_rlxf.models.adapter_parameters import A, B, merge
+from mindspeed_rlxf.models.adapter_parameters import A, B, initial_values, merge
 from mindspeed_rlxf.models.hf_names import Piece, find_pieces, stored_tensors
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.weights.chunks import PlannedTensor, StoredTensor, StoredWeights, whole
@@ -28,7 +28,7 @@ from mindspeed_rlxf.weights.hf_folder import (
     write_safetensors,
 )
 
-SCORE, OUTPUT = "score.weight", "lm_head.weight"
+SCORE = "score.weight"
 WRAPPED = "model.language_model."  # prefix in folders of models that also see images
 FILE_BYTES = 4 * 1024**3  # of an exported file
 
@@ -143,6 +143,20 @@ def load_rows(held: Iterable[Held], pieces: Pieces, folder: StoredWeights) -> li
                 raise ValueError(f"{rule}; give the folder of that model")
             _copy_rows(each, piece, stored)
     return absent
+
+
+def reset_adapters(held: Iterable[Held], seed: int) -> None:
+    """Set the adapters among these to their first values, which add nothing."""
+    for each in held:
+        if is_adapter(each.name):
+            rows = slice(each.start, each.start + len(each.local))
+            each.local.copy_(initial_values(each.name, each.shape, seed)[rows])
+
+
+def gather_on_first_rank(held: Iterable[Held]) -> dict[str, Tensor]:
+    """Return whole tensors on the first rank's host, the score head by its name in files."""
+    gathered = ((SCORE if each.name == OUTPUT else each.name, each.gather()) for each in held)
+    return {name: tensor.cpu() for name, tensor in gathered if dist.get_rank() == 0}
 
 
 def _copy_rows(held: Held, piece: Piece, stored: StoredTensor) -> None:
