@@ -3,7 +3,7 @@
 import io
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,8 @@ class Recorder:
         ]
         self._metrics, self._ledger, self._findings, *self._samples = self._writers
         self._syncs: JsonlWriter | None = None
+        # Called with the samples written, of training and of validation.
+        self.show_samples: Sequence[Callable[[Sequence[Sample]], Any] | None] = (None, None)
         self._writes = writes
         self._timeline = Timeline(directory.timeline) if writes else None
         self._directory, self._logging = directory, config.logging
@@ -202,6 +204,7 @@ class Recorder:
         values = [score for report in scores for score in report.scores]
         parts = [part for report in scores for part in report.parts] or [{}] * len(values)
         more = [{}] * count if about is None else about
+        samples = []
         for text, score, part, source, fields in zip(
             texts, values, parts, sources, more, strict=False
         ):
@@ -218,3 +221,6 @@ class Recorder:
                 **fields,
             )
             writer.write(sample.record(iteration))
+            samples.append(sample)
+        if show := self.show_samples[about is not None]:
+            show(samples)

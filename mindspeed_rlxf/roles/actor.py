@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rlxf.algorithms.kl import kl_per_token
-from mindspeed_rlxf.algorithms.losses import LossOutput, Mean, truncated_importance
+from mindspeed_rlxf.algorithms.losses import LossOutput, Mean, PolicyLoss, truncated_importance
 from mindspeed_rlxf.cluster.group import Pending, RoleGroup, Sharded
 from mindspeed_rlxf.cluster.interface import Pool, PoolPart
 from mindspeed_rlxf.cluster.refs import RowsRef
@@ -23,7 +23,7 @@ from mindspeed_rlxf.data.mini_batches import mini_batch_order
 from mindspeed_rlxf.engine.train_engine import Part, PolicyStep, TokenLogProbs
 from mindspeed_rlxf.roles.balance import Lengths, balanced_steps, call_balanced
 from mindspeed_rlxf.roles.engines import EngineFactory, train_engine
-from mindspeed_rlxf.roles.objectives import ExperienceMaker, make_objective
+from mindspeed_rlxf.roles.objectives import ClippedObjective, ExperienceMaker, make_objective
 from mindspeed_rlxf.roles.own_roles import role_factory
 from mindspeed_rlxf.roles.reports import (
     LogProbReport,
@@ -97,7 +97,13 @@ class ActorGroup:
 
 
 class ActorRole:
-    """The trained policy; `RolloutRole` generates with its weights."""
+    """The trained policy; `RolloutRole` generates with its weights.
+
+    A subclass may have a method `loss` with the arguments of `sequence_policy_loss`, which replaces
+    the loss of PPO and GSPO.
+    """
+
+    loss: PolicyLoss | None = None
 
     def __init__(self, config: RunConfig, build_engine: EngineFactory = train_engine) -> None:
         actor = config.actor_rollout
@@ -105,6 +111,8 @@ class ActorRole:
         self.engine = build_engine(config, Role.ACTOR_ROLLOUT)
         replicas = self.engine.sum_over_replicas
         self.objective = make_objective(config, replicas)
+        if self.loss is not None and isinstance(self.objective, ClippedObjective):
+            self.objective.policy_loss = self.loss
         self.experience = ExperienceMaker(config, self.objective, replicas)
         self.measures = config.old_log_probs is OldLogProbs.AUTO
         self._weights: list[tuple[Tensor, Tensor]] = []  # changed for a probe, and before

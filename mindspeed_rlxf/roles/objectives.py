@@ -66,6 +66,7 @@ class ClippedObjective:
         actor = config.actor_rollout
         self.actor, self.algorithm = actor, config.algorithm
         self.sum_over_replicas = sum_over_replicas
+        self.policy_loss = POLICY_LOSSES.get(actor.policy_loss)  # None: PPO's
         self.kl_in_reward = config.algorithm.kl_in == "reward"
         self.reads_reference = config.algorithm.kl_in == "loss" and Role.REF in config.roles
         low, high = actor.clip_ratio_low, actor.clip_ratio_high
@@ -134,10 +135,10 @@ class ClippedObjective:
         if experience.old_log_probs.size(1):
             old = of_tokens(experience.old_log_probs)
         given = log_probs, old, of_tokens(advantages), self.clip
-        if self.actor.policy_loss == "ppo":
+        if self.policy_loss is None:
             token = clipped_policy_loss(*given)
         else:
-            token = POLICY_LOSSES[self.actor.policy_loss](*given, lengths)
+            token = self.policy_loss(*given, lengths)
         loss, parts = token.loss, {"pg_loss": token.loss}
         if self.actor.entropy_coeff:
             loss = loss - self.actor.entropy_coeff * entropy

@@ -11,8 +11,8 @@ PACKAGE = "mindspeed_rlxf"
 
 # From the top down; packages of one line import each other only where SIDEWAYS says so.
 LAYERS = [
-    {"cli"}, {"ops"}, {"trainer"}, {"checkpoint"}, {"roles"}, {"cluster"}, {"rollout"}, {"engine"},
-    {"rewards"}, {"weights"}, {"models"}, {"data"}, {"reporting"}, {"algorithms"},
+    {"cli", "api"}, {"ops"}, {"trainer"}, {"checkpoint"}, {"roles"}, {"cluster"}, {"rollout"},
+    {"engine"}, {"rewards"}, {"weights"}, {"models"}, {"data"}, {"reporting"}, {"algorithms"},
     {"config", "device"},
 ]  # fmt: skip
 HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}

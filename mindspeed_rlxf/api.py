@@ -1,0 +1,250 @@
+"""The classes of verl's tutorial over this package: roles, pools, rewards and the trainer.
+
+A script that imports these names in place of verl's runs as it is; the loop is `PpoTrainer.fit`.
+Classes of the user reach the workers by pickle. Files of reward functions are read again where they
+score, so a script stands under `if __name__ == "__main__":`.
+"""
+
+import contextlib
+import inspect
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from mindspeed_rlxf.config import enums
+from mindspeed_rlxf.config.keys import Given, to_tree
+from mindspeed_rlxf.config.load import resolve_given
+from mindspeed_rlxf.config.mindspeed_llm import translate
+from mindspeed_rlxf.config.problems import ConfigError, Problem
+from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.config.verl import translate_verl
+from mindspeed_rlxf.config.verl_tree import is_verl
+from mindspeed_rlxf.data.files import count_rows
+from mindspeed_rlxf.reporting.console import opened
+from mindspeed_rlxf.reporting.jsonl import Sample
+from mindspeed_rlxf.reporting.live import make_console
+from mindspeed_rlxf.roles.actor import ActorRole
+from mindspeed_rlxf.roles.critic import CriticRole
+from mindspeed_rlxf.roles.own_roles import OWN_ROLES
+from mindspeed_rlxf.roles.reference import ReferenceRole
+from mindspeed_rlxf.roles.reward import RewardRole
+from mindspeed_rlxf.roles.rollout import RolloutRole
+from mindspeed_rlxf.trainer.ppo import PpoTrainer
+
+
+class Role(Enum):
+    """What a group of workers does."""
+
+    Actor = 0
+    Rollout = 1
+    ActorRollout = 2
+    Critic = 3
+    RefPolicy = 4
+    RewardModel = 5
+    ActorRolloutRef = 6
+
+
+ActorRolloutRefWorker = ActorRole
+"""verl's name; it stands for the rollout and the reference too."""
+CriticWorker = CriticRole
+RewardModelWorker = RewardRole
+
+ACTOR, ROLLOUT, RULE = enums.Role.ACTOR_ROLLOUT, enums.Role.ROLLOUT, enums.RewardKind.RULE
+PARTS: dict[Role, tuple[enums.Role, ...]] = {
+    Role.Actor: (ACTOR,), Role.Rollout: (ROLLOUT,), Role.ActorRollout: (ACTOR, ROLLOUT),
+    Role.Critic: (enums.Role.CRITIC,), Role.RefPolicy: (enums.Role.REF,),
+    Role.RewardModel: (enums.Role.REWARD,), Role.ActorRolloutRef: (ACTOR, ROLLOUT, enums.Role.REF),
+}  # fmt: skip
+CLASSES: dict[enums.Role, type] = {
+    ACTOR: ActorRole, ROLLOUT: RolloutRole, enums.Role.CRITIC: CriticRole,
+    enums.Role.REF: ReferenceRole, enums.Role.REWARD: RewardRole,
+}  # fmt: skip
+
+
+class RayWorkerGroup:
+    """A name for `ray_worker_group_cls`; the configuration chooses engines and runtime."""
+
+
+class NVMegatronRayWorkerGroup(RayWorkerGroup):
+    """The same for Megatron, which the actor must then have as `backend`."""
+
+
+@dataclass(frozen=True)
+class ResourcePoolManager:
+    """Pools by name, each with the processes of its nodes, and each role's pool."""
+
+    resource_pool_spec: Mapping[str, Sequence[int]]
+    mapping: Mapping[Role, str]
+
+
+@dataclass(frozen=True)
+class RewardManager:
+    """A reward by functions or rules.
+
+    Attributes:
+        tokenizer: The policy's.
+        num_examine: Samples of each data source that a call prints.
+        compute_score: A function with verl's or our arguments; None = the data source's rule.
+    """
+
+    tokenizer: Any
+    num_examine: int
+    compute_score: Callable[..., Any] | None = None
+
+    def __call__(self, samples: Sequence[Sample]) -> list[float]:
+        """Print the first samples of each data source, after scoring; return all scores."""
+        shown: Counter[str | None] = Counter()
+        for sample in samples:
+            shown[sample.data_source] += 1
+            if shown[sample.data_source] <= self.num_examine:
+                for name in ("prompt", "response", "ground_truth", "score"):
+                    if (value := getattr(sample, name)) is not None:
+                        print(f"[{name}] {value}")
+        return [sample.score for sample in samples]
+
+    def as_key(self) -> str | None:
+        """Return `compute_score` as `reward.function`; ConfigError if it is in no file."""
+        if self.compute_score is None:
+            return None
+        function = inspect.unwrap(self.compute_score)
+        name, code = getattr(function, "__qualname__", "<"), getattr(function, "__code__", None)
+        file = code.co_filename if code is not None else ""
+        if "<" in name or not file.endswith(".py"):
+            rule = "must be a function of a Python file, at its top level"
+            raise ConfigError(Problem("compute_score", rule, name, "write it there"))
+        return f"{file}:{name}"
+
+
+class RayPPOTrainer:
+    """The run that a configuration describes, with roles, pools and rewards of a script."""
+
+    def __init__(
+        self,
+        config: Any,
+        tokenizer: Any,
+        role_worker_mapping: Mapping[Role, type],
+        resource_pool_manager: ResourcePoolManager,
+        ray_worker_group_cls: type = RayWorkerGroup,
+        reward_fn: RewardManager | None = None,
+        val_reward_fn: RewardManager | None = None,
+    ) -> None:
+        """Resolve the configuration; starts nothing. Raises ConfigError with the problems.
+
+        `config` is a RunConfig, or a mapping (OmegaConf's too) with keys of verl or ours, and
+        `tokenizer` one of transformers, from a folder.
+        """
+        self.reward_fns = reward_fn, val_reward_fn
+        given = _read(config)
+        if name := getattr(tokenizer, "name_or_path", None):
+            given.sections["training"]["tokenizer_name_or_path"] = name
+        function, other = (manager and manager.as_key() for manager in self.reward_fns)
+        if function:
+            given.sections["reward"]["function"] = function
+        self.classes = _choose_classes(given, role_worker_mapping)
+        _place(given, role_worker_mapping, resource_pool_manager)
+        self.config, notes = resolve_given(given, "library")
+        rules = [
+            f"role_worker_mapping must have a worker for {role.value}"
+            for role in self.config.roles
+            if role not in self.classes
+            and not (role is enums.Role.REWARD and self.config.reward.kind is RULE)
+        ]
+        if other not in (None, function):
+            rules.append("val_reward_fn must have the compute_score of reward_fn, or none")
+        is_megatron = issubclass(ray_worker_group_cls, NVMegatronRayWorkerGroup)
+        if is_megatron and self.config.actor_rollout.backend == "fsdp":
+            rules.append("ray_worker_group_cls must be RayWorkerGroup with FSDP")
+        if rules:
+            raise ConfigError([Problem("", rule) for rule in rules])
+        for note in notes:
+            print(f"note: {note}", flush=True)
+
+    def init_workers(self) -> None:
+        """Check files, make the run directory, start the workers; UserError for mistakes before."""
+        from mindspeed_rlxf.trainer.preflight import prepare
+        from mindspeed_rlxf.trainer.run import Ending, open_runtime, training
+
+        warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
+        own = {role: c for role, c in self.classes.items() if c is not CLASSES[role]}
+        with contextlib.ExitStack() as stack:
+            OWN_ROLES.update(own)
+            stack.callback(lambda: [OWN_ROLES.pop(role) for role in own])
+            stack.enter_context(opened(make_console(self.config.logging.console)))
+            prepared = prepare(self.config)
+            self._ending = stack.enter_context(Ending(self.config, prepared))
+            opens = open_runtime(self.config, self._ending)
+            runtime, directory, writes = stack.enter_context(opens)
+            trains = training(self.config, prepared, directory, runtime, writes, self._ending.stop)
+            self.trainer: PpoTrainer = stack.enter_context(trains)
+            self.trainer.recorder.show_samples = self.reward_fns
+            self._stack = stack.pop_all()
+        if self._ending.exit_code:
+            raise SystemExit(self._ending.exit_code)
+
+    def fit(self) -> None:
+        """Train, export the final weights and end the workers.
+
+        Raises:
+            SystemExit: The run failed or was stopped, with its exit code; stderr has the reason.
+        """
+        with self._stack:
+            self.trainer.fit()
+            self._ending.done = f"{self.config.training.train_iters} iterations"
+        if self._ending.exit_code:
+            raise SystemExit(self._ending.exit_code)
+
+
+def _read(config: Any) -> Given:  # of verl, MindSpeed-LLM or ours
+    if isinstance(config, RunConfig):
+        return Given(to_tree(config))
+    tree: Any = OmegaConf.to_container(config) if isinstance(config, DictConfig) else dict(config)
+    if is_verl(tree):
+        return translate_verl(tree, count_rows)
+    given = Given(tree)
+    translate(given)
+    return given
+
+
+def _choose_classes(given: Given, mapping: Mapping[Role, type]) -> dict[enums.Role, type]:
+    """Return the class of each of our roles, and let a class of the user score alone."""
+    key, found = "role_worker_mapping", dict[enums.Role, type]()
+    for role, worker in mapping.items():
+        for part in PARTS[role]:
+            if part in found:
+                rule = f"must have {part.value} once, {role} has it again"
+                raise ConfigError(Problem(key, rule, remedy=f"remove {role}"))
+            is_actor = issubclass(worker, ActorRole) and part in (ROLLOUT, enums.Role.REF)
+            found[part] = CLASSES[part] if is_actor else worker
+            if not issubclass(found[part], CLASSES[part]):
+                rule = f"must have a subclass of {CLASSES[part].__name__} for {role}"
+                raise ConfigError(Problem(key, rule, worker.__name__, "use one"))
+    if missing := [role.value for role in (ACTOR, ROLLOUT) if role not in found]:
+        rule = f"must have a worker for {' and '.join(missing)}"
+        raise ConfigError(Problem(key, rule, remedy="use Role.ActorRollout"))
+    own, reward = found.get(enums.Role.REWARD, RewardRole), given.sections["reward"]
+    if own is not RewardRole and reward.get("kind") == RULE.value:
+        reward["kind"] = enums.RewardKind.ROLE.value
+    return found
+
+
+def _place(given: Given, roles: Iterable[Role], manager: ResourcePoolManager) -> None:
+    """Set our keys for pools and places; actor and rollout on two pools split one."""
+    places: dict[enums.Role, str] = {}
+    pools = {name: list(sizes) for name, sizes in manager.resource_pool_spec.items()}
+    for role in roles:
+        if (pool := manager.mapping.get(role)) not in pools:
+            rule = f"must name a pool of resource_pool_spec for {role}"
+            raise ConfigError(Problem("mapping", rule, pool, f"use {', '.join(pools)}"))
+        places |= dict.fromkeys(PARTS[role], str(pool))
+    if (first := places[ACTOR]) != (second := places.pop(ROLLOUT)):
+        trains, generates = sum(pools.pop(first)), sum(pools.pop(second))
+        split = {"num_gpus_for_train": trains, "num_gpus_for_infer": generates}
+        given.sections["actor_rollout"] |= split
+        places[ACTOR], pools[f"{first}+{second}"] = f"{first}+{second}", [trains + generates]
+    given.sections["resource_pool"] = pools
+    given.sections["placement"] = {role.value: pool for role, pool in places.items()}
