@@ -103,9 +103,8 @@ def refused(translate):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_options_of_a_script_translate_and_plan(translate, script):
     given = translate(*SCRIPTS[script])
-    if "lora" in script:  # of FSDP
+    if "lora" in script:
         assert given.sections["actor_rollout"]["lora"] == {"rank": 64, "alpha": 32}
-        given.sections["actor_rollout"]["backend"] = "megatron"
     config, notes = resolve_given(given, "base")
     assert all("GiB" in str(problem) for problem in plan(config, False).problems)  # too small here
     options = dict(option.lstrip("+").split("=", 1) for option in SCRIPTS[script])
