@@ -18,6 +18,7 @@ from typing import Any
 
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.rollout.vllm.client import Client, ServerError
+from mindspeed_rlxf.rollout.vllm.engine_side.rlxf_serve import kill_group
 
 ENGINE_SIDE = Path(__file__).with_name("engine_side")
 HIDDEN = (  # about the trainer's own process
@@ -77,8 +78,7 @@ class Server:
 
     def kill(self) -> None:
         """End it at once."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        kill_group(self.process.pid)
         self.end()
 
     def last_lines(self) -> str:

@@ -1,5 +1,6 @@
 """Run vLLM's own server, in the environment that has vLLM: `rlxf_serve.py OWNER OPTION...`."""
 
+import contextlib
 import os
 import runpy
 import shutil
@@ -11,6 +12,17 @@ import time
 TRIED = ("0.32.", "0.23.")  # versions; 0.23 only as text, with vllm-ascend 0.23
 
 
+def kill_group(group: int) -> None:
+    """Kill a process group, this process last.
+
+    Python's resource tracker ends by itself then, and removes their shared memory.
+    """
+    for name in sorted(os.listdir("/proc"), key=str(os.getpid()).__eq__):
+        with contextlib.suppress(OSError, ValueError), open(f"/proc/{name}/cmdline", "rb") as file:
+            if os.getpgid(int(name)) == group and b"resource_tracker" not in file.read():
+                os.kill(int(name), signal.SIGKILL)
+
+
 def end_with(parent: int) -> None:
     """Kill this process group, and remove its folder of sockets, once the parent has ended."""
 
@@ -18,7 +30,7 @@ def end_with(parent: int) -> None:
         while os.getppid() == parent:
             time.sleep(0.5)
         shutil.rmtree(os.environ["RLXF_FOLDER"], ignore_errors=True)
-        os.killpg(os.getpgrp(), signal.SIGKILL)
+        kill_group(os.getpgrp())
 
     threading.Thread(target=watch, daemon=True).start()
 
