@@ -1,8 +1,10 @@
 """Kills of the server, of its worker and of the driver: the run goes on, and nothing is left."""
 
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -39,32 +41,34 @@ def victims(run: int, target: str) -> list[psutil.Process]:
     return psutil.Process(run).children()[:1]
 
 
-def left_behind(before: set[str]) -> list[str]:
-    """Folders of sockets, shared memory, and servers that were not there before."""
-    return sorted(things() - before)
-
-
-def things() -> set[str]:
-    found = {str(path) for path in Path("/dev/shm").iterdir()}
-    found |= {str(path) for path in Path("/tmp").glob("rlxf-vllm-*")}
-    for process in psutil.process_iter(["pid", "cmdline"]):
-        text = " ".join(process.info["cmdline"] or [])
-        if "rlxf_serve.py" in text or "VLLM::" in text:
-            found.add(f"{process.info['pid']} {text[:100]}")
-    return found
+def left_behind(folder: Path, before: set[str]) -> list[str]:
+    """Files in the run's folder for temporary files, its processes, and shared memory of nobody."""
+    found = [str(path) for path in folder.glob("rlxf-vllm-*")]
+    maps = ""
+    for each in Path("/proc").glob("[0-9]*"):
+        try:
+            maps += (each / "maps").read_text(encoding="utf-8")
+            if f"TMPDIR={folder}".encode() in (each / "environ").read_bytes():
+                found.append((each / "cmdline").read_text(encoding="utf-8")[:100])
+        except OSError:  # it has ended
+            continue
+    return found + [name for name in set(os.listdir("/dev/shm")) - before if name not in maps]
 
 
 @pytest.mark.parametrize("target", ["server", "worker", "driver"])
 def test_a_run_goes_on_after_kills(
     vllm_python: str, model: Path, tmp_path: Path, target: str
 ) -> None:
-    before, out = things(), tmp_path / "run"
+    before, out = set(os.listdir("/dev/shm")), tmp_path / "run"
+    scratch = Path(tempfile.mkdtemp(prefix="kills-"))  # short, for paths of sockets
     keys: dict[str, Any] = {
         "actor_rollout__do_sample": "false", "training__train_iters": ITERATIONS,
         "training__save_interval": 1, "training__max_restarts": 9,
     }  # fmt: skip
     words = [sys.executable, *command(model, out, **keys, **served_by(vllm_python))]
-    run = start_logged(words, tmp_path / "log", with_sources(RAY_ADDRESS="local"))
+    run = start_logged(
+        words, tmp_path / "log", with_sources(RAY_ADDRESS="local", TMPDIR=str(scratch))
+    )
     killed, seen = 0, 0
     try:
         while run.poll() is None:
@@ -85,6 +89,7 @@ def test_a_run_goes_on_after_kills(
     restarts = [line for line in read_lines(out / "sync.jsonl") if line["restarted"]]
     assert bool(restarts) == (target == "server")
     deadline = time.monotonic() + 30
-    while left_behind(before) and time.monotonic() < deadline:
+    while left_behind(scratch, before) and time.monotonic() < deadline:
         time.sleep(0.5)
-    assert left_behind(before) == []
+    assert left_behind(scratch, before) == []
+    shutil.rmtree(scratch)
