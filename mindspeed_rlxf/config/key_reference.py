@@ -5,7 +5,7 @@ as `make docs` does. `docs/migrating.md` keeps its text above MARK.
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from types import NoneType, UnionType
@@ -34,6 +34,7 @@ from mindspeed_rlxf.config.schema import (
     TrainingConfig,
     VllmConfig,
 )
+from mindspeed_rlxf.config.verl_tree import TABLE
 
 HEAD = """\
 # Configuration reference
@@ -201,8 +202,36 @@ def tables() -> str:
             "key | why | remedy",
             ([quote_values(entry.keys), entry.why, entry.remedy] for entry in REFUSED_LIST),
         ),
+        *_tables_of_verl(),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _tables_of_verl() -> Iterator[str]:
+    """Yield the table of verl's keys: a title, then its parts."""
+
+    def rows(renamed: Mapping[str, Any], section: str = "") -> Iterator[list[str]]:
+        for name, entry in renamed.items():
+            ours, change = (entry, "") if isinstance(entry, str) else entry
+            yield [f"`{section}{name}`", f"`{section and '<role>.'}{ours}`", change]
+
+    yield "## Keys of verl"
+    yield (
+        "A value with nothing in the last column is copied. `<role>` stands for a role's section, "
+        "there and here: the last 9 keys for actor, critic and reference, those before for the "
+        "first two."
+    )
+    given = [*rows(TABLE["renamed"])]
+    given += [*rows(TABLE["trained"], "<role>."), *rows(TABLE["every_role"], "<role>.")]
+    yield make_table("verl | here | what differs", given)
+    yield "## Keys of verl without effect"
+    yield "Each is named in a note at the start; `*` stands for any text."
+    effects = ([quote_values(keys.split()), why] for why, keys in TABLE["no_effect"].items())
+    yield make_table("key | what holds here", effects)
+    yield "## Keys of verl that are refused"
+    yield 'null, `false`, "" and [] are accepted for all of them.'
+    refused = ([quote_values(e["keys"].split()), e["why"], e["remedy"]] for e in TABLE["refused"])
+    yield make_table("key | why | remedy", refused)
 
 
 def put_into(text: str) -> str:

@@ -4,6 +4,7 @@
 units differ, the value is converted.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -241,7 +242,10 @@ class _Translation(VerlTree):
             )
         iterations = self.given.sections["training"].get("train_iters")
         if (steps := get("optim.lr_warmup_steps") or -1) > 0 and type(iterations) is int:
-            put("lr_warmup_fraction", min(steps / iterations, 0.999), "optim.lr_warmup_steps")
+            share = steps / iterations
+            if int(share * iterations) < steps:  # which a schedule would round down
+                share = math.nextafter(share, 1.0)
+            put("lr_warmup_fraction", min(share, 0.999), "optim.lr_warmup_steps")
         for number, beta in enumerate(get("optim.betas") or (), 1):
             put(f"adam_beta{number}", beta, "optim.betas")
         styles = ("optim.lr_decay_style", "optim.lr_scheduler_type", "optim.warmup_style")

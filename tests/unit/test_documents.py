@@ -10,6 +10,7 @@ from mindspeed_rlxf.config import key_reference
 from mindspeed_rlxf.config.compose import builtin_config_dir, config_names
 from mindspeed_rlxf.config.key_reference import document, put_into
 from mindspeed_rlxf.config.keys import known_keys
+from mindspeed_rlxf.config.verl_tree import NO_EFFECT, RENAMED, TABLE
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -33,6 +34,8 @@ def test_keys_that_a_document_names_are_known(document: Path) -> None:
     words = {word.partition("=")[0].rstrip(",;:.)") for word in code_words(document)}
     named = {word for word in words if word.rpartition(".")[0] in KNOWN} - FUNCTIONS
     known = KNOWN.keys() | {f"{section}.{key}" for section, keys in KNOWN.items() for key in keys}
+    refused = {pattern for entry in TABLE["refused"] for pattern in entry["keys"].split()}
+    known |= RENAMED.keys() | NO_EFFECT.keys() | refused  # of verl
     assert named - known == set()
 
 
