@@ -173,6 +173,8 @@ class _Product(torch.autograd.Function):
         rows, ends = ctx.saved_tensors
         grad = grads[0].contiguous()
         to_rows = _GROUPED(grad, ctx.stack, offs=ends)
+        if not any(ctx.needs_input_grad[3:]):  # frozen experts
+            return to_rows, None, None, *[None] * len(ctx.needs_input_grad[3:])
         to_weights = _GROUPED(grad.t(), rows, offs=ends)
         # Some GPUs leave the gradient of an expert without tokens as it is (pytorch#172439).
         empty = torch.diff(ends, prepend=ends.new_zeros(1)) == 0

@@ -224,7 +224,10 @@ def check_weights(config: RunConfig, role: Role) -> list[Problem]:
     remedy = f"give the folder of model.{section.model}"
     try:
         if section.backend == "fsdp":
-            check_folder(section, head)
+            try:
+                check_folder(section, head)
+            except UserError as error:  # about other keys of the role
+                return [each.rename_keys(lambda k: f"{role.value}.{k}") for each in error.problems]
             return []
         described = find_description(section.load, config.training.tokenizer_name_or_path)
         hf_config = read_hf_config(described, OF_WEIGHTS)

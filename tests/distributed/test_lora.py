@@ -21,6 +21,7 @@ from tests.distributed.llamas import (
     PLAIN,
     QWEN2,
     QWEN3,
+    QWEN3_MOE,
     TIED,
     make_models,
     make_pair,
@@ -32,9 +33,11 @@ from tests.distributed.lora_roles import Actor, Critic
 from tests.distributed.resume_run import start
 from tests.distributed.samples import make_experience, make_rollouts
 from tests.distributed.test_layout_invariance import (
+    EP2,
     PP2,
     SP2,
     TP2,
+    VP2,
     Outcome,
     compare,
     fixed_run,
@@ -59,8 +62,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], bool]] = {
     "tp2": (2, TP2, False),
     "tp2, sequence parallel": (2, SP2, True),
     "pp2": (2, PP2, False),
+    "virtual pipeline": (2, VP2, False),
+    "ep2": (2, EP2, True),
     "tp2 pp2, sequence parallel": (4, {**SP2, **PP2}, True),
 }
+EXPERTS = ["recompute full", "dp2, distributed optimizer", "tp2, sequence parallel", "ep2"]
+NO_EXPERTS = {**ALL, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+DENSE = [name for name in LAYOUTS if name not in ("virtual pipeline", "ep2")]
+SMALL = {"rank": 3, "alpha": 3.0}
+FOUR = PLAIN.model_copy(update={"num_layers": 4})
 SHORT = ["recompute full", "tp2, sequence parallel", "pp2"]
 
 
@@ -77,9 +87,18 @@ def difference(after: dict[str, Tensor], before: dict[str, Tensor]) -> Tensor:
     ("architecture", "kind", "lora", "layouts"),
     [
         pytest.param(PLAIN, Actor, ALL, SHORT, id="actor"),
-        pytest.param(PLAIN, Actor, ALL, LAYOUTS, id="actor everywhere", marks=pytest.mark.long),
+        pytest.param(PLAIN, Actor, ALL, DENSE, id="actor everywhere", marks=pytest.mark.long),
         pytest.param(QWEN2, Critic, SOME, ["tp2", "pp2"], id="critic"),
-        pytest.param(TIED, Actor, SOME, LAYOUTS, id="tied", marks=pytest.mark.long),
+        pytest.param(TIED, Actor, SOME, DENSE, id="tied", marks=pytest.mark.long),
+        pytest.param(
+            FOUR,
+            Critic,
+            SMALL,
+            ["one process", "virtual pipeline"],
+            id="four",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(QWEN3_MOE, Actor, NO_EXPERTS, EXPERTS, id="experts", marks=pytest.mark.long),
     ],
 )
 def test_gradients_are_those_of_peft(warm_runtime, tmp_path, architecture, kind, lora, layouts):

@@ -41,6 +41,14 @@ def test_rule_reward_lifts_accuracy_from_under_60_to_90_percent(tiny: Path, seed
     assert curve[-1] >= 0.9
 
 
+def test_adapters_learn_it_too(tiny: Path) -> None:
+    """With ten times the learning rates, as is usual for adapters."""
+    keys = "training.lora={rank: 8, alpha: 16}", "actor_rollout.lr=1e-3", "critic.lr=3e-3"
+    curve = accuracies(metrics_of(tiny, "adapters", *keys))
+    assert curve[0] < 0.6
+    assert curve[-1] >= 0.9
+
+
 @pytest.mark.parametrize("config", ["grpo_trainer_tiny", "online_dpo_trainer_tiny"])
 def test_stages_without_a_critic_learn_it_too(tiny: Path, config: str) -> None:
     curve = accuracies(metrics_of(tiny, config, config=config))

@@ -15,6 +15,7 @@ from packaging.version import Version
 from torch import nn
 
 from mindspeed_rlxf.config.lora import LoraConfig, can_adapt
+from mindspeed_rlxf.config.problems import Problem, UserError
 from mindspeed_rlxf.models.adapter_parameters import A, B
 from mindspeed_rlxf.models.parameters import Head
 
@@ -27,20 +28,20 @@ def inject(model: Any, lora: LoraConfig) -> None:
     """Add adapters to the model's linears, on the meta device and fp32; freeze the rest.
 
     Raises:
-        ValueError: PEFT is missing, or nothing is selected.
+        UserError: PEFT is missing, or nothing is selected; keys are those of the role.
     """
     try:
         from peft import LoraConfig as PeftConfig, inject_adapter_in_model
     except ImportError:
-        rule = "adapters with backend fsdp need the package peft"
-        raise ValueError(f"{rule}; install it, or use backend=megatron") from None
+        rule, remedy = "needs the package peft with backend=fsdp", "install it"
+        raise UserError(Problem("lora.rank", rule, lora.rank, remedy)) from None
     chosen = [name for name in linear_modules(model) if lora.selects(name)]
     if not chosen:
         known = sorted({name.rpartition(".")[2] for name in linear_modules(model)})
-        raise ValueError(
-            "lora.target_modules and exclude_modules must leave some of the modules "
-            f"{', '.join(known)}; use all-linear"
-        )
+        rule = f"and exclude_modules must leave some of the modules {', '.join(known)}"
+        targets = lora.target_modules
+        shown = targets if isinstance(targets, str) else list(targets)
+        raise UserError(Problem("lora.target_modules", rule, shown, "use all-linear"))
     config = PeftConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]

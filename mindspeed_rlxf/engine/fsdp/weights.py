@@ -110,7 +110,7 @@ def find_stored(folder: StoredWeights, name: str) -> StoredTensor | None:
 def check_folder(role: RoleConfig, head: Head) -> None:
     """Raise ValueError if the role's folder lacks tensors of the model in its config.json.
 
-    So it does if `lora` selects no module. A score head may be absent. Reads headers only, and
+    UserError if `lora` selects no module. A score head may be absent. Reads headers only, and
     builds the model without memory.
     """
     assert role.load is not None, "checked beforehand"

@@ -5,6 +5,8 @@ import pytest
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.load import resolve, resolve_with_notes
 from mindspeed_rlxf.config.lora import LoraConfig, linear_modules
+from mindspeed_rlxf.trainer.preflight import check_weights
+from tests.distributed.llamas import PLAIN, make_llama
 from tests.unit.config.conftest import TREE
 
 LORA = {"actor_rollout.lora.rank": 4}
@@ -51,6 +53,18 @@ def test_modules_are_selected_as_peft_does(targets, excluded, selected):
 def test_what_adapters_cannot_do_is_refused(problems, changes, said):
     (problem,) = problems(changes)
     assert said in problem
+
+
+def test_targets_that_no_module_of_transformers_has_are_refused(make_tree, tmp_path):
+    make_llama(tmp_path, PLAIN)
+    changes = {"training.lora": {"rank": 4, "target_modules": ["c_attn"]},
+               "actor_rollout.backend": "fsdp", "actor_rollout.load": str(tmp_path),
+               "critic.lora": {"rank": 0}, "placement.ref": "main", "resource_pool.other": 8,
+               "placement.critic": "other", "placement.reward": "other"}  # fmt: skip
+    config = resolve(make_tree(changes, ("placement.ref",)), "t")
+    (problem,) = check_weights(config, Role.ACTOR_ROLLOUT)
+    said = "actor_rollout.lora.target_modules=['c_attn'] and exclude_modules must leave some"
+    assert str(problem).startswith(said) and "down_proj, gate_proj" in str(problem)
 
 
 def test_the_reference_is_the_actor(make_tree):
