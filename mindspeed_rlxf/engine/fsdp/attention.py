@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
@@ -31,27 +32,11 @@ class Layout:
         lengths: Of the sequences packed in one row, in order; None = padded rows.
         group: Ulysses group; None = this rank has all tokens.
         flash: Whether the flash attention of the device computes what it can.
-        ends: Cumulative lengths from 0 on the device, [sequences + 1] int32, for flash attention.
     """
 
     lengths: tuple[int, ...] | None
     group: dist.ProcessGroup | None = None
     flash: bool = False
-    ends: Tensor | None = None
-
-    @classmethod
-    def of(
-        cls,
-        lengths: tuple[int, ...] | None,
-        group: dist.ProcessGroup | None,
-        flash: bool,
-        where: torch.device,
-    ) -> Layout:
-        """Make a layout for tokens on the device `where`."""
-        ends = None
-        if flash and lengths is not None:
-            ends = torch.tensor((0, *accumulate(lengths)), dtype=torch.int32, device=where)
-        return cls(lengths, group, flash, ends)
 
 
 def register() -> None:
@@ -95,7 +80,7 @@ def attend(
             [_attend_one(module, q[i], k[i], v[i], scaling, kinds) for i in sequences], dim=1
         )
     if group is not None:
-        out = _exchange(out.transpose(1, 2), group, to_heads=False).transpose(1, 2)
+        out = _Exchange.apply(out.transpose(1, 2), group, False).transpose(1, 2)
     return out, None
 
 
@@ -135,7 +120,8 @@ def _attend_flash(
 
     more: dict[str, Any] = {}
     if layout.lengths is not None:
-        more = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), layout.ends)
+        ends = _ends(layout.lengths, query.device)
+        more = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends)
         more |= dict.fromkeys(("max_length_q", "max_length_k"), max(layout.lengths))
     attend_all = ALL_ATTENTION_FUNCTIONS[FLASH]
     # What it reads of a layer, whose configuration names our own function.
@@ -145,6 +131,11 @@ def _attend_flash(
         module, query, key, value, None, scaling=scaling, dropout=0.0, **kinds, **more
     )[0]
     return found
+
+
+@lru_cache(maxsize=2)  # one tensor for all layers
+def _ends(lengths: tuple[int, ...], where: torch.device) -> Tensor:
+    return torch.tensor((0, *accumulate(lengths)), dtype=torch.int32, device=where)
 
 
 def _with_heads(module: Any, heads: int, rank: int, groups: int) -> Any:
@@ -159,20 +150,11 @@ def _with_heads(module: Any, heads: int, rank: int, groups: int) -> Any:
 def _to_heads(
     query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return query, key and value of all tokens, with this rank's heads.
-
-    A key-value head that several ranks need is sent to each.
-    """
+    """Return query, key and value of all tokens with this rank's heads, some keys on several."""
     if (copies := group.size() // key.size(1)) > 1:
         key, value = (part.repeat_interleave(copies, dim=1) for part in (key, value))
-    query, key, value = (_exchange(part, group, to_heads=True) for part in (query, key, value))
+    query, key, value = (_Exchange.apply(part, group, True) for part in (query, key, value))
     return query, key, value
-
-
-def _exchange(tensor: Tensor, group: dist.ProcessGroup, to_heads: bool) -> Tensor:
-    """Exchange [1, heads, own tokens, d] for [1, own heads, tokens, d], or back."""
-    exchanged: Tensor = _Exchange.apply(tensor, group, to_heads)
-    return exchanged
 
 
 class _Exchange(torch.autograd.Function):
@@ -180,11 +162,10 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, to_heads: bool) -> Tensor:
-        """Exchange the parts of axis 1 (`to_heads`) or 2 for those of the other axis."""
+        """Exchange [rows, heads, own tokens, d] for [rows, own heads, tokens, d], or back."""
         ctx.group, ctx.to_heads = group, to_heads
         cut, joined = (1, 2) if to_heads else (2, 1)
-        parts = [part.contiguous() for part in tensor.chunk(group.size(), dim=cut)]
-        sent = torch.stack(parts)
+        sent = torch.stack(tensor.chunk(group.size(), dim=cut))
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
         return torch.cat(list(received), dim=joined)
@@ -192,7 +173,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """Exchange the gradient back."""
-        return _exchange(grad, ctx.group, not ctx.to_heads), None, None
+        return _Exchange.apply(grad, ctx.group, not ctx.to_heads), None, None
 
 
 class _Gather(torch.autograd.Function):

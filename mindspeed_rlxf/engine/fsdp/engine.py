@@ -241,7 +241,7 @@ class FsdpEngine:
             ids = ids.chunk(group.size(), dim=1)[group.rank()]
             positions = positions.chunk(group.size(), dim=1)[group.rank()]
         flash = device.has_flash_attention() and self.role.bf16
-        layout = attention.Layout.of(batch.lengths, group, flash, ids.device)
+        layout = attention.Layout(batch.lengths, group, flash)
         return self.model.rlxf_run(ids, positions, layout, read)
 
     def at(

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
@@ -93,7 +94,7 @@ class ShardedState:
                 [Shard(0)],
                 run_check=False,
                 shape=each.shape,  # type: ignore[arg-type]
-                stride=_strides(each.shape),
+                stride=torch.empty(each.shape, device="meta").stride(),
             )
             for key, (each, rows) in self._tensors().items()
         }
@@ -159,10 +160,3 @@ class _Writer(dcp.FileSystemWriter):
     def storage_meta(self) -> StorageMeta:
         """Return nothing about this save."""
         return StorageMeta()
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.insert(0, strides[0] * size)
-    return tuple(strides)
