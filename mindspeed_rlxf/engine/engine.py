@@ -38,6 +38,7 @@ from mindspeed_rlxf.engine.build import (
     set_gather_in_forward,
     wrap,
 )
+from mindspeed_rlxf.engine.common import CommonEngine
 from mindspeed_rlxf.engine.export import export_adapters, export_hf, export_megatron
 from mindspeed_rlxf.engine.finite import GuardedOptimizer, SkippedSteps
 from mindspeed_rlxf.engine.hf_stream import hf_tensors
@@ -49,8 +50,8 @@ from mindspeed_rlxf.engine.micro_batch import (
     number_prompts,
     saved_tokens,
 )
-from mindspeed_rlxf.engine.offload import Offload, tensors_of
-from mindspeed_rlxf.engine.outputs import average_metrics, scatter_rows
+from mindspeed_rlxf.engine.offload import tensors_of
+from mindspeed_rlxf.engine.outputs import scatter_rows
 from mindspeed_rlxf.engine.parallel import ParallelGroups
 from mindspeed_rlxf.engine.schedule import (
     Read,
@@ -76,7 +77,7 @@ from mindspeed_rlxf.weights.state_files import Loaded
 logger = logging.getLogger(__name__)
 
 
-class MegatronEngine:
+class MegatronEngine(CommonEngine):
     """One role's model on this rank: a pipeline stage in a tensor-parallel replica.
 
     With a virtual pipeline the stage has several model chunks.
@@ -164,7 +165,9 @@ class MegatronEngine:
                 )
             self._shares = self._agree_on_sharing()
         self._brings_together = brings_together
-        self._offload = self._make_offload()
+        optimizers = single_optimizers(self.optimizer) if self.optimizer else []
+        adams = [each.optimizer for each in optimizers]
+        self._offload = self._make_offload(tensors_of(self.module, self.models, adams))
 
     def _agree_on_sharing(self) -> bool:
         if not (self.role.share_prompts and self.role.packed_sequences):
@@ -174,33 +177,6 @@ class MegatronEngine:
         if not able:
             logger.warning("%s: prompts are not shared, no operator does it here", self.role.model)
         return able
-
-    def _make_offload(self) -> Offload:
-        """Make the parts named by the role's `offload` key movable, and move them to the host."""
-        optimizer, keys = self.optimizer, self.role.offload
-        adams = [each.optimizer for each in single_optimizers(optimizer)] if optimizer else []
-        movable = [Part.WEIGHTS] if keys.weights else []
-        movable += [Part.GRADIENTS, Part.OPTIMIZER] if keys.optimizer else []
-        made = Offload(tensors_of(self.module, self.models, adams), movable)
-        offload.register(made)
-        made.offload(made.movable)
-        return made
-
-    def offload(self) -> None:
-        """Move the parts named by the role's `offload` key to host memory."""
-        self._offload.offload(self._offload.movable)
-
-    def onload(self) -> None:
-        """Bring all parts back to the device; other engines' movable parts make room."""
-        with self.holding(*Part):
-            pass
-
-    def holding(self, *parts: Part, later: Part | None = None) -> AbstractContextManager[None]:
-        """Return a context manager that keeps parts on the device (see `offload.holding`).
-
-        The copy of part `later` may still run in the block, until `Offload.await_copies`.
-        """
-        return offload.holding((self._offload, parts), later=[later] if later else [])
 
     @property
     def module(self) -> torch.nn.Module:
@@ -311,10 +287,6 @@ class MegatronEngine:
         flat = self._read_all(rollouts, read_scores)
         return Scores(torch.cat(flat).float().cpu()) if self.is_leader else None
 
-    def _read_all(self, rollouts: Rollouts, read: Read) -> list[Tensor]:
-        rows = range(rollouts.num_rows)
-        return self.forward(self.micro_batches(rollouts, rows, in_order=True), read)
-
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[MicroBatch], read: Read) -> list[Tensor]:
         """Run the forward passes without gradients; return `read`'s result per micro-batch.
@@ -332,13 +304,6 @@ class MegatronEngine:
             )
         self._count(micro_batches, work.FORWARD)
         return outputs[: len(micro_batches)]
-
-    def _count(self, micro_batches: Sequence[MicroBatch], passes: int) -> None:
-        if self.is_leader and self.role.architecture is not None:
-            reads_logits = self.head is Head.LANGUAGE_MODEL
-            for batch in micro_batches:
-                tokens, flops = batch.work(self.role.architecture, reads_logits)
-                work.add(work.Work(tokens, passes * flops))
 
     def train_step(
         self, micro_batches: Sequence[MicroBatch], step: PolicyStep | ValueStep
@@ -363,12 +328,7 @@ class MegatronEngine:
             self._offload.await_copies(Part.OPTIMIZER)
             done = self._guarded.step([output.loss.detach() for output in outputs])
             self.skipped.judge(done, self.state.scheduler.num_steps + 1, self._mini_batch)
-            metrics = average_metrics(outputs, self.sum_over_replicas)
-        self._count(micro_batches, work.ADAPT if self.lora.rank else work.TRAIN)
-        metrics["grad_norm"] = done.grad_norm
-        if self.skipped.policy == "skip":
-            metrics["skipped_steps"] = float(bool(done.wrong))
-        return metrics
+            return self._step_metrics(micro_batches, outputs, done)
 
     def end_iteration(self) -> float:
         """Advance the learning-rate schedule; return the ending iteration's rate."""
@@ -378,12 +338,6 @@ class MegatronEngine:
         self.scheduler.step(increment=1)
         self._mini_batch = 0
         return rate
-
-    def sum_over_replicas(self, tensor: Tensor) -> Tensor:
-        """Return a small CPU tensor's sum over the data-parallel ranks."""
-        total = tensor.clone()
-        dist.all_reduce(total, group=self.groups.dp_host)
-        return total
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight as (Hugging Face name, whole device tensor), on every rank."""
@@ -417,14 +371,6 @@ class MegatronEngine:
     def describe(self, folder: Path) -> list[Path]:
         """Write config.json, with training head and dtype, and the tokenizer files."""
         return copy_side_files(self.source, folder, self.head, self.dtype)
-
-    def begin_save(self, folder: Path) -> None:
-        """Copy the training state to the host, and start writing it into `folder`."""
-        self.state.begin_save(folder)
-
-    def end_save(self) -> float:
-        """Wait for all ranks' files; return the slowest rank's seconds."""
-        return self.state.end_save()
 
     def load_state(self, folder: Path) -> Loaded:
         """Load a training state; see `train_state.load_state`."""

@@ -5,15 +5,20 @@ To write a file, the safetensors library wants all its tensors in memory.
 
 import json
 import os
+from collections.abc import Iterator, Mapping
+from math import prod
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from mindspeed_rlxf.weights.atomic import replace_file
 from mindspeed_rlxf.weights.chunks import PlannedTensor, StoredTensor, StoredWeights, Wrote
 from mindspeed_rlxf.weights.formats import INDEX, PICKLED, PICKLED_INDEX, SINGLE
 from mindspeed_rlxf.weights.pickled import read_torch_file
+
+FILE_BYTES = 4 * 1024**3  # of a file that `write_stream` writes
 
 DTYPES = {
     torch.float64: "F64",
@@ -144,3 +149,47 @@ def write_safetensors(
             wrote(planned.num_bytes)
         file.flush()
         os.fsync(file.fileno())
+
+
+def write_stream(
+    tensors: Iterator[tuple[str, Tensor]],
+    shapes: Mapping[str, tuple[int, ...]],
+    itemsize: int,
+    folder: Path,
+    writes: bool,
+) -> OSError | None:
+    """Write a stream of tensors to a folder, at most FILE_BYTES in a file; return an error, if any.
+
+    Iterates to the end even after an error, and on ranks that do not write, as making the tensors
+    may be a collective. `shapes` has the stream's names in its order, `itemsize` counts bytes per
+    element.
+    """
+    groups: list[list[str]] = []
+    size = FILE_BYTES
+    for name, shape in shapes.items():
+        if size + prod(shape) * itemsize > FILE_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += prod(shape) * itemsize
+    failed: OSError | None = None
+    written: dict[str, dict[str, int]] = {}
+    for number, names in enumerate(groups):
+        planned: dict[str, PlannedTensor] = {}
+        for name in names:
+            found, tensor = next(tensors)
+            assert found == name, "the stream has the order of the shapes"
+            if writes and failed is None:
+                planned[name] = PlannedTensor.of(tensor.cpu())
+        file = hf_file_name(number, len(groups))
+        written[file] = {name: each.num_bytes for name, each in planned.items()}
+        try:
+            if planned:
+                folder.mkdir(parents=True, exist_ok=True)
+                write_safetensors(folder / file, planned)
+        except OSError as error:
+            failed = error
+    assert next(tensors, None) is None, "the stream has the shapes' tensors"
+    if writes and failed is None:
+        write_index(folder, written)
+    return failed

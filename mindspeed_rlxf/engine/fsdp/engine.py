@@ -9,8 +9,8 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,40 +24,23 @@ from mindspeed_rlxf.algorithms.slots import readable_slots
 from mindspeed_rlxf.config.schema import LearningConfig, LoraConfig, OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import LogProbs, LogProbsWithKl, Rollouts, Scores, Values
 from mindspeed_rlxf.engine import offload, work
+from mindspeed_rlxf.engine.common import CommonEngine
 from mindspeed_rlxf.engine.finite import SkippedSteps
-from mindspeed_rlxf.engine.fsdp import adapters, attention
-from mindspeed_rlxf.engine.fsdp.model import (
-    Groups,
-    build,
-    logit_cap,
-    packs,
-    shard,
-    sums_gradients,
-)
+from mindspeed_rlxf.engine.fsdp import attention, weights
+from mindspeed_rlxf.engine.fsdp.model import Groups, build, linear_of, packs, shard
 from mindspeed_rlxf.engine.fsdp.optimizer import ShardedAdam
 from mindspeed_rlxf.engine.fsdp.probe import probe
 from mindspeed_rlxf.engine.fsdp.state import ShardedState
-from mindspeed_rlxf.engine.fsdp.weights import (
-    OUTPUT,
-    SCORE,
-    export_stream,
-    file_shapes,
-    gather_on_first_rank,
-    held_tensors,
-    load_rows,
-    pieces_of,
-    reset_adapters,
-    stream,
-)
 from mindspeed_rlxf.engine.micro_batch import MicroBatch, group_rows, make_micro_batches
 from mindspeed_rlxf.engine.offload import Offload
-from mindspeed_rlxf.engine.outputs import average_metrics, scatter_rows
+from mindspeed_rlxf.engine.outputs import scatter_rows
 from mindspeed_rlxf.engine.together import fail_together
 from mindspeed_rlxf.engine.train_engine import Part, PolicyStep, TokenLogProbs, ValueStep
+from mindspeed_rlxf.models import hf_adapters as adapters
 from mindspeed_rlxf.models.heads import full_kl, token_log_probs
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.weights.folders import copy_side_files
-from mindspeed_rlxf.weights.hf_folder import open_hf_folder
+from mindspeed_rlxf.weights.hf_folder import open_hf_folder, write_stream
 from mindspeed_rlxf.weights.peft_folder import write_adapter
 from mindspeed_rlxf.weights.state_files import Loaded
 
@@ -67,22 +50,10 @@ Read = Callable[[MicroBatch, Tensor], Any]
 """(micro-batch, last hidden states of this rank's tokens) -> result of the micro-batch."""
 
 
-class OneRank:
-    """Stands for a tensor-parallel group: FSDP has none."""
-
-    def size(self) -> int:
-        """Return 1."""
-        return 1
-
-    def rank(self) -> int:
-        """Return 0."""
-        return 0
+ONE_RANK: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)  # no tensor-parallel group
 
 
-ONE_RANK: Any = OneRank()
-
-
-class FsdpEngine:
+class FsdpEngine(CommonEngine):
     """One role's model on this rank, which has a part of every parameter.
 
     A replica is a Ulysses group: its ranks compute the same rows.
@@ -100,19 +71,8 @@ class FsdpEngine:
     ) -> None:
         """Build the model, load its weights, probe it, and move offloaded parts away; a collective.
 
-        Seeds the process, by seed and rank.
-
-        Args:
-            role: Role configuration.
-            head: Model head.
-            seed: Base seed.
-            optimizer: Optimizer settings; None freezes the model.
-            train_iters: Length of the learning-rate schedule.
-            skipped: Counts skipped steps and decides if the run goes on; None raises at once.
-            deterministic: See `device.set_deterministic`; holds for the whole process.
-
-        Raises:
-            ValueError: Weights are missing or damaged, or the model does not pass the probe.
+        Takes the arguments of `MegatronEngine`. Seeds the process, by seed and rank. Raises
+        ValueError if weights are missing or damaged, or the model does not pass the probe.
         """
         assert role.load is not None, "checked beforehand"
         device.set_deterministic(deterministic)
@@ -132,10 +92,9 @@ class FsdpEngine:
                 f"{type(self.model).__name__} has layers that need all tokens; use "
                 "ulysses_sequence_parallel_size=1"
             )
-        cap = logit_cap(self.model)
-        self.linear = F.linear if cap == inf else partial(_capped_linear, cap)
-        self._pieces = pieces_of(self.model, head)
-        self._shapes = file_shapes(self.model, self._pieces)
+        self.linear = linear_of(self.model)
+        self._pieces = weights.pieces_of(self.model, head)
+        self._shapes = weights.file_shapes(self.model, self._pieces)
         self._linears = adapters.linear_modules(self.model)
         if self.lora.rank:
             adapters.inject(self.model, self.lora)
@@ -146,13 +105,14 @@ class FsdpEngine:
         self._load_weights(role.load, seed)
         self._offload: Offload = Offload({}, ())  # nothing moves before the model is probed
         probe(self)
-        self.held = held_tensors(self.model)  # only now: the first pass makes the shards anew
+        self.held = weights.held_tensors(
+            self.model
+        )  # only now: the first pass makes the shards anew
         self.optimizer: ShardedAdam | None = None
         if optimizer is not None:
             named = self.model.named_parameters()
             parameters = ((adapters.plain_name(name), each) for name, each in named)
-            means = not sums_gradients()
-            self.optimizer = ShardedAdam(optimizer, parameters, train_iters, means)
+            self.optimizer = ShardedAdam(optimizer, parameters, train_iters)
             self.state = ShardedState(
                 {each.name: each for each in self.held},
                 self.optimizer,
@@ -161,50 +121,26 @@ class FsdpEngine:
                 self.describe,
                 lambda rows: self._offload.read(rows, 0, rows.numel()).view(rows.shape),
             )
-        self._offload = self._make_offload()
+        parts: dict[Part, offload.Tensors] = {Part.WEIGHTS: self.held_weights}
+        if self.optimizer is not None:
+            parts[Part.OPTIMIZER] = self.optimizer.tensors
+        self._offload = self._make_offload(parts)
 
     def _load_weights(self, load: str, seed: int) -> None:
         folder = open_hf_folder(load, self.role.trust_files)
-        held = held_tensors(self.model)
-        reset_adapters(held, seed)
-        absent = load_rows(held, self._pieces, folder)
+        held = weights.held_tensors(self.model)
+        weights.reset_adapters(held, seed)
+        absent = weights.load_rows(held, self._pieces, folder)
         if self.head is Head.SCORE and "score.bias" in folder:  # of token classification
             logger.warning("%s: score.bias is left out, values have no constant part", load)
-        if self.head is Head.SCORE and SCORE in absent:
-            absent.remove(SCORE)
-            (score,) = (each for each in held if each.name == OUTPUT)
+        if self.head is Head.SCORE and weights.SCORE in absent:
+            absent.remove(weights.SCORE)
+            (score,) = (each for each in held if each.name == weights.OUTPUT)
             noise = torch.randn(score.shape, generator=torch.Generator().manual_seed(seed))
             rows = slice(score.start, score.start + len(score.local))
             score.local.copy_(noise[rows] * self.role.architecture.init_method_std)
         if absent:
             raise ValueError(f"{load} lacks {absent[0]}; give the folder of a whole model")
-
-    def _make_offload(self) -> Offload:
-        keys, optimizer = self.role.offload, self.optimizer
-        tensors: dict[Part, offload.Tensors] = {
-            Part.WEIGHTS: lambda: [each.local for each in self.held]
-        }
-        if optimizer is not None:
-            tensors[Part.OPTIMIZER] = optimizer.tensors
-        movable = [Part.WEIGHTS] if keys.weights else []
-        movable += [Part.OPTIMIZER] if keys.optimizer else []
-        made = Offload(tensors, movable)
-        offload.register(made)
-        made.offload(made.movable)
-        return made
-
-    def offload(self) -> None:
-        """Move the parts named by the role's `offload` key to host memory."""
-        self._offload.offload(self._offload.movable)
-
-    def onload(self) -> None:
-        """Bring all parts back to the device; other engines' movable parts make room."""
-        with self.holding(*Part):
-            pass
-
-    def holding(self, *parts: Part) -> AbstractContextManager[None]:
-        """Return a context manager that keeps parts on the device (see `offload.holding`)."""
-        return offload.holding((self._offload, parts))
 
     @property
     def is_leader(self) -> bool:
@@ -292,15 +228,6 @@ class FsdpEngine:
         self._count(micro_batches, work.FORWARD)
         return found
 
-    def _read_all(self, rollouts: Rollouts, read: Read) -> list[Tensor]:
-        rows = range(rollouts.num_rows)
-        return self.forward(self.micro_batches(rollouts, rows, in_order=True), read)
-
-    def _count(self, micro_batches: Sequence[MicroBatch], passes: int) -> None:
-        for batch in micro_batches if self.is_leader else ():
-            tokens, flops = batch.work(self.role.architecture, self.head is Head.LANGUAGE_MODEL)
-            work.add(work.Work(tokens, passes * flops))
-
     def log_probs(self, rollouts: Rollouts, temperature: float) -> LogProbs | None:
         """Compute log-probs for the trained response tokens, 0 elsewhere."""
 
@@ -387,12 +314,7 @@ class FsdpEngine:
             done = self.optimizer.step(losses, float(self.sum_over_replicas(weight)))
             self._offload.mark_changed(Part.WEIGHTS, Part.OPTIMIZER)
         self.skipped.judge(done, self.optimizer.scheduler_steps + 1, self._mini_batch)
-        metrics = average_metrics(outputs, self.sum_over_replicas)
-        self._count(micro_batches, work.ADAPT if self.lora.rank else work.TRAIN)
-        metrics["grad_norm"] = done.grad_norm
-        if self.skipped.policy == "skip":
-            metrics["skipped_steps"] = float(bool(done.wrong))
-        return metrics
+        return self._step_metrics(micro_batches, outputs, done)
 
     def _loss(
         self, step: PolicyStep | ValueStep, batch: MicroBatch, hidden: Tensor
@@ -412,17 +334,11 @@ class FsdpEngine:
         self.optimizer.advance(1)
         return rate
 
-    def sum_over_replicas(self, tensor: Tensor) -> Tensor:
-        """Return a small CPU tensor's sum over the data-parallel ranks."""
-        total = tensor.clone()
-        dist.all_reduce(total, group=self.groups.dp_host)
-        return total
-
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight as (Hugging Face name, whole device tensor), on every rank."""
         with self.holding(Part.WEIGHTS), torch.no_grad():
             scale = self.lora.scale if self.lora.rank else 0.0
-            yield from stream(self.held, self._pieces, self.dtype, scale)
+            yield from weights.stream(self.held, self._pieces, self.dtype, scale)
 
     def held_weights(self) -> Iterable[Tensor]:
         """Return this rank's rows of every weight."""
@@ -447,18 +363,21 @@ class FsdpEngine:
         if adapter_folder is not None:
             trained = {adapters.plain_name(name) for name in self._trained}
             with self.holding(Part.WEIGHTS):
-                tensors = gather_on_first_rank(each for each in self.held if each.name in trained)
+                tensors = weights.gather_on_first_rank(
+                    each for each in self.held if each.name in trained
+                )
             about = self.lora, self._linears, self.head, str(self.role.load)
             with fail_together(adapter_folder):
                 if dist.get_rank() == 0:
                     write_adapter(adapter_folder, tensors, *about)
         if hf_folder is None:
             return
-        error = export_stream(self.hf_tensors(), self._shapes, self.dtype.itemsize, hf_folder)
+        writes, item = dist.get_rank() == 0, self.dtype.itemsize
+        error = write_stream(self.hf_tensors(), self._shapes, item, hf_folder, writes)
         with fail_together(hf_folder):
             if error is not None:
                 raise error
-            if dist.get_rank() == 0:
+            if writes:
                 self.describe(hf_folder)
 
     def describe(self, folder: Path) -> list[Path]:
@@ -466,20 +385,8 @@ class FsdpEngine:
         assert self.role.load is not None, "it was loaded from there"
         return copy_side_files(Path(self.role.load), folder, self.head, self.dtype)
 
-    def begin_save(self, folder: Path) -> None:
-        """Copy the training state to the host, and start writing it into `folder`."""
-        self.state.begin_save(folder)
-
-    def end_save(self) -> float:
-        """Wait for all ranks' files; return the slowest rank's seconds."""
-        return self.state.end_save()
-
     def load_state(self, folder: Path) -> Loaded:
         """Load a training state; see `load_checked`."""
         with self.holding(Part.WEIGHTS, Part.OPTIMIZER):
             self._offload.mark_changed(Part.WEIGHTS, Part.OPTIMIZER)
             return self.state.load(folder)
-
-
-def _capped_linear(cap: float, hidden: Tensor, weight: Tensor) -> Tensor:
-    return torch.tanh(F.linear(hidden, weight) / cap) * cap

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from math import inf
 from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     FSDPModule,
@@ -199,6 +199,9 @@ def _run(
     return read(found.last_hidden_state.transpose(0, 1).flatten(0, 1))
 
 
-def logit_cap(model: Any) -> float:
-    """Return the bound c of logits that are c * tanh(logits / c); inf = unbounded."""
-    return float(getattr(model.config, "final_logit_softcapping", None) or inf)
+def linear_of(model: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return what computes logits from states and head weights, with the model's cap if any."""
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    if cap is None:
+        return F.linear
+    return lambda hidden, weight: torch.tanh(F.linear(hidden, weight) / cap) * cap

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.schema import OptimizerConfig
 from mindspeed_rlxf.engine.finite import Step
+from mindspeed_rlxf.engine.fsdp.model import sums_gradients
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 EPSILON = 1e-6  # added to the norm that clips gradients, as Megatron does
@@ -48,11 +49,10 @@ class ShardedAdam:
         config: OptimizerConfig,
         parameters: Iterable[tuple[str, Tensor]],
         train_iters: int,
-        means: bool,
     ) -> None:
-        """Keep the trained `parameters`; `means` = gradients are means over the ranks, not sums."""
+        """Keep the trained parameters among these, by name."""
         self.config, self.train_iters, self.scheduler_steps = config, train_iters, 0
-        self._factor = dist.get_world_size() if means else 1
+        self._factor = 1 if sums_gradients() else dist.get_world_size()  # of means over the ranks
         self._parameters: dict[str, Tensor] = {}
         self.mains: dict[str, nn.Parameter] = {}
         groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}

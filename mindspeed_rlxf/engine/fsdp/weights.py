@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,23 +12,19 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from mindspeed_rlxf.config.schema import LearningConfig, RoleConfig
-from mindspeed_rlxf.engine.fsdp.adapters import OUTPUT, inject, is_adapter, plain_name
 from mindspeed_rlxf.engine.fsdp.model import build
 from mindspeed_rlxf.models.adapter_parameters import A, B, initial_values, merge
+from mindspeed_rlxf.models.hf_adapters import OUTPUT, inject, is_adapter, plain_name
 from mindspeed_rlxf.models.hf_names import Piece, find_pieces, stored_tensors
 from mindspeed_rlxf.models.parameters import Head
-from mindspeed_rlxf.weights.chunks import PlannedTensor, StoredTensor, StoredWeights, whole
+from mindspeed_rlxf.weights.chunks import StoredTensor, StoredWeights, whole
 from mindspeed_rlxf.weights.hf_folder import (
-    hf_file_name,
     open_hf_folder,
     shape_problems,
-    write_index,
-    write_safetensors,
 )
 
 SCORE = "score.weight"
 WRAPPED = "model.language_model."  # prefix in folders of models that also see images
-FILE_BYTES = 4 * 1024**3  # of an exported file
 
 Pieces = dict[str, tuple[Piece, ...]]
 
@@ -198,44 +192,3 @@ def stream(
             merge(whole_tensor, a, b, scale)
         for piece in pieces[each.name]:
             yield piece.name, piece.view(whole_tensor).contiguous()
-
-
-def export_stream(
-    tensors: Iterator[tuple[str, Tensor]],
-    shapes: Mapping[str, tuple[int, ...]],
-    itemsize: int,
-    folder: Path,
-) -> OSError | None:
-    """Write a stream on the first rank as safetensors files; return its error, if any.
-
-    All ranks iterate to the end, as the stream is a collective.
-    """
-    groups: list[list[str]] = []
-    size = FILE_BYTES
-    for name, shape in shapes.items():
-        if size + prod(shape) * itemsize > FILE_BYTES:
-            groups.append([])
-            size = 0
-        groups[-1].append(name)
-        size += prod(shape) * itemsize
-    writes, failed = dist.get_rank() == 0, None
-    written: dict[str, dict[str, int]] = {}
-    for number, names in enumerate(groups):
-        planned: dict[str, PlannedTensor] = {}
-        for name in names:
-            found, tensor = next(tensors)
-            assert found == name, "the stream has the order of the shapes"
-            if writes and failed is None:
-                planned[name] = PlannedTensor.of(tensor.cpu())
-        file = hf_file_name(number, len(groups))
-        written[file] = {name: each.num_bytes for name, each in planned.items()}
-        try:
-            if planned:
-                folder.mkdir(parents=True, exist_ok=True)
-                write_safetensors(folder / file, planned)
-        except OSError as error:
-            failed = error
-    assert next(tensors, None) is None, "the stream has the shapes' tensors"
-    if writes and failed is None:
-        write_index(folder, written)
-    return failed

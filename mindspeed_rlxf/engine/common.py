@@ -1,0 +1,106 @@
+"""What all training engines have in common: moving parts, counting work, sums and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from mindspeed_rlxf.algorithms.losses import LossOutput
+from mindspeed_rlxf.config.schema import LoraConfig, RoleConfig
+from mindspeed_rlxf.data.batch import Rollouts
+from mindspeed_rlxf.engine import offload, work
+from mindspeed_rlxf.engine.finite import SkippedSteps, Step
+from mindspeed_rlxf.engine.micro_batch import MicroBatch
+from mindspeed_rlxf.engine.offload import Offload
+from mindspeed_rlxf.engine.outputs import average_metrics
+from mindspeed_rlxf.engine.train_engine import Part
+from mindspeed_rlxf.models.parameters import Head
+
+
+class CommonEngine:
+    """Base of training engines, which set these attributes and define the rest of `TrainEngine`.
+
+    Attributes:
+        groups: Process groups; `dp_host` has the data-parallel ranks, for host tensors.
+        state: The training state, of a trained role.
+    """
+
+    role: RoleConfig
+    head: Head
+    lora: LoraConfig
+    skipped: SkippedSteps
+    groups: Any
+    state: Any
+    is_leader: Any  # a property
+    micro_batches: Callable[..., list[MicroBatch]]
+    forward: Callable[..., list[Tensor]]
+    _offload: Offload
+
+    def _make_offload(self, tensors: Mapping[Part, offload.Tensors]) -> Offload:
+        """Make the parts named by the role's `offload` key movable, and move them to the host."""
+        keys = self.role.offload
+        movable = [Part.WEIGHTS] if keys.weights else []
+        movable += [Part.GRADIENTS, Part.OPTIMIZER] if keys.optimizer else []
+        made = Offload(tensors, movable)
+        offload.register(made)
+        made.offload(made.movable)
+        return made
+
+    def offload(self) -> None:
+        """Move the parts named by the role's `offload` key to host memory."""
+        self._offload.offload(self._offload.movable)
+
+    def onload(self) -> None:
+        """Bring all parts back to the device; other engines' movable parts make room."""
+        with self.holding(*Part):
+            pass
+
+    def holding(self, *parts: Part, later: Part | None = None) -> AbstractContextManager[None]:
+        """Return a context manager that keeps parts on the device (see `offload.holding`).
+
+        The copy of part `later` may still run in the block, until `Offload.await_copies`.
+        """
+        return offload.holding((self._offload, parts), later=[later] if later else [])
+
+    def _read_all(self, rollouts: Rollouts, read: Any) -> list[Tensor]:
+        """Run forward passes over all rows, in order; return `read`'s result per micro-batch."""
+        rows = range(rollouts.num_rows)
+        return self.forward(self.micro_batches(rollouts, rows, in_order=True), read)
+
+    def _count(self, micro_batches: Sequence[MicroBatch], passes: int) -> None:
+        if self.is_leader and self.role.architecture is not None:
+            reads_logits = self.head is Head.LANGUAGE_MODEL
+            for batch in micro_batches:
+                tokens, flops = batch.work(self.role.architecture, reads_logits)
+                work.add(work.Work(tokens, passes * flops))
+
+    def _step_metrics(
+        self, micro_batches: Sequence[MicroBatch], outputs: Sequence[LossOutput], done: Step
+    ) -> dict[str, float]:
+        """Count a step's work; return its metrics, over the mini-batch of all replicas."""
+        metrics = average_metrics(outputs, self.sum_over_replicas)
+        self._count(micro_batches, work.ADAPT if self.lora.rank else work.TRAIN)
+        metrics["grad_norm"] = done.grad_norm
+        if self.skipped.policy == "skip":
+            metrics["skipped_steps"] = float(bool(done.wrong))
+        return metrics
+
+    def sum_over_replicas(self, tensor: Tensor) -> Tensor:
+        """Return a small CPU tensor's sum over the data-parallel ranks."""
+        total = tensor.clone()
+        dist.all_reduce(total, group=self.groups.dp_host)
+        return total
+
+    def begin_save(self, folder: Path) -> None:
+        """Copy the training state to the host, and start writing it into `folder`."""
+        self.state.begin_save(folder)
+
+    def end_save(self) -> float:
+        """Wait for all ranks' files; return the slowest rank's seconds."""
+        seconds: float = self.state.end_save()
+        return seconds
