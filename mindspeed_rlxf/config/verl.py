@@ -79,7 +79,7 @@ class _Translation(VerlTree):
         put("data.ground_truth_key", "reward_model.ground_truth")
         put("data.chat_template_kwargs", self.collect("data.apply_chat_template_kwargs"))
         if get("data.val_max_samples") != -1:
-            put("validation.max_samples", get("data.val_max_samples"), "data.val_max_samples")
+            self.move("data.val_max_samples", "validation.max_samples")
         put("training.model", "auto")
         for section, role in self.roles.items():
             key = f"{MODEL}.path" if section == ACTOR else "critic.model.path"
@@ -103,11 +103,7 @@ class _Translation(VerlTree):
             sizes = [get("trainer.n_gpus_per_node")] * get("trainer.nnodes")
             put(f"resource_pool.{POOL}", sizes, "trainer.n_gpus_per_node")
         put("training.save_interval", max(0, get("trainer.save_freq")), "trainer.save_freq")
-        put(
-            "training.keep_last",
-            get("trainer.max_actor_ckpt_to_keep"),
-            "trainer.max_actor_ckpt_to_keep",
-        )
+        self.move("trainer.max_actor_ckpt_to_keep", "training.keep_last")
         put("validation.interval", max(0, get("trainer.test_freq")), "trainer.test_freq")
         put("validation.after", get("trainer.test_freq") > 0)
         words = {None: False, "auto": False, "disable": True}
@@ -117,9 +113,9 @@ class _Translation(VerlTree):
             "trainer.resume_mode",
         )
         if "critic" in self.roles:
-            put("critic.warmup_iters", get("trainer.critic_warmup"), "trainer.critic_warmup")
+            self.move("trainer.critic_warmup", "critic.warmup_iters")
         if get("trainer.device") != "cuda":  # which verl replaces by npu itself
-            put("device.kind", get("trainer.device"), "trainer.device")
+            self.move("trainer.device", "device.kind")
         names = (f"{ACTOR}.megatron.dtype", f"{ACTOR}.fsdp_config.dtype",
                  f"{ACTOR}.fsdp_config.mixed_precision.param_dtype")  # fmt: skip
         key = next((key for key in names if get(key)), "")
@@ -159,16 +155,16 @@ class _Translation(VerlTree):
         put("algorithm.adv_estimator", name, "algorithm.adv_estimator")
         traits = TRAITS[name]
         if traits.reads_token_rewards:
-            put("algorithm.gamma", get("algorithm.gamma"), "algorithm.gamma")
+            self.move("algorithm.gamma", "algorithm.gamma")
         if traits.needs_critic:
-            put("algorithm.lam", get("algorithm.lam"), "algorithm.lam")
+            self.move("algorithm.lam", "algorithm.lam")
         if traits.discounts:
             put("algorithm.score_position", "eos")
         loss = self.choose(f"{ACTOR}.policy_loss.loss_mode", {"vanilla": "ppo", "gspo": "gspo"})
         put("actor_rollout.policy_loss", loss, f"{ACTOR}.policy_loss.loss_mode")
         bounds = get(f"{ACTOR}.clip_ratio_low"), get(f"{ACTOR}.clip_ratio_high")
         if None in bounds:
-            put("actor_rollout.clip_ratio", get(f"{ACTOR}.clip_ratio"), f"{ACTOR}.clip_ratio")
+            self.move(f"{ACTOR}.clip_ratio", "actor_rollout.clip_ratio")
         elif get(f"{ACTOR}.clip_ratio") not in bounds:
             self.note(
                 "clip_ratio_low and clip_ratio_high replace it, as in verl", f"{ACTOR}.clip_ratio"
@@ -187,7 +183,7 @@ class _Translation(VerlTree):
                 )
         kind = "algorithm.rollout_correction.rollout_is"
         if self.choose(kind, {None: False, "token": True}):
-            put("algorithm.rollout_is_threshold", get(f"{kind}_threshold"), f"{kind}_threshold")
+            self.move(f"{kind}_threshold", "algorithm.rollout_is_threshold")
         elif (cap := get(f"{ACTOR}.tis_imp_ratio_cap") or 0) > 0:
             put("algorithm.rollout_is_threshold", cap, f"{ACTOR}.tis_imp_ratio_cap")
         if get("algorithm.rollout_correction.bypass_mode"):
@@ -214,11 +210,11 @@ class _Translation(VerlTree):
             return
         home, coefficient, kind = switches[chosen[0]]
         put("algorithm.kl_in", home, chosen[0])
-        put(f"{control}.kl_coef", self.get(coefficient), coefficient)
+        self.move(coefficient, f"{control}.kl_coef")
         put("algorithm.kl_penalty", self.choose(kind, PENALTIES), kind)
         if home == "reward" and self.get(f"{control}.type") == "adaptive":
             for key in ("type", "horizon", "target_kl"):
-                put(f"{control}.{key}", self.get(f"{control}.{key}"), f"{control}.{key}")
+                self.move(f"{control}.{key}", f"{control}.{key}")
 
     def _translate_trained(self, section: str, role: str) -> None:
         """Translate batches and the optimizer."""
@@ -264,11 +260,9 @@ class _Translation(VerlTree):
         model = MODEL if section == ACTOR else "critic.model"
         if section != REF and self.get(f"{model}.lora_rank"):
             for key in ("rank", "alpha"):
-                self.put(
-                    f"{role}.lora.{key}", self.get(f"{model}.lora_{key}"), f"{model}.lora_{key}"
-                )
+                self.move(f"{model}.lora_{key}", f"{role}.lora.{key}")
             for key in ("target_modules", "exclude_modules"):
-                self.put(f"{role}.lora.{key}", self.get(f"{model}.{key}"), f"{model}.{key}")
+                self.move(f"{model}.{key}", f"{role}.lora.{key}")
         if not self.megatron:
             if section != REF:  # the reference's is the actor's
                 self.put(f"{role}.backend", "fsdp", f"{section}.strategy", "model_engine")
@@ -276,7 +270,7 @@ class _Translation(VerlTree):
                 self.put(f"{role}.recompute", "full", f"{model}.enable_gradient_checkpointing")
             if section == REF:
                 split = f"{ACTOR}.ulysses_sequence_parallel_size"
-                self.put("ref.ulysses_sequence_parallel_size", self.get(split), split)
+                self.move(split, "ref.ulysses_sequence_parallel_size")
                 self._translate_reference()
             return
         home = f"{section}.megatron"
@@ -284,7 +278,7 @@ class _Translation(VerlTree):
         if section == REF:  # as the actor, where nothing else is said
             for key, entry in TABLE["every_role"].items():
                 if isinstance(entry, str) and f"{REF}.{key}" not in self.written:
-                    self.put(f"ref.{entry}", self.get(f"{ACTOR}.{key}"), f"{ACTOR}.{key}")
+                    self.move(f"{ACTOR}.{key}", f"ref.{entry}")
             tp = self.given.sections["ref"].get("tensor_model_parallel_size")
             self._translate_reference()
         if (tp or 1) > 1 and self.get(f"{home}.sequence_parallel") is not False:
@@ -294,9 +288,7 @@ class _Translation(VerlTree):
         recompute = f"{home}.override_transformer_config.recompute"
         if self.get(f"{recompute}_granularity") == "full":
             for key in ("method", "num_layers"):
-                self.put(
-                    f"{role}.recompute_{key}", self.get(f"{recompute}_{key}"), f"{recompute}_{key}"
-                )
+                self.move(f"{recompute}_{key}", f"{role}.recompute_{key}")
 
     def _translate_reference(self) -> None:
         by_tokens = self.get(f"{REF}.log_prob_use_dynamic_bsz")
@@ -322,9 +314,9 @@ class _Translation(VerlTree):
             if self.get(f"{ROLLOUT}.name") != "vllm":
                 self.note("vllm generates in its place", f"{ROLLOUT}.name")
             size = f"{ROLLOUT}.tensor_model_parallel_size"
-            self.put("rollout.vllm.tensor_parallel_size", self.get(size), size)
+            self.move(size, "rollout.vllm.tensor_parallel_size")
             for key in ("gpu_memory_utilization", "max_num_seqs", "enforce_eager"):
-                self.put(f"rollout.vllm.{key}", self.get(f"{ROLLOUT}.{key}"), f"{ROLLOUT}.{key}")
+                self.move(f"{ROLLOUT}.{key}", f"rollout.vllm.{key}")
             asked = {key: value for key, value in servers.items() if asks(value)}
             self.put("rollout.vllm.extra_args", asked)
         for section, ours in ((ROLLOUT, "actor_rollout"), (f"{ROLLOUT}.val_kwargs", "validation")):
@@ -337,11 +329,7 @@ class _Translation(VerlTree):
                         f"{section}.{key}",
                     )
         if self.get(f"{ROLLOUT}.val_kwargs.do_sample"):
-            self.put(
-                "validation.n_samples",
-                self.get(f"{ROLLOUT}.val_kwargs.n"),
-                f"{ROLLOUT}.val_kwargs.n",
-            )
+            self.move(f"{ROLLOUT}.val_kwargs.n", "validation.n_samples")
 
     def _translate_reward(self) -> None:
         get, put, model = self.get, self.put, "reward_model"
@@ -349,7 +337,7 @@ class _Translation(VerlTree):
         if get(f"{model}.enable"):
             put("reward.load", find_model(get(f"{model}.model.path")), f"{model}.model.path")
             size = f"{model}.micro_batch_size_per_gpu"
-            put("reward.micro_batch_size", get(size), size)
+            self.move(size, "reward.micro_batch_size")
             if get(f"{model}.enable_resource_pool"):
                 sizes = [get(f"{model}.n_gpus_per_node")] * get(f"{model}.nnodes")
                 put("resource_pool.reward_pool", sizes, f"{model}.n_gpus_per_node")
@@ -367,7 +355,7 @@ class _Translation(VerlTree):
         if get(f"{model}.overlong_buffer.enable"):
             for key, target in (("len", "buffer_len"), ("penalty_factor", "penalty_factor")):
                 source = f"{model}.overlong_buffer.{key}"
-                put(f"algorithm.overlong_{target}", get(source), source)
+                self.move(source, f"algorithm.overlong_{target}")
 
 
 def find_model(path: Any) -> Any:

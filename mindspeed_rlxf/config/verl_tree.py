@@ -177,6 +177,10 @@ class VerlTree:
             if sources:
                 self.given.renamed[target] = self.spelled.get(sources[0], sources[0])
 
+    def move(self, key: str, target: str) -> None:
+        """Set our key to the value of verl's."""
+        self.put(target, self.get(key), key)
+
     def collect(self, section: str) -> Tree:
         """Return the keys below a section whose names users choose."""
         prefix = f"{section}."
