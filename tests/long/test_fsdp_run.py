@@ -3,11 +3,14 @@
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3_5TextConfig
 
 from tests.chaos.tiny_run import START, settings
 from tests.processes import read_metrics, run_python
+
+pytestmark = pytest.mark.long
 
 
 def test_a_tiny_qwen3_5_trains_by_ppo_with_a_critic(tmp_path: Path) -> None:
