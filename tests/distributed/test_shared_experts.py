@@ -23,7 +23,7 @@ from mindspeed_rlxf.models.parameter_counts import shard_sizes
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.roles.rollout import RolloutRole, Sampling, make_requests
 from mindspeed_rlxf.rollout.native import NativeRollout
-from mindspeed_rlxf.rollout.replica import SharedWeights
+from mindspeed_rlxf.rollout.weights import SharedWeights
 from tests.distributed.groups import build_group, build_policy
 from tests.distributed.llamas import MIXTRAL, QWEN3_MOE, make_llama, run_config
 from tests.distributed.test_experts import EP2

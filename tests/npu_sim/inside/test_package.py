@@ -65,7 +65,7 @@ def fused_attention() -> Any:
 
 def test_a_sleeping_rollout_module_lies_on_the_device(put_fault):
     """Megatron makes it on the host, and generation asks it for its device."""
-    from mindspeed_rlxf.rollout.replica import SharedWeights
+    from mindspeed_rlxf.rollout.weights import SharedWeights
 
     source = SharedWeights.__new__(SharedWeights)
     source._kept_on_device = contextlib.ExitStack()

@@ -45,9 +45,10 @@ def test_a_worker_hands_on_its_device_and_deadline(setups, monkeypatch, kind, id
     origin = Origin("main", 0, "here", "start")
     where = ("127.0.0.1", 1, {})
     with pytest.raises(WorkerError, match=r"main rank 0 on .* failed in start: Stop"):
-        ray_pool.RayWorker().join(origin, "", kind, 2, [1], 1800.0, 1860.0, *where)
+        ray_pool.RayWorker().join(origin, "", kind, 2, [1], 1800.0, 1860.0, *where, False)
     # longer than the driver waits, whose message names the ranks
-    assert setups == [((kind, 2), {"assigned": assigned, "deadline_s": 1860.0})]
+    told = {"assigned": assigned, "deadline_s": 1860.0, "megatron": False}
+    assert setups == [((kind, 2), told)]
 
 
 def test_a_failed_device_setup_is_a_user_error(monkeypatch):

@@ -17,12 +17,11 @@ class RecordingCall:
     def __init__(self, requests: Sequence[Request]) -> None:
         self.handles = [f"rank {rank}" for rank in range(len(requests))]
         self.waits = 0
+        self.reports: list[Any] = [f"report {rank}" for rank in range(len(requests))]
 
     def wait(self) -> list[Reply]:
         self.waits += 1
-        return [
-            Reply(f"report {rank}", 10 + rank, float(rank)) for rank in range(len(self.handles))
-        ]
+        return [Reply(report, 10 + i, float(i)) for i, report in enumerate(self.reports)]
 
 
 class RecordingPool:

@@ -109,7 +109,7 @@ def test_all_problems_of_all_files_come_at_once(make_tokenizer, write_jsonl, tmp
     assert [problem.split(": ")[0] for problem in problems] == places
     assert "at least one row, this one is empty" in problems[3]
     assert "no such file" in problems[4]
-    assert "must be .jsonl, .json or .parquet, not '.csv'" in problems[5]
+    assert ".parquet, not '.csv'" in problems[5]
 
 
 def test_equal_problems_are_one_line_and_many_different_ones_are_cut_short(

@@ -108,7 +108,7 @@ def test_every_configuration_names_its_folders_as_the_scripts_do(
 ) -> None:
     monkeypatch.setattr(device, "device_count", lambda kind: 8)
     config = resolve(compose(name, ["device.kind=npu", "runtime.address=head:6379"]), name)
-    model, size = re.sub(r"(_32k)?_\dnode$", "", name).split("_")[-2:]
+    model, size = re.sub(r"_lora$|(_32k)?_\dnode$", "", name).split("_")[-2:]
     default_name = default(model, "ckpt_convert_MODEL_hf2mcore", "HF_DIR")
     sized = default_name.replace(f"{model}-hf", f"{model}-{size}-hf")
     folder = config.training.tokenizer_name_or_path
@@ -116,7 +116,8 @@ def test_every_configuration_names_its_folders_as_the_scripts_do(
     scored = {Role.CRITIC, Role.REWARD}
     loads = {role: config.role(role).load for role in config.roles}
     assert {load for role, load in loads.items() if role not in scored} == {folder}
-    assert {load for role, load in loads.items() if role in scored} <= {f"{folder}-orm", None}
+    scorers = {folder, None} if name.endswith("_lora") else {f"{folder}-orm", None}
+    assert {load for role, load in loads.items() if role in scored} <= scorers
     prompts = default(model, "data_convert_MODEL_ppo", "OUTPUT_PREFIX")
     assert list(config.data.data_path) in ([prompts], [])
 

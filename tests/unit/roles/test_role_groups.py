@@ -1,18 +1,28 @@
 """What the groups ask of their ranks, and how many samples may fail before the run stops."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mindspeed_rlxf.cluster.group import Pending
-from mindspeed_rlxf.cluster.interface import Peer, Reply
+from mindspeed_rlxf.cluster.interface import Peer, Reply, Request
 from mindspeed_rlxf.config.rank_layout import ParallelLayout
 from mindspeed_rlxf.roles.actor import ActorGroup
 from mindspeed_rlxf.roles.reports import FailedSample
 from mindspeed_rlxf.roles.reward import RewardGroup, RewardsFailed, check_failures
 from mindspeed_rlxf.roles.rollout import RolloutGroup
-from tests.unit.cluster.test_group import RecordingPool
+from tests.unit.cluster.test_group import RecordingCall, RecordingPool
+
+
+class NoReceipts(RecordingPool):
+    """Its rollout ranks compute in their own processes, so they have no receipts of servers."""
+
+    def submit(self, requests: Sequence[Request], first_rank: int = 0) -> RecordingCall:
+        call = super().submit(requests, first_rank)
+        call.reports = [[] for _ in requests]
+        return call
 
 
 def groups(parts: tuple[int, int] | None) -> tuple[ActorGroup, RolloutGroup, RecordingPool]:
@@ -23,9 +33,10 @@ def groups(parts: tuple[int, int] | None) -> tuple[ActorGroup, RolloutGroup, Rec
         layout=lambda role: ParallelLayout(train, 2),
         rollout_layout=ParallelLayout(generate, 2),
         actor_rollout=None,
+        runs_vllm=False,
         training=SimpleNamespace(seed=1),
     )
-    pool = RecordingPool(4)
+    pool = NoReceipts(4)
     return ActorGroup(config, pool), RolloutGroup(config, pool), pool
 
 
@@ -46,7 +57,7 @@ def test_the_rollout_is_built_with_the_actor_only_where_they_share_processes():
         _, rollout, pool = groups(parts)
         rollout.build([3])
         assert pool.first_rank == first_rank
-        actor, scorer = pool.requests[0].args[-2:]
+        actor, scorer = pool.requests[0].args[2:4]
         assert isinstance(actor, Peer) if parts is None else actor is None
         assert scorer is None
 
