@@ -52,7 +52,9 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        self.answer(b"")
+        version = "0" if FAULT == "old info" else state["version"]
+        found = {"weight_version": version} if self.path == "/weight_info" else None
+        self.answer(json.dumps(found).encode() if found else b"")
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -69,6 +71,7 @@ class Handler(BaseHTTPRequestHandler):
             elif body["method"] == "rlxf_finish":
                 state["finished"] = body["args"][0]
             found = {"results": [receipt() if body["method"] == "rlxf_receipt" else None]}
+            found["results"] *= FAULT != "no worker"
         elif route == "/reset_prefix_cache":
             found = {"success": FAULT != "refused"}
             if FAULT != "cache":
@@ -78,11 +81,19 @@ class Handler(BaseHTTPRequestHandler):
     def generate(self, body: dict, asked: dict) -> None:
         prompt, key = body["token_ids"], tuple(body["token_ids"])
         state["served"] += bool(body.get("stream"))
-        if state["served"] == LIMIT and (FAULT[:5] == "again" or int(STARTS.read_text()) == 1):
+        if (
+            state["served"] == LIMIT
+            and body.get("stream")
+            and (FAULT[:5] == "again" or int(STARTS.read_text()) == 1)
+        ):
             if "dies" in FAULT:
                 os._exit(9)
             if "hangs" in FAULT:
                 time.sleep(60)
+            if "queues" in FAULT:
+                time.sleep(2)
+            if "breaks" in FAULT:
+                return self.answer(b'data: {"choices": [{"token_ids": [3]}]}\n\n')
             if "errs" in FAULT:
                 self.send_error(500, "out of blocks")
                 return
@@ -91,6 +102,7 @@ class Handler(BaseHTTPRequestHandler):
         tokens = [(prompt[0] + n) % 7 + 3 for n in range(asked["max_tokens"])]
         end = next((n for n, t in enumerate(tokens) if t in asked.get("stop_token_ids", ())), None)
         tokens, reason = (tokens, "length") if end is None else (tokens[: end + 1], "stop")
+        time.sleep(0.4 * (FAULT == "queues"))
         spans = [{"version": state["version"], "start": 0, "end": len(tokens)}]
         found = {"usage": {"prompt_tokens_details": {"cached_tokens": cached}}}
         logs = [{str(t): {"logprob": -t / 8}} for t in prompt]
@@ -98,7 +110,7 @@ class Handler(BaseHTTPRequestHandler):
         chunks = [
             {"choices": [{"token_ids": part, "finish_reason": reason if part is parts[-1] else None,
                 "logprobs": {"content": [{"logprob": -t / 8} for t in part]},
-                "weight_versions": spans if part is parts[-1] else None}],
+                "weight_versions": spans if part is parts[-1] and FAULT != "unnamed" else None}],
              **({} if body.get("stream") else {**found, "prompt_logprobs": [None, *logs[1:]]})}
             for part in parts
         ]  # fmt: skip

@@ -95,15 +95,20 @@ def test_responses_and_receipts_come_back(make: Make) -> None:
     assert engine.stats().prompt_tokens == 2
 
 
-def test_a_stop_string_is_searched_here(make: Make) -> None:
+@pytest.mark.parametrize("fault", ["", "old info"])
+def test_a_stop_string_is_searched_here(make: Make, fault: str) -> None:
     class Letters:
         def decode(self, tokens: Any, **_: Any) -> str:
             return "".join(chr(ord("a") + token) for token in tokens)
 
-    engine = make()
+    engine = make(fault)
     engine.update_weights(tensors(), 1)
     stop = StopStrings(("hi",), Letters())  # tokens 7 and 8
     settings = SamplingSettings(True, 1.0, 0, 1.0, 0, 6, (), stop)
+    if fault:  # such a response does not name its weights
+        with pytest.raises(SyncError, match="the server is from weights of version 0, not 1"):
+            ask(engine, 1, settings)
+        return
     (result,) = ask(engine, 1, settings)
     assert result.tokens == [3, 4, 5, 6, 7, 8] and result.finish_reason is FinishReason.STOP
 
@@ -115,6 +120,8 @@ FAULTS = {
     "swapped": "a.weight, b.weight: received with other bits than were sent",
     "old receipt": "has version '0', not 2",
     "old version": "the first request is from weights of version default, not 2",
+    "unnamed": "the first request is from weights of version None, not 1",
+    "no worker": "1 workers must give a receipt, not 0",
     "refused": "did not reset its prefix cache",
     "cache": "the prefix cache has 64 tokens computed before the weights of version 2",
 }
@@ -144,7 +151,7 @@ def test_weights_that_did_not_change_are_counted(make: Make) -> None:
         engine.update_weights([*tensors(), tensors()[0]], 3)
 
 
-@pytest.mark.parametrize("fault", ["dies", "hangs", "errs"])
+@pytest.mark.parametrize("fault", ["dies", "hangs", "errs", "breaks"])
 def test_requests_go_to_a_new_server_after_a_failure(make: Make, fault: str, capfd: Any) -> None:
     engine = make(fault, timeout_s=25.0)  # hangs after 2.5 s without a token
     engine.update_weights(tensors(), 3)
@@ -157,11 +164,26 @@ def test_requests_go_to_a_new_server_after_a_failure(make: Make, fault: str, cap
     assert Path(os.environ["STARTS"]).read_text() == "2"
 
 
+def test_a_request_that_waits_while_others_are_answered_is_no_failure(make: Make) -> None:
+    engine = make("queues", timeout_s=15.0)  # hangs after 1.5 s without any token
+    engine.update_weights(tensors(), 3)
+    assert [result.tokens for result in ask(engine, 18)] == [expected(i) for i in range(18)]
+    assert Path(os.environ["STARTS"]).read_text() == "1"
+
+
 def test_after_two_failures_the_engine_is_lost(make: Make) -> None:
     engine = make("again dies")
     engine.update_weights(tensors(), 3)
     with pytest.raises(EngineLost, match=r"(?s)failed: .*last lines of .*start 2:"):
         ask(engine)
+    engine.on_cpu = False
+    engine.sleep()  # on devices, a role's last step: the error must remain
+    engine = make()
+    engine.update_weights(tensors(), 3)
+    assert engine.server is not None
+    engine.server.kill()
+    engine.on_cpu = False
+    engine.sleep()
     engine = make("never ready")
     with pytest.raises(EngineLost, match=r"(?s)ended at its start with status 1.*no such model"):
         engine.update_weights(tensors(), 4)

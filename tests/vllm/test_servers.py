@@ -89,7 +89,7 @@ class Engines:
         self.made.append(VllmRollout(config, str(self.folder)))
         return self.made[-1]
 
-    def changed(self, step: int) -> list[tuple[str, torch.Tensor]]:
+    def changed(self, step: float) -> list[tuple[str, torch.Tensor]]:
         return [(name, tensor * (1 + step / 64)) for name, tensor in self.tensors]
 
 
@@ -228,12 +228,14 @@ def test_a_stale_head_is_named(engines: Engines, tmp_path: Path, monkeypatch: An
     folder = shutil.copytree(server.ENGINE_SIDE, tmp_path / "side")
     text = (folder / "rlxf_vllm.py").read_text(encoding="utf-8")
     repair = "module.quant_method.process_weights_after_loading(module)"
-    (folder / "rlxf_vllm.py").write_text(text.replace(repair, "pass"), encoding="utf-8")
+    spoiled = text.replace(repair, f'version == "2" or {repair}')
+    (folder / "rlxf_vllm.py").write_text(spoiled, encoding="utf-8")
     assert repair in text
     monkeypatch.setattr(server, "ENGINE_SIDE", folder)
     engine = engines.start()
+    engine.update_weights(engines.tensors, 1)
     with pytest.raises(SyncError, match=r"lm_head\.weight: not what its layer computes with"):
-        engine.update_weights(engines.tensors, 1)
+        engine.update_weights(engines.changed(64e-5), 2)  # by less than answers can tell
     assert engine.server is not None
     engine.server.end()
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import http.client
 import json
 import socket
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from typing import Any
 
 import numpy as np
@@ -43,14 +43,16 @@ class Connection(http.client.HTTPConnection):
 class Client:
     """Asks one server; threads may share it. All methods raise ServerError."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __init__(self, path: str, tells_versions: bool = True) -> None:
+        """`tells_versions`: answers name the version of the weights; vLLM 0.23's do not."""
+        self.path, self.tells_versions = path, tells_versions
 
     def call(self, route: str, body: Any = None, timeout_s: float = CALL_S) -> dict[str, Any]:
         """Return the JSON answer to a POST, {} if it has none."""
         parts = self._ask(route, {} if body is None else body, timeout_s)
         text = b"".join(parts)
-        return dict(json.loads(text)) if text else {}
+        with reading(route):
+            return dict(json.loads(text)) if text else {}
 
     def ask_workers(self, method: str, *arguments: str) -> list[Any]:
         """Call a method of the `Extension` on every worker; return their results."""
@@ -111,42 +113,66 @@ class Client:
             for line in lines:
                 if not line.startswith(b"data: {"):
                     continue
-                part = json.loads(line[6:])
-                if "error" in part:
-                    raise ServerError(f"{GENERATE}: {part['error']}")
                 on_part()
-                choice, ended = part["choices"][0], False
-                check_version(choice, version, f"sample {asked.sample_id}")
-                entries = choice["logprobs"]["content"] if choice["token_ids"] else []
-                for token, entry in zip(choice["token_ids"], entries, strict=True):
+                ended = False
+                with reading(GENERATE):
+                    part = json.loads(line[6:])
+                    if "error" in part:
+                        raise ServerError(f"{GENERATE}: {part['error']}")
+                    choice = part["choices"][0]
+                    reason, ids = choice["finish_reason"], choice["token_ids"] or ()
+                    entries = choice["logprobs"]["content"] if ids else ()
+                    logs = [entry["logprob"] for entry in entries]
+                    new = list(zip(ids, logs, strict=True))
+                for token, log_prob in new:
                     tokens.append(token)
-                    log_probs.append(entry["logprob"])
+                    log_probs.append(log_prob)
                     if ended := bool(settings.stop and settings.ends_with(tokens)):
                         break
-                if ended or choice["finish_reason"] in ("stop", "length"):
+                if reason in ("stop", "length"):
+                    self._check_version(choice, version, f"sample {asked.sample_id}")
                     break
-                if choice["finish_reason"] is not None:
-                    raise ServerError(f"{GENERATE}: ended by {choice['finish_reason']}")
+                if ended:  # the part that names the version does not come
+                    break
+                if reason is not None:
+                    raise ServerError(f"{GENERATE}: ended by {reason}")
             else:
                 raise ServerError(f"{GENERATE}: the stream ended early")
         if NO_NUMBER in log_probs:
             raise FloatingPointError("a log-prob is nan; look for nan in the weights")
-        reason = FinishReason.of(tokens, settings)
-        return GenerationResult(asked.place, tokens, log_probs, reason, version)
+        finish = FinishReason.of(tokens, settings)
+        return GenerationResult(asked.place, tokens, log_probs, finish, version)
 
     def score(self, prompt: np.ndarray, response: Sequence[int], timeout_s: float) -> list[float]:
         """Return the response's log-probs at temperature 1."""
         tokens = np.concatenate((prompt, response))
         sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
         answer = self.call(GENERATE, body(tokens, sampling), timeout_s)
-        entries = zip(answer["prompt_logprobs"][len(prompt) :], response, strict=True)
-        return [entry[str(token)]["logprob"] for entry, token in entries]
+        with reading(GENERATE):
+            entries = zip(answer["prompt_logprobs"][len(prompt) :], response, strict=True)
+            return [entry[str(token)]["logprob"] for entry, token in entries]
 
     def count_cached(self, tokens: np.ndarray, version: int) -> int:
         """Ask for a token; return how many of the prompt's tokens the prefix cache had."""
         answer = self.call(GENERATE, body(tokens, {"max_tokens": 1, "temperature": 0.0}))
-        check_version(answer["choices"][0], version, "the first request")
-        return int((answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+        with reading(GENERATE):
+            self._check_version(answer["choices"][0], version, "the first request")
+            details = answer["usage"].get("prompt_tokens_details") or {}
+            return int(details.get("cached_tokens") or 0)
+
+    def check_version(self, version: int) -> None:
+        """Raise SyncError if the server has other weights now; vLLM 0.23 cannot be asked."""
+        if self.tells_versions:
+            text = b"".join(self._ask("/weight_info", None, CALL_S))
+            with reading("/weight_info"):
+                found = json.loads(text)["weight_version"]
+            self._check_version({"weight_versions": [{"version": found}]}, version, "the server")
+
+    def _check_version(self, choice: Mapping[str, Any], version: int, what: str) -> None:
+        spans = choice.get("weight_versions") or ([{"version": None}] * self.tells_versions)
+        for found in (span["version"] for span in spans):
+            if found != str(version):
+                raise SyncError(f"{what} is from weights of version {found}, not {version}")
 
 
 def body(tokens: np.ndarray, sampling: Mapping[str, Any], stream: bool = False) -> dict[str, Any]:
@@ -155,8 +181,10 @@ def body(tokens: np.ndarray, sampling: Mapping[str, Any], stream: bool = False) 
     return {"token_ids": tokens.tolist(), "sampling_params": params, "stream": stream}
 
 
-def check_version(choice: Mapping[str, Any], version: int, what: str) -> None:
-    """Raise SyncError if the last part of an answer names other weights; vLLM 0.23 names none."""
-    for span in choice.get("weight_versions") or ():
-        if span["version"] != str(version):
-            raise SyncError(f"{what} is from weights of version {span['version']}, not {version}")
+@contextmanager
+def reading(route: str) -> Iterator[None]:
+    """Raise ServerError if an answer does not have the expected form."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError) as error:
+        raise ServerError(f"{route}: a broken answer: {type(error).__name__}: {error}") from error

@@ -27,7 +27,7 @@ from mindspeed_rlxf.rollout.rollout_engine import (
     GenerationStats,
 )
 from mindspeed_rlxf.rollout.transfer import bit_sum
-from mindspeed_rlxf.rollout.vllm.client import Client, ServerError, SyncError
+from mindspeed_rlxf.rollout.vllm.client import Client, ServerError, SyncError, reading
 from mindspeed_rlxf.rollout.vllm.server import ENGINE_SIDE, Server, server_command
 from mindspeed_rlxf.rollout.vllm.weights import (
     DeviceHandles,
@@ -39,7 +39,7 @@ from mindspeed_rlxf.rollout.vllm.weights import (
 
 T = TypeVar("T")
 R = TypeVar("R")
-MOST_FAILURES = 2  # of a server between two updates of the weights
+MOST_FAILURES = 2  # of a server in an iteration
 STALL = 0.1  # of `runtime.timeout_s` without any token: the server hangs
 MOST_ROWS = 256  # requests at once, where the configuration sets none; vLLM's default
 CANARY_TOKENS = 300  # more than one block of the prefix cache: 16, or 128 on CPU and NPU
@@ -78,7 +78,7 @@ class VllmRollout:
         python, options = server_command(config, self.on_cpu, self.on_npu)
         environment = self._make_environment(layout.tp)
         log = Path(folder) / f"vllm_{layout.dp_rank(rank):05d}.log"
-        self._launch = lambda: Server(python, options, environment, log)
+        self._launch = lambda: Server(python, options, environment, log, not self.on_npu)
         self.server = self._launch() if self.is_leader else None
 
     def _make_environment(self, tp: int) -> dict[str, str]:
@@ -117,7 +117,7 @@ class VllmRollout:
             EngineLost: It failed twice.
         """
         started, failure, names = time.monotonic(), None, list[str]()
-        before, self.sums, self._version, self._failures = self.sums, {}, version, 0
+        before, self.sums, self._version = self.sums, {}, version
         self.memory.clear()
         transport: Transport | None = None
         try:
@@ -174,7 +174,9 @@ class VllmRollout:
         client.call("/resume")
         self._must_check_cache = True
         limit = ANSWER_ERRORS[self.config.actor_rollout.bf16]
-        error = compare_receipts(self.sums, client.ask_workers("rlxf_receipt"), version, limit)
+        workers, tp = client.ask_workers("rlxf_receipt"), self.config.rollout_tp
+        with reading("rlxf_receipt"):
+            error = compare_receipts(self.sums, workers, version, limit, tp)
         self.receipts.append(
             {
                 "version": version,
@@ -239,22 +241,26 @@ class VllmRollout:
 
     def sleep(self) -> None:
         """Move the server's weights to the host and free its cache; does nothing on CPU."""
+        self._failures = 0  # an iteration ends
         if self.is_leader and self._ready and not self.on_cpu:
-            self.client.call("/sleep?level=1")
-            self._asleep = {"weights", "kv_cache"}
+            try:
+                self.client.call("/sleep?level=1")
+                self._asleep = {"weights", "kv_cache"}
+            except ServerError:  # the next call notices; it may follow another error
+                self._ready = False
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
         """Generate as `RolloutEngine.generate` says; ranks beside the leader yield stand-ins.
 
         Raises:
-            EngineLost: The server failed twice since the last update.
+            EngineLost: The server failed twice since it slept last.
             SyncError: A response is from other weights.
             FloatingPointError: A log-prob is nan.
         """
         self._stats, version = GenerationStats(), self.weights_version
 
         def ask(client: Client, request: GenerationRequest, beat: Any) -> GenerationResult:
-            return client.generate(request, version, self.stall_s, beat)
+            return client.generate(request, version, self.config.runtime.timeout_s, beat)
 
         try:
             if not self.is_leader:
@@ -265,6 +271,8 @@ class VllmRollout:
                 self._stats.sampled_tokens += len(result.tokens)
                 self._stats.decoded_tokens += len(result.tokens) - 1
                 yield result
+            # Responses that a stop string ends do not name their version.
+            list(self._ask_all([version], lambda client, version, _: client.check_version(version)))
             self._stats.prompt_tokens = sum(len(request.prompt) for request in requests)
         finally:
             dist.barrier(self.group)
@@ -282,7 +290,8 @@ class VllmRollout:
 
         def ask(client: Client, number: int, beat: Any) -> tuple[int, list[float]]:
             beat()
-            return number, client.score(prompts[number], responses[number], self.stall_s)
+            timeout_s = self.config.runtime.timeout_s
+            return number, client.score(prompts[number], responses[number], timeout_s)
 
         if self.is_leader:
             found.update(self._ask_all(range(len(prompts)), ask))
@@ -339,7 +348,9 @@ class VllmRollout:
     def _take(self, done: queue.SimpleQueue[tuple[int, Any]]) -> tuple[int, Any]:
         while True:
             try:
-                return done.get(timeout=1.0)
+                found = done.get(timeout=1.0)
+                self._beat = time.monotonic()
+                return found
             except queue.Empty:
                 if time.monotonic() - self._beat > self.stall_s:
                     raise ServerError(f"it sent no token for {self.stall_s:g} s") from None
@@ -351,10 +362,9 @@ class VllmRollout:
             self.server.kill()
             lost = f"the vLLM server failed: {error}; {self.server.last_lines()}"
             print(lost, file=sys.stderr, flush=True)
-            self._failures += 1
+            self._failures, self._ready, self._asleep = self._failures + 1, False, set()
             if self._failures >= MOST_FAILURES:
                 raise EngineLost(lost) from error
-            self._ready, self._asleep = False, set()
             self.server = self._launch()
             try:
                 return self._send_again(restarted=True)

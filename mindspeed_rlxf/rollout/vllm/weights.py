@@ -127,16 +127,22 @@ class DeviceHandles:
 
 
 def compare_receipts(
-    sent: Mapping[str, int], workers: Sequence[Mapping[str, Any]], version: int, limit: float
+    sent: Mapping[str, int],
+    workers: Sequence[Mapping[str, Any]],
+    version: int,
+    limit: float,
+    count: int = 1,
 ) -> float:
     """Compare bit sums by name with each worker's `rlxf_receipt`; return the worst answer's error.
 
-    `limit` is for the relative error of layers that can only be asked.
+    `limit` is for the relative error of layers that can only be asked; `count` workers must answer.
 
     Raises:
         SyncError: A worker lacks a tensor, or got it twice, or it or another one with other bits,
             or holds something else; names the tensors.
     """
+    if len(workers) != count:
+        raise SyncError(f"{count} workers must give a receipt, not {len(workers)}")
     answers = [0.0]
     for worker in workers:
         received, loaded = worker["received"], worker["loaded"]

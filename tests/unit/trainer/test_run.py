@@ -17,7 +17,7 @@ from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from mindspeed_rlxf.checkpoint.stopping import Stopped, StoppedByRule
 from mindspeed_rlxf.checkpoint.store import EXPORTED
 from mindspeed_rlxf.checkpoint.supervised import CHILD_OF
-from mindspeed_rlxf.cluster.errors import DevicesMissing
+from mindspeed_rlxf.cluster.errors import DevicesMissing, WorkerError
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.trainer import run as run_module
 from mindspeed_rlxf.trainer.preflight import Prepared
@@ -155,3 +155,9 @@ def test_a_run_that_a_rule_ended_is_a_failure_that_is_not_restarted(command, cap
     assert (failure["role"], failure["phase"]) == ("driver", "health")
     command.ends = Stopped()
     assert command.run(train_iters=4) == 75 and "no_restart" not in command.facts()
+
+
+def test_a_run_that_lost_its_server_ends_with_75(command, capsys):
+    command.ends = WorkerError("rollout", 0, "host", "generate", "EngineLost: it failed twice")
+    assert command.run() == 75 and "no_restart" not in command.facts()
+    assert "stopped: EngineLost: it failed twice" in capsys.readouterr().err
