@@ -5,7 +5,7 @@ as `make docs` does. `docs/migrating.md` keeps its text above MARK.
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 from pathlib import Path
 from types import NoneType, UnionType
@@ -34,7 +34,7 @@ from mindspeed_rlxf.config.schema import (
     TrainingConfig,
     VllmConfig,
 )
-from mindspeed_rlxf.config.verl_tree import TABLE
+from mindspeed_rlxf.config.verl_tree import RENAMED, TABLE, Renamed
 
 HEAD = """\
 # Configuration reference
@@ -210,19 +210,14 @@ def tables() -> str:
 def _tables_of_verl() -> Iterator[str]:
     """Yield the table of verl's keys: a title, then its parts."""
 
-    def rows(renamed: Mapping[str, Any], section: str = "") -> Iterator[list[str]]:
-        for name, entry in renamed.items():
-            ours, change = (entry, "") if isinstance(entry, str) else entry
-            yield [f"`{section}{name}`", f"`{section and '<role>.'}{ours}`", change]
+    def describe(entry: Renamed) -> str:
+        words = [f"{format_value(k)}: {format_value(v)}" for k, v in entry.words.items()]
+        needs = [f"with {key}" for key in entry.condition[:1]]
+        return entry.change or "; ".join([", ".join(words)] * bool(words) + needs)
 
     yield "## Keys of verl"
-    yield (
-        "A value with nothing in the last column is copied. `<role>` stands for a role's section, "
-        "there and here: the last 9 keys for actor, critic and reference, those before for the "
-        "first two."
-    )
-    given = [*rows(TABLE["renamed"])]
-    given += [*rows(TABLE["trained"], "<role>."), *rows(TABLE["every_role"], "<role>.")]
+    yield "A value with nothing in the last column is copied."
+    given = ([f"`{key}`", f"`{e.target}`", describe(e)] for key, e in RENAMED.items())
     yield make_table("verl | here | what differs", given)
     yield "## Keys of verl without effect"
     yield "Each is named in a note at the start; `*` stands for any text."

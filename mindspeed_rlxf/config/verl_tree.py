@@ -1,6 +1,7 @@
 """verl's keys: the table, a file with overrides, and a tree on its way into our keys."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -18,19 +19,69 @@ from mindspeed_rlxf.config.problems import ConfigError, Problem, closest, format
 TABLE: Tree = yaml.safe_load(Path(__file__).with_name("verl_keys.yaml").read_text("utf-8"))
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 REF, MODEL = "actor_rollout_ref.ref", "actor_rollout_ref.model"
+
+
+def _flatten(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{path}{name}.")
+        elif value != "???" and name != "_target_":  # absent; a class
+            yield f"{path}{name}", value
+
+
 TRAINED = {ACTOR: "actor_rollout", "critic": "critic"}
 """verl's section of a trained role -> ours."""
-RENAMED = {
-    f"{section}{key}": [f"{role}{entry}"] if isinstance(entry, str) else [role + entry[0], entry[1]]
-    for section, role, keys in (
-        ("", "", TABLE["renamed"]),
-        *((f"{at}.", f"{role}.", TABLE["trained"]) for at, role in TRAINED.items()),
-        *((f"{s}.", f"{r}.", TABLE["every_role"]) for s, r in {**TRAINED, REF: "ref"}.items()),
-    )
-    for key, entry in keys.items()
-}
-"""verl's key -> [our key, what differs]; a copied value has no second entry."""
+GROUPS = {
+    "renamed": {"": ""}, "model": {MODEL: "actor_rollout", "critic.model": "critic"},
+    "trained": TRAINED, "every_role": {**TRAINED, REF: "ref"},
+}  # fmt: skip
+"""Part of the table -> verl's sections with these keys, and ours."""
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """What becomes of one of verl's keys.
+
+    Attributes:
+        target: Our key.
+        change: What differs, where `verl.py` converts the value.
+        words: verl's values -> ours.
+        only: Whether other values than `words` are refused.
+        condition: verl's key that must be on, then the values that it must have, if any.
+    """
+
+    target: str
+    change: str = ""
+    words: Mapping[Any, Any] = field(default_factory=dict)
+    only: bool = False
+    condition: Sequence[Any] = ()
+
+
+def parse_entry(entry: Any) -> Renamed:
+    """Return an entry of the table; see its head."""
+    if not isinstance(entry, dict):
+        return Renamed(entry) if isinstance(entry, str) else Renamed(*entry)
+    words = entry.get("words") or entry.get("replace", {})
+    return Renamed(entry["to"], "", words, "words" in entry, entry.get("if", ()))
+
+
+def _expand(group: str) -> Iterator[tuple[str, Renamed]]:
+    for section, role in GROUPS[group].items():
+        at, to = f"{section}.".lstrip("."), f"{role}.".lstrip(".")
+        for key, entry in TABLE[group].items():
+            found = parse_entry(entry)
+            needs = [f"{at}{name}" for name in found.condition[:1]] + [*found.condition[1:]]
+            yield f"{at}{key}", replace(found, target=f"{to}{found.target}", condition=needs)
+
+
+RENAMED = {key: found for group in GROUPS for key, found in _expand(group)}
 NO_EFFECT = {pattern: text for text, keys in TABLE["no_effect"].items() for pattern in keys.split()}
+DEFAULTS = dict(_flatten(TABLE["defaults"]))
+KINDS: dict[type, tuple[Any, ...]] = {
+    bool: ("true or false", bool, type(None)), int: ("a number", int),
+    float: ("a number", int, float, type(None)), list: ("a list", list),
+}  # fmt: skip
+"""Kind of a default -> its name, and the kinds that a value may have."""
 SECTIONS = {
     key.partition(".")[0]
     for key in (*RENAMED, *TABLE["older"], *NO_EFFECT)
@@ -45,8 +96,9 @@ ABSENT = "???"
 
 def is_verl(tree: Mapping[str, Any]) -> bool:
     """Return whether a tree has verl's sections, not ours or MindSpeed-LLM's."""
-    nested = tree.get("actor_rollout_ref") or {}
-    return "trainer" in tree or not {"actor", "rollout", "model"}.isdisjoint(nested)
+    nested = tree.get("actor_rollout_ref")
+    known = {"actor", "rollout", "model"}
+    return "trainer" in tree or (isinstance(nested, Mapping) and not known.isdisjoint(nested))
 
 
 def read_verl(file: str | Path, overrides: Sequence[str] = ()) -> Tree:
@@ -56,25 +108,17 @@ def read_verl(file: str | Path, overrides: Sequence[str] = ()) -> Tree:
         ConfigError: The file or an override cannot be read, or the file is no mapping.
     """
     try:
-        tree = OmegaConf.load(file)
+        tree: Any = OmegaConf.load(file)
         for each in OverridesParser.create().parse_overrides(list(overrides)):
             value = ABSENT if each.is_delete() else each.value()
             OmegaConf.update(tree, each.key_or_group, value, force_add=True)
-        plain: Any = OmegaConf.to_container(tree)
-        return {str(name): value for name, value in plain.items()}
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError) as error:
         raise ConfigError(explain(error, str(file), ())) from error
-    except AttributeError as error:
-        rule = "must hold sections of keys"
-        raise ConfigError(Problem(str(file), rule, remedy="correct it")) from error
-
-
-def _flatten(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{path}{name}.")
-        elif value != ABSENT and name != "_target_":  # the name of a class
-            yield f"{path}{name}", value
+    plain: Any = OmegaConf.to_container(tree)
+    if not isinstance(plain, dict) or not is_verl(plain):
+        rule = "must hold verl's sections, as trainer and actor_rollout_ref"
+        raise ConfigError(Problem(str(file), rule, remedy="use --config-name for other files"))
+    return {str(name): value for name, value in plain.items()}
 
 
 def _resolve(tree: Any) -> Any:
@@ -117,27 +161,26 @@ class VerlTree:
             name = _current_name(key)
             if value is not None or name not in self.written:  # files of 0.8 have both names
                 self.written[name], self.spelled[name] = value, key
-        merged = OmegaConf.create(TABLE["defaults"])
-        for key, value in self.written.items():
-            OmegaConf.update(merged, key, value, merge=False, force_add=True)
-        self.values: Tree = dict(_flatten(_resolve(merged)))
-        for key, default in _flatten(_resolve(TABLE["defaults"])):
-            kinds = (int,) if type(default) is int else (int, float, type(None))
-            if type(default) in (int, float) and type(self.values.get(key)) not in kinds:
-                self.refuse(key, "must be a number", "correct it")
-                self.values[key] = default
+        self.values: Tree = {**DEFAULTS, **self.written}
+        self._check_kinds()
+        for key, default in DEFAULTS.items():
+            if key not in self.written and str(default).startswith("${"):  # another key's value
+                self.values[key] = self.values.get(default[2:-1])
         is_ppo = self.values["algorithm.adv_estimator"] == "gae"
         self.roles = TRAINED if is_ppo else {ACTOR: TRAINED[ACTOR]}
-        self.megatron = self._is_megatron()
+        lays_out = any(name.startswith(f"{ACTOR}.megatron.") for name in self.written)
+        guess = self.get("model_engine") or ("megatron" if lays_out else "fsdp")
+        self.megatron = (self.get(f"{ACTOR}.strategy") or guess) == "megatron"
 
-    def _is_megatron(self) -> bool:
-        key, guess = f"{ACTOR}.strategy", "fsdp"
-        if any(name.startswith(f"{ACTOR}.megatron.") for name in self.written):
-            guess = "megatron"
-        if (engine := self.get("model_engine")) not in (None, "dp"):
-            guess = engine
-        self.values.setdefault(key, guess)
-        return bool(self.choose(key, {"fsdp": False, "fsdp2": False, "megatron": True}))
+    def _check_kinds(self) -> None:
+        """Replace values of another kind than verl's default by it; report them."""
+        for key in DEFAULTS.keys() & self.written:
+            default = DEFAULTS[key]
+            default = DEFAULTS.get(default[2:-1]) if str(default).startswith("${") else default
+            name, *kinds = KINDS.get(type(default), ("", type(self.written[key])))
+            if type(self.written[key]) not in kinds:
+                self.refuse(key, f"must be {name}", "correct it")
+                self.values[key] = default
 
     def get(self, key: str) -> Any:
         """Return verl's value, its default if absent, else None."""
@@ -146,15 +189,6 @@ class VerlTree:
     def refuse(self, key: str, rule: str, remedy: str) -> None:
         """Report a value of verl."""
         self.given.refuse(self.spelled.get(key, key), rule, self.get(key), remedy)
-
-    def choose(self, key: str, words: Mapping[Any, Any], remedy: str = "use one of them") -> Any:
-        """Return the entry in `words` for a value; reports another value, and returns the first."""
-        if (value := self.get(key)) in words:
-            return words[value]
-        self.refuse(
-            key, f"must be one of {', '.join(str(word or 'null') for word in words)}", remedy
-        )
-        return next(iter(words.values()))
 
     def note(self, meaning: str, *keys: str) -> None:
         """Note those of the keys that are written and ask for something."""
@@ -177,9 +211,21 @@ class VerlTree:
             if sources:
                 self.given.renamed[target] = self.spelled.get(sources[0], sources[0])
 
-    def move(self, key: str, target: str) -> None:
-        """Set our key to the value of verl's."""
-        self.put(target, self.get(key), key)
+    def move(self, key: str) -> None:
+        """Set our key for a key of the table, if its condition holds."""
+        found, value = RENAMED[key], self.get(key)
+        if found.condition:
+            asked, *needed = self.get(found.condition[0]), *found.condition[1:]
+            if asked not in needed if needed else not asked:
+                return
+        if value in [*found.words]:
+            value = found.words[value]
+        elif found.only and value is not None:
+            if key in self.written:
+                names = ", ".join(format_value(word).strip("'") for word in found.words)
+                self.refuse(key, f"must be one of {names}", "use one of them")
+            return
+        self.put(found.target, value, key)
 
     def collect(self, section: str) -> Tree:
         """Return the keys below a section whose names users choose."""
@@ -190,14 +236,14 @@ class VerlTree:
         return {key.removeprefix(prefix): value for key, value in found.items()}
 
     def copy_equal(self) -> None:
-        """Copy the values whose meaning and unit are the same."""
-        idle = {"critic."} if "critic" not in self.roles else set()
-        idle |= {
-            f"{s}.fsdp_config." if self.megatron else f"{s}.megatron." for s in (*TRAINED, REF)
-        }
-        for key, (target, *change) in RENAMED.items():
-            if not change and not key.startswith(tuple(idle)):
-                self.put(target, self.get(key), key)
+        """Set our keys for all keys that the table alone translates."""
+        other = "fsdp_config" if self.megatron else "megatron"
+        for key, found in RENAMED.items():
+            idle = other in key.split(".") or (
+                "critic" not in self.roles and found.target.startswith("critic.")
+            )
+            if not found.change and not idle:
+                self.move(key)
 
     def sort_others(self) -> None:
         """Note or refuse each written key that is not translated."""
@@ -228,6 +274,9 @@ class VerlTree:
         known = [
             name for name in (*RENAMED, *TABLE["older"], *NO_EFFECT, *SECTIONS) if "*" not in name
         ]
+        if any(name.startswith(f"{key}.") for name in known):
+            self.given.refuse(key, "must be a section of keys", self.written[key], "correct it")
+            return
         guess = closest(key, known)
         remedy = f"did you mean {guess}?" if guess else "remove it"
         self.given.problems.append(Problem(key, "unknown key of verl", remedy=remedy, colon=True))

@@ -283,6 +283,16 @@ REFUSALS = [
     (("reward_model.max_resp_len=7",), "reward_model.max_resp_len=7 must be"),
     (("data.max_prompt_length=long",), "data.max_prompt_length='long' must be a number"),
     (("data.train_batch_size=8000",), "data.train_batch_size=8000 must be at most the 7473 rows"),
+    (("trainer.logger={wandb: 1}",), "trainer.logger.wandb: unknown key of verl"),
+    (("algorithm.adv_estimator={gae: 1}",), "algorithm.adv_estimator.gae: unknown key of verl"),
+    (("algorithm=3",), "algorithm=3 must be a section of keys"),
+    ((f"{ROLLOUT}.val_kwargs=[1]",), f"{ROLLOUT}.val_kwargs=[1] must be a section of keys"),
+    (("algorithm.adv_estimator=[gae]",), "algorithm.adv_estimator=['gae'] must be one of"),
+    (("model_engine=veomni",), "model_engine='veomni' must be one of dp, megatron"),
+    ((f"{ACTOR}.optim.betas=0.9",), f"{ACTOR}.optim.betas=0.9 must be a list"),
+    ((f"{ACTOR}.use_kl_loss=maybe",), f"{ACTOR}.use_kl_loss='maybe' must be true or false"),
+    ((f"{ACTOR}.ppo_mini_batch_size=x",), f"{ACTOR}.ppo_mini_batch_size='x' must be a number"),
+    (("data.train_files=7",), "trainer.total_training_steps is required"),
     (("trainer.nodes=2",), "trainer.nodes: unknown key of verl; did you mean trainer.nnodes?"),
     (("traner.nnodes=2",), "traner: unknown key of verl; did you mean trainer?"),
     (("~critic.model.path",), "critic.model.path is required"),
@@ -309,6 +319,13 @@ def test_rows_that_cannot_be_counted_ask_for_the_number_of_steps(tmp_path):
     assert any(p.startswith("trainer.total_training_steps is required") for p in problems)
 
 
+@pytest.mark.parametrize("text", ["", "[1, 2]", "hello", "training: {seq_length: 8}"])
+def test_a_file_without_verls_sections_is_one_problem(tmp_path, text):
+    (tmp_path / "other.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="must hold verl's sections"):
+        read_verl(tmp_path / "other.yaml")
+
+
 def test_a_complete_file_has_interpolations_and_absent_values(tmp_path):
     text = """
     defaults: [ppo_trainer, _self_]
@@ -332,7 +349,7 @@ def test_a_complete_file_has_interpolations_and_absent_values(tmp_path):
 
 
 def test_the_table_names_keys_that_exist_and_none_twice():
-    for target in {target for target, *_ in RENAMED.values()}:
+    for target in {found.target for found in RENAMED.values()}:
         section = target.partition(".")[0]
         assert section in ("resource_pool", "placement") or find_field(target.split(".")), target
     patterns = [p for entry in TABLE["refused"] for p in entry["keys"].split()]
