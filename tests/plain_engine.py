@@ -53,8 +53,8 @@ class PlainEngine:
         assert section.load is not None
         self.micro_batch_size, self.folder = section.micro_batch_size, Path(section.load)
         self.model = AutoModelForCausalLM.from_pretrained(section.load).float()
-        embedding = self.model.model.embed_tokens
-        embedding.padding_idx = None  # transformers would drop the gradient of token 0
+        # transformers would drop the gradient of token 0
+        self.model.get_input_embeddings().padding_idx = None
         weights = load_file(self.folder / "model.safetensors")
         parameters = list(self.model.parameters())
         self.head = None
@@ -65,8 +65,10 @@ class PlainEngine:
             keys = section.optimizer
             betas = keys.adam_beta1, keys.adam_beta2
             self.parameters, self.clip_grad = parameters, keys.clip_grad or float("inf")
+            named = self.model.named_parameters()
+            exempt = {id(p) for n, p in named if p.dim() == 1 or n.endswith("bias")}
             groups = [
-                {"params": [p for p in parameters if (p.dim() > 1) == decays],
+                {"params": [p for p in parameters if (id(p) not in exempt) == decays],
                  "weight_decay": keys.weight_decay * decays}
                 for decays in (True, False)
             ]  # fmt: skip

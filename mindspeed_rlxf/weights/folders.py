@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -70,13 +71,18 @@ def open_weights(
 
 
 def copy_side_files(
-    source: Path, target: Path, head: Head, dtype: torch.dtype | None = None
+    source: Path,
+    target: Path,
+    head: Head,
+    dtype: torch.dtype | None = None,
+    config: dict[str, Any] | None = None,
 ) -> list[Path]:
     """Copy config.json and all SIDE_FILES from `source`; return the new paths.
 
     For a score head, the new config.json names a classifier with one label; `dtype` goes in too.
+    `config` replaces what is in the file.
     """
-    config = json.loads((source / CONFIG).read_bytes())
+    config = config or json.loads((source / CONFIG).read_bytes())
     if head is Head.SCORE:
         kind = (config.get("architectures") or ["LlamaForCausalLM"])[0].split("For")[0]
         config["architectures"] = [f"{kind}ForSequenceClassification"]

@@ -1,5 +1,6 @@
 """Random tiny models of many families as Hugging Face folders."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5", {
         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
         "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}),
+    "opt": ("OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "phi3": ("Phi3", {"original_max_position_embeddings": 11, "rope_scaling": {
+        "type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}}),
 }  # fmt: skip
 """Name -> (class name in transformers, keys of its configuration beside SIZES)."""
+
+
+def wrap(source: Path, folder: Path) -> Path:
+    """Write a model as part of one that also sees images; return its folder."""
+    folder.mkdir()
+    weights = load_file(source / "model.safetensors")
+    wrapped = {n.replace("model.", "model.language_model.", 1): t for n, t in weights.items()}
+    save_file(wrapped, folder / "model.safetensors", {"format": "pt"})
+    text = json.loads((source / "config.json").read_text())
+    whole = {"model_type": text["model_type"].removesuffix("_text"), "text_config": text}
+    whole["architectures"] = [
+        text.pop("architectures")[0].replace("CausalLM", "ConditionalGeneration")
+    ]
+    (folder / "config.json").write_text(json.dumps(whole))
+    return folder
 
 
 def make_family(folder: Path, name: str) -> tuple[Path, Path, ArchitectureConfig]:

@@ -10,16 +10,20 @@ python -m tests.distributed.fsdp_program CASES.json, on each rank of RANK and WO
     save        folder for the states after it; then one more step follows
     export      folder for the weights after it, and for adapters
     kl          True: the reference computes the KL of the vocabulary after it
-    leaks       True: the model is packed although it must not be; expects the probe's error
+    broken      function of the model's build that does nothing; expects the probe's error
+    lr          of actor and critic
     out         file for the first rank's results
 """
 
 import json
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -32,7 +36,12 @@ from mindspeed_rlxf.engine.fsdp import (
     model as fsdp_model,
     weights as fsdp_weights,
 )
+from mindspeed_rlxf.engine.fsdp.optimizer import MOMENTS
+from mindspeed_rlxf.engine.fsdp.state import WEIGHT
+from mindspeed_rlxf.engine.together import gather_all
+from mindspeed_rlxf.engine.train_engine import Part
 from mindspeed_rlxf.models import heads
+from mindspeed_rlxf.models.hf_adapters import plain_name
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticRole
 from mindspeed_rlxf.roles.engines import train_engine
@@ -50,16 +59,20 @@ def config_of(case: dict[str, Any], ranks: int) -> RunConfig:
     folders = Path(case["lm"]), Path(case["scored"])
     trained = case.get("trained", {})
     sampled = {"do_sample": True, "temperature": 0.8, **trained}
-    keys = case["keys"], ranks, ADAM
+    adam = ADAM.model_copy(update={"lr": case.get("lr", ADAM.lr)})
+    keys = case["keys"], ranks, adam
     return run_config(*folders, architecture, *keys, actor_rollout=sampled, critic=trained)
 
 
 def compute(case: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
     """Return log-probs, values, each step's metrics, and the weights after the steps."""
     config, results = config_of(case, ranks), {}
-    if case.get("leaks"):
-        always = {"packs": lambda model: True}
-        with patch.multiple(fsdp_model, **always), patch.multiple(fsdp_engine, **always):
+    if "broken" in case:
+        always = {case["broken"]: lambda model: True}
+        with (
+            patch.multiple(fsdp_model, **always),
+            patch.multiple(fsdp_engine, create=True, **always),
+        ):
             try:
                 ActorRole(config)
             except ValueError as error:
@@ -83,12 +96,10 @@ def compute(case: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
         if "load" in case:
             loaded = engine.load_state(Path(case["load"]) / name)
             results[f"{name}.loaded"] = [loaded.problem, loaded.same_layout]
+            results[f"{name}.state"] = state_of(engine)
         if role is Role.ACTOR_ROLLOUT:
             found = engine.log_probs(part, 0.8)
             outputs = found.log_probs if found else None
-            with engine.without_adapters():
-                base = engine.log_probs(part, 0.8)
-            results["reference"] = gather(base.log_probs if base else None)
         else:
             read, scores = engine.values(part), engine.scores(part)
             outputs = read.values if read else None
@@ -96,8 +107,19 @@ def compute(case: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
         results[f"{name}.outputs"] = gather(outputs)
         results[f"{name}.steps"] = update(*rows).report.steps
         results[f"{name}.weights"] = {n: t.clone().cpu() for n, t in engine.hf_tensors()}
+        if role is Role.ACTOR_ROLLOUT and "lora" in trained_keys(case):
+            with engine.without_adapters():
+                base = engine.log_probs(part, 0.8)
+            results["reference"] = gather(base.log_probs if base else None)
+            both = engine.log_probs_with_kl(part, 0.8, engine)
+            results["kl"] = gather(both.kl if both else None)
         if "save" in case:
             folder = Path(case["save"]) / name
+            results[f"{name}.state"] = state_of(engine)
+            with pytest.raises(OSError, match="rank 1: OSError: full"):
+                broken = patch.object(Path, "mkdir", side_effect=OSError("full"))
+                with broken if rank == 1 else nullcontext():
+                    engine.begin_save(folder)
             engine.begin_save(folder)
             results[f"{name}.more"] = update(*rows[:2], share.steps[:1]).report.steps
             engine.end_save()
@@ -110,9 +132,26 @@ def compute(case: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
             compared = reference.log_probs_with_kl(part, 0.8, engine)
             results["kl"] = gather(compared.kl if compared else None)
         if "export" in case:
-            adapters = [Path(case["export"]) / f"{name}_adapter"] * ("lora" in case["trained"])
+            adapters = [Path(case["export"]) / f"{name}_adapter"] * ("lora" in trained_keys(case))
             engine.export(Path(case["export"]) / name, None, *adapters)
     return results
+
+
+def trained_keys(case: dict[str, Any]) -> dict[str, Any]:
+    return case.get("trained", {})  # type: ignore[no-any-return]
+
+
+def state_of(engine: Any) -> dict[str, torch.Tensor]:
+    """Return the whole tensors of an engine's state, and its steps."""
+    found = {"steps": torch.tensor(gather_all([engine.optimizer.steps]))}
+    trained = {plain_name(name) for name in engine._trained}
+    held = [each for each in engine.held if each.name in trained]
+    with engine.holding(Part.WEIGHTS, Part.OPTIMIZER):
+        own = engine.state._tensors()  # of parameters with rows on this rank
+        for key, each in ((f"{s}/{e.name}", e) for s in (WEIGHT, *MOMENTS) for e in held):
+            rows = own[key][1] if key in own else each.local
+            found[key] = replace(each, local=rows).gather().clone()
+    return found
 
 
 def gather(part: torch.Tensor | None) -> torch.Tensor:

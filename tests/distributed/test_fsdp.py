@@ -15,7 +15,8 @@ from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.hf_config import parse_architecture, read_hf_config
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticRole
-from tests.distributed.fsdp_models import FAMILIES, make_family
+from mindspeed_rlxf.weights.torch_dist import read_metadata_tensors
+from tests.distributed.fsdp_models import FAMILIES, make_family, wrap
 from tests.distributed.fsdp_program import STEPS, config_of
 from tests.distributed.samples import make_experience, make_rollouts
 from tests.plain_engine import PlainEngine
@@ -109,7 +110,7 @@ def close(ours: Results, theirs: Results, what: str) -> None:
         assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-5, msg=lambda m: f"{what}: {m}")
     for role in ("actor", "critic"):
         for mine, others in zip(ours[f"{role}.steps"], theirs[f"{role}.steps"], strict=True):
-            assert mine == pytest.approx(others, rel=1e-4, abs=1e-6), what
+            assert mine == pytest.approx(others, rel=1e-5, abs=1e-6), what
         weights = theirs[f"{role}.weights"]
         assert ours[f"{role}.weights"].keys() == weights.keys(), what
         for name, tensor in weights.items():
@@ -125,7 +126,8 @@ def check_families(folder: Path, families: Any, cases: dict[str, dict[str, Any]]
     made = {name: case_of(folder, name, FSDP) for name in families}
     for name in {"llama", "qwen2"} & made.keys():
         made[name]["kl"] = True
-    ulysses = {f"{n} u": {**c, "keys": ULYSSES} for n, c in made.items() if n != "qwen3_5"}
+    alone = ("qwen3_5", "phi3")
+    ulysses = {f"{n} u": {**c, "keys": ULYSSES} for n, c in made.items() if n not in alone}
     results = run_cases(2, made | ulysses | cases, folder / "two")
     for name, case in made.items():
         plain = plain_results(case)
@@ -136,7 +138,8 @@ def check_families(folder: Path, families: Any, cases: dict[str, dict[str, Any]]
 
 @pytest.mark.long
 def test_other_families_equal_plain_transformers_on_two_ranks(tmp_path: Path) -> None:
-    check_families(tmp_path, [name for name in FAMILIES if name not in SHORT], {})
+    # Adam makes steps of the rounding in gradients of OPT's key biases, which are 0.
+    check_families(tmp_path, [name for name in FAMILIES if name not in (*SHORT, "opt")], {})
 
 
 def test_families_equal_plain_transformers_and_resume_on_two_ranks(tmp_path: Path) -> None:
@@ -145,11 +148,18 @@ def test_families_equal_plain_transformers_and_resume_on_two_ranks(tmp_path: Pat
     experts = case_of(tmp_path / "moe", "qwen3_moe", FSDP, trained=SAVING)
     saving = {**experts, "save": place, "export": str(out)}
     loading = {**experts, "load": place}
-    leaking = case_of(tmp_path / "leaking", "qwen3_5", FSDP, leaks=True)
-    more = {"saving": saving, "loading": loading, "leaking": leaking}
+    leaking = case_of(tmp_path / "leaking", "qwen3_5", FSDP, broken="packs")
+    noisy = case_of(tmp_path / "noisy", "opt", FSDP, broken="_remove_noise")
+    narrow = {**case_of(tmp_path / "narrow", "llama", {**FSDP, "bf16": True}), "lr": 1e-6}
+    narrow["save"] = str(tmp_path / "narrow state")
+    wrapped = case_of(tmp_path / "wrapped", "qwen3_5", FSDP, export=str(tmp_path / "text"))
+    wrapped["lm"] = str(wrap(Path(wrapped["lm"]), tmp_path / "wrapped" / "images"))
+    more = {"saving": saving, "loading": loading, "leaking": leaking, "noisy": noisy}
+    more |= {"narrow": narrow, "wrapped": wrapped}
     results = check_families(tmp_path, SHORT, more)
     said = results["leaking"]["error"]
     assert "Qwen3_5ForCausalLM must compute each sequence by itself" in said, said
+    assert "dropout or noise" in results["noisy"]["error"]
     saved, resumed = results["saving"], results["loading"]
     close(saved, plain_results(experts), "recomputed and offloaded")
     (alone,) = run_cases(1, {"alone": loading}, tmp_path / "one").values()
@@ -159,13 +169,34 @@ def test_families_equal_plain_transformers_and_resume_on_two_ranks(tmp_path: Pat
         for name, tensor in saved[f"{role}.last"].items():
             assert torch.equal(resumed[f"{role}.weights"][name], tensor), name  # bitwise
             assert_close(alone[f"{role}.weights"][name], tensor, rtol=1e-5, atol=1e-6)
+        for state in (resumed[f"{role}.state"], alone[f"{role}.state"]):
+            assert max(state.pop("steps")) == 1
+            assert state.keys() == saved[f"{role}.state"].keys() - {"steps"}
+            assert all(torch.equal(saved[f"{role}.state"][key], t) for key, t in state.items())
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(out / "actor")
-    model.save_pretrained(tmp_path / "again")
-    exported = load_file(tmp_path / "again" / "model.safetensors")
-    assert exported.keys() == saved["actor.last"].keys()
-    assert all(torch.equal(exported[name], t) for name, t in saved["actor.last"].items())
+    again = tmp_path / "again"
+    exports = {out: saved["actor.last"], tmp_path / "text": results["wrapped"]["actor.weights"]}
+    for folder, tensors in exports.items():
+        AutoModelForCausalLM.from_pretrained(folder / "actor").save_pretrained(again)
+        assert same(load_file(again / "model.safetensors"), tensors)
+    assert read_hf_config(tmp_path / "text" / "actor")["architectures"] == ["Qwen3_5ForCausalLM"]
+    check_bf16(narrow, results["narrow"], results["llama"])
+
+
+def same(found: Results, wanted: Results) -> bool:
+    return found.keys() == wanted.keys() and all(torch.equal(found[n], wanted[n]) for n in wanted)
+
+
+def check_bf16(case: dict[str, Any], ours: Results, wide: Results) -> None:
+    """Gradients are near those of fp32, and a small step moves the saved fp32 weights."""
+    norms = (each["actor.steps"][0]["grad_norm"] for each in (ours, wide))
+    assert next(norms) == pytest.approx(next(norms), rel=1e-2)
+    stored = read_metadata_tensors(Path(case["save"]) / "actor" / "sharded", trust_files=True)
+    for name, before in load_file(Path(case["lm"]) / "model.safetensors").items():
+        after = ours["actor.state"][f"weight/{name}"]
+        assert stored[f"weight/{name}"].dtype is after.dtype is torch.float32
+        assert 1e-7 < (after - before).abs().max() < 2e-6, name
 
 
 def test_three_steps_equal_those_of_megatrons_engine(tmp_path: Path) -> None:

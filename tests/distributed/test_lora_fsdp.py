@@ -9,11 +9,12 @@ from peft import PeftModel
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
+from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticRole
 from tests.distributed.fsdp_program import STEPS, config_of
 from tests.distributed.samples import make_experience, make_rollouts
-from tests.distributed.test_fsdp import FSDP, ULYSSES, case_of, close, run_cases
+from tests.distributed.test_fsdp import FSDP, ULYSSES, case_of, close, plain_kl, run_cases
 from tests.peft_engine import PeftEngine
 from tests.plain_engine import PlainEngine
 from tests.unit.weights.folders_of import read_folder
@@ -42,6 +43,7 @@ def peft_results(case: dict[str, Any]) -> dict[str, Any]:
         "actor.steps": actor.update_policy(rollouts, experience, steps).report.steps,
         "critic.steps": critic.update_critic(rollouts, experience, steps).report.steps,
     }
+    found["kl"] = plain_kl(engines["actor"], PlainEngine(config, Role.REF))
     for name, engine in engines.items():
         found[f"{name}.weights"] = engine.file_tensors()
     return found

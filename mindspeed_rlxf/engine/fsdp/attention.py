@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from functools import lru_cache
+from inspect import signature
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
@@ -70,7 +71,7 @@ def attend(
         module = _with_heads(module, heads, group.rank(), heads // key.size(1))
         if kinds.get("s_aux") is not None:
             kinds["s_aux"] = kinds["s_aux"].chunk(group.size())[group.rank()]
-    if layout.flash and kinds.get("s_aux") is None:
+    if layout.flash and _flash_computes(kinds, max(layout.lengths or (query.size(2),))):
         out = _attend_flash(query, key, value, scaling, layout, kinds)
     else:
         lengths = layout.lengths or (query.size(2),)
@@ -106,6 +107,17 @@ def _attend_one(
     plain = vars(sys.modules[kind.__module__])["eager_attention_forward"]
     found = plain(module, query, key, value, mask, scaling=scaling, dropout=0.0, **kinds)[0]
     return found
+
+
+def _flash_computes(kinds: dict[str, Any], longest: int) -> bool:
+    """Return whether the device's operator has what the layer needs; NPUs' has no window or cap."""
+    from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
+
+    known = signature(lazy_import_flash_attention(FLASH)[0][1]).parameters
+    used = {name for name, value in kinds.items() if value is not None} & {"softcap", "s_aux"}
+    if (kinds.get("sliding_window") or longest) < longest:
+        used.add("window_size")
+    return used <= known.keys()
 
 
 def _attend_flash(

@@ -21,13 +21,14 @@ from torch import Tensor
 from mindspeed_rlxf import device
 from mindspeed_rlxf.algorithms.losses import LossOutput
 from mindspeed_rlxf.algorithms.slots import readable_slots
+from mindspeed_rlxf.config.hf_config import read_hf_config, read_text_config
 from mindspeed_rlxf.config.schema import LearningConfig, LoraConfig, OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import LogProbs, LogProbsWithKl, Rollouts, Scores, Values
 from mindspeed_rlxf.engine import offload, work
 from mindspeed_rlxf.engine.common import CommonEngine
 from mindspeed_rlxf.engine.finite import SkippedSteps
 from mindspeed_rlxf.engine.fsdp import attention, weights
-from mindspeed_rlxf.engine.fsdp.model import Groups, build, linear_of, packs, shard
+from mindspeed_rlxf.engine.fsdp.model import Groups, build, linear_of, packs, runs_rows_alone, shard
 from mindspeed_rlxf.engine.fsdp.optimizer import ShardedAdam
 from mindspeed_rlxf.engine.fsdp.probe import probe
 from mindspeed_rlxf.engine.fsdp.state import ShardedState
@@ -105,9 +106,8 @@ class FsdpEngine(CommonEngine):
         self._load_weights(role.load, seed)
         self._offload: Offload = Offload({}, ())  # nothing moves before the model is probed
         probe(self)
-        self.held = weights.held_tensors(
-            self.model
-        )  # only now: the first pass makes the shards anew
+        # Only now: the first pass makes the shards anew.
+        self.held = weights.held_tensors(self.model)
         self.optimizer: ShardedAdam | None = None
         if optimizer is not None:
             named = self.model.named_parameters()
@@ -157,6 +157,8 @@ class FsdpEngine(CommonEngine):
         """
         lengths = (rollouts.prompt_lengths + rollouts.response_lengths).tolist()
         groups = group_rows(self.role, rows, lengths, in_order, self.groups.dp_host)
+        if runs_rows_alone(self.model):
+            groups = [[row] for group in groups for row in group]
         return self.as_micro_batches(rollouts, groups)
 
     def as_micro_batches(
@@ -383,7 +385,11 @@ class FsdpEngine(CommonEngine):
     def describe(self, folder: Path) -> list[Path]:
         """Write config.json, with training head and dtype, and the tokenizer files."""
         assert self.role.load is not None, "it was loaded from there"
-        return copy_side_files(Path(self.role.load), folder, self.head, self.dtype)
+        source, config = Path(self.role.load), None
+        if read_hf_config(source).get("model_type") != self.model.config.model_type:  # wrapped
+            config = read_text_config(source).to_dict()
+            config["architectures"] = [type(self.model).__name__.removeprefix("FSDP")]
+        return copy_side_files(source, folder, self.head, self.dtype, config)
 
     def load_state(self, folder: Path) -> Loaded:
         """Load a training state; see `load_checked`."""

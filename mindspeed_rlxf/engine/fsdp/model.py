@@ -130,17 +130,23 @@ def packs(model: Any) -> bool:
     In other models a row has one sequence. The probe of the engine checks both.
     """
     kinds = getattr(model.config, "layer_types", None) or ()
-    return bool(model._supports_attention_backend) and PACKABLE.issuperset(kinds)
+    able = PACKABLE.issuperset(kinds) and not runs_rows_alone(model)
+    return able and bool(model._supports_attention_backend)
+
+
+def runs_rows_alone(model: Any) -> bool:
+    """Return whether a pass must have one row: LongRoPE's angles depend on the longest one."""
+    return "longrope" in str(getattr(model.config, "rope_parameters", None))
 
 
 def _remove_noise(model: Any) -> None:
     """Switch off dropout and noise; give the padding token's embedding a gradient."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name in ("attention_dropout", "jitter_noise", "router_jitter_noise"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
+    for each in (*model.modules(), model.config):
+        if isinstance(each, nn.Dropout):
+            each.p = 0.0
+        for name, value in vars(each).items():
+            if isinstance(value, float) and ("drop" in name or "jitter" in name):
+                setattr(each, name, 0.0)
     model.get_input_embeddings().padding_idx = None
 
 

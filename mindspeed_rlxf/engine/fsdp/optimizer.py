@@ -37,7 +37,7 @@ class ShardedAdam:
     """AdamW on plain tensors that share the storages of the model's shards.
 
     The model's gradients are sums over the ranks. `step` divides them by a weight, measures and
-    clips them. Weight decay leaves out tensors with one axis, as Megatron does.
+    clips them. Weight decay leaves out biases and tensors with one axis, as Megatron does.
 
     Attributes:
         mains: This rank's shards, by the model's names; empty shards are left out.
@@ -61,7 +61,8 @@ class ShardedAdam:
             if parameter.requires_grad and local.numel():
                 self._parameters[name] = parameter
                 self.mains[name] = nn.Parameter(local.detach())
-                groups[parameter.dim() > 1].append(self.mains[name])
+                decays = parameter.dim() > 1 and not name.endswith("bias")
+                groups[decays].append(self.mains[name])
         self.adam = torch.optim.AdamW(
             [
                 {"params": params, "weight_decay": config.weight_decay * decays}

@@ -24,7 +24,7 @@ def probe(engine: Any) -> None:
     Raises:
         ValueError: They differ, or the model cannot be called.
     """
-    model, name = engine.model.eval(), type(engine.model).__name__
+    model, name = engine.model, type(engine.model).__name__
     used = min(model.config.vocab_size, 1000)
     ids = torch.arange(sum(LENGTHS)).mul(7).add(1) % used
     second = ids[LENGTHS[0] : sum(LENGTHS[:2])]
@@ -38,12 +38,14 @@ def probe(engine: Any) -> None:
             0, :-1
         ]
         model.config._attn_implementation = kind
+        trained = _outputs(engine, ids, training=True)
         engine.model.reshard()
     except (TypeError, AttributeError, AssertionError, KeyError) as error:
         text = f"{type(error).__name__}: {error}"
         raise ValueError(f"{name} cannot be run by backend fsdp ({text:.200})") from error
     limit = LIMITS[engine.dtype] * float(alone.float().abs().max().clamp(min=1e-6))
     for found, what in (
+        (trained, "dropout or noise changes it in updates"),
         (other, "a token of one sequence changes the next one"),
         (alone, "sequences together and alone have different outputs"),
     ):
@@ -54,7 +56,7 @@ def probe(engine: Any) -> None:
             )
 
 
-def _outputs(engine: Any, ids: Tensor) -> Tensor:
+def _outputs(engine: Any, ids: Tensor, training: bool = False) -> Tensor:
     """Return the head's outputs in the second sequence, but for its last token, fp32."""
     rows = pad_sequence(list(ids.split(LENGTHS)), batch_first=True)
     lengths = torch.tensor(LENGTHS) - 1
@@ -72,5 +74,6 @@ def _outputs(engine: Any, ids: Tensor) -> Tensor:
     def compute(states: Tensor, _: Tensor) -> Tensor:
         return engine.linear(states, engine.model.lm_head.weight).float()
 
+    engine.model.train(training)
     found: Tensor = engine.run(batch, lambda hidden: engine.at(hidden, places, compute))
     return found

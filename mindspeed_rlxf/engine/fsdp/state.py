@@ -109,8 +109,10 @@ class ShardedState:
             own = sorted(target.glob(f"__{rank}_*.distcp"))
             return own + ([target / ".metadata"] if rank == 0 else []), {}
 
-        # With `runtime: local` the first rank makes the folder right before.
-        dist.barrier()
+        # Now, as other ranks would wait in the thread for one that cannot; with `runtime: local`
+        # the first rank makes the folder above right before.
+        with fail_together(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         writing = WRITER.submit(write_files, folder, rank, write, texts, self.describe)
         self.saving = folder, writing
 

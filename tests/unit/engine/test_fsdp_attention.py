@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import modeling_flash_attention_utils
+from transformers import LlamaConfig, modeling_flash_attention_utils
+from transformers.models.llama.modeling_llama import LlamaAttention
 
-from mindspeed_rlxf.engine.fsdp.attention import Layout, attend, register
+from mindspeed_rlxf.engine.fsdp.attention import Layout, _flash_computes, attend, register
 
 LENGTHS = (3, 5, 1)
 
@@ -50,6 +51,21 @@ def test_flash_attention_gets_the_ends_of_the_sequences(monkeypatch: pytest.Monk
     layouts = [Layout(LENGTHS, None, flash) for flash in (False, True)]
     ours, flashed = (attend(layer, query, key, value, None, scale, layout=x)[0] for x in layouts)
     torch.testing.assert_close(ours, flashed)
+
+
+def test_flash_attention_computes_no_window_or_cap_that_it_lacks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    utils = modeling_flash_attention_utils
+    monkeypatch.setattr(utils, "_lazy_imports", lambda *_, **__: (flash, flash, None, None, None))
+    monkeypatch.setattr(utils, "_loaded_implementation", None)
+    query, key, value = make(4), make(4), make(4)
+    layer = LlamaAttention(LlamaConfig(hidden_size=32, num_attention_heads=4), 0)
+    kinds = {"sliding_window": 2, "scaling": 1.0}
+    layouts = [Layout(LENGTHS, None, flash) for flash in (False, True)]
+    ours, flashed = (attend(layer, query, key, value, layout=x, **kinds)[0] for x in layouts)
+    torch.testing.assert_close(ours, flashed)
+    assert [_flash_computes({"softcap": 2.0}, 5), _flash_computes({}, 5)] == [False, True]
 
 
 def test_sequences_do_not_see_each_other() -> None:
