@@ -16,7 +16,7 @@ from torch.nn.functional import logsigmoid
 
 from mindspeed_rlxf.algorithms.kl import bounded_log_ratio
 from mindspeed_rlxf.config.enums import LossNormalizer
-from mindspeed_rlxf.config.registry import CHOICES, register_part
+from mindspeed_rlxf.config.registry import add_to
 
 
 @dataclass(frozen=True)
@@ -104,13 +104,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {"gspo": sequence_policy_loss}
 
 def register_policy_loss(name: str) -> Callable[[PolicyLoss], PolicyLoss]:
     """Return a decorator that adds a loss to POLICY_LOSSES; ValueError if the name is taken."""
-
-    def register(loss: PolicyLoss) -> PolicyLoss:
-        register_part(POLICY_LOSSES, name, loss, "policy loss")
-        CHOICES["policy_loss"].append(name)
-        return loss
-
-    return register
+    return add_to(POLICY_LOSSES, name, "policy loss", "policy_loss")
 
 
 def _clip_loss(ratio: Tensor, advantages: Tensor, clip: ClipRange) -> TokenLoss:

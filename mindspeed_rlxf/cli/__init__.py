@@ -25,15 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name == "train" and argv is None and (code := supervise()) is not None:
             return code
         # Imported here, as the process that supervises a run needs none of the commands.
-        from mindspeed_rlxf.cli import (
-            convert,
-            doctor,
-            from_verl,
-            preprocess,
-            report,
-            train,
-            watch,
-        )
+        from mindspeed_rlxf.cli import convert, doctor, from_verl, preprocess, report, train, watch
 
         commands = (train, preprocess, convert, doctor, report, watch, from_verl)
         return dict(zip(COMMANDS, commands, strict=True))[name].main(arguments[1:])

@@ -1,5 +1,6 @@
 """Register parts, such as estimators, under their configuration names."""
 
+from collections.abc import Callable
 from typing import Annotated, TypeAlias, TypeVar
 
 from pydantic import AfterValidator, ValidationInfo
@@ -43,3 +44,14 @@ def register_part(registry: dict[str, T], name: str, part: T, what: str) -> None
         taken = ", ".join(sorted(registry))
         raise ValueError(f"{what} {name!r} is registered already; use a name other than {taken}")
     registry[name] = part
+
+
+def add_to(registry: dict[str, T], name: str, what: str, choice: str = "") -> Callable[[T], T]:
+    """Return a decorator that registers a part, also in CHOICES; see `register_part`."""
+
+    def register(part: T) -> T:
+        register_part(registry, name, part, what)
+        CHOICES.get(choice, []).append(name)
+        return part
+
+    return register

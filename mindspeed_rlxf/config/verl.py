@@ -50,13 +50,9 @@ class _Translation(VerlTree):
 
     def _translate_data(self) -> None:
         get, put = self.get, self.put
-        put(
-            "actor_rollout.max_prompt_length",
-            get("data.max_prompt_length"),
-            "data.max_prompt_length",
-        )
         longest = "data.max_response_length"
-        put("actor_rollout.max_new_tokens", get(longest), longest)
+        self.move("data.max_prompt_length")
+        self.move(longest)
         put("training.seq_length", get("data.max_prompt_length") + get(longest), longest)
         for key in (f"{ACTOR}.loss_scale_factor", "reward_model.max_resp_len"):
             if get(key) not in (None, get(longest)):
@@ -102,12 +98,8 @@ class _Translation(VerlTree):
         if batch > rows:
             rule = f"must be at most the {rows} rows of the files"
             self.refuse("data.train_batch_size", rule, "lower it")
-            return 1
         steps = rows // max(1, batch) * epochs
-        filtered = ", before long prompts are dropped" * bool(
-            self.get("data.filter_overlong_prompts")
-        )
-        counted = f"{epochs} epochs of {rows} rows{filtered}, in whole batches of {batch}"
+        counted = f"{epochs} epochs of {rows} rows, long prompts too, in whole batches of {batch}"
         self.given.note(counted, f"training.train_iters={steps}")
         return steps
 
@@ -119,9 +111,9 @@ class _Translation(VerlTree):
         if name == "grpo" and get("algorithm.norm_adv_by_std_in_grpo") is False:
             put("algorithm.adv_estimator", "dr_grpo", "algorithm.norm_adv_by_std_in_grpo")
         if TRAITS[name].reads_token_rewards:
-            put("algorithm.gamma", get("algorithm.gamma"), "algorithm.gamma")
+            self.move("algorithm.gamma")
         if TRAITS[name].needs_critic:
-            put("algorithm.lam", get("algorithm.lam"), "algorithm.lam")
+            self.move("algorithm.lam")
         if TRAITS[name].discounts:
             put("algorithm.score_position", "eos")
         mode, clip = f"{ACTOR}.loss_agg_mode", f"{ACTOR}.clip_ratio"
@@ -131,32 +123,32 @@ class _Translation(VerlTree):
             self.refuse("critic.loss_agg_mode", f"must be that of {ref(mode)}", "remove it")
         bounds = get(f"{clip}_low"), get(f"{clip}_high")
         if None in bounds:
-            put("actor_rollout.clip_ratio", get(clip), clip)
+            self.move(clip)
         elif get(clip) not in bounds:
             self.note("clip_ratio_low and clip_ratio_high replace it, as in verl", clip)
 
     def _translate_kl(self) -> None:
         put, control = self.put, "algorithm.kl_ctrl"
         switches = {
-            "algorithm.use_kl_in_reward": ("reward", f"{control}.kl_coef", "algorithm.kl_penalty"),
-            f"{ACTOR}.use_kl_loss": ("loss", f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"),
+            "algorithm.use_kl_in_reward": ("reward", f"{control}.kl_coef"),
+            f"{ACTOR}.use_kl_loss": ("loss", f"{ACTOR}.kl_loss_coef"),
         }
         chosen = [key for key in switches if self.get(key)]
-        for key, (_, *keys) in switches.items():
+        for key, (_, coefficient) in switches.items():
             if key not in chosen:
-                self.note(f"no effect with {key.rpartition('.')[2]}=false", *keys)
+                self.note(f"no effect with {key.rpartition('.')[2]}=false", coefficient)
         if len(chosen) > 1:
             rule = "must not stand together: one KL term is in the reward or in the loss"
             self.refuse(chosen[0], f"and {ref(chosen[1])}=true {rule}", "keep one")
         if not chosen:
             put(f"{control}.kl_coef", 0.0, f"{ACTOR}.use_kl_loss")
             return
-        home, coefficient, _ = switches[chosen[0]]
+        home, coefficient = switches[chosen[0]]
         put("algorithm.kl_in", home, chosen[0])
-        put(f"{control}.kl_coef", self.get(coefficient), coefficient)
+        self.move(coefficient)
         if home == "reward" and self.get(f"{control}.type") == "adaptive":
-            for key in (f"{control}.horizon", f"{control}.target_kl"):
-                put(key, self.get(key), key)
+            self.move(f"{control}.horizon")
+            self.move(f"{control}.target_kl")
 
     def _translate_engine(self, section: str, role: str) -> None:
         """Translate batches, the optimizer and the layout of the actor, critic or reference."""
@@ -167,20 +159,15 @@ class _Translation(VerlTree):
         def put(target: str, value: Any, key: str) -> None:
             self.put(f"{role}.{target}", value, f"{section}.{key}")
 
-        switch, passes = "use_dynamic_bsz", "ppo"
-        if section == REF:
-            switch, passes = "log_prob_use_dynamic_bsz", "log_prob"
-        if get(switch):
+        passes = "log_prob" if section == REF else "ppo"
+        if get("log_prob_use_dynamic_bsz" if section == REF else "use_dynamic_bsz"):
             limit = f"{passes}_max_token_len_per_gpu"
             split = get("ulysses_sequence_parallel_size")
             put("max_tokens_per_micro_batch", get(limit) * split, limit)
         else:
-            size = f"{passes}_micro_batch_size_per_gpu"
-            put("micro_batch_size", get(size), size)
+            self.move(f"{section}.{passes}_micro_batch_size_per_gpu")
         if self.megatron and get("megatron.tensor_model_parallel_size") > 1:
-            put(
-                "sequence_parallel", get("megatron.sequence_parallel"), "megatron.sequence_parallel"
-            )
+            self.move(f"{section}.megatron.sequence_parallel")
         if section != REF:
             self._translate_training(section, get, put)
 
@@ -199,11 +186,8 @@ class _Translation(VerlTree):
         for number, beta in enumerate(get("optim.betas"), 1):
             put(f"adam_beta{number}", beta, "optim.betas")
         if "cosine" in (get("optim.lr_scheduler_type"), get("optim.warmup_style")):
-            put(
-                "min_lr",
-                (get("optim.min_lr_ratio") or 0) * get("optim.lr") or None,
-                "optim.min_lr_ratio",
-            )
+            lowest = (get("optim.min_lr_ratio") or 0) * get("optim.lr")
+            put("min_lr", lowest or None, "optim.min_lr_ratio")
         role, balance = self.roles[section], "trainer.balance_batch"
         self.put(f"{role}.balance_by_length", self.get(balance), balance)
         recompute = f"{MODEL if is_actor else 'critic.model'}.enable_gradient_checkpointing"

@@ -1,10 +1,10 @@
 """verl's keys: the table, a file with overrides, and a tree on its way into our keys."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -38,8 +38,7 @@ GROUPS = {
 """Part of the table -> verl's sections with these keys, and ours."""
 
 
-@dataclass(frozen=True)
-class Renamed:
+class Renamed(NamedTuple):
     """What becomes of one of verl's keys.
 
     Attributes:
@@ -52,26 +51,22 @@ class Renamed:
 
     target: str
     change: str = ""
-    words: Mapping[Any, Any] = field(default_factory=dict)
+    words: Mapping[Any, Any] = MappingProxyType({})
     only: bool = False
     condition: Sequence[Any] = ()
-
-
-def parse_entry(entry: Any) -> Renamed:
-    """Return an entry of the table; see its head."""
-    if not isinstance(entry, dict):
-        return Renamed(entry) if isinstance(entry, str) else Renamed(*entry)
-    words = entry.get("words") or entry.get("replace", {})
-    return Renamed(entry["to"], "", words, "words" in entry, entry.get("if", ()))
 
 
 def _expand(group: str) -> Iterator[tuple[str, Renamed]]:
     for section, role in GROUPS[group].items():
         at, to = f"{section}.".lstrip("."), f"{role}.".lstrip(".")
         for key, entry in TABLE[group].items():
-            found = parse_entry(entry)
-            needs = [f"{at}{name}" for name in found.condition[:1]] + [*found.condition[1:]]
-            yield f"{at}{key}", replace(found, target=f"{to}{found.target}", condition=needs)
+            if not isinstance(entry, dict):
+                target, *change = [entry] if isinstance(entry, str) else entry
+                yield f"{at}{key}", Renamed(f"{to}{target}", *change)
+                continue
+            words = entry.get("words") or entry.get("replace", {})
+            needs = [f"{at}{name}" for name in entry.get("if", ())[:1]] + entry.get("if", [])[1:]
+            yield f"{at}{key}", Renamed(f"{to}{entry['to']}", "", words, "words" in entry, needs)
 
 
 RENAMED = {key: found for group in GROUPS for key, found in _expand(group)}
@@ -90,8 +85,6 @@ SECTIONS = {
 """verl's top level. Other sections of ours may stand beside them."""
 ALWAYS = {"adv_estimator", "kl_in", "kl_penalty", "loss_normalizer", "lam", "clip_ratio_c"}
 """Our keys that are always written, as their defaults depend on others or are not verl's."""
-ABSENT = "???"
-"""OmegaConf's mark of a value that is not there."""
 
 
 def is_verl(tree: Mapping[str, Any]) -> bool:
@@ -110,7 +103,7 @@ def read_verl(file: str | Path, overrides: Sequence[str] = ()) -> Tree:
     try:
         tree: Any = OmegaConf.load(file)
         for each in OverridesParser.create().parse_overrides(list(overrides)):
-            value = ABSENT if each.is_delete() else each.value()
+            value = "???" if each.is_delete() else each.value()
             OmegaConf.update(tree, each.key_or_group, value, force_add=True)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError) as error:
         raise ConfigError(explain(error, str(file), ())) from error
@@ -119,13 +112,6 @@ def read_verl(file: str | Path, overrides: Sequence[str] = ()) -> Tree:
         rule = "must hold verl's sections, as trainer and actor_rollout_ref"
         raise ConfigError(Problem(str(file), rule, remedy="use --config-name for other files"))
     return {str(name): value for name, value in plain.items()}
-
-
-def _resolve(tree: Any) -> Any:
-    try:
-        return OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
-    except (OmegaConfBaseException, ValueError) as error:
-        raise ConfigError(explain(error, "of verl", ())) from error
 
 
 def _current_name(key: str) -> str:
@@ -157,7 +143,11 @@ class VerlTree:
         for name in sorted(tree.keys() - SECTIONS - TOP_LEVEL - {"defaults", "hydra"}):
             self._report_unknown(name)
         theirs = {name: value for name, value in tree.items() if name in SECTIONS}
-        for key, value in _flatten(_resolve(theirs)):
+        try:
+            plain: Any = OmegaConf.to_container(OmegaConf.create(theirs), resolve=True)
+        except (OmegaConfBaseException, ValueError) as error:
+            raise ConfigError(explain(error, "of verl", ())) from error
+        for key, value in _flatten(plain):
             name = _current_name(key)
             if value is not None or name not in self.written:  # files of 0.8 have both names
                 self.written[name], self.spelled[name] = value, key

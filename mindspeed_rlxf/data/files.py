@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from mindspeed_rlxf.config.problems import Problem, UserError
-from mindspeed_rlxf.config.registry import register_part
+from mindspeed_rlxf.config.registry import add_to
 
 MAX_PROBLEMS_PER_FILE = 10  # different ones; equal problems of many rows count as one
 MAX_KEYS_SHOWN = 12
@@ -212,9 +212,4 @@ def register_reader(suffix: str) -> Callable[[Reader], Reader]:
 
     The rows may come from elsewhere: the file then says from where. ValueError if it is taken.
     """
-
-    def register(reader: Reader) -> Reader:
-        register_part(READERS, suffix, reader, "reader")
-        return reader
-
-    return register
+    return add_to(READERS, suffix, "reader")

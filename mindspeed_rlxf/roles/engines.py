@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import LossNormalizer, Role
-from mindspeed_rlxf.config.registry import CHOICES, register_part
+from mindspeed_rlxf.config.registry import add_to
 from mindspeed_rlxf.config.schema import LearningConfig, RoleConfig, RunConfig
 from mindspeed_rlxf.engine import offload
 from mindspeed_rlxf.engine.train_engine import TrainEngine
@@ -67,13 +67,7 @@ TRAIN_ENGINES: dict[str, EngineFactory] = {"megatron": megatron_engine, "fsdp": 
 
 def register_train_engine(name: str) -> Callable[[EngineFactory], EngineFactory]:
     """Return a decorator that adds an engine to TRAIN_ENGINES; ValueError if the name is taken."""
-
-    def register(factory: EngineFactory) -> EngineFactory:
-        register_part(TRAIN_ENGINES, name, factory, "training engine")
-        CHOICES["backend"].append(name)
-        return factory
-
-    return register
+    return add_to(TRAIN_ENGINES, name, "training engine", "backend")
 
 
 def train_engine(config: RunConfig, role: Role) -> TrainEngine:

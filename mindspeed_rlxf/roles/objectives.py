@@ -34,7 +34,7 @@ from mindspeed_rlxf.algorithms.losses import (
 from mindspeed_rlxf.algorithms.masked import AllReduce, masked_mean, masked_whiten
 from mindspeed_rlxf.algorithms.slots import value_mask
 from mindspeed_rlxf.config.enums import AdvantageWhiten, KlPenalty, OldLogProbs, Role, Stage
-from mindspeed_rlxf.config.registry import CHOICES, register_part
+from mindspeed_rlxf.config.registry import add_to
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import (
     Experience,
@@ -227,13 +227,7 @@ def register_objective(name: str) -> Callable[[ObjectiveFactory], ObjectiveFacto
     It has `estimate`, `step`, `kl_in_reward` and `reads_reference` of `ClippedObjective`, whose
     subclass it may be.
     """
-
-    def register(factory: ObjectiveFactory) -> ObjectiveFactory:
-        register_part(OBJECTIVES, name, factory, "objective")
-        CHOICES["objective"].append(name)
-        return factory
-
-    return register
+    return add_to(OBJECTIVES, name, "objective", "objective")
 
 
 def make_objective(config: RunConfig, sum_over_replicas: AllReduce) -> Objective:

@@ -207,10 +207,7 @@ def check_weights(config: RunConfig, role: Role) -> list[Problem]:
     if role is Role.REWARD and config.reward.kind is RewardKind.RULE:
         return []
     if role is Role.REWARD and config.reward.kind is RewardKind.ROLE:
-        rule, remedy = (
-            "needs a class for the role",
-            "add a file with register_role to training.plugins",
-        )
+        rule, remedy = "needs a class for the role", "add its file to training.plugins"
         return [] if role in OWN_ROLES else [Problem("reward.kind", rule, "role", remedy)]
     if role is Role.REWARD and config.reward.kind is RewardKind.HUGGING_FACE:
         return check_classifier(config.reward.load)
