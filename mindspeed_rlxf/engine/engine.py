@@ -118,28 +118,16 @@ class MegatronEngine(CommonEngine):
         self.source = find_description(role.load, tokenizer) if tokenizer else Path(role.load)
         self.skipped = skipped or SkippedSteps("raise", 0, role.model)
         self._mini_batch = 0  # steps of this iteration
-        self.groups = ParallelGroups(
-            role.tensor_model_parallel_size,
-            role.pipeline_model_parallel_size,
-            seed,
-            role.model_chunks,
-            role.expert_model_parallel_size,
-        )
+        sizes = role.tensor_model_parallel_size, role.pipeline_model_parallel_size
+        experts = role.expert_model_parallel_size
+        self.groups = ParallelGroups(*sizes, seed, role.model_chunks, experts)
         self.dtype = torch.bfloat16 if role.bf16 else torch.float32
         self.lora = role.lora if isinstance(role, LearningConfig) else LoraConfig()
         with self.groups.active():
             self.chunks = build_chunks(role, head, self.groups, self.dtype)
-            self.weights = StageWeights(
-                self.module,
-                role.architecture,
-                head,
-                self.groups.tp,
-                self.groups.pp,
-                self.groups.ep,
-                role.model_chunks,
-                role.trust_files,
-                self.lora,
-            )
+            groups = self.groups.tp, self.groups.pp, self.groups.ep
+            more = role.model_chunks, role.trust_files, self.lora
+            self.weights = StageWeights(self.module, role.architecture, head, *groups, *more)
             self._load_weights(seed)
             self.weights.reset_adapters(seed)
             self.optimizer: MegatronOptimizer | None = None
@@ -246,7 +234,8 @@ class MegatronEngine(CommonEngine):
         None on ranks other than the leader. Both engines must have the same layout, so that a rank
         has the same vocabulary shard in both.
         """
-        counts = rollouts.trained_mask.sum(1)
+        mask = rollouts.trained_mask
+        counts = mask.sum(1)
         starts = (counts.cumsum(0) - counts).tolist()
 
         def read(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
@@ -263,10 +252,7 @@ class MegatronEngine(CommonEngine):
                 flat = self._read_all(rollouts, read)
         if not self.is_leader:
             return None
-        log_probs, kl = (
-            scatter_rows([p[i] for p in flat], rollouts.trained_mask) for i in range(2)
-        )
-        return LogProbsWithKl(log_probs, kl)
+        return LogProbsWithKl(*(scatter_rows([p[i] for p in flat], mask) for i in range(2)))
 
     def without_adapters(self) -> AbstractContextManager[None]:
         """Return a context in which this engine computes with the loaded weights alone."""

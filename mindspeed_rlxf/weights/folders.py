@@ -71,11 +71,7 @@ def open_weights(
 
 
 def copy_side_files(
-    source: Path,
-    target: Path,
-    head: Head,
-    dtype: torch.dtype | None = None,
-    config: dict[str, Any] | None = None,
+    source: Path, target: Path, head: Head, dtype: torch.dtype | None = None, config: Any = None
 ) -> list[Path]:
     """Copy config.json and all SIDE_FILES from `source`; return the new paths.
 

@@ -3,7 +3,7 @@
 from typing import Any
 from unittest.mock import patch
 
-from mindspeed_rlxf.data.batch import RoleOutput
+from mindspeed_rlxf.data.batch import RoleOutput, Rollouts
 from mindspeed_rlxf.engine.hf_stream import trained_tensors
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticRole
@@ -26,6 +26,14 @@ class Adapted:
 
 
 class Actor(Adapted, ActorRole):
+    def loaded(self, rollouts: Rollouts) -> RoleOutput:
+        """Report the log-probs without the adapters: alone, and beside the KL to them."""
+        engine = self.engine
+        with engine.without_adapters():
+            base = engine.log_probs(rollouts, 1.0)
+        kl = engine.log_probs_with_kl(rollouts, 1.0, engine)
+        return RoleOutput(report=base and (base.log_probs.tolist(), kl.log_probs.tolist()))
+
     def __init__(self, *arguments: Any) -> None:
         with patch.object(stage_loader, "initial_values", noise):
             super().__init__(*arguments)

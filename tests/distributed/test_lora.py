@@ -12,6 +12,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from mindspeed_rlxf.cli.convert import main as convert
+from mindspeed_rlxf.cluster.group import Sharded
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import OptimizerConfig
 from mindspeed_rlxf.roles.actor import ActorRole
@@ -44,6 +45,7 @@ from tests.distributed.test_layout_invariance import (
 )
 from tests.distributed.test_resume import OneDriver, resumed
 from tests.peft_engine import PeftEngine
+from tests.plain_engine import PlainEngine
 from tests.training import run
 from tests.unit.weights.folders_of import read_folder
 
@@ -54,6 +56,7 @@ SOME = {
     "target_modules": ["q_proj", "v_proj", "up_proj"],
     "exclude_modules": r".*\.1\.mlp.*",
 }
+TP_PP = "tp2 pp2, sequence parallel"
 LAYOUTS: dict[str, tuple[int, dict[str, Any], bool]] = {
     "one process": (1, {}, False),
     "recompute full": (1, {"recompute": "full"}, False),
@@ -64,7 +67,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], bool]] = {
     "pp2": (2, PP2, False),
     "virtual pipeline": (2, VP2, False),
     "ep2": (2, EP2, True),
-    "tp2 pp2, sequence parallel": (4, {**SP2, **PP2}, True),
+    TP_PP: (4, {**SP2, **PP2}, True),
 }
 EXPERTS = ["recompute full", "dp2, distributed optimizer", "tp2, sequence parallel", "ep2"]
 NO_EXPERTS = {**ALL, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
@@ -133,12 +136,27 @@ def test_gradients_are_those_of_peft(warm_runtime, tmp_path, architecture, kind,
         assert norm == pytest.approx(report.steps[0]["grad_norm"], rel=1e-5), name
 
 
+@pytest.mark.long
+def test_the_reference_stays_what_was_loaded(warm_runtime, tmp_path):
+    """Also where the KL of the whole vocabulary is compared."""
+    rollouts, (size, keys, distributed) = make_rollouts(), LAYOUTS[TP_PP]
+    optimizer = OptimizerConfig(lr=0.01, use_distributed_optimizer=distributed)
+    keys = keys, size, optimizer
+    config = run_config(*make_pair(tmp_path, TIED), TIED, *keys, actor_rollout={"lora": ALL})
+    group = build_group(warm_runtime, config.layout(Role.ACTOR_ROLLOUT), Actor, config)
+    update(group, ActorRole.update_policy, rollouts, make_experience(rollouts))
+    found = group.call(Actor.loaded, Sharded([rollouts])).result()
+    plain = ActorRole(config, PlainEngine).engine.log_probs(rollouts, 1.0).log_probs
+    for each in map(torch.tensor, next(report for report in found if report)):
+        assert_close(each, plain, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "name",
     [
         "tp2, sequence parallel",
         "bf16",
-        pytest.param("tp2 pp2, sequence parallel", marks=pytest.mark.long),
+        pytest.param(TP_PP, marks=pytest.mark.long),
     ],
 )
 def test_sent_weights_are_those_of_merge_and_unload_bitwise(warm_runtime, tmp_path, name):

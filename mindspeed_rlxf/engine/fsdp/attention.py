@@ -121,12 +121,7 @@ def _flash_computes(kinds: dict[str, Any], longest: int) -> bool:
 
 
 def _attend_flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float | None,
-    layout: Layout,
-    kinds: dict[str, Any],
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, layout: Layout, kinds: Any
 ) -> Tensor:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -188,7 +183,7 @@ class _Exchange(torch.autograd.Function):
         return _Exchange.apply(grad, ctx.group, not ctx.to_heads), None, None
 
 
-class _Gather(torch.autograd.Function):
+class Gather(torch.autograd.Function):
     """Concatenate all ranks' rows; each rank's gradient is its own rows'.
 
     Every rank then computes the same loss, so the gradients of the ranks must not be added here.
@@ -209,9 +204,3 @@ class _Gather(torch.autograd.Function):
         """Return this rank's part."""
         start = sum(ctx.sizes[: ctx.rank])
         return grad[start : start + ctx.sizes[ctx.rank]], None, None
-
-
-def gather_rows(tensor: Tensor, group: dist.ProcessGroup, sizes: list[int]) -> Tensor:
-    """Concatenate the ranks' rows, `sizes` each, with a gradient for this rank's own."""
-    gathered: Tensor = _Gather.apply(tensor, group, sizes)
-    return gathered

@@ -113,18 +113,15 @@ class FsdpEngine(CommonEngine):
             named = self.model.named_parameters()
             parameters = ((adapters.plain_name(name), each) for name, each in named)
             self.optimizer = ShardedAdam(optimizer, parameters, train_iters)
-            self.state = ShardedState(
-                {each.name: each for each in self.held},
-                self.optimizer,
-                self.skipped,
-                self.groups,
-                self.describe,
-                lambda rows: self._offload.read(rows, 0, rows.numel()).view(rows.shape),
-            )
-        parts: dict[Part, offload.Tensors] = {Part.WEIGHTS: self.held_weights}
+            parts = self.optimizer, self.skipped, self.groups, self.describe, self._copy
+            self.state = ShardedState({each.name: each for each in self.held}, *parts)
+        moved: dict[Part, offload.Tensors] = {Part.WEIGHTS: self.held_weights}
         if self.optimizer is not None:
-            parts[Part.OPTIMIZER] = self.optimizer.tensors
-        self._offload = self._make_offload(parts)
+            moved[Part.OPTIMIZER] = self.optimizer.tensors
+        self._offload = self._make_offload(moved)
+
+    def _copy(self, rows: Tensor) -> Tensor:
+        return self._offload.read(rows, 0, rows.numel()).view(rows.shape)
 
     def _load_weights(self, load: str, seed: int) -> None:
         folder = open_hf_folder(load, self.role.trust_files)
@@ -199,7 +196,8 @@ class FsdpEngine(CommonEngine):
         found = compute(hidden.index_select(0, local.to(hidden.device)), own)
         # The ranks' results follow each other; places of padded rows are in another order.
         order = owners.argsort(stable=True).argsort().to(hidden.device)
-        return attention.gather_rows(found, group, sizes).index_select(0, order)
+        gathered: Tensor = attention.Gather.apply(found, group, sizes)
+        return gathered.index_select(0, order)
 
     def read_log_probs(self, batch: MicroBatch, hidden: Tensor, temperature: float) -> Tensor:
         """Compute the trained tokens' log-probs and entropies, [tokens, 2]."""

@@ -45,10 +45,7 @@ class ShardedAdam:
     """
 
     def __init__(
-        self,
-        config: OptimizerConfig,
-        parameters: Iterable[tuple[str, Tensor]],
-        train_iters: int,
+        self, config: OptimizerConfig, parameters: Iterable[tuple[str, Tensor]], train_iters: int
     ) -> None:
         """Keep the trained parameters among these, by name."""
         self.config, self.train_iters, self.scheduler_steps = config, train_iters, 0

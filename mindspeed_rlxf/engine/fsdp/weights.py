@@ -18,10 +18,7 @@ from mindspeed_rlxf.models.hf_adapters import OUTPUT, inject, is_adapter, plain_
 from mindspeed_rlxf.models.hf_names import Piece, find_pieces, stored_tensors
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.weights.chunks import StoredTensor, StoredWeights, whole
-from mindspeed_rlxf.weights.hf_folder import (
-    open_hf_folder,
-    shape_problems,
-)
+from mindspeed_rlxf.weights.hf_folder import open_hf_folder, shape_problems
 
 SCORE = "score.weight"
 WRAPPED = "model.language_model."  # prefix in folders of models that also see images
