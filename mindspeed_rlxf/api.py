@@ -213,7 +213,8 @@ def _read(config: Any) -> Given:  # of verl, MindSpeed-LLM or ours
 def _choose_classes(given: Given, mapping: Mapping[Role, type]) -> dict[enums.Role, type]:
     """Return the class of each of our roles, and let a class of the user score alone."""
     key, found = "role_worker_mapping", dict[enums.Role, type]()
-    for role, worker in mapping.items():
+    for role, named in mapping.items():
+        worker = getattr(named, "__ray_actor_class__", named)  # verl's scripts have ray.remote(...)
         for part in PARTS[role]:
             if part in found:
                 rule = f"must have {part.value} once, {role} has it again"
@@ -243,8 +244,7 @@ def _place(given: Given, roles: Iterable[Role], manager: ResourcePoolManager) ->
         places |= dict.fromkeys(PARTS[role], str(pool))
     if (first := places[ACTOR]) != (second := places.pop(ROLLOUT)):
         trains, generates = sum(pools.pop(first)), sum(pools.pop(second))
-        split = {"num_gpus_for_train": trains, "num_gpus_for_infer": generates}
-        given.sections["actor_rollout"] |= split
+        given.sections[ACTOR.value].update(num_gpus_for_train=trains, num_gpus_for_infer=generates)
         places[ACTOR], pools[f"{first}+{second}"] = f"{first}+{second}", [trains + generates]
     given.sections["resource_pool"] = pools
     given.sections["placement"] = {role.value: pool for role, pool in places.items()}

@@ -178,7 +178,8 @@ class _Translation(VerlTree):
         samples = get(mini) * self.get(f"{ROLLOUT}.n")
         put(mini if is_actor else "critic_mini_batch_size", samples, mini)
         iterations = self.given.sections["training"].get("train_iters")
-        if (steps := get("optim.lr_warmup_steps") or 0) > 0 and type(iterations) is int:
+        steps = -1 if get("optim.lr_warmup_steps") is None else get("optim.lr_warmup_steps")
+        if steps >= self.megatron and type(iterations) is int:  # FSDP: 0 beats the ratio too
             share = steps / max(1, iterations)
             if int(share * iterations) < steps:  # which a schedule would round down
                 share = math.nextafter(share, 1.0)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import ray
 from omegaconf import OmegaConf
 
 from mindspeed_rlxf import api
@@ -64,6 +65,11 @@ def test_roles_and_pools_of_a_script_are_those_of_the_run(make):
     assert found.config.placement[enums.Role.CRITIC] == "own"
     assert found.classes[enums.Role.CRITIC] is OwnCritic
     assert found.classes[enums.Role.REF] is ReferenceRole
+
+
+def test_a_class_may_be_rays_as_in_verls_script(make):
+    found = make({**PPO, Role.Critic: ray.remote(OwnCritic)})
+    assert found.classes[enums.Role.CRITIC] is OwnCritic
 
 
 def test_actor_and_rollout_on_two_pools_split_one(make):

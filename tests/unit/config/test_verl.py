@@ -201,6 +201,11 @@ CASES = {
         ("trainer.total_training_steps=100", "critic.optim.lr_warmup_steps=10"),
         {"training.train_iters": 100, "critic.lr_warmup_fraction": 0.1},
     ),
+    "no warm-up with FSDP": (
+        ("trainer.total_training_steps=100", f"{ACTOR}.optim.lr_warmup_steps=0",
+         f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1", "critic.optim.lr_warmup_steps_ratio=0.2"),
+        {"actor_rollout.lr_warmup_fraction": 0.0, "critic.lr_warmup_fraction": 0.2},
+    ),
     "cosine": (
         (f"{ACTOR}.optim.lr_scheduler_type=cosine", f"{ACTOR}.optim.min_lr_ratio=0.1"),
         {"actor_rollout.lr_decay_style": "cosine", "actor_rollout.min_lr": pytest.approx(1e-7)},
