@@ -16,7 +16,6 @@ from mindspeed_rlxf.config.enums import (
     DeviceKind,
     KlPenalty,
     LossNormalizer,
-    OldLogProbs,
     RewardKind,
     Role,
     Stage,
@@ -212,17 +211,15 @@ def _check_split(config: RunConfig) -> Iterator[Problem]:
 
 def _check_vllm(config: RunConfig) -> Iterator[Problem]:
     """Yield problems with vLLM servers: their devices, and log-probs they cannot report."""
-    algorithm, actor, tp = config.algorithm, config.actor_rollout, config.rollout_tp
+    actor, tp = config.actor_rollout, config.rollout_tp
     devices = config.layout(Role.ACTOR_ROLLOUT).world_size
     if not config.parts and devices % tp:
         rule = f"must divide the actor's {devices} devices"
         yield Problem("rollout.vllm.tensor_parallel_size", rule, tp, use(divisors(devices)))
-    reads = config.old_log_probs is OldLogProbs.ROLLOUT or actor.fixed_responses is not None
-    reads |= (algorithm.rollout_is_threshold or algorithm.max_log_prob_gap) is not None
     filters = actor.top_k or actor.top_p < 1 or actor.min_new_tokens
-    if actor.logit_temperature != 1 and reads and (filters or actor.fixed_responses):
-        rule = f"must be 1 with {ref('rollout.engine')}=vllm where its log-probs are read and "
-        rule += "top_k, top_p, min_new_tokens or fixed_responses is set: it reports none of those"
+    if actor.logit_temperature != 1 and (filters or actor.fixed_responses):
+        rule = f"must be 1 with {ref('rollout.engine')}=vllm where top_k, top_p, min_new_tokens or "
+        rule += "fixed_responses is set: its log-probs would be of other distributions"
         yield Problem("actor_rollout.temperature", rule, actor.temperature, "use 1")
 
 

@@ -182,9 +182,15 @@ def identity() -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("8.8.8.8", 80))  # chooses an interface; nothing is sent
         address = probe.getsockname()[0]
+    return f"{address}-{host_number()}"
+
+
+def host_number() -> str:
+    """Return this device's number on the host, or what the variable for visible devices has."""
+    assert _active is not None, "device.setup has not run in this process"
     index = current_device().index or 0
-    listed = [part.strip() for part in os.environ.get(npu.VISIBLE, "").split(",") if part.strip()]
-    return f"{address}-{listed[index] if listed else index}"
+    listed = visible.list_visible(FACTS[_active].visible_devices)
+    return listed[index] if listed else str(index)
 
 
 def seed_all(seed: int) -> None:

@@ -115,8 +115,16 @@ class RolloutGroup:
         if self.run.parts:
             parts.insert(0, actor.group.prepare(ActorRole.send_weights))
         replies = submit_together(self.pool, *parts).replies()
-        reports = [reply.report for reply in replies if reply.report is not None]
+        reports = [reply.report for reply in replies if reply.report]  # of leaders with servers
         return [(n, receipt) for n, report in enumerate(reports) for receipt in report]
+
+    def write_receipts(self) -> None:
+        """Write the receipts of servers that were replaced since the last update."""
+        if self.run.runs_vllm:
+            reports = self.group.call(RolloutRole.take_receipts).result()
+            for replica, receipts in enumerate(reports):
+                for receipt in receipts:
+                    self.write_receipt({"replica": replica, **receipt})
 
     def generate(
         self, prompts: Prompts, seed: int, sampling: Sampling = Sampling.TRAINING
@@ -171,6 +179,10 @@ class RolloutRole:
         started = time.monotonic()
         self.replica.take_weights(version)
         self.sync_s += time.monotonic() - started
+        return RoleOutput(report=self.replica.take_receipts())
+
+    def take_receipts(self) -> RoleOutput:
+        """Report: receipts of servers since the last update."""
         return RoleOutput(report=self.replica.take_receipts())
 
     def score(self, rows: Rollouts) -> RoleOutput:

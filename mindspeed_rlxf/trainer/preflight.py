@@ -166,7 +166,7 @@ def _check_engine(config: RunConfig) -> list[Problem]:
         python = config.rollout.vllm.python or sys.executable
         try:
             there = subprocess.run([python, "-c", looks], timeout=60, check=False).returncode == 0
-        except OSError:
+        except (OSError, subprocess.SubprocessError):
             there = False
         if not there:
             rule, remedy = "must have vLLM", "run `make install STACK=vllm`, and name its python"

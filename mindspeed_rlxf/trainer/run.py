@@ -140,6 +140,7 @@ def training(
             trainer.load_state_dict(state["trainer"])
             stop.iteration = stop.saved = trainer.iteration
         yield trainer
+        roles.rollout.write_receipts()
         with phase("exporting the final weights"):
             checkpoints.export_weights()
 

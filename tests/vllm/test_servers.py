@@ -4,8 +4,10 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +183,11 @@ def test_a_fault_of_a_bucket_is_named(
 ) -> None:
     spoil, match = LOADS[fault]
     load = SharedMemory.load
-    monkeypatch.setattr(SharedMemory, "load", lambda self, places: spoil(load, self, places))
+    monkeypatch.setattr(
+        SharedMemory,
+        "load",
+        lambda self, places, client: spoil(partial(load, client=client), self, places),
+    )
     with pytest.raises(SyncError, match=match):
         engine.update_weights(engines.changed(3), 3)
 
@@ -271,6 +277,39 @@ def _in_group(process: psutil.Process, group: int) -> bool:
         return os.getpgid(process.pid) == group
     except ProcessLookupError:
         return False
+
+
+def test_an_engine_for_devices_also_loads_from_host_memory(vllm_python: str) -> None:
+    """What restarts and vllm-ascend's wake use."""
+    memory, tensor = SharedMemory(), torch.arange(12.0).view(3, 4)
+    memory.keep([("a.weight", tensor)])
+    told = run_python_of(
+        vllm_python,
+        f"""
+import os, rlxf_vllm
+from types import SimpleNamespace
+from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
+made = object.__new__(rlxf_vllm.noting(rlxf_vllm.transport()))
+assert isinstance(made, IPCWeightTransferEngine)
+found = {{}}
+class Model:
+    def load_weights(self, weights): found.update(weights)
+made.model, made.arrived, made.device = Model(), {{}}, "cpu"
+path = "/proc/{os.getpid()}/fd/{memory._file}"
+made.receive_weights(made.parse_update_info(dict(path=path, tensors={memory.buckets[0]!r})))
+print(found["a.weight"].tolist(), made.arrived["a.weight"].sums)
+""",
+    )
+    assert told.splitlines()[-1] == f"{tensor.tolist()} [{bit_sum(tensor)}]"
+
+
+def run_python_of(python: str, code: str) -> str:
+    more = {"PYTHONPATH": str(server.ENGINE_SIDE), "RLXF_TRANSPORT": "ipc", "RLXF_FOLDER": "/none"}
+    environment = {**os.environ, **more}
+    return subprocess.run(
+        [python, "-c", code], env=environment, capture_output=True, text=True, check=True,
+        timeout=120,
+    ).stdout  # fmt: skip
 
 
 def test_a_server_ends_with_its_owner(vllm_python: str, model: Path, tmp_path: Path) -> None:

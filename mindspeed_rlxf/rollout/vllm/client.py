@@ -131,8 +131,8 @@ class Client:
                         break
                 if reason in ("stop", "length"):
                     self._check_version(choice, version, f"sample {asked.sample_id}")
-                    break
-                if ended:  # the part that names the version does not come
+                    ended = True
+                if ended:  # at a stop string, before the part that names the version
                     break
                 if reason is not None:
                     raise ServerError(f"{GENERATE}: ended by {reason}")
@@ -163,10 +163,10 @@ class Client:
     def check_version(self, version: int) -> None:
         """Raise SyncError if the server has other weights now; vLLM 0.23 cannot be asked."""
         if self.tells_versions:
-            text = b"".join(self._ask("/weight_info", None, CALL_S))
             with reading("/weight_info"):
-                found = json.loads(text)["weight_version"]
-            self._check_version({"weight_versions": [{"version": found}]}, version, "the server")
+                found = json.loads(b"".join(self._ask("/weight_info", None, CALL_S)))
+                spans = [{"version": found["weight_version"]}]
+            self._check_version({"weight_versions": spans}, version, "the server")
 
     def _check_version(self, choice: Mapping[str, Any], version: int, what: str) -> None:
         spans = choice.get("weight_versions") or ([{"version": None}] * self.tells_versions)

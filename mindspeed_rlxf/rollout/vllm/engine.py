@@ -20,6 +20,7 @@ from torch import Tensor
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.device import worlds
 from mindspeed_rlxf.rollout.rollout_engine import (
     FinishReason,
     GenerationRequest,
@@ -32,7 +33,6 @@ from mindspeed_rlxf.rollout.vllm.server import ENGINE_SIDE, Server, server_comma
 from mindspeed_rlxf.rollout.vllm.weights import (
     DeviceHandles,
     SharedMemory,
-    Transport,
     compare_receipts,
     make_buckets,
 )
@@ -67,10 +67,12 @@ class VllmRollout:
             for first in range(0, layout.world_size, layout.tp)
         ]
         self.group = groups[layout.dp_rank(rank)]
+        worlds.set_timeout([self.group])
         self.kind = kind = device.resolve_kind(config.device.kind)
         self.on_cpu, self.on_npu = kind is DeviceKind.CPU, kind is DeviceKind.NPU
         self.max_rows = config.rollout.vllm.max_num_seqs or actor.num_samples_per_step or MOST_ROWS
-        self.stall_s = STALL * config.runtime.timeout_s
+        self.timeout_s = config.runtime.timeout_s
+        self.stall_s = STALL * self.timeout_s
         self.memory, self.sums, self.receipts = SharedMemory(), dict[str, int](), list[Any]()
         self._stats, self._version = GenerationStats(), -1
         self._failures, self._ready, self._beat = 0, False, 0.0
@@ -78,7 +80,7 @@ class VllmRollout:
         python, options = server_command(config, self.on_cpu, self.on_npu)
         environment = self._make_environment(layout.tp)
         log = Path(folder) / f"vllm_{layout.dp_rank(rank):05d}.log"
-        self._launch = lambda: Server(python, options, environment, log, not self.on_npu)
+        self._launch = lambda: Server(python, options, environment, log)
         self.server = self._launch() if self.is_leader else None
 
     def _make_environment(self, tp: int) -> dict[str, str]:
@@ -90,10 +92,10 @@ class VllmRollout:
                 "OMP_NUM_THREADS": str(self.config.device.cpu_threads),
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # or the executor `uni` is refused
             }
-        visible: list[Any] = [None] * tp
-        dist.all_gather_object(visible, os.environ.get(name, ""), group=self.group)
+        numbers: list[Any] = [None] * tp
+        dist.all_gather_object(numbers, device.host_number(), group=self.group)
         return {
-            name: ",".join(filter(None, visible)),
+            name: ",".join(numbers),
             "RLXF_TRANSPORT": "npu_ipc" if self.on_npu else "ipc",
             **({"PYTHONPATH": f"{ENGINE_SIDE}:{os.environ['PYTHONPATH']}"} if self.on_npu else {}),
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # device handles are pickled
@@ -105,7 +107,7 @@ class VllmRollout:
         assert self.server is not None, "only a replica's leader has a server"
         if not self._ready:
             self.server.wait_until_ready(self.config.runtime.start_timeout_s)
-            self.memory.client, self._ready = self.server.client, True
+            self._ready = True
         return self.server.client
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -119,9 +121,12 @@ class VllmRollout:
         started, failure, names = time.monotonic(), None, list[str]()
         before, self.sums, self._version = self.sums, {}, version
         self.memory.clear()
-        transport: Transport | None = None
+        transport: Any = self.memory
+        if not self.on_cpu:
+            transport = DeviceHandles(device.identity(), self.group, self.on_npu)
         try:
-            transport = self._begin_update()
+            if self.is_leader:
+                self._begin_update()
         except ServerError as error:
             failure = error
         for bucket in make_buckets(tensors):  # to its end, as it is a collective
@@ -130,8 +135,7 @@ class VllmRollout:
                 self.sums |= {name: bit_sum(tensor) for name, tensor in bucket}
                 self.memory.keep(bucket)
             try:
-                if transport is not None and failure is None:
-                    transport.send(bucket)
+                transport.send(bucket, None if failure or not self.is_leader else self.client)
             except ServerError as error:
                 failure = error
         self.names = self.names or names
@@ -146,17 +150,14 @@ class VllmRollout:
         except ServerError as error:
             self._replace_server(error)
 
-    def _begin_update(self) -> Transport | None:
-        """Prepare the server for buckets; return this rank's transport, if it has one."""
-        if self.is_leader:
-            self._wake("weights")
-            self.client.call("/pause?mode=keep")
-            self.client.ask_workers("rlxf_begin")
-            self.client.call("/start_weight_update")
-        if self.on_cpu:
-            return self.memory if self.is_leader else None
-        client = self.client if self.is_leader else None
-        return DeviceHandles(client, device.identity(), self.group, self.on_npu)
+    def _begin_update(self) -> None:
+        self._wake("weights")
+        self.client.call("/pause?mode=keep")
+        self.client.ask_workers("rlxf_begin")
+        if not self.on_cpu and not self.on_npu:  # vLLM 0.23 is told with each bucket
+            packed = {"init_info": {"packed": True}}
+            self.client.call("/init_weight_transfer_engine", packed)
+        self.client.call("/start_weight_update")
 
     def _finish_update(
         self, started: float, before: Mapping[str, int], restarted: bool = False
@@ -176,7 +177,9 @@ class VllmRollout:
         limit = ANSWER_ERRORS[self.config.actor_rollout.bf16]
         workers, tp = client.ask_workers("rlxf_receipt"), self.config.rollout_tp
         with reading("rlxf_receipt"):
-            error = compare_receipts(self.sums, workers, version, limit, tp)
+            error = compare_receipts(self.sums, workers, version, limit)
+        if len(workers) != tp:
+            raise SyncError(f"{tp} workers must give a receipt, not {len(workers)}")
         self.receipts.append(
             {
                 "version": version,
@@ -197,7 +200,7 @@ class VllmRollout:
         client.ask_workers("rlxf_begin")
         client.call("/start_weight_update")
         for places in self.memory.buckets:
-            self.memory.load(places)
+            self.memory.load(places, client)
         self._finish_update(started, {}, restarted)
 
     @property
@@ -260,7 +263,7 @@ class VllmRollout:
         self._stats, version = GenerationStats(), self.weights_version
 
         def ask(client: Client, request: GenerationRequest, beat: Any) -> GenerationResult:
-            return client.generate(request, version, self.config.runtime.timeout_s, beat)
+            return client.generate(request, version, self.timeout_s, beat)
 
         try:
             if not self.is_leader:
@@ -290,8 +293,7 @@ class VllmRollout:
 
         def ask(client: Client, number: int, beat: Any) -> tuple[int, list[float]]:
             beat()
-            timeout_s = self.config.runtime.timeout_s
-            return number, client.score(prompts[number], responses[number], timeout_s)
+            return number, client.score(prompts[number], responses[number], self.timeout_s)
 
         if self.is_leader:
             found.update(self._ask_all(range(len(prompts)), ask))

@@ -35,16 +35,12 @@ class Server:
     """
 
     def __init__(
-        self,
-        python: str,
-        options: Sequence[str],
-        environment: Mapping[str, str],
-        log: Path,
-        tells_versions: bool = True,
+        self, python: str, options: Sequence[str], environment: Mapping[str, str], log: Path
     ) -> None:
         """Start the process without waiting for it; its output is appended to `log`."""
         # In a folder of its own: paths of sockets have 107 bytes at most.
         folder = Path(tempfile.mkdtemp(prefix="rlxf-vllm-"))
+        tells_versions = environment["RLXF_TRANSPORT"] != "npu_ipc"  # which is vLLM 0.23
         self.client, self.log = Client(str(folder / "api"), tells_versions), log
         own = {
             "PYTHONPATH": str(ENGINE_SIDE),

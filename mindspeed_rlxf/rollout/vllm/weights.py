@@ -7,7 +7,7 @@ import mmap
 import os
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -32,13 +32,6 @@ def make_buckets(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
     yield bucket
 
 
-class Transport(Protocol):
-    """Brings a bucket into the server's workers, which load it."""
-
-    def send(self, bucket: Bucket) -> None:
-        """Send and wait. A collective over the replica's ranks; raises ServerError."""
-
-
 class SharedMemory:
     """All weights in host memory, where the server's workers read them.
 
@@ -48,7 +41,6 @@ class SharedMemory:
 
     def __init__(self) -> None:
         self._file, self.num_bytes = os.memfd_create("rlxf-weights"), 0
-        self.client: Client | None = None
         self.buckets: list[list[Any]] = []
 
     def clear(self) -> None:
@@ -72,15 +64,15 @@ class SharedMemory:
         self.num_bytes = end
         self.buckets.append(places)
 
-    def send(self, bucket: Bucket) -> None:
-        """Have the bucket read that was kept last."""
-        self.load(self.buckets[-1])
+    def send(self, bucket: Bucket, client: Client | None) -> None:
+        """Have the bucket read that was kept last; `client` is None once the server has failed."""
+        if client is not None:
+            self.load(self.buckets[-1], client)
 
-    def load(self, places: list[Any]) -> None:
+    def load(self, places: list[Any], client: Client) -> None:
         """Have the server load the tensors at these places of the file."""
-        assert self.client is not None, "only a replica's leader has a server"
         path = f"/proc/{os.getpid()}/fd/{self._file}"
-        self.client.call("/update_weights", {"update_info": {"path": path, "tensors": places}})
+        client.call("/update_weights", {"update_info": {"path": path, "tensors": places}})
 
     def __del__(self) -> None:
         os.close(self._file)
@@ -93,25 +85,23 @@ class DeviceHandles:
     leader sends the handles of all.
     """
 
-    def __init__(self, client: Client | None, name: str, group: Any, tells_each_time: bool) -> None:
-        """`client` is None on ranks other than the leader; `name` is the device's.
-
-        tells_each_time: vLLM 0.23 is told with each bucket that it is packed, 0.32 once before.
-        """
-        self.client, self.name, self.group = client, name, group
+    def __init__(self, name: str, group: Any, tells_each_time: bool) -> None:
+        """`name` is the device's; `tells_each_time`: vLLM 0.23 is told that buckets are packed."""
+        self.name, self.group = name, group
         self.extra = {"packed": True} if tells_each_time else {}
-        if client is not None and not tells_each_time:
-            client.call("/init_weight_transfer_engine", {"init_info": {"packed": True}})
 
-    def send(self, bucket: Bucket) -> None:
-        """Send, and keep the memory until every worker has read it."""
+    def send(self, bucket: Bucket, client: Client | None) -> None:
+        """Send, and keep the memory until every worker has read it; a collective of the replica.
+
+        `client` is None on ranks beside the leader, and there too once the server has failed.
+        """
         from torch.multiprocessing.reductions import reduce_tensor
 
         flat = torch.cat([tensor.view(-1).view(torch.uint8) for _, tensor in bucket])
         handles: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(handles, {self.name: reduce_tensor(flat)[1]}, group=self.group)
         try:
-            if self.client is not None:
+            if client is not None:
                 merged = {name: handle for each in handles for name, handle in each.items()}
                 update = {
                     "names": [name for name, _ in bucket],
@@ -121,28 +111,22 @@ class DeviceHandles:
                     "ipc_handles_pickled": base64.b64encode(pickle.dumps(merged)).decode(),
                     **self.extra,
                 }
-                self.client.call("/update_weights", {"update_info": update})
+                client.call("/update_weights", {"update_info": update})
         finally:
             dist.barrier(self.group)
 
 
 def compare_receipts(
-    sent: Mapping[str, int],
-    workers: Sequence[Mapping[str, Any]],
-    version: int,
-    limit: float,
-    count: int = 1,
+    sent: Mapping[str, int], workers: Sequence[Mapping[str, Any]], version: int, limit: float
 ) -> float:
     """Compare bit sums by name with each worker's `rlxf_receipt`; return the worst answer's error.
 
-    `limit` is for the relative error of layers that can only be asked; `count` workers must answer.
+    `limit` is for the relative error of layers that can only be asked.
 
     Raises:
         SyncError: A worker lacks a tensor, or got it twice, or it or another one with other bits,
             or holds something else; names the tensors.
     """
-    if len(workers) != count:
-        raise SyncError(f"{count} workers must give a receipt, not {len(workers)}")
     answers = [0.0]
     for worker in workers:
         received, loaded = worker["received"], worker["loaded"]

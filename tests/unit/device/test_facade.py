@@ -115,6 +115,14 @@ def test_the_devices_own_memory_and_random_stream_are_used(accelerator):
         assert not device.load_process_state(state | {"device": text})
 
 
+def test_the_device_has_its_number_on_the_host(accelerator, monkeypatch):
+    name = device.facts(device._active).visible_devices
+    monkeypatch.setattr(device, "current_device", lambda: torch.device("meta", 1))
+    for visible, number in (("", "1"), ("4, 6", "6")):
+        monkeypatch.setenv(name, visible)
+        assert device.host_number() == number
+
+
 def test_a_cpu_has_no_memory_or_random_stream_of_a_device(monkeypatch):
     monkeypatch.setattr(device, "_active", CPU)
     for name in ("npu", "cuda"):

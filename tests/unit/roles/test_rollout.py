@@ -153,6 +153,20 @@ def test_every_sampling_key_of_validation_reaches_its_generation():
     assert validation_settings(ValidationConfig(), greedy).do_sample is False
 
 
+def test_replicas_are_counted_without_ranks_beside_leaders(monkeypatch: Any) -> None:
+    reports = [[], [{"version": 1}], [], [{"version": 2}], None]
+    replies = [SimpleNamespace(report=report) for report in reports]
+    made: Any = SimpleNamespace(replies=lambda: replies)
+    monkeypatch.setattr(module, "submit_together", lambda *_: made)
+    part: Any = SimpleNamespace(prepare=lambda *_: None, call=lambda *_: pending)
+    pending = SimpleNamespace(result=lambda: [[], [{"version": 2, "restarted": True}]])
+    group = OneReplica()
+    group.group, group.pool, group.run = part, part, SimpleNamespace(parts=None, runs_vllm=True)
+    assert RolloutGroup._send(group, part, 1) == [(0, {"version": 1}), (1, {"version": 2})]
+    group.write_receipts()
+    assert group.lines == [{"replica": 1, "version": 2, "restarted": True}]
+
+
 class OneReplica(RolloutGroup):
     """A group whose server reports these receipts, one for each update."""
 

@@ -8,6 +8,7 @@ import mmap
 import os
 import weakref
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,8 +27,11 @@ end_with(os.getppid())
 def bit_sum(tensor: torch.Tensor) -> int:
     """Return what `mindspeed_rlxf.rollout.transfer.bit_sum` describes."""
     halves = tensor.detach().contiguous().view(-1, 1).view(torch.int16)
-    padded = F.pad(halves.float(), (0, 0, 0, -len(halves) % 512))
-    sums = padded.unflatten(0, (-1, 512)).sum(dim=1).flatten().cpu().long()
+    parts = []
+    for part in halves.split(2**24):
+        padded = F.pad(part.float(), (0, 0, 0, -len(part) % 512))
+        parts.append(padded.unflatten(0, (-1, 512)).sum(dim=1))
+    sums = torch.cat(parts).flatten().cpu().long()
     return int((sums * torch.arange(1, len(sums) + 1)).sum())
 
 
@@ -92,23 +96,32 @@ def noting(base: type[Any]) -> type[Any]:
     """Return a subclass of a weight-transfer engine that notes each tensor before it is loaded."""
 
     class Noting(base):  # type: ignore[misc]
+        def parse_update_info(self, update_dict: dict[str, Any]) -> Any:
+            if "path" in update_dict:  # on devices, weights that are sent again
+                return Bucket(**update_dict)
+            return super().parse_update_info(update_dict)
+
         def receive_weights(self, update_info: Any, load_weights: Any = None) -> None:
+            receive = super().receive_weights
+            if isinstance(update_info, Bucket):
+                receive = partial(SharedMemory.receive_weights, self)
+
             def load(weights: Any) -> Any:
                 return loads(self.note(list(weights)))
 
             if loads := load_weights:  # vLLM 0.23
-                return super().receive_weights(update_info, load)
+                return receive(update_info, load)
             loads, self.model.load_weights = self.model.load_weights, load
             try:
-                super().receive_weights(update_info)
+                receive(update_info)
             finally:
                 del self.model.load_weights  # the method of the class remains
 
         def note(self, weights: list[tuple[str, torch.Tensor]]) -> Any:
             for name, tensor in weights:
                 product = None
-                if tensor.ndim == 2:
-                    product = tensor.float() @ question(tensor.shape[1]).to(tensor.device)
+                if tensor.ndim == 2 and tensor.device.type == "cpu":  # only there layers are asked
+                    product = tensor.float() @ question(tensor.shape[1])
                 arrival = self.arrived.setdefault(name, Arrival([], len(tensor), product))
                 arrival.sums.append(bit_sum(tensor))
             return weights

@@ -54,6 +54,8 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"ref.pipeline_model_parallel_size": 4, "resource_pool.main": 6}, "resource_pool.main=6"),
     ({"actor_rollout.max_new_tokens": 17}, "training.seq_length=24"),
     ({"training.seq_length": 65}, "training.seq_length=65"),
+    ({"rollout.engine": "vllm", "actor_rollout.do_sample": True, "actor_rollout.top_p": 0.9,
+      "actor_rollout.temperature": 0.7}, "actor_rollout.temperature=0.7"),
     ({"actor_rollout.min_new_tokens": 20}, "actor_rollout.min_new_tokens=20"),
     ({"actor_rollout.n_samples_per_prompt": 2}, "actor_rollout.n_samples_per_prompt=2"),
     ({"actor_rollout.stop_token_ids": [3, 32]}, "actor_rollout.stop_token_ids=[32]"),
