@@ -57,7 +57,6 @@ class _Translation(VerlTree):
         for key in (f"{ACTOR}.loss_scale_factor", "reward_model.max_resp_len"):
             if get(key) not in (None, get(longest)):
                 self.refuse(key, f"must be {ref(longest)}={get(longest)}", "remove it")
-        put("data.ground_truth_key", "reward_model.ground_truth")
         put("data.chat_template_kwargs", self.collect("data.apply_chat_template_kwargs"))
         put("training.model", "auto")
         models = {f"{MODEL}.path": "actor_rollout.load"}

@@ -258,6 +258,9 @@ CASES = {
         ("+data.apply_chat_template_kwargs.enable_thinking=false",),
         {"data.chat_template_kwargs": {"enable_thinking": False}},
     ),
+    "another column of ground truths": (
+        ("data.ground_truth_key=answer",), {"data.ground_truth_key": "answer"},
+    ),
     "keys of ours beside verl's": (
         ("+training.save_interval=7", "trainer.save_freq=9", "device.kind=cpu"),
         {"training.save_interval": 7, "device.kind": "cpu"},
