@@ -205,7 +205,7 @@ def make_advantages(rollouts: Rollouts) -> Tensor:
 
 
 class Sharded:
-    """The policy with FSDP in a process of its own, which `serve` runs."""
+    """The FSDP policy in a separate process (`serve`), as FSDP and Megatron cannot share one."""
 
     def __init__(self, folder: Path) -> None:
         words = [sys.executable, *sys.argv, "--serves", str(folder)]

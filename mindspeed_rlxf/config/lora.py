@@ -27,11 +27,13 @@ class LoraConfig(Section):
     )
     target_modules: Names = key(
         ALL_LINEAR,
-        "adapted modules: all-linear, a list of names or their endings, or a regular expression",
+        "modules to adapt: all-linear, a list of names or suffixes, or a regular expression",
         used_if="rank>0",
     )
     exclude_modules: Names = key(
-        (), "modules without adapters, a list or a regular expression", used_if="rank>0"
+        (),
+        "modules to exclude: a list of names or suffixes, or a regular expression",
+        used_if="rank>0",
     )
 
     @property

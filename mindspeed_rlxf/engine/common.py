@@ -18,6 +18,7 @@ from mindspeed_rlxf.engine.finite import SkippedSteps, Step
 from mindspeed_rlxf.engine.micro_batch import MicroBatch
 from mindspeed_rlxf.engine.offload import Offload
 from mindspeed_rlxf.engine.outputs import average_metrics
+from mindspeed_rlxf.engine.together import fail_together, gather_all
 from mindspeed_rlxf.engine.train_engine import Part
 from mindspeed_rlxf.models.parameters import Head
 
@@ -101,6 +102,12 @@ class CommonEngine:
         self.state.begin_save(folder)
 
     def end_save(self) -> float:
-        """Wait for all ranks' files; return the slowest rank's seconds."""
-        seconds: float = self.state.end_save()
-        return seconds
+        """Wait for all ranks' files; return the slowest rank's seconds.
+
+        Raises OSError on all ranks if one could not write.
+        """
+        assert self.state.saving is not None, "no save has begun"
+        (folder, writing), self.state.saving = self.state.saving, None
+        with fail_together(folder):
+            mine = writing.result()  # waits
+        return max(gather_all([mine]))

@@ -37,7 +37,6 @@ from mindspeed_rlxf.engine.role_files import (
     load_checked,
     write_files,
 )
-from mindspeed_rlxf.engine.together import fail_together, gather_all
 from mindspeed_rlxf.weights.chunks import HeldChunk
 from mindspeed_rlxf.weights.role_state import (
     BUFFER_BYTES,
@@ -96,17 +95,6 @@ class TrainState:
 
         writing = WRITER.submit(write_files, folder, rank, write, texts, self.describe)
         self.saving = folder, writing
-
-    def end_save(self) -> float:
-        """Wait for all ranks' files; return the slowest rank's seconds.
-
-        Raises OSError on all ranks if one could not write.
-        """
-        assert self.saving is not None, "no save has begun"
-        (folder, writing), self.saving = self.saving, None
-        with fail_together(folder):
-            mine = writing.result()  # waits
-        return max(gather_all([mine]))
 
 
 def load_state(state: TrainState, folder: Path) -> Loaded:

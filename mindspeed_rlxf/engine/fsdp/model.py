@@ -43,14 +43,12 @@ class Groups:
         mesh: One axis, over all ranks.
         ulysses: Neighbouring ranks that share the tokens of a micro-batch; None = one rank each.
         dp_host: The ranks with the same place in their Ulysses groups, for host tensors.
-        host: All ranks, for host tensors.
         saving: All ranks, for checkpoints, which are written beside training.
     """
 
     mesh: Any
     ulysses: dist.ProcessGroup | None
     dp_host: dist.ProcessGroup
-    host: dist.ProcessGroup
     saving: dist.ProcessGroup
 
     @classmethod
@@ -66,7 +64,6 @@ def _make_groups(size: int) -> dict[str, Any]:
     found = {
         "mesh": dist.init_device_mesh(device.current_device().type, (world,)),
         "ulysses": None,
-        "host": dist.new_group(every, backend="gloo"),
         "saving": dist.new_group(every, backend="gloo"),
     }
     for place in range(size):
@@ -111,7 +108,7 @@ def build(folder: str, head: Head, dtype: torch.dtype) -> Any:
 
     attention.register()
     described = read_text_config(Path(folder))
-    described.dtype = torch.float32 if dtype is torch.float32 else dtype
+    described.dtype = dtype
     if head is Head.SCORE:
         described.tie_word_embeddings = False
     with _parameters_on_meta(dtype):

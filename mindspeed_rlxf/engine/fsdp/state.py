@@ -116,17 +116,6 @@ class ShardedState:
         writing = WRITER.submit(write_files, folder, rank, write, texts, self.describe)
         self.saving = folder, writing
 
-    def end_save(self) -> float:
-        """Wait for all ranks' files; return the slowest rank's seconds.
-
-        Raises OSError on all ranks if one could not write.
-        """
-        assert self.saving is not None, "no save has begun"
-        (folder, writing), self.saving = self.saving, None
-        with fail_together(folder):
-            mine = writing.result()
-        return max(gather_all([mine]))
-
     def load(self, folder: Path) -> Loaded:
         """Load a training state; return any rank's problem, on every rank, or the success."""
         return load_checked(folder, lambda: self._load_share(folder))
