@@ -4,11 +4,16 @@
 clipped loss, one step of Adam. `plain` is transformers' model with the same weights in the same
 process: padded rows, the same loss, torch's AdamW. They have micro-batches of the same rows and
 take turns; medians of 5. `fsdp` is the actor with `backend: fsdp`, in a process of its own that
-works when asked, as its process must not load Megatron. Prompts have 64 tokens, responses the
-lengths of `rollout_lengths.json`.
+works when asked, as its process must not load Megatron. `trl` (with `--trl`) is the training step
+of TRL's GRPOTrainer in a third process: its log-probs, clipped loss and AdamW on the rows of
+`plain`, with the same advantages and old log-probs. Rows are padded to the longest of their
+micro-batch (TRL itself pads to the longest of the batch), and it has no critic, as `ours` (TRL's
+PPOTrainer updates policy and critic together). Prompts have 64 tokens, responses the lengths of
+`rollout_lengths.json`.
 Ends with an error if their log-probs differ before the measurement. Prints one JSON line.
 
     python benchmarks/update.py [--device cpu|cuda|npu] [--bf16] [--size 19m|100m] [--batch 16]
+    python benchmarks/update.py --size 100m --batch 8 --trl FOLDER
     python benchmarks/update.py --prompts 4 --samples 8 --prompt 256 --response 64
     python benchmarks/update.py --model outputs/smollm2/model --prompts 16 --prompt 40 --response 16
 
@@ -16,7 +21,7 @@ With `--prompts` there are so many prompts of `--prompt` tokens, each with `--sa
 half to one and a half of `--response` tokens, all samples of a prompt in one micro-batch. `apart`
 is then our side with `share_prompts: false`. `--model` takes the weights of a Hugging Face folder.
 `matrix_products_share` is the part of our update's time, on the CPU, in matrix products and
-attention, by torch's profiler.
+attention, by torch's profiler. `ppo_step.py` says how to install TRL into a folder.
 """
 
 import argparse
@@ -28,7 +33,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, redirect_stdout
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +43,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from iteration import make_models, write_inputs
-from ppo_step import BASE, LENGTHS, MICRO, PROMPT, SHAPES, our_tree
+from ppo_step import BASE, LENGTHS, MICRO, PROMPT, SHAPES, TRL_SETTINGS, our_tree
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
@@ -66,20 +73,23 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=PROMPT)
     parser.add_argument("--response", type=int, default=64)
-    parser.add_argument("--serves", type=Path, help="used inside: the folder of the inputs")
+    parser.add_argument("--trl", type=Path, help="folder with trl; measures it too")
+    parser.add_argument("--serves", nargs=2, metavar=("SIDE", "FOLDER"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.micro = MICRO
     if arguments.prompts:
         arguments.batch = arguments.prompts * arguments.samples
         arguments.micro, arguments.limit = arguments.samples, 3 * arguments.response // 2
-    serves = arguments.serves is not None
-    device.setup(arguments.device, arguments.threads, megatron=not serves)
+    device.setup(arguments.device, arguments.threads, megatron=arguments.serves is None)
+    if arguments.serves and arguments.serves[0] == "trl":  # has no process group
+        serve(Trl, arguments)
+        return
     dist.init_process_group(
         device.facts(arguments.device).backend, store=dist.HashStore(), rank=0, world_size=1,
         timeout=timedelta(minutes=5),
     )  # fmt: skip
-    if serves:
-        serve(arguments.serves, arguments)
+    if arguments.serves:
+        serve(partial(Ours, backend="fsdp"), arguments)
     else:
         with tempfile.TemporaryDirectory() as name:
             print(json.dumps(measure(Path(name), arguments)))
@@ -94,8 +104,10 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     else:
         make_models(folder, SHAPES[arguments.size])
     rollouts, lengths = make_all_rollouts(arguments)
-    with Sharded(folder) as sharded:
-        return compare(folder, rollouts, lengths, sharded, arguments)
+    with ExitStack() as stack:
+        names = ["fsdp", *["trl"] * bool(arguments.trl)]
+        others = {name: stack.enter_context(Served(name, folder, arguments)) for name in names}
+        return compare(folder, rollouts, lengths, others, arguments)
 
 
 def make_all_rollouts(arguments: argparse.Namespace) -> tuple[Rollouts, list[int]]:
@@ -111,11 +123,11 @@ def make_all_rollouts(arguments: argparse.Namespace) -> tuple[Rollouts, list[int
 
 
 def compare(
-    folder: Path, rollouts: Rollouts, lengths: list[int], sharded: "Sharded",
+    folder: Path, rollouts: Rollouts, lengths: list[int], others: dict[str, Any],
     arguments: argparse.Namespace,
 ) -> dict[str, Any]:  # fmt: skip
     ours, theirs = Ours(folder, rollouts, arguments), Plain(folder, rollouts, arguments)
-    all_sides: dict[str, Any] = {"ours": ours, "plain": theirs, "fsdp": sharded}
+    all_sides: dict[str, Any] = {"ours": ours, "plain": theirs, **others}
     prompt_tokens = len(lengths) * arguments.prompt
     if arguments.prompts:
         all_sides["apart"] = Ours(folder, rollouts, arguments, share=False)
@@ -204,16 +216,19 @@ def make_advantages(rollouts: Rollouts) -> Tensor:
     return noise * rollouts.trained_mask
 
 
-class Sharded:
-    """The FSDP policy in a separate process (`serve`), as FSDP and Megatron cannot share one."""
+class Served:
+    """A side in a separate process (`serve`), as FSDP and Megatron cannot share one."""
 
-    def __init__(self, folder: Path) -> None:
-        words = [sys.executable, *sys.argv, "--serves", str(folder)]
+    def __init__(self, side: str, folder: Path, arguments: argparse.Namespace) -> None:
+        words = [sys.executable, "-W", "ignore", *sys.argv, "--serves", side, str(folder)]
+        paths = [str(arguments.trl.resolve())] * (side == "trl")
+        environment = {"PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
         self.process: Any = subprocess.Popen(
-            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env=os.environ | environment,
+        )  # fmt: skip
 
-    def __enter__(self) -> "Sharded":
+    def __enter__(self) -> "Served":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -227,7 +242,7 @@ class Sharded:
         self.process.stdin.write(f"{part}\n")
         self.process.stdin.flush()
         while (said := self.process.stdout.readline()) != f"{part} done\n":
-            assert said, "the process with FSDP has ended"
+            assert said, "a process that was asked has ended"
 
     def forward(self) -> None:
         self._ask("forward")
@@ -236,11 +251,12 @@ class Sharded:
         self._ask("update")
 
 
-def serve(folder: Path, arguments: argparse.Namespace) -> None:
+def serve(make: Callable[..., Any], arguments: argparse.Namespace) -> None:
     rollouts, _ = make_all_rollouts(arguments)
-    side = Ours(folder, rollouts, arguments, backend="fsdp")
+    side = make(Path(arguments.serves[1]), rollouts, arguments)
     for line in sys.stdin:
-        getattr(side, line.strip())()
+        with redirect_stdout(sys.stderr):
+            getattr(side, line.strip())()
         print(f"{line.strip()} done", flush=True)
 
 
@@ -344,6 +360,86 @@ class Plain:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+
+class Trl:
+    """The policy in TRL's GRPOTrainer, from padded rows to the optimizer's step."""
+
+    def __init__(self, folder: Path, rollouts: Rollouts, arguments: argparse.Namespace) -> None:
+        from datasets import Dataset
+        from transformers import PreTrainedTokenizerFast
+        from trl import GRPOConfig, GRPOTrainer
+
+        count = rollouts.num_rows // arguments.micro
+        settings = {"bf16": arguments.bf16, "use_cpu": arguments.device is DeviceKind.CPU}
+        config = GRPOConfig(
+            output_dir=str(folder / "trl"),
+            per_device_train_batch_size=arguments.micro,
+            gradient_accumulation_steps=count,
+            num_generations=arguments.micro,
+            max_completion_length=arguments.limit,
+            beta=0.0,
+            **(TRL_SETTINGS | settings),
+        )
+        policy = AutoModelForCausalLM.from_pretrained(
+            folder / "policy", attn_implementation="sdpa", dtype=torch.float32
+        )
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
+        self.trainer: Any = GRPOTrainer(
+            model=policy,
+            reward_funcs=lambda completions, **_: [0.0] * len(completions),
+            args=config,
+            train_dataset=Dataset.from_dict({"prompt": [""] * rollouts.num_rows}),
+            processing_class=tokenizer,
+        )
+        self.trainer.create_optimizer()
+        self.trainer.current_gradient_accumulation_steps = count
+        self.trainer._prepare_inputs = dict  # the rows below, in place of generated ones
+        self.where = device.current_device()
+        starts = range(0, rollouts.num_rows, arguments.micro)
+        advantages = make_advantages(rollouts)
+        self.inputs = [
+            self._inputs(rollouts, advantages, slice(i, i + arguments.micro)) for i in starts
+        ]
+        for inputs, old in zip(self.inputs, self.forward(), strict=True):
+            inputs["old_per_token_logps"] = old
+
+    def _inputs(self, rollouts: Rollouts, advantages: Tensor, rows: slice) -> dict[str, Tensor]:
+        prompts, mask = rollouts.prompt_ids[rows], rollouts.trained_mask[rows]
+        width = int(mask.sum(1).max())
+        found = {
+            "prompt_ids": prompts,
+            "prompt_mask": torch.ones_like(prompts),
+            "completion_ids": rollouts.response_ids[rows, :width],
+            "completion_mask": mask[:, :width].long(),
+            "advantages": advantages[rows, :width],
+            "num_items_in_batch": rollouts.trained_mask.sum(),
+        }
+        return {name: tensor.to(self.where) for name, tensor in found.items()}
+
+    @torch.no_grad()
+    def forward(self) -> list[Tensor]:
+        found = []
+        for inputs in self.inputs:
+            ids, mask = (
+                torch.cat([inputs[f"{part}_{kind}"] for part in ("prompt", "completion")], 1)
+                for kind in ("ids", "mask")
+            )
+            with self.trainer.compute_loss_context_manager():
+                width = inputs["completion_ids"].size(1)
+                log_probs = self.trainer._get_per_token_logps_and_entropies(
+                    self.trainer.model, ids, mask, width
+                )[0]
+            found.append(log_probs)
+        return found
+
+    def update(self) -> None:
+        trainer = self.trainer
+        for inputs in self.inputs:
+            trainer.training_step(trainer.model, inputs, None)
+        trainer.accelerator.clip_grad_norm_(trainer.model.parameters(), trainer.args.max_grad_norm)
+        trainer.optimizer.step()
+        trainer.model.zero_grad()
 
 
 if __name__ == "__main__":
