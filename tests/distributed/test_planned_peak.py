@@ -1,6 +1,8 @@
-"""The peak memory of a role is the planned one, within 10% (FSDP 15%), in its own CPU process."""
+"""The peak memory of a role is the planned one, within 10% (FSDP 15%), in its own CPU processes."""
 
 import gc
+import json
+import os
 import sys
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +28,7 @@ from mindspeed_rlxf.roles.critic import CriticRole
 from tests.distributed.groups import build_group
 from tests.distributed.llamas import make_llama, run_config
 from tests.distributed.samples import make_experience
-from tests.processes import run_python
+from tests.distributed.test_fsdp import run_ranks
 from tests.rows import made_rollouts
 from tests.traced import traced_peak
 
@@ -53,10 +55,17 @@ class Shape:
     keys: dict[str, Any] = field(default_factory=dict)  # further keys of the role
     micro_batch: int = 4
     backend: str = "megatron"
+    layout: dict[str, Any] = field(default_factory=dict)  # keys of every role
+    ranks: int = 1
+    family: dict[str, Any] = field(default_factory=dict)  # changes of config.json
 
 
 GROUP = {"n_samples_per_prompt": 4, "do_sample": True}
 ADAPTERS = {"lora": {"rank": 16}}
+ULYSSES = {"ulysses_sequence_parallel_size": 2}
+MISTRAL = {  # windows make its layers keep scores of all pairs of tokens
+    "model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 128,
+}  # fmt: skip
 SHAPES = {
     "actor": Shape(),
     "actor, shared prompt": Shape(prompt=448, response=64, keys=GROUP),
@@ -82,6 +91,20 @@ SHAPES = {
         keys={**ADAPTERS, "recompute": "full", "bf16": True}, backend="fsdp"
     ),
     "fsdp critic, adapters": Shape(role=Role.CRITIC, keys=ADAPTERS, backend="fsdp"),
+    "fsdp actor, 2 ranks": Shape(backend="fsdp", ranks=2),
+    "fsdp critic, adapters, 2 ranks": Shape(
+        role=Role.CRITIC, keys=ADAPTERS, backend="fsdp", ranks=2
+    ),
+    "fsdp actor, window": Shape(backend="fsdp", family=MISTRAL),
+    "fsdp actor, window, padded": Shape(
+        keys={"packed_sequences": False}, backend="fsdp", family=MISTRAL
+    ),
+    "fsdp actor, window, recompute full, bf16": Shape(
+        keys={"recompute": "full", "bf16": True}, backend="fsdp", family=MISTRAL
+    ),
+    "fsdp critic, window, ulysses": Shape(
+        role=Role.CRITIC, backend="fsdp", layout=ULYSSES, ranks=2, family=MISTRAL
+    ),
     "real width, 1 layer": Shape(REAL),
     # A critic, because an actor of two layers would need more than 23 GB.
     "real width, 2 layers": Shape(
@@ -164,18 +187,20 @@ def make_config(shape: Shape, folder: Path) -> RunConfig:
     scored = shape.role is Role.CRITIC
     make_llama(folder, shape.architecture, scored=scored)
     gc.collect()  # free the model that was written
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(described | shape.family))
+    batch = 4 * shape.ranks // shape.layout.get("ulysses_sequence_parallel_size", 1)
+    keys = {"micro_batch_size": shape.micro_batch, "backend": shape.backend, **shape.layout}
     return run_config(
-        folder, folder, shape.architecture,
-        {"micro_batch_size": shape.micro_batch, "backend": shape.backend}, 1,
-        OptimizerConfig(lr=1e-6),
+        folder, folder, shape.architecture, keys, shape.ranks, OptimizerConfig(lr=1e-6),
         actor_rollout={
             "max_prompt_length": shape.prompt,
             "max_new_tokens": shape.response,
-            "ppo_mini_batch_size": 4,
+            "ppo_mini_batch_size": batch,
             **(shape.keys if not scored else {}),
         },
-        critic={"critic_mini_batch_size": 4, **(shape.keys if scored else {})},
-        training={"seq_length": shape.prompt + shape.response},
+        critic={"critic_mini_batch_size": batch, **(shape.keys if scored else {})},
+        training={"seq_length": shape.prompt + shape.response, "global_batch_size": batch},
     )  # fmt: skip
 
 
@@ -186,12 +211,14 @@ def marks_of(name: str) -> list[pytest.MarkDecorator]:
 @pytest.mark.parametrize("name", [pytest.param(each, marks=marks_of(each)) for each in SHAPES])
 def test_as_much_is_planned_as_is_allocated(tmp_path: Path, name: str) -> None:
     """At real width 22 GB of free memory are needed, and some minutes."""
-    run_python("-m", "tests.distributed.test_planned_peak", name, tmp_path, timeout_s=1500)
+    run_ranks(
+        SHAPES[name].ranks, "tests.distributed.test_planned_peak", name, tmp_path, timeout_s=1500
+    )
 
 
 def main(name: str, folder: Path) -> None:
     shape = SHAPES[name]
-    config = make_config(shape, folder)
+    config = make_config(shape, folder / os.environ["RANK"])
     is_megatron = shape.backend == "megatron"
     runtime = LocalRuntime(DeviceKind.CPU, timeout_s=900.0, megatron=is_megatron)
     kind = TracedCritic if shape.role is Role.CRITIC else TracedActor

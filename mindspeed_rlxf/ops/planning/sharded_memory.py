@@ -8,11 +8,14 @@ import contextlib
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
+from pathlib import Path
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import KlPenalty, Recompute, Role
+from mindspeed_rlxf.config.hf_config import read_text_config
 from mindspeed_rlxf.config.lora import LoraConfig, can_adapt
 from mindspeed_rlxf.config.schema import ArchitectureConfig, LearningConfig, RunConfig
 from mindspeed_rlxf.models.heads import CHUNK_TOKENS
@@ -62,6 +65,27 @@ def adapter_elements(
         if len(shape) == 2 and LAYER.search(name) and can_adapt(module := name.rpartition(".")[0])
         if lora.selects(module)
     )
+
+
+@lru_cache(maxsize=64)
+def scored_layers(load: str | None, length: int) -> tuple[int, bool]:
+    """Count the layers whose attention keeps scores, a number for each pair of tokens.
+
+    These have a cap, sinks, or a window shorter than `length`. Also returns whether they have more
+    than the window. No layers if the folder `load` cannot be read.
+    """
+    with contextlib.suppress(ValueError, OSError):
+        config = read_text_config(Path(str(load)))
+        window = getattr(config, "sliding_window", None)
+        kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+        every = config.num_hidden_layers
+        if getattr(config, "attn_logit_softcapping", None) or any(
+            name.endswith(".sinks") for name in open_hf_folder(str(load))
+        ):
+            return every, True
+        if window is not None and window < length:
+            return every * kinds.count("sliding_attention") // len(kinds), False
+    return 0, False
 
 
 def _shapes(
@@ -116,6 +140,7 @@ class ShardedModel:
         self.item, self.ranks = itemsize(self.section), self.layout.world_size
         self.response = config.actor_rollout.max_new_tokens
         self.length = config.actor_rollout.max_prompt_length + self.response
+        self.scored, self.is_capped = scored_layers(self.section.load, self.length)
 
     def state(self) -> State:
         """Return the bytes that last: fp32 main weights and moments where the role is trained.
@@ -142,7 +167,8 @@ class ShardedModel:
         compares = config.algorithm.kl_penalty is KlPenalty.FULL or self.is_shared
         beside = Role.ACTOR_ROLLOUT if self.role is Role.REF and compares else None
         samples = config.samples_per_iteration // self.layout.dp
-        layer = self._layer(samples)
+        layer, (_, busy) = self._layer(samples), self._scores(samples)
+        layer = replace(layer, attention=layer.attention + busy)
         held = max(layer.forward, self._head_bytes(samples))
         yield Phase("forward", held, other=self._whole_weights(), beside=beside)
         if not self.learnt or self.is_shared:
@@ -162,10 +188,11 @@ class ShardedModel:
         section, layer = self.section, self._layer(samples)
         assert isinstance(section, LearningConfig), "frozen roles have no update"
         count, largest = len(self.layers), max(self.layers, default=0)
-        again = 0
-        kept = count * layer.kept
+        scores, busy = self._scores(samples)
+        again = max(0, busy - layer.mlp)  # whose activations are not there with attention's
+        kept = count * layer.kept + scores * self.scored
         if section.recompute is Recompute.FULL:
-            kept, again = count * layer.entry, layer.kept
+            kept, again = count * layer.entry, layer.kept + scores + again
         shard, root = -(-self.learnt // self.ranks), self.root
         if self.lora.rank:
             root, largest = 0, self.adapters // max(count, 1)
@@ -182,6 +209,23 @@ class ShardedModel:
             first = kept + max(head, again + (root + largest) * FP32)
             peak = max(first, layer.kept + (root + shard) * FP32)
         return Phase("update", peak, other=self._whole_weights(), learns=True)
+
+    def _scores(self, samples: int) -> tuple[int, int]:
+        """Return a layer's bytes for scores of pairs of tokens: kept, and while it computes.
+
+        Kept are probabilities and, with a cap or sinks, what is made of the scores before.
+        """
+        section, pairs = self.section, self.length**2
+        if not self.scored:
+            return 0, 0
+        heads = section.architecture.num_attention_heads // section.ulysses_sequence_parallel_size
+        rows = micro_batch_tokens(section, samples, self.length) // self.length
+        at_once = 1 if section.packed_sequences else rows
+        narrow = self.item if self.item < FP32 else 0
+        kept = FP32 + narrow + self.item * self.is_capped
+        mask = self.item + 12  # from distances of 8 bytes and conditions
+        busy = at_once * heads * (2 * FP32 + narrow) + mask
+        return rows * heads * pairs * kept, pairs * busy
 
     def _layer(self, samples: int) -> LayerBytes:
         tokens = micro_batch_tokens(self.section, samples, self.length)
