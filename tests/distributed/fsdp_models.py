@@ -39,6 +39,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}}),
 }  # fmt: skip
 """Name -> (class name in transformers, keys of its configuration beside SIZES)."""
+CLASSIFIERS = {"llama": "SequenceClassification", "gemma2": "TokenClassification"}
+"""Families whose score head is that of a model of transformers."""
 
 
 def wrap(source: Path, folder: Path) -> Path:
@@ -71,8 +73,13 @@ def make_family(folder: Path, name: str) -> tuple[Path, Path, ArchitectureConfig
             if parameter_name.endswith(("bias", "sinks")):
                 parameter.uniform_(-1.0, 1.0)
     lm, scored = folder / "lm", folder / "scored"
-    for place in (lm, scored):
-        model.save_pretrained(place)
+    model.save_pretrained(lm)
+    scorer = model
+    if name in CLASSIFIERS:
+        model.config.num_labels = 1
+        scorer = getattr(transformers, f"AutoModelFor{CLASSIFIERS[name]}").from_config(model.config)
+        scorer.model.load_state_dict(model.model.state_dict())
+    scorer.save_pretrained(scored)
     weights = load_file(scored / "model.safetensors")
     weights.pop("lm_head.weight", None)
     weights["score.weight"] = torch.randn(1, SIZES["hidden_size"])

@@ -11,13 +11,14 @@ python -m tests.distributed.fsdp_program CASES.json, on each rank of RANK and WO
     export      folder for the weights after it, and for adapters
     kl          True: the reference computes the KL of the vocabulary after it
     broken      function of the model's build that does nothing; expects the probe's error
+    means       True: as a torch that takes means of gradients over the ranks, not sums
     lr          of actor and critic
     out         file for the first rank's results
 """
 
 import json
 import sys
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from mindspeed_rlxf.data.mini_batches import rank_steps
 from mindspeed_rlxf.engine.fsdp import (
     engine as fsdp_engine,
     model as fsdp_model,
+    optimizer as fsdp_optimizer,
     weights as fsdp_weights,
 )
 from mindspeed_rlxf.engine.fsdp.optimizer import MOMENTS
@@ -168,7 +170,10 @@ def main(file: str) -> None:
     runtime = LocalRuntime(DeviceKind.CPU, timeout_s=60.0, megatron=megatron)
     fsdp_weights.initial_values = noise
     for case in cases:
-        results = compute(case, runtime.rank, runtime.size)
+        with ExitStack() as stack:
+            for module in (fsdp_model, fsdp_optimizer) if "means" in case else ():
+                stack.enter_context(patch.object(module, "sums_gradients", lambda: False))
+            results = compute(case, runtime.rank, runtime.size)
         if runtime.is_first:
             torch.save(results, case["out"])
     if not megatron:

@@ -1,15 +1,18 @@
-"""Training with FSDP over models of transformers equals plain torch, and Megatron's engine."""
+"""Training with FSDP over models of transformers equals plain torch, PEFT and Megatron's engine."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from torch.testing import assert_close
+from transformers import AutoModelForCausalLM
 
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.hf_config import parse_architecture, read_hf_config
@@ -19,18 +22,27 @@ from mindspeed_rlxf.weights.torch_dist import read_metadata_tensors
 from tests.distributed.fsdp_models import FAMILIES, make_family, wrap
 from tests.distributed.fsdp_program import STEPS, config_of
 from tests.distributed.samples import make_experience, make_rollouts
+from tests.peft_engine import PeftEngine
 from tests.plain_engine import PlainEngine
 from tests.processes import ROOT, free_port, with_sources
+from tests.unit.weights.folders_of import read_folder
 
 FSDP = {"backend": "fsdp", "micro_batch_size": 2}
 ULYSSES = {**FSDP, "ulysses_sequence_parallel_size": 2}
 SAVING = {"recompute": "full", "offload": {"weights": True, "optimizer": True}}
 SHORT = ("llama", "gemma2", "qwen3_5")  # the others are in the long tests
 MEGATRONS = ("llama", "qwen2", "qwen3")
+LORA = {"rank": 3, "alpha": 6.0}
+ATTENTION = {
+    **LORA,
+    "target_modules": r".*\.[qo]_proj",
+    "exclude_modules": ["layers.0.self_attn.o_proj"],
+}
+SENT = ", sent"
 Results = dict[str, Any]
 
 
-def run_ranks(ranks: int, *words: object) -> None:
+def run_ranks(ranks: int, *words: object, timeout_s: float = 480.0) -> None:
     """Run the module with these words on all ranks; fail the test if one fails, end them all."""
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", *map(str, words)]
@@ -43,7 +55,7 @@ def run_ranks(ranks: int, *words: object) -> None:
         for rank in range(ranks)
     ]  # fmt: skip
     try:
-        ends = [each.communicate(timeout=240)[0] for each in started]
+        ends = [each.communicate(timeout=timeout_s)[0] for each in started]
     finally:
         for each in started:
             each.kill()
@@ -70,11 +82,11 @@ def case_of(folder: Path, name: str, keys: dict[str, Any], **more: Any) -> dict[
     return {"lm": str(lm), "scored": str(scored), "architecture": sizes, "keys": keys, **more}
 
 
-def plain_results(case: dict[str, Any]) -> Results:
-    """Return what `fsdp_program` returns, by plain transformers and AdamW."""
+def plain_results(case: dict[str, Any], kind: Any = PlainEngine) -> Results:
+    """Return what `fsdp_program` returns, by plain transformers and AdamW, or `PeftEngine`."""
     config, rollouts = config_of(case, 1), make_rollouts()
     experience, steps = make_experience(rollouts), STEPS[: case.get("steps", 1)]
-    actor, critic = ActorRole(config, PlainEngine), CriticRole(config, PlainEngine)
+    actor, critic = ActorRole(config, kind), CriticRole(config, kind)
     engines: Any = {"actor": actor.engine, "critic": critic.engine}
     found = {
         "actor.outputs": engines["actor"].log_probs(rollouts, 0.8).log_probs,
@@ -85,8 +97,10 @@ def plain_results(case: dict[str, Any]) -> Results:
     }
     for name, engine in engines.items():
         found[f"{name}.weights"] = engine.file_tensors()
-    if "kl" in case:
-        found["kl"] = plain_kl(engines["actor"], PlainEngine(config, Role.REF))
+    if "kl" in case or kind is PeftEngine:
+        reference = PlainEngine(config, Role.REF)
+        found["kl"] = plain_kl(engines["actor"], reference)
+        found["reference"] = reference.log_probs(rollouts, 0.8).log_probs
     return found
 
 
@@ -118,51 +132,114 @@ def close(ours: Results, theirs: Results, what: str) -> None:
             assert error <= 1e-5 * max(1, tensor.abs().max()), f"{what} {name}: {error:.1e}"
 
 
-def check_families(folder: Path, families: Any, cases: dict[str, dict[str, Any]]) -> dict:
-    """Compare families with plain transformers on two ranks, data-parallel and as Ulysses group.
-
-    Computes `cases` in the same processes; returns their results.
-    """
+def family_cases(folder: Path, families: Any) -> dict[str, Any]:
+    """Return cases of families, data-parallel and as a Ulysses group."""
     made = {name: case_of(folder, name, FSDP) for name in families}
     for name in {"llama", "qwen2"} & made.keys():
         made[name]["kl"] = True
     alone = ("qwen3_5", "phi3")
-    ulysses = {f"{n} u": {**c, "keys": ULYSSES} for n, c in made.items() if n not in alone}
-    results = run_cases(2, made | ulysses | cases, folder / "two")
-    for name, case in made.items():
-        plain = plain_results(case)
-        for key in {name, f"{name} u"} & results.keys():
+    return made | {f"{n} u": {**c, "keys": ULYSSES} for n, c in made.items() if n not in alone}
+
+
+def check_families(results: dict[str, Any], families: Any, cases: dict[str, Any]) -> None:
+    """Compare families with plain transformers."""
+    for name in families:
+        plain = plain_results(cases[name])
+        for key in {name, f"{name} u"} & cases.keys():
             close(results[key], plain, key)
-    return results
+
+
+def lora_cases(folder: Path, made: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """Return a case per name, of a family with its adapters, and one that takes no step."""
+    cases = {
+        name: case_of(folder / name, family, ULYSSES if "ulysses" in name else FSDP, steps=2,
+                      trained={"lora": lora, **SAVING})
+        for name, (family, lora) in made.items()
+    }  # fmt: skip
+    return cases | {f"{name}{SENT}": {**case, "steps": 0} for name, case in cases.items()}
+
+
+def check_adapters(results: dict[str, Any], cases: dict[str, Any]) -> None:
+    """Compare with PEFT's adapters in one process; bitwise what is sent before any step."""
+    for name, case in cases.items():
+        ours, plain = results[name], plain_results(case, PeftEngine)
+        close(ours, plain, name)
+        assert_close(ours["reference"], plain["reference"], rtol=1e-5, atol=1e-5)
+        for role in ("actor", "critic") if name.endswith(SENT) else ():
+            found, wanted = (each[f"{role}.weights"] for each in (ours, plain))
+            assert all(found[n].equal(tensor) for n, tensor in wanted.items()), name
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """The cases of the short tests and their results; starting processes takes most of the time.
+
+    Attributes:
+        folder: With the states and exports.
+        cases: By name.
+        two, one: Results on two ranks, and on one.
+        megatron: Results of Megatron's engine.
+    """
+    folder = tmp_path_factory.mktemp("fsdp")
+
+    def make(name: str, family: str, keys: dict[str, Any] = FSDP, **more: Any) -> dict[str, Any]:
+        return case_of(folder / name, family, keys, **more)
+
+    experts = make("moe", "qwen3_moe", trained=SAVING)
+    wrapped = make("wrapped", "qwen3_5", export=str(folder / "text"))
+    wrapped["lm"] = str(wrap(Path(wrapped["lm"]), folder / "wrapped" / "images"))
+    state = str(folder / "narrow state")
+    lora = lora_cases(folder / "lora", {"adapters": ("llama", LORA)})
+    cases = family_cases(folder, SHORT) | lora
+    cases |= {
+        "saving": {**experts, "save": str(folder / "state"), "export": str(folder / "out")},
+        "loading": {**experts, "load": str(folder / "state")},
+        "leaking": make("leaking", "qwen3_5", broken="packs"),
+        "noisy": make("noisy", "opt", broken="_remove_noise"),
+        "narrow": make("narrow", "llama", {**FSDP, "bf16": True}, lr=1e-6, save=state),
+        "wrapped": wrapped,
+        "means": make("means", "llama", means=True),
+    }
+    one_step, state = {**lora["adapters"], "steps": 1}, str(folder / "adapters state")
+    cases["saving adapters"] = {**one_step, "save": state, "export": str(folder / "adapters")}
+    cases["loading adapters"] = {**one_step, "load": state}
+    three = {name: make("three", name, steps=3) for name in MEGATRONS}
+    for case in three.values():  # the exact architecture, which Megatron needs
+        case["architecture"] = parse_architecture(read_hf_config(Path(case["lm"])))
+    megatron = {name: {**case, "keys": {"micro_batch_size": 2}} for name, case in three.items()}
+    return SimpleNamespace(
+        folder=folder,
+        cases=cases,
+        two=run_cases(2, cases, folder / "two ranks"),
+        one=run_cases(1, {**three, "loading": cases["loading"]}, folder / "one rank"),
+        megatron=run_cases(1, megatron, folder / "megatron"),
+    )
 
 
 @pytest.mark.long
 def test_other_families_equal_plain_transformers_on_two_ranks(tmp_path: Path) -> None:
     # Adam makes steps of the rounding in gradients of OPT's key biases, which are 0.
-    check_families(tmp_path, [name for name in FAMILIES if name not in (*SHORT, "opt")], {})
+    others = [name for name in FAMILIES if name not in (*SHORT, "opt")]
+    cases = family_cases(tmp_path, others)
+    check_families(run_cases(2, cases, tmp_path / "two"), others, cases)
 
 
-def test_families_equal_plain_transformers_and_resume_on_two_ranks(tmp_path: Path) -> None:
-    """Data-parallel and in a Ulysses group; with recomputation and offload; resumed elsewhere."""
-    place, out = str(tmp_path / "state"), tmp_path / "out"
-    experts = case_of(tmp_path / "moe", "qwen3_moe", FSDP, trained=SAVING)
-    saving = {**experts, "save": place, "export": str(out)}
-    loading = {**experts, "load": place}
-    leaking = case_of(tmp_path / "leaking", "qwen3_5", FSDP, broken="packs")
-    noisy = case_of(tmp_path / "noisy", "opt", FSDP, broken="_remove_noise")
-    narrow = {**case_of(tmp_path / "narrow", "llama", {**FSDP, "bf16": True}), "lr": 1e-6}
-    narrow["save"] = str(tmp_path / "narrow state")
-    wrapped = case_of(tmp_path / "wrapped", "qwen3_5", FSDP, export=str(tmp_path / "text"))
-    wrapped["lm"] = str(wrap(Path(wrapped["lm"]), tmp_path / "wrapped" / "images"))
-    more = {"saving": saving, "loading": loading, "leaking": leaking, "noisy": noisy}
-    more |= {"narrow": narrow, "wrapped": wrapped}
-    results = check_families(tmp_path, SHORT, more)
-    said = results["leaking"]["error"]
+def test_families_equal_plain_transformers_on_two_ranks(short: SimpleNamespace) -> None:
+    check_families(short.two, SHORT, short.cases)
+    close(short.two["means"], plain_results(short.cases["means"]), "means of gradients")
+    check_bf16(short.cases["narrow"], short.two["narrow"], short.two["llama"])
+
+
+def test_models_that_leak_or_make_noise_are_refused(short: SimpleNamespace) -> None:
+    said = short.two["leaking"]["error"]
     assert "Qwen3_5ForCausalLM must compute each sequence by itself" in said, said
-    assert "dropout or noise" in results["noisy"]["error"]
-    saved, resumed = results["saving"], results["loading"]
-    close(saved, plain_results(experts), "recomputed and offloaded")
-    (alone,) = run_cases(1, {"alone": loading}, tmp_path / "one").values()
+    assert "dropout or noise" in short.two["noisy"]["error"]
+
+
+def test_a_state_is_resumed_on_any_number_of_ranks(short: SimpleNamespace) -> None:
+    """With recomputation and offload."""
+    saved, resumed, alone = short.two["saving"], short.two["loading"], short.one["loading"]
+    close(saved, plain_results(short.cases["saving"]), "recomputed and offloaded")
     for role in ("actor", "critic"):
         assert resumed[f"{role}.loaded"] == ["", True] and alone[f"{role}.loaded"] == ["", False]
         assert resumed[f"{role}.steps"] == saved[f"{role}.more"]
@@ -173,15 +250,16 @@ def test_families_equal_plain_transformers_and_resume_on_two_ranks(tmp_path: Pat
             assert max(state.pop("steps")) == 1
             assert state.keys() == saved[f"{role}.state"].keys() - {"steps"}
             assert all(torch.equal(saved[f"{role}.state"][key], t) for key, t in state.items())
-    from transformers import AutoModelForCausalLM
 
-    again = tmp_path / "again"
-    exports = {out: saved["actor.last"], tmp_path / "text": results["wrapped"]["actor.weights"]}
-    for folder, tensors in exports.items():
-        AutoModelForCausalLM.from_pretrained(folder / "actor").save_pretrained(again)
-        assert same(load_file(again / "model.safetensors"), tensors)
-    assert read_hf_config(tmp_path / "text" / "actor")["architectures"] == ["Qwen3_5ForCausalLM"]
-    check_bf16(narrow, results["narrow"], results["llama"])
+
+def test_transformers_loads_what_is_exported(short: SimpleNamespace, tmp_path: Path) -> None:
+    exports = {"out": short.two["saving"]["actor.last"]}
+    exports["text"] = short.two["wrapped"]["actor.weights"]
+    for name, tensors in exports.items():
+        folder = short.folder / name / "actor"
+        AutoModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path)
+        assert same(load_file(tmp_path / "model.safetensors"), tensors)
+    assert read_hf_config(folder)["architectures"] == ["Qwen3_5ForCausalLM"]
 
 
 def same(found: Results, wanted: Results) -> bool:
@@ -199,11 +277,33 @@ def check_bf16(case: dict[str, Any], ours: Results, wide: Results) -> None:
         assert 1e-7 < (after - before).abs().max() < 2e-6, name
 
 
-def test_three_steps_equal_those_of_megatrons_engine(tmp_path: Path) -> None:
-    fsdp = {name: case_of(tmp_path, name, FSDP, steps=3) for name in MEGATRONS}
-    for case in fsdp.values():  # the exact architecture, which Megatron needs
-        case["architecture"] = parse_architecture(read_hf_config(Path(case["lm"])))
-    megatron = {name: {**case, "keys": {"micro_batch_size": 2}} for name, case in fsdp.items()}
-    theirs = run_cases(1, megatron, tmp_path / "megatron")
-    for name, ours in run_cases(1, fsdp, tmp_path / "fsdp").items():
-        close(ours, theirs[name], name)
+def test_three_steps_equal_those_of_megatrons_engine(short: SimpleNamespace) -> None:
+    for name in MEGATRONS:
+        close(short.one[name], short.megatron[name], name)
+
+
+def test_adapters_are_those_of_peft_on_two_ranks(short: SimpleNamespace) -> None:
+    """They resume bitwise, and the folders at the end are what PEFT makes of them."""
+    check_adapters(short.two, {name: short.cases[name] for name in ("adapters", f"adapters{SENT}")})
+    saved, loaded = short.two["saving adapters"], short.two["loading adapters"]
+    out = short.folder / "adapters"
+    for role in ("actor", "critic"):
+        folder = short.folder / "adapters state" / role / "sharded"
+        stored = {key.partition("/")[2] for key in read_metadata_tensors(folder, trust_files=True)}
+        score = {"lm_head.weight"} if role == "critic" else set()
+        assert score < stored and all(".lora_" in name for name in stored - score)
+        assert loaded[f"{role}.loaded"] == ["", True]
+        for name, tensor in saved[f"{role}.last"].items():
+            assert torch.equal(loaded[f"{role}.weights"][name], tensor), name
+    model = AutoModelForCausalLM.from_pretrained(short.cases["adapters"]["lm"])
+    merged = PeftModel.from_pretrained(model, out / "actor_adapter").merge_and_unload()
+    wanted, exported = merged.state_dict(), read_folder(out / "actor")
+    assert all(wanted[name].equal(tensor) for name, tensor in exported.items())
+    assert read_folder(out / "critic").keys() == exported.keys() | {"score.weight"}
+
+
+@pytest.mark.long
+def test_other_families_have_adapters(tmp_path: Path) -> None:
+    made = {name: (name, LORA) for name in ("qwen2", "gemma2", "qwen3_5")}
+    cases = lora_cases(tmp_path, made | {"ulysses": ("qwen3_moe", ATTENTION)})
+    check_adapters(run_cases(2, cases, tmp_path / "two"), cases)

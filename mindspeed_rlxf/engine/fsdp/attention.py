@@ -63,7 +63,7 @@ def attend(
     Shapes: query [rows, heads, tokens, d], key and value [rows, key-value heads, tokens, d], the
     result [rows, tokens, heads, d]. `kinds` are the layer's sliding_window, softcap and s_aux.
     """
-    assert layout is not None, "the engine passes the sequences"
+    assert layout is not None, "its layers do not get the sequences, try recompute=none"
     group = layout.group
     if group is not None:
         query, key, value = _to_heads(query, key, value, group)

@@ -118,6 +118,7 @@ def build(folder: str, head: Head, dtype: torch.dtype) -> Any:
     if packs(model):
         model.config._attn_implementation = attention.NAME
     _remove_noise(model)
+    reach_experts(model)
     return model
 
 
@@ -145,6 +146,23 @@ def _remove_noise(model: Any) -> None:
             if isinstance(value, float) and ("drop" in name or "jitter" in name):
                 setattr(each, name, 0.0)
     model.get_input_embeddings().padding_idx = None
+
+
+def reach_experts(model: nn.Module) -> None:
+    """Give experts without tokens gradients of 0, as all ranks must have those of a layer.
+
+    Experts are modules of their own in transformers 4, which leaves out some of them.
+    """
+
+    def reach(module: Any, _: Any, output: Any) -> Any:
+        zero = sum(parameter.flatten()[0] for parameter in module.experts.parameters()) * 0
+        if isinstance(output, tuple):  # with the router's logits
+            return (output[0] + zero, *output[1:])
+        return output + zero
+
+    for module in model.modules():
+        if isinstance(getattr(module, "experts", None), nn.ModuleList):
+            module.register_forward_hook(reach)
 
 
 def decoder_layers(model: Any) -> list[Any]:

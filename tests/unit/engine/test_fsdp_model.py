@@ -1,9 +1,11 @@
 """Models of transformers as FSDP's engine builds them."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from mindspeed_rlxf.engine.fsdp import model as built
 from mindspeed_rlxf.engine.fsdp.attention import Layout
@@ -30,3 +32,29 @@ def test_longest_positions_keep_rows_apart(tmp_path: Path, name: str, packs: boo
     lm, _, _ = make_family(tmp_path, name)
     model = built.build(str(lm), Head.LANGUAGE_MODEL, torch.float32)
     assert built.packs(model) is packs and built.runs_rows_alone(model) is not packs
+
+
+class Experts(nn.Module):
+    """Chooses the first of two experts for all tokens, as modules of transformers 4 can."""
+
+    def __init__(self, routes: bool) -> None:
+        super().__init__()
+        self.experts, self.routes = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]), routes
+
+    def forward(self, inputs: Tensor) -> Any:
+        found = self.experts[0](inputs)
+        return (found, inputs) if self.routes else found
+
+
+@pytest.mark.parametrize("routes", [False, True])
+def test_experts_without_tokens_have_gradients(routes: bool) -> None:
+    module, inputs = Experts(routes), torch.ones(2, 3)
+    before = module(inputs)
+    built.reach_experts(nn.Sequential(module))
+    found = module(inputs)
+    assert isinstance(found, tuple) is routes
+    (found, before) = (found[0], before[0]) if routes else (found, before)
+    assert torch.equal(found, before)
+    found.sum().backward()
+    grads = [parameter.grad for parameter in module.experts[1].parameters()]
+    assert all(grad is not None and not grad.any() for grad in grads)
