@@ -4,11 +4,12 @@ Names and meanings are PEFT's.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 from mindspeed_rlxf.config.architecture import ArchitectureConfig
 from mindspeed_rlxf.config.fields import Section, Strings, free, key
+from mindspeed_rlxf.config.problems import Problem
 
 ALL_LINEAR = "all-linear"
 ATTENTION = tuple(f"self_attn.{name}_proj" for name in "qkvo")
@@ -46,6 +47,14 @@ class LoraConfig(Section):
         if self.rank == 0 or _matches(self.exclude_modules, module):
             return False
         return self.target_modules == ALL_LINEAR or _matches(self.target_modules, module)
+
+    def selects_nothing(self, modules: Iterable[str], model: str) -> Problem:
+        """Return the problem that none of a model's linear modules gets an adapter."""
+        known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in modules))
+        rule = f"and exclude_modules must leave some of {model}'s modules {known}"
+        targets = self.target_modules
+        shown = targets if isinstance(targets, str) else list(targets)
+        return Problem("lora.target_modules", rule, shown, "use all-linear")
 
 
 def _matches(names: str | Sequence[str], module: str) -> bool:

@@ -157,6 +157,11 @@ class RoleConfig(Section):
         """Divisor for the number of micro-batches: the stages of a virtual pipeline, else 1."""
         return self.pipeline_model_parallel_size if self.model_chunks > 1 else 1
 
+    @property
+    def adapters(self) -> LoraConfig:
+        """The role's low-rank adapters; of rank 0 in a frozen role."""
+        return LoraConfig()
+
     def _broken_rules(self) -> Iterator[Problem]:
         if self.architecture is None:  # a reward computed by a rule has no model
             return
@@ -223,6 +228,11 @@ class LearningConfig(RoleConfig, OptimizerConfig):
     )
 
     @property
+    def adapters(self) -> LoraConfig:
+        """The key `lora`."""
+        return self.lora
+
+    @property
     def optimizer(self) -> OptimizerConfig:
         """The role's optimizer keys, which are part of its section."""
         return self
@@ -256,12 +266,9 @@ class LearningConfig(RoleConfig, OptimizerConfig):
         a, tp, lora = self.architecture, self.tensor_model_parallel_size, self.lora
         if lora.rank == 0 or self.backend != "megatron":  # whose engine knows the modules
             return
-        if not any(map(lora.selects, linear_modules(a))):
-            names = ", ".join(dict.fromkeys(n.rpartition(".")[2] for n in linear_modules(a)))
-            rule = f"and exclude_modules must leave some of {self.model}'s modules {names}"
-            targets = lora.target_modules
-            shown = targets if isinstance(targets, str) else list(targets)
-            yield Problem("lora.target_modules", rule, shown, "use all-linear")
+        modules = [*linear_modules(a)]
+        if not any(map(lora.selects, modules)):
+            yield lora.selects_nothing(modules, self.model)
         if tp > a.kv_heads:
             rule = f"must be at most num_query_groups={a.kv_heads} with {ref('lora.rank')}"
             yield Problem(TP, rule, tp, f"use {a.kv_heads} or less")

@@ -65,10 +65,10 @@ def build_chunks(
             )
         chunks.append(module.to(device=device.current_device(), dtype=dtype))
         stack_experts(chunks[-1])
-        if isinstance(role, LearningConfig) and role.lora.rank:
+        if role.adapters.rank:
             stage = chunk * groups.pp.size() + groups.pp.rank(), groups.pp.size() * count
             table = stage_parameters(role.architecture, head, *stage)
-            attach_adapters(chunks[-1], table, role.architecture, groups.tp.size(), role.lora)
+            attach_adapters(chunks[-1], table, role.architecture, groups.tp.size(), role.adapters)
     return chunks
 
 

@@ -1,4 +1,4 @@
-"""What all training engines have in common: moving parts, counting work, sums and metrics."""
+"""What all training engines have in common: reading outputs, moving parts, counting work."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_rlxf.algorithms.losses import LossOutput
+from mindspeed_rlxf.algorithms.slots import readable_slots
 from mindspeed_rlxf.config.schema import LoraConfig, RoleConfig
-from mindspeed_rlxf.data.batch import Rollouts
+from mindspeed_rlxf.data.batch import LogProbs, LogProbsWithKl, Rollouts, Scores, Values
 from mindspeed_rlxf.engine import offload, work
 from mindspeed_rlxf.engine.finite import SkippedSteps, Step
 from mindspeed_rlxf.engine.micro_batch import MicroBatch
 from mindspeed_rlxf.engine.offload import Offload
-from mindspeed_rlxf.engine.outputs import average_metrics
+from mindspeed_rlxf.engine.outputs import average_metrics, scatter_rows
 from mindspeed_rlxf.engine.together import fail_together, gather_all
-from mindspeed_rlxf.engine.train_engine import Part
+from mindspeed_rlxf.engine.train_engine import Part, PolicyStep, ValueStep
 from mindspeed_rlxf.models.parameters import Head
 
 
@@ -28,6 +30,9 @@ class CommonEngine:
 
     Attributes:
         groups: Process groups; `dp_host` has the data-parallel ranks, for host tensors.
+        reads: Module with `read_log_probs` and the other functions from a model, a micro-batch and
+            its last hidden states to results, see `engine.schedule`.
+        output_layer: What `read_log_probs_and_kl` gets of the policy.
         state: The training state, of a trained role.
     """
 
@@ -37,6 +42,9 @@ class CommonEngine:
     skipped: SkippedSteps
     groups: Any
     state: Any
+    reads: Any
+    output_layer: Any  # a property
+    without_adapters: Callable[[], AbstractContextManager[None]]
     is_leader: Any  # a property
     micro_batches: Callable[..., list[MicroBatch]]
     forward: Callable[..., list[Tensor]]
@@ -72,6 +80,71 @@ class CommonEngine:
         """Run forward passes over all rows, in order; return `read`'s result per micro-batch."""
         rows = range(rollouts.num_rows)
         return self.forward(self.micro_batches(rollouts, rows, in_order=True), read)
+
+    def _loss(
+        self, step: PolicyStep | ValueStep, model: Any, batch: MicroBatch, hidden: Tensor
+    ) -> LossOutput:
+        """Compute a step's loss from a micro-batch's hidden states."""
+        if isinstance(step, PolicyStep):
+            found = self.reads.read_log_probs(model, batch, hidden, step.temperature)
+            return step.loss(batch.rows, found)
+        slots = step.slots[batch.rows]
+        return step.loss(batch.rows, self.reads.read_values(model, batch, hidden, slots))
+
+    def log_probs(self, rollouts: Rollouts, temperature: float) -> LogProbs | None:
+        """Compute log-probs for the trained response tokens, 0 elsewhere."""
+
+        def read(*given: Any) -> Tensor:
+            found: Tensor = self.reads.read_log_probs(*given, temperature).log_probs
+            return found
+
+        flat = self._read_all(rollouts, read)
+        return LogProbs(scatter_rows(flat, rollouts.trained_mask)) if self.is_leader else None
+
+    def log_probs_with_kl(
+        self, rollouts: Rollouts, temperature: float, policy: CommonEngine
+    ) -> LogProbsWithKl | None:
+        """Compute the trained tokens' log-probs, and KL(policy || this engine) over the vocabulary.
+
+        None on ranks other than the leader. Both engines must have the same layout, so that a rank
+        has the same part of the output layer in both.
+        """
+        mask = rollouts.trained_mask
+        counts = mask.sum(1)
+        starts = (counts.cumsum(0) - counts).tolist()
+
+        def read(model: Any, batch: MicroBatch, hidden: Tensor) -> Any:
+            first = starts[batch.rows[0]]
+            own = states[first : first + len(batch.trained_ids)]
+            theirs = output, own, temperature
+            return self.reads.read_log_probs_and_kl(model, batch, hidden, *theirs)
+
+        weights = [Part.WEIGHTS]
+        with offload.holding((self._offload, weights), (policy._offload, weights)):
+            # Row after row, as the two engines may make different micro-batches.
+            parts = policy._read_all(rollouts, self.reads.read_states)
+            states = torch.cat(parts) if parts else torch.empty(0)
+            output = policy.output_layer
+            with self.without_adapters():  # where the policy is this engine
+                flat = self._read_all(rollouts, read)
+        if not self.is_leader:
+            return None
+        return LogProbsWithKl(*(scatter_rows([p[i] for p in flat], mask) for i in range(2)))
+
+    def values(self, rollouts: Rollouts) -> Values | None:
+        """Compute values for the slots marked by `readable_slots`."""
+        slots = readable_slots(rollouts.trained_mask, rollouts.response_mask)
+
+        def read(model: Any, batch: MicroBatch, hidden: Tensor) -> Any:
+            return self.reads.read_values(model, batch, hidden, slots[batch.rows])
+
+        flat = self._read_all(rollouts, read)
+        return Values(scatter_rows(flat, slots)) if self.is_leader else None
+
+    def scores(self, rollouts: Rollouts) -> Scores | None:
+        """Compute the score at each response's last token."""
+        flat = self._read_all(rollouts, self.reads.read_scores)
+        return Scores(torch.cat(flat).float().cpu()) if self.is_leader else None
 
     def _count(self, micro_batches: Sequence[MicroBatch], passes: int) -> None:
         if self.is_leader and self.role.architecture is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mindspeed_rlxf import device
-from mindspeed_rlxf.algorithms.slots import readable_slots
 from mindspeed_rlxf.config.schema import (
-    LearningConfig,
-    LoraConfig,
     OptimizerConfig,
     RoleConfig,
 )
-from mindspeed_rlxf.data.batch import LogProbs, LogProbsWithKl, Rollouts, Scores, Values
+from mindspeed_rlxf.data.batch import Rollouts
 from mindspeed_rlxf.device import megatron_versions
-from mindspeed_rlxf.engine import offload, work
+from mindspeed_rlxf.engine import schedule, work
 from mindspeed_rlxf.engine.adam_state import single_optimizers
 from mindspeed_rlxf.engine.build import (
     build_chunks,
@@ -51,22 +49,16 @@ from mindspeed_rlxf.engine.micro_batch import (
     saved_tokens,
 )
 from mindspeed_rlxf.engine.offload import tensors_of
-from mindspeed_rlxf.engine.outputs import scatter_rows
 from mindspeed_rlxf.engine.parallel import ParallelGroups
 from mindspeed_rlxf.engine.schedule import (
     Read,
-    loss_reader,
-    read_log_probs,
-    read_log_probs_and_kl,
-    read_scores,
-    read_states,
-    read_values,
     run_schedule,
 )
 from mindspeed_rlxf.engine.together import gather_all
 from mindspeed_rlxf.engine.train_engine import Part, PolicyStep, ValueStep
 from mindspeed_rlxf.engine.train_state import TrainState, load_state
-from mindspeed_rlxf.models.adapters import switched_off
+from mindspeed_rlxf.models.adapter_parameters import switched_off
+from mindspeed_rlxf.models.adapters import LinearAdapters
 from mindspeed_rlxf.models.attention import shares_prompts
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.models.transformer import TransformerModel
@@ -82,6 +74,8 @@ class MegatronEngine(CommonEngine):
 
     With a virtual pipeline the stage has several model chunks.
     """
+
+    reads = schedule
 
     def __init__(
         self,
@@ -122,7 +116,7 @@ class MegatronEngine(CommonEngine):
         experts = role.expert_model_parallel_size
         self.groups = ParallelGroups(*sizes, seed, role.model_chunks, experts)
         self.dtype = torch.bfloat16 if role.bf16 else torch.float32
-        self.lora = role.lora if isinstance(role, LearningConfig) else LoraConfig()
+        self.lora = role.adapters
         with self.groups.active():
             self.chunks = build_chunks(role, head, self.groups, self.dtype)
             groups = self.groups.tp, self.groups.pp, self.groups.ep
@@ -172,6 +166,11 @@ class MegatronEngine(CommonEngine):
         return self.chunks[0] if len(self.chunks) == 1 else torch.nn.ModuleList(self.chunks)
 
     @property
+    def output_layer(self) -> TransformerModel:
+        """The last chunk, which has the output layer."""
+        return self.chunks[-1]
+
+    @property
     def config(self) -> TransformerConfig:
         """Megatron's transformer configuration."""
         return self.chunks[0].config
@@ -217,61 +216,9 @@ class MegatronEngine(CommonEngine):
         """Whether this rank's results are used for its replica."""
         return self.groups.is_leader
 
-    def log_probs(self, rollouts: Rollouts, temperature: float) -> LogProbs | None:
-        """Compute log-probs for the trained response tokens, 0 elsewhere."""
-
-        def read(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
-            return read_log_probs(model, batch, hidden, temperature).log_probs
-
-        flat = self._read_all(rollouts, read)
-        return LogProbs(scatter_rows(flat, rollouts.trained_mask)) if self.is_leader else None
-
-    def log_probs_with_kl(
-        self, rollouts: Rollouts, temperature: float, policy: MegatronEngine
-    ) -> LogProbsWithKl | None:
-        """Compute the trained tokens' log-probs, and KL(policy || this engine) over the vocabulary.
-
-        None on ranks other than the leader. Both engines must have the same layout, so that a rank
-        has the same vocabulary shard in both.
-        """
-        mask = rollouts.trained_mask
-        counts = mask.sum(1)
-        starts = (counts.cumsum(0) - counts).tolist()
-
-        def read(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
-            first = starts[batch.rows[0]]
-            own = states[first : first + len(batch.trained_ids)]
-            return read_log_probs_and_kl(model, batch, hidden, policy.chunks[-1], own, temperature)
-
-        weights = [Part.WEIGHTS]
-        with offload.holding((self._offload, weights), (policy._offload, weights)):
-            # Row after row, as the two engines may make different micro-batches.
-            parts = policy._read_all(rollouts, read_states)
-            states = torch.cat(parts) if parts else torch.empty(0)
-            with self.without_adapters():  # where the policy is this engine
-                flat = self._read_all(rollouts, read)
-        if not self.is_leader:
-            return None
-        return LogProbsWithKl(*(scatter_rows([p[i] for p in flat], mask) for i in range(2)))
-
     def without_adapters(self) -> AbstractContextManager[None]:
         """Return a context in which this engine computes with the loaded weights alone."""
-        return switched_off(self.module)
-
-    def values(self, rollouts: Rollouts) -> Values | None:
-        """Compute values for the slots marked by `readable_slots`."""
-        slots = readable_slots(rollouts.trained_mask, rollouts.response_mask)
-
-        def read(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
-            return read_values(model, batch, hidden, slots[batch.rows])
-
-        flat = self._read_all(rollouts, read)
-        return Values(scatter_rows(flat, slots)) if self.is_leader else None
-
-    def scores(self, rollouts: Rollouts) -> Scores | None:
-        """Compute the score at each response's last token."""
-        flat = self._read_all(rollouts, read_scores)
-        return Scores(torch.cat(flat).float().cpu()) if self.is_leader else None
+        return switched_off(m for m in self.module.modules() if isinstance(m, LinearAdapters))
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[MicroBatch], read: Read) -> list[Tensor]:
@@ -308,7 +255,7 @@ class MegatronEngine(CommonEngine):
                 model.train()
                 model.zero_grad_buffer()
             self.state.optimizer.zero_grad()
-            read = loss_reader(step)
+            read = partial(self._loss, step)
             outputs = run_schedule(self.models, self.chunks[-1], micro_batches, read)
             self._offload.mark_changed(Part.WEIGHTS, Part.OPTIMIZER)
             self._offload.await_copies(Part.OPTIMIZER)

@@ -14,7 +14,7 @@ from torch import Tensor
 from mindspeed_rlxf.algorithms.losses import LossOutput
 from mindspeed_rlxf.engine.build import await_gathers
 from mindspeed_rlxf.engine.micro_batch import MicroBatch
-from mindspeed_rlxf.engine.train_engine import PolicyStep, TokenLogProbs, ValueStep
+from mindspeed_rlxf.engine.train_engine import TokenLogProbs
 from mindspeed_rlxf.models.experts import set_balance_loss_weight
 from mindspeed_rlxf.models.heads import full_kl, token_log_probs
 from mindspeed_rlxf.models.transformer import TransformerModel
@@ -64,22 +64,6 @@ def run_schedule(
 
 Read: TypeAlias = Callable[[TransformerModel, MicroBatch, Tensor], Tensor]
 """(last chunk of the model, micro-batch, its hidden states) -> result of the micro-batch."""
-
-
-def loss_reader(
-    step: PolicyStep | ValueStep,
-) -> Callable[[TransformerModel, MicroBatch, Tensor], LossOutput]:
-    """Return a function that computes a step's loss from a micro-batch's hidden states.
-
-    A PolicyStep gets the trained tokens' log-probs, a ValueStep its slots' values.
-    """
-
-    def read(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> LossOutput:
-        if isinstance(step, PolicyStep):
-            return step.loss(batch.rows, read_log_probs(model, batch, hidden, step.temperature))
-        return step.loss(batch.rows, read_values(model, batch, hidden, step.slots[batch.rows]))
-
-    return read
 
 
 def read_log_probs(

@@ -6,8 +6,10 @@ column-parallel linear splits B by rows over the tensor-parallel ranks, a row-pa
 columns.
 """
 
+import contextlib
 import math
 from collections.abc import Iterable, Iterator
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -64,3 +66,16 @@ def initial_values(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
     """Add scale * B A, computed in fp32, to a whole weight in place, as PEFT merges it."""
     weight += (b.float() @ a.float() * scale).to(weight.dtype)
+
+
+@contextlib.contextmanager
+def switched_off(adapters: Iterable[Any]) -> Iterator[None]:
+    """Compute without these modules' adapters inside the block."""
+    found = list(adapters)
+    for each in found:
+        each.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for each in found:
+            each.enable_adapters(True)

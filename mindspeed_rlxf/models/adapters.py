@@ -4,8 +4,7 @@ A linear may join several Hugging Face modules (query, key and value; gate and u
 own A and B. Tensor-parallel ranks exchange products with A, [tokens, rank], not inputs or outputs.
 """
 
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -59,6 +58,10 @@ class LinearAdapters(torch.nn.Module):
                 tensor_parallel.set_tensor_model_parallel_attributes(tensor, True, axis, 1)
             elif self.sequence_parallel:  # each rank sees a part of the tokens
                 tensor.sequence_parallel = True  # type: ignore[attr-defined]
+
+    def enable_adapters(self, enabled: bool) -> None:
+        """Switch them on or off, as PEFT's."""
+        self.enabled = enabled
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return scale * B A x, 0 for modules without an adapter.
@@ -118,19 +121,6 @@ def attach_adapters(
             linear: Any = module.get_submodule(row.name.removesuffix(".weight"))
             linear.add_module(ADAPTERS, LinearAdapters(linear, row, architecture, tp, lora))
             linear.register_forward_hook(_add_adapters)
-
-
-@contextlib.contextmanager
-def switched_off(module: torch.nn.Module) -> Iterator[None]:
-    """Compute without the module's adapters inside the block."""
-    found = [each for each in module.modules() if isinstance(each, LinearAdapters)]
-    for adapters in found:
-        adapters.enabled = False
-    try:
-        yield
-    finally:
-        for adapters in found:
-            adapters.enabled = True
 
 
 def _add_adapters(linear: Any, inputs: tuple[Tensor, ...], output: Any) -> Any:

@@ -6,8 +6,6 @@ Names of parameters lose what PEFT puts into them, so `q_proj.weight` is the fro
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -35,13 +33,10 @@ def inject(model: Any, lora: LoraConfig) -> None:
     except ImportError:
         rule, remedy = "needs the package peft with backend=fsdp", "install it"
         raise UserError(Problem("lora.rank", rule, lora.rank, remedy)) from None
-    chosen = [name for name in linear_modules(model) if lora.selects(name)]
+    modules = linear_modules(model)
+    chosen = [name for name in modules if lora.selects(name)]
     if not chosen:
-        known = sorted({name.rpartition(".")[2] for name in linear_modules(model)})
-        rule = f"and exclude_modules must leave some of the modules {', '.join(known)}"
-        targets = lora.target_modules
-        shown = targets if isinstance(targets, str) else list(targets)
-        raise UserError(Problem("lora.target_modules", rule, shown, "use all-linear"))
+        raise UserError(lora.selects_nothing(modules, type(model).__name__))
     config = PeftConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
@@ -85,16 +80,3 @@ def frozen_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype that frozen weights can have beside fp32 adapters: `dtype`, or fp32."""
     release = Version(torch.__version__).release
     return dtype if release >= MIXED_SINCE.release else torch.float32
-
-
-@contextlib.contextmanager
-def switched_off(model: Any) -> Iterator[None]:
-    """Compute without the model's adapters inside the block."""
-    adapted = [m for m in model.modules() if hasattr(m, "enable_adapters") and hasattr(m, "lora_A")]
-    for module in adapted:
-        module.enable_adapters(False)
-    try:
-        yield
-    finally:
-        for module in adapted:
-            module.enable_adapters(True)

@@ -10,35 +10,31 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.algorithms.losses import LossOutput
-from mindspeed_rlxf.algorithms.slots import readable_slots
 from mindspeed_rlxf.config.hf_config import read_hf_config, read_text_config
-from mindspeed_rlxf.config.schema import LearningConfig, LoraConfig, OptimizerConfig, RoleConfig
-from mindspeed_rlxf.data.batch import LogProbs, LogProbsWithKl, Rollouts, Scores, Values
+from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
+from mindspeed_rlxf.data.batch import Rollouts
 from mindspeed_rlxf.engine import offload, work
 from mindspeed_rlxf.engine.common import CommonEngine
 from mindspeed_rlxf.engine.finite import SkippedSteps
-from mindspeed_rlxf.engine.fsdp import attention, weights
+from mindspeed_rlxf.engine.fsdp import attention, reads, weights
 from mindspeed_rlxf.engine.fsdp.model import Groups, build, linear_of, packs, runs_rows_alone, shard
 from mindspeed_rlxf.engine.fsdp.optimizer import ShardedAdam
 from mindspeed_rlxf.engine.fsdp.probe import probe
 from mindspeed_rlxf.engine.fsdp.state import ShardedState
 from mindspeed_rlxf.engine.micro_batch import MicroBatch, group_rows, make_micro_batches
 from mindspeed_rlxf.engine.offload import Offload
-from mindspeed_rlxf.engine.outputs import scatter_rows
 from mindspeed_rlxf.engine.together import fail_together
-from mindspeed_rlxf.engine.train_engine import Part, PolicyStep, TokenLogProbs, ValueStep
+from mindspeed_rlxf.engine.train_engine import Part, PolicyStep, ValueStep
 from mindspeed_rlxf.models import hf_adapters as adapters
-from mindspeed_rlxf.models.heads import full_kl, token_log_probs
+from mindspeed_rlxf.models.adapter_parameters import switched_off
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.weights.folders import copy_side_files
 from mindspeed_rlxf.weights.hf_folder import open_hf_folder, write_stream
@@ -47,11 +43,8 @@ from mindspeed_rlxf.weights.state_files import Loaded
 
 logger = logging.getLogger(__name__)
 
-Read = Callable[[MicroBatch, Tensor], Any]
-"""(micro-batch, last hidden states of this rank's tokens) -> result of the micro-batch."""
-
-
-ONE_RANK: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)  # no tensor-parallel group
+Read = Callable[["FsdpEngine", MicroBatch, Tensor], Any]
+"""(engine, micro-batch, last hidden states of this rank's tokens) -> its result."""
 
 
 class FsdpEngine(CommonEngine):
@@ -59,6 +52,8 @@ class FsdpEngine(CommonEngine):
 
     A replica is a Ulysses group: its ranks compute the same rows.
     """
+
+    reads = reads
 
     def __init__(
         self,
@@ -82,7 +77,7 @@ class FsdpEngine(CommonEngine):
         self.groups = Groups.of(role.ulysses_sequence_parallel_size)
         self.dtype = torch.bfloat16 if role.bf16 else torch.float32
         self._mini_batch = 0  # steps of this iteration
-        self.lora = role.lora if isinstance(role, LearningConfig) else LoraConfig()
+        self.lora = role.adapters
         wide = self.dtype if optimizer is None else torch.float32  # main weights are fp32
         if self.lora.rank:
             wide = adapters.frozen_dtype(self.dtype)
@@ -199,98 +194,23 @@ class FsdpEngine(CommonEngine):
         gathered: Tensor = attention.Gather.apply(found, group, sizes)
         return gathered.index_select(0, order)
 
-    def read_log_probs(self, batch: MicroBatch, hidden: Tensor, temperature: float) -> Tensor:
-        """Compute the trained tokens' log-probs and entropies, [tokens, 2]."""
-
-        def compute(states: Tensor, own: Tensor) -> Tensor:
-            weight = self.model.lm_head.weight
-            labels = batch.trained_ids[own.to(batch.trained_ids.device)]
-            settings = len(weight), ONE_RANK, temperature, self.linear
-            return torch.stack(token_log_probs(states, weight, labels, *settings), dim=-1)
-
-        return self.at(hidden, batch.prediction_places(batch.trained_mask), compute)
-
-    def read_head(self, batch: MicroBatch, hidden: Tensor, places: Tensor) -> Tensor:
-        """Compute the score head's output at flat places, [places] fp32."""
-
-        def compute(states: Tensor, own: Tensor) -> Tensor:
-            return F.linear(states.float(), self.model.lm_head.weight.float())[:, 0]
-
-        return self.at(hidden, places, compute)
-
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[MicroBatch], read: Read) -> list[Tensor]:
         """Run the passes without gradients; return `read`'s result per micro-batch."""
         self.model.eval()
         with self.holding(Part.WEIGHTS):
-            found = [self.run(batch, partial(read, batch)) for batch in micro_batches]
+            found = [self.run(batch, partial(read, self, batch)) for batch in micro_batches]
             self.model.reshard()
         self._count(micro_batches, work.FORWARD)
         return found
 
-    def log_probs(self, rollouts: Rollouts, temperature: float) -> LogProbs | None:
-        """Compute log-probs for the trained response tokens, 0 elsewhere."""
-
-        def read(batch: MicroBatch, hidden: Tensor) -> Tensor:
-            return self.read_log_probs(batch, hidden, temperature)[:, 0]
-
-        flat = self._read_all(rollouts, read)
-        return LogProbs(scatter_rows(flat, rollouts.trained_mask)) if self.is_leader else None
-
-    def log_probs_with_kl(
-        self, rollouts: Rollouts, temperature: float, policy: FsdpEngine
-    ) -> LogProbsWithKl | None:
-        """Compute the trained tokens' log-probs, and KL(policy || this engine)."""
-        mask = rollouts.trained_mask
-        counts = mask.sum(1)
-        starts = (counts.cumsum(0) - counts).tolist()
-
-        def read_states(batch: MicroBatch, hidden: Tensor) -> Tensor:
-            return self.at(hidden, batch.prediction_places(batch.trained_mask), lambda s, _: s)
-
-        def read(batch: MicroBatch, hidden: Tensor) -> Tensor:
-            first = starts[batch.rows[0]]
-            theirs = states[first : first + len(batch.trained_ids)].to(hidden.device)
-            weight = self.model.lm_head.weight
-            settings = len(weight), ONE_RANK, temperature, self.linear
-            kl = full_kl(theirs, output, read_states(batch, hidden), weight, *settings)
-            return torch.stack((self.read_log_probs(batch, hidden, temperature)[:, 0], kl))
-
-        with offload.holding((self._offload, [Part.WEIGHTS]), (policy._offload, [Part.WEIGHTS])):
-            parts = policy._read_all(rollouts, read_states)
-            states = torch.cat(parts) if parts else torch.empty(0)
-            output = policy.output_weight().to(self.dtype)
-            with self.without_adapters():  # where the policy is this engine
-                flat = self._read_all(rollouts, read)
-        if not self.is_leader:
-            return None
-        return LogProbsWithKl(*(scatter_rows([p[i] for p in flat], mask) for i in range(2)))
-
-    def output_weight(self) -> Tensor:
-        """Return the whole output layer, or the embedding that it is tied to; a collective."""
+    @property
+    def output_layer(self) -> Tensor:
+        """The whole output layer, or the embedding that it is tied to; a collective."""
         weight = self.model.lm_head.weight
         names = (name for name, each in self.model.named_parameters() if each is weight)
         found = {each.name: each for each in self.held}[next(names)]
-        return found.gather()
-
-    def values(self, rollouts: Rollouts) -> Values | None:
-        """Compute values for the slots marked by `readable_slots`."""
-        slots = readable_slots(rollouts.trained_mask, rollouts.response_mask)
-
-        def read(batch: MicroBatch, hidden: Tensor) -> Tensor:
-            return self.read_head(batch, hidden, batch.prediction_places(slots[batch.rows]))
-
-        flat = self._read_all(rollouts, read)
-        return Values(scatter_rows(flat, slots)) if self.is_leader else None
-
-    def scores(self, rollouts: Rollouts) -> Scores | None:
-        """Compute the score at each response's last token."""
-
-        def read(batch: MicroBatch, hidden: Tensor) -> Tensor:
-            return self.read_head(batch, hidden, batch.last_places())
-
-        flat = self._read_all(rollouts, read)
-        return Scores(torch.cat(flat).float().cpu()) if self.is_leader else None
+        return found.gather().to(self.dtype)
 
     def train_step(
         self, micro_batches: Sequence[MicroBatch], step: PolicyStep | ValueStep
@@ -306,26 +226,14 @@ class FsdpEngine(CommonEngine):
         with self.holding(*Part):
             for number, batch in enumerate(micro_batches, start=1):
                 self.model.set_requires_gradient_sync(number == len(micro_batches))
-                loss, output = self.run(batch, partial(self._loss, step, batch))
-                loss.backward()
-                outputs.append(output)
+                outputs.append(self.run(batch, partial(self._loss, step, self, batch)))
+                outputs[-1].loss.backward()
             weight = torch.tensor(float(sum(output.weight for output in outputs)))
             losses = [output.loss.detach() for output in outputs]
             done = self.optimizer.step(losses, float(self.sum_over_replicas(weight)))
             self._offload.mark_changed(Part.WEIGHTS, Part.OPTIMIZER)
         self.skipped.judge(done, self.optimizer.scheduler_steps + 1, self._mini_batch)
         return self._step_metrics(micro_batches, outputs, done)
-
-    def _loss(
-        self, step: PolicyStep | ValueStep, batch: MicroBatch, hidden: Tensor
-    ) -> tuple[Tensor, LossOutput]:
-        if isinstance(step, PolicyStep):
-            found = self.read_log_probs(batch, hidden, step.temperature)
-            output = step.loss(batch.rows, TokenLogProbs(found[:, 0], found[:, 1]))
-        else:
-            places = batch.prediction_places(step.slots[batch.rows])
-            output = step.loss(batch.rows, self.read_head(batch, hidden, places))
-        return output.loss, output
 
     def end_iteration(self) -> float:
         """Advance the learning-rate schedule; return the ending iteration's rate."""
@@ -346,7 +254,7 @@ class FsdpEngine(CommonEngine):
 
     def without_adapters(self) -> AbstractContextManager[None]:
         """Return a context in which this engine computes with the loaded weights alone."""
-        return adapters.switched_off(self.model)
+        return switched_off(m for m in self.model.modules() if hasattr(m, "lora_A"))
 
     def export(
         self,

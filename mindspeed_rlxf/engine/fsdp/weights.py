@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from mindspeed_rlxf.config.schema import LearningConfig, RoleConfig
+from mindspeed_rlxf.config.schema import RoleConfig
 from mindspeed_rlxf.engine.fsdp.model import build
 from mindspeed_rlxf.models.adapter_parameters import A, B, initial_values, merge
 from mindspeed_rlxf.models.hf_adapters import OUTPUT, inject, is_adapter, plain_name
@@ -107,8 +107,8 @@ def check_folder(role: RoleConfig, head: Head) -> None:
     assert role.load is not None, "checked beforehand"
     model = build(role.load, head, torch.float32)
     shapes = file_shapes(model, pieces_of(model, head))
-    if isinstance(role, LearningConfig) and role.lora.rank:
-        inject(model, role.lora)
+    if role.adapters.rank:
+        inject(model, role.adapters)
     folder = open_hf_folder(role.load, role.trust_files)
     found = {name: stored for name in shapes if (stored := find_stored(folder, name)) is not None}
     if head is Head.SCORE and SCORE not in found:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from mindspeed_rlxf.config.enums import Role
-from mindspeed_rlxf.config.lora import LoraConfig
-from mindspeed_rlxf.config.schema import LearningConfig, RunConfig
+from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.config.section_rules import PROCESS_BYTES
 from mindspeed_rlxf.models.parameter_counts import HEADS, adapter_sizes, model_elements
 from mindspeed_rlxf.models.parameters import Head
@@ -164,11 +163,10 @@ def _checkpoint_bytes(config: RunConfig, role: Role) -> int:
 def _trained(config: RunConfig, role: Role) -> int:
     """Count the elements that training changes: of adapters and a score head, or all."""
     section, head = config.role(role), HEADS[role]
-    lora = section.lora if isinstance(section, LearningConfig) else LoraConfig()
-    if lora.rank == 0:
+    if section.adapters.rank == 0:
         return _numbers(config, role)
     score = section.architecture.hidden_size if head is Head.SCORE else 0
-    return sum(adapter_sizes(section.architecture, head, lora)) + score
+    return sum(adapter_sizes(section.architecture, head, section.adapters)) + score
 
 
 def _export_on_one_host(config: RunConfig, role: Role) -> int:

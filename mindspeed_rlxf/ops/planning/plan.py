@@ -6,7 +6,6 @@ from itertools import groupby
 
 from mindspeed_rlxf.cluster.worker import list_variables, offload_environment
 from mindspeed_rlxf.config.enums import OldLogProbs, Role
-from mindspeed_rlxf.config.lora import LoraConfig
 from mindspeed_rlxf.config.problems import Problem
 from mindspeed_rlxf.config.rank_layout import ParallelLayout
 from mindspeed_rlxf.config.ray_cluster import choose_cluster
@@ -203,8 +202,8 @@ def _describe_weights(config: RunConfig, role: Role) -> str:
     section = config.role(role)
     if role is Role.REF and config.shares_reference:
         return "the actor's, without its adapters"
-    lora = section.lora if isinstance(section, LearningConfig) else LoraConfig()
-    return f"{section.load}" + (f", adapters of rank {lora.rank}" if lora.rank else "")
+    rank = section.adapters.rank
+    return f"{section.load}" + (f", adapters of rank {rank}" if rank else "")
 
 
 def _batch_sizes(config: RunConfig) -> list[tuple[str, object]]:

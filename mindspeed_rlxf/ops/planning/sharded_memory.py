@@ -128,10 +128,9 @@ class ShardedModel:
         self.numbers = self.root + sum(self.layers)
         # A shared reference is the actor's model, whose row has all that lasts.
         self.is_shared = role is Role.REF and config.shares_reference
-        self.lora, self.learnt = LoraConfig(), 0  # elements that are trained
-        if isinstance(self.section, LearningConfig):
-            self.lora, self.learnt = self.section.lora, self.numbers
-        self.adapters = 0
+        self.lora, self.adapters = self.section.adapters, 0
+        # Elements that are trained.
+        self.learnt = self.numbers if isinstance(self.section, LearningConfig) else 0
         if self.lora.rank:
             model = self.section.load, self.section.architecture, self.head
             self.adapters = adapter_elements(*model, self.lora)

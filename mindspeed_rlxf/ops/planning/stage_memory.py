@@ -11,7 +11,6 @@ from typing import NamedTuple
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.architecture import groups_per_rank, qkv_rows
 from mindspeed_rlxf.config.enums import DeviceKind, KlPenalty, Recompute, Role
-from mindspeed_rlxf.config.lora import LoraConfig
 from mindspeed_rlxf.config.schema import (
     ArchitectureConfig,
     LearningConfig,
@@ -203,10 +202,9 @@ class PipelineStage:
         self.architecture = self.section.architecture
         # A shared reference is the actor's model, whose row has all that lasts.
         self.is_shared = role is Role.REF and config.shares_reference
-        self.optimizer, self.lora = None, LoraConfig()
-        if isinstance(self.section, LearningConfig):
-            self.optimizer = None if self.is_shared else self.section.optimizer
-            self.lora = self.section.lora
+        self.optimizer, self.lora = None, self.section.adapters
+        if isinstance(self.section, LearningConfig) and not self.is_shared:
+            self.optimizer = self.section.optimizer
         self.sequence_parallel = self.section.sequence_parallel and self.layout.tp > 1
         self.ep, dp = self.section.expert_model_parallel_size, self.layout.dp
         place = (pp_rank, self.layout.pp, self.section.model_chunks, self.ep)
