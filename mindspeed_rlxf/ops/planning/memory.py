@@ -13,9 +13,15 @@ from mindspeed_rlxf.config import generation_memory
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.rank_layout import count_per_node
 from mindspeed_rlxf.config.schema import OffloadConfig, RunConfig
-from mindspeed_rlxf.models.parameter_counts import adapted_elements, received_elements, shard_sizes
+from mindspeed_rlxf.config.section_rules import GIB
+from mindspeed_rlxf.models.parameter_counts import (
+    adapted_elements,
+    model_elements,
+    received_elements,
+    shard_sizes,
+)
 from mindspeed_rlxf.models.parameters import Head, hf_shapes
-from mindspeed_rlxf.ops.planning.available import rollout_memory
+from mindspeed_rlxf.ops.planning.available import device_memory, on_cpu, rollout_memory
 from mindspeed_rlxf.ops.planning.sharded_memory import ShardedModel
 from mindspeed_rlxf.ops.planning.stage_memory import (
     FP32,
@@ -132,17 +138,38 @@ def _generating_memory(config: RunConfig, pool: str) -> PoolMemory:
         Role.ACTOR_ROLLOUT,
         State(numbers * itemsize(actor), 0, 0),
         groups * device.communicator_bytes(config.device.kind),
-        (Phase("receive weights", other=bucket_bytes(config)), _generate_phase(config, 0)),
+        (Phase("receive weights", other=bucket_bytes(config)), *_generate_phases(config, 0)),
         OffloadConfig(),
     )
     return PoolMemory(
         pool,
         config.parts[0],
-        (rollout,),
+        (replace(rollout, state=State(0, 0, 0)), server_memory(config))
+        if config.runs_vllm
+        else (rollout,),
         device.process_bytes(config.device.kind),
         tuple(count_per_node(config.resource_pool[pool], *config.parts)),
         GENERATES,
     )
+
+
+def server_memory(config: RunConfig) -> RoleMemory:
+    """Compute a vLLM server's memory on one of its ranks: weights and KV cache.
+
+    On CPU a server does not sleep. On devices it has its share while training makes room.
+    """
+    actor, keys = config.actor_rollout, config.rollout.vllm
+    elements = model_elements(actor.architecture, Head.LANGUAGE_MODEL)
+    weights = elements * itemsize(actor) // config.rollout_tp
+    if keys.kv_cache_gib or on_cpu(config):
+        cache = int((keys.kv_cache_gib or 1.0) * GIB)
+    else:
+        share = int(keys.gpu_memory_utilization * (device_memory(config) or 0))
+        cache = max(0, share - weights)
+    phase, lasting = Phase("vLLM server", kv_cache=cache, other=weights), 0
+    if on_cpu(config):
+        phase, lasting = Phase("vLLM server"), phase.total
+    return RoleMemory(Role.ROLLOUT, State(0, 0, 0), lasting, (phase,), OffloadConfig())
 
 
 def bucket_bytes(config: RunConfig) -> int:
@@ -159,11 +186,13 @@ def pool_memory(config: RunConfig, pool: str) -> PoolMemory:
     ranks: dict[tuple[int, ...], int] = {}  # stage in each role -> first rank with these
     for rank in range(sum(processes)):
         ranks.setdefault(tuple(config.layout(role).pp_rank(rank) for role in roles), rank)
+    served = config.runs_vllm and Role.ACTOR_ROLLOUT in roles and not config.parts
+    servers = (server_memory(config),) * served
     needs = (
         PoolMemory(
             pool,
             rank,
-            tuple(map(partial(role_memory, config), roles, stages)),
+            (*map(partial(role_memory, config), roles, stages), *servers),
             device.process_bytes(config.device.kind),
             processes,
         )
@@ -190,7 +219,7 @@ def role_memory(config: RunConfig, role: Role, pp_rank: int) -> RoleMemory:
         # Weights of other stages, and copies with adapters merged, on a rank that also generates.
         place = (*stage.shard[:2], config.actor_rollout.lora, *stage.shard[2:6])
         received = received_elements(*stage.shard) + adapted_elements(*place)
-        phases.append(_generate_phase(config, received))
+        phases += _generate_phases(config, received)
     offload = OffloadConfig() if stage.is_shared else stage.section.offload
     return RoleMemory(role, stage.state(), stage.communication_bytes(), tuple(phases), offload)
 
@@ -199,16 +228,18 @@ def _sharded_memory(config: RunConfig, role: Role) -> RoleMemory:
     model = ShardedModel(config, role)
     phases = list(model.phases())
     if role is Role.ACTOR_ROLLOUT:  # generation has a whole model, and gathers one tensor at a time
-        phases.append(_generate_phase(config, model.numbers + model.root))
+        phases += _generate_phases(config, model.numbers + model.root)
     offload = OffloadConfig() if model.is_shared else model.section.offload
     return RoleMemory(role, model.state(), model.communication_bytes(), tuple(phases), offload)
 
 
-def _generate_phase(config: RunConfig, received: int) -> Phase:
+def _generate_phases(config: RunConfig, received: int) -> list[Phase]:
     """Compute generation's memory on a rank; it has every layer and its own experts.
 
-    `received` counts weight elements that it does not share with training.
+    `received` counts weight elements that it does not share with training. Servers have their own.
     """
+    if config.runs_vllm:
+        return []
     actor, tp, a = config.actor_rollout, config.rollout_tp, config.actor_rollout.architecture
     rows, held, item = cache_rows(config), _cache_tokens(config), itemsize(actor)
     length = actor.max_prompt_length + actor.max_new_tokens
@@ -235,7 +266,7 @@ def _generate_phase(config: RunConfig, received: int) -> Phase:
     state = rows * (actor.max_new_tokens + 1) * (8 + FP32 + FP32)
     tokens = rows * length if held is None else min(rows * length, max(held, length))
     cache = generation_memory.kv_cache_bytes(tokens, a, tp, item)
-    return Phase("generate", max(working, sampling) + state, cache, received * item)
+    return [Phase("generate", max(working, sampling) + state, cache, received * item)]
 
 
 def sampling_itemsize(do_sample: bool, sorts: bool) -> int:

@@ -12,6 +12,9 @@ from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.config.section_rules import GIB
+from mindspeed_rlxf.models.parameter_counts import model_elements
+from mindspeed_rlxf.models.parameters import Head
+from mindspeed_rlxf.ops.planning import memory
 from mindspeed_rlxf.ops.planning.memory import cache_rows, pool_memories, pool_memory, role_memory
 from mindspeed_rlxf.ops.planning.stage_memory import layer_bytes
 from mindspeed_rlxf.rollout.kv_cache import CacheShape, KvCache
@@ -262,3 +265,29 @@ def test_a_prefill_exchanges_a_limited_number_of_tokens_with_the_ranks_that_shar
     shared = together * (64 * 6 + 2 * (40 + choice))
     expected = dense + own + shared + 12 * 17 * (8 + 4 + 4)
     assert phase(run, Role.ACTOR_ROLLOUT, "generate").activations == expected
+
+
+def test_a_vllm_server_has_its_weights_and_cache(config):
+    keys = {"rollout.engine": "vllm", "rollout.vllm.kv_cache_gib": 0.5}
+    plain, served = (pool_memory(config(more), "main") for more in ({}, keys))
+    role = served.roles[-1]
+    weights = model_elements(config().actor_rollout.architecture, Head.LANGUAGE_MODEL) * 4
+    assert (role.role, role.other) == (Role.ROLLOUT, weights + GIB // 2)  # on CPU for good
+    assert "generate" not in {p.name for p in served.roles[0].phases}
+    assert "generate" in {p.name for p in plain.roles[0].phases}
+
+
+def test_a_vllm_server_on_a_device_takes_its_share_from_training_that_can_leave(
+    config, monkeypatch
+):
+    monkeypatch.setattr(memory, "on_cpu", lambda _: False)
+    keys = {
+        "rollout.engine": "vllm", "rollout.vllm.gpu_memory_utilization": 0.75,
+        "device.memory_gib": 8, "actor_rollout.offload.weights": True,
+    }  # fmt: skip
+    pool = pool_memory(config(keys), "main")
+    server, phase = pool.roles[-1], pool.roles[-1].phases[0]
+    assert phase.total == 6 * GIB and server.other == 0
+    assert pool.on_device(server, phase).weights == sum(
+        role.state.weights for role in pool.roles[1:]
+    )
