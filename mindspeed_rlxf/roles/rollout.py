@@ -72,7 +72,8 @@ class RolloutGroup:
     def update_weights(self, actor: ActorGroup, version: int) -> None:
         """Give the rollout the actor's weights after `version` updates, and wait.
 
-        Before the first time, servers are probed.
+        Servers are probed before the first time, and after this if one was started again since the
+        last time; then they get the weights once more.
 
         Raises:
             ValueError: A server answers the probe wrongly, or got the same bits though they moved.
@@ -81,15 +82,24 @@ class RolloutGroup:
             return
         if self._version is None and self.run.runs_vllm:
             self._probe(actor)
-        for replica, receipt in self._send(actor, version):
+        while self._write(self._send(actor, version)):
+            self._probe(actor)
+        self._version = version
+
+    def _write(self, receipts: Iterable[tuple[int, Any]]) -> bool:
+        """Write and check receipts; return whether a server was started again."""
+        restarted = False
+        for replica, receipt in receipts:
             self.write_receipt({"replica": replica, **receipt})
             if self.moved and self._version is not None and receipt["changed"] == 0:
                 raise ValueError(
-                    f"weights of version {version} are those of version {self._version}, bit by "
-                    f"bit, though they were trained: {receipt['first']} and all others; look for "
-                    "weights that are trained beside those that are sent, as an adapter's"
+                    f"weights of version {receipt['version']} are those of version "
+                    f"{self._version}, bit by bit, though they were trained: {receipt['first']} "
+                    "and all others; look for weights that are trained beside those that are "
+                    "sent, as an adapter's"
                 )
-        self._version = version
+            restarted |= receipt["restarted"]
+        return restarted
 
     def _probe(self, actor: ActorGroup) -> None:
         """Send strongly changed weights, and compare log-probs; the next update overwrites them."""
@@ -118,13 +128,12 @@ class RolloutGroup:
         reports = [reply.report for reply in replies if reply.report]  # of leaders with servers
         return [(n, receipt) for n, report in enumerate(reports) for receipt in report]
 
-    def write_receipts(self) -> None:
-        """Write the receipts of servers that were replaced since the last update."""
+    def write_receipts(self, actor: ActorGroup) -> None:
+        """Write the receipts of servers started again since the last update; probe these."""
         if self.run.runs_vllm:
             reports = self.group.call(RolloutRole.take_receipts).result()
-            for replica, receipts in enumerate(reports):
-                for receipt in receipts:
-                    self.write_receipt({"replica": replica, **receipt})
+            if self._write((n, receipt) for n, report in enumerate(reports) for receipt in report):
+                self._probe(actor)
 
     def generate(
         self, prompts: Prompts, seed: int, sampling: Sampling = Sampling.TRAINING

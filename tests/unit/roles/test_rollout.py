@@ -159,12 +159,16 @@ def test_replicas_are_counted_without_ranks_beside_leaders(monkeypatch: Any) -> 
     made: Any = SimpleNamespace(replies=lambda: replies)
     monkeypatch.setattr(module, "submit_together", lambda *_: made)
     part: Any = SimpleNamespace(prepare=lambda *_: None, call=lambda *_: pending)
-    pending = SimpleNamespace(result=lambda: [[], [{"version": 2, "restarted": True}]])
+    late = {"version": 2, "changed": None, "restarted": True}
+    pending = SimpleNamespace(result=lambda: [[], [late]])
     group = OneReplica()
     group.group, group.pool, group.run = part, part, SimpleNamespace(parts=None, runs_vllm=True)
     assert RolloutGroup._send(group, part, 1) == [(0, {"version": 1}), (1, {"version": 2})]
-    group.write_receipts()
-    assert group.lines == [{"replica": 1, "version": 2, "restarted": True}]
+    group.write_receipts(part)
+    assert group.lines == [{"replica": 1, **late}, "probe"]
+
+
+RESTARTED = 9  # tensors that changed in an update after which a restart is reported
 
 
 class OneReplica(RolloutGroup):
@@ -179,7 +183,13 @@ class OneReplica(RolloutGroup):
         self.changed = list(changed)
 
     def _send(self, actor: Any, version: int) -> list[tuple[int, Any]]:
-        return [(0, {"changed": self.changed.pop(0), "first": "a.weight", "version": version})]
+        changed = self.changed.pop(0)
+        restarted = [(0, {"changed": None, "version": version - 1, "restarted": True})]
+        found = {"changed": changed, "first": "a.weight", "version": version, "restarted": False}
+        return [*restarted * (changed == RESTARTED), (0, found)]
+
+    def _probe(self, actor: Any) -> None:
+        self.lines.append("probe")
 
 
 def test_weights_that_were_trained_and_are_the_same_end_the_run() -> None:
@@ -193,3 +203,12 @@ def test_weights_that_were_trained_and_are_the_same_end_the_run() -> None:
     group.moved = True
     with pytest.raises(ValueError, match=r"version 3 are those of version 2, .*a\.weight"):
         group.update_weights(actor, 3)
+
+
+def test_a_server_that_was_started_again_is_probed_and_gets_the_weights_again() -> None:
+    actor: Any = None
+    group = OneReplica(None, RESTARTED, 3, 3)
+    for version in (0, 1, 2):
+        group.update_weights(actor, version)
+    found = [line if line == "probe" else line["version"] for line in group.lines]
+    assert found == [0, 0, 1, "probe", 1, 2]  # the second 0: the receipt of the restart
