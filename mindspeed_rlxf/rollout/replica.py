@@ -108,7 +108,7 @@ def _build_vllm(config: RunConfig, trained: TrainEngine | None, folder: str) -> 
     from mindspeed_rlxf.rollout.vllm.engine import VllmRollout
 
     actor = config.actor_rollout
-    engine = VllmRollout(config, folder)
+    engine = VllmRollout(config, folder, offload.holding)
     if trained is not None:
         stream: Callable[[], Iterable[tuple[str, Tensor]]] = trained.hf_tensors
     else:

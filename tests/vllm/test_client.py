@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_rlxf import device
+from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.schema import RuntimeConfig
+from mindspeed_rlxf.rollout import transfer
+from mindspeed_rlxf.rollout.bit_sums import bit_sum
+from mindspeed_rlxf.rollout.receipts import SyncError
 from mindspeed_rlxf.rollout.rollout_engine import FinishReason, GenerationRequest
 from mindspeed_rlxf.rollout.sampling import SamplingSettings, StopStrings
-from mindspeed_rlxf.rollout.transfer import bit_sum
-from mindspeed_rlxf.rollout.vllm import server, weights
-from mindspeed_rlxf.rollout.vllm.client import SyncError
+from mindspeed_rlxf.rollout.vllm import engine as engine_module, server
 from mindspeed_rlxf.rollout.vllm.engine import EngineLost, VllmRollout
 from tests.distributed.llamas import PLAIN, run_config
 
@@ -35,25 +38,24 @@ def make(tmp_path: Path, monkeypatch: Any) -> Iterator[Make]:
     python.write_text(f'#!/bin/sh\nexec {sys.executable} {STAND_IN} "$@"\n')
     python.chmod(0o755)
     monkeypatch.setenv("STARTS", str(tmp_path / "starts"))
-    monkeypatch.setattr(weights, "BUCKET_BYTES", 64)
+    monkeypatch.setattr(transfer, "BUCKET_BYTES", 64)
     monkeypatch.setattr(server, "END_S", 1.0)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     monkeypatch.setattr(device, "current_device", lambda: torch.device("cpu"))
 
-    def made(fault: str = "", timeout_s: float = 1800.0) -> VllmRollout:
+    def made(fault: str = "", timeout_s: float = 1800.0, **more: Any) -> VllmRollout:
         monkeypatch.setenv("FAULT", fault)
         config = run_config(tmp_path, tmp_path, PLAIN)
         vllm = config.rollout.vllm.model_copy(update={"python": str(python), "max_num_seqs": 4})
         rollout = config.rollout.model_copy(update={"engine": "vllm", "vllm": vllm})
         runtime = RuntimeConfig(timeout_s=timeout_s, start_timeout_s=30.0)
         config = config.model_copy(update={"rollout": rollout, "runtime": runtime})
-        engines.append(VllmRollout(config, str(tmp_path / "logs")))
+        engines.append(VllmRollout(config, str(tmp_path / "logs"), **more))
         return engines[-1]
 
     engines: list[VllmRollout] = []
     yield made
     for engine in engines:
-        assert engine.server is not None
         engine.server.end()
         assert not psutil.pid_exists(engine.server.process.pid)
         assert not Path(engine.server.client.path).parent.exists()
@@ -114,7 +116,7 @@ def test_a_stop_string_is_searched_here(make: Make, fault: str) -> None:
 
 
 FAULTS = {
-    "stale head": "lm_head.weight: not what its layer computes with",
+    "stale head": "lm_head.weight: packed before this update",
     "skipped": "b.weight, norm.weight: not received",
     "twice": "norm.weight: received twice",
     "swapped": "a.weight, b.weight: received with other bits than were sent",
@@ -145,10 +147,12 @@ def test_weights_that_did_not_change_are_counted(make: Make) -> None:
     for version in (1, 2):  # as where an adapter is trained and not merged
         engine.update_weights(tensors(), version)
     assert [receipt["changed"] for receipt in engine.take_receipts()] == [None, 0]
-    with pytest.raises(ValueError, match=r"b\.weight must be sent once"):
-        engine.update_weights(tensors()[::2], 3)
-    with pytest.raises(ValueError, match=r"a\.weight must be sent once"):
+    with pytest.raises(SyncError, match=r"a\.weight: received twice"):
         engine.update_weights([*tensors(), tensors()[0]], 3)
+    with pytest.raises(SyncError, match=r"b\.weight: not sent, unlike in the last update"):
+        engine.update_weights(tensors()[::2], 4)
+    with pytest.raises(SyncError, match=r"b\.weight: sent, unlike in the last update"):
+        engine.update_weights(tensors(), 5)
 
 
 @pytest.mark.parametrize("fault", ["dies", "hangs", "errs", "breaks"])
@@ -180,8 +184,7 @@ def test_after_two_failures_the_engine_is_lost(make: Make) -> None:
     engine.sleep()  # on devices, a role's last step: the error must remain
     engine = make()
     engine.update_weights(tensors(), 3)
-    assert engine.server is not None
-    engine.server.kill()
+    engine.server.end()
     engine.on_cpu = False
     engine.sleep()
     engine = make("never ready")
@@ -197,4 +200,24 @@ def test_the_iterator_may_be_closed_early(make: Make) -> None:
     results = engine.generate(requests)
     next(results)
     results.close()
-    assert engine.server is not None and engine.server.process.poll() is None
+    assert engine.server.process.poll() is None
+
+
+def test_servers_start_on_devices_that_training_has_left(make: Make, monkeypatch: Any) -> None:
+    starts, began, asleep = Path(os.environ["STARTS"]), list[int](), list[bool]()
+
+    @contextmanager
+    def make_room() -> Iterator[None]:
+        before = int(starts.read_text()) if starts.exists() else 0
+        yield
+        began.append(int(starts.read_text()) - before)
+        asleep.append("/sleep" in (starts.parent / "logs/vllm_00000.log").read_text())
+
+    monkeypatch.setattr(device, "resolve_kind", lambda _: DeviceKind.CUDA)
+    monkeypatch.setattr(device, "host_number", lambda: "0")
+    monkeypatch.setattr(engine_module, "send_handles", lambda *_: None)
+    engine = make(make_room=make_room)
+    assert (began, asleep) == ([1], [True])
+    engine.server.end()
+    engine.update_weights(tensors(), 1)  # starts another
+    assert began == [1, 1] and ask(engine, 1)[0].tokens == expected(0)

@@ -19,11 +19,13 @@ import torch.distributed as dist
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.schema import RuntimeConfig
+from mindspeed_rlxf.rollout import bit_sums, transfer
+from mindspeed_rlxf.rollout.bit_sums import bit_sum
+from mindspeed_rlxf.rollout.receipts import SyncError
 from mindspeed_rlxf.rollout.rollout_engine import GenerationRequest
 from mindspeed_rlxf.rollout.sampling import SamplingSettings
-from mindspeed_rlxf.rollout.transfer import bit_sum
-from mindspeed_rlxf.rollout.vllm import server, weights
-from mindspeed_rlxf.rollout.vllm.client import Client, SyncError
+from mindspeed_rlxf.rollout.vllm import server
+from mindspeed_rlxf.rollout.vllm.client import Client
 from mindspeed_rlxf.rollout.vllm.engine import VllmRollout
 from mindspeed_rlxf.rollout.vllm.weights import SharedMemory
 from tests.distributed.llamas import run_config
@@ -100,13 +102,12 @@ def engines(
     vllm_python: str, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engines]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weights, "BUCKET_BYTES", 30_000)
+        patch.setattr(transfer, "BUCKET_BYTES", 30_000)
         patch.setattr(device, "current_device", lambda: torch.device("cpu"))
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         made = Engines(vllm_python, model, tmp_path_factory.mktemp("logs"))
         yield made
         for engine in made.made:
-            assert engine.server is not None
             engine.server.end()
         dist.destroy_process_group()
 
@@ -147,8 +148,7 @@ def test_both_sides_sum_bits_alike(engine: VllmRollout, engines: Engines) -> Non
     assert {name: [total] for name, total in sums.items()} == worker["received"]
     assert {name: sums[name] for name in worker["loaded"]} == worker["loaded"]
     assert {"model.embed_tokens.weight", "model.norm.weight"} <= worker["loaded"].keys()
-    assert "lm_head.weight" in worker["answers"] and len(worker["answers"]) == 9
-    assert max(worker["answers"].values()) < 1e-5
+    assert worker["stale"] == []
 
 
 def skip(send: Any, self: SharedMemory, places: list[Any]) -> None:
@@ -234,15 +234,14 @@ def test_a_stale_head_is_named(engines: Engines, tmp_path: Path, monkeypatch: An
     folder = shutil.copytree(server.ENGINE_SIDE, tmp_path / "side")
     text = (folder / "rlxf_vllm.py").read_text(encoding="utf-8")
     repair = "module.quant_method.process_weights_after_loading(module)"
-    spoiled = text.replace(repair, f'version == "2" or {repair}')
+    spoiled = text.replace(repair, f"hasattr(self, 'repaired') or {repair}; self.repaired = True")
     (folder / "rlxf_vllm.py").write_text(spoiled, encoding="utf-8")
     assert repair in text
     monkeypatch.setattr(server, "ENGINE_SIDE", folder)
     engine = engines.start()
     engine.update_weights(engines.tensors, 1)
-    with pytest.raises(SyncError, match=r"lm_head\.weight: not what its layer computes with"):
-        engine.update_weights(engines.changed(64e-5), 2)  # by less than answers can tell
-    assert engine.server is not None
+    with pytest.raises(SyncError, match=r"lm_head\.weight: packed before this update"):
+        engine.update_weights(engines.changed(64e-5), 2)
     engine.server.end()
 
 
@@ -252,7 +251,6 @@ def test_a_server_is_replaced_amid_generation(engines: Engines, sign: int, capfd
     engine.update_weights(engines.tensors, 1)
     wanted = [result.tokens for result in responses(engine, requests(64))]
     found, first = list[Any](), engine.server
-    assert first is not None
     engine.update_weights(engines.tensors, 2)
     engine.wake()
     for result in engine.generate(requests(64)):
@@ -268,7 +266,6 @@ def test_a_server_is_replaced_amid_generation(engines: Engines, sign: int, capfd
     assert {result.weights_version for result in found} == {2}
     assert engine.take_receipts()[-1]["restarted"]
     assert "last lines of" in capfd.readouterr().err
-    assert engine.server is not None
     engine.server.end()
 
 
@@ -289,22 +286,25 @@ def test_an_engine_for_devices_also_loads_from_host_memory(vllm_python: str) -> 
 import os, rlxf_vllm
 from types import SimpleNamespace
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
-made = object.__new__(rlxf_vllm.noting(rlxf_vllm.transport()))
+made = object.__new__(rlxf_vllm.Noting)
 assert isinstance(made, IPCWeightTransferEngine)
 found = {{}}
 class Model:
     def load_weights(self, weights): found.update(weights)
-made.model, made.arrived, made.device = Model(), {{}}, "cpu"
-path = "/proc/{os.getpid()}/fd/{memory._file}"
-made.receive_weights(made.parse_update_info(dict(path=path, tensors={memory.buckets[0]!r})))
-print(found["a.weight"].tolist(), made.arrived["a.weight"].sums)
+made.model, made.arrived, made.rows, made.device = Model(), {{}}, {{}}, "cpu"
+update = dict(path={memory.path!r}, tensors={memory.buckets[0]!r})
+made.receive_weights(made.parse_update_info(update))
+print(found["a.weight"].tolist(), made.arrived["a.weight"])
 """,
     )
     assert told.splitlines()[-1] == f"{tensor.tolist()} [{bit_sum(tensor)}]"
 
 
 def run_python_of(python: str, code: str) -> str:
-    more = {"PYTHONPATH": str(server.ENGINE_SIDE), "RLXF_TRANSPORT": "ipc", "RLXF_FOLDER": "/none"}
+    more = {
+        "PYTHONPATH": str(server.ENGINE_SIDE), "RLXF_TRANSPORT": "ipc", "RLXF_FOLDER": "/none",
+        "RLXF_BIT_SUMS": bit_sums.__file__,
+    }  # fmt: skip
     environment = {**os.environ, **more}
     return subprocess.run(
         [python, "-c", code], env=environment, capture_output=True, text=True, check=True,

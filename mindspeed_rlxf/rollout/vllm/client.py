@@ -11,33 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from mindspeed_rlxf.rollout.rollout_engine import FinishReason, GenerationRequest, GenerationResult
+from mindspeed_rlxf.rollout.receipts import SyncError
+from mindspeed_rlxf.rollout.rollout_engine import GenerationRequest, GenerationResult
+from mindspeed_rlxf.rollout.rows import GrowingSample
 
 GENERATE = "/inference/v1/generate"
+READ = "/health", "/weight_info"  # routes without a body
 CALL_S = 600.0  # for one call, such as loading a bucket
 NO_NUMBER = -9999.0  # what the server answers for a log-prob that is nan or -inf
 
 
 class ServerError(RuntimeError):
     """The server ended, does not answer, or answers an error."""
-
-
-class SyncError(RuntimeError):
-    """The server does not have the weights that it should have."""
-
-
-class Connection(http.client.HTTPConnection):
-    """An HTTP connection over a Unix socket."""
-
-    def __init__(self, path: str, timeout_s: float) -> None:
-        super().__init__("localhost", timeout=timeout_s)
-        self.path = path
-
-    def connect(self) -> None:
-        """Open the socket."""
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(self.path)
 
 
 class Client:
@@ -48,9 +33,8 @@ class Client:
         self.path, self.tells_versions = path, tells_versions
 
     def call(self, route: str, body: Any = None, timeout_s: float = CALL_S) -> dict[str, Any]:
-        """Return the JSON answer to a POST, {} if it has none."""
-        parts = self._ask(route, {} if body is None else body, timeout_s)
-        text = b"".join(parts)
+        """Return the JSON answer, {} if it has none."""
+        text = b"".join(self._ask(route, body or {}, timeout_s))
         with reading(route):
             return dict(json.loads(text)) if text else {}
 
@@ -62,30 +46,27 @@ class Client:
     def is_ready(self) -> bool:
         """Return whether the server answers."""
         try:
-            return not b"".join(self._ask("/health", None, 5.0))
+            return not self.call("/health", timeout_s=5.0)
         except ServerError:
             return False
 
     def _ask(self, route: str, body: Any, timeout_s: float) -> Generator[bytes, None, None]:
         """Yield the answer's lines as they come; closing the generator aborts the request."""
-        connection = Connection(self.path, timeout_s)
-        try:
-            text = None if body is None else json.dumps(body)
-            head = {"Content-Type": "application/json"}
-            connection.request("GET" if body is None else "POST", route, text, head)
+        with reading(route), closing(http.client.HTTPConnection("localhost")) as connection:
+            connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection.sock.settimeout(timeout_s)
+            connection.sock.connect(self.path)
+            method, head = "GET" if route in READ else "POST", {"Content-Type": "application/json"}
+            connection.request(method, route, json.dumps(body), head)
             answer = connection.getresponse()
             if answer.status != 200:
                 problem = answer.read().decode("utf-8", "replace")
                 raise ServerError(f"{route}: status {answer.status}: {problem[:2000]}")
             while line := answer.readline():
                 yield line
-        except (OSError, http.client.HTTPException) as error:
-            raise ServerError(f"{route}: {type(error).__name__}: {error}") from error
-        finally:
-            connection.close()
 
     def generate(
-        self, asked: GenerationRequest, version: int, timeout_s: float, on_part: Callable[[], None]
+        self, asked: GenerationRequest, on_part: Callable[[], None], version: int, timeout_s: float
     ) -> GenerationResult:
         """Stream one response; `on_part` is called, and may raise, whenever tokens arrive.
 
@@ -96,7 +77,7 @@ class Client:
             SyncError: The response is from other weights than those of `version`.
             FloatingPointError: A log-prob is nan.
         """
-        settings, tokens, log_probs = asked.settings, list[int](), list[float]()
+        settings, sample = asked.settings, GrowingSample(asked)
         seed = np.random.SeedSequence([asked.seed, asked.sample_id]).generate_state(1, np.uint64)
         sampling = {
             "max_tokens": settings.max_new_tokens,
@@ -114,7 +95,6 @@ class Client:
                 if not line.startswith(b"data: {"):
                     continue
                 on_part()
-                ended = False
                 with reading(GENERATE):
                     part = json.loads(line[6:])
                     if "error" in part:
@@ -122,29 +102,25 @@ class Client:
                     choice = part["choices"][0]
                     reason, ids = choice["finish_reason"], choice["token_ids"] or ()
                     entries = choice["logprobs"]["content"] if ids else ()
-                    logs = [entry["logprob"] for entry in entries]
-                    new = list(zip(ids, logs, strict=True))
-                for token, log_prob in new:
-                    tokens.append(token)
-                    log_probs.append(log_prob)
-                    if ended := bool(settings.stop and settings.ends_with(tokens)):
-                        break
+                    sample.log_probs += [entry["logprob"] for entry in entries]
                 if reason in ("stop", "length"):
                     self._check_version(choice, version, f"sample {asked.sample_id}")
-                    ended = True
-                if ended:  # at a stop string, before the part that names the version
-                    break
-                if reason is not None:
+                elif reason is not None:
                     raise ServerError(f"{GENERATE}: ended by {reason}")
+                if sample.append_until_end(ids) or reason:  # before a reason at stop strings
+                    break
             else:
                 raise ServerError(f"{GENERATE}: the stream ended early")
-        if NO_NUMBER in log_probs:
+        del sample.log_probs[len(sample.tokens) :]
+        if NO_NUMBER in sample.log_probs:
             raise FloatingPointError("a log-prob is nan; look for nan in the weights")
-        finish = FinishReason.of(tokens, settings)
-        return GenerationResult(asked.place, tokens, log_probs, finish, version)
+        return sample.make_result(version)
 
-    def score(self, prompt: np.ndarray, response: Sequence[int], timeout_s: float) -> list[float]:
-        """Return the response's log-probs at temperature 1."""
+    def score(
+        self, pair: tuple[np.ndarray, Sequence[int]], _: Any, timeout_s: float
+    ) -> list[float]:
+        """Return the log-probs of the response to a prompt, at temperature 1."""
+        prompt, response = pair
         tokens = np.concatenate((prompt, response))
         sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
         answer = self.call(GENERATE, body(tokens, sampling), timeout_s)
@@ -160,13 +136,11 @@ class Client:
             details = answer["usage"].get("prompt_tokens_details") or {}
             return int(details.get("cached_tokens") or 0)
 
-    def check_version(self, version: int) -> None:
+    def check_version(self, version: int, _: Any = None) -> None:
         """Raise SyncError if the server has other weights now; vLLM 0.23 cannot be asked."""
         if self.tells_versions:
-            with reading("/weight_info"):
-                found = json.loads(b"".join(self._ask("/weight_info", None, CALL_S)))
-                spans = [{"version": found["weight_version"]}]
-            self._check_version({"weight_versions": spans}, version, "the server")
+            found = self.call("/weight_info").get("weight_version")
+            self._check_version({"weight_versions": [{"version": found}]}, version, "the server")
 
     def _check_version(self, choice: Mapping[str, Any], version: int, what: str) -> None:
         spans = choice.get("weight_versions") or ([{"version": None}] * self.tells_versions)
@@ -183,8 +157,8 @@ def body(tokens: np.ndarray, sampling: Mapping[str, Any], stream: bool = False) 
 
 @contextmanager
 def reading(route: str) -> Iterator[None]:
-    """Raise ServerError if an answer does not have the expected form."""
+    """Raise ServerError if no answer comes, or one without the expected form."""
     try:
         yield
-    except (ValueError, KeyError, TypeError) as error:
-        raise ServerError(f"{route}: a broken answer: {type(error).__name__}: {error}") from error
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
+        raise ServerError(f"{route}: {type(error).__name__}: {error}") from error

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import queue
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -21,30 +20,24 @@ from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.device import worlds
+from mindspeed_rlxf.rollout.bit_sums import bit_sum
+from mindspeed_rlxf.rollout.receipts import SyncError, compare_receipts, summary
 from mindspeed_rlxf.rollout.rollout_engine import (
     FinishReason,
     GenerationRequest,
     GenerationResult,
     GenerationStats,
 )
-from mindspeed_rlxf.rollout.transfer import bit_sum
-from mindspeed_rlxf.rollout.vllm.client import Client, ServerError, SyncError, reading
+from mindspeed_rlxf.rollout.threads import ask_all
+from mindspeed_rlxf.rollout.transfer import in_buckets
+from mindspeed_rlxf.rollout.vllm.client import Client, ServerError, reading
 from mindspeed_rlxf.rollout.vllm.server import ENGINE_SIDE, Server, server_command
-from mindspeed_rlxf.rollout.vllm.weights import (
-    DeviceHandles,
-    SharedMemory,
-    compare_receipts,
-    make_buckets,
-)
+from mindspeed_rlxf.rollout.vllm.weights import SharedMemory, send_handles
 
-T = TypeVar("T")
-R = TypeVar("R")
 MOST_FAILURES = 2  # of a server in an iteration
 STALL = 0.1  # of `runtime.timeout_s` without any token: the server hangs
 MOST_ROWS = 256  # requests at once, where the configuration sets none; vLLM's default
 CANARY_TOKENS = 300  # more than one block of the prefix cache: 16, or 128 on CPU and NPU
-ANSWER_ERRORS = {False: 1e-3, True: 3e-2}
-"""bf16 -> largest relative error of a layer; other weights make it about 1."""
 
 
 class EngineLost(RuntimeError):
@@ -54,37 +47,37 @@ class EngineLost(RuntimeError):
 class VllmRollout:
     """One rank of a replica. Its leader owns the server; the others help to send weights."""
 
-    def __init__(self, config: RunConfig, folder: str = "") -> None:
-        """Start the server without waiting for it; a collective over the generating ranks.
+    def __init__(
+        self, config: RunConfig, folder: str = "", make_room: Callable[[], Any] = nullcontext
+    ) -> None:
+        """Start the server; a collective over the generating ranks.
 
-        `folder` is for the server's log.
+        On CPU this does not wait for it. On devices the server takes its memory while all ranks
+        `make_room`, and then sleeps. `folder` is for the server's log.
         """
         layout, rank, actor = config.rollout_layout, dist.get_rank(), config.actor_rollout
-        self.config, self.is_leader = config, layout.is_leader(rank)
-        self.names: list[str] = []  # of the model's tensors, from the first update
-        groups = [  # every rank makes every group
-            dist.new_group(list(range(first, first + layout.tp)), backend="gloo")
-            for first in range(0, layout.world_size, layout.tp)
-        ]
-        self.group = groups[layout.dp_rank(rank)]
+        self.config, self.is_leader, self.make_room = config, layout.is_leader(rank), make_room
+        self.group, _ = dist.new_subgroups(layout.tp, backend="gloo")
         worlds.set_timeout([self.group])
-        self.kind = kind = device.resolve_kind(config.device.kind)
+        kind = device.resolve_kind(config.device.kind)
         self.on_cpu, self.on_npu = kind is DeviceKind.CPU, kind is DeviceKind.NPU
         self.max_rows = config.rollout.vllm.max_num_seqs or actor.num_samples_per_step or MOST_ROWS
         self.timeout_s = config.runtime.timeout_s
-        self.stall_s = STALL * self.timeout_s
         self.memory, self.sums, self.receipts = SharedMemory(), dict[str, int](), list[Any]()
-        self._stats, self._version = GenerationStats(), -1
-        self._failures, self._ready, self._beat = 0, False, 0.0
-        self._asleep, self._must_check_cache = set[str](), False
+        self._stats, self.weights_version = GenerationStats(), -1
+        self._failures, self._ready, self._must_check_cache = 0, False, False
+        self._asleep = set[str]()
         python, options = server_command(config, self.on_cpu, self.on_npu)
-        environment = self._make_environment(layout.tp)
+        environment = self._make_environment(kind)
         log = Path(folder) / f"vllm_{layout.dp_rank(rank):05d}.log"
         self._launch = lambda: Server(python, options, environment, log)
-        self.server = self._launch() if self.is_leader else None
+        with self._room():
+            if self.is_leader:
+                self.server = self._launch()
+                self.sleep()
 
-    def _make_environment(self, tp: int) -> dict[str, str]:
-        name = device.facts(self.kind).visible_devices
+    def _make_environment(self, kind: DeviceKind) -> dict[str, str]:
+        name = device.facts(kind).visible_devices
         if name is None:
             return {
                 "RLXF_TRANSPORT": "shared_memory",
@@ -92,7 +85,7 @@ class VllmRollout:
                 "OMP_NUM_THREADS": str(self.config.device.cpu_threads),
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # or the executor `uni` is refused
             }
-        numbers: list[Any] = [None] * tp
+        numbers: list[Any] = [None] * self.config.rollout_tp
         dist.all_gather_object(numbers, device.host_number(), group=self.group)
         return {
             name: ",".join(numbers),
@@ -101,112 +94,96 @@ class VllmRollout:
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # device handles are pickled
         }
 
+    @contextmanager
+    def _room(self) -> Iterator[None]:
+        """Have every rank of the replica make room, until the leader leaves the block."""
+        with self.make_room():
+            dist.barrier(self.group)
+            try:
+                yield
+            finally:
+                dist.barrier(self.group)
+
     @property
     def client(self) -> Client:
         """The leader's client, after its server has started."""
-        assert self.server is not None, "only a replica's leader has a server"
         if not self._ready:
             self.server.wait_until_ready(self.config.runtime.start_timeout_s)
             self._ready = True
         return self.server.client
 
+    @torch.no_grad()
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Send all weights and compare receipts; a server that fails meanwhile is replaced.
 
         Raises:
-            ValueError: A tensor comes twice, or others come than in the first update.
-            SyncError: The server has other weights than were sent.
+            SyncError: The server has other weights, or others were sent than in the last update.
             EngineLost: It failed twice.
         """
-        started, failure, names = time.monotonic(), None, list[str]()
-        before, self.sums, self._version = self.sums, {}, version
-        self.memory.clear()
-        transport: Any = self.memory
-        if not self.on_cpu:
-            transport = DeviceHandles(device.identity(), self.group, self.on_npu)
+        started, before, failure = time.monotonic(), self.sums, None
+        self.weights_version, self.sums, self.memory = version, {}, SharedMemory()
         try:
-            if self.is_leader:
+            if self.is_leader and not self.on_cpu:
                 self._begin_update()
         except ServerError as error:
             failure = error
-        for bucket in make_buckets(tensors):  # to its end, as it is a collective
-            names += [name for name, _ in bucket]
+        for bucket in in_buckets(tensors, lambda each: each[1].nbytes):  # to the end: a collective
             if self.is_leader:
                 self.sums |= {name: bit_sum(tensor) for name, tensor in bucket}
                 self.memory.keep(bucket)
             try:
-                transport.send(bucket, None if failure or not self.is_leader else self.client)
+                if not self.on_cpu:
+                    client = None if failure or not self.is_leader else self.client
+                    send_handles(bucket, client, self.group, self.on_npu)
             except ServerError as error:
                 failure = error
-        self.names = self.names or names
-        if sorted(names) != sorted({*self.names}):
-            odd = {*names} ^ {*self.names} or {name for name in names if names.count(name) > 1}
-            raise ValueError(f"{min(odd)} must be sent once, as in the first update")
-        try:
-            if failure is not None:
-                raise failure
+        with self._room():
             if self.is_leader:
-                self._finish_update(started, before)
-        except ServerError as error:
-            self._replace_server(error)
+                try:
+                    if failure is not None:
+                        raise failure
+                    self._finish_update(started, before, loads=self.on_cpu)
+                except ServerError as error:
+                    self._replace_server(error)
 
     def _begin_update(self) -> None:
         self._wake("weights")
         self.client.call("/pause?mode=keep")
-        self.client.ask_workers("rlxf_begin")
+        self.client.ask_workers("rlxf_begin", str(self.weights_version))
         if not self.on_cpu and not self.on_npu:  # vLLM 0.23 is told with each bucket
-            packed = {"init_info": {"packed": True}}
-            self.client.call("/init_weight_transfer_engine", packed)
+            self.client.call("/init_weight_transfer_engine", {"init_info": {"packed": True}})
         self.client.call("/start_weight_update")
 
     def _finish_update(
-        self, started: float, before: Mapping[str, int], restarted: bool = False
+        self,
+        started: float,
+        before: Mapping[str, int] | None = None,
+        loads: bool = True,
+        restarted: bool = False,
     ) -> None:
         """End an update, compare receipts, and add one: a line of sync.jsonl.
 
-        `before` are the sums of the update before, {} = not known; `changed` counts tensors with
-        other bits. `total` is the sum of all sums; `first` names the first tensor.
+        `loads`: first send the weights of this version from host memory. `before` are the sums of
+        the update before.
         """
         client, version = self.client, self.weights_version
+        if loads:
+            self._begin_update()
+            for places in self.memory.buckets:
+                self.memory.load(places, client)
         client.call("/finish_weight_update", {"weight_version": str(version)})
-        client.ask_workers("rlxf_finish", str(version))
         if not client.call("/reset_prefix_cache").get("success", True):
             raise SyncError("the server did not reset its prefix cache")
         client.call("/resume")
         self._must_check_cache = True
-        limit = ANSWER_ERRORS[self.config.actor_rollout.bf16]
         workers, tp = client.ask_workers("rlxf_receipt"), self.config.rollout_tp
-        with reading("rlxf_receipt"):
-            error = compare_receipts(self.sums, workers, version, limit)
         if len(workers) != tp:
             raise SyncError(f"{tp} workers must give a receipt, not {len(workers)}")
-        self.receipts.append(
-            {
-                "version": version,
-                "seconds": round(time.monotonic() - started, 3),
-                "bytes": self.memory.num_bytes,
-                "tensors": len(self.sums),
-                "changed": sum(self.sums[n] != before[n] for n in self.sums) if before else None,
-                "first": next(iter(self.sums)),
-                "total": sum(self.sums.values()) % 2**63,
-                "answer_error": error,
-                "restarted": restarted,
-            }
-        )
-
-    def _send_again(self, restarted: bool) -> None:
-        """Send the weights of the current version from host memory."""
-        started, client = time.monotonic(), self.client
-        client.ask_workers("rlxf_begin")
-        client.call("/start_weight_update")
-        for places in self.memory.buckets:
-            self.memory.load(places, client)
-        self._finish_update(started, {}, restarted)
-
-    @property
-    def weights_version(self) -> int:
-        """Version of the loaded weights."""
-        return self._version
+        with reading("rlxf_receipt"):
+            compare_receipts(before or self.sums, self.sums, workers, version)
+        seconds, size = round(time.monotonic() - started, 3), self.memory.num_bytes
+        more = {"seconds": seconds, "bytes": size, "restarted": restarted}
+        self.receipts.append({"version": version, **summary(before or {}, self.sums), **more})
 
     def take_receipts(self) -> list[Any]:
         """Return the receipts since the last call."""
@@ -226,10 +203,10 @@ class VllmRollout:
         if not self.is_leader:
             return
         try:
-            slept = "weights" in self._asleep
+            slept, started = "weights" in self._asleep, time.monotonic()
             self._wake("weights", "kv_cache")
             if slept and self.on_npu:  # weights were lost or transposed while vllm-ascend slept
-                self._send_again(restarted=False)
+                self._finish_update(started)
             if self._must_check_cache:
                 vocabulary = self.config.actor_rollout.architecture.vocab_size
                 prompt = np.arange(min(CANARY_TOKENS, self.config.training.seq_length)) % vocabulary
@@ -245,12 +222,10 @@ class VllmRollout:
     def sleep(self) -> None:
         """Move the server's weights to the host and free its cache; does nothing on CPU."""
         self._failures = 0  # an iteration ends
-        if self.is_leader and self._ready and not self.on_cpu:
-            try:
+        if self.is_leader and not self.on_cpu:
+            with suppress(ServerError):  # the next call notices; it may follow another error
                 self.client.call("/sleep?level=1")
                 self._asleep = {"weights", "kv_cache"}
-            except ServerError:  # the next call notices; it may follow another error
-                self._ready = False
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
         """Generate as `RolloutEngine.generate` says; ranks beside the leader yield stand-ins.
@@ -261,21 +236,18 @@ class VllmRollout:
             FloatingPointError: A log-prob is nan.
         """
         self._stats, version = GenerationStats(), self.weights_version
-
-        def ask(client: Client, request: GenerationRequest, beat: Any) -> GenerationResult:
-            return client.generate(request, version, self.timeout_s, beat)
-
+        ask = partial(Client.generate, version=version, timeout_s=self.timeout_s)
         try:
             if not self.is_leader:
                 for each in requests:
                     yield GenerationResult(each.place, [0], [0.0], FinishReason.LENGTH, version)
                 return
-            for result in self._ask_all(requests, ask):
+            for _, result in self._ask_all(requests, ask):
                 self._stats.sampled_tokens += len(result.tokens)
                 self._stats.decoded_tokens += len(result.tokens) - 1
                 yield result
             # Responses that a stop string ends do not name their version.
-            list(self._ask_all([version], lambda client, version, _: client.check_version(version)))
+            list(self._ask_all([version], Client.check_version))
             self._stats.prompt_tokens = sum(len(request.prompt) for request in requests)
         finally:
             dist.barrier(self.group)
@@ -290,13 +262,9 @@ class VllmRollout:
         assert temperature == 1.0, f"log-probs of prompts are at temperature 1, not {temperature:g}"
         self._stats = GenerationStats(prompt_tokens=sum(map(len, prompts)))
         found = {n: [0.0] * len(response) for n, response in enumerate(responses)}
-
-        def ask(client: Client, number: int, beat: Any) -> tuple[int, list[float]]:
-            beat()
-            return number, client.score(prompts[number], responses[number], self.timeout_s)
-
         if self.is_leader:
-            found.update(self._ask_all(range(len(prompts)), ask))
+            ask = partial(Client.score, timeout_s=self.timeout_s)
+            found.update(self._ask_all(list(zip(prompts, responses, strict=True)), ask))
         dist.barrier(self.group)
         return list(found.values())
 
@@ -304,71 +272,28 @@ class VllmRollout:
         """Return the counts for the current or last call."""
         return self._stats
 
-    def _ask_all(
-        self, items: Sequence[T], ask: Callable[[Client, T, Callable[[], None]], R]
-    ) -> Iterator[R]:
-        """Yield `ask`'s results as they come, in threads; after a failure ask a new server.
-
-        `ask` calls its last argument whenever the server shows life.
-        """
+    def _ask_all(self, items: Sequence[Any], ask: Callable[..., Any]) -> Iterator[tuple[int, Any]]:
+        """Yield (index, answer) as they come; after a failure ask a new server for the others."""
         waiting = dict(enumerate(items))
         while waiting:
-            done, stopped = queue.SimpleQueue[tuple[int, Any]](), threading.Event()
-            threads = ThreadPoolExecutor(min(self.max_rows, len(waiting)), "vllm")
             try:
-                self._beat, client = time.monotonic(), self.client
-                for number in waiting:
-                    item = partial(ask, client, waiting[number])
-                    threads.submit(self._ask_one, number, item, done, stopped)
-                while waiting:
-                    number, result = self._take(done)
-                    if isinstance(result, Exception):
-                        raise result
+                most, act = min(self.max_rows, len(waiting)), partial(ask, self.client)
+                for number, result in ask_all(waiting, act, most, STALL * self.timeout_s):
                     del waiting[number]
-                    yield result
-            except ServerError as error:
-                stopped.set()
-                assert self.server is not None
-                self.server.kill()  # which ends the threads
-                threads.shutdown(cancel_futures=True)
+                    yield number, result
+            except (ServerError, TimeoutError) as error:
                 self._replace_server(error)
-            finally:
-                stopped.set()
-                threads.shutdown(cancel_futures=True)
 
-    def _ask_one(self, number: int, ask: Any, done: Any, stopped: threading.Event) -> None:
-        def beat() -> None:
-            self._beat = time.monotonic()
-            if stopped.is_set():
-                raise ServerError("nobody waits for the answer")
-
-        try:
-            done.put((number, ask(beat)))
-        except Exception as error:
-            done.put((number, error))
-
-    def _take(self, done: queue.SimpleQueue[tuple[int, Any]]) -> tuple[int, Any]:
-        while True:
-            try:
-                found = done.get(timeout=1.0)
-                self._beat = time.monotonic()
-                return found
-            except queue.Empty:
-                if time.monotonic() - self._beat > self.stall_s:
-                    raise ServerError(f"it sent no token for {self.stall_s:g} s") from None
-
-    def _replace_server(self, error: ServerError) -> None:
+    def _replace_server(self, error: Exception) -> None:
         """Start the server anew with the current weights; EngineLost after MOST_FAILURES."""
-        while True:
-            assert self.server is not None
-            self.server.kill()
-            lost = f"the vLLM server failed: {error}; {self.server.last_lines()}"
-            print(lost, file=sys.stderr, flush=True)
-            self._failures, self._ready, self._asleep = self._failures + 1, False, set()
-            if self._failures >= MOST_FAILURES:
-                raise EngineLost(lost) from error
-            self.server = self._launch()
-            try:
-                return self._send_again(restarted=True)
-            except ServerError as again:
-                error = again
+        self.server.end()
+        lost = f"the vLLM server failed: {error}; {self.server.last_lines()}"
+        print(lost, file=sys.stderr, flush=True)
+        self._failures, self._ready, self._asleep = self._failures + 1, False, set()
+        if self._failures >= MOST_FAILURES:
+            raise EngineLost(lost) from error
+        self.server, started = self._launch(), time.monotonic()
+        try:
+            self._finish_update(started, restarted=True)
+        except ServerError as again:
+            self._replace_server(again)

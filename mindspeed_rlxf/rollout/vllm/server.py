@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.rollout import bit_sums
 from mindspeed_rlxf.rollout.vllm.client import Client, ServerError
 from mindspeed_rlxf.rollout.vllm.engine_side.rlxf_serve import kill_group
 
@@ -45,6 +45,7 @@ class Server:
         own = {
             "PYTHONPATH": str(ENGINE_SIDE),
             "RLXF_FOLDER": str(folder),
+            "RLXF_BIT_SUMS": bit_sums.__file__,
             "VLLM_RPC_BASE_PATH": str(folder),
             "VLLM_SERVER_DEV_MODE": "1",  # has the routes for weights
             "VLLM_HOST_IP": "127.0.0.1",
@@ -77,28 +78,17 @@ class Server:
                 raise ServerError(f"it was not ready after {timeout_s:g} s")
             time.sleep(0.2)
 
-    def kill(self) -> None:
-        """End it at once."""
-        kill_group(self.process.pid)
-        self.end()
-
     def last_lines(self) -> str:
         """Return the end of what this process has written."""
-        with self.log.open("rb") as file:
-            file.seek(self._start)
-            lines = file.read().decode("utf-8", "replace").splitlines()
+        lines = self.log.read_bytes()[self._start :].decode("utf-8", "replace").splitlines()
         return "\n".join([f"last lines of {self.log}:", *lines[-TAIL_LINES:]])
 
 
 def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
-    for sign in (signal.SIGTERM, signal.SIGKILL):
-        deadline = time.monotonic() + END_S
-        with contextlib.suppress(ProcessLookupError):  # the group is gone
-            os.killpg(process.pid, sign)
-            while time.monotonic() < deadline:
-                process.poll()  # reaps the first process; others may live longer
-                os.killpg(process.pid, 0)
-                time.sleep(0.05)
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(END_S)
+    kill_group(process.pid)
     process.wait()
     shutil.rmtree(folder, ignore_errors=True)
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mindspeed_rlxf.rollout import transfer
-from mindspeed_rlxf.rollout.transfer import BLOCK, block_sums, make_buckets
+from mindspeed_rlxf.rollout import bit_sums, transfer
+from mindspeed_rlxf.rollout.bit_sums import BLOCK, block_sums
+from mindspeed_rlxf.rollout.transfer import make_buckets
 from tests.unit.rollout.on_device import on_device
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -24,7 +25,7 @@ def of_bits(random: np.ndarray, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", [2, 2 * BLOCK, 7 * BLOCK + 10])
 def test_the_sums_are_those_of_whole_numbers(monkeypatch, dtype, count):
-    monkeypatch.setattr(transfer, "SUMMED_AT_ONCE", 3 * BLOCK)
+    monkeypatch.setattr(bit_sums, "SUMMED_AT_ONCE", 3 * BLOCK)
     random, halves = np.random.default_rng(count), dtype.itemsize // 2
     for patterns in (
         random.integers(-(2**15), 2**15, count * halves),

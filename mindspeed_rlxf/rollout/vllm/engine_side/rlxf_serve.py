@@ -42,10 +42,9 @@ def main() -> None:
 
     if not vllm.__version__.startswith(TRIED):
         sys.exit(f"vLLM must be {' or '.join(TRIED)}*, not {vllm.__version__}")
-    options = sys.argv[2:]
+    del sys.argv[1]
     if not vllm.__version__.startswith("0.23."):  # which always has the routes
-        options.append("--enable-scale-out")
-    sys.argv[1:] = options
+        sys.argv.append("--enable-scale-out")
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
 
 

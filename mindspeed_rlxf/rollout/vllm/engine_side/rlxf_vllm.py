@@ -4,15 +4,14 @@ Importing it registers the weight-transfer backend `rlxf`. It needs vLLM and tor
 0.23 under vllm-ascend, where workers restore and pack the layers themselves.
 """
 
-import mmap
 import os
+import runpy
 import weakref
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from rlxf_serve import end_with
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -22,22 +21,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 end_with(os.getppid())
-
-
-def bit_sum(tensor: torch.Tensor) -> int:
-    """Return what `mindspeed_rlxf.rollout.transfer.bit_sum` describes."""
-    halves = tensor.detach().contiguous().view(-1, 1).view(torch.int16)
-    parts = []
-    for part in halves.split(2**24):
-        padded = F.pad(part.float(), (0, 0, 0, -len(part) % 512))
-        parts.append(padded.unflatten(0, (-1, 512)).sum(dim=1))
-    sums = torch.cat(parts).flatten().cpu().long()
-    return int((sums * torch.arange(1, len(sums) + 1)).sum())
-
-
-def question(size: int) -> torch.Tensor:
-    """Return the [size] fp32 input on which a loaded layer is compared with its weights."""
-    return torch.cos(torch.arange(size, dtype=torch.float32) * 0.7)
+bit_sum = runpy.run_path(os.environ["RLXF_BIT_SUMS"])["bit_sum"]
 
 
 @dataclass
@@ -63,19 +47,22 @@ class SharedMemory(WeightTransferEngine[WeightTransferInitInfo, Bucket]):
         initialize_layerwise_reload(self.model)
 
     def finish_weight_update(self) -> None:
-        """Pack the layers that are not packed yet."""
+        """Pack the layers that are not packed yet, and a tied head, which stays as it was."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)
+        for module in packed_layers(self.model).values():
+            if type(module).__name__ == "ParallelLMHead":
+                module.quant_method.process_weights_after_loading(module)
 
     def receive_weights(self, update_info: Bucket, load_weights: Any = None) -> None:
         """Copy the tensors, because the loader keeps them until a layer is complete, and load."""
         where, found = getattr(self, "device", torch.get_default_device()), []
-        with open(update_info.path, "rb") as file:
-            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        size = os.stat(update_info.path).st_size
+        memory = torch.from_file(update_info.path, size=size, dtype=torch.uint8)
         for name, kind, shape, offset in update_info.tensors:
             dtype, count = getattr(torch, kind), torch.Size(shape).numel()
-            flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
+            flat = memory[offset : offset + count * dtype.itemsize].view(dtype)
             found.append((name, flat.view(shape).to(where, copy=True)))
         (load_weights or self.model.load_weights)(found)
 
@@ -83,127 +70,102 @@ class SharedMemory(WeightTransferEngine[WeightTransferInitInfo, Bucket]):
         """Do nothing."""
 
 
-@dataclass
-class Arrival:
-    """What came under one name: a bit sum each time, rows, and the product with `question`."""
+if os.environ["RLXF_TRANSPORT"] == "ipc":
+    from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine as Transport
+elif os.environ["RLXF_TRANSPORT"] == "npu_ipc":
+    from vllm_ascend.distributed.weight_transfer.npu_ipc_engine import (
+        NPUIPCWeightTransferEngine as Transport,
+    )
+else:
+    Transport = SharedMemory
 
-    sums: list[int]
-    rows: int
-    product: Any
 
+class Noting(Transport):  # type: ignore[misc, valid-type]
+    """Notes each tensor before it is loaded."""
 
-def noting(base: type[Any]) -> type[Any]:
-    """Return a subclass of a weight-transfer engine that notes each tensor before it is loaded."""
+    def parse_update_info(self, update_dict: dict[str, Any]) -> Any:
+        """Make a bucket, on devices too if weights are sent again from host memory."""
+        if "path" in update_dict:
+            return Bucket(**update_dict)
+        return super().parse_update_info(update_dict)
 
-    class Noting(base):  # type: ignore[misc]
-        def parse_update_info(self, update_dict: dict[str, Any]) -> Any:
-            if "path" in update_dict:  # on devices, weights that are sent again
-                return Bucket(**update_dict)
-            return super().parse_update_info(update_dict)
+    def receive_weights(self, update_info: Any, load_weights: Any = None) -> None:
+        """Receive by the transport, or from host memory, and note."""
+        host = isinstance(update_info, Bucket)
+        receive = partial(SharedMemory.receive_weights, self) if host else super().receive_weights
+        loads = load_weights or self.model.load_weights
 
-        def receive_weights(self, update_info: Any, load_weights: Any = None) -> None:
-            receive = super().receive_weights
-            if isinstance(update_info, Bucket):
-                receive = partial(SharedMemory.receive_weights, self)
-
-            def load(weights: Any) -> Any:
-                return loads(self.note(list(weights)))
-
-            if loads := load_weights:  # vLLM 0.23
-                return receive(update_info, load)
-            loads, self.model.load_weights = self.model.load_weights, load
-            try:
-                receive(update_info)
-            finally:
-                del self.model.load_weights  # the method of the class remains
-
-        def note(self, weights: list[tuple[str, torch.Tensor]]) -> Any:
+        def load(weights: Any) -> Any:
+            weights = list(weights)
             for name, tensor in weights:
-                product = None
-                if tensor.ndim == 2 and tensor.device.type == "cpu":  # only there layers are asked
-                    product = tensor.float() @ question(tensor.shape[1])
-                arrival = self.arrived.setdefault(name, Arrival([], len(tensor), product))
-                arrival.sums.append(bit_sum(tensor))
-            return weights
+                self.arrived.setdefault(name, []).append(bit_sum(tensor))
+                self.rows[name] = len(tensor)
+            return loads(weights)
 
-    return Noting
-
-
-def transport() -> type[Any]:
-    """Return the engine class that RLXF_TRANSPORT names."""
-    if os.environ["RLXF_TRANSPORT"] == "ipc":
-        from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine as Chosen
-    elif os.environ["RLXF_TRANSPORT"] == "npu_ipc":
-        from vllm_ascend.distributed.weight_transfer.npu_ipc_engine import (
-            NPUIPCWeightTransferEngine as Chosen,
-        )
-    else:
-        Chosen = SharedMemory
-    return Chosen
+        if load_weights:  # vLLM 0.23
+            receive(update_info, load)
+            return
+        self.model.load_weights = load
+        try:
+            receive(update_info)
+        finally:
+            del self.model.load_weights  # the method of the class remains
 
 
-WeightTransferEngineFactory.register_engine("rlxf", noting(transport()))
+WeightTransferEngineFactory.register_engine("rlxf", Noting)
+
+
+def packed_layers(model: Any) -> dict[str, Any]:
+    """Return name -> layer of those that compute with a packed form of their weights (on CPU)."""
+    layers = {path: m for path, m in model.named_modules() if hasattr(m, "cpu_linear")}
+    return {path: m for path, m in layers.items() if not path.endswith("embed_tokens")}
 
 
 class Extension:
     """Methods of every worker, called by `/collective_rpc`."""
 
-    def rlxf_begin(self: Any) -> None:
-        """Forget what earlier updates brought; note the packed layers that must be replaced."""
-        self.weight_transfer_engine.arrived = {}
-        for module in self.model_runner.model.modules():
-            if hasattr(module, "cpu_linear"):
-                module.rlxf_packed = weakref.ref(module.cpu_linear)
-
-    def rlxf_finish(self: Any, version: str) -> None:
-        """Repack a tied head, which stays as it was before the update (on CPU)."""
-        for module in self.model_runner.model.modules():
-            if type(module).__name__ == "ParallelLMHead" and hasattr(module, "cpu_linear"):
-                module.quant_method.process_weights_after_loading(module)
-        self.rlxf_version = version
+    def rlxf_begin(self: Any, version: str) -> None:
+        """Begin an update: forget what earlier ones brought."""
+        engine, self.rlxf_version = self.weight_transfer_engine, version
+        engine.arrived, engine.rows = {}, {}
+        layers = packed_layers(self.model_runner.model)
+        self.rlxf_packed = {path: weakref.ref(layer.cpu_linear) for path, layer in layers.items()}
 
     def rlxf_receipt(self: Any) -> dict[str, Any]:
-        """Return `version`; `received`: name -> bit sum for each arrival; `loaded`, `answers`.
+        """Return what the update brought.
 
-        The last two are of the only worker: name -> bit sum of a loaded tensor that can be read,
-        name -> relative error of a layer that can only be asked, 1 if it was not packed anew.
+        `received`: name -> bit sum for each arrival. `loaded`, of the only worker: name -> bit sum
+        of a loaded tensor that can be read. `stale`: names of layers that were not packed anew;
+        packing makes another object.
         """
-        loaded: dict[str, int] = {}
-        answers: dict[str, float] = {}
-        arrived = self.weight_transfer_engine.arrived
-        if self.parallel_config.world_size == 1:
-            loaded, answers = look_at_layers(self.model_runner.model, arrived)
-        received = {name: arrival.sums for name, arrival in arrived.items()}
-        version = getattr(self, "rlxf_version", "")
-        return {"version": version, "received": received, "loaded": loaded, "answers": answers}
+        engine, model, packed = (
+            self.weight_transfer_engine,
+            self.model_runner.model,
+            self.rlxf_packed,
+        )
+        layers, received = packed_layers(model), engine.arrived
+        stale = [f"{path}.weight" for path in layers if packed[path]() is layers[path].cpu_linear]
+        alone = self.parallel_config.world_size == 1
+        loaded = look_at_layers(model, engine.rows) if alone else {}
+        return {
+            "version": self.rlxf_version,
+            "received": received,
+            "loaded": loaded,
+            "stale": stale,
+        }
 
 
-@torch.no_grad()
-def look_at_layers(model: Any, arrived: dict[str, Arrival]) -> tuple[Any, Any]:
-    """Return `loaded` and `answers`; a layer of several tensors has the name of the first."""
+def look_at_layers(model: Any, rows: dict[str, int]) -> dict[str, int]:
+    """Return the bit sums of tensors in their order in fused layers; `rows`: of those received."""
     fused = getattr(model, "packed_modules_mapping", None) or {}
-    loaded, answers = dict[str, int](), dict[str, float]()
-    for path, module in model.named_modules():
+    loaded = dict[str, int]()
+    for name, parameter in model.named_parameters():
+        path, _, leaf = name.rpartition(".")
         prefix, _, last = path.rpartition(".")
-        for leaf, parameter in module.named_parameters(recurse=False):
-            parts = [f"{prefix}.{part}.{leaf}".lstrip(".") for part in fused.get(last, [last])]
-            if path == "lm_head" and parts[0] not in arrived:  # tied
-                parts = [name for name in arrived if name.endswith("embed_tokens.weight")]
-            arrivals = [arrived[name] for name in parts if name in arrived]
-            if len(arrivals) < len(parts) or not parts:
-                continue
+        parts = [f"{prefix}.{part}.{leaf}".lstrip(".") for part in fused.get(last, [last])]
+        if parameter.numel() and all(part in rows for part in parts):
             start = 0
-            for name, arrival in zip(parts, arrivals, strict=True):
-                if parameter.numel():
-                    loaded[name] = bit_sum(parameter[start : start + arrival.rows])
-                start += arrival.rows
-            if leaf == "weight" and hasattr(module, "cpu_linear") and last != "embed_tokens":
-                size = getattr(module, "input_size", 0) or module.embedding_dim
-                asked = question(size)[None].to(parameter.dtype)
-                given = module.quant_method.apply(module, asked)[0, :start].float()
-                wanted = torch.cat([arrival.product for arrival in arrivals])
-                name = f"{path}.weight" if path == "lm_head" else parts[0]
-                error = (given - wanted).abs().max() / wanted.abs().max().clamp(min=1e-20)
-                # Packing makes another object, also where the weights differ too little to tell.
-                answers[name] = 1.0 if module.rlxf_packed() is module.cpu_linear else float(error)
-    return loaded, answers
+            for part in parts:
+                loaded[part] = bit_sum(parameter[start : start + rows[part]])
+                start += rows[part]
+    return loaded
