@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.hf_config import parse_architecture, read_hf_config
+from mindspeed_rlxf.engine.fsdp.model import linear_of
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticRole
 from mindspeed_rlxf.weights.torch_dist import read_metadata_tensors
@@ -112,9 +113,10 @@ def plain_kl(policy: Any, reference: Any) -> torch.Tensor:
     for row in range(rollouts.num_rows):
         trained = rollouts.trained_mask[row].nonzero().squeeze(1)
         p, q = (
-            (each.model.lm_head(each._hidden(rollouts, row)[trained]) / 0.8).log_softmax(-1)
+            linear_of(each.model)(each._hidden(rollouts, row)[trained], each.model.lm_head.weight)
             for each in (policy, reference)
         )
+        p, q = ((logits / 0.8).log_softmax(-1) for logits in (p, q))
         found[row, trained] = (p.exp() * (p - q)).sum(-1)
     return found
 
