@@ -23,7 +23,7 @@ from mindspeed_rlxf.algorithms.advantages import (
 )
 from mindspeed_rlxf.config.enums import AdvEstimator
 from mindspeed_rlxf.config.estimator_traits import TRAITS, EstimatorTraits
-from mindspeed_rlxf.config.registry import register_part
+from mindspeed_rlxf.config.registry import add_to
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def register_estimator(name: str, traits: EstimatorTraits) -> Callable[[Estimato
     """
 
     def register(estimator: Estimator) -> Estimator:
-        register_part(ESTIMATORS, name, estimator, "advantage estimator")
+        add_to(ESTIMATORS, name, "advantage estimator")(estimator)
         TRAITS[name] = traits
         return estimator
 

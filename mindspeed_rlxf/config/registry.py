@@ -28,29 +28,21 @@ Choice: TypeAlias = Annotated[str, AfterValidator(_check_choice)]
 """A value in CHOICES."""
 
 
-def register_part(registry: dict[str, T], name: str, part: T, what: str) -> None:
-    """Put `part` into `registry` under `name`, in place.
+def add_to(registry: dict[str, T], name: str, what: str, choice: str = "") -> Callable[[T], T]:
+    """Return a decorator that puts a part into `registry`, and its name into CHOICES.
 
     Args:
         registry: Registered parts by name.
-        name: The name in the configuration.
-        part: The part.
+        name: The name in the configuration; decorating raises ValueError if it is in use.
         what: Kind of part, for the message.
-
-    Raises:
-        ValueError: The name is in use.
+        choice: Key in CHOICES; "" for none.
     """
-    if name in registry:
-        taken = ", ".join(sorted(registry))
-        raise ValueError(f"{what} {name!r} is registered already; use a name other than {taken}")
-    registry[name] = part
-
-
-def add_to(registry: dict[str, T], name: str, what: str, choice: str = "") -> Callable[[T], T]:
-    """Return a decorator that registers a part, also in CHOICES; see `register_part`."""
 
     def register(part: T) -> T:
-        register_part(registry, name, part, what)
+        if name in registry:
+            remedy = f"use a name other than {', '.join(sorted(registry))}"
+            raise ValueError(f"{what} {name!r} is registered already; {remedy}")
+        registry[name] = part
         CHOICES.get(choice, []).append(name)
         return part
 

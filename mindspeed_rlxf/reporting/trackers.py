@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from mindspeed_rlxf.config.problems import Problem, closest
-from mindspeed_rlxf.config.registry import register_part
+from mindspeed_rlxf.config.registry import add_to
 
 KEY = "logging.trackers"
 JSONL = "jsonl"  # metrics.jsonl, which every run writes
@@ -85,7 +85,7 @@ def register_tracker(
     def register(factory: TrackerFactory) -> TrackerFactory:
         if name == JSONL:
             raise ValueError(f"tracker {name!r} is the package's own; choose another name")
-        register_part(TRACKERS, name, Registered(factory, module, package or module), "tracker")
+        add_to(TRACKERS, name, "tracker")(Registered(factory, module, package or module))
         return factory
 
     return register

@@ -6,7 +6,7 @@ from fractions import Fraction
 from functools import wraps
 from typing import Any, TypeAlias
 
-from mindspeed_rlxf.config.registry import register_part
+from mindspeed_rlxf.config.registry import add_to
 from mindspeed_rlxf.config.reward_section import RULES_OF_PROGRAMS
 from mindspeed_rlxf.rewards.answers import (
     final_number,
@@ -131,7 +131,7 @@ def register_rule(
     """
 
     def register(rule: Rule) -> Rule:
-        register_part(RULES, name, rule, "reward rule")
+        add_to(RULES, name, "reward rule")(rule)
         if accepts is not None:
             ACCEPTS[name] = accepts
         return rule

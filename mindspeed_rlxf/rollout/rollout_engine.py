@@ -14,7 +14,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 from torch import Tensor
 
-from mindspeed_rlxf.config.registry import register_part
+from mindspeed_rlxf.config.registry import add_to
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.engine.train_engine import TrainEngine
 from mindspeed_rlxf.rollout.sampling import SamplingSettings
@@ -181,7 +181,6 @@ def register_rollout_engine(name: str) -> Callable[[EngineFactory], EngineFactor
     def register(factory: EngineFactory) -> EngineFactory:
         if name in (NATIVE, TRANSFORMERS, VLLM):
             raise ValueError(f"rollout engine {name!r} is the package's own; choose another name")
-        register_part(ENGINES, name, factory, "rollout engine")
-        return factory
+        return add_to(ENGINES, name, "rollout engine")(factory)
 
     return register
