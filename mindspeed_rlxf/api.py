@@ -22,8 +22,7 @@ from mindspeed_rlxf.config.load import resolve_given
 from mindspeed_rlxf.config.mindspeed_llm import translate
 from mindspeed_rlxf.config.problems import ConfigError, Problem
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.config.verl import translate_verl
-from mindspeed_rlxf.config.verl_tree import is_verl
+from mindspeed_rlxf.config.verl import is_verl, translate_verl
 from mindspeed_rlxf.data.files import count_rows
 from mindspeed_rlxf.reporting.console import opened
 from mindspeed_rlxf.reporting.jsonl import Sample

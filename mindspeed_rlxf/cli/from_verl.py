@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import yaml
 
 from mindspeed_rlxf.cli.command_line import Parser, command, fail, option
-from mindspeed_rlxf.config.verl import translate_verl
-from mindspeed_rlxf.config.verl_tree import read_verl
+from mindspeed_rlxf.config.load import find_wrong_values
+from mindspeed_rlxf.config.verl import read_verl, translate_verl
 from mindspeed_rlxf.data.files import count_rows
 
 OPTIONS = (
@@ -30,8 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = translate_verl(read_verl(arguments.file, arguments.overrides), count_rows)
     for note in given.list_notes():
         print(f"note: {note}", file=sys.stderr)
-    if given.problems:
-        return fail(given.problems)
+    if problems := [*given.problems, *find_wrong_values(given)]:
+        return fail(problems)
     filled = {name: given.sections[name] for name in sorted(given.sections) if given.sections[name]}
     print(yaml.safe_dump(filled, sort_keys=False, allow_unicode=True, width=100), end="")
     return 0

@@ -16,8 +16,7 @@ from mindspeed_rlxf.config.keys import NESTED_ROLES, to_yaml
 from mindspeed_rlxf.config.load import resolve_given, resolve_with_notes
 from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.config.verl import translate_verl
-from mindspeed_rlxf.config.verl_tree import read_verl
+from mindspeed_rlxf.config.verl import read_verl, translate_verl
 from mindspeed_rlxf.data.files import count_rows
 from mindspeed_rlxf.reporting.console import opened
 from mindspeed_rlxf.reporting.live import make_console

@@ -11,12 +11,13 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from mindspeed_rlxf.config.enums import CONFIGURED, Role
 from mindspeed_rlxf.config.fields import extra_of, key
-from mindspeed_rlxf.config.keys import PLAIN_SECTIONS, ROLE_SECTIONS
+from mindspeed_rlxf.config.keys import PLAIN_SECTIONS, ROLE_SECTIONS, Tree
 from mindspeed_rlxf.config.mindspeed_llm import MOVED
 from mindspeed_rlxf.config.mindspeed_llm_keys import ANY, NO_OP_LIST, REFUSED_LIST
 from mindspeed_rlxf.config.problems import format_value
@@ -34,7 +35,7 @@ from mindspeed_rlxf.config.schema import (
     TrainingConfig,
     VllmConfig,
 )
-from mindspeed_rlxf.config.verl_tree import RENAMED, TABLE, Renamed
+from mindspeed_rlxf.config.verl import RENAMED, TABLE
 
 HEAD = """\
 # Configuration reference
@@ -210,14 +211,18 @@ def tables() -> str:
 def _tables_of_verl() -> Iterator[str]:
     """Yield the table of verl's keys: a title, then its parts."""
 
-    def describe(entry: Renamed) -> str:
-        words = [f"{format_value(k)}: {format_value(v)}" for k, v in entry.words.items()]
-        needs = [f"with {key}" for key in entry.condition[:1]]
-        return entry.change or "; ".join([", ".join(words)] * bool(words) + needs)
+    def describe(entry: Tree) -> str:
+        parts = {part: value for part, value in entry.items() if part != "to"}
+        text = yaml.safe_dump(parts, default_flow_style=True, sort_keys=False, width=10_000)
+        return str(text).strip()[1:-1]
 
     yield "## Keys of verl"
-    yield "A value with nothing in the last column is copied."
-    given = ([f"`{key}`", f"`{e.target}`", describe(e)] for key, e in RENAMED.items())
+    yield (
+        "Values are copied, except `words`, `replace` and `where` (there: here); other values are "
+        "refused, copied and left out. Without `if`, and with `unless`, a key has no effect. "
+        "`model` is a folder, or a name in the Hugging Face cache."
+    )
+    given = ([f"`{key}`", f"`{e['to']}`", describe(e)] for key, e in RENAMED.items())
     yield make_table("verl | here | what differs", given)
     yield "## Keys of verl without effect"
     yield "Each is named in a note at the start; `*` stands for any text."

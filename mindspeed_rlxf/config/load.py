@@ -112,6 +112,18 @@ def resolve_given(given: Given, name: str) -> tuple[RunConfig, list[str]]:
     return config, given.list_notes()
 
 
+def find_wrong_values(given: Given) -> list[Problem]:
+    """Return the problems of single values; `resolve` finds more, and reads models for it."""
+    reward = {key: v for key, v in given.sections["reward"].items() if key != "function"}
+    try:
+        RunConfig.model_validate({**given.sections, "reward": reward})
+    except ValidationError as error:
+        others = ("missing", "extra_forbidden", "value_error")
+        errors = [e for e in error.errors(include_url=False) if e["type"] not in others]
+        return [*_problems_of(errors, given)]
+    return []
+
+
 def _check(config: RunConfig, given: Given) -> None:
     """Add problems between sections, host problems, unused keys and notes to `given`."""
     # A dry run checks the host after it has printed its plan: see `cli.train`.

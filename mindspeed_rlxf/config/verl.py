@@ -1,20 +1,110 @@
 """Translate verl's YAML (`ppo_trainer.yaml`, 0.5 to 0.9) to our keys, before anything is validated.
 
-`verl_keys.yaml` lists verl's keys, and says what becomes of most; this module translates the rest.
+`verl_keys.yaml` lists verl's keys, and says what becomes of most; `convert` translates the rest.
 What a key means in verl, and its default there, stays: where units differ, the value is converted.
 """
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rlxf.config.estimator_traits import TRAITS
-from mindspeed_rlxf.config.keys import Given
-from mindspeed_rlxf.config.problems import Problem, ref
-from mindspeed_rlxf.config.verl_tree import ACTOR, MODEL, REF, RENAMED, ROLLOUT, VerlTree, asks
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
+from mindspeed_rlxf.config.compose import explain
+from mindspeed_rlxf.config.keys import TOP_LEVEL, Given, Tree, find_field
+from mindspeed_rlxf.config.problems import ConfigError, Problem, closest, format_value, ref
+
+TABLE: Tree = yaml.safe_load(Path(__file__).with_name("verl_keys.yaml").read_text("utf-8"))
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 POOL, STEPS = "global_pool", "trainer.total_training_steps"
+TRAINED: dict[str, str] = TABLE["groups"]["trained"]
+"""verl's section of a trained role -> ours."""
+
+
+def _complete(entry: Tree | str, section: str, role: str) -> Tree:
+    """Return an entry of the table with the full names of all keys."""
+    found: Tree = {"to": entry} if isinstance(entry, str) else dict(entry)
+    found["to"] = f"{role}.{found['to']}".lstrip(".")
+    if "also" in found:
+        found["also"] = _complete(found["also"], section, role)
+
+    def name(key: str) -> str:
+        return section + key if key.startswith(".") else key
+
+    for part in {"if", "unless", "times"} & found.keys():
+        each = found[part]
+        found[part] = name(each) if part == "times" else {name(k): v for k, v in each.items()}
+    return found
+
+
+RENAMED: dict[str, Tree] = {
+    f"{section}.{key}".lstrip("."): _complete(entry, section, role)
+    for group, sections in TABLE["groups"].items()
+    for section, role in sections.items()
+    for key, entry in TABLE[group].items()
+}
+NO_EFFECT = {pattern: text for text, keys in TABLE["no_effect"].items() for pattern in keys.split()}
+SECTIONS = {key.partition(".")[0] for key in (*RENAMED, *TABLE["older"], *NO_EFFECT)}
+"""verl's top level. Other sections of ours may stand beside them."""
+
+
+def current_name(key: str) -> str:
+    """Return the name in the table of a key, which may be an older one."""
+    older = [name for name in TABLE["older"] if f"{key}.".startswith(f"{name}.")]
+    name = max(older, key=len, default="")
+    return TABLE["older"][name] + key.removeprefix(name) if name else key
+
+
+def flatten(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted keys and values; a section with names of users' choice is one value."""
+    for name, value in tree.items():
+        key = f"{path}{name}"
+        if isinstance(value, Mapping) and not RENAMED.get(current_name(key), {}).get("any"):
+            yield from flatten(value, f"{key}.")
+        elif value != "???" and name != "_target_":  # absent; a class
+            yield key, value
+
+
+DEFAULTS = dict(flatten(TABLE["defaults"]))
+KINDS: dict[type, tuple[Any, ...]] = {
+    bool: ("true or false", bool, type(None)), int: ("a number", int),
+    float: ("a number", int, float, type(None)), list: ("a list", list),
+}  # fmt: skip
+"""Kind of a default -> its name, and the kinds that a value may have."""
+
+
+def is_verl(tree: Mapping[str, Any]) -> bool:
+    """Return whether a tree has verl's sections, not ours or MindSpeed-LLM's."""
+    nested = tree.get("actor_rollout_ref")
+    known = {"actor", "rollout", "model"}
+    return "trainer" in tree or (isinstance(nested, Mapping) and not known.isdisjoint(nested))
+
+
+def read_verl(file: str | Path, overrides: Sequence[str] = ()) -> Tree:
+    """Return the YAML file with overrides in Hydra's grammar; interpolations stay as they are.
+
+    Raises:
+        ConfigError: The file or an override cannot be read, or the file is no mapping.
+    """
+    try:
+        tree: Any = OmegaConf.load(file)
+        for each in OverridesParser.create().parse_overrides(list(overrides)):
+            value = "???" if each.is_delete() else each.value()
+            OmegaConf.update(tree, each.key_or_group, value, force_add=True)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError) as error:
+        raise ConfigError(explain(error, str(file), ())) from error
+    plain: Any = OmegaConf.to_container(tree)
+    if not isinstance(plain, dict) or not is_verl(plain):
+        rule = "must hold verl's sections, as trainer and actor_rollout_ref"
+        raise ConfigError(Problem(str(file), rule, remedy="use --config-name for other files"))
+    return {str(name): value for name, value in plain.items()}
 
 
 def translate_verl(tree: Mapping[str, Any], count_rows: Callable[[str], int]) -> Given:
@@ -28,68 +118,171 @@ def translate_verl(tree: Mapping[str, Any], count_rows: Callable[[str], int]) ->
     Raises:
         ConfigError: An interpolation cannot be resolved.
     """
-    return _Translation(tree, count_rows).given
+    found = _Translation(tree)
+    found.convert(count_rows)
+    for key in RENAMED:
+        found.move(key)
+    found.sort_others()
+    return found.given
 
 
-class _Translation(VerlTree):
-    """One pass over the sections of verl's tree; of several values for a key, the first counts."""
+class _Translation:
+    """verl's keys, as written and with verl's defaults, and our sections that they become.
 
-    def __init__(self, tree: Mapping[str, Any], count_rows: Callable[[str], int]) -> None:
-        super().__init__(tree)
-        self.count_rows = count_rows
-        self._translate_data()
-        self._translate_run()
-        self._translate_algorithm()
-        self._translate_kl()
-        for section, role in {**self.roles, REF: "ref"}.items():
-            self._translate_engine(section, role)
-        self._translate_rollout()
-        self._translate_reward()
-        self.copy_equal()
-        self.sort_others()
+    Of several values for one of our keys, the first counts.
 
-    def _translate_data(self) -> None:
-        get, put = self.get, self.put
-        longest = "data.max_response_length"
-        self.move("data.max_prompt_length")
-        self.move(longest)
-        put("training.seq_length", get("data.max_prompt_length") + get(longest), longest)
-        for key in (f"{ACTOR}.loss_scale_factor", "reward_model.max_resp_len"):
-            if get(key) not in (None, get(longest)):
-                self.refuse(key, f"must be {ref(longest)}={get(longest)}", "remove it")
-        put("data.chat_template_kwargs", self.collect("data.apply_chat_template_kwargs"))
+    Attributes:
+        given: Our sections, with problems and notes.
+        written: Keys in the tree, by their names in the table.
+        spelled: Name in the table -> key in the tree.
+        values: `written`, and verl's values of absent keys.
+        roles: Trained roles: verl's section -> ours.
+        idle: Parts of keys of the engine that does not train.
+    """
+
+    def __init__(self, tree: Mapping[str, Any]) -> None:
+        self.given = Given({k: v for k, v in tree.items() if k in TOP_LEVEL - SECTIONS})
+        self.written, self.spelled = dict[str, Any](), dict[str, str]()
+        for name in sorted(tree.keys() - SECTIONS - TOP_LEVEL - {"defaults", "hydra"}):
+            self._report_unknown(name, tree[name])
+        theirs = {name: value for name, value in tree.items() if name in SECTIONS}
+        try:
+            plain: Any = OmegaConf.to_container(OmegaConf.create(theirs), resolve=True)
+        except (OmegaConfBaseException, ValueError) as error:
+            raise ConfigError(explain(error, "of verl", ())) from error
+        for key, value in flatten(plain):
+            name = current_name(key)
+            if value is not None or name not in self.written:  # files of 0.8 have both names
+                self.written[name], self.spelled[name] = value, key
+        self.values = {**DEFAULTS, **self.written}
+        lays_out = any(name.startswith(f"{ACTOR}.megatron.") for name in self.written)
+        engine = self.get("model_engine") or ("megatron" if lays_out else "fsdp")
+        if self.get(f"{ACTOR}.strategy") is None:
+            self.values[f"{ACTOR}.strategy"] = "megatron" if engine == "megatron" else "fsdp"
+        for key, default in DEFAULTS.items():
+            if str(default).startswith("${"):  # another key's value
+                default = self.get(default[2:-1])
+            value = self.written.get(key, default)
+            name, *kinds = KINDS.get(type(default), ("", type(value)))
+            if type(value) not in kinds:
+                self.refuse(key, f"must be {name}", "correct it")
+                value = default
+            self.values[key] = value
+        is_ppo = self.get("algorithm.adv_estimator") == "gae"
+        self.roles = TRAINED if is_ppo else {ACTOR: TRAINED[ACTOR]}
+        self.idle = "fsdp_config" if self.get(f"{ACTOR}.strategy") == "megatron" else "megatron"
+
+    def get(self, key: str) -> Any:
+        """Return verl's value, its default if absent, else None."""
+        return self.values.get(key)
+
+    def refuse(self, key: str, rule: str, remedy: str) -> None:
+        """Report a value of verl."""
+        self.given.refuse(self.spelled.get(key, key), rule, self.get(key), remedy)
+
+    def put(self, target: str, value: Any, source: str = "") -> None:
+        """Set our key, unless it is set, or is our default and no source is written."""
+        *parents, name = target.split(".")
+        field = find_field([*parents, name])
+        is_default = field is not None and field.default == value and name not in TABLE["always"]
+        if value is None or (is_default and source not in self.written):
+            return
+        node = self.given.sections
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        if name not in node:
+            node[name] = value
+            if source:
+                self.given.renamed[target] = self.spelled.get(source, source)
+
+    def move(self, key: str) -> None:
+        """Set our keys for a key of the table, unless `convert` does or its engine is not used."""
+        entry: Tree | None = None if self.idle in key.split(".") else RENAMED[key]
+        while entry and "converted" not in entry:
+            ours = key if key.startswith("critic.") else entry["to"]
+            if "critic" in self.roles or not ours.startswith("critic."):
+                self._put_entry(key, entry, self.get(key))
+            entry = entry.get("also")
+
+    def _holds(self, conditions: Tree) -> bool:
+        """Whether keys have one of the values; true stands for any that is on."""
+        return all(
+            bool(self.get(key)) if wanted is True else self.get(key) in wanted
+            for key, wanted in conditions.items()
+        )
+
+    def _put_entry(self, key: str, entry: Tree, value: Any) -> None:
+        words, copied = entry.get("words", {}), not {"words", "where"} & entry.keys()
+        kept = {**words, **entry.get("replace", {}), **entry.get("where", {})}
+        needed, barred = entry.get("if", {}), entry.get("unless")
+        if not self._holds(needed) or (barred and self._holds(barred)):
+            if value and value != DEFAULTS.get(key) and "where" not in entry:
+                shown = [f"{k}={format_value(self.get(k))}" for k in (barred or needed)]
+                self.note(f"no effect with {', '.join(shown)}", key)
+        elif "equal" in entry:
+            if value not in (None, wanted := self.get(entry["equal"])):
+                rule = f"must be {ref(entry['equal'])}={format_value(wanted)}"
+                self.refuse(key, rule, "remove it")
+        elif entry.get("model") == "required" and not isinstance(value, str):
+            self.given.problems.append(Problem(key, "is required", remedy="name a folder"))
+        elif value in [*kept]:
+            self.put(entry["to"], kept[value], "" if "where" in entry else key)
+        elif copied:
+            if "any" in entry and isinstance(value, dict):
+                value = {k: v for k, v in value.items() if v is not None} or None
+            value = find_model(value) if "model" in entry else value
+            value = value * (self.get(entry["times"]) or 0) if "times" in entry else value
+            self.put(entry["to"], value, key)
+        elif words and value is not None and key in self.written:
+            names = ", ".join(format_value(word).strip("'") for word in words)
+            self.refuse(key, f"must be one of {names}", "use one of them")
+
+    def note(self, meaning: str, key: str) -> None:
+        """Note a key if it is written."""
+        if key in self.written:
+            shown = f"{self.spelled[key]}={format_value(self.written[key])}"
+            self.given.note(meaning, shown)
+
+    def convert(self, count_rows: Callable[[str], int]) -> None:
+        """Set our keys for what is no matter of the table."""
+        get, put, longest = self.get, self.put, "data.max_response_length"
+        put("training.stage", "ray_ppo" if "critic" in self.roles else "ray_grpo")
         put("training.model", "auto")
-        models = {f"{MODEL}.path": "actor_rollout.load"}
-        models |= {"critic.model.path": "critic.load"} if "critic" in self.roles else {}
-        models |= {"reward_model.model.path": "reward.load"} if get("reward_model.enable") else {}
-        for key, target in models.items():
-            if not isinstance(get(key), str):
-                self.given.problems.append(Problem(key, "is required", remedy="name a folder"))
-            put(target, find_model(get(key)), key)
-        for key in ("data.tokenizer", f"{MODEL}.tokenizer_path", f"{MODEL}.path"):
-            put("training.tokenizer_name_or_path", find_model(get(key)), key)
-
-    def _translate_run(self) -> None:
-        get, put = self.get, self.put
-        put("training.train_iters", self._count_iterations(), STEPS)
-        names = _as_list(get("trainer.logger"))
-        put("logging.trackers", ["jsonl", *(n for n in names if n != "console")], "trainer.logger")
+        put("training.seq_length", get("data.max_prompt_length") + get(longest), longest)
+        put("training.train_iters", self._count_iterations(count_rows), STEPS)
+        names = [name for name in _as_list(get("trainer.logger")) if name != "console"]
+        put("logging.trackers", ["jsonl", *names], "trainer.logger")
         if not self.given.sections["resource_pool"]:
             self._make_pool(POOL, "trainer")
-        put("validation.interval", max(0, get("trainer.test_freq")), "trainer.test_freq")
-        put("validation.after", get("trainer.test_freq") > 0)
+        model, own = "reward_model", "custom_reward_function"
+        if get(f"{model}.enable") and get(f"{model}.enable_resource_pool"):
+            self._make_pool("reward_pool", model)
+            pools = dict.fromkeys(("actor_rollout", "ref", *self.roles.values()), POOL)
+            for role, pool in {**pools, "reward": "reward_pool"}.items():
+                put(f"placement.{role}", pool, f"{model}.enable_resource_pool")
+        if get(f"{own}.path"):
+            function = f"{get(f'{own}.path')}:{get(f'{own}.name')}"
+            put("reward.function.function", function, f"{own}.path")
+        both = "algorithm.use_kl_in_reward", f"{ACTOR}.use_kl_loss"
+        if all(map(get, both)):
+            rule = "must not stand together: one KL term is in the reward or in the loss"
+            self.refuse(both[0], f"and {ref(both[1])}=true {rule}", "keep one")
+        if get(f"{ROLLOUT}.name") in ("sglang", "trtllm"):
+            self.note("vllm generates in its place", f"{ROLLOUT}.name")
+        for section, role in self.roles.items():
+            self._convert_optimizer(section, role)
 
     def _make_pool(self, name: str, section: str) -> None:
         sizes = [self.get(f"{section}.n_gpus_per_node")] * self.get(f"{section}.nnodes")
         self.put(f"resource_pool.{name}", sizes, f"{section}.n_gpus_per_node")
 
-    def _count_iterations(self) -> Any:
+    def _count_iterations(self, count_rows: Callable[[str], int]) -> Any:
         if STEPS in self.written or "train_iters" in self.given.sections["training"]:
             return self.get(STEPS)
         batch, epochs = self.get("data.train_batch_size"), self.get("trainer.total_epochs")
         try:
             files = [Path(name).expanduser() for name in _as_list(self.get("data.train_files"))]
-            rows = sum(self.count_rows(str(file)) for file in files)
+            rows = sum(count_rows(str(file)) for file in files)
         except (ValueError, TypeError) as error:
             rule = f"is required, as rows cannot be counted: {error}"
             self.given.problems.append(Problem(STEPS, rule, remedy=f"use {STEPS}=NUMBER"))
@@ -102,120 +295,55 @@ class _Translation(VerlTree):
         self.given.note(counted, f"training.train_iters={steps}")
         return steps
 
-    def _translate_algorithm(self) -> None:
-        get, put = self.get, self.put
-        put("training.stage", "ray_ppo" if "critic" in self.roles else "ray_grpo")
-        words = RENAMED["algorithm.adv_estimator"].words
-        name = words.get(str(get("algorithm.adv_estimator")), "gae")
-        if name == "grpo" and get("algorithm.norm_adv_by_std_in_grpo") is False:
-            put("algorithm.adv_estimator", "dr_grpo", "algorithm.norm_adv_by_std_in_grpo")
-        if TRAITS[name].reads_token_rewards:
-            self.move("algorithm.gamma")
-        if TRAITS[name].needs_critic:
-            self.move("algorithm.lam")
-        if TRAITS[name].discounts:
-            put("algorithm.score_position", "eos")
-        mode, clip = f"{ACTOR}.loss_agg_mode", f"{ACTOR}.clip_ratio"
-        if get(f"{ACTOR}.policy_loss.loss_mode") == "gspo":  # which ignores the mode in verl too
-            put("algorithm.loss_normalizer", "sequence_means", mode)
-        if "critic" in self.roles and get("critic.loss_agg_mode") != get(mode):
-            self.refuse("critic.loss_agg_mode", f"must be that of {ref(mode)}", "remove it")
-        bounds = get(f"{clip}_low"), get(f"{clip}_high")
-        if None in bounds:
-            self.move(clip)
-        elif get(clip) not in bounds:
-            self.note("clip_ratio_low and clip_ratio_high replace it, as in verl", clip)
-
-    def _translate_kl(self) -> None:
-        put, control = self.put, "algorithm.kl_ctrl"
-        switches = {
-            "algorithm.use_kl_in_reward": ("reward", f"{control}.kl_coef"),
-            f"{ACTOR}.use_kl_loss": ("loss", f"{ACTOR}.kl_loss_coef"),
-        }
-        chosen = [key for key in switches if self.get(key)]
-        for key, (_, coefficient) in switches.items():
-            if key not in chosen:
-                self.note(f"no effect with {key.rpartition('.')[2]}=false", coefficient)
-        if len(chosen) > 1:
-            rule = "must not stand together: one KL term is in the reward or in the loss"
-            self.refuse(chosen[0], f"and {ref(chosen[1])}=true {rule}", "keep one")
-        if not chosen:
-            put(f"{control}.kl_coef", 0.0, f"{ACTOR}.use_kl_loss")
-            return
-        home, coefficient = switches[chosen[0]]
-        put("algorithm.kl_in", home, chosen[0])
-        self.move(coefficient)
-        if home == "reward" and self.get(f"{control}.type") == "adaptive":
-            self.move(f"{control}.horizon")
-            self.move(f"{control}.target_kl")
-
-    def _translate_engine(self, section: str, role: str) -> None:
-        """Translate batches, the optimizer and the layout of the actor, critic or reference."""
-
-        def get(key: str) -> Any:
-            return self.get(f"{section}.{key}")
-
-        def put(target: str, value: Any, key: str) -> None:
-            self.put(f"{role}.{target}", value, f"{section}.{key}")
-
-        passes = "log_prob" if section == REF else "ppo"
-        if get("log_prob_use_dynamic_bsz" if section == REF else "use_dynamic_bsz"):
-            limit = f"{passes}_max_token_len_per_gpu"
-            split = get("ulysses_sequence_parallel_size")
-            put("max_tokens_per_micro_batch", get(limit) * split, limit)
-        else:
-            self.move(f"{section}.{passes}_micro_batch_size_per_gpu")
-        if self.megatron and get("megatron.tensor_model_parallel_size") > 1:
-            self.move(f"{section}.megatron.sequence_parallel")
-        if section != REF:
-            self._translate_training(section, get, put)
-
-    def _translate_training(
-        self, section: str, get: Callable[[str], Any], put: Callable[[str, Any, str], None]
-    ) -> None:
-        mini, is_actor = "ppo_mini_batch_size", section == ACTOR
-        samples = get(mini) * self.get(f"{ROLLOUT}.n")
-        put(mini if is_actor else "critic_mini_batch_size", samples, mini)
+    def _convert_optimizer(self, section: str, role: str) -> None:
+        betas, warmup = f"{section}.optim.betas", f"{section}.optim.lr_warmup_steps"
+        for number, beta in enumerate(self.get(betas), 1):
+            self.put(f"{role}.adam_beta{number}", beta, betas)
         iterations = self.given.sections["training"].get("train_iters")
-        steps = -1 if get("optim.lr_warmup_steps") is None else get("optim.lr_warmup_steps")
-        if steps >= self.megatron and type(iterations) is int:  # FSDP: 0 beats the ratio too
+        steps = -1 if self.get(warmup) is None else self.get(warmup)
+        least = 1 if self.idle == "fsdp_config" else 0  # with FSDP 0 beats the ratio too
+        if steps >= least and type(iterations) is int:
             share = steps / max(1, iterations)
             if int(share * iterations) < steps:  # which a schedule would round down
                 share = math.nextafter(share, 1.0)
-            put("lr_warmup_fraction", min(share, 0.999), "optim.lr_warmup_steps")
-        for number, beta in enumerate(get("optim.betas"), 1):
-            put(f"adam_beta{number}", beta, "optim.betas")
-        if "cosine" in (get("optim.lr_scheduler_type"), get("optim.warmup_style")):
-            lowest = (get("optim.min_lr_ratio") or 0) * get("optim.lr")
-            put("min_lr", lowest or None, "optim.min_lr_ratio")
-        role, balance = self.roles[section], "trainer.balance_batch"
-        self.put(f"{role}.balance_by_length", self.get(balance), balance)
-        recompute = f"{MODEL if is_actor else 'critic.model'}.enable_gradient_checkpointing"
-        if not self.megatron:
-            self.put(f"{role}.backend", "fsdp", f"{section}.strategy", "model_engine")
-            self.put(f"{role}.recompute", "full" if self.get(recompute) else None, recompute)
+            self.put(f"{role}.lr_warmup_fraction", min(share, 0.999), warmup)
 
-    def _translate_rollout(self) -> None:
-        servers, name = self.collect(f"{ROLLOUT}.engine_kwargs.vllm"), self.get(f"{ROLLOUT}.name")
-        if RENAMED[f"{ROLLOUT}.name"].words.get(str(name)) == "vllm":
-            asked = {key: value for key, value in servers.items() if asks(value)}
-            self.put("rollout.vllm.extra_args", asked)
-            if name != "vllm":
-                self.note("vllm generates in its place", f"{ROLLOUT}.name")
+    def sort_others(self) -> None:
+        """Note or refuse each written key that is not translated."""
+        for key, value in self.written.items():
+            if key.startswith("critic.") and "critic" not in self.roles:
+                self.given.note("this estimator has no critic", "critic")
+            elif key not in RENAMED:
+                self._sort(key, value)
 
-    def _translate_reward(self) -> None:
-        get, put, model = self.get, self.put, "reward_model"
-        if get(f"{model}.enable") and get(f"{model}.enable_resource_pool"):
-            self._make_pool("reward_pool", model)
-            pools = dict.fromkeys(("actor_rollout", "ref", *self.roles.values()), POOL)
-            for role, pool in {**pools, "reward": "reward_pool"}.items():
-                put(f"placement.{role}", pool, f"{model}.enable_resource_pool")
-        own = "custom_reward_function"
-        if get(f"{own}.path"):
-            arguments = self.collect(f"{own}.reward_kwargs")
-            function = f"{get(f'{own}.path')}:{get(f'{own}.name')}"
-            whole = {"function": function, "arguments": arguments}
-            put("reward.function", whole if arguments else function, f"{own}.path")
+    def _sort(self, key: str, value: Any) -> None:
+        asks = value is not None and value is not False and value not in ("", [])
+        effect = next((each for each in NO_EFFECT if fnmatchcase(key, each)), None)
+        for entry in TABLE["refused"]:
+            fits = [each for each in entry["keys"].split() if fnmatchcase(key, each)]
+            if fits and not (effect and fits[0].endswith("*")):
+                if asks and value not in entry.get("neutral", ()):
+                    self.refuse(key, f"is not supported: {entry['why']}", entry["remedy"])
+                return
+        if effect is None and value is not None:
+            self._report_unknown(self.spelled[key], value)
+        elif effect is not None and asks:
+            section = effect.removesuffix(".*").rpartition(".")[2]
+            path, shown = self.spelled[key], f"={format_value(value)}"
+            if effect.endswith(".*") and section:  # one item for a section
+                path, shown = f"{path.partition(f'{section}.')[0]}{section}", ""
+            self.given.note(NO_EFFECT[effect], path + shown)
+
+    def _report_unknown(self, key: str, value: Any) -> None:
+        known = [
+            name for name in (*RENAMED, *TABLE["older"], *NO_EFFECT, *SECTIONS) if "*" not in name
+        ]
+        if any(name.startswith(f"{key}.") for name in known) and not isinstance(value, dict):
+            self.given.refuse(key, "must be a section of keys", value, "correct it")
+            return
+        guess = closest(key, known)
+        remedy = f"did you mean {guess}?" if guess else "remove it"
+        self.given.problems.append(Problem(key, "unknown key of verl", remedy=remedy, colon=True))
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -227,12 +355,11 @@ def find_model(path: Any) -> Any:
 
     A name that is not there is returned as it is.
     """
-    if not isinstance(path, str) or path.count("/") != 1 or Path(path).expanduser().exists():
+    if not isinstance(path, str) or Path(path).expanduser().exists():
         return path
     from huggingface_hub import try_to_load_from_cache
 
-    try:
-        found = try_to_load_from_cache(path, "config.json")
-    except ValueError:  # no name of a model
-        return path
-    return str(Path(found).parent) if isinstance(found, str) else path
+    with contextlib.suppress(ValueError):  # no name of a model
+        if isinstance(found := try_to_load_from_cache(path, "config.json"), str):
+            return str(Path(found).parent)
+    return path

@@ -13,6 +13,7 @@ from mindspeed_rlxf.cli.train import main as train
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.config.verl import ACTOR
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -69,3 +70,21 @@ def test_what_is_not_supported_is_an_error_line_at_verls_key(capsys):
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
     assert line.startswith("error: trainer.resume_mode='resume_path' must be one of null, auto")
     assert main(["from-verl", "absent.yaml"]) == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "trainer.total_epochs=abc",
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu=abc",
+        f"{ACTOR}.optim.lr=-1",
+    ],
+)
+def test_a_wrong_value_is_the_error_line_of_the_run(capsys, change):
+    found = []
+    for command in (["from-verl"], ["train", "--verl-config"]):
+        assert main([*command, "verl.yaml", "device.kind=cpu", change]) == 2
+        lines = capsys.readouterr().err.splitlines()
+        found.append([line for line in lines if line.startswith("error")])
+    assert found[0] == found[1] and len(found[0]) == 1
+    assert change.partition("=")[0] in found[0][0]

@@ -10,8 +10,7 @@ from mindspeed_rlxf.config.keys import Given, find_field
 from mindspeed_rlxf.config.load import resolve_given
 from mindspeed_rlxf.config.problems import ConfigError
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.config.verl import translate_verl
-from mindspeed_rlxf.config.verl_tree import (
+from mindspeed_rlxf.config.verl import (
     ACTOR,
     NO_EFFECT,
     RENAMED,
@@ -19,6 +18,7 @@ from mindspeed_rlxf.config.verl_tree import (
     TABLE,
     is_verl,
     read_verl,
+    translate_verl,
 )
 from mindspeed_rlxf.data.files import count_rows
 from mindspeed_rlxf.ops.planning.plan import plan
@@ -357,9 +357,13 @@ def test_a_complete_file_has_interpolations_and_absent_values(tmp_path):
 
 
 def test_the_table_names_keys_that_exist_and_none_twice():
-    for target in {found.target for found in RENAMED.values()}:
+    entries = [*RENAMED.values(), *(found["also"] for found in RENAMED.values() if "also" in found)]
+    for target in {entry["to"] for entry in entries}:
         section = target.partition(".")[0]
         assert section in ("resource_pool", "placement") or find_field(target.split(".")), target
+    for entry in entries:
+        parts = {*entry.get("if", ()), *entry.get("unless", ()), entry.get("times")} - {None}
+        assert parts <= RENAMED.keys(), parts
     patterns = [p for entry in TABLE["refused"] for p in entry["keys"].split()]
     assert len(patterns) == len({*patterns}) and not {*patterns} & {*NO_EFFECT}
     assert not {*RENAMED} & {*NO_EFFECT, *patterns}
