@@ -5,11 +5,10 @@ Classes of the user reach the workers by pickle. Files of reward functions are r
 score, so a script stands under `if __name__ == "__main__":`.
 """
 
-import contextlib
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -35,34 +34,28 @@ from mindspeed_rlxf.roles.reward import RewardRole
 from mindspeed_rlxf.roles.rollout import RolloutRole
 from mindspeed_rlxf.trainer.ppo import PpoTrainer
 
-
-class Role(Enum):
-    """What a group of workers does."""
-
-    Actor = 0
-    Rollout = 1
-    ActorRollout = 2
-    Critic = 3
-    RefPolicy = 4
-    RewardModel = 5
-    ActorRolloutRef = 6
-
-
 ActorRolloutRefWorker = ActorRole
 """verl's name; it stands for the rollout and the reference too."""
 CriticWorker = CriticRole
 RewardModelWorker = RewardRole
 
 ACTOR, ROLLOUT, RULE = enums.Role.ACTOR_ROLLOUT, enums.Role.ROLLOUT, enums.RewardKind.RULE
-PARTS: dict[Role, tuple[enums.Role, ...]] = {
-    Role.Actor: (ACTOR,), Role.Rollout: (ROLLOUT,), Role.ActorRollout: (ACTOR, ROLLOUT),
-    Role.Critic: (enums.Role.CRITIC,), Role.RefPolicy: (enums.Role.REF,),
-    Role.RewardModel: (enums.Role.REWARD,), Role.ActorRolloutRef: (ACTOR, ROLLOUT, enums.Role.REF),
-}  # fmt: skip
 CLASSES: dict[enums.Role, type] = {
     ACTOR: ActorRole, ROLLOUT: RolloutRole, enums.Role.CRITIC: CriticRole,
     enums.Role.REF: ReferenceRole, enums.Role.REWARD: RewardRole,
 }  # fmt: skip
+
+
+class Role(Enum):
+    """What a group of workers does; the value says which of our roles."""
+
+    Actor = (ACTOR,)
+    Rollout = (ROLLOUT,)
+    ActorRollout = (ACTOR, ROLLOUT)
+    Critic = (enums.Role.CRITIC,)
+    RefPolicy = (enums.Role.REF,)
+    RewardModel = (enums.Role.REWARD,)
+    ActorRolloutRef = (ACTOR, ROLLOUT, enums.Role.REF)
 
 
 class RayWorkerGroup:
@@ -112,11 +105,10 @@ class RewardManager:
             return None
         function = inspect.unwrap(self.compute_score)
         name, code = getattr(function, "__qualname__", "<"), getattr(function, "__code__", None)
-        file = code.co_filename if code is not None else ""
-        if "<" in name or not file.endswith(".py"):
+        if "<" in name or code is None or not code.co_filename.endswith(".py"):
             rule = "must be a function of a Python file, at its top level"
             raise ConfigError(Problem("compute_score", rule, name, "write it there"))
-        return f"{file}:{name}"
+        return f"{code.co_filename}:{name}"
 
 
 class RayPPOTrainer:
@@ -144,8 +136,7 @@ class RayPPOTrainer:
         function, other = (manager and manager.as_key() for manager in self.reward_fns)
         if function:
             given.sections["reward"]["function"] = function
-        self.classes = _choose_classes(given, role_worker_mapping)
-        _place(given, role_worker_mapping, resource_pool_manager)
+        self.classes = _assign(given, role_worker_mapping, resource_pool_manager)
         self.config, notes = resolve_given(given, "library")
         rules = [
             f"role_worker_mapping must have a worker for {role.value}"
@@ -164,26 +155,18 @@ class RayPPOTrainer:
             print(f"note: {note}", flush=True)
 
     def init_workers(self) -> None:
-        """Check files, make the run directory, start the workers; UserError for mistakes before."""
-        from mindspeed_rlxf.trainer.preflight import prepare
-        from mindspeed_rlxf.trainer.run import Ending, open_runtime, training
+        """Check files, make the run directory, start the workers; UserError for mistakes before.
 
-        warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
+        A run that is finished already, or only validates, ends here. Raises SystemExit as `fit`.
+        """
         own = {role: c for role, c in self.classes.items() if c is not CLASSES[role]}
-        with contextlib.ExitStack() as stack:
-            OWN_ROLES.update(own)
-            stack.callback(lambda: [OWN_ROLES.pop(role) for role in own])
-            stack.enter_context(opened(make_console(self.config.logging.console)))
-            prepared = prepare(self.config)
-            self._ending = stack.enter_context(Ending(self.config, prepared))
-            opens = open_runtime(self.config, self._ending)
-            runtime, directory, writes = stack.enter_context(opens)
-            trains = training(self.config, prepared, directory, runtime, writes, self._ending.stop)
-            self.trainer: PpoTrainer = stack.enter_context(trains)
-            self.trainer.recorder.show_samples = self.reward_fns
-            self._stack = stack.pop_all()
-        if self._ending.exit_code:
-            raise SystemExit(self._ending.exit_code)
+        OWN_ROLES.update(own)
+        self._steps = self._run()
+        try:
+            self.trainer = next(self._steps, None)
+        finally:
+            for role in own:
+                del OWN_ROLES[role]
 
     def fit(self) -> None:
         """Train, export the final weights and end the workers.
@@ -191,11 +174,21 @@ class RayPPOTrainer:
         Raises:
             SystemExit: The run failed or was stopped, with its exit code; stderr has the reason.
         """
-        with self._stack:
-            self.trainer.fit()
-            self._ending.done = f"{self.config.training.train_iters} iterations"
-        if self._ending.exit_code:
-            raise SystemExit(self._ending.exit_code)
+        next(self._steps, None)
+
+    def _run(self) -> Iterator[PpoTrainer]:
+        warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
+        from mindspeed_rlxf.trainer.preflight import prepare
+        from mindspeed_rlxf.trainer.run import Ending, run_in_steps
+
+        with opened(make_console(self.config.logging.console)):
+            prepared = prepare(self.config)
+            ending = Ending(self.config, prepared)
+            for trainer in run_in_steps(self.config, prepared, ending):
+                trainer.recorder.show_samples = self.reward_fns
+                yield trainer
+        if ending.exit_code:
+            raise SystemExit(ending.exit_code)
 
 
 def _read(config: Any) -> Given:  # of verl, MindSpeed-LLM or ours
@@ -209,41 +202,39 @@ def _read(config: Any) -> Given:  # of verl, MindSpeed-LLM or ours
     return given
 
 
-def _choose_classes(given: Given, mapping: Mapping[Role, type]) -> dict[enums.Role, type]:
-    """Return the class of each of our roles, and let a class of the user score alone."""
-    key, found = "role_worker_mapping", dict[enums.Role, type]()
-    for role, named in mapping.items():
+def _assign(
+    given: Given, workers: Mapping[Role, type], manager: ResourcePoolManager
+) -> dict[enums.Role, type]:
+    """Return the class of each of our roles, and set our keys for their pools and places.
+
+    Actor and rollout on two pools split one. A reward class of the user scores alone.
+    """
+    key, found, places = "role_worker_mapping", dict[enums.Role, type](), dict[enums.Role, str]()
+    pools = {name: list(sizes) for name, sizes in manager.resource_pool_spec.items()}
+    for role, named in workers.items():
         worker = getattr(named, "__ray_actor_class__", named)  # verl's scripts have ray.remote(...)
-        for part in PARTS[role]:
+        if (pool := manager.mapping.get(role)) not in pools:
+            rule = f"must name a pool of resource_pool_spec for {role}"
+            raise ConfigError(Problem("mapping", rule, pool, f"use {', '.join(pools)}"))
+        for part in role.value:
             if part in found:
                 rule = f"must have {part.value} once, {role} has it again"
                 raise ConfigError(Problem(key, rule, remedy=f"remove {role}"))
             is_actor = issubclass(worker, ActorRole) and part in (ROLLOUT, enums.Role.REF)
-            found[part] = CLASSES[part] if is_actor else worker
+            found[part], places[part] = CLASSES[part] if is_actor else worker, str(pool)
             if not issubclass(found[part], CLASSES[part]):
                 rule = f"must have a subclass of {CLASSES[part].__name__} for {role}"
                 raise ConfigError(Problem(key, rule, worker.__name__, "use one"))
     if missing := [role.value for role in (ACTOR, ROLLOUT) if role not in found]:
         rule = f"must have a worker for {' and '.join(missing)}"
         raise ConfigError(Problem(key, rule, remedy="use Role.ActorRollout"))
-    own, reward = found.get(enums.Role.REWARD, RewardRole), given.sections["reward"]
-    if own is not RewardRole and reward.get("kind") == RULE.value:
-        reward["kind"] = enums.RewardKind.ROLE.value
-    return found
-
-
-def _place(given: Given, roles: Iterable[Role], manager: ResourcePoolManager) -> None:
-    """Set our keys for pools and places; actor and rollout on two pools split one."""
-    places: dict[enums.Role, str] = {}
-    pools = {name: list(sizes) for name, sizes in manager.resource_pool_spec.items()}
-    for role in roles:
-        if (pool := manager.mapping.get(role)) not in pools:
-            rule = f"must name a pool of resource_pool_spec for {role}"
-            raise ConfigError(Problem("mapping", rule, pool, f"use {', '.join(pools)}"))
-        places |= dict.fromkeys(PARTS[role], str(pool))
+    reward, sections = found.get(enums.Role.REWARD, RewardRole), given.sections
+    if reward is not RewardRole and sections["reward"].get("kind") == RULE.value:
+        sections["reward"]["kind"] = enums.RewardKind.ROLE.value
     if (first := places[ACTOR]) != (second := places.pop(ROLLOUT)):
         trains, generates = sum(pools.pop(first)), sum(pools.pop(second))
-        given.sections[ACTOR.value].update(num_gpus_for_train=trains, num_gpus_for_infer=generates)
+        sections[ACTOR.value].update(num_gpus_for_train=trains, num_gpus_for_infer=generates)
         places[ACTOR], pools[f"{first}+{second}"] = f"{first}+{second}", [trains + generates]
-    given.sections["resource_pool"] = pools
-    given.sections["placement"] = {role.value: pool for role, pool in places.items()}
+    placement = {role.value: pool for role, pool in places.items()}
+    sections.update(resource_pool=pools, placement=placement)
+    return found

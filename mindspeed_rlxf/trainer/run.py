@@ -51,14 +51,22 @@ def run(config: RunConfig, prepared: Prepared) -> int:
     A run with all its iterations only says so. Raises UserError for the user's mistakes; the caller
     chooses their exit code.
     """
-    with Ending(config, prepared) as ending:
+    ending = Ending(config, prepared)
+    for _ in run_in_steps(config, prepared, ending):
+        pass
+    return ending.exit_code
+
+
+def run_in_steps(config: RunConfig, prepared: Prepared, ending: Ending) -> Iterator[PpoTrainer]:
+    """Do the same, and yield a trainer once its workers stand; it trains when this goes on."""
+    with ending:
         if is_finished(config, directory := RunDirectory.choose(config)):
             print(
                 f"done already: {directory.path} has its {config.training.train_iters} iterations; "
                 "raise training.train_iters to continue",
                 flush=True,
             )
-            return ending.exit_code
+            return
         with open_runtime(config, ending) as (runtime, directory, writes):
             if config.validation.only:
                 iteration = validate_only(config, prepared, directory, runtime, writes)
@@ -66,9 +74,9 @@ def run(config: RunConfig, prepared: Prepared) -> int:
             else:
                 stop = ending.stop
                 with training(config, prepared, directory, runtime, writes, stop) as trainer:
+                    yield trainer
                     trainer.fit()
                 ending.done = f"{config.training.train_iters} iterations"
-    return ending.exit_code
 
 
 @contextlib.contextmanager
