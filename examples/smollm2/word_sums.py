@@ -21,23 +21,13 @@ NUM_TRAIN, NUM_TEST = 2048, 256
 NUM_TEST_PAIRS = 21  # of the 210 unordered pairs from 1 to LARGEST
 NAMES = ("Tom", "Anna", "Lin", "Sam", "Mia", "Ben", "Eva", "Max")
 THINGS = ("apples", "books", "coins", "pens", "cards", "cups")
-NEAR, REACH = 0.3, 10.0
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
-def score(
-    prompt: str, response: str, ground_truth: str, extra_info: dict[str, Any]
-) -> dict[str, float]:
-    """Score the last number of the response: 1 if it is the answer, else up to NEAR.
-
-    A wrong number scores less the further it is away, and nothing from REACH on: so there is
-    something to learn where all responses to a question are wrong. `accuracy` is 1 or 0.
-    """
+def score(prompt: str, response: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
+    """Return 1 if the last number of the response is the answer, else 0."""
     numbers = NUMBER.findall(response)
-    distance = abs(float(numbers[-1]) - float(ground_truth)) if numbers else REACH
-    right = float(distance == 0)
-    near = NEAR * max(0.0, 1 - distance / REACH)
-    return {"score": right or near, "accuracy": right}
+    return float(bool(numbers) and float(numbers[-1]) == float(ground_truth))
 
 
 def make_split(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -18,7 +18,7 @@ SHORT = (
     "training.global_batch_size=4", "actor_rollout.n_samples_per_prompt=8",
     "actor_rollout.ppo_mini_batch_size=32", "validation.max_samples=8", "validation.interval=0",
 )  # fmt: skip
-ITERATIONS = 3
+ITERATIONS = 20
 COMPARED = ("actor/grad_norm", "actor/entropy", "actor/pg_loss_abs")
 
 

@@ -57,14 +57,7 @@ def test_the_ground_truth_is_what_a_question_asks_for() -> None:
     ],
 )
 def test_the_last_number_of_a_response_is_scored(response: str, expected: float) -> None:
-    found = word_sums.score(prompt="", response=response, ground_truth="21", extra_info={})
-    assert found["accuracy"] == float(found["score"] == 1) == expected
-
-
-def test_a_near_miss_scores_more_than_a_far_one() -> None:
-    texts = "= 22", "= 24", "= 31", "none"
-    scores = [word_sums.score("", text, "21", {})["score"] for text in texts]
-    assert scores == pytest.approx([0.27, 0.21, 0.0, 0.0])
+    assert word_sums.score("", response, ground_truth="21", extra_info={}) == expected
 
 
 def test_files_have_a_row_per_line(tmp_path: Path) -> None:
