@@ -52,6 +52,8 @@ REAL: dict[str, Any] = {
     "actor_rollout.n_samples_per_prompt": 4,
     "actor_rollout.ppo_mini_batch_size": 4,
     "actor_rollout.max_new_tokens": 16,
+    "algorithm.filter_groups": False,
+    "algorithm.max_num_gen_batches": 10,  # the default, as nothing is filtered
     "reward.function": f"{SMOLLM2}/word_sums.py:score",
     "data.shuffle": False,
     "data.val_files": "[]",

@@ -109,6 +109,7 @@ def train_fixed(folder: Path, name: str, size: int = 1) -> list[dict[str, float]
         "actor_rollout.n_samples_per_prompt=4", "actor_rollout.ppo_mini_batch_size=8",
         "actor_rollout.fixed_responses=responses.jsonl", "data.train_files=questions.jsonl",
         "data.shuffle=false", f"resource_pool.main={size}", "data.val_files=[]",
+        "algorithm.filter_groups=false", "algorithm.max_num_gen_batches=10",
     ]  # fmt: skip
     if size > 1:
         words = [*torchrun(size), *words, f"++actor_rollout.{name}_model_parallel_size={size}"]
