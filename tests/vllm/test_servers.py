@@ -312,14 +312,19 @@ def run_python_of(python: str, code: str) -> str:
     ).stdout  # fmt: skip
 
 
-def test_a_server_ends_with_its_owner(vllm_python: str, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_server_ends_with_its_owner(
+    vllm_python: str, model: Path, tmp_path: Path, tp: int
+) -> None:
+    before = set(os.listdir("/dev/shm"))
     owner = f"""
 import json, os, sys, time
 from pathlib import Path
 from mindspeed_rlxf.rollout.vllm.server import Server
 options = ["--model", {str(model)!r}, "--load-format", "dummy", "--skip-tokenizer-init",
   "--dtype", "float32", "--kv-cache-memory-bytes", "100000000", "--enforce-eager",
-  "--worker-extension-cls", "rlxf_vllm.Extension", "--max-model-len", "64"]
+  "--worker-extension-cls", "rlxf_vllm.Extension", "--max-model-len", "64",
+  "--tensor-parallel-size", "{tp}"]
 environment = {{"RLXF_TRANSPORT": "shared_memory", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}}
 server = Server({vllm_python!r}, options, environment, Path({str(tmp_path / "log")!r}))
 server.wait_until_ready(300)
@@ -335,3 +340,6 @@ os.kill(os.getpid(), 9)
         assert time.monotonic() < deadline, "processes of the server are left"
         time.sleep(0.2)
     assert not Path(path).parent.exists()
+    while tp > 1 and {n for n in os.listdir("/dev/shm") if n.startswith("psm_")} - before:
+        assert time.monotonic() < deadline, "shared memory of the server is left"
+        time.sleep(0.2)
