@@ -232,29 +232,16 @@ def trl_first(
     trainer: Any, rollouts: Any, advantages: Any, shifts: Any, size: int
 ) -> dict[str, float]:
     """Return loss and gradient norm of TRL on fixed responses, in micro-batches of `size`."""
-    import torch
+    from update import trl_inputs, trl_log_probs
 
-    total, steps = rollouts.trained_mask.sum(), rollouts.num_rows // size
-    trainer.current_gradient_accumulation_steps = steps
+    trainer.current_gradient_accumulation_steps = rollouts.num_rows // size
     trainer.model.train()
     loss = 0.0
     for start in range(0, rollouts.num_rows, size):
         rows = slice(start, start + size)
-        inputs = {
-            "prompt_ids": rollouts.prompt_ids[rows],
-            "prompt_mask": rollouts.prompt_ids[rows].new_ones(rollouts.prompt_ids[rows].shape),
-            "completion_ids": rollouts.response_ids[rows],
-            "completion_mask": rollouts.trained_mask[rows].long(),
-            "advantages": advantages[rows],
-            "num_items_in_batch": total,
-        }
-        both = [torch.cat([inputs[f"{part}_{kind}"] for part in ("prompt", "completion")], 1)
-                for kind in ("ids", "mask")]  # fmt: skip
-        with torch.no_grad():
-            found = trainer._get_per_token_logps_and_entropies(
-                trainer.model, *both, rollouts.response_ids.size(1)
-            )
-        inputs["old_per_token_logps"] = found[0] + shifts[rows]
+        inputs = trl_inputs(rollouts, advantages[:, None] * rollouts.trained_mask, rows)
+        old = trl_log_probs(trainer, inputs)
+        inputs["old_per_token_logps"] = old + shifts[rows, : old.size(1)]
         part = trainer.compute_loss(trainer.model, inputs)
         part.backward()
         loss += float(part)

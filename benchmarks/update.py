@@ -362,6 +362,36 @@ class Plain:
         self.optimizer.zero_grad()
 
 
+def trl_inputs(
+    rollouts: Rollouts, advantages: Tensor, rows: slice, where: Any = "cpu"
+) -> dict[str, Tensor]:
+    """Return a micro-batch of TRL's GRPOTrainer; advantages are [rows, response]."""
+    prompts, mask = rollouts.prompt_ids[rows], rollouts.trained_mask[rows]
+    width = int(mask.sum(1).max())
+    found = {
+        "prompt_ids": prompts,
+        "prompt_mask": torch.ones_like(prompts),
+        "completion_ids": rollouts.response_ids[rows, :width],
+        "completion_mask": mask[:, :width].long(),
+        "advantages": advantages[rows, :width],
+        "num_items_in_batch": rollouts.trained_mask.sum(),
+    }
+    return {name: tensor.to(where) for name, tensor in found.items()}
+
+
+@torch.no_grad()
+def trl_log_probs(trainer: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """Return TRL's log-probs of a micro-batch's responses, [rows, response]."""
+    both = [
+        torch.cat([inputs[f"{part}_{kind}"] for part in ("prompt", "completion")], 1)
+        for kind in ("ids", "mask")
+    ]
+    width = inputs["completion_ids"].size(1)
+    with trainer.compute_loss_context_manager():
+        found: Tensor = trainer._get_per_token_logps_and_entropies(trainer.model, *both, width)[0]
+    return found
+
+
 class Trl:
     """The policy in TRL's GRPOTrainer, from padded rows to the optimizer's step."""
 
@@ -395,43 +425,16 @@ class Trl:
         self.trainer.create_optimizer()
         self.trainer.current_gradient_accumulation_steps = count
         self.trainer._prepare_inputs = dict  # the rows below, in place of generated ones
-        self.where = device.current_device()
         starts = range(0, rollouts.num_rows, arguments.micro)
-        advantages = make_advantages(rollouts)
+        advantages, where = make_advantages(rollouts), device.current_device()
         self.inputs = [
-            self._inputs(rollouts, advantages, slice(i, i + arguments.micro)) for i in starts
+            trl_inputs(rollouts, advantages, slice(i, i + arguments.micro), where) for i in starts
         ]
         for inputs, old in zip(self.inputs, self.forward(), strict=True):
             inputs["old_per_token_logps"] = old
 
-    def _inputs(self, rollouts: Rollouts, advantages: Tensor, rows: slice) -> dict[str, Tensor]:
-        prompts, mask = rollouts.prompt_ids[rows], rollouts.trained_mask[rows]
-        width = int(mask.sum(1).max())
-        found = {
-            "prompt_ids": prompts,
-            "prompt_mask": torch.ones_like(prompts),
-            "completion_ids": rollouts.response_ids[rows, :width],
-            "completion_mask": mask[:, :width].long(),
-            "advantages": advantages[rows, :width],
-            "num_items_in_batch": rollouts.trained_mask.sum(),
-        }
-        return {name: tensor.to(self.where) for name, tensor in found.items()}
-
-    @torch.no_grad()
     def forward(self) -> list[Tensor]:
-        found = []
-        for inputs in self.inputs:
-            ids, mask = (
-                torch.cat([inputs[f"{part}_{kind}"] for part in ("prompt", "completion")], 1)
-                for kind in ("ids", "mask")
-            )
-            with self.trainer.compute_loss_context_manager():
-                width = inputs["completion_ids"].size(1)
-                log_probs = self.trainer._get_per_token_logps_and_entropies(
-                    self.trainer.model, ids, mask, width
-                )[0]
-            found.append(log_probs)
-        return found
+        return [trl_log_probs(self.trainer, inputs) for inputs in self.inputs]
 
     def update(self) -> None:
         trainer = self.trainer

@@ -43,7 +43,8 @@ def add_to(registry: dict[str, T], name: str, what: str, choice: str = "") -> Ca
             remedy = f"use a name other than {', '.join(sorted(registry))}"
             raise ValueError(f"{what} {name!r} is registered already; {remedy}")
         registry[name] = part
-        CHOICES.get(choice, []).append(name)
+        if choice:
+            CHOICES[choice].append(name)
         return part
 
     return register

@@ -52,7 +52,7 @@ RENAMED: dict[str, Tree] = {
 }
 NO_EFFECT = {pattern: text for text, keys in TABLE["no_effect"].items() for pattern in keys.split()}
 SECTIONS = {key.partition(".")[0] for key in (*RENAMED, *TABLE["older"], *NO_EFFECT)}
-"""verl's top level. Other sections of ours may stand beside them."""
+"""verl's sections. A file may also have sections of ours with other names."""
 
 
 def current_name(key: str) -> str:
@@ -173,7 +173,7 @@ class _Translation:
         self.idle = "fsdp_config" if self.get(f"{ACTOR}.strategy") == "megatron" else "megatron"
 
     def get(self, key: str) -> Any:
-        """Return verl's value, its default if absent, else None."""
+        """Return the value of a key of verl: as given, else its default in verl, else None."""
         return self.values.get(key)
 
     def refuse(self, key: str, rule: str, remedy: str) -> None:
@@ -244,7 +244,7 @@ class _Translation:
             self.given.note(meaning, shown)
 
     def convert(self, count_rows: Callable[[str], int]) -> None:
-        """Set our keys for what is no matter of the table."""
+        """Set our keys that depend on several of verl's, or on the data."""
         get, put, longest = self.get, self.put, "data.max_response_length"
         put("training.stage", "ray_ppo" if "critic" in self.roles else "ray_grpo")
         put("training.model", "auto")

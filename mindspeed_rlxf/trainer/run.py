@@ -58,7 +58,10 @@ def run(config: RunConfig, prepared: Prepared) -> int:
 
 
 def run_in_steps(config: RunConfig, prepared: Prepared, ending: Ending) -> Iterator[PpoTrainer]:
-    """Do the same, and yield a trainer once its workers stand; it trains when this goes on."""
+    """Train as `run` does; yield the trainer once its workers have started, before it trains.
+
+    Yields nothing if the run is finished or only validates.
+    """
     with ending:
         if is_finished(config, directory := RunDirectory.choose(config)):
             print(

@@ -27,7 +27,7 @@ class Adapted:
 
 class Actor(Adapted, ActorRole):
     def loaded(self, rollouts: Rollouts) -> RoleOutput:
-        """Report the log-probs without the adapters: alone, and beside the KL to them."""
+        """Report the log-probs without adapters, of `log_probs` and of `log_probs_with_kl`."""
         engine = self.engine
         with engine.without_adapters():
             base = engine.log_probs(rollouts, 1.0)

@@ -162,7 +162,7 @@ def lora_cases(folder: Path, made: dict[str, tuple[str, dict[str, Any]]]) -> dic
 
 
 def check_adapters(results: dict[str, Any], cases: dict[str, Any]) -> None:
-    """Compare with PEFT's adapters in one process; bitwise what is sent before any step."""
+    """Compare with PEFT in one process; without a step the sent weights are equal bitwise."""
     for name, case in cases.items():
         ours, plain = results[name], plain_results(case, PeftEngine)
         close(ours, plain, name)

@@ -150,7 +150,7 @@ class VllmRollout:
         self._wake("weights")
         self.client.call("/pause?mode=keep")
         self.client.ask_workers("rlxf_begin", str(self.weights_version))
-        if not self.on_cpu and not self.on_npu:  # vLLM 0.23 is told with each bucket
+        if not self.on_cpu and not self.on_npu:  # on NPU each bucket says that it is packed
             self.client.call("/init_weight_transfer_engine", {"init_info": {"packed": True}})
         self.client.call("/start_weight_update")
 

@@ -138,20 +138,17 @@ class Extension:
         of a loaded tensor that can be read. `stale`: names of layers that were not packed anew;
         packing makes another object.
         """
-        engine, model, packed = (
-            self.weight_transfer_engine,
-            self.model_runner.model,
-            self.rlxf_packed,
-        )
-        layers, received = packed_layers(model), engine.arrived
-        stale = [f"{path}.weight" for path in layers if packed[path]() is layers[path].cpu_linear]
+        engine, model = self.weight_transfer_engine, self.model_runner.model
         alone = self.parallel_config.world_size == 1
-        loaded = look_at_layers(model, engine.rows) if alone else {}
         return {
             "version": self.rlxf_version,
-            "received": received,
-            "loaded": loaded,
-            "stale": stale,
+            "received": engine.arrived,
+            "loaded": look_at_layers(model, engine.rows) if alone else {},
+            "stale": [
+                f"{path}.weight"
+                for path, layer in packed_layers(model).items()
+                if self.rlxf_packed[path]() is layer.cpu_linear
+            ],
         }
 
 
