@@ -245,9 +245,10 @@ def trl_first(
         part = trainer.compute_loss(trainer.model, inputs)
         part.backward()
         loss += float(part)
-    norms = [p.grad.norm() ** 2 for p in trainer.model.parameters() if p.grad is not None]
+    grads = [p.grad for p in trainer.model.parameters() if p.grad is not None]
+    norm = sum(float(grad.double().norm()) ** 2 for grad in grads) ** 0.5
     trainer.model.zero_grad()
-    return {"loss": loss, "grad_norm": float(sum(norms)) ** 0.5}
+    return {"loss": loss, "grad_norm": norm}
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Build a role's model, optimizer and schedule on this rank."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,15 +12,18 @@ from megatron.core.distributed import (
 )
 from megatron.core.optimizer import (
     OptimizerConfig as MegatronOptimizerConfig,
+    clip_grads,
     get_megatron_optimizer,
 )
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.schema import LearningConfig, OptimizerConfig, RoleConfig
 from mindspeed_rlxf.device import megatron_versions
+from mindspeed_rlxf.engine.finite import gradient_norm
 from mindspeed_rlxf.engine.parallel import ParallelGroups
 from mindspeed_rlxf.models.adapters import attach_adapters
 from mindspeed_rlxf.models.grouped_experts import stack_experts
@@ -147,6 +151,8 @@ def build_optimizer(
         models: This rank's chunks, wrapped for data parallelism.
         dtype: Model dtype.
     """
+    if device.current_device().type == "cpu":  # others have a fused norm, which sums in parts
+        clip_grads.l2_norm_impl = _l2_norm
     return get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
@@ -165,6 +171,13 @@ def build_optimizer(
         ),
         models,
     )
+
+
+def _l2_norm(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: list[list[Tensor]], per_tensor: bool
+) -> tuple[Tensor, None]:
+    """Return the norm of all tensors, with the signature of apex's `multi_tensor_l2norm`."""
+    return gradient_norm(itertools.chain(*tensor_lists)).view(1), None
 
 
 def build_scheduler(

@@ -1,4 +1,4 @@
-"""Guard optimizer steps against NaN and inf.
+"""Measure gradients, and guard optimizer steps against NaN and inf.
 
 The loss and the gradient norm are checked before any weight changes. All ranks in the role agree on
 the result once per step, so replicas, pipeline stages and optimizer shards either all take the step
@@ -8,7 +8,7 @@ or all skip it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,23 @@ from mindspeed_rlxf import device
 if TYPE_CHECKING:
     from megatron.core.optimizer.optimizer import MegatronOptimizer
 
+ROW = 512  # elements that are summed one after the other
 REMEDY = "lower the learning rate or raise warm-up, look at the rewards and at bf16"
+
+
+def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """Return the 2-norm of all elements, an fp32 scalar.
+
+    It is taken in rows. On a CPU `torch.norm` adds the squares of a whole tensor in fp32, and loses
+    what is small beside the sum: 3e-5 of the norm for an embedding of 28 million elements.
+    """
+    rows = [torch.zeros(1, device=device.current_device())]
+    for gradient in gradients:
+        whole = gradient.numel() // ROW * ROW
+        flat = gradient.reshape(-1)
+        rows.append(torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1))
+        rows.append(torch.linalg.vector_norm(flat[whole:]).view(1))
+    return torch.cat(rows).square().sum().sqrt()
 
 
 @dataclass(frozen=True)

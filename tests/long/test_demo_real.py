@@ -18,7 +18,7 @@ SHORT = (
     "training.global_batch_size=4", "actor_rollout.n_samples_per_prompt=8",
     "actor_rollout.ppo_mini_batch_size=32", "validation.max_samples=8", "validation.interval=0",
 )  # fmt: skip
-ITERATIONS = 20
+ITERATIONS, QUESTIONS = 20, 3  # of an iteration; 12 samples are a multiple of two and three ranks
 COMPARED = ("actor/grad_norm", "actor/entropy", "actor/pg_loss_abs")
 
 
@@ -94,7 +94,7 @@ def test_layouts_train_as_one_process_does(folder: Path, one: Any, layout: Any) 
 
 def train_fixed(folder: Path, name: str, size: int = 1) -> list[dict[str, float]]:
     """Train on fixed responses, two of four right; return each iteration's metrics."""
-    questions = read_lines(folder / "outputs" / "smollm2" / "train.jsonl")[: 4 * ITERATIONS]
+    questions = read_lines(folder / "outputs" / "smollm2" / "train.jsonl")[: QUESTIONS * ITERATIONS]
     (folder / "questions.jsonl").write_text("".join(f"{json.dumps(q)}\n" for q in questions))
     texts = [
         text
@@ -106,7 +106,8 @@ def train_fixed(folder: Path, name: str, size: int = 1) -> list[dict[str, float]
     words = [
         str(ROOT / "ray_gpt.py"), "--config-dir", "examples/smollm2", "--config-name", "grpo",
         *SHORT, f"training.output_dir={name}", f"training.train_iters={ITERATIONS}",
-        "actor_rollout.n_samples_per_prompt=4", "actor_rollout.ppo_mini_batch_size=8",
+        f"training.global_batch_size={QUESTIONS}",
+        "actor_rollout.n_samples_per_prompt=4", "actor_rollout.ppo_mini_batch_size=6",
         "actor_rollout.fixed_responses=responses.jsonl", "data.train_files=questions.jsonl",
         "data.shuffle=false", f"resource_pool.main={size}", "data.val_files=[]",
         "algorithm.filter_groups=false", "algorithm.max_num_gen_batches=10",

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.schema import OptimizerConfig
-from mindspeed_rlxf.engine.finite import Step
+from mindspeed_rlxf.engine.finite import Step, gradient_norm
 from mindspeed_rlxf.engine.fsdp.model import sums_gradients
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -97,7 +97,7 @@ class ShardedAdam:
             grads.append(grad.to_local() if isinstance(grad, DTensor) else grad)
             self.mains[name].grad = grads[-1]
         torch._foreach_mul_(grads, self._factor / max(weight, 1))
-        squares = torch.stack(torch._foreach_norm(grads)).square().sum() if grads else 0.0
+        squares = gradient_norm(grads).square()
         wrong_loss = not all(bool(loss.isfinite()) for loss in losses)
         sums = torch.tensor([squares, float(wrong_loss)], device=device.current_device())
         dist.all_reduce(sums)
