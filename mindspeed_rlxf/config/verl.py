@@ -173,7 +173,7 @@ class _Translation:
         self.idle = "fsdp_config" if self.get(f"{ACTOR}.strategy") == "megatron" else "megatron"
 
     def get(self, key: str) -> Any:
-        """Return the value of a key of verl: as given, else its default in verl, else None."""
+        """Return the given value of a key of verl, else its default, else None."""
         return self.values.get(key)
 
     def refuse(self, key: str, rule: str, remedy: str) -> None:

@@ -151,7 +151,7 @@ def build_optimizer(
         models: This rank's chunks, wrapped for data parallelism.
         dtype: Model dtype.
     """
-    if device.current_device().type == "cpu":  # others have a fused norm, which sums in parts
+    if device.current_device().type == "cpu":  # other devices sum in parts
         clip_grads.l2_norm_impl = _l2_norm
     return get_megatron_optimizer(
         MegatronOptimizerConfig(

@@ -68,7 +68,7 @@ def send_handles(bucket: Bucket, client: Client | None, group: Any, tells_packed
                 "shapes": [list(tensor.shape) for _, tensor in bucket],
                 "tensor_sizes": [tensor.nbytes for _, tensor in bucket],
                 "ipc_handles_pickled": base64.b64encode(pickle.dumps(merged)).decode(),
-                **({"packed": True} if tells_packed else {}),  # vLLM 0.23 is not told at the start
+                **({"packed": True} if tells_packed else {}),  # vLLM 0.23; later from init_info
             }
             client.call("/update_weights", {"update_info": update})
     finally:
