@@ -151,8 +151,6 @@ def build_optimizer(
         models: This rank's chunks, wrapped for data parallelism.
         dtype: Model dtype.
     """
-    if device.current_device().type == "cpu":  # other devices sum in parts
-        clip_grads.l2_norm_impl = _l2_norm
     return get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
@@ -171,6 +169,12 @@ def build_optimizer(
         ),
         models,
     )
+
+
+def measure_in_rows() -> None:
+    """Let Megatron use `gradient_norm` on a CPU; other devices sum in parts."""
+    if device.current_device().type == "cpu":
+        clip_grads.l2_norm_impl = _l2_norm
 
 
 def _l2_norm(

@@ -33,6 +33,7 @@ from mindspeed_rlxf.engine.build import (
     build_optimizer,
     build_scheduler,
     connect_schedule,
+    measure_in_rows,
     set_gather_in_forward,
     wrap,
 )
@@ -131,6 +132,7 @@ class MegatronEngine(CommonEngine):
                 self.models = [chunk.requires_grad_(False) for chunk in self.chunks]
             else:
                 self.models = [wrap(chunk, optimizer) for chunk in self.chunks]
+                measure_in_rows()
                 self.optimizer = build_optimizer(optimizer, self.models, self.dtype)
                 self._guarded = GuardedOptimizer(self.optimizer)
                 self.scheduler = build_scheduler(optimizer, self.optimizer, train_iters)

@@ -98,7 +98,7 @@ def test_a_plan_has_every_text_that_a_process_needs() -> None:
 
 def test_rules_score_the_validation_of_a_model_without_functions() -> None:
     """Also slow ones, in processes; an expression without end is a failure and no score."""
-    beside_model = reward(kind="huggingface", processes=1, timeout_s=2.0)
+    beside_model = reward(kind="huggingface", processes=1, timeout_s=5.0)
     assert needs_processes(beside_model, [MATH])
     rewards = StreamingRewards(beside_model)
     tower = "9^{" * 6 + "9" + "}" * 6
