@@ -11,7 +11,7 @@ those of one update on fixed responses, with injected advantages and old log-pro
 ratios are clipped (TRL's `loss_type` is its default, dapo: a mean over all tokens of the batch, as
 here). Prints one JSON line.
 
-    python benchmarks/grpo_step.py [--trl FOLDER] [--size 19m|100m] [--rounds 2]
+    python benchmarks/grpo_step.py [--device cpu|cuda|npu] [--trl FOLDER] [--size 19m|100m]
     python benchmarks/grpo_step.py --model outputs/smollm2/model --prompts 16 --response 16
 
 `ppo_step.py` says how to install TRL into a folder.
@@ -40,12 +40,13 @@ from ppo_step import (
 )
 
 SIDES = ("trl", "shared", "apart")
-KEYS = ("prompts", "samples", "prompt", "response", "iterations", "threads")
+KEYS = ("device", "prompts", "samples", "prompt", "response", "iterations", "threads")
 REWARD = "def score(response, **_):\n    return len(response) % 7 / 7\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=["cpu", "cuda", "npu"], default="cpu")
     parser.add_argument("--size", choices=list(SHAPES), default="19m")
     parser.add_argument("--model", type=Path, help="a folder to use in place of random weights")
     for name, number in {
@@ -56,7 +57,7 @@ def main() -> None:
     parser.add_argument("--trl", type=Path, help="folder with trl, if the environment lacks it")
     parser.add_argument("--child", nargs=2, metavar=("SIDE", "FOLDER"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    arguments.batch = arguments.prompts * arguments.samples
+    arguments.batch, arguments.micro = arguments.prompts * arguments.samples, arguments.samples
     low, arguments.limit = arguments.response // 2, 3 * arguments.response // 2
     draw = random.Random(3)
     lengths = [draw.randint(low, arguments.limit) for _ in range(arguments.batch)]
@@ -90,6 +91,7 @@ def race(folder: Path, lengths: list[int], arguments: argparse.Namespace) -> dic
     return {
         "benchmark": "grpo_step",
         "model": str(arguments.model or arguments.size),
+        "device": arguments.device,
         **{key: getattr(arguments, key) for key in ("prompts", "samples", "prompt", "response")},
         "response_tokens": sum(lengths),
         "threads": arguments.threads,
@@ -141,7 +143,6 @@ def our_seconds(
         "seq_length": arguments.prompt + arguments.limit,
     }
     tree["actor_rollout"] |= {
-        "micro_batch_size": arguments.samples,
         "max_prompt_length": arguments.prompt,
         "n_samples_per_prompt": arguments.samples,
         "share_prompts": side == "shared",
@@ -150,7 +151,7 @@ def our_seconds(
     tree["algorithm"] = {
         "adv_estimator": "grpo", "kl_ctrl": {"kl_coef": 0.0}, "old_log_probs": "rollout",
     }  # fmt: skip
-    seconds = seconds_of(tree, lengths, folder, arguments.threads)
+    seconds = seconds_of(tree, lengths, folder)
     (folder / f"{side}.json").write_text(json.dumps(our_first(tree, lengths, arguments)))
     return seconds
 
@@ -209,6 +210,7 @@ def trl_seconds(
         max_completion_length=arguments.limit,
         beta=0.0,
         shuffle_dataset=False,
+        use_cpu=arguments.device == "cpu",
         **TRL_SETTINGS,
     )
 
@@ -239,9 +241,10 @@ def trl_first(
     loss = 0.0
     for start in range(0, rollouts.num_rows, size):
         rows = slice(start, start + size)
-        inputs = trl_inputs(rollouts, advantages[:, None] * rollouts.trained_mask, rows)
+        weighted = advantages[:, None] * rollouts.trained_mask
+        inputs = trl_inputs(rollouts, weighted, rows, trainer.model.device)
         old = trl_log_probs(trainer, inputs)
-        inputs["old_per_token_logps"] = old + shifts[rows, : old.size(1)]
+        inputs["old_per_token_logps"] = old + shifts[rows, : old.size(1)].to(old.device)
         part = trainer.compute_loss(trainer.model, inputs)
         part.backward()
         loss += float(part)

@@ -12,6 +12,7 @@ TRL's last release with PPO is 1.12.0: `pip install --no-deps --target FOLDER tr
 datasets pyarrow pandas dill multiprocess xxhash` leaves the environment as it is.
 
     python benchmarks/ppo_step.py [--trl FOLDER] [--size 19m|100m] [--batch 16] [--rounds 3]
+    python benchmarks/ppo_step.py --device cuda [--micro 16] [--trl FOLDER]
 """
 
 import argparse
@@ -47,13 +48,15 @@ LENGTHS = Path(__file__).with_name("rollout_lengths.json")
 OURS = ("recompute", "rollout")
 TRL_SETTINGS: dict[str, Any] = {
     "temperature": 1.0, "learning_rate": 1e-6, "gradient_checkpointing": False,
-    "optim": "adamw_torch", "bf16": False, "use_cpu": True, "report_to": [],
+    "optim": "adamw_torch", "bf16": False, "report_to": [],
     "save_strategy": "no", "logging_strategy": "no",
 }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=["cpu", "cuda", "npu"], default="cpu")
+    parser.add_argument("--micro", type=int, default=MICRO, help="rows of a micro-batch")
     parser.add_argument("--size", choices=list(SHAPES), default="19m")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
@@ -99,7 +102,8 @@ def race(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         "benchmark": "ppo_step",
         "parameters_m": round(sum(p.numel() for p in policy.parameters()) / 1e6, 1),
         "batch": arguments.batch,
-        "micro_batch": MICRO,
+        "micro_batch": arguments.micro,
+        "device": arguments.device,
         "threads": arguments.threads,
         "cores": os.cpu_count(),
         "torch": torch.__version__,
@@ -123,7 +127,7 @@ def child(who: str, workload: str, folder: Path, arguments: argparse.Namespace) 
 
     who: "trl", or this package with that value of `algorithm.old_log_probs`
     """
-    keys = ("batch", "iterations", "threads", "limit")
+    keys = ("device", "micro", "batch", "iterations", "threads", "limit")
     return child_seconds(__file__, keys, arguments, who, workload, str(folder))
 
 
@@ -153,10 +157,10 @@ def our_seconds(
     """
     tree = our_tree(folder, arguments)
     tree["algorithm"] = {"old_log_probs": old_log_probs}
-    return seconds_of(tree, lengths, folder, arguments.threads)
+    return seconds_of(tree, lengths, folder)
 
 
-def seconds_of(tree: dict[str, Any], lengths: list[int], folder: Path, threads: int) -> list[float]:
+def seconds_of(tree: dict[str, Any], lengths: list[int], folder: Path) -> list[float]:
     """Train by a configuration in this process; return the seconds of each iteration.
 
     lengths: response tokens that are forced, by position in the batch
@@ -170,7 +174,7 @@ def seconds_of(tree: dict[str, Any], lengths: list[int], folder: Path, threads: 
     out = Path(tempfile.mkdtemp(dir=folder))
     tree["training"]["output_dir"] = str(out / "run")
     (out / "ours.yaml").write_text(json.dumps(tree), encoding="utf-8")
-    device.setup(DeviceKind.CPU, threads)
+    device.setup(DeviceKind(tree["device"]["kind"]), tree["device"]["cpu_threads"])
     from mindspeed_rlxf.roles import rollout
 
     make_requests = rollout.make_requests
@@ -198,8 +202,8 @@ def seconds_of(tree: dict[str, Any], lengths: list[int], folder: Path, threads: 
 def our_tree(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the configuration of one process with four models, as a YAML tree."""
     shape = json.loads((folder / "policy" / "config.json").read_text(encoding="utf-8"))
-    scorer = {"micro_batch_size": MICRO, "load": str(folder / "scorer")}
-    policy = {"micro_batch_size": MICRO, "load": str(folder / "policy")}
+    scorer = {"micro_batch_size": arguments.micro, "load": str(folder / "scorer")}
+    policy = {"micro_batch_size": arguments.micro, "load": str(folder / "policy")}
     model = {
         "num_layers": shape["num_hidden_layers"],
         "hidden_size": shape["hidden_size"],
@@ -233,7 +237,7 @@ def our_tree(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         "reward": {**scorer, "kind": "model"},
         "data": {"train_files": str(folder / "train.jsonl"), "shuffle": False},
         "logging": {"samples": 0},
-        "device": {"kind": "cpu", "cpu_threads": arguments.threads},
+        "device": {"kind": arguments.device, "cpu_threads": arguments.threads},
         "runtime": "local",
         "placement": dict.fromkeys(("actor_rollout", "ref", "critic", "reward"), "main"),
         "resource_pool": {"main": 1},
@@ -266,8 +270,9 @@ def trl_seconds(
     updates = 1 + arguments.iterations
     config = PPOConfig(
         output_dir=tempfile.mkdtemp(dir=folder),
-        per_device_train_batch_size=MICRO,
-        gradient_accumulation_steps=arguments.batch // MICRO,
+        per_device_train_batch_size=arguments.micro,
+        gradient_accumulation_steps=arguments.batch // arguments.micro,
+        use_cpu=arguments.device == "cpu",
         num_mini_batches=1,
         num_ppo_epochs=1,
         total_episodes=updates * arguments.batch,

@@ -270,15 +270,13 @@ class Ours:
         from mindspeed_rlxf.roles.actor import ActorRole
 
         given = SimpleNamespace(
-            batch=arguments.batch, iterations=1, limit=arguments.limit, threads=arguments.threads
-        )
+            batch=arguments.batch, iterations=1, limit=arguments.limit, threads=arguments.threads,
+            device=arguments.device.value, micro=arguments.micro,
+        )  # fmt: skip
         tree = our_tree(folder, given)  # type: ignore[arg-type]
         del tree["model"]  # so that it comes from config.json
-        tree["device"]["kind"], tree["reward"] = arguments.device.value, {"kind": "rule"}
-        tree["actor_rollout"] |= {
-            "max_prompt_length": arguments.prompt, "micro_batch_size": arguments.micro,
-            "share_prompts": share,
-        }  # fmt: skip
+        tree["reward"] = {"kind": "rule"}
+        tree["actor_rollout"] |= {"max_prompt_length": arguments.prompt, "share_prompts": share}
         tree["training"] |= {
             "bf16": arguments.bf16, "output_dir": str(folder / "run"),
             "seq_length": arguments.prompt + arguments.limit, "model": "auto", "backend": backend,
