@@ -180,7 +180,8 @@ def write_stream(
             found, tensor = next(tensors)
             assert found == name, "the stream has the order of the shapes"
             if writes and failed is None:
-                planned[name] = PlannedTensor.of(tensor.cpu())
+                # A copy on CPU too: offloading cannot free a storage that numpy has read.
+                planned[name] = PlannedTensor.of(tensor.to("cpu", copy=True))
         file = hf_file_name(number, len(groups))
         written[file] = {name: each.num_bytes for name, each in planned.items()}
         try:

@@ -1,4 +1,4 @@
-"""Hugging Face folders that hold pickled weights, or an index that cannot be used."""
+"""Hugging Face folders: pickled weights, an index that cannot be used, writing."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mindspeed_rlxf.weights.chunks import whole
-from mindspeed_rlxf.weights.hf_folder import open_hf_folder
+from mindspeed_rlxf.weights.hf_folder import open_hf_folder, write_stream
 
 
 def test_pickled_weights_are_read_where_there_are_no_others(tmp_path: Path) -> None:
@@ -32,3 +32,10 @@ def test_an_index_that_cannot_be_used_is_refused(tmp_path: Path, text: str, said
     (tmp_path / "model.safetensors.index.json").write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=rf"index\.json {said}"):
         open_hf_folder(tmp_path)
+
+
+def test_a_written_tensor_can_be_offloaded(tmp_path: Path) -> None:
+    weight = torch.ones(4, 3)
+    assert write_stream(iter([("w", weight)]), {"w": (4, 3)}, 4, tmp_path, True) is None
+    weight.untyped_storage().resize_(0)  # as `offload` frees a storage
+    assert torch.equal(open_hf_folder(tmp_path)["w"].read(whole((4, 3))), torch.ones(4, 3))
