@@ -26,9 +26,9 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
+from rollout import LENGTHS, MODEL, ROWS, SEED
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks.rollout import LENGTHS, MODEL, ROWS, SEED
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.enums import DeviceKind
