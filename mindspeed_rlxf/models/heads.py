@@ -290,8 +290,10 @@ class _VocabParallelLogProb(torch.autograd.Function):
         grad_logits = probabilities.mul(-grad[:, None])
         grad_logits.scatter_add_(-1, local[:, None], (grad * is_local)[:, None])
         if entropy_grad is not None:
-            slope = torch.xlogy(probabilities, probabilities) + probabilities * entropy[:, None]
-            grad_logits -= slope * entropy_grad[:, None]
+            slope = torch.xlogy(probabilities, probabilities)
+            slope += probabilities * entropy[:, None]
+            slope *= entropy_grad[:, None]  # in place: the plan counts four tensors of this size
+            grad_logits -= slope
         return grad_logits, None, None
 
 

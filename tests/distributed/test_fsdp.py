@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -209,12 +210,13 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     for case in three.values():  # the exact architecture, which Megatron needs
         case["architecture"] = parse_architecture(read_hf_config(Path(case["lm"])))
     megatron = {name: {**case, "keys": {"micro_batch_size": 2}} for name, case in three.items()}
+    two = run_cases(2, cases, folder / "two ranks")
+    with ThreadPoolExecutor() as pool:  # waits for the processes
+        alone = {**three, "loading": cases["loading"]}
+        one = pool.submit(run_cases, 1, alone, folder / "one rank")
+        of_megatron = pool.submit(run_cases, 1, megatron, folder / "megatron")
     return SimpleNamespace(
-        folder=folder,
-        cases=cases,
-        two=run_cases(2, cases, folder / "two ranks"),
-        one=run_cases(1, {**three, "loading": cases["loading"]}, folder / "one rank"),
-        megatron=run_cases(1, megatron, folder / "megatron"),
+        folder=folder, cases=cases, two=two, one=one.result(), megatron=of_megatron.result()
     )
 
 
