@@ -81,7 +81,7 @@ def dequantise(gguf: Path, output: Path) -> None:
     # transformers refuses to save what it read from GGUF, though the tensors are plain ones by now.
     model.hf_quantizer = None
     vars(model.config).pop("quantization_config", None)
-    # transformers 5.17 reads another end of a response from GGUF into the tokenizer.
+    # transformers 5.17 gives the tokenizer of a GGUF file the wrong EOS token.
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
