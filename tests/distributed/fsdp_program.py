@@ -1,6 +1,9 @@
 """Update an actor and a critic by a training engine, in processes of their own.
 
-python -m tests.distributed.fsdp_program CASES.json, on each rank of RANK and WORLD_SIZE. A case has
+python -m tests.distributed.fsdp_program RANKS CASES.json ...
+
+Each file is computed on so many ranks, one file after another, by forks of this process: importing
+takes longer than most files. A case has
 
     lm, scored, architecture    the models
     keys        of every role
@@ -17,6 +20,7 @@ python -m tests.distributed.fsdp_program CASES.json, on each rank of RANK and WO
 """
 
 import json
+import os
 import sys
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -27,6 +31,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import start_processes
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from mindspeed_rlxf.cluster.local import LocalRuntime
 from mindspeed_rlxf.config.enums import DeviceKind, Role
@@ -51,6 +57,7 @@ from mindspeed_rlxf.weights.state_files import merge_parts
 from tests.adapter_noise import noise
 from tests.distributed.llamas import run_config
 from tests.distributed.samples import make_experience, make_rollouts
+from tests.processes import free_port
 
 ADAM = OptimizerConfig(lr=1e-3, clip_grad=0.5, weight_decay=0.1)
 STEPS = [list(range(8))] * 3
@@ -107,6 +114,8 @@ def compute(case: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
             outputs = read.values if read else None
             results["scores"] = gather(scores.scores if scores else None)
         results[f"{name}.outputs"] = gather(outputs)
+        if "lora" in trained_keys(case):
+            results[f"{name}.sent"] = {n: t.clone().cpu() for n, t in engine.hf_tensors()}
         results[f"{name}.steps"] = update(*rows).report.steps
         results[f"{name}.weights"] = {n: t.clone().cpu() for n, t in engine.hf_tensors()}
         if role is Role.ACTOR_ROLLOUT and "lora" in trained_keys(case):
@@ -163,7 +172,9 @@ def gather(part: torch.Tensor | None) -> torch.Tensor:
     return torch.cat([found for found in parts if found is not None])
 
 
-def main(file: str) -> None:
+def run_cases(rank: int, ranks: int, port: int, file: str) -> None:
+    """Compute the cases of a file, as one rank; the first rank writes the results."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_PORT": str(port)}
     cases = json.loads(Path(file).read_text())
     heads.CHUNK_TOKENS = 8  # so that these few tokens take several chunks
     megatron = cases[0]["keys"].get("backend") != "fsdp"
@@ -182,5 +193,13 @@ def main(file: str) -> None:
     runtime.shutdown()
 
 
+def main(*words: str) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    list(MODEL_FOR_CAUSAL_LM_MAPPING)  # imports what each fork would
+    for ranks, file in zip(map(int, words[::2]), words[1::2], strict=True):
+        # Raises the first error of a rank, and ends the others.
+        start_processes(run_cases, (ranks, free_port(), file), ranks, start_method="fork")
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -1,8 +1,6 @@
 """Training with FSDP over models of transformers equals plain torch, PEFT and Megatron's engine."""
 
 import json
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +24,7 @@ from tests.distributed.fsdp_program import STEPS, config_of
 from tests.distributed.samples import make_experience, make_rollouts
 from tests.peft_engine import PeftEngine
 from tests.plain_engine import PlainEngine
-from tests.processes import ROOT, free_port, with_sources
+from tests.processes import run_python
 from tests.unit.weights.folders_of import read_folder
 
 FSDP = {"backend": "fsdp", "micro_batch_size": 2}
@@ -40,41 +38,25 @@ ATTENTION = {
     "target_modules": r".*\.[qo]_proj",
     "exclude_modules": ["layers.0.self_attn.o_proj"],
 }
-SENT = ", sent"
 Results = dict[str, Any]
 
 
-def run_ranks(ranks: int, *words: object, timeout_s: float = 480.0) -> None:
-    """Run the module with these words on all ranks; fail the test if one fails, end them all."""
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", *map(str, words)]
-    ends = []
-    started = [
-        subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env=with_sources(**where, RANK=str(rank), WORLD_SIZE=str(ranks)),
-        )
-        for rank in range(ranks)
-    ]  # fmt: skip
-    try:
-        ends = [each.communicate(timeout=timeout_s)[0] for each in started]
-    finally:
-        for each in started:
-            each.kill()
-            each.wait()
-    for each, said in zip(started, ends, strict=True):
-        assert each.returncode == 0, said[-4000:]
+def run_cases(folder: Path, *groups: tuple[int, dict[str, dict[str, Any]]]) -> list[Any]:
+    """Return the results of `fsdp_program` by name of a case, for each number of ranks and cases.
 
-
-def run_cases(ranks: int, cases: dict[str, dict[str, Any]], folder: Path) -> dict[str, Results]:
-    """Return the results of `fsdp_program` for each case."""
-    folder.mkdir(exist_ok=True)
-    for name, case in cases.items():
-        case["out"] = str(folder / f"{name}.pt")
-    file = folder / "cases.json"
-    file.write_text(json.dumps([*cases.values()]))
-    run_ranks(ranks, "tests.distributed.fsdp_program", file)
-    return {name: torch.load(case["out"], weights_only=True) for name, case in cases.items()}
+    One group runs after another.
+    """
+    words, found = [], []
+    for number, (ranks, cases) in enumerate(groups):
+        place = folder / str(number)
+        place.mkdir(parents=True)
+        outs = {name: str(place / f"{name}.pt") for name in cases}
+        file = place / "cases.json"
+        file.write_text(json.dumps([{**case, "out": outs[n]} for n, case in cases.items()]))
+        words += [str(ranks), str(file)]
+        found.append(outs)
+    run_python("-m", "tests.distributed.fsdp_program", *words)
+    return [{n: torch.load(out, weights_only=True) for n, out in outs.items()} for outs in found]
 
 
 def case_of(folder: Path, name: str, keys: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -94,9 +76,11 @@ def plain_results(case: dict[str, Any], kind: Any = PlainEngine) -> Results:
         "actor.outputs": engines["actor"].log_probs(rollouts, 0.8).log_probs,
         "critic.outputs": engines["critic"].values(rollouts).values,
         "scores": engines["critic"].scores(rollouts).scores,
-        "actor.steps": actor.update_policy(rollouts, experience, steps).report.steps,
-        "critic.steps": critic.update_critic(rollouts, experience, steps).report.steps,
     }
+    if kind is PeftEngine:
+        found |= {f"{name}.sent": engine.file_tensors() for name, engine in engines.items()}
+    found["actor.steps"] = actor.update_policy(rollouts, experience, steps).report.steps
+    found["critic.steps"] = critic.update_critic(rollouts, experience, steps).report.steps
     for name, engine in engines.items():
         found[f"{name}.weights"] = engine.file_tensors()
     if "kl" in case or kind is PeftEngine:
@@ -153,24 +137,22 @@ def check_families(results: dict[str, Any], families: Any, cases: dict[str, Any]
 
 
 def lora_cases(folder: Path, made: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    """Return a case per name, of a family with its adapters, and one that takes no step."""
-    cases = {
+    """Return a case per name, of a family with its adapters."""
+    return {
         name: case_of(folder / name, family, ULYSSES if "ulysses" in name else FSDP, steps=2,
                       trained={"lora": lora, **SAVING})
         for name, (family, lora) in made.items()
     }  # fmt: skip
-    return cases | {f"{name}{SENT}": {**case, "steps": 0} for name, case in cases.items()}
 
 
 def check_adapters(results: dict[str, Any], cases: dict[str, Any]) -> None:
-    """Compare with PEFT in one process; without a step the sent weights are equal bitwise."""
+    """Compare with PEFT in one process; the weights that are sent at first are equal bitwise."""
     for name, case in cases.items():
         ours, plain = results[name], plain_results(case, PeftEngine)
         close(ours, plain, name)
         assert_close(ours["reference"], plain["reference"], rtol=1e-5, atol=1e-5)
-        for role in ("actor", "critic") if name.endswith(SENT) else ():
-            found, wanted = (each[f"{role}.weights"] for each in (ours, plain))
-            assert all(found[n].equal(tensor) for n, tensor in wanted.items()), name
+        for sent in ("actor.sent", "critic.sent"):
+            assert all(ours[sent][n].equal(tensor) for n, tensor in plain[sent].items()), name
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +175,8 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     wrapped["lm"] = str(wrap(Path(wrapped["lm"]), folder / "wrapped" / "images"))
     state = str(folder / "narrow state")
     lora = lora_cases(folder / "lora", {"adapters": ("llama", LORA)})
-    cases = family_cases(folder, SHORT) | lora
+    adapters, lora_state = lora["adapters"], str(folder / "adapters state")
+    cases = family_cases(folder, SHORT)
     cases |= {
         "saving": {**experts, "save": str(folder / "state"), "export": str(folder / "out")},
         "loading": {**experts, "load": str(folder / "state")},
@@ -202,21 +185,20 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
         "narrow": make("narrow", "llama", {**FSDP, "bf16": True}, lr=1e-6, save=state),
         "wrapped": wrapped,
         "means": make("means", "llama", means=True),
+        "adapters": {**adapters, "save": lora_state, "export": str(folder / "adapters")},
+        "loading adapters": {**adapters, "steps": 1, "load": lora_state},
     }
-    one_step, state = {**lora["adapters"], "steps": 1}, str(folder / "adapters state")
-    cases["saving adapters"] = {**one_step, "save": state, "export": str(folder / "adapters")}
-    cases["loading adapters"] = {**one_step, "load": state}
     three = {name: make("three", name, steps=3) for name in MEGATRONS}
     for case in three.values():  # the exact architecture, which Megatron needs
         case["architecture"] = parse_architecture(read_hf_config(Path(case["lm"])))
     megatron = {name: {**case, "keys": {"micro_batch_size": 2}} for name, case in three.items()}
-    two = run_cases(2, cases, folder / "two ranks")
+    alone = {**three, "loading": cases["loading"]}
     with ThreadPoolExecutor() as pool:  # waits for the processes
-        alone = {**three, "loading": cases["loading"]}
-        one = pool.submit(run_cases, 1, alone, folder / "one rank")
-        of_megatron = pool.submit(run_cases, 1, megatron, folder / "megatron")
+        ours = pool.submit(run_cases, folder / "fsdp", (2, cases), (1, alone))
+        theirs = pool.submit(run_cases, folder / "megatron", (1, megatron))
+    two, one = ours.result()
     return SimpleNamespace(
-        folder=folder, cases=cases, two=two, one=one.result(), megatron=of_megatron.result()
+        folder=folder, cases=cases, two=two, one=one, megatron=theirs.result()[0]
     )
 
 
@@ -225,7 +207,8 @@ def test_other_families_equal_plain_transformers_on_two_ranks(tmp_path: Path) ->
     # Adam makes steps of the rounding in gradients of OPT's key biases, which are 0.
     others = [name for name in FAMILIES if name not in (*SHORT, "opt")]
     cases = family_cases(tmp_path, others)
-    check_families(run_cases(2, cases, tmp_path / "two"), others, cases)
+    (results,) = run_cases(tmp_path, (2, cases))
+    check_families(results, others, cases)
 
 
 def test_families_equal_plain_transformers_on_two_ranks(short: SimpleNamespace) -> None:
@@ -288,8 +271,8 @@ def test_three_steps_equal_those_of_megatrons_engine(short: SimpleNamespace) -> 
 
 def test_adapters_are_those_of_peft_on_two_ranks(short: SimpleNamespace) -> None:
     """They resume bitwise, and the folders at the end are what PEFT makes of them."""
-    check_adapters(short.two, {name: short.cases[name] for name in ("adapters", f"adapters{SENT}")})
-    saved, loaded = short.two["saving adapters"], short.two["loading adapters"]
+    check_adapters(short.two, {"adapters": short.cases["adapters"]})
+    saved, loaded = short.two["adapters"], short.two["loading adapters"]
     out = short.folder / "adapters"
     for role in ("actor", "critic"):
         folder = short.folder / "adapters state" / role / "sharded"
@@ -310,4 +293,5 @@ def test_adapters_are_those_of_peft_on_two_ranks(short: SimpleNamespace) -> None
 def test_other_families_have_adapters(tmp_path: Path) -> None:
     made = {name: (name, LORA) for name in ("qwen2", "gemma2", "qwen3_5")}
     cases = lora_cases(tmp_path, made | {"ulysses": ("qwen3_moe", ATTENTION)})
-    check_adapters(run_cases(2, cases, tmp_path / "two"), cases)
+    (results,) = run_cases(tmp_path, (2, cases))
+    check_adapters(results, cases)

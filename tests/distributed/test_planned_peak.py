@@ -25,10 +25,11 @@ from mindspeed_rlxf.engine import offload
 from mindspeed_rlxf.ops.planning.memory import role_memory
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticRole
+from tests.distributed.cluster.test_local_runtime import torchrun
 from tests.distributed.groups import build_group
 from tests.distributed.llamas import make_llama, run_config
 from tests.distributed.samples import make_experience
-from tests.distributed.test_fsdp import run_ranks
+from tests.processes import run_python
 from tests.rows import made_rollouts
 from tests.traced import traced_peak
 
@@ -211,8 +212,9 @@ def marks_of(name: str) -> list[pytest.MarkDecorator]:
 @pytest.mark.parametrize("name", [pytest.param(each, marks=marks_of(each)) for each in SHAPES])
 def test_as_much_is_planned_as_is_allocated(tmp_path: Path, name: str) -> None:
     """At real width 22 GB of free memory are needed, and some minutes."""
-    run_ranks(
-        SHAPES[name].ranks, "tests.distributed.test_planned_peak", name, tmp_path, timeout_s=1500
+    launcher = torchrun(SHAPES[name].ranks)
+    run_python(
+        *launcher, "-m", "tests.distributed.test_planned_peak", name, tmp_path, timeout_s=1500
     )
 
 
