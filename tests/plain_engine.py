@@ -185,7 +185,7 @@ class PlainEngine:
             found = load_file(Path(folder) / "model.safetensors")
         if self.head is not None:
             found.pop("lm_head.weight", None)
-            found["score.weight"] = self.head.detach()
+            found["score.weight"] = self.head.detach().clone()
         return found
 
     def export(self, hf_folder: Path | None, megatron_folder: Path | None) -> None:
