@@ -174,8 +174,8 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     wrapped = make("wrapped", "qwen3_5", export=str(folder / "text"))
     wrapped["lm"] = str(wrap(Path(wrapped["lm"]), folder / "wrapped" / "images"))
     state = str(folder / "narrow state")
-    lora = lora_cases(folder / "lora", {"adapters": ("llama", LORA)})
-    adapters, lora_state = lora["adapters"], str(folder / "adapters state")
+    adapters = lora_cases(folder, {"adapters": ("llama", LORA)})["adapters"]
+    adapters_state = str(folder / "adapters state")
     cases = family_cases(folder, SHORT)
     cases |= {
         "saving": {**experts, "save": str(folder / "state"), "export": str(folder / "out")},
@@ -185,8 +185,8 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
         "narrow": make("narrow", "llama", {**FSDP, "bf16": True}, lr=1e-6, save=state),
         "wrapped": wrapped,
         "means": make("means", "llama", means=True),
-        "adapters": {**adapters, "save": lora_state, "export": str(folder / "adapters")},
-        "loading adapters": {**adapters, "steps": 1, "load": lora_state},
+        "adapters": {**adapters, "save": adapters_state, "export": str(folder / "adapted")},
+        "loading adapters": {**adapters, "steps": 1, "load": adapters_state},
     }
     three = {name: make("three", name, steps=3) for name in MEGATRONS}
     for case in three.values():  # the exact architecture, which Megatron needs
@@ -273,7 +273,7 @@ def test_adapters_are_those_of_peft_on_two_ranks(short: SimpleNamespace) -> None
     """They resume bitwise, and the folders at the end are what PEFT makes of them."""
     check_adapters(short.two, {"adapters": short.cases["adapters"]})
     saved, loaded = short.two["adapters"], short.two["loading adapters"]
-    out = short.folder / "adapters"
+    out = short.folder / "adapted"
     for role in ("actor", "critic"):
         folder = short.folder / "adapters state" / role / "sharded"
         stored = {key.partition("/")[2] for key in read_metadata_tensors(folder, trust_files=True)}
