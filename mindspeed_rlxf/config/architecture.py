@@ -55,7 +55,7 @@ class ArchitectureConfig(Section):
     qk_layernorm: bool = key(False, "queries and keys of each head are normed (Qwen3)")
     norm_epsilon: float = key(1e-5, "RMSNorm epsilon", gt=0)
     untie_embeddings_and_output_weights: bool = key(False, "output layer has its own weights")
-    init_method_std: float = key(0.02, "standard deviation of new weights", gt=0)
+    init_method_std: float = key(0.02, "standard deviation of a new score head", gt=0)
     num_experts: int | None = key(
         None, "experts of each layer; null = one dense MLP", ge=2, le=MOST_EXPERTS
     )

@@ -72,7 +72,8 @@ CRITIC = (
     Metric("critic/vpred_mean", "", "mean value predicted in the updates"),
     Metric("critic/explained_variance", "", "1 - Var(return - value) / Var(return), values from "
            "before the updates; 1 = they predict the returns, 0 = as good as a constant",
-           (0.0, 1.0), "train the critic first (critic.warmup_iters), raise critic.lr"),
+           (0.0, 1.0), "train the critic first (critic.warmup_iters), raise critic.lr, start a new "
+           "score head nearer to 0 (critic.init_method_std)"),
     Metric("critic/grad_norm", "", "norm of the critic's gradient before clipping, mean over "
            "steps", None, "where it grows over many iterations, lower critic.lr"),
     Metric("critic/lr", "", "learning rate of the critic in this iteration"),

@@ -56,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_iterations_train_and_are_reported(folder: Path, name: str) -> None:
     words = ["--config-dir", "examples/smollm2", "--config-name", name, *SHORT]
     words.append(f"training.output_dir={name}")
-    words += ["critic.critic_mini_batch_size=32", "critic.warmup_iters=1"] * (name == "ppo")
+    words += ["critic.warmup_iters=1"] * (name == "ppo")
     done = python(str(ROOT / "ray_gpt.py"), *words, folder=folder, timeout_s=900)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     norms = [line.get("actor/grad_norm", 0.0) for line in read_metrics(folder / name)]
