@@ -21,6 +21,7 @@ LOCKED_SET = --no-deps $(BUILD) $(if $(NO_HASHES),,--require-hashes) -r $(LOCKED
 INSTALL = $(PIP) install $(if $(WHEELHOUSE),--no-index --find-links "$(abspath $(WHEELHOUSE))")
 DOWNLOAD = $(PIP) download --find-links wheelhouse --dest wheelhouse
 TORCH = $(if $(TORCH_INDEX_URL),--index-url "$(TORCH_INDEX_URL)") $(shell grep '^torch==' $(SET))
+TESTS ?= tests
 DEMO := outputs/demo-$(shell date +%Y%m%d-%H%M%S)
 TRAIN = $(BIN)/python ray_gpt.py $(1) training.output_dir=$(DEMO) training.seed=$(or $(SEED),1) device.kind=$(DEVICE) $(RUN_ARGS) && $(BIN)/python examples/tiny/report.py $(DEMO)
 CODE := mindspeed_rlxf docs examples tests benchmarks constraints setup.py ray_gpt.py preprocess_data.py convert_ckpt.py
@@ -83,8 +84,8 @@ bring-up: $(STAMP)  ## compare DEVICE with numbers recorded on a CPU, stage by s
 	$(BIN)/python examples/tiny/bring_up.py --device $(DEVICE)
 
 # Three processes on two cores: those that run the tests with Ray mostly wait for workers.
-test: $(STAMP)  ## unit and distributed tests (PYTEST_ARGS adds arguments)
-	$(PYTEST) tests -m "not long" -n 3 $(PYTEST_ARGS)
+test: $(STAMP)  ## unit and distributed tests (TESTS=paths chooses, PYTEST_ARGS adds arguments)
+	$(PYTEST) $(TESTS) -m "not long" -n 3 $(PYTEST_ARGS)
 test-long: $(STAMP)  ## the tests that take longer
 	$(PYTEST) tests -m "long and not large" -n 2 $(PYTEST_ARGS)
 	$(BIN)/python -m pytest tests -m large $(PYTEST_ARGS)

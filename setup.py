@@ -34,6 +34,7 @@ EXTRAS_REQUIRE = {
     "test": [
         "hypothesis>=6.100",
         "mypy>=1.11",
+        "peft>=0.17",
         "pytest>=8.0,<9.2",  # with pytest 9.2, pytest-xdist 3.8 ignores xdist_group marks
         "pytest-xdist>=3.6",
         "ruff>=0.6",

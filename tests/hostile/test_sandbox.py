@@ -19,6 +19,7 @@ import pytest
 from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.config.reward_section import SandboxConfig
 from mindspeed_rlxf.rewards.sandbox import Outcome, Sandbox
+from tests.bubblewrap import open_sandbox
 from tests.hostile.sandbox_programs import HOSTILE, PRELUDE, Hostile
 from tests.hostile.sandbox_table import put_into
 
@@ -99,13 +100,8 @@ def host() -> Iterator[Host]:
         yield host
 
 
-def open_sandbox(**limits: Any) -> Sandbox:
-    """A sandbox; skips the test where bubblewrap is not installed or not allowed."""
-    try:
-        return Sandbox.choose(SandboxConfig(**{**STRICT, **limits}))
-    except UserError as error:
-        assert "isolation is not complete" not in str(error)
-        pytest.skip(str(error))
+def open_strict_sandbox(**limits: Any) -> Sandbox:
+    return open_sandbox(SandboxConfig(**{**STRICT, **limits}))
 
 
 Results = dict[str, Outcome]
@@ -114,7 +110,7 @@ Results = dict[str, Outcome]
 @pytest.fixture(scope="module")
 def results(host: Host, request: pytest.FixtureRequest) -> Results:
     """Outcomes of the chosen programs, some of which run at once."""
-    slow, quick = open_sandbox(), open_sandbox(**QUICK)
+    slow, quick = open_strict_sandbox(), open_strict_sandbox(**QUICK)
     calls = [getattr(item, "callspec", None) for item in request.session.items]
     chosen = [c.params["hostile"] for c in calls if c is not None and "hostile" in c.params]
 
@@ -157,7 +153,7 @@ def processes_named(name: str) -> list[int]:
 
 def test_a_running_program_is_found_by_its_process_name(host: Host) -> None:
     """The check above would see a process that stays: here one is looked at while it runs."""
-    sandbox = open_sandbox()
+    sandbox = open_strict_sandbox()
     with ThreadPoolExecutor(1) as pool:
         program = PRELUDE.replace("@MARK@", f"{MARK}x") + "mark()\ntime.sleep(1)"
         running = pool.submit(sandbox.run, program)
@@ -178,7 +174,7 @@ Sandbox.choose(SandboxConfig()).run(sys.argv[1])
 
 def test_programs_end_with_the_process_that_scores() -> None:
     """It is killed while a program with two processes runs; nothing is left of it."""
-    open_sandbox()
+    open_strict_sandbox()
     mark = f"{MARK}s"
     program = PRELUDE.replace("@MARK@", mark) + "mark()\nos.fork()\ntime.sleep(1000)"
     with subprocess.Popen([sys.executable, "-c", SCORES, program]) as scoring:

@@ -10,13 +10,12 @@ from typing import Any
 import psutil
 import pytest
 
-from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.config.reward_section import SandboxConfig
 from mindspeed_rlxf.config.schema import RewardConfig
 from mindspeed_rlxf.rewards.outcome import Cause, Sample
 from mindspeed_rlxf.rewards.plans import make_plan
-from mindspeed_rlxf.rewards.sandbox import Sandbox
 from mindspeed_rlxf.rewards.workers import WorkerPool
+from tests.bubblewrap import open_sandbox
 
 TRUTH = json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]})
 ADD = "print(sum(map(int, input().split())))"
@@ -33,20 +32,13 @@ def reward(**sandbox: Any) -> RewardConfig:
     return RewardConfig.model_validate(keys)
 
 
-def skip_without_bubblewrap() -> None:
-    try:
-        Sandbox.choose(SandboxConfig())
-    except UserError as error:
-        pytest.skip(str(error))
-
-
 @pytest.fixture(params=["bubblewrap", "unsafe"])
 def keys(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[dict[str, Any]]:
     """Keys of the sandbox; after the test no program is running."""
     if request.param == "bubblewrap":
-        skip_without_bubblewrap()
+        open_sandbox(SandboxConfig())
     else:
         (tmp_path / "bin").mkdir()
         monkeypatch.setenv("PATH", str(tmp_path / "bin"))
@@ -81,7 +73,7 @@ def test_a_killed_scoring_process_takes_its_programs_with_it(keys: dict[str, Any
 
 def test_a_scoring_process_has_the_sandbox_of_the_configuration() -> None:
     """With 40 MiB a program that takes 100 MiB fails; by default it passes."""
-    skip_without_bubblewrap()
+    open_sandbox(SandboxConfig())
     takes = f"import time\nx = b'x' * (100 << 20)\ntime.sleep(0.5)\n{ADD}"  # seen meanwhile
     for keys, score in (({}, 1.0), ({"memory_mb": 40}, 0.0)):
         pool = WorkerPool(make_plan(reward(**keys)), 1, 30.0, MEMORY)
