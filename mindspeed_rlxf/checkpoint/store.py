@@ -160,7 +160,8 @@ class RunStore:
                 os.replace(path, going)
             if going.is_dir() and not going.is_symlink():
                 shutil.rmtree(going, ignore_errors=True)
-                going.rmdir()
+                if going.exists():
+                    going.rmdir()  # raises with the reason
             else:
                 going.unlink()
         except OSError as error:

@@ -284,11 +284,18 @@ def _check_mini_batch(config: RunConfig, role: Role) -> Iterator[Problem]:
     if micro % together:  # `_check_pairs` reports it
         return
     samples = config.samples_per_iteration
-    micros = [n for n in divisors(samples // width) if n % together == 0]
-    good = [n for n in divisors(samples) if n % (width * micro) == 0]
-    fits = min(micros, key=lambda n: abs(n - micro))
-    other = f"no size fits, so use {ref(micro_key)}={fits} and a mini-batch of {fits * width}"
-    remedy = use(neighbours(size, good)) if good else other
+    sizes = [n for n in divisors(samples) if n % (width * together) == 0]
+    sizes_for_micro = [n for n in sizes if n % (width * micro) == 0]
+    # The micro-batch size does not change the result of a run, so it is changed first.
+    nearest_size = min(sizes, key=lambda n: abs(n - size))
+    micros = [n for n in divisors(nearest_size // width) if n % together == 0]
+    nearest_micro = min(micros, key=lambda n: abs(n - micro))
+    if size in sizes:
+        remedy = f"use {ref(micro_key)}={nearest_micro}"
+    elif sizes_for_micro:
+        remedy = use(neighbours(size, sizes_for_micro))
+    else:
+        remedy = f"use {nearest_size} with {ref(micro_key)}={nearest_micro}"
     if samples % size:
         names = f"{ref(BATCH)} x {ref(SAMPLES)}"
         yield Problem(key, f"must divide the {samples} samples ({names})", size, remedy)

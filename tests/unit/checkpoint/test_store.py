@@ -75,7 +75,7 @@ def test_removing_a_linked_checkpoint_removes_the_link_alone(tmp_path):
     (9, 0, None, [7, 6, 5, 4, 3, 2, 1]),
 ])  # fmt: skip
 def test_prune_keeps_the_newest_the_multiples_and_the_best(
-    keep_last, keep_every, best, left, tmp_path
+    keep_last, keep_every, best, left, tmp_path, caplog
 ):
     for iteration in range(1, 8):
         save(RunStore(tmp_path), iteration)
@@ -83,6 +83,7 @@ def test_prune_keeps_the_newest_the_multiples_and_the_best(
     store.prune(keep_last, keep_every, best)
     assert [each.iteration for each in store.newest_first()] == left
     assert not list(tmp_path.glob(".iter_*"))
+    assert not caplog.records, "a warning where everything was removed"
 
 
 def test_the_next_save_removes_the_files_of_a_killed_one(tmp_path):

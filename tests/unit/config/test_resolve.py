@@ -99,7 +99,7 @@ NESTED = "actor_rollout_ref.actor_rollout"
         ({f"{NESTED}.lr": 0.5}, [f"{NESTED}.lr"]),
         ({f"{NESTED}.lr": 1e-4}, []),
         ({f"{NESTED}.micro_batch_size": 5},
-         [f"actor_rollout.ppo_mini_batch_size=48 so use {NESTED}.micro_batch_size=4 and"]),
+         [f"actor_rollout.ppo_mini_batch_size=48 use {NESTED}.micro_batch_size=6"]),
         ({f"{NESTED}.temperature": math.nan}, [f"{NESTED}.temperature=.nan"]),
         ({"actor_rollout_ref.ref.micro_batch_size": 0, "actor_rollout_ref.ref.lr_": 1},
          ["actor_rollout_ref.ref.micro_batch_size=0", "actor_rollout_ref.ref.lr_:"]),
