@@ -62,7 +62,8 @@ class StopRequest:
         self._started = clock() if started is None else started
         self._iterations: deque[float] = deque(maxlen=max(history, HISTORY))
         self._saves: deque[float] = deque(maxlen=HISTORY)
-        self._asked: float | None = None
+        self._asked: float | None = None  # time of the first signal
+        self._num_signals = 0
         self._since: float | None = None  # start of the iteration under way
         self._rule: tuple[str, str] | None = None  # name and text
         self._ends_by: tuple[str, str] | None = None  # the rule that all ranks end by
@@ -156,32 +157,38 @@ class StopRequest:
     def on_signal(self, number: int, _frame: FrameType | None = None) -> None:
         """Handle a signal: end after this iteration if the grace time allows it, and print so.
 
-        Otherwise, and before the first iteration ends, raise KeyboardInterrupt; also on a second
-        signal, unless it follows within ONE_SIGNAL_S. If the run continues, a timer sends SIGALRM
-        one second before the grace time ends. Sets `reason`.
+        Otherwise, and before the first iteration ends, raise KeyboardInterrupt; also on a third
+        signal, and on a second one that follows after ONE_SIGNAL_S. If the run continues, a timer
+        sends SIGALRM one second before the grace time ends. Sets `reason`.
         """
-        name, now = signal.Signals(number).name, self._clock()
-        if self._asked is not None:
-            if now - self._asked < ONE_SIGNAL_S and number != signal.SIGALRM:
-                return
-            self.reason = (
-                f"{self.reason}; training.stop_grace_s={self.grace_s:g} has passed"
-                if number == signal.SIGALRM
-                else f"a second signal, {name}"
-            )
+        name = signal.Signals(number).name
+        now = self._clock()
+        if number == signal.SIGALRM:
+            self.reason = f"{self.reason}; training.stop_grace_s={self.grace_s:g} has passed"
             raise KeyboardInterrupt
-        self._asked, left_s = now, self.left_s
+        self._num_signals += 1
+        if self._asked is not None:
+            if self._num_signals == 2 and now - self._asked < ONE_SIGNAL_S:
+                return
+            self.reason = f"another signal, {name}"
+            raise KeyboardInterrupt
+        self._asked = now
+        left_s = self.left_s
         self.reason = name
         if left_s is None:
             raise KeyboardInterrupt
         if left_s > self.grace_s:
             self.reason = (
-                f"{name}; the iteration and its save need about {left_s:.0f} s, "
-                f"training.stop_grace_s={self.grace_s:g}"
+                f"{name}; the iteration and its save need about {left_s:.0f} s, more than "
+                f"training.stop_grace_s={self.grace_s:g}: raise it, or lower "
+                f"training.save_interval, to lose less"
             )
             raise KeyboardInterrupt
         signal.setitimer(signal.ITIMER_REAL, max(self.grace_s - 1.0, 0.1))
-        text = f"{name}: stops after this iteration and its save, in about {left_s:.0f} s"
+        text = (
+            f"{name}: stops after this iteration and its save, in about {left_s:.0f} s; another "
+            f"signal after {ONE_SIGNAL_S:g} s, or a third one, stops at once"
+        )
         print(text, file=sys.stderr, flush=True)
 
     def __enter__(self) -> StopRequest:

@@ -272,7 +272,8 @@ class Ending:
             case UserError():
                 return False
             case KeyboardInterrupt() | Stopped():
-                self._stopped(f"{self.stop.reason or 'SIGINT'}; {self.stop.work_lost}")
+                reason = self.stop.reason or "SIGINT"
+                self._stopped(f"{reason}; {self.stop.work_lost}; the same command resumes the run")
             case WorkerError(error="EngineLost"):  # says what the server wrote last
                 self._stopped(error.cause)
             case LockLost() | DevicesMissing():
