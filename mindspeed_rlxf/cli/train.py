@@ -79,15 +79,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dry_run(config: RunConfig, nested: bool) -> int:
     """Print the plan, notes and all problems; return 2 if there are problems, else 0.
 
-    `nested`: the YAML has actor and reference under one key.
+    What this host lacks is a note, as a plan is mostly made for another machine. `nested`: the YAML
+    has actor and reference under one key.
     """
-    from mindspeed_rlxf.config.section_rules import check_host
+    from mindspeed_rlxf.config.section_rules import check_devices, check_launch
     from mindspeed_rlxf.ops.planning.plan import plan
     from mindspeed_rlxf.trainer.preflight import prepare
 
     planned = plan(config, nested)
     print(planned.text, flush=True)
-    problems = [*check_host(config), *planned.problems]
+    for problem in check_devices(config):
+        print(f"note: this host cannot run it: {problem}", flush=True)
+    problems = [*check_launch(config), *planned.problems]
     try:
         for notice in prepare(config).notices:
             print(f"note: {notice}", flush=True)

@@ -394,35 +394,55 @@ def _check_estimator(config: RunConfig) -> Iterator[Problem]:
 
 
 def check_host(config: RunConfig) -> list[Problem]:
-    """Return this host's problems: an old megatron-core, missing devices or memory."""
+    """Return the problems with running on this host: `check_launch`, `check_devices`."""
+    return [*check_launch(config), *check_devices(config)]
+
+
+def check_launch(config: RunConfig) -> list[Problem]:
+    """Return problems with the number of processes and the name of the Ray resource."""
     from mindspeed_rlxf import device
 
-    sizes = {pool: sum(nodes) for pool, nodes in config.resource_pool.items()}
-    problems, wanted = [*_check_shared_groups(config)], sum(sizes.values())
-    is_local = config.runtime.kind == "local"
-    if is_local:
-        world, wanted = int(os.environ.get("WORLD_SIZE", "1")), max(sizes.values())
+    problems: list[Problem] = []
+    if config.runtime.kind == "local":
+        world = int(os.environ.get("WORLD_SIZE", "1"))
         rule = f"must equal the {world} processes of this run with {ref('runtime.kind')}=local"
-        for pool, size in sizes.items():
+        for pool, nodes in config.resource_pool.items():
+            size = sum(nodes)
             if size != world:
                 remedy = f"use {world}, or torchrun --nproc-per-node {size}"
                 problems.append(Problem(f"resource_pool.{pool}", rule, size, remedy))
-    elif config.joins_cluster:
-        wanted = 0  # the runtime counts devices of other hosts
-    try:
-        kind, name = device.resolve_kind(config.device.kind), config.device.resource_name
-        found = device.device_count(kind) if wanted else None
-    except ValueError as error:
-        return [*problems, Problem("", str(error))]
-    own, things = device.facts(kind).ray_resource, f"{kind.value} devices"
-    if not is_local and kind is not DeviceKind.CPU and name not in (None, own):
+        return problems
+    kind = device.resolve_kind(config.device.kind)
+    name = config.device.resource_name
+    own = device.facts(kind).ray_resource
+    if kind is not DeviceKind.CPU and name not in (None, own):
         rule = f"must be {own} with {ref('device.kind')}={kind.value}"
         problems.append(Problem("device.resource_name", rule, name, "remove it"))
-    if wanted and kind is DeviceKind.CPU:
-        things, found = "processes of 0.5 GiB", device.host_memory() // PROCESS_BYTES
-    if found is not None and wanted > found:
+    return problems
+
+
+def check_devices(config: RunConfig) -> list[Problem]:
+    """Return what this host lacks: a newer megatron-core, CANN, devices, or memory."""
+    from mindspeed_rlxf import device
+
+    problems = [*_check_shared_groups(config)]
+    if config.joins_cluster:
+        return problems  # the runtime counts devices of other hosts
+    sizes = {pool: sum(nodes) for pool, nodes in config.resource_pool.items()}
+    is_local = config.runtime.kind == "local"
+    num_needed = max(sizes.values()) if is_local else sum(sizes.values())
+    kind = device.resolve_kind(config.device.kind)
+    things = f"{kind.value} devices"
+    try:
+        num_present = device.device_count(kind)
+    except ValueError as error:
+        return [*problems, Problem("", str(error))]
+    if kind is DeviceKind.CPU:
+        things = "processes of 0.5 GiB"
+        num_present = device.host_memory() // PROCESS_BYTES
+    if num_present is not None and num_needed > num_present:
         pools = ", ".join(f"{pool}={size}" for pool, size in sizes.items())
-        rule = f"({pools}) needs {wanted} {things} and this host has {found}"
+        rule = f"({pools}) needs {num_needed} {things} and this host has {num_present}"
         remedy = "use fewer, put roles on one pool, or join a cluster with runtime.address"
         problems.append(Problem("resource_pool", rule, remedy=remedy))
     return problems

@@ -450,3 +450,13 @@ class PlanConfig(Section):
     section_used_if = "dry_run"
 
     suggest: bool = free(False, "dry_run: also print three layouts that fit")
+    host_memory_gib: float | None = free(
+        None,
+        "memory of a host; null = this host's, or unknown where the plan is for another machine",
+        gt=0,
+    )
+    disk_gib: float | None = free(
+        None,
+        "free disk space; null = this host's, or unknown where the plan is for another machine",
+        gt=0,
+    )

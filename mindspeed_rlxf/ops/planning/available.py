@@ -1,25 +1,28 @@
 """Find device and host memory, and free disk space; claims no device, writes no file."""
 
 import shutil
-from pathlib import Path
 
 from mindspeed_rlxf import device
+from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.ray_cluster import LOCAL, choose_cluster
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.config.section_rules import GIB
+from mindspeed_rlxf.config.section_rules import GIB, check_devices
 from mindspeed_rlxf.ops.sizes import existing_folder
 
 
 def look_once(config: RunConfig) -> RunConfig:
-    """Return the configuration with the cluster and device memory found now.
+    """Return the configuration with the cluster, and the memory and disk of this host, if used.
 
-    A plan reads both hundreds of times, but the driver's tool takes seconds and a cluster answers
+    A plan reads them hundreds of times, but the driver's tool takes seconds and a cluster answers
     over TCP.
     """
     if config.runtime.kind == "ray":
         address = {"address": choose_cluster(config.runtime.address).address or LOCAL}
         config = config.model_copy(update={"runtime": config.runtime.model_copy(update=address)})
+    plan = {"host_memory_gib": host_memory(config), "disk_gib": free_disk(config)}
+    known = {name: size / GIB for name, size in plan.items() if size is not None}
+    config = config.model_copy(update={"plan": config.plan.model_copy(update=known)})
     if (memory := device_memory(config)) is not None:
         size = {"memory_gib": memory / GIB}
         config = config.model_copy(update={"device": config.device.model_copy(update=size)})
@@ -30,6 +33,16 @@ def is_joined(config: RunConfig) -> bool:
     """Return whether the run joins a Ray cluster, whose hosts cannot be inspected here."""
     address = choose_cluster(config.runtime.address).address
     return config.runtime.kind == "ray" and address is not None
+
+
+def is_elsewhere(config: RunConfig) -> bool:
+    """Return whether the plan is for another machine, whose memory and disk are not this host's.
+
+    It is where `device.memory_gib` is given, a cluster is joined, or this host lacks something.
+    """
+    if config.device.memory_gib is not None or is_joined(config):
+        return True
+    return any(check_devices(config))
 
 
 def on_cpu(config: RunConfig) -> bool:
@@ -60,10 +73,19 @@ def rollout_memory(config: RunConfig) -> int | None:
 
 
 def host_memory(config: RunConfig) -> int | None:
-    """Return the bytes on the host that runs all workers; None if the run joins a cluster."""
-    return None if is_joined(config) else device.host_memory()
+    """Return a host's bytes: `plan.host_memory_gib`, else this host's; None if it is another."""
+    if config.plan.host_memory_gib is not None:
+        return int(config.plan.host_memory_gib * GIB)
+    return None if is_elsewhere(config) else device.host_memory()
 
 
-def free_disk(folder: Path) -> int:
-    """Return the free bytes on the disk that holds, or will hold, `folder`."""
-    return shutil.disk_usage(existing_folder(folder)).free
+def free_disk(config: RunConfig) -> int | None:
+    """Return the free bytes for the run: `plan.disk_gib`, else on the disk of its folder.
+
+    None if the plan is for another machine.
+    """
+    if config.plan.disk_gib is not None:
+        return int(config.plan.disk_gib * GIB)
+    if is_elsewhere(config):
+        return None
+    return shutil.disk_usage(existing_folder(RunDirectory.choose(config).path)).free

@@ -72,7 +72,7 @@ def check_fit(config: RunConfig) -> tuple[dict[str, str], list[Problem]]:
         _host_table(host),
         host.total,
         available.host_memory(config),
-        "memory of the hosts of a cluster is unknown here",
+        "memory of a host is unknown: set plan.host_memory_gib",
         Problem("resource_pool", "the host ", remedy=remedy),
     )
     folder, disk = RunDirectory.choose(config).path, disk_needed(config)
@@ -81,8 +81,8 @@ def check_fit(config: RunConfig) -> tuple[dict[str, str], list[Problem]]:
         "Disk",
         pairs([(name, format_bytes(count)) for name, count in disk.items()]),
         sum(disk.values()),
-        available.free_disk(folder),
-        "",
+        available.free_disk(config),
+        "the space on its disk is unknown: set plan.disk_gib",
         Problem(f"training.output_dir={str(folder)!r}", "", remedy=remedy),
     )
     return sections, problems

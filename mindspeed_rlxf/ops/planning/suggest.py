@@ -44,11 +44,20 @@ def suggest(config: RunConfig, nested: bool, limit: int) -> str:
     """
     largest = max(map(sum, config.resource_pool.values()))
     sizes = [(tp, pp) for tp, pp in product(SIZES, SIZES) if tp * pp <= largest]
+    host_bytes = available.host_memory(config)
     lines: list[str] = []
+    fits_device = False
     for tp, pp in sorted(sizes, key=lambda size: (size[0] * size[1], size[1])):
         for changes in _list_layouts(config, tp, pp) if len(lines) < 2 * SHOWN else ():
             varied = _vary(config, changes)
-            if varied is None or (total := _fitting_bytes(varied, limit)) is None:
+            if varied is None:
+                continue
+            pools = pool_memories(varied)
+            total = max(pool.total for pool in pools)
+            if total > limit:
+                continue
+            fits_device = True
+            if host_bytes is not None and host_memory_needed(varied, pools).total > host_bytes:
                 continue
             waiting = -(-config.samples_per_iteration // varied.rollout_layout.dp)
             lines += [
@@ -57,9 +66,16 @@ def suggest(config: RunConfig, nested: bool, limit: int) -> str:
                 f"     {' '.join(_list_overrides(config, changes, nested))}",
             ]
             break
-    return "\n".join(lines) or (
-        f"  no layout that was tried fits {format_bytes(limit)} of a device: use more devices"
-    )
+    if lines:
+        return "\n".join(lines)
+    if fits_device:
+        assert host_bytes is not None
+        return (
+            f"  layouts fit {format_bytes(limit)} of a device, but none that was tried fits "
+            f"{format_bytes(host_bytes)} of host memory: use more hosts, or set "
+            f"plan.host_memory_gib if the run's hosts have more"
+        )
+    return f"  no layout that was tried fits {format_bytes(limit)} of a device: use more devices"
 
 
 def _list_layouts(config: RunConfig, tp: int, pp: int) -> Iterator[Changes]:
@@ -115,14 +131,6 @@ def _vary(config: RunConfig, changes: Changes) -> RunConfig | None:
     except ValidationError:
         return None
     return None if any(check_sections(varied)) else varied
-
-
-def _fitting_bytes(config: RunConfig, limit: int) -> int | None:
-    """Return the fullest device's bytes; None if over `limit`, or if host memory is short."""
-    pools = pool_memories(config)
-    total, there = max(pool.total for pool in pools), available.host_memory(config)
-    fits_host = there is None or host_memory_needed(config, pools).total <= there
-    return total if total <= limit and fits_host else None
 
 
 def _find(payload: Changes, key: str) -> tuple[Changes, str]:

@@ -15,6 +15,7 @@ from unittest.mock import MagicMock, patch
 import numpy as np
 import torch
 
+from mindspeed_rlxf import device
 from mindspeed_rlxf.algorithms.masked import alone
 from mindspeed_rlxf.checkpoint import recorder
 from mindspeed_rlxf.checkpoint.directory import RunDirectory
@@ -63,8 +64,11 @@ def noise(seed: int, *shape: int) -> torch.Tensor:
 
 def planned(config: RunConfig) -> str:
     """Return the text of the plan, on a host with fixed memory and disk."""
-    sizes = dict.fromkeys(("free_disk", "host_memory"), lambda _: 2**40)
-    with patch.multiple(available, **sizes):
+    disk = SimpleNamespace(free=2**40)
+    with (
+        patch.object(device, "host_memory", return_value=2**40),
+        patch.object(available.shutil, "disk_usage", return_value=disk),
+    ):
         return plan(config).text
 
 

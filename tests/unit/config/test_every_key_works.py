@@ -327,7 +327,10 @@ RUNTIME: dict[str, Any] = {
     "timeout_s": Case(7.0, see.joined), "start_timeout_s": Case(7.0, see.joined),
 }  # fmt: skip
 ON_NPU = {**JOINED, "device.kind": "npu", "device.memory_gib": 64}
-PLAN: dict[str, Any] = {"suggest": Case(True, base=ON_NPU)}
+PLAN: dict[str, Any] = {
+    "suggest": Case(True, base=ON_NPU), "host_memory_gib": Case(0.25, base=ON_NPU),
+    "disk_gib": Case(0.25, base=ON_NPU),
+}  # fmt: skip
 ROLLOUT = {
     "engine": Shown("trainer/test_bad_files.py",
      "test_an_unknown_or_unsuitable_rollout_engine_is_refused"),

@@ -74,6 +74,18 @@ def test_disk_that_is_full_is_a_problem(config, monkeypatch):
     assert problem.startswith("training.output_dir=") and "has 0; free some space" in problem
 
 
+def test_a_plan_for_another_machine_asks_nothing_of_this_host(config, monkeypatch):
+    """Its memory and disk are those of `plan`, or unknown."""
+    monkeypatch.setattr(device, "host_memory", lambda: 4 * GIB)
+    monkeypatch.setattr(available.shutil, "disk_usage", lambda path: Usage(10, 10, 0))
+    keys = {"device.memory_gib": 64}
+    assert plan(config(keys)).problems == []
+    sizes = {"plan.host_memory_gib": 0.25, "plan.disk_gib": 0.001}
+    host, disk = map(str, plan(config({**keys, **sizes})).problems)
+    assert host.startswith("resource_pool: the host needs ") and "has 256.0 MiB" in host
+    assert disk.startswith("training.output_dir=") and "has 1.0 MiB" in disk
+
+
 def test_the_tool_of_the_driver_runs_once_for_a_plan(config, monkeypatch):
     """It takes seconds, and every role and layout asks for the memory."""
     asked: list[DeviceKind] = []
