@@ -1,7 +1,7 @@
 """Compose a config name and command-line overrides into one plain tree. Writes nothing to disk.
 
 Uses Hydra's `compose` API, because `@hydra.main` makes folders and moves into them. A plain
-`key=value` also works for keys missing in the YAML.
+`key=value` also works for keys missing in the YAML, and a mapping replaces the YAML's whole.
 """
 
 import os
@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from hydra import compose as hydra_compose, initialize_config_dir
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mindspeed_rlxf.config.problems import ConfigError, Problem, closest, quote
@@ -47,7 +47,8 @@ def compose(
 
     Args:
         config_name: File name, with or without `.yaml`.
-        overrides: In Hydra's grammar; `key=value` may also add a key.
+        overrides: In Hydra's grammar; `key=value` may also add a key, and `key={...}` replaces the
+            mapping of the YAML, where Hydra would merge both.
         config_dir: Searched before the built-in directory; must hide no file behind a built-in
             config.
 
@@ -80,6 +81,9 @@ def compose(
     try:
         with warnings.catch_warnings(), initialize_config_dir(str(folders[0]), version_base="1.3"):
             warnings.simplefilter("ignore", UserWarning)  # a defaults list without `_self_`
+            if any("={" in edit for edit in edits):
+                before = hydra_compose(config_name, edits[-1:])
+                edits = _replace_mappings(edits, before)
             config = hydra_compose(config_name, edits)
         plain: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
         written: Any = OmegaConf.to_container(config, resolve=False)
@@ -107,6 +111,17 @@ def explain(error: Exception, config_name: str, folders: Sequence[Path]) -> Prob
         return Problem(name, "cannot be read", remedy=remedy, colon=True)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return Problem(name, f"cannot be composed: {'; '.join(lines) or type(error).__name__}")
+
+
+def _replace_mappings(edits: Sequence[str], before: DictConfig) -> list[str]:
+    """Delete each mapping that exists `before`, in front of the edit that gives it anew."""
+    replacing: list[str] = []
+    for edit in edits:
+        name, _, value = edit.removeprefix("++").partition("=")
+        if value.startswith("{") and OmegaConf.is_dict(OmegaConf.select(before, name)):
+            replacing.append(f"~{name}")
+        replacing.append(edit)
+    return replacing
 
 
 def _add_if_new(override: str, folders: Sequence[Path]) -> str:

@@ -40,6 +40,14 @@ def test_plain_overrides_reach_keys_that_the_file_does_not_mention(folder: Path)
     assert tree["resource_pool"] == {"main": [4, 4]}
 
 
+def test_a_mapping_replaces_that_of_the_file_and_may_be_changed_afterwards(folder: Path) -> None:
+    pools = folder / "pools.yaml"
+    pools.write_text("resource_pool:\n  actor: 4\n  critic: 4\n", encoding="utf-8")
+    overrides = ["resource_pool={main: 8}", "resource_pool.reward=1", "placement={ref: main}"]
+    tree = compose("pools", overrides, folder)
+    assert tree == {"resource_pool": {"main": 8, "reward": 1}, "placement": {"ref": "main"}}
+
+
 def test_a_built_in_config_is_found_beside_a_folder(folder: Path) -> None:
     tree = compose("ppo_trainer_tiny", ["model=[tiny,mine-1b]"], folder)
     assert tree["training"] == compose("ppo_trainer_tiny")["training"]
