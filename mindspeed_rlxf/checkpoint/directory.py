@@ -18,7 +18,7 @@ from mindspeed_rlxf.cluster.errors import StorageUnreadable
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.fields import Resume, extra_of
 from mindspeed_rlxf.config.keys import REMOVED, find_field, to_yaml
-from mindspeed_rlxf.config.problems import Problem, UserError
+from mindspeed_rlxf.config.problems import Problem, UserError, shorten_value
 from mindspeed_rlxf.config.schema import SAVED_AS, LearningConfig, RunConfig
 from mindspeed_rlxf.config.unused import idle_keys
 from mindspeed_rlxf.weights.atomic import replace_file
@@ -39,7 +39,10 @@ class Change:
     rule: Resume
 
     def __str__(self) -> str:
-        before, now = ("absent" if v is ABSENT else repr(v) for v in (self.before, self.now))
+        before, now = (
+            "absent" if value is ABSENT else shorten_value(value)
+            for value in (self.before, self.now)
+        )
         return f"{self.key}: {before} -> {now}"
 
 

@@ -34,7 +34,7 @@ from mindspeed_rlxf.cluster.errors import (
 from mindspeed_rlxf.cluster.interface import Runtime
 from mindspeed_rlxf.cluster.nodes import sees_file, unshared
 from mindspeed_rlxf.config.problems import UserError
-from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.config.schema import LearningConfig, RunConfig
 from mindspeed_rlxf.reporting.phases import phase
 from mindspeed_rlxf.trainer.ppo import PpoTrainer
 from mindspeed_rlxf.trainer.preflight import Prepared
@@ -167,6 +167,22 @@ def report_for_restart(config: RunConfig, directory: RunDirectory) -> None:
     )
 
 
+def describe_schedules(config: RunConfig) -> list[str]:
+    """Return a line for each learning-rate schedule that depends on `training.train_iters`."""
+    lines: list[str] = []
+    for role in config.roles:
+        section = config.role(role)
+        if not isinstance(section, LearningConfig):
+            continue
+        optimizer = section.optimizer
+        if optimizer.lr_decay_style != "constant" or optimizer.lr_warmup_fraction > 0:
+            lines.append(
+                f"{role.value}: warm-up and decay of the learning rate now span "
+                f"{config.learning_iters(role)} iterations, so the rate of the next ones changes"
+            )
+    return lines
+
+
 def _announce(text: str) -> None:
     print(text, flush=True)
     logger.info(text)
@@ -219,7 +235,9 @@ class Ending:
 
     def __init__(self, config: RunConfig, prepared: Prepared) -> None:
         training = config.training
-        self._prepared, self.exit_code = prepared, EXIT_DONE
+        self._config = config
+        self._prepared = prepared
+        self.exit_code = EXIT_DONE
         self._directory: RunDirectory | None = None  # the one that this process writes to
         self.done = ""  # what was done, for the last line
         self.stop = StopRequest(
@@ -245,6 +263,8 @@ class Ending:
             directory.failure.unlink()
         _log_to_file(directory)
         notes = [f"changed since the last start: {change}" for change in directory.changes]
+        if any(change.key == "training.train_iters" for change in directory.changes):
+            notes += describe_schedules(self._config)
         notes = [f"note: {note}" for note in (*notes, *self._prepared.notices)]
         print(f"run directory: {directory.path}", *notes, sep="\n", flush=True)
 

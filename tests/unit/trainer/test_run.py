@@ -18,9 +18,11 @@ from mindspeed_rlxf.checkpoint.stopping import Stopped, StoppedByRule
 from mindspeed_rlxf.checkpoint.store import EXPORTED
 from mindspeed_rlxf.checkpoint.supervised import CHILD_OF
 from mindspeed_rlxf.cluster.errors import DevicesMissing, WorkerError
+from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.trainer import run as run_module
 from mindspeed_rlxf.trainer.preflight import Prepared
+from mindspeed_rlxf.trainer.run import describe_schedules
 from tests.unit.checkpoint.runs import stand_ins, trainer_state
 from tests.unit.config.conftest import make_tree, no_cluster
 
@@ -119,6 +121,19 @@ def test_a_finished_run_with_more_iterations_resumes_and_notes_the_changes(comma
     }
     assert any(line.startswith(f"resumed from {command.folder}") for line in printed)
     assert command.trained == [1, 3] and (command.folder / "config.1.yaml").exists()
+
+
+def test_more_iterations_stretch_the_schedules_of_the_learning_rate():
+    def describe(warmup: float, decay: str) -> list[str]:
+        schedule = {"lr_warmup_fraction": warmup, "lr_decay_style": decay}
+        keys = [f"actor_rollout.{key}={value}" for key, value in schedule.items()]
+        tree = compose("grpo_trainer_tiny", ["training.train_iters=30", *keys])
+        return describe_schedules(resolve(tree, "test"))
+
+    assert describe(0.0, "constant") == []
+    for warmup, decay in ((0.0, "linear"), (0.5, "constant")):
+        (line,) = describe(warmup, decay)
+        assert line.startswith("actor_rollout: ") and "30 iterations" in line
 
 
 def test_missing_devices_are_reported_and_end_with_75(command, capsys):
