@@ -6,7 +6,16 @@ from collections.abc import Sequence
 from mindspeed_rlxf.cli.command_line import use_utf8_output
 from mindspeed_rlxf.ops.supervisor import supervise
 
-COMMANDS = ("train", "preprocess", "convert", "doctor", "report", "watch", "from-verl")
+COMMANDS = {
+    "train": "train by PPO, GRPO or online DPO; dry_run=true prints the plan",
+    "preprocess": "make a prompt data set from rows of files",
+    "convert": "convert weights between Hugging Face and Megatron",
+    "doctor": "find what keeps a run from working",
+    "report": "write a run's report as one HTML file",
+    "watch": "serve the report of a run while it goes on",
+    "from-verl": "print a YAML of verl in the keys used here",
+}
+"""Names of the commands, and what each does."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     use_utf8_output()
     usage = f"usage: mindspeed-rlxf {{{','.join(COMMANDS)}}} ..."
     if name in ("-h", "--help"):
-        print(usage)
+        print(usage, "", *(f"  {name:<12}{what}" for name, what in COMMANDS.items()), "", sep="\n")
+        print("mindspeed-rlxf COMMAND --help has the options of a command.")
         return 0
     print(f"error: {name}: no such command; {usage}", file=sys.stderr)
     return 2

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeAlias
 
 from mindspeed_rlxf.config.problems import Problem, UserError, closest
@@ -35,6 +36,12 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise the message as a UserError."""
         raise UserError(Problem("", message, remedy="see --help"))
+
+
+def program_name(name: str) -> str:
+    """Return how the command `name` was started: by its script, or as `mindspeed-rlxf NAME`."""
+    script = Path(sys.argv[0]).name
+    return script if script.endswith(".py") else f"mindspeed-rlxf {name}"
 
 
 def unknown_options(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> list[Problem]:

@@ -20,6 +20,7 @@ from mindspeed_rlxf.cli.command_line import (
     command,
     fail,
     option,
+    program_name,
     progress_bar,
     unknown_options,
 )
@@ -93,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     parser = Parser(
         OPTIONS,
-        prog="convert",
+        prog=program_name("convert"),
         description="Weights between Hugging Face folders and Megatron layouts.",
         allow_abbrev=False,
     )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import yaml
 
-from mindspeed_rlxf.cli.command_line import Parser, command, fail, option
+from mindspeed_rlxf.cli.command_line import Parser, command, fail, option, program_name
 from mindspeed_rlxf.config.load import find_wrong_values
 from mindspeed_rlxf.config.verl import read_verl, translate_verl
 from mindspeed_rlxf.data.files import count_rows
@@ -25,7 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Reads the number of rows of data files, but neither models nor tokenizers.
     """
-    parser = Parser(OPTIONS, prog="from-verl", description="A YAML of verl in the keys used here.")
+    parser = Parser(
+        OPTIONS, prog=program_name("from-verl"), description="A YAML of verl in the keys used here."
+    )
     arguments = parser.parse_intermixed_args(argv)
     given = translate_verl(read_verl(arguments.file, arguments.overrides), count_rows)
     for note in given.list_notes():

@@ -20,6 +20,7 @@ from mindspeed_rlxf.cli.command_line import (
     fail,
     number,
     option,
+    program_name,
     progress_bar,
     unknown_options,
 )
@@ -87,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     parser = Parser(
         OPTIONS,
-        prog="preprocess",
+        prog=program_name("preprocess"),
         description="Rows of files become an indexed prompt data set (data.data_path).",
         epilog=EPILOG,
         allow_abbrev=False,

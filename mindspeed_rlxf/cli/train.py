@@ -3,13 +3,14 @@
 Exit codes: 0 = done; 2 = user mistake, one `error:` line per problem; else the run's.
 """
 
+import argparse
 import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 from mindspeed_rlxf.checkpoint.supervised import EXIT_STOPPED
-from mindspeed_rlxf.cli.command_line import Parser, command, fail, option
+from mindspeed_rlxf.cli.command_line import Parser, command, fail, option, program_name
 from mindspeed_rlxf.cluster.errors import StorageUnreadable
 from mindspeed_rlxf.config.compose import builtin_config_dir, compose, config_names
 from mindspeed_rlxf.config.keys import NESTED_ROLES, to_yaml
@@ -21,6 +22,12 @@ from mindspeed_rlxf.data.files import count_rows
 from mindspeed_rlxf.reporting.console import opened
 from mindspeed_rlxf.reporting.live import make_console
 from mindspeed_rlxf.reporting.phases import phase
+
+EPILOG = """\
+dry_run=true         print the plan (ranks, batch sizes, memory, problems), then stop
+--cfg job            print the resolved YAML, then stop
+without a name       list the built-in configurations
+The same command again resumes a run. docs/running.md has the rest."""
 
 OPTIONS = (
     option("--config-name", "-cn", help="configuration, without .yaml"),
@@ -40,7 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     the run's code.
     """
     parser = Parser(
-        OPTIONS, prog="train", description="PPO, GRPO or online DPO from a YAML configuration."
+        OPTIONS,
+        prog=program_name("train"),
+        description="PPO, GRPO or online DPO from a YAML configuration.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     try:
         arguments = parser.parse_intermixed_args(argv)
