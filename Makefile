@@ -27,7 +27,7 @@ TRAIN = $(BIN)/python ray_gpt.py $(1) training.output_dir=$(DEMO) training.seed=
 CODE := mindspeed_rlxf docs examples tests benchmarks constraints setup.py ray_gpt.py preprocess_data.py convert_ckpt.py
 PYTEST := $(BIN)/python -m pytest --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help install demo demo-real bring-up test test-long test-vllm test-hosts chaos mutations lint format docs wheelhouse
+.PHONY: help install demo demo-real bring-up on-device test test-long test-vllm test-hosts chaos mutations lint format docs wheelhouse
 unexport PYTHONDONTWRITEBYTECODE  # compiled modules are kept, for the many processes that tests start
 
 help:
@@ -82,6 +82,10 @@ demo-real: $(STAMP)  ## train SmolLM2-135M by GRPO; CONFIG=ppo, MODEL=folder or 
 
 bring-up: $(STAMP)  ## compare DEVICE with numbers recorded on a CPU, stage by stage
 	$(BIN)/python examples/tiny/bring_up.py --device $(DEVICE)
+
+on-device: $(STAMP)  ## measure DEVICE for MINUTES=9, stage by stage; TRL=folder; on cpu tiny sizes
+	$(BIN)/python benchmarks/on_device.py --device $(DEVICE) $(if $(filter cpu,$(DEVICE)),--quick) \
+	  --minutes $(or $(MINUTES),9) $(if $(TRL),--trl $(TRL)) $(RUN_ARGS)
 
 # Three processes on two cores: those that run the tests with Ray mostly wait for workers.
 test: $(STAMP)  ## unit and distributed tests (TESTS=paths chooses, PYTEST_ARGS adds arguments)

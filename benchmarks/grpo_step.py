@@ -1,6 +1,6 @@
 """Measure the seconds of a GRPO iteration of this package and of TRL's GRPOTrainer.
 
-Both have the same weights (fp32, sdpa), `--prompts` prompts of `--prompt` tokens with `--samples`
+Both have the same weights (sdpa), `--prompts` prompts of `--prompt` tokens with `--samples`
 responses each, of half to one and a half of `--response` tokens, forced by position in the batch; a
 cheap reward, no reference, one optimizer step, all samples of a prompt in one micro-batch. Old
 log-probs are those of generation (TRL's are those of the update itself: no further pass either).
@@ -9,7 +9,8 @@ folder, and word sums as prompts. Each run has a process of its own with the sam
 the processes take turns, and the first iteration of each is left out. `loss` and `grad_norm` are
 those of one update on fixed responses, with injected advantages and old log-probs, some of whose
 ratios are clipped (TRL's `loss_type` is its default, dapo: a mean over all tokens of the batch, as
-here). Prints one JSON line.
+here); they are measured in fp32 alone. With `--dtype bf16` weights and activations of this package
+are bf16 with fp32 masters; TRL has fp32 weights under autocast. Prints one JSON line.
 
     python benchmarks/grpo_step.py [--device cpu|cuda|npu] [--trl FOLDER] [--size 19m|100m]
     python benchmarks/grpo_step.py --model outputs/smollm2/model --prompts 16 --response 16
@@ -40,13 +41,14 @@ from ppo_step import (
 )
 
 SIDES = ("trl", "shared", "apart")
-KEYS = ("device", "prompts", "samples", "prompt", "response", "iterations", "threads")
+KEYS = ("device", "dtype", "prompts", "samples", "prompt", "response", "iterations", "threads")
 REWARD = "def score(response, **_):\n    return len(response) % 7 / 7\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda", "npu"], default="cpu")
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--size", choices=list(SHAPES), default="19m")
     parser.add_argument("--model", type=Path, help="a folder to use in place of random weights")
     for name, number in {
@@ -57,10 +59,7 @@ def main() -> None:
     parser.add_argument("--trl", type=Path, help="folder with trl, if the environment lacks it")
     parser.add_argument("--child", nargs=2, metavar=("SIDE", "FOLDER"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    arguments.batch, arguments.micro = arguments.prompts * arguments.samples, arguments.samples
-    low, arguments.limit = arguments.response // 2, 3 * arguments.response // 2
-    draw = random.Random(3)
-    lengths = [draw.randint(low, arguments.limit) for _ in range(arguments.batch)]
+    lengths = draw_lengths(arguments)
     if arguments.child:
         side, folder = arguments.child
         run = trl_seconds if side == "trl" else our_seconds
@@ -68,6 +67,14 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as name:
         print(json.dumps(race(Path(name), lengths, arguments)))
+
+
+def draw_lengths(arguments: argparse.Namespace) -> list[int]:
+    """Return the response tokens at each position of the batch; sets `batch`, `micro`, `limit`."""
+    arguments.batch, arguments.micro = arguments.prompts * arguments.samples, arguments.samples
+    arguments.limit = 3 * arguments.response // 2
+    draw = random.Random(3)
+    return [draw.randint(arguments.response // 2, arguments.limit) for _ in range(arguments.batch)]
 
 
 def race(folder: Path, lengths: list[int], arguments: argparse.Namespace) -> dict[str, Any]:
@@ -81,7 +88,6 @@ def race(folder: Path, lengths: list[int], arguments: argparse.Namespace) -> dic
     else:
         make_models(folder, SHAPES[arguments.size])
         write_inputs(folder, BASE["vocab_size"], arguments.prompt)
-    (folder / "reward.py").write_text(REWARD, encoding="utf-8")
     seconds: dict[str, list[float]] = {side: [] for side in SIDES}
     for _ in range(arguments.rounds):
         for side, values in seconds.items():
@@ -92,6 +98,7 @@ def race(folder: Path, lengths: list[int], arguments: argparse.Namespace) -> dic
         "benchmark": "grpo_step",
         "model": str(arguments.model or arguments.size),
         "device": arguments.device,
+        "dtype": arguments.dtype,
         **{key: getattr(arguments, key) for key in ("prompts", "samples", "prompt", "response")},
         "response_tokens": sum(lengths),
         "threads": arguments.threads,
@@ -139,6 +146,7 @@ def our_seconds(
     tree["training"] |= {
         "stage": "ray_grpo",
         "model": "auto",
+        "bf16": arguments.dtype == "bf16",
         "global_batch_size": arguments.prompts,
         "seq_length": arguments.prompt + arguments.limit,
     }
@@ -147,12 +155,14 @@ def our_seconds(
         "n_samples_per_prompt": arguments.samples,
         "share_prompts": side == "shared",
     }
+    (folder / "reward.py").write_text(REWARD, encoding="utf-8")
     tree["reward"] = {"kind": "rule", "functions": [f"{folder}/reward.py:score"]}
     tree["algorithm"] = {
         "adv_estimator": "grpo", "kl_ctrl": {"kl_coef": 0.0}, "old_log_probs": "rollout",
     }  # fmt: skip
     seconds = seconds_of(tree, lengths, folder)
-    (folder / f"{side}.json").write_text(json.dumps(our_first(tree, lengths, arguments)))
+    first = our_first(tree, lengths, arguments) if arguments.dtype == "fp32" else {}
+    (folder / f"{side}.json").write_text(json.dumps(first))
     return seconds
 
 
@@ -211,7 +221,7 @@ def trl_seconds(
         beta=0.0,
         shuffle_dataset=False,
         use_cpu=arguments.device == "cpu",
-        **TRL_SETTINGS,
+        **(TRL_SETTINGS | {"bf16": arguments.dtype == "bf16"}),
     )
 
     def reward(completions: list[Any], **_: Any) -> list[float]:
@@ -225,7 +235,9 @@ def trl_seconds(
         train_dataset=Dataset.from_list([{"prompt": json.loads(x)["prompt"]} for x in lines]),
         processing_class=tokenizer,
     )
-    first = trl_first(trainer, *fixed_update(lengths, arguments), arguments.samples)
+    first = {}
+    if arguments.dtype == "fp32":
+        first = trl_first(trainer, *fixed_update(lengths, arguments), arguments.samples)
     (folder / "trl.json").write_text(json.dumps(first), encoding="utf-8")
     return step_seconds(trainer)
 

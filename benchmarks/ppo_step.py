@@ -9,7 +9,7 @@ run has a process of its own with the same number of threads; the processes take
 first iteration of each is left out. Prints one JSON line.
 
 TRL's last release with PPO is 1.12.0: `pip install --no-deps --target FOLDER trl==1.12.0 accelerate
-datasets pandas dill multiprocess xxhash` leaves the environment as it is.
+datasets pandas python-dateutil six dill multiprocess xxhash` leaves the environment as it is.
 
     python benchmarks/ppo_step.py [--trl FOLDER] [--size 19m|100m] [--batch 16] [--rounds 3]
     python benchmarks/ppo_step.py --device cuda [--micro 16] [--trl FOLDER]

@@ -128,39 +128,34 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 class Pair:
     """The native engine, and transformers' model with the same random weights."""
 
-    def __init__(self, architecture: ArchitectureConfig, with_peer: bool) -> None:
-        """Build both. with_peer: whether `race` also measures transformers"""
+    def __init__(
+        self,
+        architecture: ArchitectureConfig,
+        with_peer: bool,
+        peer: Any = None,
+        dtype: torch.dtype = torch.float32,
+        rows: int = ROWS,
+    ) -> None:
+        """Build both.
+
+        with_peer: whether `race` also measures transformers
+        peer:      transformers' model of this architecture and dtype; None = a random Llama
+        rows:      most sequences that are generated at once
+        """
         # Megatron may be imported after the device's set-up only.
         from mindspeed_rlxf.device import megatron_versions
         from mindspeed_rlxf.rollout.native import NativeRollout
         from mindspeed_rlxf.rollout.weights import OwnWeights
 
         megatron_versions.apply_patches()
-        a, self.with_peer, self.threads = architecture, with_peer, dict[str, int]()
-        torch.manual_seed(0)
-        self.peer: Any = LlamaForCausalLM._from_config(
-            LlamaConfig(
-                num_hidden_layers=a.num_layers,
-                hidden_size=a.hidden_size,
-                intermediate_size=a.ffn_hidden_size,
-                num_attention_heads=a.num_attention_heads,
-                num_key_value_heads=a.kv_heads,
-                vocab_size=a.vocab_size,
-                max_position_embeddings=a.max_position_embeddings,
-                tie_word_embeddings=True,
-                rms_norm_eps=a.norm_epsilon,
-                bos_token_id=None,
-                eos_token_id=None,
-                pad_token_id=0,
-            ),
-            attn_implementation="sdpa",
-        ).to(device.current_device(), torch.float32)
+        self.with_peer, self.threads, self.rows = with_peer, dict[str, int](), rows
+        self.peer = random_llama(architecture) if peer is None else peer
         self.peer.eval()
-        self.engine = NativeRollout(OwnWeights(a, 1, torch.float32, SEED), max_rows=ROWS)
+        self.engine = NativeRollout(OwnWeights(architecture, 1, dtype, SEED), max_rows=rows)
         named = dict(self.peer.named_parameters())  # a tied weight once
         self.engine.update_weights(((name, p.data) for name, p in named.items()), 0)
         self.engine.wake()
-        self.vocab = a.vocab_size
+        self.vocab = architecture.vocab_size
 
     def prompts(self, count: int) -> np.ndarray:
         """Return random prompts [count, 64] int64, the same in every call."""
@@ -179,13 +174,13 @@ class Pair:
         return sum(len(result.tokens) for result in self.engine.generate(asked))
 
     def theirs(self, lengths: Sequence[int]) -> int:
-        """Generate responses of these lengths with transformers, ROWS at a time.
+        """Generate responses of these lengths with transformers, `rows` at a time.
 
         Each batch runs until its longest response ends. Returns the number of tokens.
         """
         prompts, where = torch.from_numpy(self.prompts(len(lengths))), device.current_device()
-        for start in range(0, len(lengths), ROWS):
-            batch, wanted = prompts[start : start + ROWS], lengths[start : start + ROWS]
+        for start in range(0, len(lengths), self.rows):
+            batch, wanted = prompts[start : start + self.rows], lengths[start : start + self.rows]
             criteria = StoppingCriteriaList([AtLengths(64, wanted, where)])
             self.peer.generate(
                 batch.to(where), attention_mask=torch.ones_like(batch).to(where),
@@ -220,6 +215,27 @@ class Pair:
             found["ratio"] = round(medians["transformers"] / medians["ours"], 2)
             found["cpu_ratio"] = round(cpu["transformers"] / cpu["ours"], 2)
         return found
+
+
+def random_llama(a: ArchitectureConfig) -> Any:
+    """Make transformers' model with random weights, fp32, on the device."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        num_hidden_layers=a.num_layers,
+        hidden_size=a.hidden_size,
+        intermediate_size=a.ffn_hidden_size,
+        num_attention_heads=a.num_attention_heads,
+        num_key_value_heads=a.kv_heads,
+        vocab_size=a.vocab_size,
+        max_position_embeddings=a.max_position_embeddings,
+        tie_word_embeddings=True,
+        rms_norm_eps=a.norm_epsilon,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    llama: Any = LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
+    return llama.to(device.current_device(), torch.float32)
 
 
 class AtLengths(StoppingCriteria):

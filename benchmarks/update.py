@@ -35,7 +35,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, redirect_stdout
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,6 +50,7 @@ from transformers import AutoModelForCausalLM
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.load import resolve
+from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Experience, Rollouts
 
 LIMIT, CLIP, LR = 512, 0.2, 1e-6
@@ -89,7 +89,7 @@ def main() -> None:
         timeout=timedelta(minutes=5),
     )  # fmt: skip
     if arguments.serves:
-        serve(partial(Ours, backend="fsdp"), arguments)
+        serve(make_fsdp, arguments)
     else:
         with tempfile.TemporaryDirectory() as name:
             print(json.dumps(measure(Path(name), arguments)))
@@ -126,11 +126,13 @@ def compare(
     folder: Path, rollouts: Rollouts, lengths: list[int], others: dict[str, Any],
     arguments: argparse.Namespace,
 ) -> dict[str, Any]:  # fmt: skip
-    ours, theirs = Ours(folder, rollouts, arguments), Plain(folder, rollouts, arguments)
+    ours = Ours(actor_config(folder, arguments), rollouts)
+    theirs = Plain(folder, rollouts, arguments)
     all_sides: dict[str, Any] = {"ours": ours, "plain": theirs, **others}
     prompt_tokens = len(lengths) * arguments.prompt
     if arguments.prompts:
-        all_sides["apart"] = Ours(folder, rollouts, arguments, share=False)
+        config = actor_config(folder, arguments, share_prompts=False)
+        all_sides["apart"] = Ours(config, rollouts)
         shared_tokens = arguments.prompts * arguments.prompt + sum(lengths)
     gap = float((ours.forward() - theirs.forward()).abs().max())
     assert gap < (0.5 if arguments.bf16 else 1e-3), f"the log-probs differ by {gap}"
@@ -260,29 +262,33 @@ def serve(make: Callable[..., Any], arguments: argparse.Namespace) -> None:
         print(f"{line.strip()} done", flush=True)
 
 
+def actor_config(
+    folder: Path, arguments: argparse.Namespace, backend: str = "megatron", **actor_keys: Any
+) -> RunConfig:
+    """Return the configuration of `Ours`. actor_keys: further keys of `actor_rollout`"""
+    given = SimpleNamespace(
+        batch=arguments.batch, iterations=1, limit=arguments.limit, threads=arguments.threads,
+        device=arguments.device.value, micro=arguments.micro,
+    )  # fmt: skip
+    tree = our_tree(folder, given)  # type: ignore[arg-type]
+    del tree["model"]  # so that it comes from config.json
+    tree["reward"] = {"kind": "rule"}
+    tree["actor_rollout"] |= {"max_prompt_length": arguments.prompt, **actor_keys}
+    tree["training"] |= {
+        "bf16": arguments.bf16, "output_dir": str(folder / "run"),
+        "seq_length": arguments.prompt + arguments.limit, "model": "auto", "backend": backend,
+    }  # fmt: skip
+    tree["algorithm"] = {"kl_ctrl": {"kl_coef": 0.0}, "old_log_probs": "recompute"}
+    return resolve(tree, "update")
+
+
 class Ours:
     """The policy in the actor of this package."""
 
-    def __init__(
-        self, folder: Path, rollouts: Rollouts, arguments: argparse.Namespace, share: bool = True,
-        backend: str = "megatron",
-    ) -> None:  # fmt: skip
+    def __init__(self, config: RunConfig, rollouts: Rollouts) -> None:
         from mindspeed_rlxf.roles.actor import ActorRole
 
-        given = SimpleNamespace(
-            batch=arguments.batch, iterations=1, limit=arguments.limit, threads=arguments.threads,
-            device=arguments.device.value, micro=arguments.micro,
-        )  # fmt: skip
-        tree = our_tree(folder, given)  # type: ignore[arg-type]
-        del tree["model"]  # so that it comes from config.json
-        tree["reward"] = {"kind": "rule"}
-        tree["actor_rollout"] |= {"max_prompt_length": arguments.prompt, "share_prompts": share}
-        tree["training"] |= {
-            "bf16": arguments.bf16, "output_dir": str(folder / "run"),
-            "seq_length": arguments.prompt + arguments.limit, "model": "auto", "backend": backend,
-        }  # fmt: skip
-        tree["algorithm"] = {"kl_ctrl": {"kl_coef": 0.0}, "old_log_probs": "recompute"}
-        self.role = ActorRole(resolve(tree, "update"))
+        self.role = ActorRole(config)
         self.rollouts, self.all_rows = rollouts, [list(range(rollouts.num_rows))]
         none = torch.zeros(rollouts.num_rows, 0)
         self.experience = Experience(
@@ -302,6 +308,10 @@ class Ours:
 
     def update(self) -> None:
         self.role.update_policy(self.rollouts, self.experience, self.all_rows)
+
+
+def make_fsdp(folder: Path, rollouts: Rollouts, arguments: argparse.Namespace) -> Ours:
+    return Ours(actor_config(folder, arguments, backend="fsdp"), rollouts)
 
 
 class Plain:
