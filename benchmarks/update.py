@@ -223,7 +223,7 @@ class Served:
 
     def __init__(self, side: str, folder: Path, arguments: argparse.Namespace) -> None:
         words = [sys.executable, "-W", "ignore", *sys.argv, "--serves", side, str(folder)]
-        paths = [str(arguments.trl.resolve())] * (side == "trl")
+        paths = [str(arguments.trl.resolve())] if side == "trl" else []
         environment = {"PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
         self.process: Any = subprocess.Popen(
             words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import pytest
 
 from tests.processes import ROOT, read_lines, run_python
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.append(str(ROOT / "benchmarks"))
 
 import on_device
+import update
 from device_stages import STAGES
 from device_stages.settings import QUICK, Settings, Stage
 from device_stages.table import Row, table
@@ -96,6 +98,15 @@ def test_a_stage_that_fails_hangs_or_dies_does_not_end_the_next(
     pid = int((tmp_path / "pid").read_text(encoding="utf-8"))
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     assert "| works | 7 |" in table(printed, stages)
+
+
+def test_the_update_is_measured_without_trl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = []
+    monkeypatch.setattr(subprocess, "Popen", lambda words, **_: commands.append(words))
+    update.Served("fsdp", tmp_path, Namespace(trl=None))
+    assert commands[0][-3:] == ["--serves", "fsdp", str(tmp_path)]
 
 
 def test_gaps_are_between_the_last_end_and_the_next_start() -> None:
