@@ -42,7 +42,8 @@ from mindspeed_rlxf.rollout.rollout_engine import ENGINES, NATIVE, TRANSFORMERS,
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
 from mindspeed_rlxf.weights.chunks import StoredWeights
 from mindspeed_rlxf.weights.folders import find_description, open_weights
-from mindspeed_rlxf.weights.hf_folder import open_hf_folder, shape_problems
+from mindspeed_rlxf.weights.hf_folder import open_hf_folder
+from mindspeed_rlxf.weights.tensor_checks import tensor_problems, tied_names
 
 T = TypeVar("T")
 
@@ -238,7 +239,9 @@ def check_weights(config: RunConfig, role: Role) -> list[Problem]:
             expected = hf_shapes(section.architecture, head)
             if role is Role.CRITIC and "score.weight" not in folder:
                 del expected["score.weight"]  # a language model; the head starts untrained
-            rules = shape_problems(folder, expected)[:3]  # they show which model it is
+            tied = tied_names(section.architecture, head)
+            found = tensor_problems(section.load, folder, expected, head, tied)
+            rules = found[:3]  # they show which model it is
     except ValueError as error:
         rules, remedy, path = [str(error)], "", Path(section.load)
         if not path.exists() and path.parts[-4:-1] == ("outputs", "tiny", "models"):

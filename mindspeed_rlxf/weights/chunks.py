@@ -202,6 +202,11 @@ class StoredTensor:
         return result.view(chunk.shape)
 
 
+def is_full_precision(dtype: torch.dtype) -> bool:
+    """Return whether elements are weights as they stand: floating point of at least 16 bits."""
+    return dtype.is_floating_point and dtype.itemsize >= 2
+
+
 StoredWeights = dict[str, StoredTensor]
 """Tensors by their Hugging Face names, from which chunks are read when they are needed."""
 
@@ -250,11 +255,13 @@ def add_rank(
 ) -> list[str]:
     """Add a rank's `tensors` from a Megatron checkpoint to `weights`, by Hugging Face names.
 
-    `parameters` are the rank's possible ones, with any head; `folder` is for messages. Returns a
-    line per missing, misshapen or unknown tensor.
+    `parameters` are the rank's possible ones, with any head; `folder` is for messages. An output
+    layer is added where the model is tied too, to compare it with the embedding. Returns a line per
+    missing, misshapen or unknown tensor.
     """
     problems, used = [], set()
-    for parameter in parameters:
+    of_model = [parameter for parameter in parameters if parameter.name != OUTPUT_LAYER.name]
+    for parameter in (*of_model, OUTPUT_LAYER):
         name = next((name for name in spellings(parameter.name) if name in tensors), None)
         if name is None:
             # A checkpoint has one of the heads or none; what needs a head reports its absence.
@@ -269,8 +276,8 @@ def add_rank(
             problems.append(
                 f"{name} has {rows * tp} rows, the model needs {architecture.vocab_size}"
             )
-        elif not stored.dtype.is_floating_point:
-            problems.append(f"{name} is {stored.dtype}, the model needs floating-point numbers")
+        elif not is_full_precision(stored.dtype):
+            problems.append(f"{name} is {stored.dtype}, the model needs floats of 16 bits or more")
         elif stored.shape != expected:
             problems.append(f"{name} is {list(stored.shape)}, the model needs {list(expected)}")
         elif parameter.is_first_copy(tp_rank, ep_rank):

@@ -24,19 +24,18 @@ from mindspeed_rlxf.weights.chunks import (
     StoredWeights,
     refuse,
     shard_chunks,
-    unknown_names,
     whole,
 )
 from mindspeed_rlxf.weights.folders import copy_side_files, open_weights
 from mindspeed_rlxf.weights.formats import Format
 from mindspeed_rlxf.weights.hf_folder import (
     hf_file_name,
-    shape_problems,
     write_index,
     write_safetensors,
 )
 from mindspeed_rlxf.weights.legacy import legacy_files
 from mindspeed_rlxf.weights.megatron_layout import ITERATION, TRACKER, MegatronLayout, single_rank
+from mindspeed_rlxf.weights.tensor_checks import tensor_problems, tied_names
 from mindspeed_rlxf.weights.torch_dist import plan_torch_dist
 
 MARKER = ".converted.json"  # in folders that `convert` wrote
@@ -106,10 +105,8 @@ def open_source(
         raise ValueError(f"{source} holds a reward model; add --orm")
     if not scored and head is Head.SCORE:
         raise ValueError(f"{source} holds no score head; leave --orm out")
-    refuse(source, shape_problems(weights, expected))
-    # An output layer that is tied, or that a scorer does not use, is not lost.
-    lost = unknown_names(weights, {*expected, "lm_head.weight"})
-    refuse(source, [f"{name} is not in the model" for name in lost])
+    tied = tied_names(architecture, head)
+    refuse(source, tensor_problems(source, weights, expected, head, tied))
     return weights
 
 

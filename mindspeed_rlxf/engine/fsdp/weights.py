@@ -18,7 +18,8 @@ from mindspeed_rlxf.models.hf_adapters import OUTPUT, inject, is_adapter, plain_
 from mindspeed_rlxf.models.hf_names import Piece, find_pieces, stored_tensors
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.weights.chunks import StoredTensor, StoredWeights, whole
-from mindspeed_rlxf.weights.hf_folder import open_hf_folder, shape_problems
+from mindspeed_rlxf.weights.hf_folder import open_hf_folder
+from mindspeed_rlxf.weights.tensor_checks import tensor_problems
 
 SCORE = "score.weight"
 WRAPPED = "model.language_model."  # prefix in folders of models that also see images
@@ -99,22 +100,49 @@ def find_stored(folder: StoredWeights, name: str) -> StoredTensor | None:
 
 
 def check_folder(role: RoleConfig, head: Head) -> None:
-    """Raise ValueError if the role's folder lacks tensors of the model in its config.json.
+    """Raise ValueError unless the role's folder has the weights of the model in its config.json.
 
-    UserError if `lora` selects no module. A score head may be absent. Reads headers only, and
-    builds the model without memory.
+    UserError if `lora` selects no module. A score head may be absent. Reads headers only, except of
+    tied tensors, and builds the model without memory.
     """
     assert role.load is not None, "checked beforehand"
     model = build(role.load, head, torch.float32)
-    shapes = file_shapes(model, pieces_of(model, head))
+    pieces = pieces_of(model, head)
+    floats = {n: pieces[n] for n, t in stored_tensors(model).items() if t.is_floating_point()}
+    shapes = file_shapes(model, floats)
+    tied = find_tied(model, pieces)
+    ignored = list(model._keys_to_ignore_on_load_unexpected or ())
+    num_layers = model.config.num_hidden_layers
+    for number in range(getattr(model.config, "num_nextn_predict_layers", None) or 0):
+        ignored.append(rf"^model\.layers\.{num_layers + number}\.")  # behind the other layers
     if role.adapters.rank:
         inject(model, role.adapters)
-    folder = open_hf_folder(role.load, role.trust_files)
-    found = {name: stored for name in shapes if (stored := find_stored(folder, name)) is not None}
-    if head is Head.SCORE and SCORE not in found:
+    folder = plain_names(open_hf_folder(role.load, role.trust_files))
+    if head is Head.SCORE and SCORE not in folder:
         del shapes[SCORE]
-    if problems := shape_problems(found, shapes):
+    if problems := tensor_problems(role.load, folder, shapes, head, tied, ignored):
         raise ValueError(f"{problems[0]}; give the folder of a whole {type(model).__name__}")
+
+
+def find_tied(model: Any, pieces: Pieces) -> dict[str, str]:
+    """Return each tensor that files may have beside a tied one -> the one that it must equal."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {
+        name: pieces[names[id(tensor)]][0].name
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if names.get(id(tensor), name) != name
+    }
+
+
+def plain_names(folder: StoredWeights) -> StoredWeights:
+    """Return the language model's tensors without WRAPPED in their names, and nothing else.
+
+    A folder whose names do not have it is returned as it is.
+    """
+    if not any(name.startswith(WRAPPED) for name in folder):
+        return folder
+    kept = (name for name in folder if name.startswith((WRAPPED, "lm_head.", "score.")))
+    return {name.replace(WRAPPED, "model.", 1): folder[name] for name in kept}
 
 
 def load_rows(held: Iterable[Held], pieces: Pieces, folder: StoredWeights) -> list[str]:

@@ -236,6 +236,16 @@ def drop_one(file: Path) -> None:
     change_tensors(file, lambda tensors: tensors.pop("model.norm.weight"))
 
 
+def quantize_one(file: Path) -> None:
+    name = "model.layers.1.mlp.down_proj.weight"
+    change_tensors(file, lambda tensors: tensors.update({name: tensors[name].to(torch.int8)}))
+
+
+def add_output_layer(file: Path) -> None:
+    name = "model.embed_tokens.weight"
+    change_tensors(file, lambda t: t.update({"lm_head.weight": t[name].roll(1, 0).clone()}))
+
+
 def add_layer(file: Path) -> None:
     config = file.with_name("config.json")
     config.write_text(json.dumps({**json.loads(config.read_text()), "num_hidden_layers": 3}))
@@ -263,6 +273,7 @@ def test_a_megatron_folder_of_another_tool_uses_the_tokenizers_config(good, tmp_
     (truncate, "damaged or truncated"),
     (transpose_one, "model.layers.1.mlp.down_proj.weight is [24, 16], the model needs"),
     (drop_one, "model.norm.weight is missing"), (Path.unlink, "holds neither"),
+    (quantize_one, "down_proj.weight is int8"), (add_output_layer, "tie_word_embeddings"),
     (add_layer, "num_layers: 2, 3"),
 ], ids=lambda value: getattr(value, "__name__", None))  # fmt: skip
 def test_weights_that_do_not_fit_are_refused(good, tmp_path, problems, damage, rule):
