@@ -38,7 +38,9 @@ class DigitReward(RewardModelWorker):
 
     def score(self, rollouts):
         """Score a batch, in the processes of the role's pool."""
-        texts = self.tokenizer.batch_decode(rollouts.response_tokens(), skip_special_tokens=True)
+        texts = list(
+            map(self.texts.response, rollouts.response_tokens(), rollouts.has_eos.tolist())
+        )
         pairs = zip(texts, rollouts.ground_truths, strict=True)
         scores = [sum(map(str.__eq__, text, truth)) / len(truth) for text, truth in pairs]
         return RoleOutput(Scores(torch.tensor(scores)), ScoreReport(scores))

@@ -14,6 +14,7 @@ from mindspeed_rlxf.cluster.refs import RowsRef
 from mindspeed_rlxf.config.keys import to_tree
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import TokenLog
+from mindspeed_rlxf.data.decoding import decode
 from mindspeed_rlxf.data.sampler import ConsumedPrompts
 from mindspeed_rlxf.reporting.console import Console, current
 from mindspeed_rlxf.reporting.health_rules import Finding, Health, runaway_limit
@@ -210,8 +211,8 @@ class Recorder:
         ):
             sample = Sample(
                 sample_id=text.sample_id,
-                prompt=self.tokenizer.decode(text.prompt_ids),
-                response=self.tokenizer.decode(text.response_ids),
+                prompt=decode(self.tokenizer, text.prompt_ids),
+                response=decode(self.tokenizer, text.response_ids),
                 prompt_ids=text.prompt_ids,
                 response_ids=text.response_ids,
                 score=score,

@@ -125,9 +125,10 @@ class Prompts(Rows):
     data_sources: list[str]
     responses: list[list[int]]  # empty, or tokens used instead of generating
     extra_infos: list[dict[str, Any]] = field(default_factory=list)  # other columns; absent = none
+    messages: list[list[dict[str, Any]]] = field(default_factory=list)  # `Prompt.messages`
 
     def __post_init__(self) -> None:
-        _fill_extra_infos(self)
+        _fill_columns(self)
 
 
 @dataclass(frozen=True)
@@ -151,9 +152,10 @@ class Rollouts(Rows):
     # [batch, response] int32: actor updates before the weights that sampled the token; 0 = padding
     weights_version: Tensor
     extra_infos: list[dict[str, Any]] = field(default_factory=list)  # as in Prompts
+    messages: list[list[dict[str, Any]]] = field(default_factory=list)  # as in Prompts
 
     def __post_init__(self) -> None:
-        _fill_extra_infos(self)
+        _fill_columns(self)
         outside = self.trained_mask & ~self.response_mask
         assert not bool(outside.any()), "only tokens of a response can be trained on"
 
@@ -173,9 +175,11 @@ class Rollouts(Rows):
         return [ids[:length].tolist() for ids, length in pairs]
 
 
-def _fill_extra_infos(rows: Prompts | Rollouts) -> None:
+def _fill_columns(rows: Prompts | Rollouts) -> None:
     if not rows.extra_infos:
         object.__setattr__(rows, "extra_infos", [{} for _ in rows.sample_ids])
+    if not rows.messages:
+        object.__setattr__(rows, "messages", [[] for _ in rows.sample_ids])
 
 
 @dataclass(frozen=True)

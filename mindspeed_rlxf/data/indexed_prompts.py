@@ -19,6 +19,7 @@ import numpy as np
 
 from mindspeed_rlxf.config.problems import Problem, UserError, format_value
 from mindspeed_rlxf.config.schema import DataConfig
+from mindspeed_rlxf.data.decoding import decode, decode_without_special
 from mindspeed_rlxf.data.files import FileProblems, fault
 from mindspeed_rlxf.data.handlers import LABELS
 from mindspeed_rlxf.data.prompt_store import Labels, Prompt, PromptStore
@@ -218,7 +219,7 @@ class _DataSet:
         rows = self._read_rows(limit, problems)
         while chunk := list(islice(rows, ENCODE_CHUNK)):
             ids = [ids for ids, _ in chunk]
-            texts = self._tokenizer.batch_decode(ids, clean_up_tokenization_spaces=False)
+            texts = [decode(self._tokenizer, token_ids) for token_ids in ids]
             for text, (token_ids, labels) in zip(texts, chunk, strict=True):
                 prompts.add(text, token_ids, labels)
         limit.report(len(self._token_ids), problems)
@@ -259,7 +260,7 @@ class _DataSet:
                 ) from error
         ids = stored.astype(np.int64)
         ids = ids[(ids >= 0) & (ids <= self._largest_id)]  # without -100
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+        return decode_without_special(self._tokenizer, ids.tolist())
 
     def _open(self, column: str) -> IndexedReader:
         """Open a column, which must have as many rows as the token ids."""

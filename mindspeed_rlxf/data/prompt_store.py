@@ -30,6 +30,7 @@ class Labels:
     ground_truth: str
     data_source: str
     extra_info: dict[str, Any] = field(default_factory=dict)
+    messages: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +45,7 @@ class Prompt:
         ground_truth: what a rule compares with, "" if the row has none.
         data_source: selects the rule and names the validation metrics.
         extra_info: the row's other values for reward functions: text, numbers, lists, objects.
+        messages: the chat before its template, where a reward reads it; [] = text, or not kept.
     """
 
     index: int
@@ -52,6 +54,7 @@ class Prompt:
     ground_truth: str
     data_source: str
     extra_info: dict[str, Any] = field(default_factory=dict)
+    messages: list[dict[str, Any]] = field(default_factory=list)
 
 
 class PromptStore(Sequence[Prompt]):

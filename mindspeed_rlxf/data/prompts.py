@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_rlxf.config.enums import OverlongPrompts
 from mindspeed_rlxf.config.problems import Problem, UserError, shorten_value
 from mindspeed_rlxf.config.schema import DataConfig
+from mindspeed_rlxf.data.decoding import decode
 from mindspeed_rlxf.data.files import (
     FileProblems,
     Row,
@@ -50,6 +51,7 @@ def load_prompts(
     tokenizer: PreTrainedTokenizerBase,
     data: DataConfig,
     max_prompt_length: int,
+    keep_messages: bool = False,
 ) -> PromptStore:
     """Load all prompts from `files`, in order; no files give no prompts.
 
@@ -58,13 +60,14 @@ def load_prompts(
     with the generation prompt. Special tokens spelled in rows are read as text unless
     `data.allow_special_tokens`; those written by the template are tokens. Prompts above
     `max_prompt_length` tokens follow `data.overlong_prompts`. With `data.invalid_rows=drop`, bad
-    rows are dropped if their file is readable and keeps a row. The log counts both.
+    rows are dropped if their file is readable and keeps a row. The log counts both. With
+    `keep_messages` chats are kept for a reward that reads them.
 
     Raises:
         UserError: the problems in all files.
     """
     names = [files] if isinstance(files, str) else list(files)
-    reader = _Reader(tokenizer, data, max_prompt_length)
+    reader = _Reader(tokenizer, data, max_prompt_length, keep_messages)
     problems: list[Problem] = []
     prompts = PromptStore()
     for name in names:
@@ -96,9 +99,14 @@ class _Reader:
     """Tokenizes prompts, a chunk of rows at a time."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, data: DataConfig, max_prompt_length: int
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        data: DataConfig,
+        max_prompt_length: int,
+        keep_messages: bool,
     ) -> None:
         self._tokenizer, self._data, self._max_length = tokenizer, data, max_prompt_length
+        self._keep_messages = keep_messages
         self._num_eos = num_appended_eos(tokenizer)
         self._special = SpecialTokens(tokenizer)
 
@@ -121,10 +129,13 @@ class _Reader:
                     good.append(row)
             for row, token_ids in zip(good, self._tokenize(good), strict=True):
                 kept = limit.fit(row.row, token_ids, problems)
+                labels = row.labels
+                if self._keep_messages and isinstance(row.prompt, list):
+                    labels = replace(labels, messages=row.prompt)
                 if kept is token_ids:
-                    yield row.labels, self._special.restore(row.text), kept
+                    yield labels, self._special.restore(row.text), kept
                 elif kept is not None:
-                    yield row.labels, str(self._tokenizer.decode(kept)), kept
+                    yield labels, decode(self._tokenizer, kept), kept
         limit.report(num_rows, problems)
         if num_spelled:
             logger.warning(
@@ -141,12 +152,10 @@ class _Reader:
         if isinstance(row.prompt, list):
             hides = not self._data.allow_special_tokens
             given: Any = self._special.hide(row.prompt) if hides else row.prompt
-            # Parquet gives every message all keys, null if absent.
-            messages = [{k: v for k, v in m.items() if v is not None} for m in given]
             try:
                 row.text = str(
                     self._tokenizer.apply_chat_template(
-                        messages,
+                        given,
                         tokenize=False,
                         add_generation_prompt=True,
                         **self._data.chat_template_kwargs,
@@ -226,6 +235,9 @@ def read_text_rows(file: str, data: DataConfig, problems: FileProblems) -> Itera
             problems.add(number, problem)
         labels = read_labels(number, row, data, problems)
         if labels and not problem:
+            if isinstance(prompt, list):
+                # Parquet gives every message all keys, null if absent.
+                prompt = [{k: v for k, v in m.items() if v is not None} for m in prompt]
             if data.system_prompt is not None and prompt[0]["role"] != SYSTEM:
                 prompt = [{"role": SYSTEM, "content": data.system_prompt}, *prompt]
             yield TextRow(number, prompt, labels)

@@ -65,7 +65,9 @@ def find_boxed(text: str) -> str | None:
     return None
 
 
-THINK = r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*"
+# Each tag once. The first may be at the end of the prompt, where some chat templates write it.
+_NO_TAG = r"(?:(?!</?(?:think|answer)>).)*"
+THINK = rf"\s*(?:<think>)?{_NO_TAG}</think>\s*<answer>{_NO_TAG}</answer>\s*"
 CHOICES = "ABCDEFGHIJ"
 # For texts whose white space is single characters: several `\s*` in a row take cubic time.
 _SAID = re.compile(
@@ -116,7 +118,8 @@ def _letter_alone(text: str, choices: str) -> str | None:
 def format_score(response: str, ground_truth: str = "", pattern: str = THINK) -> float:
     """Score 1 if the whole response matches the pattern, else 0.
 
-    In `pattern`, `.` matches line ends; the default is a <think> element, then an <answer> element.
+    In `pattern`, `.` matches line ends; the default is a <think> element, which the prompt may have
+    opened, then an <answer> element, with each tag once.
     """
     return float(re.fullmatch(pattern, response, re.DOTALL) is not None)
 

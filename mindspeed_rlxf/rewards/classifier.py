@@ -1,6 +1,7 @@
 """Scores from any Hugging Face sequence classifier that transformers supports.
 
-Its input is prompt and response as one text, tokenized by its own tokenizer.
+With the policy's tokenizer it reads the very ids of prompt and response. With another one it reads
+a chat through its own template, and other prompts as one text with the response.
 """
 
 import json
@@ -14,11 +15,16 @@ from torch.nn.utils.rnn import pad_sequence
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.hf_config import read_hf_config
 from mindspeed_rlxf.config.problems import Problem
-from mindspeed_rlxf.data.tokenizer import load_tokenizer
+from mindspeed_rlxf.data.batch import Rollouts
+from mindspeed_rlxf.data.decoding import RewardTexts, decode_without_special, special_ids
+from mindspeed_rlxf.data.tokenizer import SpecialTokens, load_tokenizer, vocabulary_hash
 
 KEY = "reward.load"
 HEAD = "ForSequenceClassification"
 WANTED = "a Hugging Face folder with a sequence classifier of one label"
+
+Message = dict[str, Any]
+"""A chat's message: role, content and what else its template reads."""
 
 
 class Classifier:
@@ -35,6 +41,10 @@ class Classifier:
         files = "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"
         own = any((Path(folder) / name).exists() for name in files)
         self._tokenizer = load_tokenizer(folder, KEY) if own else tokenizer
+        self._policy_tokenizer = tokenizer
+        self._shares_ids = vocabulary_hash(self._tokenizer) == vocabulary_hash(tokenizer)
+        self._policy_texts = RewardTexts(tokenizer)
+        self._special = SpecialTokens(self._tokenizer)
         model, info = AutoModelForSequenceClassification.from_pretrained(
             folder,
             output_loading_info=True,
@@ -71,15 +81,76 @@ class Classifier:
         # Some models have -1, and transformers gives a tokenizer without a limit 10**30.
         return min((limit for limit in limits if limit and 0 < limit < 10**20), default=None)
 
-    @torch.no_grad()
+    def score_rollouts(self, rollouts: Rollouts) -> list[float]:
+        """Return the logit of each prompt with its response.
+
+        The end of a response that has ended is read too: its EOS, or what the classifier's template
+        and tokenizer have in place of it. Sequences over the model's limit lose their beginning.
+        """
+        rows = zip(
+            rollouts.prompt_tokens(),
+            rollouts.response_tokens(),
+            rollouts.has_eos.tolist(),
+            rollouts.messages,
+            strict=True,
+        )
+        return self.score_tokens([self._row_ids(*row) for row in rows])
+
     def score(self, texts: Sequence[str]) -> list[float]:
         """Return each text's logit.
 
         Texts over the model's limit lose their beginning, but keep the tokenizer's leading special
         tokens, because BERT computes its score from the first token.
         """
-        cut = {"truncation": True, "max_length": self._limit} if self._limit else {}
-        ids = [self._tokenizer(text, **cut)["input_ids"] or [self._pad] for text in texts]
+        return self.score_tokens([self._text_ids(text, False) for text in texts])
+
+    def _row_ids(
+        self, prompt: list[int], response: list[int], has_ended: bool, messages: list[Message]
+    ) -> list[int]:
+        tokenizer, policy = self._tokenizer, self._policy_tokenizer
+        has_same_template = tokenizer.chat_template in (None, policy.chat_template)
+        if self._shares_ids and (not messages or has_same_template):
+            return self._cut(prompt + response)
+        answer = self._policy_texts.response(response, has_ended)
+        if messages and tokenizer.chat_template:
+            return self._cut(self._chat_ids(messages, answer, has_ended))
+        text = decode_without_special(policy, prompt) + answer
+        return self._text_ids(text, has_ended)
+
+    def _chat_ids(self, messages: list[Message], answer: str, has_ended: bool) -> list[int]:
+        """Return a chat in the classifier's template, closed only if the response has ended."""
+        hidden = self._special.hide([*messages, {"role": "assistant", "content": answer}])
+        text = str(self._tokenizer.apply_chat_template(hidden, tokenize=False))
+        content = hidden[-1]["content"].strip()
+        position = text.rfind(content)
+        end = len(text) if position < 0 else position + len(content)
+        closing = self._special.token_ids(text[end:])
+        if not has_ended:
+            return self._special.token_ids(text[:end])
+        is_closed = not set(closing).isdisjoint(special_ids(self._tokenizer))
+        eos = self._tokenizer.eos_token_id
+        return self._special.token_ids(text) + ([] if is_closed or eos is None else [eos])
+
+    def _text_ids(self, text: str, has_ended: bool) -> list[int]:
+        eos, limit = self._tokenizer.eos_token_id, self._limit
+        cut = {"truncation": True, "max_length": limit} if limit else {}
+        ids: list[int] = self._tokenizer(text, **cut)["input_ids"]
+        if not has_ended or eos is None or ids[-1:] == [eos]:
+            return ids
+        if limit and len(ids) == limit:
+            ids = self._tokenizer(text, truncation=True, max_length=limit - 1)["input_ids"]
+        return [*ids, eos]
+
+    def _cut(self, ids: list[int]) -> list[int]:
+        if not self._limit or len(ids) <= self._limit:
+            return ids
+        start = ids[:1] if ids[0] == self._tokenizer.bos_token_id else []
+        return start + ids[len(ids) - (self._limit - len(start)) :]
+
+    @torch.no_grad()
+    def score_tokens(self, token_ids: Sequence[list[int]]) -> list[float]:
+        """Return the logit of each sequence of ids, none of them over the model's limit."""
+        ids = [each or [self._pad] for each in token_ids]
         scores = [0.0] * len(ids)
         order = sorted(range(len(ids)), key=lambda i: len(ids[i]))  # texts of like length together
         for start in range(0, len(order), self._batch_size):

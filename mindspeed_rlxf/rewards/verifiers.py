@@ -45,8 +45,13 @@ def base_accuracy(response: str, ground_truth: str) -> float:
 
 
 def strict_format(response: str, ground_truth: str = "") -> float:
-    """Score 1 if the response has each tag once, in order, from end to end; else -1."""
+    """Score 1 if the response has each tag once, in order, from end to end; else -1.
+
+    The first tag may be at the end of the prompt.
+    """
     text = response.strip()
+    if _TAGS[0] not in text:
+        text = _TAGS[0] + text
     places = [text.find(tag) for tag in _TAGS]
     once = all(text.count(tag) == 1 for tag in _TAGS)
     whole = text.startswith(_TAGS[0]) and text.endswith(_TAGS[-1])

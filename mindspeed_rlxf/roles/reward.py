@@ -8,6 +8,7 @@ from mindspeed_rlxf.cluster.refs import RowsRef
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import RoleOutput, Rollouts, RuleScores, Scores
+from mindspeed_rlxf.data.decoding import RewardTexts
 from mindspeed_rlxf.data.prompt_store import reward_style
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
 from mindspeed_rlxf.rewards.classifier import Classifier
@@ -112,6 +113,7 @@ class RewardRole:
         reward = config.reward
         self.config, self.verifiers = reward, config.verifiers
         self.tokenizer = load_tokenizer(config.training.tokenizer_name_or_path)
+        self.texts = RewardTexts(self.tokenizer, config.actor_rollout.stop_strings)
         self.rules = RewardManager(dict(reward.rules), config.verifiers)
         is_model = reward.kind is RewardKind.MODEL
         self.engine = build_engine(config, Role.REWARD) if is_model else None
@@ -125,20 +127,13 @@ class RewardRole:
         Rows: Scores. Report: ScoreReport. With a reward model only on replica leaders.
         """
         if self.classifier is not None:
-            prompts = self._decode(rollouts.prompt_tokens())
-            responses = self._decode(rollouts.response_tokens())
-            pairs = zip(prompts, responses, strict=True)
             with room_on_device():
-                found = self.classifier.score([prompt + response for prompt, response in pairs])
+                found = self.classifier.score_rollouts(rollouts)
             return RoleOutput(Scores(torch.tensor(found, dtype=torch.float32)), ScoreReport(found))
         if self.engine is None:
             return self.score_by_rule(rollouts)
         scores = self.engine.scores(rollouts)
         return RoleOutput(scores, ScoreReport(scores.scores.tolist()) if scores else None)
-
-    def _decode(self, token_ids: list[list[int]]) -> list[str]:
-        texts: list[str] = self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
-        return texts
 
     def score_beside_rules(self, rollouts: Rollouts, rules: RuleScores) -> RoleOutput:
         """Score by the model, and add the functions' scores `rules` for the same samples.
@@ -174,7 +169,8 @@ class RewardRole:
 
         Rows: Scores. Report: ScoreReport with parts, and when validating the answers found.
         """
-        texts = self._decode(rollouts.response_tokens())
+        responses = rollouts.response_tokens()
+        texts = list(map(self.texts.response, responses, rollouts.has_eos.tolist()))
         results = self.rules.score(texts, rollouts.ground_truths, rollouts.data_sources)
         scores = [result.score for result in results]
         found: list[str | None] = []

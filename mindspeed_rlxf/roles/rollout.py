@@ -316,6 +316,7 @@ def gather_rollouts(prompts: Prompts, results: Iterable[GenerationResult]) -> Ro
         data_sources=prompts.data_sources,
         weights_version=_pad(versions, torch.int32),
         extra_infos=prompts.extra_infos,
+        messages=prompts.messages,
     )
 
 

@@ -6,12 +6,13 @@ import torch
 
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts, RoleOutput, Rollouts, RuleScores
+from mindspeed_rlxf.data.decoding import RewardTexts
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
 from mindspeed_rlxf.rewards.outcome import Sample
 from mindspeed_rlxf.rewards.plans import Scoring, StreamingRewards, join_scoring, scores_row
 from mindspeed_rlxf.rewards.verifiers import find_answers
 from mindspeed_rlxf.roles.reports import FailedSample, ScoreReport
-from mindspeed_rlxf.rollout.rollout_engine import GenerationResult
+from mindspeed_rlxf.rollout.rollout_engine import FinishReason, GenerationResult
 
 
 class ScorerRole:
@@ -23,7 +24,8 @@ class ScorerRole:
 
     def __init__(self, config: RunConfig) -> None:
         self.reward, self.verifiers = config.reward, config.verifiers
-        self.tokenizer = load_tokenizer(config.training.tokenizer_name_or_path)
+        tokenizer = load_tokenizer(config.training.tokenizer_name_or_path)
+        self.texts = RewardTexts(tokenizer, config.actor_rollout.stop_strings)
         self.rewards = StreamingRewards(config.reward)
         self.is_leader = True  # whether this rank scores for its replica; set by RolloutRole
         self._started: list[dict[tuple[int, ...], Scoring]] = []  # one for each call of `follow`
@@ -43,7 +45,8 @@ class ScorerRole:
             if self.is_leader and scores_row(self.reward, prompts.extra_infos[place]):
                 key = prompts.sample_ids[place], *result.tokens
                 prompt = prompts.token_ids[place].tolist()
-                begun[key] = self._submit(prompts, place, prompt, result.tokens)
+                text = self.texts.response(result.tokens, result.finish_reason is FinishReason.STOP)
+                begun[key] = self._submit(prompts, place, prompt, text)
             yield result
 
     def score(self, rollouts: Rollouts, validates: bool = False) -> RoleOutput:
@@ -58,6 +61,7 @@ class ScorerRole:
         if not self.is_leader:
             return RoleOutput()
         prompts, responses = rollouts.prompt_tokens(), rollouts.response_tokens()
+        texts = list(map(self.texts.response, responses, rollouts.has_eos.tolist()))
         scorings: list[Scoring] = []
         for row, sample_id in enumerate(rollouts.sample_ids):
             key = sample_id, *responses[row]
@@ -66,7 +70,7 @@ class ScorerRole:
             elif begun := next((each for each in reversed(self._started) if key in each), None):
                 scorings.append(begun.pop(key))
             else:
-                scorings.append(self._submit(rollouts, row, prompts[row], responses[row]))
+                scorings.append(self._submit(rollouts, row, prompts[row], texts[row]))
         outcomes = [join_scoring(scoring) for scoring in scorings]
         failed_score = self.reward.failed_score
         scores = [o.result.score if o.result else failed_score for o in outcomes]
@@ -78,15 +82,12 @@ class ScorerRole:
         rows = RuleScores(torch.tensor(scores, dtype=torch.float32), parts, failures)
         answers: list[str | None] = []
         if validates:
-            texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
             answers = find_answers(texts, rollouts.data_sources, self.reward.rules, self.verifiers)
         return RoleOutput(rows, ScoreReport(scores, parts, failures, answers))
 
     def _submit(
-        self, rows: Prompts | Rollouts, row: int, prompt: Sequence[int], response: Sequence[int]
+        self, rows: Prompts | Rollouts, row: int, prompt: Sequence[int], response: str
     ) -> Scoring:
-        texts = self.tokenizer.batch_decode(
-            [list(prompt), list(response)], skip_special_tokens=True
-        )
         truth, source = rows.ground_truths[row], rows.data_sources[row]
-        return self.rewards.submit(Sample(texts[0], texts[1], truth, source, rows.extra_infos[row]))
+        text = self.texts.prompt(prompt)
+        return self.rewards.submit(Sample(text, response, truth, source, rows.extra_infos[row]))

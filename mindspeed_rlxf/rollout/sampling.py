@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mindspeed_rlxf.data.decoding import decode_without_special
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -45,11 +47,7 @@ class StopStrings:
         return any(text.count(string) > before.count(string) for string in self.strings)
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        return str(
-            self.tokenizer.decode(
-                tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-        )
+        return decode_without_special(self.tokenizer, tokens)
 
 
 BLOCK = 512  # ids of the vocabulary that one sum covers

@@ -193,7 +193,8 @@ def _load_prompts(
     if prefixes:
         indexed = _attempt(problems, lambda: load_indexed_prompts(prefixes, *arguments))
         return indexed or IndexedPrompts()
-    return IndexedPrompts(_attempt(problems, lambda: load_prompts(files, *arguments)) or ())
+    keeps = config.reward.kind is RewardKind.HUGGING_FACE  # its template may be another one
+    return IndexedPrompts(_attempt(problems, lambda: load_prompts(files, *arguments, keeps)) or ())
 
 
 def check_weights(config: RunConfig, role: Role) -> list[Problem]:

@@ -120,4 +120,5 @@ def as_rows(
         data_sources=[p.data_source for p in prompts],
         responses=[fixed.by_sample_id[i] if fixed else [] for i in sample_ids],
         extra_infos=[p.extra_info for p in prompts],
+        messages=[p.messages for p in prompts],
     )

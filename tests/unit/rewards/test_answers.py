@@ -18,6 +18,7 @@ from mindspeed_rlxf.rewards.rules import (
     gsm8k_flexible,
     gsm8k_strict,
 )
+from mindspeed_rlxf.rewards.verifiers import strict_format
 
 REPO = Path(__file__).parents[3]
 GSM8K = Path(os.environ.get("RLXF_DATA", REPO / "../shared/data")) / "gsm8k"
@@ -113,6 +114,11 @@ def test_a_choice_is_the_letter_that_is_named_as_the_answer(
 def test_format_and_length_take_arguments() -> None:
     good = "<think>\nso\n</think>\n<answer>4</answer>"
     assert [format_score(text) for text in (good, "4", good + "4")] == [1.0, 0.0, 0.0]
+    good = good.replace("4", "\\boxed{4}")
+    opened_by_prompt = good.removeprefix("<think>")
+    assert format_score(opened_by_prompt) == strict_format(opened_by_prompt) == 1.0
+    for twice in ("<think>a</think> " + good, good.replace("so", "<think>"), good + good):
+        assert (format_score(twice), strict_format(twice)) == (0.0, -1.0)
     assert RULES["format"]("abc", "", pattern="[a-c]+").score == 1.0
     lengths = [RULES["length"](text, "", max_characters=4, min_characters=2) for text in
                ("", "a", " ab ", "abcd", "abcdefgh")]  # fmt: skip

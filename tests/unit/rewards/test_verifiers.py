@@ -67,7 +67,7 @@ def test_answers_are_compared_as_numbers_or_as_normalised_text(
         ("well " + GOOD, 0.0, -1.0),
         (GOOD + " and more", 0.0, -1.0),
         ("<answer>\\boxed{4}</answer><think>x</think>", 0.0, -1.0),
-        (GOOD.replace("2 + 2", "<think>2"), 1.0, -1.0),  # a tag twice
+        (GOOD.replace("2 + 2", "<think>2"), 0.0, -1.0),  # a tag twice
         ("", 0.0, -1.0),
     ],
 )

@@ -125,31 +125,90 @@ def role_of(monkeypatch: pytest.MonkeyPatch, **keys: Any) -> RewardRole:
     monkeypatch.setattr(module, "load_tokenizer", lambda folder: TOKENIZER)
     reward = RewardConfig.model_construct(**{**dict(RewardConfig(kind="rule")), **keys})
     training = SimpleNamespace(tokenizer_name_or_path="nowhere")
-    return RewardRole(SimpleNamespace(reward=reward, training=training, verifiers=[]))  # type: ignore[arg-type]
+    actor = SimpleNamespace(stop_strings=())
+    sections = {"reward": reward, "training": training, "actor_rollout": actor, "verifiers": []}
+    return RewardRole(SimpleNamespace(**sections))  # type: ignore[arg-type]
 
 
-def rollouts() -> Rollouts:
-    """Two samples: `1+` answered by `2`, and `1` by `+3`."""
-    prompts = [TOKENIZER(text, add_special_tokens=False)["input_ids"] for text in ("1+", "1")]
-    answers = [TOKENIZER(text, add_special_tokens=False)["input_ids"] for text in ("2", "+3")]
-    width = max(map(len, answers))
+EOS = "<|end_of_text|>"  # of the policy's tokenizer
+
+
+def rollouts(
+    questions: tuple[str, str] = ("1+", "1"),
+    answers: tuple[str, str] = ("2", "+3"),
+    messages: list[list[dict[str, Any]]] | None = None,
+) -> Rollouts:
+    """Two samples: `1+` answered by `2`, and `1` by `+3`; those with an EOS have ended."""
+    prompts, responses = (
+        [TOKENIZER(text, add_special_tokens=False)["input_ids"] for text in texts]
+        for texts in (questions, answers)
+    )
+    width, height = (max(map(len, rows)) for rows in (responses, prompts))
     return made_rollouts(
-        prompt_ids=torch.tensor([p + [0] * (2 - len(p)) for p in prompts]),
+        prompt_ids=torch.tensor([p + [0] * (height - len(p)) for p in prompts]),
         prompt_lengths=torch.tensor([len(p) for p in prompts]),
-        response_ids=torch.tensor([a + [0] * (width - len(a)) for a in answers]),
-        response_mask=torch.tensor([[i < len(a) for i in range(width)] for a in answers]),
-        has_eos=torch.tensor([False, False]),
+        response_ids=torch.tensor([a + [0] * (width - len(a)) for a in responses]),
+        response_mask=torch.tensor([[i < len(a) for i in range(width)] for a in responses]),
+        has_eos=torch.tensor([answer.endswith(EOS) for answer in answers]),
+        messages=messages or [],
     )
 
 
-def test_the_classifier_reads_prompt_and_response(monkeypatch, tmp_path):
-    folder = saved(tmp_path / "bert", "bert")
+def ids_read(monkeypatch: pytest.MonkeyPatch, folder: Path, rows: Rollouts) -> list[list[int]]:
+    """The ids of each row that the folder's classifier computes."""
     role = role_of(monkeypatch, kind=RewardKind.HUGGING_FACE, load=str(folder))
-    with patch.object(role.classifier, "score", return_value=[0.5, -1.0]) as score:
-        output = role.score(rollouts())
-    assert score.call_args.args == (["1+2", "1+3"],)
+    with patch.object(role.classifier, "score_tokens", return_value=[0.5, -1.0]) as score:
+        output = role.score(rows)
     assert output.report == ScoreReport([0.5, -1.0])
     assert isinstance(output.rows, Scores) and output.rows.scores.tolist() == [0.5, -1.0]
+    (ids,) = score.call_args.args
+    return ids
+
+
+def other_tokenizer(folder: Path, template: str | None = None) -> Any:
+    """Write a tokenizer whose ids differ from the policy's, and which adds `<a>`."""
+    own = byte_tokenizer(["<p>", "<a>", "<z>", "<u>", "<b>"], "<a> $A", "<z>")
+    own.chat_template = template
+    own.save_pretrained(folder)
+    return own
+
+
+def test_the_classifier_reads_the_policys_ids_where_both_have_its_tokenizer(monkeypatch, tmp_path):
+    folder = saved(tmp_path / "llama", "llama")
+    chat = "<|im_start|>1+<|im_end|>"
+    found = ids_read(monkeypatch, folder, rollouts((chat, "1"), ("2" + EOS, "+3")))
+    assert found == [TOKENIZER(text)["input_ids"] for text in (f"{chat}2{EOS}", "1+3")]
+    TOKENIZER.save_pretrained(folder)  # a copy in the folder is the same tokenizer
+    assert ids_read(monkeypatch, folder, rollouts((chat, "1"), ("2" + EOS, "+3"))) == found
+    found = ids_read(monkeypatch, folder, rollouts(("x" * 30, "<s>" + "x" * 40), ("2" + EOS, "3")))
+    assert found[0] == TOKENIZER("x" * 30 + f"2{EOS}")["input_ids"]
+    assert len(found[1]) == 32 and TOKENIZER.decode(found[1]) == "x" * 31 + "3"
+
+
+def test_a_text_has_the_classifiers_special_tokens_and_its_eos_where_it_ended(
+    monkeypatch, tmp_path
+):
+    folder = saved(tmp_path / "llama", "llama")
+    own = other_tokenizer(folder)
+    found = ids_read(monkeypatch, folder, rollouts(("<s>1+", "1"), ("2" + EOS, "+3")))
+    assert list(map(own.decode, found)) == ["<a>1+2<z>", "<a>1+3"]
+    found = ids_read(monkeypatch, folder, rollouts(("x" * 40, "1"), ("2" + EOS, "+3")))
+    assert own.decode(found[0]) == "<a>" + "x" * 29 + "2<z>", "no longer than the model takes"
+
+
+@pytest.mark.parametrize(("closing", "end"), [("<b>~", "<b>~"), ("~", "~<z>")])
+def test_a_chat_is_read_through_the_classifiers_template(monkeypatch, tmp_path, closing, end):
+    """It is closed, by its own mark or by EOS, where the response has ended."""
+    folder = saved(tmp_path / "llama", "llama")
+    template = "{% for m in messages %}<u>{{ m.role }}:{{ m.content }}" + closing + "{% endfor %}"
+    own = other_tokenizer(folder, template)
+    chats = [[{"role": "user", "content": text}] for text in ("1+<z>", "1")]
+    rows = rollouts(("<|im_start|>1+<z>", "1"), ("2" + EOS, "+3"), chats)
+    found = ids_read(monkeypatch, folder, rows)
+    whole = f"<u>user:1+<z>{closing}<u>assistant:2{end}"
+    assert list(map(own.decode, found)) == [whole, f"<u>user:1{closing}<u>assistant:+3"]
+    mark = own.convert_tokens_to_ids("<z>")
+    assert found[0].count(mark) == end.count("<z>"), "what a user spells is text"
 
 
 def test_scores_of_model_and_functions_are_added(monkeypatch):

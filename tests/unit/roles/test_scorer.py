@@ -52,9 +52,9 @@ def role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ScorerRole
 
 def _config(keys: dict[str, Any]) -> Any:
     reward = RewardConfig.model_validate(keys)
-    return SimpleNamespace(
-        reward=reward, verifiers=[], training=SimpleNamespace(tokenizer_name_or_path="nowhere")
-    )
+    training = SimpleNamespace(tokenizer_name_or_path="nowhere")
+    actor = SimpleNamespace(stop_strings=())
+    return SimpleNamespace(reward=reward, verifiers=[], training=training, actor_rollout=actor)
 
 
 def prompts_of(texts: list[str], **extra: Any) -> Prompts:
@@ -133,3 +133,20 @@ def test_rows_that_were_not_followed_are_scored_when_they_are_asked_for(role):
         assert role.score(other).report.scores == [0.0, 1.0]
     list(role.follow(prompts, results_of(["3", "2"])))
     assert role.score(rollouts).report.scores == [1.0, 0.0], "scores of other responses"
+
+
+def test_rules_read_special_tokens_and_no_eos(monkeypatch):
+    """As a policy that has been taught `<think>` and `<answer>` as special tokens writes them."""
+    tags = ["<think>", "</think>", "<answer>", "</answer>"]
+    tokenizer = byte_tokenizer(["<pad>", "</s>", "<|im_end|>", *tags], eos="</s>")
+    monkeypatch.setattr(module, "load_tokenizer", lambda folder: tokenizer)
+    role = ScorerRole(_config({"kind": "rule", "rules": {"a": "format"}, "worker_memory_gib": 4.0}))
+    prompts, results = prompts_of(["", "", ""]), []
+    for place, behind in enumerate(("", "</s>", "<|im_end|>")):
+        reason = FinishReason.STOP if behind else FinishReason.LENGTH
+        tokens = tokenizer(f"<think>2+2</think><answer>4</answer>{behind}")["input_ids"]
+        results.append(GenerationResult(place, tokens, [-1.0] * len(tokens), reason, 0))
+    followed = gather_rollouts(prompts, role.follow(prompts, iter(results)))
+    assert role.score(followed).report.scores == [1.0, 1.0, 1.0]
+    assert role.score(followed, True).report.scores == [1.0, 1.0, 1.0]
+    role.rewards._pool.close()
