@@ -44,11 +44,11 @@ class RewardTexts:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, stop_strings: Collection[str] = ()
     ) -> None:
-        """Use a tokenizer. A special token among `stop_strings` stays at the end of a response."""
+        """Use a tokenizer. A special token that ends one of `stop_strings` stays in a response."""
         special = special_ids(tokenizer)
         self._tokenizer = tokenizer
         self._before = {tokenizer.bos_token_id, tokenizer.pad_token_id}
-        kept = {i for i, token in special.items() if token in stop_strings}
+        kept = {i for i, token in special.items() if any(s.endswith(token) for s in stop_strings)}
         self._behind = {tokenizer.eos_token_id, tokenizer.pad_token_id} - kept
         self._ends = set(special) - kept  # of the tokenizer, the model or a template
 

@@ -24,7 +24,7 @@ from mindspeed_rlxf.data.files import (
     unicode_problem,
 )
 from mindspeed_rlxf.data.prompt_store import STYLE, STYLES, Labels, Prompt, PromptStore
-from mindspeed_rlxf.data.tokenizer import SpecialTokens
+from mindspeed_rlxf.data.tokenizer import SpecialTokens, begin_once, prepended_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -107,7 +107,7 @@ class _Reader:
     ) -> None:
         self._tokenizer, self._data, self._max_length = tokenizer, data, max_prompt_length
         self._keep_messages = keep_messages
-        self._num_eos = num_appended_eos(tokenizer)
+        self._num_eos, self._start = num_appended_eos(tokenizer), prepended_ids(tokenizer)
         self._special = SpecialTokens(tokenizer)
 
     def read(self, file: str, problems: FileProblems) -> Iterator[tuple[Labels, str, list[int]]]:
@@ -178,6 +178,8 @@ class _Reader:
             all_ids = _token_ids(self._tokenizer, texts, not is_chat, split)
             for row, ids in zip(alike, all_ids, strict=True):
                 encoded[row.row] = ids[: len(ids) - num_eos]
+                if not (is_chat or split):  # a text may have its own BOS
+                    encoded[row.row] = begin_once(encoded[row.row], self._start)
                 if is_chat and self._special.restore(row.text) != row.text:
                     encoded[row.row] = self._special.token_ids(row.text)
         return [encoded[row.row] for row in rows]

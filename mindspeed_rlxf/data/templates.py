@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from mindspeed_rlxf.config.problems import Problem, UserError
 from mindspeed_rlxf.data.prompts import num_appended_eos
+from mindspeed_rlxf.data.tokenizer import begin_once, prepended_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -219,6 +220,7 @@ class PromptEncoder:
         self.stop_token_ids = [self._ids[word][0] for word in template.stop_words]
         self._is_plain = not template.special_tokens
         self._num_eos = num_appended_eos(tokenizer) if self._is_plain else 0
+        self._start = prepended_ids(tokenizer) if self._is_plain and allow_special_tokens else []
 
     def encode(self, conversations: Sequence[Sequence[Turn]]) -> list[list[int]]:
         """Return each conversation's prompt token ids, ending with the header of a response.
@@ -252,4 +254,8 @@ class PromptEncoder:
             verbose=False,  # no warning about texts over the model's length; --seq-length limits it
         )["input_ids"]
         num_eos = self._num_eos if add_special_tokens else 0
-        return {text: ids[: len(ids) - num_eos] for text, ids in zip(texts, encoded, strict=True)}
+        start = self._start if add_special_tokens else []  # a text may have its own BOS
+        return {
+            text: begin_once(ids[: len(ids) - num_eos], start)
+            for text, ids in zip(texts, encoded, strict=True)
+        }

@@ -7,6 +7,7 @@ import json
 import re
 import secrets
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -129,6 +130,21 @@ def _first_line(error: BaseException) -> str:
     return text.splitlines()[0].rstrip(" .:")
 
 
+def prepended_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the ids that the tokenizer puts before a text, as a BOS; [] if none."""
+    plain = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+    framed = list(tokenizer("a")["input_ids"])
+    starts = range(len(framed) - len(plain) + 1)
+    return framed[: next((n for n in starts if framed[n : n + len(plain)] == plain), 0)]
+
+
+def begin_once(ids: list[int], start: Sequence[int]) -> list[int]:
+    """Return a text's ids without the first `start` if it begins with two: its own is one."""
+    size = len(start)
+    is_twice = size > 0 and ids[:size] == ids[size : 2 * size] == list(start)
+    return ids[size:] if is_twice else ids
+
+
 class SpecialTokens:
     """One tokenizer's special tokens.
 
@@ -158,10 +174,45 @@ class SpecialTokens:
         return self._words.sub(lambda found: self._names[int(found[1])], text)
 
     def token_ids(self, text: str) -> list[int]:
-        """Tokenize a rendered chat template: special tokens by id, the text between on its own.
+        """Tokenize a rendered chat template, with special tokens as the tokenizer reads them.
 
         Words inserted by `hide` become their special token's spelling, tokenized as text.
         """
+        if not self._tokenizer.is_fast:
+            return self._ids_of_parts(text)
+        core, ids_of_marks = self._renamed
+        marked = self._pattern.sub(lambda found: self._mark(found[0]), text)
+        ids = core.encode(self.restore(marked), add_special_tokens=False).ids
+        return [ids_of_marks.get(i, i) for i in ids]
+
+    def _mark(self, name: str) -> str:
+        return f"zw{self._nonce}n{self._names.index(name)}z"
+
+    @cached_property
+    def _renamed(self) -> tuple[Any, dict[int, int]]:
+        """A copy of the tokenizer whose special tokens have other names, and new id -> id.
+
+        It reads the old names as text, and what stands beside a special token as the tokenizer
+        does, which may strip it or begin it with a blank.
+        """
+        from tokenizers import AddedToken, Tokenizer
+
+        described = json.loads(self._tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]
+        for token in described["added_tokens"]:
+            if token["content"] in self._names:
+                token["content"] = self._mark(token["content"])
+        core = Tokenizer.from_str(json.dumps(described))
+        core.no_truncation()
+        core.no_padding()
+        for name in self._names:
+            if core.token_to_id(self._mark(name)) is None:  # in the vocabulary alone
+                core.add_special_tokens([AddedToken(self._mark(name), normalized=False)])
+        ids = self._tokenizer.convert_tokens_to_ids(self._names)
+        marks = [core.token_to_id(self._mark(name)) for name in self._names]
+        return core, dict(zip(marks, map(int, ids), strict=True))
+
+    def _ids_of_parts(self, text: str) -> list[int]:
+        """Tokenize special tokens by id, and the text between on its own."""
         ids, start = [], 0
         for found in self._pattern.finditer(text):
             ids += self._text_ids(text[start : found.start()])

@@ -9,8 +9,9 @@ over vocabulary blocks first, then within the drawn block.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mindspeed_rlxf.data.decoding import decode_without_special
+from mindspeed_rlxf.data.decoding import decode, decode_without_special, special_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,25 +30,44 @@ class StopStrings:
     """Strings that end a response and stay in it.
 
     They are searched in the decoded text, because a string has several tokenizations. Special
-    tokens are not in that text.
+    tokens are in that text only for a string that spells one.
     """
 
     strings: tuple[str, ...]
     tokenizer: PreTrainedTokenizerBase = field(compare=False, repr=False)
 
+    @cached_property
+    def _with_special(self) -> tuple[str, ...]:
+        """The strings that spell a special token."""
+        special = special_ids(self.tokenizer).values()
+        return tuple(s for s in self.strings if any(token in s for token in special))
+
+    @cached_property
+    def _without_special(self) -> tuple[str, ...]:
+        return tuple(s for s in self.strings if s not in self._with_special)
+
     def is_completed_by(self, tokens: Sequence[int]) -> bool:
         """Return whether the last token completes one string, given the response so far."""
+        return self._is_completed(
+            tokens, self._without_special, decode_without_special
+        ) or self._is_completed(tokens, self._with_special, decode)
+
+    def _is_completed(
+        self,
+        tokens: Sequence[int],
+        strings: tuple[str, ...],
+        text_of: Callable[[PreTrainedTokenizerBase, Sequence[int]], str],
+    ) -> bool:
+        if not strings:
+            return False
         # One token for each byte of the longest string, and eight before, as neighbours may change
         # the text of a token.
-        window = 8 + max(len(string.encode()) for string in self.strings)
-        text = self._decode(tokens[-window:])
-        if not any(string in text for string in self.strings):
+        window = 8 + max(len(string.encode()) for string in strings)
+        text = text_of(self.tokenizer, tokens[-window:])
+        if not any(string in text for string in strings):
             return False
-        before = self._decode(tokens[-window:-1])
-        return any(text.count(string) > before.count(string) for string in self.strings)
-
-    def _decode(self, tokens: Sequence[int]) -> str:
-        return decode_without_special(self.tokenizer, tokens)
+        before = text_of(self.tokenizer, tokens[-window:-1])
+        return any(text.count(string) > before.count(string) for string in strings)
 
 
 BLOCK = 512  # ids of the vocabulary that one sum covers

@@ -15,6 +15,7 @@ from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.hf_config import OF_WEIGHTS, find_disagreements, read_hf_config
 from mindspeed_rlxf.config.problems import Problem, UserError, closest
 from mindspeed_rlxf.config.schema import RoleConfig, RunConfig
+from mindspeed_rlxf.data.decoding import special_ids
 from mindspeed_rlxf.data.fixed_responses import FixedResponses, load_fixed_responses
 from mindspeed_rlxf.data.indexed_prompts import IndexedPrompts, load_indexed_prompts
 from mindspeed_rlxf.data.prompt_store import reward_style
@@ -111,6 +112,9 @@ def prepare(config: RunConfig) -> Prepared:
     if problems:
         raise UserError(problems)
     stops = describe_stop_tokens(prepared.tokenizer, described, data_stops, actor.stop_token_ids)
+    spelled = [s for s in actor.stop_strings if s in special_ids(prepared.tokenizer).values()]
+    if spelled:
+        stops += f"; special tokens of actor_rollout.stop_strings: {', '.join(map(repr, spelled))}"
     prepared.notices = [stops, *prepared.notices, *_list_notices(config)]
     return prepared
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import psutil
@@ -100,6 +100,9 @@ def test_responses_and_receipts_come_back(make: Make) -> None:
 @pytest.mark.parametrize("fault", ["", "old info"])
 def test_a_stop_string_is_searched_here(make: Make, fault: str) -> None:
     class Letters:
+        all_special_ids: ClassVar[list[int]] = []
+        all_special_tokens: ClassVar[list[str]] = []
+
         def decode(self, tokens: Any, **_: Any) -> str:
             return "".join(chr(ord("a") + token) for token in tokens)
 

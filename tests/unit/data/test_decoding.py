@@ -28,7 +28,7 @@ def test_special_tokens_stay_in_the_text_without_what_frames_it() -> None:
 
 
 def test_a_stop_string_stays_at_the_end() -> None:
-    texts = RewardTexts(TOKENIZER, ("</answer>", "</s>"))
+    texts = RewardTexts(TOKENIZER, ("2</answer>", "</s>"))
     assert texts.response(ids_of(RESPONSE), True) == RESPONSE
     assert texts.response(ids_of("4</s>"), True) == "4</s>"
     assert texts.response(ids_of("4<|end|>"), True) == "4"

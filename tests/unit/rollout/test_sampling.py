@@ -232,10 +232,15 @@ def test_the_first_token_that_completes_a_string_ends_the_response(strings, text
     assert ends[:1] == ([] if ended is None else [len(ids(ended))])
 
 
-def test_special_tokens_are_not_part_of_the_text():
-    stop = StopStrings(("ab", "<|im_end|>"), TOKENIZER)
+def test_special_tokens_are_part_of_the_text_only_for_strings_that_spell_one():
+    stop = StopStrings(("ab", ">"), TOKENIZER)
     assert stop.is_completed_by([*ids("a"), SPECIAL, *ids("b")])
     assert not stop.is_completed_by([*ids("b"), SPECIAL])
+    for string in ("<|im_end|>", "b<|im_end|>", "<|im_end|>\n"):
+        tokens = ids("ab<|im_end|>\n")
+        stop = StopStrings(("never", string), TOKENIZER)
+        ends = [n for n in range(1, len(tokens) + 1) if stop.is_completed_by(tokens[:n])]
+        assert ends == [3 + string.endswith("\n")]
 
 
 def test_only_a_new_occurrence_of_a_stop_string_ends_a_response():
