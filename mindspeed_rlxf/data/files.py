@@ -4,6 +4,7 @@ import base64
 import contextlib
 import datetime
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -75,7 +76,8 @@ class UnusableRow(ValueError):
 def read_rows(file: str, name: str = "") -> Iterator[tuple[int, Row | UnusableRow]]:
     """Yield (row number from 1, row); an UnusableRow stands for an unreadable row.
 
-    Blank lines are skipped, but count in the row numbers.
+    Blank lines are skipped, but count in the row numbers. NaN, which pandas writes for what is
+    missing, is read as null.
 
     Raises:
         UserError: keyed by `name` (default: the path), if the file cannot be read to its end.
@@ -87,7 +89,7 @@ def read_rows(file: str, name: str = "") -> Iterator[tuple[int, Row | UnusableRo
             problem = fault(rule, "convert or rename it")
         else:
             for number, row in READERS[suffix](file) if os.path.getsize(file) else ():
-                yield number, row
+                yield number, without_nan(row)
             return
     except FileNotFoundError:
         problem = fault("no such file", "correct the path")
@@ -113,6 +115,33 @@ def count_rows(file: str) -> int:
         with contextlib.suppress(Exception):  # `read_rows` reports it
             return int(pq.ParquetFile(file).metadata.num_rows)
     return sum(1 for _ in read_rows(file))
+
+
+def without_nan(value: Any, is_null: Callable[[float], bool] = math.isnan) -> Any:
+    """Return the value with None for each NaN, also inside lists and objects.
+
+    `is_null` chooses other numbers.
+    """
+    if isinstance(value, float):
+        return None if is_null(value) else value
+    if isinstance(value, dict):
+        return {key: without_nan(item, is_null) for key, item in value.items()}
+    return [without_nan(item, is_null) for item in value] if isinstance(value, list) else value
+
+
+def number_text(value: str | int | float) -> str:
+    """Return a text or number as text; a whole number, which pandas writes as 18.0, as 18."""
+    is_whole = isinstance(value, float) and value.is_integer()
+    return str(int(value)) if is_whole else str(value)
+
+
+def describe_absence(row: Row, key: str) -> str:
+    """Say why `look_up` found nothing: null, or which keys the row has."""
+    *path, last = [key] if key in row else key.split(".")
+    holder = look_up(row, ".".join(path)) if path else row
+    if isinstance(holder, dict) and last in holder:
+        return "here it is null"
+    return f"this one has {describe_keys(row)}"
 
 
 def look_up(row: Row, key: str) -> Any:

@@ -20,7 +20,7 @@ import numpy as np
 from mindspeed_rlxf.config.problems import Problem, UserError, format_value
 from mindspeed_rlxf.config.schema import DataConfig
 from mindspeed_rlxf.data.decoding import decode, decode_without_special
-from mindspeed_rlxf.data.files import FileProblems, fault
+from mindspeed_rlxf.data.files import FileProblems, fault, without_nan
 from mindspeed_rlxf.data.handlers import LABELS
 from mindspeed_rlxf.data.prompt_store import Labels, Prompt, PromptStore
 from mindspeed_rlxf.data.prompts import ENCODE_CHUNK, LengthLimit, read_labels
@@ -243,6 +243,7 @@ class _DataSet:
                 )
                 continue
             row = {name: self._read_value(name, row_index) for name in self._columns}
+            row = without_nan(row)
             labels = read_labels(number, row, self._data, problems)
             fitting = limit.fit(number, ids.tolist(), problems)
             if fitting is not None and labels:

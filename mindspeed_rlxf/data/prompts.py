@@ -17,9 +17,10 @@ from mindspeed_rlxf.data.files import (
     FileProblems,
     Row,
     UnusableRow,
-    describe_keys,
+    describe_absence,
     fault,
     look_up,
+    number_text,
     read_rows,
     unicode_problem,
 )
@@ -37,6 +38,8 @@ ROLE = re.compile(r"[\w .:-]{1,64}")  # other characters could form tokens in a 
 RULE = "a prompt must be text or a list of chat messages {role, content}"
 NO_TOKEN = "a prompt must have a token, the tokenizer makes none of this one"
 SYSTEM = "system"
+ANSWERS = ("assistant", "model")  # roles of a response; Gemma has the second
+WITHOUT_ANSWER = "take the answer out of it"
 EXTRA = "extra_info"
 KEPT = {
     OverlongPrompts.KEEP_HEAD: "first",
@@ -230,7 +233,7 @@ def read_text_rows(file: str, data: DataConfig, problems: FileProblems) -> Itera
         problem = _prompt_problem(prompt, data)
         if prompt is None:
             problem = fault(
-                f"a row must have a {data.prompt_key!r}, this one has {describe_keys(row)}",
+                f"a row must have a {data.prompt_key!r}, {describe_absence(row, data.prompt_key)}",
                 "set data.prompt_key to the key of the prompt, or complete the row",
             )
         if problem:
@@ -258,8 +261,16 @@ def _prompt_problem(prompt: Any, data: DataConfig) -> Problem | None:
             (m.get("role"), m.get("content")) if isinstance(m, dict) else (0, 0) for m in prompt
         ]
         if all(isinstance(r, str) and ROLE.fullmatch(r) and isinstance(c, str) for r, c in found):
+            last = found[-1][0]
+            if str(last).lower() in ANSWERS:  # the template would open another response behind it
+                return fault(last_message_rule(str(last), "user"), WITHOUT_ANSWER)
             return None
     return fault(f"{RULE}, this one is {shorten_value(prompt)}", "write it as text")
+
+
+def last_message_rule(role: str, wanted: str) -> str:
+    """Return the rule broken by a chat whose last message is of another role than `wanted`."""
+    return f"the last message must be of the {wanted}, it is of the {role}"
 
 
 def text_problem(text: str) -> Problem | None:
@@ -303,7 +314,9 @@ def read_labels(number: int, row: Row, data: DataConfig, problems: FileProblems)
         broken.append(fault(rule, "correct it, or remove it"))
     for problem in broken:
         problems.add(number, problem)
-    return None if broken else Labels("" if truth is None else str(truth), str(source), extra)
+    return (
+        None if broken else Labels("" if truth is None else number_text(truth), str(source), extra)
+    )
 
 
 def cut(token_ids: list[int], max_length: int, policy: OverlongPrompts) -> list[int] | None:

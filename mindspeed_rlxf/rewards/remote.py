@@ -1,6 +1,7 @@
 """Get scores from a server: sample batches over HTTP, retried until a deadline."""
 
 import json
+import math
 import threading
 import time
 from base64 import b64encode
@@ -23,6 +24,7 @@ from urllib.request import (
 )
 
 from mindspeed_rlxf.config.secrets import Secret, reveal
+from mindspeed_rlxf.data.files import without_nan
 from mindspeed_rlxf.rewards.outcome import Cause, Outcome, Sample, ScoreFailure, to_result
 
 CONNECTIONS = 4  # requests at the same time
@@ -75,12 +77,18 @@ def _post_tasks(
             future.set_result(outcome)
 
 
+def _is_no_json(number: float) -> bool:
+    return not math.isfinite(number)
+
+
 def _ask_server(
     url: Secret, headers: Mapping[str, str], samples: Sequence[Sample], timeout_s: float
 ) -> list[Outcome]:
     """Send samples until the server answers or timeout_s passes."""
     deadline = time.monotonic() + timeout_s
-    body = json.dumps({"samples": [asdict(sample) for sample in samples]}, default=str).encode()
+    # JSON has neither NaN nor infinity, and strict servers refuse them.
+    named = without_nan([asdict(sample) for sample in samples], is_null=_is_no_json)
+    body = json.dumps({"samples": named}, default=str).encode()
     reason = ""
     while (left := deadline - time.monotonic()) > 0:
         try:

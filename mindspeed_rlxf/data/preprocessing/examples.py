@@ -8,8 +8,16 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from mindspeed_rlxf.config.problems import shorten_value
-from mindspeed_rlxf.data.files import Row, UnusableRow, describe_keys, look_up, unicode_problem
+from mindspeed_rlxf.data.files import (
+    Row,
+    UnusableRow,
+    describe_absence,
+    look_up,
+    number_text,
+    unicode_problem,
+)
 from mindspeed_rlxf.data.handlers import Handler, Keys, MapKeys, Tags
+from mindspeed_rlxf.data.prompts import WITHOUT_ANSWER, last_message_rule
 from mindspeed_rlxf.data.templates import Turn
 
 CHAT_TAGS = Tags(
@@ -53,7 +61,7 @@ def make_example(row: Row, keys: Keys, handler: Handler) -> Example:
         if isinstance(answer, bool) or not isinstance(answer, (str, int, float)):
             rule = f"an answer must be text or a number, this one is {shorten_value(answer)}"
             raise UnusableRow("wrong type", rule, "write it as text")
-        answer = str(answer)
+        answer = number_text(answer)
     for text in (*(turn.text for turn in turns), answer or ""):
         if problem := unicode_problem(text):
             raise UnusableRow("invalid unicode", problem.rule, problem.remedy)
@@ -76,7 +84,7 @@ def _read_prompt(row: Row, keys: MapKeys) -> list[Turn]:
     messages = [Turn("user", prompt)]
     if not isinstance(prompt, str):
         messages = _read_messages(prompt, CHAT_TAGS, "a prompt must be text or")
-        _check_last(messages, "user", "take the answer out of it")
+        _check_last(messages, "user", WITHOUT_ANSWER)
     text = "\n".join(part for part in (messages[-1].text, query) if part)
     if not text.strip():
         raise _empty_text_error("prompt", "a prompt")
@@ -86,10 +94,9 @@ def _read_prompt(row: Row, keys: MapKeys) -> list[Turn]:
 def _require(row: Row, column: str, part: str) -> Any:
     value = look_up(row, column)
     if value is None:
-        found = "here it is null" if column in row else f"this one has {describe_keys(row)}"
         raise UnusableRow(
             f"no {part}",
-            f"a row must have the {part} {column!r}, {found}",
+            f"a row must have the {part} {column!r}, {describe_absence(row, column)}",
             f"name the column of the {part} in --map-keys, or complete the row",
         )
     return value
@@ -147,7 +154,7 @@ def _add_system(turns: Sequence[Turn], system: str, column: str | None) -> list[
 
 def _check_last(turns: Sequence[Turn], role: str, remedy: str) -> None:
     if turns[-1].role != role:
-        rule = f"the last message must be of the {role}, it is of the {turns[-1].role}"
+        rule = last_message_rule(turns[-1].role, role)
         raise UnusableRow("wrong roles", rule, remedy)
 
 

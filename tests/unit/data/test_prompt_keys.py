@@ -62,6 +62,19 @@ def test_rows_of_the_usual_columns_are_read_from_parquet(
     assert prompt.extra_info == {**row["extra_info"], **other.extra_info}  # type: ignore[dict-item]
 
 
+def test_whole_numbers_are_integers_and_nan_is_null(
+    make_tokenizer: MakeTokenizer, tmp_path: Path
+) -> None:
+    """As pandas writes a column of integers in which some are missing."""
+    file = tmp_path / "rows.parquet"
+    truths = [18.0, 0.5, float("nan"), 1e21]
+    rows = [{"prompt": "a", "ground_truth": truth, "n": {"x": truth}} for truth in truths]
+    pq.write_table(pa.Table.from_pylist(rows), file)
+    prompts = load_prompts(str(file), make_tokenizer(), data(), 9)
+    assert [p.ground_truth for p in prompts] == ["18", "0.5", "", "1" + "0" * 21]
+    assert [p.extra_info["n"]["x"] for p in prompts] == [18.0, 0.5, None, 1e21]
+
+
 def test_values_that_json_lacks_become_text(make_tokenizer: MakeTokenizer, tmp_path: Path) -> None:
     file, value = tmp_path / "rows.parquet", [datetime.date(2024, 2, 3)]
     row = {"prompt": "a", "x": {"y": value}, "b": b"\x00", "z": math.inf}

@@ -1,6 +1,7 @@
 """Scoring by a server: the requests that it gets, and the handling of its errors."""
 
 import json
+import math
 import threading
 from base64 import b64encode
 from collections.abc import Callable, Iterator
@@ -145,3 +146,10 @@ def test_a_server_gets_secrets_and_no_failure_shows_them(server: Server) -> None
     assert outcome.cause is Cause.REMOTE and "canary" not in outcome.message
     (absent,) = ask("http://me:canary@127.0.0.1:1/?key=canary", 1, timeout_s=0.2)
     assert absent.cause is Cause.REMOTE and "canary" not in absent.message
+
+
+def test_a_request_is_json_that_strict_servers_read(server: Server) -> None:
+    rewards = RemoteRewards(url_secret(server.url), {}, 1, 20.0)
+    sample = Sample("p", "r", "t", "s", {"x": [math.inf, {"y": math.nan}, 1.5]})
+    assert rewards.submit(sample).result(60).result is not None
+    assert server.requests[0][0]["extra_info"] == {"x": [None, {"y": None}, 1.5]}

@@ -104,3 +104,10 @@ def test_defaults_are_kept_unless_another_key_names_their_column() -> None:
     assert parse_map_keys('{"tools": "", "chosen": ""}', PPO) == MapKeys()
     assert parse_map_keys('{"prompt": "input"}', PPO).query is None
     assert parse_map_keys('{"prompt": "question"}', PPO).query == "input"
+
+
+@pytest.mark.parametrize(("written", "answer"), [(18.0, "18"), (0.5, "0.5"), (" 4.0", " 4.0")])
+def test_a_whole_number_is_answered_without_a_fraction(written: Any, answer: str) -> None:
+    handler = HANDLERS[ALPACA]
+    row = {"instruction": "A", "output": written}
+    assert make_example(row, parse_map_keys("{}", handler), handler).answer == answer
