@@ -55,7 +55,8 @@ def eos_token_ids(
     """Return the token ids ending a response, ascending.
 
     They are the tokenizer's EOS, generation_config.json's in `model_folder` (the actor's, None for
-    random weights), and `stop_token_ids`. Raises UserError if generation_config.json is invalid.
+    random weights) or without this file config.json's, and `stop_token_ids`. Raises UserError if
+    the file is invalid.
     """
     own = _own_stop_ids(tokenizer, model_folder).values()
     return tuple(sorted({*stop_token_ids, *chain(*own)}))
@@ -69,7 +70,7 @@ def describe_stop_tokens(
 ) -> str:
     """Return a log line with every id ending a response, its token and sources.
 
-    Raises UserError if generation_config.json is invalid.
+    Raises UserError if generation_config.json, or without it config.json, is invalid.
     """
     sources: dict[str, Sequence[int]] = {
         **_own_stop_ids(tokenizer, model_folder),
@@ -92,10 +93,15 @@ def _own_stop_ids(
     ids = {"tokenizer": [] if eos is None else [int(eos)]}
     if model_folder is not None:
         file = Path(model_folder) / "generation_config.json"
+        if not file.exists():  # as transformers does
+            file = file.with_name("config.json")
         ids[file.name] = []
         if file.exists():
             try:
-                found = json.loads(file.read_bytes()).get("eos_token_id")
+                config = json.loads(file.read_bytes())
+                found = config.get("eos_token_id")
+                if found is None:  # a model that also sees images
+                    found = (config.get("text_config") or {}).get("eos_token_id")
                 found = found if isinstance(found, list) else [found]
                 ids[file.name] = [int(i) for i in found if i is not None]
             except (OSError, ValueError, OverflowError, TypeError, AttributeError) as error:

@@ -100,7 +100,9 @@ def prepare(config: RunConfig) -> Prepared:
     prepared.eos_token_ids = (
         _attempt(problems, lambda: eos_token_ids(prepared.tokenizer, described, stop_ids)) or ()
     )
-    remedy = "correct actor_rollout.stop_token_ids, or the generation_config.json of its load"
+    remedy = (
+        "correct actor_rollout.stop_token_ids, or generation_config.json or config.json of its load"
+    )
     problems += [
         Problem(f"EOS id {i}", f"must be below vocab_size={vocab_size}", remedy=remedy)
         for i in prepared.eos_token_ids

@@ -86,6 +86,24 @@ def test_eos_ids_are_the_union_of_their_sources(
     assert eos_token_ids(make_tokenizer(), str(tmp_path), [9]) == expected
 
 
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, (2,)),
+        ({"eos_token_id": [4, 12]}, (2, 4, 12)),
+        ({"text_config": {"eos_token_id": 4}}, (2, 4)),
+    ],
+)
+def test_config_json_names_eos_ids_without_a_generation_config(
+    config, expected, make_tokenizer, tmp_path
+):
+    """As transformers reads them."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert eos_token_ids(make_tokenizer(), str(tmp_path), []) == expected
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert eos_token_ids(make_tokenizer(), str(tmp_path), []) == (2,)
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"eos_token_id": ["x"]}'])
 def test_a_broken_generation_config_is_a_user_error(text, make_tokenizer, tmp_path):
     file = tmp_path / "generation_config.json"
