@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,8 @@ ROLE = re.compile(r"[\w .:-]{1,64}")  # other characters could form tokens in a 
 RULE = "a prompt must be text or a list of chat messages {role, content}"
 NO_TOKEN = "a prompt must have a token, the tokenizer makes none of this one"
 SYSTEM = "system"
+WITHOUT_EFFECT = ("tools", "agent_name")  # columns that other toolkits read
+MEDIA = ("images", "videos", "audios")
 ANSWERS = ("assistant", "model")  # roles of a response; Gemma has the second
 WITHOUT_ANSWER = "take the answer out of it"
 EXTRA = "extra_info"
@@ -221,16 +224,19 @@ def read_text_rows(file: str, data: DataConfig, problems: FileProblems) -> Itera
     """Yield a file's valid rows; add the problems of the others to `problems`.
 
     Chats without a leading system message get `data.system_prompt`. Warns about columns named in
-    `data.extra_columns` but absent from all rows. Raises UserError for a broken file.
+    `data.extra_columns` but absent from all rows, and about columns of other toolkits that change
+    nothing here. Raises UserError for a broken file.
     """
     absent = set(data.extra_columns or ())
+    without_effect: set[str] = set()
     for number, row in read_rows(file):
         if isinstance(row, UnusableRow):
             problems.add(number, row.problem)
             continue
         absent = {key for key in absent if look_up(row, key) is None}
-        prompt = look_up(row, data.prompt_key)
-        problem = _prompt_problem(prompt, data)
+        without_effect.update(name for name in WITHOUT_EFFECT if row.get(name))
+        prompt = read_messages(look_up(row, data.prompt_key))
+        problem = _prompt_problem(prompt, data) or media_problem(row, data.extra_columns or ())
         if prompt is None:
             problem = fault(
                 f"a row must have a {data.prompt_key!r}, {describe_absence(row, data.prompt_key)}",
@@ -248,6 +254,35 @@ def read_text_rows(file: str, data: DataConfig, problems: FileProblems) -> Itera
             yield TextRow(number, prompt, labels)
     if absent:
         logger.warning("%s: no row has data.extra_columns=%s", file, sorted(absent))
+    if without_effect:
+        rule = (
+            "%s: the columns %s change no prompt and call no tool; only reward functions get them"
+        )
+        logger.warning(rule, file, ", ".join(sorted(without_effect)))
+
+
+def read_messages(value: Any) -> Any:
+    """Return the chat messages in a JSON text of such, as some files have them; else the value."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        messages = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    are_messages = isinstance(messages, list) and all(
+        isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages
+    )
+    return messages if messages and are_messages else value
+
+
+def media_problem(row: Row, of_reward: Collection[str] = ()) -> Problem | None:
+    """Return a problem for a row with images or the like, except in columns of the reward."""
+    columns = [name for name in MEDIA if row.get(name) and name not in of_reward]
+    if not columns:
+        return None
+    rule = f"a prompt must be text alone, this one has {', '.join(columns)}"
+    remedy = "remove the row or the column, or name it in data.extra_columns, for the reward alone"
+    return fault(rule, remedy)
 
 
 def _prompt_problem(prompt: Any, data: DataConfig) -> Problem | None:

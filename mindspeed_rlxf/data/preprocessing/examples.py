@@ -17,7 +17,12 @@ from mindspeed_rlxf.data.files import (
     unicode_problem,
 )
 from mindspeed_rlxf.data.handlers import Handler, Keys, MapKeys, Tags
-from mindspeed_rlxf.data.prompts import WITHOUT_ANSWER, last_message_rule
+from mindspeed_rlxf.data.prompts import (
+    WITHOUT_ANSWER,
+    last_message_rule,
+    media_problem,
+    read_messages,
+)
 from mindspeed_rlxf.data.templates import Turn
 
 CHAT_TAGS = Tags(
@@ -44,10 +49,12 @@ def make_example(row: Row, keys: Keys, handler: Handler) -> Example:
     Raises UnusableRow for a missing or mistyped column, an empty prompt or answer, turns in a wrong
     order and invalid Unicode.
     """
+    if problem := media_problem(row):
+        raise UnusableRow("images", problem.rule, "remove the row or the column")
     if isinstance(keys, MapKeys):
         turns = _read_prompt(row, keys)
     else:
-        messages = _require(row, keys.messages, "messages")
+        messages = read_messages(_require(row, keys.messages, "messages"))
         turns = _read_messages(messages, keys.tags, "messages must be")
     turns = _add_system(turns, _read_text(row, keys.system, "system"), keys.system)
     answer: Any = None
@@ -80,7 +87,8 @@ def _read_prompt(row: Row, keys: MapKeys) -> list[Turn]:
             found = f"it has {shorten_value(pair)}"
             raise UnusableRow("wrong type", f"{rule}, {found}", "write [[..., ...]]")
         turns += (Turn("user", pair[0]), Turn("assistant", pair[1]))
-    prompt, query = _require(row, keys.prompt, "prompt"), _read_text(row, keys.query, "query")
+    prompt = read_messages(_require(row, keys.prompt, "prompt"))
+    query = _read_text(row, keys.query, "query")
     messages = [Turn("user", prompt)]
     if not isinstance(prompt, str):
         messages = _read_messages(prompt, CHAT_TAGS, "a prompt must be text or")

@@ -1,5 +1,7 @@
 """Rows become prompts, or every problem is named with its file and row."""
 
+import json
+
 import numpy as np
 import pytest
 from tokenizers import normalizers
@@ -81,6 +83,7 @@ def test_blank_lines_and_a_byte_order_mark_are_skipped(make_tokenizer, write_jso
          "a row must have a 'prompt', this one has question; set data.prompt_key"),
         ({"prompt": None}, "a row must have a 'prompt', here it is null"),
         ({"prompt": float("nan")}, "a row must have a 'prompt', here it is null"),
+        ({"prompt": "a", "images": [{"bytes": "AA=="}]}, "a prompt must be text alone, this one"),
         ({"prompt": [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]},
          "the last message must be of the user, it is of the assistant"),
         ({"prompt": 12}, "a prompt must be text or a list of chat messages {role, content}, this"),
@@ -151,3 +154,24 @@ def test_a_prompt_that_the_tokenizer_cannot_read_is_named(
     file = write_jsonl({"prompt": prompt})
     (found,) = problems_of(file, tokenizer)
     assert found.startswith(f"{file}:1: {problem}")
+
+
+def test_the_json_text_of_messages_is_read_as_messages(make_tokenizer, write_jsonl):
+    messages = [{"role": "user", "content": "hi"}]
+    texts = [json.dumps(messages), "[1, 2]", "[a", json.dumps([{"role": "user"}])]
+    file = write_jsonl(*({"prompt": prompt} for prompt in (messages, *texts)))
+    chat, same, *others = load_prompts(file, make_tokenizer(), data(), 100)
+    assert same.text == chat.text and same.token_ids.tolist() == chat.token_ids.tolist()
+    assert [prompt.text for prompt in others] == texts[1:]
+
+
+def test_columns_that_only_agents_and_models_of_images_read(make_tokenizer, write_jsonl, caplog):
+    """They may be empty, and `images` may go to the reward alone."""
+    file = write_jsonl({"prompt": "a", "images": [], "tools": None, "agent_name": ""})
+    load_prompts(file, make_tokenizer(), data(), 100)
+    assert not caplog.records
+    file = write_jsonl({"prompt": "a", "images": ["x"], "tools": "[]", "agent_name": "tool_agent"})
+    (prompt,) = load_prompts(file, make_tokenizer(), data(extra_columns=["images"]), 100)
+    assert prompt.extra_info == {"images": ["x"]}
+    (record,) = caplog.records
+    assert "agent_name, tools" in record.getMessage()

@@ -1,5 +1,6 @@
 """Rows become turns by the map keys, or name the reason why not."""
 
+import json
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ def message(role: str, content: str) -> dict[str, str]:
             {"p": [message("user", "1"), message("assistant", "2"), message("user", "3")]},
             [("user", "1"), ("assistant", "2"), ("user", "3")],
         ),
+        ({"p": json.dumps([message("user", "1")])}, [("user", "1")]),
         (
             {"p": [message("system", "own"), message("user", "1")], "s": None, "q": "B",
              "h": [["x", "y"]]},
@@ -53,6 +55,7 @@ def test_a_row_becomes_turns(row: dict[str, Any], expected: list[tuple[str, str]
         ({"p": " \n", "q": " "}, "empty prompt"),
         ({"p": 7}, "wrong type"),
         ({"p": []}, "wrong type"),
+        ({"p": "A", "images": ["x"]}, "images"),
         ({"p": [{"role": "user"}]}, "wrong type"),
         ({"p": [message("user", "A"), message("assistant", "B")]}, "wrong roles"),
         ({"p": [message("tool", "A")]}, "wrong roles"),
