@@ -6,7 +6,7 @@ Files are parquet or jsonl, such as `rm/train.parquet` made by full_hh_rlhf.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,13 +30,16 @@ class Pairs:
     """A file's pairs. Prompts are tokenized at once, a response when its pair is read.
 
     A prompt is tokenized as in PPO, a response followed by EOS. Too long prompts lose their start,
-    too long responses their end with the EOS.
+    too long responses their end with the EOS. A pair whose responses are equal then is dropped.
+
+    Attributes:
+        num_equal: Pairs that were dropped.
     """
 
     def __init__(
         self, file: str, tokenizer: Any, max_prompt_length: int, max_response_length: int
     ) -> None:
-        """Raises UserError for a file that cannot be read, and for a row without two responses."""
+        """Raises UserError for a file that cannot be read, and for rows without two responses."""
         data = DataConfig(
             train_files=(file,),
             default_data_source="pairs",
@@ -49,12 +52,21 @@ class Pairs:
             if rule := _broken_rule([prompt.extra_info.get(side) for side in SIDES]):
                 where = f"pair {prompt.index + 1} of {file}"
                 raise UserError(Problem(where, rule, remedy="repair or remove the row"))
+        self._kept = [prompt.index for prompt in self._prompts if self._differs(prompt.extra_info)]
+        self.num_equal = len(self._prompts) - len(self._kept)
+        if not self._kept:
+            rule = f"the responses of all pairs are equal within {max_response_length} tokens"
+            raise UserError(Problem(file, rule, remedy="raise --max-response-length", colon=True))
+
+    def _differs(self, texts: Mapping[str, str]) -> bool:
+        chosen, rejected = (self._response_ids(texts[side]) for side in SIDES)
+        return chosen != rejected
 
     def __len__(self) -> int:
-        return len(self._prompts)
+        return len(self._kept)
 
     def __getitem__(self, index: int) -> Pair:
-        prompt = self._prompts[index]
+        prompt = self._prompts[self._kept[index]]
         start = prompt.token_ids.tolist()
         return Pair(*(start + self._response_ids(prompt.extra_info[side]) for side in SIDES))
 

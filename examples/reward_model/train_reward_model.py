@@ -85,6 +85,9 @@ def train(arguments: argparse.Namespace) -> None:
     )
     model = new_model(arguments.model, tokenizer).to(arguments.device)
     print(f"{len(pairs)} pairs, {len(held_out)} held out", flush=True)
+    if num_equal := pairs.num_equal + held_out.num_equal:
+        longest = f"--max-response-length={arguments.max_response_length}"
+        print(f"{num_equal} pairs dropped: equal responses within {longest}", flush=True)
     learn(model, pairs, arguments)
     accuracy = measure(model, held_out, arguments)
     save(model, tokenizer, arguments.output)

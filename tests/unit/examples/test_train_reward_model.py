@@ -120,6 +120,22 @@ def test_long_prompts_are_cut_at_the_start_and_responses_at_the_end(base: Path) 
     assert tokenizer.decode(pair.rejected) == "assistant\nNo. Go away.<|end_of_text|>"
 
 
+def test_pairs_that_become_equal_are_dropped_and_counted(base: Path, tmp_path: Path) -> None:
+    """The first two responses differ behind the fourth token, the others before."""
+    file, tokenizer = tmp_path / "pairs.jsonl", load_tokenizer(str(base / "lm"))
+    texts = [("abcde", "abcdf"), ("x", "y"), ("abcd", "abcde"), ("abc", "abcd")]
+    rows = [{"prompt": "1+1=", "chosen": one, "rejected": other} for one, other in texts]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    pairs = Pairs(str(file), tokenizer, 10, 4)
+    assert (len(pairs), pairs.num_equal) == (2, 2)
+    start = tokenizer("1+1=")["input_ids"]
+    read = [tokenizer.decode(ids[len(start) :]) for ids in (pairs[0].chosen, pairs[1].rejected)]
+    assert read == ["x<|end_of_text|>", "abcd"]
+    file.write_text(json.dumps(rows[0]))
+    with pytest.raises(UserError, match="all pairs are equal"):
+        Pairs(str(file), tokenizer, 10, 4)
+
+
 @pytest.mark.parametrize(
     ("row", "rule"),
     [
