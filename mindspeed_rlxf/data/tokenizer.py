@@ -203,7 +203,7 @@ class SpecialTokens:
         """
         from tokenizers import AddedToken, Tokenizer
 
-        described = json.loads(self._tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]
+        described = json.loads(self._tokenizer.backend_tokenizer.to_str())
         for token in described["added_tokens"]:
             if token["content"] in self._names:
                 token["content"] = self._mark(token["content"])
@@ -214,7 +214,7 @@ class SpecialTokens:
             if core.token_to_id(self._mark(name)) is None:  # in the vocabulary alone
                 core.add_special_tokens([AddedToken(self._mark(name), normalized=False)])
         ids = self._tokenizer.convert_tokens_to_ids(self._names)
-        marks = [core.token_to_id(self._mark(name)) for name in self._names]
+        marks: list[Any] = [core.token_to_id(self._mark(name)) for name in self._names]
         return core, dict(zip(marks, map(int, ids), strict=True))
 
     def _ids_of_parts(self, text: str) -> list[int]:

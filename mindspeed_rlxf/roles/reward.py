@@ -135,6 +135,11 @@ class RewardRole:
         scores = self.engine.scores(rollouts)
         return RoleOutput(scores, ScoreReport(scores.scores.tolist()) if scores else None)
 
+    def _decode(self, token_ids: list[list[int]]) -> list[str]:
+        """Return texts without EOS and padding at their ends, for subclasses."""
+        texts = RewardTexts(self.tokenizer)
+        return [texts.response(ids, has_ended=False) for ids in token_ids]
+
     def score_beside_rules(self, rollouts: Rollouts, rules: RuleScores) -> RoleOutput:
         """Score by the model, and add the functions' scores `rules` for the same samples.
 

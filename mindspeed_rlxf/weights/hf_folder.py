@@ -96,7 +96,7 @@ def open_safetensors(path: Path) -> StoredWeights:
         raise ValueError(f"{path} is damaged or truncated ({error!r}); copy it again") from None
 
 
-def shape_problems(weights: StoredWeights, expected: dict[str, tuple[int, ...]]) -> list[str]:
+def shape_problems(weights: StoredWeights, expected: Mapping[str, tuple[int, ...]]) -> list[str]:
     """Return a line per missing or misshapen tensor."""
     problems = []
     for name, shape in expected.items():

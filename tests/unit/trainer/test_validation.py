@@ -82,7 +82,7 @@ def make(tmp_path: Path, size: int, **keys: Any) -> tuple[Validator, Roles, RunD
     )
     roles: Any = Roles(size)
     directory = RunDirectory(tmp_path)
-    tokenizer = SimpleNamespace(decode=str)
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: str(ids))
     recorder = Recorder(config, directory, tokenizer)
     return Validator(config, roles, PROMPTS, recorder), roles, directory
 
