@@ -18,6 +18,8 @@ from mindspeed_rlxf.config.problems import Problem
 from mindspeed_rlxf.data.batch import Rollouts
 from mindspeed_rlxf.data.decoding import RewardTexts, decode_without_special, special_ids
 from mindspeed_rlxf.data.tokenizer import SpecialTokens, load_tokenizer, vocabulary_hash
+from mindspeed_rlxf.weights.hf_folder import open_hf_folder
+from mindspeed_rlxf.weights.tensor_checks import find_quantized
 
 KEY = "reward.load"
 HEAD = "ForSequenceClassification"
@@ -167,7 +169,7 @@ class Classifier:
 
 
 def check_classifier(folder: str | None) -> list[Problem]:
-    """Return the reasons why the folder's model cannot score, without reading weights."""
+    """Return the reasons why the folder's model cannot score; reads the headers of its weights."""
     if folder is None:
         return [Problem(KEY, f"must name {WANTED}", remedy=f"set {KEY}=FOLDER")]
     try:
@@ -187,4 +189,13 @@ def check_classifier(folder: str | None) -> list[Problem]:
         "weights must be safetensors, there are none": not any(Path(folder).glob("*.safetensors")),
     }
     remedy = f"give {WANTED}"
-    return [Problem(KEY, rule, folder, remedy, colon=True) for rule in broken if broken[rule]]
+    if problems := [
+        Problem(KEY, rule, folder, remedy, colon=True) for rule in broken if broken[rule]
+    ]:
+        return problems
+    try:
+        weights = open_hf_folder(folder)
+    except ValueError as error:
+        return [Problem(KEY, str(error), folder, colon=True)]
+    quantized = find_quantized(folder, weights, (n for n in weights if n.endswith("weight")))
+    return [Problem(KEY, quantized, folder, colon=True)] if quantized else []

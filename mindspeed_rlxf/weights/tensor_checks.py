@@ -4,7 +4,7 @@ A tensor that is left out, or read without its scales, trains another model than
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -74,7 +74,8 @@ def tensor_problems(
         ValueError: Quantized weights, or a tied tensor with other elements.
     """
     others = sorted(name for name in weights if name not in expected and name not in tied)
-    _refuse_quantized(folder, weights, expected, others)
+    if rule := find_quantized(folder, weights, expected):
+        raise ValueError(rule)
     _refuse_untied(folder, weights, tied)
     permitted = [IGNORED, OTHER_HEADS[head], NEXT_TOKENS, *map(re.compile, ignored)]
     unknown = [
@@ -86,19 +87,19 @@ def tensor_problems(
     return shape_problems(weights, expected) + unknown
 
 
-def _refuse_quantized(
-    folder: str | Path, weights: StoredWeights, expected: Mapping[str, Shape], others: list[str]
-) -> None:
-    found = [
-        f"{name} is {str(weights[name].dtype).removeprefix('torch.')}"
-        for name in expected
-        if name in weights and not is_full_precision(weights[name].dtype)
-    ]
-    found += [f"{name} is there" for name in others if SCALES.search(name)]
-    if found:
-        raise ValueError(
-            f"{folder} holds quantized weights ({found[0]}), which are not read; {FULL_WEIGHTS}"
-        )
+def find_quantized(folder: str | Path, weights: StoredWeights, names: Iterable[str]) -> str | None:
+    """Return why the tensors `names` are no weights as they stand, None if they are.
+
+    The folder's other tensors are searched for scales.
+    """
+    used = [name for name in names if name in weights]
+    quantized = [name for name in used if not is_full_precision(weights[name].dtype)]
+    quantized += [name for name in sorted({*weights} - {*used}) if SCALES.search(name)]
+    if not quantized:
+        return None
+    name = quantized[0]
+    found = f"{name} is {str(weights[name].dtype).removeprefix('torch.')}"
+    return f"{folder} holds quantized weights ({found}), which are not read; {FULL_WEIGHTS}"
 
 
 def _refuse_untied(folder: str | Path, weights: StoredWeights, tied: Mapping[str, str]) -> None:

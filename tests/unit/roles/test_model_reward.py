@@ -106,6 +106,15 @@ def test_a_folder_that_cannot_score_is_an_error(tmp_path, changes, said):
     assert said in str(problem) and str(problem).startswith("reward.load=")
 
 
+def test_a_quantized_classifier_is_an_error(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    file = saved(tmp_path / "model", "llama") / "model.safetensors"
+    weights, name = load_file(file), "model.layers.0.mlp.up_proj.weight"
+    save_file({**weights, name: weights[name].to(torch.int8)}, file, metadata={"format": "pt"})
+    assert "quantized" in str(check_classifier(str(file.parent))[0])
+
+
 def test_pickled_and_missing_weights_are_errors(tmp_path):
     folder = saved(tmp_path / "model", "llama")
     from safetensors.torch import load_file, save_file
