@@ -12,10 +12,16 @@ if TYPE_CHECKING:
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     """Return the text of token ids as it was generated: special tokens and blanks included.
 
-    transformers 4 would remove blanks before punctuation where a tokenizer asks for it.
+    transformers 4 would remove blanks before punctuation where a tokenizer asks for it, and its
+    slow tokenizers would add blanks around special tokens.
     """
     return str(
-        tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        tokenizer.decode(
+            list(ids),
+            skip_special_tokens=False,
+            clean_up_tokenization_spaces=False,
+            spaces_between_special_tokens=False,
+        )
     )
 
 
