@@ -98,16 +98,23 @@ def test_a_plan_has_every_text_that_a_process_needs() -> None:
 
 def test_rules_score_the_validation_of_a_model_without_functions() -> None:
     """Also slow ones, in processes; an expression without end is a failure and no score."""
-    beside_model = reward(kind="huggingface", processes=1, timeout_s=5.0)
-    assert needs_processes(beside_model, [MATH])
-    rewards = StreamingRewards(beside_model)
     tower = "9^{" * 6 + "9" + "}" * 6
-    samples = [("\\boxed{7}", "7"), (f"\\boxed{{{tower}}}", f"8{tower[1:]}"), ("\\boxed{7}", "8")]
-    scorings = [rewards.submit(Sample("", *texts, MATH)) for texts in samples]
-    right, endless, wrong = map(join_scoring, scorings)
-    rewards._pool.close()
-    assert endless.cause is Cause.TIMEOUT
-    assert [o.result and o.result.score for o in (right, wrong)] == [1.0, 0.0]
+    endless = f"\\boxed{{{tower}}}", f"8{tower[1:]}"
+    # A limit that the two others keep on any machine, and one that nothing need keep.
+    for timeout_s, texts in (
+        (600.0, [("\\boxed{7}", "7"), ("\\boxed{7}", "8")]),
+        (1.0, [endless]),
+    ):
+        beside_model = reward(kind="huggingface", processes=1, timeout_s=timeout_s)
+        assert needs_processes(beside_model, [MATH])
+        rewards = StreamingRewards(beside_model)
+        scorings = [rewards.submit(Sample("", *pair, MATH)) for pair in texts]
+        outcomes = [join_scoring(scoring) for scoring in scorings]
+        rewards._pool.close()
+        if texts == [endless]:
+            assert outcomes[0].cause is Cause.TIMEOUT
+        else:
+            assert [each.result and each.result.score for each in outcomes] == [1.0, 0.0]
 
 
 def test_a_process_is_not_killed_before_the_programs_of_a_response_have_ended() -> None:
