@@ -89,7 +89,7 @@ class PlainEngine:
         log_probs, entropies = [], []
         for row in rows:
             trained = rollouts.trained_mask[row].nonzero().squeeze(1)
-            logits = self.model.lm_head(self._hidden(rollouts, row)[trained])
+            logits = self.model.lm_head(self._hidden(rollouts, row)[trained]).float()
             if cap := getattr(self.model.config, "final_logit_softcapping", None):
                 logits = torch.tanh(logits / cap) * cap
             logits = logits / temperature
