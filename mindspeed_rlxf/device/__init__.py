@@ -164,11 +164,9 @@ def tries_kernels() -> bool:
     return _active is DeviceKind.CUDA
 
 
-def has_flash_attention() -> bool:
-    """Return whether there is an operator for `flash_attention_2` of transformers."""
-    if _active is DeviceKind.CUDA:
-        return importlib.util.find_spec("flash_attn") is not None
-    return _active is DeviceKind.NPU
+def tries_flash_attention() -> bool:
+    """Return whether `flash_attention_2` of transformers may work here: on CUDA and NPU."""
+    return _active in (DeviceKind.CUDA, DeviceKind.NPU)
 
 
 def identity() -> str:

@@ -109,12 +109,14 @@ def _ends(lengths: Lengths, device: torch.device) -> Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
-def _noise(device: torch.device, *shape: int) -> Tensor:
+def noise(device: torch.device, *shape: int) -> Tensor:
+    """Return normal bf16 noise that can have a gradient, equal for equal shapes."""
     numbers = torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
     return numbers.to(device=device, dtype=HALF).requires_grad_()
 
 
-def _assert_close(found: Tensor, expected: Tensor, inputs: Sequence[Tensor]) -> None:
+def assert_close(found: Tensor, expected: Tensor, inputs: Sequence[Tensor]) -> None:
+    """Raise AssertionError unless both are equal, and their gradients of `inputs`, by TOLERANCE."""
     ours, theirs = (
         (out, *torch.autograd.grad(out.float().sum(), inputs)) for out in (found, expected)
     )
@@ -145,7 +147,7 @@ def _compare_attention(
 ) -> None:
     """Compare with plain torch. rows, seen: each sequence's token and key indices."""
     where = rows[0].device
-    query, key, value = (_noise(where, 24, count, width) for count in (heads, groups, groups))
+    query, key, value = (noise(where, 24, count, width) for count in (heads, groups, groups))
     lengths, key_lengths = (tuple(map(len, each)) for each in (rows, seen))
     found = attend(query, *(x[torch.cat(list(seen))] for x in (key, value)), lengths, key_lengths)
     outs = []
@@ -155,33 +157,33 @@ def _compare_attention(
         mask = mask.tril(len(keys) - len(own))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
         outs.append(out[0].transpose(0, 1))
-    _assert_close(found, torch.cat(outs), (query, key, value))
+    assert_close(found, torch.cat(outs), (query, key, value))
 
 
 def _probe_norm(norm: Any, device: torch.device) -> None:
-    hidden = _noise(device, 8, 1, 64)
+    hidden = noise(device, 8, 1, 64)
     module = norm(64, eps=1e-5, params_dtype=HALF, device=device)
     expected = module.weight * F.rms_norm(hidden.float(), (64,), eps=1e-5).to(HALF)
-    _assert_close(module(hidden), expected, (hidden, module.weight))
+    assert_close(module(hidden), expected, (hidden, module.weight))
 
 
 def _probe_rotary(rotate: Any, device: torch.device) -> None:
     angles = torch.arange(8.0, device=device)[:, None] / torch.arange(1.0, 65.0, device=device)
     for shape, of in (((8, 1, 2, 64), (8, 1, 1, 64)), ((8, 2, 64), (8, 1, 64))):
-        query, each = _noise(device, *shape), angles.view(of)
+        query, each = noise(device, *shape), angles.view(of)
         turned = torch.cat((-query[..., 32:], query[..., :32]), dim=-1)
         expected = query * each.cos().to(HALF) + turned * each.sin().to(HALF)
-        _assert_close(rotate(query, each), expected, (query,))
+        assert_close(rotate(query, each), expected, (query,))
 
 
 def _probe_swiglu(activate: Any, device: torch.device) -> None:
-    both = _noise(device, 8, 1, 128)
+    both = noise(device, 8, 1, 128)
     gate, up = both.chunk(2, dim=-1)
-    _assert_close(activate(both, None), F.silu(gate) * up, (both,))
+    assert_close(activate(both, None), F.silu(gate) * up, (both,))
 
 
 def _probe_gradient(accumulate_fp32: Any, device: torch.device) -> None:
-    inputs, grads = _noise(device, 16, 32).detach(), _noise(device, 16, 8).detach()
+    inputs, grads = noise(device, 16, 32).detach(), noise(device, 16, 8).detach()
     total = torch.ones(8, 32, device=device)
     expected = total + grads.float().t() @ inputs.float()
     accumulate_fp32(inputs, grads, total)

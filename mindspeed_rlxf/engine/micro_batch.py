@@ -224,6 +224,7 @@ def group_rows(
     in_order: bool,
     group: dist.ProcessGroup,
     saved: Sequence[int] | None = None,
+    padded: bool = False,
 ) -> list[Rows]:
     """Divide this rank's rows into micro-batches, equally many on every data-parallel rank.
 
@@ -240,6 +241,8 @@ def group_rows(
         group: Data-parallel ranks, for CPU tensors.
         saved: For each of `rows`, the tokens saved behind the previous row by sharing its prompt; 0
             for different prompts. None shares no prompt.
+        padded: Whether rows of a micro-batch are padded to its longest one, and not packed. Padding
+            counts as tokens, and rows are sorted by length first unless `in_order`.
     """
     limit = role.max_tokens_per_micro_batch
     if limit is None:
@@ -247,7 +250,13 @@ def group_rows(
         count = len(groups)
     else:
         packs = isinstance(role, LearningConfig) and role.balance_by_length and not in_order
-        groups = (pack_by_tokens if packs else group_by_tokens)(rows, lengths, limit, saved)
+        if padded:
+            longest_first = sorted(rows, key=lambda row: -lengths[row])
+            groups = group_padded(rows if in_order else longest_first, lengths, limit)
+        elif packs:
+            groups = pack_by_tokens(rows, lengths, limit, saved)
+        else:
+            groups = group_by_tokens(rows, lengths, limit, saved)
         largest = torch.tensor(len(groups))
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         count = int(largest)
@@ -273,6 +282,21 @@ def group_by_tokens(
             groups.append(rows[start:place])
             start, tokens, more = place, 0, lengths[row]
         tokens += more
+    return [*groups, rows[start:]] if len(rows) else []
+
+
+def group_padded(rows: Rows, lengths: Sequence[int], limit: int) -> list[Rows]:
+    """Divide rows into consecutive groups up to `limit` tokens, counted with padding.
+
+    A group has as many tokens as its longest row, times its rows. A longer row is alone.
+    """
+    groups: list[Rows] = []
+    start, longest = 0, 0
+    for place, row in enumerate(rows):
+        longest = max(longest, lengths[row])
+        if place > start and (place + 1 - start) * longest > limit:
+            groups.append(rows[start:place])
+            start, longest = place, lengths[row]
     return [*groups, rows[start:]] if len(rows) else []
 
 

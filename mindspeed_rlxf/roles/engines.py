@@ -54,10 +54,12 @@ def fsdp_engine(config: RunConfig, role: Role) -> TrainEngine:
     """Return a role's engine over a model of transformers, as `megatron_engine`."""
     from mindspeed_rlxf.engine.fsdp.engine import FsdpEngine
 
+    actor = config.actor_rollout
     return FsdpEngine(
         *_model(config, role),
         **_learning(config, role),
         deterministic=config.training.deterministic,
+        longest_row=actor.max_prompt_length + actor.max_new_tokens,
     )
 
 

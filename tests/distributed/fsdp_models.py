@@ -39,6 +39,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}}),
 }  # fmt: skip
 """Name -> (class name in transformers, keys of its configuration beside SIZES)."""
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "dynamic": ("Llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}),
+    "qwen2_moe": ("Qwen2Moe", {
+        **EXPERTS, "num_experts": 4, "moe_intermediate_size": 20, "use_sliding_window": True,
+        "shared_expert_intermediate_size": 20, "sliding_window": 44}),
+}  # fmt: skip
+"""Models whose rows would be wrong."""
 CLASSIFIERS = {"llama": "SequenceClassification", "gemma2": "TokenClassification"}
 """Families whose score head is that of a model of transformers."""
 
@@ -62,7 +69,7 @@ def make_family(folder: Path, name: str) -> tuple[Path, Path, ArchitectureConfig
     """Write a language model and one with a score head; return both folders and their sizes."""
     import transformers
 
-    kind, keys = FAMILIES[name]
+    kind, keys = {**FAMILIES, **REFUSED}[name]
     config_class = getattr(transformers, f"{kind}TextConfig", None) or getattr(
         transformers, f"{kind}Config"
     )

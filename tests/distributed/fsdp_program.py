@@ -13,7 +13,7 @@ takes longer than most files. A case has
     save        folder for the states after it; then one more step follows
     export      folder for the weights after it, and for adapters
     kl          True: the reference computes the KL of the vocabulary after it
-    broken      function of the model's build that does nothing; expects the probe's error
+    refused     functions of the model's build that do nothing; expects that the start fails
     means       True: as a torch that takes means of gradients over the ranks, not sums
     lr          of actor and critic
     out         file for the first rank's results
@@ -42,6 +42,7 @@ from mindspeed_rlxf.engine.fsdp import (
     engine as fsdp_engine,
     model as fsdp_model,
     optimizer as fsdp_optimizer,
+    probe as fsdp_probe,
     weights as fsdp_weights,
 )
 from mindspeed_rlxf.engine.fsdp.optimizer import MOMENTS
@@ -76,16 +77,16 @@ def config_of(case: dict[str, Any], ranks: int) -> RunConfig:
 def compute(case: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
     """Return log-probs, values, each step's metrics, and the weights after the steps."""
     config, results = config_of(case, ranks), {}
-    if "broken" in case:
-        always = {case["broken"]: lambda model: True}
-        with (
-            patch.multiple(fsdp_model, **always),
-            patch.multiple(fsdp_engine, create=True, **always),
-        ):
+    if "refused" in case:
+        always: dict[str, Any] = {name: lambda model: True for name in case["refused"]}
+        with ExitStack() as stack:
+            for module in (fsdp_model, fsdp_engine, fsdp_probe) if always else ():
+                stack.enter_context(patch.multiple(module, create=True, **always))
             try:
                 ActorRole(config)
             except ValueError as error:
                 return {"error": str(error)}
+        return {"error": "none"}
     rollouts = make_rollouts()
     experience = make_experience(rollouts)
     for name, role in (("actor", Role.ACTOR_ROLLOUT), ("critic", Role.CRITIC)):
@@ -116,6 +117,9 @@ def compute(case: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
         results[f"{name}.outputs"] = gather(outputs)
         if "lora" in trained_keys(case):
             results[f"{name}.sent"] = {n: t.clone().cpu() for n, t in engine.hf_tensors()}
+        if "max_tokens_per_micro_batch" in case["keys"]:
+            batches = engine.micro_batches(rows[0], share.steps[0])
+            results[f"{name}.tokens"] = [batch.token_ids.numel() for batch in batches]
         results[f"{name}.steps"] = update(*rows).report.steps
         results[f"{name}.weights"] = {n: t.clone().cpu() for n, t in engine.hf_tensors()}
         if role is Role.ACTOR_ROLLOUT and "lora" in trained_keys(case):

@@ -29,6 +29,8 @@ from tests.processes import run_python
 from tests.unit.weights.folders_of import read_folder
 
 FSDP = {"backend": "fsdp", "micro_batch_size": 2}
+BY_TOKENS = {"backend": "fsdp", "max_tokens_per_micro_batch": 50}
+BF16 = {**FSDP, "bf16": True}
 ULYSSES = {**FSDP, "ulysses_sequence_parallel_size": 2}
 SAVING = {"recompute": "full", "offload": {"weights": True, "optimizer": True}}
 SHORT = ("llama", "gemma2", "qwen3_5")  # the others are in the long tests
@@ -123,6 +125,8 @@ def close(ours: Results, theirs: Results, what: str) -> None:
 def family_cases(folder: Path, families: Any) -> dict[str, Any]:
     """Return cases of families, data-parallel and as a Ulysses group."""
     made = {name: case_of(folder, name, FSDP) for name in families}
+    if "qwen3_5" in made:
+        made["qwen3_5"]["keys"] = BY_TOKENS
     for name in {"llama", "qwen2"} & made.keys():
         made[name]["kl"] = True
     alone = ("qwen3_5", "phi3")
@@ -181,9 +185,11 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     cases |= {
         "saving": {**experts, "save": str(folder / "state"), "export": str(folder / "out")},
         "loading": {**experts, "load": str(folder / "state")},
-        "leaking": make("leaking", "qwen3_5", broken="packs"),
-        "noisy": make("noisy", "opt", broken="_remove_noise"),
-        "narrow": make("narrow", "llama", {**FSDP, "bf16": True}, lr=1e-6, save=state),
+        "leaking": make("leaking", "qwen3_5", refused=["packs"]),
+        "noisy": make("noisy", "opt", refused=["_remove_noise"]),
+        "stretched": make("stretched", "dynamic", BF16, refused=["check_rotary"]),
+        "windows": make("windows", "qwen2_moe", refused=[]),
+        "narrow": make("narrow", "llama", BF16, lr=1e-6, save=state),
         "wrapped": wrapped,
         "means": make("means", "llama", means=True),
         "adapters": {**adapters, "save": adapters_state, "export": str(folder / "adapted")},
@@ -218,10 +224,19 @@ def test_families_equal_plain_transformers_on_two_ranks(short: SimpleNamespace) 
     check_bf16(short.cases["narrow"], short.two["narrow"])
 
 
+def test_padding_counts_as_tokens_of_a_micro_batch(short: SimpleNamespace) -> None:
+    """Ranks have rows of 19, 12, 10 and 9 tokens, and of 10, 15, 10 and 11."""
+    for role in ("actor", "critic"):
+        tokens = short.two["qwen3_5"][f"{role}.tokens"]
+        assert len(tokens) > 1 and max(tokens) <= BY_TOKENS["max_tokens_per_micro_batch"]
+
+
 def test_models_that_leak_or_make_noise_are_refused(short: SimpleNamespace) -> None:
     said = short.two["leaking"]["error"]
     assert "Qwen3_5ForCausalLM must compute each sequence by itself" in said, said
     assert "dropout or noise" in short.two["noisy"]["error"]
+    assert "a sequence changes the next one" in short.two["stretched"]["error"]
+    assert "sliding_window=44" in short.two["windows"]["error"]
 
 
 def test_a_state_is_resumed_on_any_number_of_ranks(short: SimpleNamespace) -> None:

@@ -8,9 +8,10 @@ some heads inside.
 
 from __future__ import annotations
 
+import logging
 import sys
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
 from inspect import signature
 from itertools import accumulate
 from types import SimpleNamespace
@@ -20,6 +21,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+
+from mindspeed_rlxf.device.kernels import assert_close, noise
+
+logger = logging.getLogger(__name__)
 
 NAME = "rlxf_rows"  # in transformers' registry of attention functions
 FLASH = "flash_attention_2"
@@ -33,11 +38,13 @@ class Layout:
         lengths: Of the sequences packed in one row, in order; None = padded rows.
         group: Ulysses group; None = this rank has all tokens.
         flash: Whether the flash attention of the device computes what it can.
+        windows: Gets the window of every call; None = without one.
     """
 
     lengths: tuple[int, ...] | None
     group: dist.ProcessGroup | None = None
     flash: bool = False
+    windows: set[int | None] = field(default_factory=set, compare=False)
 
 
 def register() -> None:
@@ -65,13 +72,14 @@ def attend(
     """
     assert layout is not None, "its layers do not get the sequences, try recompute=none"
     group = layout.group
+    layout.windows.add(kinds.get("sliding_window"))
     if group is not None:
         query, key, value = _to_heads(query, key, value, group)
         heads = query.size(1)
         module = _with_heads(module, heads, group.rank(), heads // key.size(1))
         if kinds.get("s_aux") is not None:
             kinds["s_aux"] = kinds["s_aux"].chunk(group.size())[group.rank()]
-    if layout.flash and _flash_computes(kinds, max(layout.lengths or (query.size(2),))):
+    if layout.flash and _flash_computes(query, key, value, layout, kinds):
         out = _attend_flash(query, key, value, scaling, layout, kinds)
     else:
         lengths = layout.lengths or (query.size(2),)
@@ -109,15 +117,58 @@ def _attend_one(
     return found
 
 
-def _flash_computes(kinds: dict[str, Any], longest: int) -> bool:
+def _flash_computes(query: Tensor, key: Tensor, value: Tensor, layout: Layout, kinds: Any) -> bool:
     """Return whether the device's operator has what the layer needs; NPUs' has no window or cap."""
-    from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
-
-    known = signature(lazy_import_flash_attention(FLASH)[0][1]).parameters
-    used = {name for name, value in kinds.items() if value is not None} & {"softcap", "s_aux"}
+    used = {name for name in ("softcap", "s_aux") if kinds.get(name) is not None}
+    longest = max(layout.lengths or (query.size(2),))
     if (kinds.get("sliding_window") or longest) < longest:
         used.add("window_size")
-    return used <= known.keys()
+    sizes = query.size(1), key.size(1), query.size(-1), value.size(-1)
+    known = try_flash(query.device, *sizes)
+    return known is not None and used <= known
+
+
+@cache
+def try_flash(
+    where: torch.device, heads: int, groups: int, key_size: int, value_size: int
+) -> frozenset[str] | None:
+    """Run the device's flash attention on two sequences, forward and backward.
+
+    Args:
+        where: The device.
+        heads: Of queries, on this rank.
+        groups: Heads of keys and values.
+        key_size: Of a head's queries and keys.
+        value_size: Of a head's values.
+
+    Returns:
+        Names of the operator's parameters, among them what it can compute. None if it does not
+        work here, or disagrees with torch; a log line then says why.
+    """
+    lengths = 5, 19
+    shapes = (heads, key_size), (groups, key_size), (groups, value_size)
+    query, key, value = (noise(where, 1, count, sum(lengths), size) for count, size in shapes)
+    kinds = {"position_ids": torch.cat([torch.arange(n, device=where) for n in lengths])[None]}
+    parts = zip(*(each.split(lengths, dim=2) for each in (query, key, value)), strict=True)
+    try:
+        with torch.enable_grad():
+            found = _attend_flash(query, key, value, None, Layout(lengths), kinds)
+            plain = [_attend_one(None, *part, None, {}) for part in parts]
+            assert_close(found, torch.cat(plain, dim=1), (query, key, value))
+        return frozenset(signature(_flash_operator()).parameters)
+    except Exception as error:  # whatever a library of the device raises
+        why = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+        logger.info("flash attention does not work here (%s), torch's is used", why)
+        return None
+
+
+def _flash_operator() -> Any:
+    """Return the operator for packed sequences behind `flash_attention_2` of transformers."""
+    from transformers import modeling_flash_attention_utils as utils
+
+    if hasattr(utils, "lazy_import_flash_attention"):
+        return utils.lazy_import_flash_attention(FLASH)[0][1]
+    return utils.flash_attn_varlen_func  # transformers 4
 
 
 def _attend_flash(
@@ -130,14 +181,16 @@ def _attend_flash(
         ends = _ends(layout.lengths, query.device)
         more = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends)
         more |= dict.fromkeys(("max_length_q", "max_length_k"), max(layout.lengths))
-    attend_all = ALL_ATTENTION_FUNCTIONS[FLASH]
+    attend_all, value_size = ALL_ATTENTION_FUNCTIONS[FLASH], value.size(-1)
+    # Operators want values as wide as keys; transformers 4 pads DeepSeek's by the name of FLASH.
+    value = F.pad(value, (0, query.size(-1) - value_size))
     # What it reads of a layer, whose configuration names our own function.
     config = SimpleNamespace(_attn_implementation=FLASH)
     module = SimpleNamespace(config=config, is_causal=True, layer_idx=None)
     found: Tensor = attend_all(
         module, query, key, value, None, scaling=scaling, dropout=0.0, **kinds, **more
     )[0]
-    return found
+    return found[..., :value_size]
 
 
 @lru_cache(maxsize=2)  # one tensor for all layers

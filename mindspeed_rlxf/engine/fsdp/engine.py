@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -64,11 +65,13 @@ class FsdpEngine(CommonEngine):
         train_iters: int = 1,
         skipped: SkippedSteps | None = None,
         deterministic: bool | None = None,
+        longest_row: int = sys.maxsize,
     ) -> None:
         """Build the model, load its weights, probe it, and move offloaded parts away; a collective.
 
-        Takes the arguments of `MegatronEngine`. Seeds the process, by seed and rank. Raises
-        ValueError if weights are missing or damaged, or the model does not pass the probe.
+        Takes the arguments of `MegatronEngine`, and the tokens of the longest row that may come.
+        Seeds the process, by seed and rank. Raises ValueError if weights are missing or damaged, or
+        the model does not pass the probe.
         """
         assert role.load is not None, "checked beforehand"
         device.set_deterministic(deterministic)
@@ -100,7 +103,8 @@ class FsdpEngine(CommonEngine):
         shard(self.model, role, self._trained, self.groups)
         self._load_weights(role.load, seed)
         self._offload: Offload = Offload({}, ())  # nothing moves before the model is probed
-        probe(self)
+        self.windows: set[int | None] = set()  # of the calls of attention until now
+        probe(self, longest_row)
         # Only now: the first pass makes the shards anew.
         self.held = weights.held_tensors(self.model)
         self.optimizer: ShardedAdam | None = None
@@ -148,7 +152,8 @@ class FsdpEngine(CommonEngine):
         `in_order` each micro-batch has consecutive rows, even with `balance_by_length`.
         """
         lengths = (rollouts.prompt_lengths + rollouts.response_lengths).tolist()
-        groups = group_rows(self.role, rows, lengths, in_order, self.groups.dp_host)
+        host = self.groups.dp_host
+        groups = group_rows(self.role, rows, lengths, in_order, host, padded=not self.packed)
         if runs_rows_alone(self.model):
             groups = [[row] for group in groups for row in group]
         return self.as_micro_batches(rollouts, groups)
@@ -166,12 +171,13 @@ class FsdpEngine(CommonEngine):
 
         With gradients, `read` returns a tensor, or a tuple with one, whose gradient is wanted.
         """
-        ids, positions, group = batch.token_ids, batch.positions[None], self.groups.ulysses
+        ids, positions = batch.token_ids, torch.atleast_2d(batch.positions)
+        group = self.groups.ulysses
         if group is not None:
             ids = ids.chunk(group.size(), dim=1)[group.rank()]
             positions = positions.chunk(group.size(), dim=1)[group.rank()]
-        flash = device.has_flash_attention() and self.role.bf16
-        layout = attention.Layout(batch.lengths, group, flash)
+        flash = device.tries_flash_attention() and self.role.bf16
+        layout = attention.Layout(batch.lengths, group, flash, self.windows)
         return self.model.rlxf_run(ids, positions, layout, read)
 
     def at(

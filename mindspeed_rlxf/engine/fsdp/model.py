@@ -102,12 +102,17 @@ def _parameters_on_meta(dtype: torch.dtype) -> Iterator[None]:
 def build(folder: str, head: Head, dtype: torch.dtype) -> Any:
     """Build the folder's causal language model, with parameters on the meta device.
 
-    A score head replaces the output layer, and is not tied. Raises ValueError (`read_text_config`).
+    A score head replaces the output layer, and is not tied.
+
+    Raises:
+        ValueError: The model cannot be read (`read_text_config`), or a row's results depend on the
+            rows that were computed before it.
     """
     from transformers import AutoModelForCausalLM
 
     attention.register()
     described = read_text_config(Path(folder))
+    check_rotary(described)
     described.dtype = dtype
     if head is Head.SCORE:
         described.tie_word_embeddings = False
@@ -134,7 +139,55 @@ def packs(model: Any) -> bool:
 
 def runs_rows_alone(model: Any) -> bool:
     """Return whether a pass must have one row: LongRoPE's angles depend on the longest one."""
-    return "longrope" in str(getattr(model.config, "rope_parameters", None))
+    return "longrope" in rope_types(model.config)
+
+
+def rope_settings(config: Any) -> list[dict[str, Any]]:
+    """Return the settings of rotary embeddings in config.json, one for each kind of layer.
+
+    transformers 4 names them `rope_scaling`, 5 `rope_parameters`; 5 may nest them by layer kind.
+    """
+    new, old = getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None)
+    settings = new or old or {}
+    nested = [value for value in settings.values() if isinstance(value, dict)]
+    return nested or [settings]
+
+
+def rope_types(config: Any) -> set[str]:
+    """Return the types of rotary embeddings that the model's layers have."""
+    return {each.get("rope_type", each.get("type", "default")) for each in rope_settings(config)}
+
+
+def original_length(config: Any) -> int:
+    """Return the length beyond which scaled rotary embeddings may have other angles.
+
+    0 = none are scaled.
+    """
+    name, longest = "original_max_position_embeddings", 0
+    for each in rope_settings(config):
+        if each.get("rope_type", each.get("type", "default")) != "default":
+            named = each.get(name) or getattr(config, name, None)
+            longest = max(longest, named or config.max_position_embeddings)
+    return longest
+
+
+def check_rotary(config: Any) -> None:
+    """Raise ValueError for rotary embeddings whose angles follow the longest row until now."""
+    for kind in rope_types(config):
+        if "dynamic" in kind:
+            raise ValueError(
+                f"config.json must not have rope_type={kind}, whose angles in a row depend on the "
+                "other rows; remove rope_scaling, which has no effect on rows of up to "
+                "max_position_embeddings tokens, or use another model"
+            )
+
+
+def window_of(config: Any) -> int | None:
+    """Return the window that some layers' attention has by config.json; None = no layer has one."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds and "sliding_attention" not in kinds:
+        return None
+    return getattr(config, "sliding_window", None) or None
 
 
 def _remove_noise(model: Any) -> None:

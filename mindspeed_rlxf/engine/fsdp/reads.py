@@ -50,7 +50,14 @@ def _score(engine: Any, hidden: Tensor, places: Tensor) -> Tensor:
 
 
 def read_states(engine: Any, batch: MicroBatch, hidden: Tensor) -> Tensor:
-    """Return the hidden states that predict the trained tokens, [tokens, hidden]."""
+    """Return the hidden states that predict the trained tokens, [tokens, hidden], on the host.
+
+    The policy's wait there for the other model's, those of a whole batch.
+    """
+    return _trained_states(engine, batch, hidden).cpu()
+
+
+def _trained_states(engine: Any, batch: MicroBatch, hidden: Tensor) -> Tensor:
     places = batch.prediction_places(batch.trained_mask)
     found: Tensor = engine.at(hidden, places, lambda states, _: states)
     return found
@@ -64,7 +71,7 @@ def read_log_probs_and_kl(
 
     The policy has the output layer `output`, and `states`, [tokens, hidden], in this micro-batch.
     """
-    weight, own = engine.model.lm_head.weight, read_states(engine, batch, hidden)
+    weight, own = engine.model.lm_head.weight, _trained_states(engine, batch, hidden)
     settings = len(weight), ONE_RANK, temperature, engine.linear
     kl = full_kl(states.to(hidden.device), output, own, weight, *settings)
     return torch.stack((read_log_probs(engine, batch, hidden, temperature).log_probs, kl))

@@ -1,13 +1,15 @@
 """Models of transformers as FSDP's engine builds them."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
-from mindspeed_rlxf.engine.fsdp import model as built
+from mindspeed_rlxf.engine.fsdp import model as built, reads
 from mindspeed_rlxf.engine.fsdp.attention import Layout
 from mindspeed_rlxf.models.parameters import Head
 from tests.distributed.fsdp_models import make_family
@@ -32,6 +34,31 @@ def test_longest_positions_keep_rows_apart(tmp_path: Path, name: str, packs: boo
     lm, _, _ = make_family(tmp_path, name)
     model = built.build(str(lm), Head.LANGUAGE_MODEL, torch.float32)
     assert built.packs(model) is packs and built.runs_rows_alone(model) is not packs
+
+
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+def test_longest_positions_are_seen_by_either_name(name: str) -> None:
+    """transformers 4 has the first, 5 the second, there also by kind of layer."""
+    settings: dict[str, Any] = {"type": "longrope", "original_max_position_embeddings": 11}
+    if name == "rope_parameters":
+        settings = {"full_attention": settings, "sliding_attention": {"rope_type": "default"}}
+    config: Any = SimpleNamespace(**{name: settings}, max_position_embeddings=128)
+    assert built.runs_rows_alone(SimpleNamespace(config=config))
+    assert built.original_length(config) == 11
+
+
+def test_angles_that_follow_other_rows_are_refused(tmp_path: Path) -> None:
+    lm, _, _ = make_family(tmp_path, "dynamic")
+    with pytest.raises(ValueError, match="rope_type=dynamic"):
+        built.build(str(lm), Head.LANGUAGE_MODEL, torch.float32)
+
+
+def test_the_states_of_a_policy_wait_on_the_host() -> None:
+    engine = SimpleNamespace(at=lambda hidden, places, compute: compute(hidden, places))
+    batch: Any = SimpleNamespace(trained_mask=None, prediction_places=lambda mask: mask)
+    with FakeTensorMode():
+        states = reads.read_states(engine, batch, torch.zeros(5, 3, device="cuda"))
+    assert states.device.type == "cpu"
 
 
 class Experts(nn.Module):

@@ -4,13 +4,16 @@ from itertools import chain
 
 from hypothesis import given, strategies as st
 
+from mindspeed_rlxf.config.schema import RoleConfig
 from mindspeed_rlxf.engine.micro_batch import (
     bring_together,
     group_by_tokens,
+    group_padded,
     pack_by_tokens,
     saved_tokens,
     split_groups,
 )
+from mindspeed_rlxf.ops.planning.stage_memory import micro_batch_tokens, micro_batches
 
 LIMIT = 12
 lengths_of_rows = st.lists(st.integers(1, LIMIT), min_size=1, max_size=30)
@@ -50,6 +53,29 @@ def test_packed_groups_hold_every_row_once_within_the_limit(
     assert len(groups) <= len(group_by_tokens(rows, lengths, LIMIT))
     place = {row: i for i, row in enumerate(rows)}
     assert all(list(group) == sorted(group, key=place.__getitem__) for group in groups)
+
+
+def test_padding_counts_in_groups_of_padded_rows() -> None:
+    """2 x 4000 and 40 x 200 tokens; without padding, 22 rows of 4000 would fit in two groups."""
+    lengths = [4000, 3000, *[200] * 20, *[150] * 20]
+    assert group_padded(range(42), lengths, 8192) == [range(2), range(2, 42)]
+    assert group_padded([0, 1, 2], [1, 20, 1], 10) == [[0], [1], [2]], "too long for any"
+    assert group_padded([], [], 10) == []
+
+
+@given(lengths=lengths_of_rows)
+def test_padded_groups_are_within_what_is_planned(lengths: list[int]) -> None:
+    rows, longest = range(len(lengths)), max(lengths)
+    groups = group_padded(rows, lengths, LIMIT)
+    assert list(chain.from_iterable(groups)) == list(rows) and all(groups)
+    role = RoleConfig.model_construct(
+        max_tokens_per_micro_batch=LIMIT,
+        pipeline_model_parallel_size=1,
+        num_layers_per_virtual_pipeline_stage=None,
+    )
+    padded = [len(group) * max(lengths[row] for row in group) for group in groups]
+    assert max(padded) <= micro_batch_tokens(role, len(rows), longest)
+    assert len(groups) <= micro_batches(role, len(rows), longest)
 
 
 def test_the_group_with_most_rows_is_halved() -> None:
