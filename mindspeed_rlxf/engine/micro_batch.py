@@ -35,7 +35,7 @@ class MicroBatch:
 
     rows: list[int]  # indices of the rows in the rank's batch
     token_ids: Tensor  # [b, s] int64
-    positions: Tensor  # [s] int64
+    positions: Tensor  # [s] int64, or [b, s] if rows differ
     lengths: tuple[int, ...] | None  # of the packed sequences, in order; None = padded rows
     prompts: tuple[int | None, ...]  # per sequence the one that has its prompt, None = itself
     starts: Tensor  # [rows] flat index of the first token of each row's prompt

@@ -83,5 +83,9 @@ def test_output_gradient_of_chunks_reaches_the_optimizer_once(warm_runtime, tmp_
         return torch.tensor(group.call(OutputGradient.step, rollouts, chunk).result()[-1])
 
     exact = gradient(False, 1024, 1)
-    error = (gradient(True, 3, pp) - exact).norm() / exact.norm()
-    assert error < 0.03, f"{error:.3f}"
+    chunked, one_product = gradient(True, 3, pp), gradient(True, 1024, 1)
+    # Six models, with AVX-512 and AMX or with AVX2 alone: 1.0% to 2.6%.
+    assert (chunked - exact).norm() < 0.06 * exact.norm()
+    # Without one of the chunks it is 4.6% with a tied embedding, 31% without.
+    error = (chunked - one_product).norm() / exact.norm()
+    assert error < 0.015, f"{error:.4f}"

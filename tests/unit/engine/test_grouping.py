@@ -56,7 +56,7 @@ def test_packed_groups_hold_every_row_once_within_the_limit(
 
 
 def test_padding_counts_in_groups_of_padded_rows() -> None:
-    """2 x 4000 and 40 x 200 tokens; without padding, 22 rows of 4000 would fit in two groups."""
+    """2 x 4000 and 40 x 200 tokens; counted without padding, a group had 18 rows of 4000."""
     lengths = [4000, 3000, *[200] * 20, *[150] * 20]
     assert group_padded(range(42), lengths, 8192) == [range(2), range(2, 42)]
     assert group_padded([0, 1, 2], [1, 20, 1], 10) == [[0], [1], [2]], "too long for any"
