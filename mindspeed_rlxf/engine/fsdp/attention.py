@@ -153,7 +153,7 @@ def try_flash(
     try:
         with torch.enable_grad():
             found = _attend_flash(query, key, value, None, Layout(lengths), kinds)
-            plain = [_attend_one(None, *part, None, {}) for part in parts]
+            plain = [_attend_one(None, q, k, v, None, {}) for q, k, v in parts]
             assert_close(found, torch.cat(plain, dim=1), (query, key, value))
         return frozenset(signature(_flash_operator()).parameters)
     except Exception as error:  # whatever a library of the device raises
