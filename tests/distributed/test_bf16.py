@@ -25,9 +25,9 @@ from tests.golden import runs
 ITERATIONS = 50
 # Mean distance of the curve from that of fp32. Measured with three seeds, and from fp32 with
 # another seed: score 0.028-0.033 and 0.08, KL 0.017-0.019 and 0.03, entropy 0.004-0.005 and 0.015,
-# value loss 0.004 and 0.011.
+# value loss 0.004 and 0.011. With AVX2 alone 0.034, 0.022, 0.004 and 0.005.
 BAND = {
-    "critic/score/mean": 0.05, "critic/kl": 0.025, "actor/entropy": 0.008, "critic/vf_loss": 0.007,
+    "critic/score/mean": 0.05, "critic/kl": 0.03, "actor/entropy": 0.008, "critic/vf_loss": 0.007,
 }  # fmt: skip
 
 
