@@ -1,80 +1,42 @@
-"""Scores for the built-in choice, format and length rules, and for mathematics."""
+"""Scores for the built-in choice, format and length rules; that for mathematics is imported."""
 
-import logging
 import re
-from fractions import Fraction
 
-MAX_DIGITS = 4000  # characters of a number; longer ones are ignored
-ANSWER_MARK = "####"
+from mindspeed_rlxf.rewards.expressions import math_score
+from mindspeed_rlxf.rewards.latex import after_thoughts, find_boxed, find_tagged, unwrap_text
+from mindspeed_rlxf.rewards.numbers import ANSWER_MARK
 
-# A sign (not the operator of "20-5"), a dollar sign; then a LaTeX fraction, or digits with or
-# without thousands separators and decimals.
-_NUMBER = re.compile(
-    r"(?P<minus>(?<![\w)])[-\u2212])?\$?"
-    r"(?:\\[dt]?frac\{(?P<top>[0-9]+)\}\{(?P<bottom>[0-9]+)\}"
-    r"|(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+))"
-)
-_THOUSANDS = re.compile(r"(?<=[0-9])(?:\{,\}|\\,|\\!,|\\ )(?=[0-9]{3}(?![0-9]))")
-
-
-def marked_number(text: str) -> Fraction | None:
-    """Return the first number after a text's first `####`, None without one."""
-    return next(iter(find_numbers(text.partition(ANSWER_MARK)[2])), None)
-
-
-def boxed_number(text: str) -> Fraction | None:
-    r"""Return the last number in the last `\boxed{...}`; None without a number or a box."""
-    return last_number(find_boxed(text) or "")
-
-
-def last_number(text: str) -> Fraction | None:
-    """Return the last number in a text, None without one."""
-    numbers = find_numbers(text)
-    return numbers[-1] if numbers else None
-
-
-def final_number(text: str) -> Fraction | None:
-    """Return the first number after `####`, else the last in the last box, else the last."""
-    found = (find(text) for find in (marked_number, boxed_number, last_number))
-    return next((number for number in found if number is not None), None)
-
-
-def find_numbers(text: str) -> list[Fraction]:
-    """List all numbers in a text, in order, as exact fractions."""
-    text = _THOUSANDS.sub(",", text).replace("\\$", "$")
-    values = []
-    for match in _NUMBER.finditer(text):
-        if len(match[0]) <= MAX_DIGITS and (match["digits"] or int(match["bottom"])):
-            digits = match["digits"] or f"{match['top']}/{match['bottom']}"
-            value = Fraction(digits.replace(",", ""))
-            values.append(-value if match["minus"] else value)
-    return values
-
-
-def find_boxed(text: str) -> str | None:
-    r"""Return the last \boxed{...} content; None without one or if it is not closed."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    start += len("\\boxed{")
-    depth = 1
-    for end in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[end], 0)
-        if depth == 0:
-            return text[start:end]
-    return None
-
+__all__ = ["CHOICES", "find_choice", "format_score", "length_score", "math_score",
+           "multiple_choice"]  # fmt: skip
 
 # Each tag once. The first may be at the end of the prompt, where some chat templates write it.
 _NO_TAG = r"(?:(?!</?(?:think|answer)>).)*"
 THINK = rf"\s*(?:<think>)?{_NO_TAG}</think>\s*<answer>{_NO_TAG}</answer>\s*"
 CHOICES = "ABCDEFGHIJ"
-# For texts whose white space is single characters: several `\s*` in a row take cubic time.
-_SAID = re.compile(
-    r"(?i:answer|choice|option)\s?(?:(?i:is)|:)?\s?:?\s?\**\(?(?:([A-Z])\b|([a-z])\b(?! ?\w))"
+_NOT_TEXT = re.compile(r"[*`$]|__|\\[()\[\]]")
+_SPACES = re.compile(r"\\[ ,;!]|~|\s+")
+_OPEN, _CLOSE = r"[(\[{<\"']", r"[)\]}>\"']"
+_ALONE = re.compile(rf"{_OPEN}? ?([A-Z]) ?{_CLOSE}?[ .:]*")
+# A letter, then the text of its choice.
+_WITH_TEXT = re.compile(rf"(?:{_OPEN} ?([A-Z]) ?{_CLOSE}[:.]?|([A-Z])[).:\]]) ?\S")
+# A letter (no "I think"), also a small one, but not before a word ("is a triangle").
+_LETTER = rf"{_OPEN}?(?:([A-Z])\b(?!(?<=I) [a-z]|['\u2019])|([a-z])\b(?! ?\w))"
+_IS = r"(?:(?:\s(?i:is|was|must be|should be|would be))?:?\s?:?\s?)"
+_IS_ONE = r"(?:\s(?i:is|was|must be|should be|would be):?| ?:)\s?"
+_SAID = re.compile(rf"(?:(?i:answer){_IS}|(?i:choice|option){_IS_ONE}){_LETTER}")
+_NAMED = re.compile(rf"(?i:choice|option|choose|select|pick) ?{_LETTER}")
+_DENIED = re.compile(
+    rf"{_CLOSE}? ?(?::|,)? ?(?:(?i:is|are|was|seems|would be|can) ?)?(?:(?i:also|clearly) )?"
+    r"(?i:wrong|incorrect|false|not|no\b|out\b|invalid|excluded|eliminated|isn|can't|cannot)"
 )
-_ALONE = re.compile(r"[\s(\[*]*([A-Z])[\s)\].:*]*")
-_WRAPPED = re.compile(r"\\text(?:bf|rm)?\{([^{}]*)\}")
+_REFUSED = re.compile(
+    r"\b(?i:not|nor|never|eliminate|exclude|reject|unlike|than|rule out) (?:the |choose |pick )?$"
+)
+# After a letter: another one that is named with it.
+_ANOTHER = re.compile(
+    rf"{_CLOSE}?(?: ?(?:,|/|&|;|\||\b(?:or|and)\b) ?)+{_OPEN}?([A-Z])\b"
+    r"(?! (?:is|was|are|has|does|can|would|must)\b)(?!(?<=I) [a-z]|['\u2019])"
+)
 
 
 def multiple_choice(response: str, ground_truth: str, choices: str = CHOICES) -> float:
@@ -86,33 +48,79 @@ def multiple_choice(response: str, ground_truth: str, choices: str = CHOICES) ->
     return float(expected is not None and find_choice(response, choices) == expected)
 
 
-def find_choice(text: str, choices: str) -> str | None:
-    r"""Return the letter from `choices` that a text chooses, None without one.
+def find_choice(text: str, choices: str = CHOICES) -> str | None:
+    r"""Return the letter from `choices` that a text chooses, None without one or with several.
 
-    The first that applies decides:
-    - the last \boxed{}: its content must be the letter
-    - the last `####`: the text after it must be the letter
-    - the last "answer", "choice" or "option" before a letter, optionally with "is" or a colon
-      between. The letter may be lower case, but not before a word ("is a triangle")
-    - the last line: it must be the letter, or end with it in parentheses
+    The first that applies decides, after the last `</think>`:
+    - the last \boxed{} or `<answer>` element: its content is the letter, or begins with it as `B:`
+      or `(B)`
+    - the last `####`: likewise the text after it
+    - the last "answer is B", "correct option: B" and the like; the letter may be lower case, but
+      not before a word ("is a triangle")
+    - the last "option B", "choice B" or "choose B", unless it is called wrong
+    - the last line: it is the letter, begins with it, or ends with it in parentheses
     """
-    if (boxed := find_boxed(text)) is not None:
-        return _letter_alone(_WRAPPED.sub(r"\1", boxed), choices)
-    if ANSWER_MARK in text:
-        return _letter_alone(text.rpartition(ANSWER_MARK)[2], choices)
-    joined = re.sub(r"\s+", lambda space: "\n" if "\n" in space[0] else " ", text)
-    said = [(upper or lower.upper()) for upper, lower in _SAID.findall(joined)]
-    if said := [letter for letter in said if letter in choices]:
-        return said[-1]
-    last = (text.strip().splitlines() or [""])[-1]
-    if end := re.search(r"\(([A-Z])\)[.\s]*$", last):
-        last = end[1]
-    return _letter_alone(last, choices)
+    text = after_thoughts(text)
+    stated = find_boxed(text)
+    if stated is None:
+        stated = find_tagged(text)
+    if stated is None and ANSWER_MARK in text:
+        stated = text.rpartition(ANSWER_MARK)[2]
+    if stated is not None:
+        stated = _plain(stated)
+        return _letter_with_text(stated, choices) or _said_letter(stated, choices)
+    lines = [_plain(line) for line in text.strip().split("\n")]
+    joined = "\n".join(line for line in lines if line)
+    said = _said_letter(joined, choices)
+    if said is not None:
+        return said or None
+    last = lines[-1]
+    end = re.search(r"\(([A-Z])\)[. ]*$", last)
+    if end is not None:
+        return end[1] if end[1] in choices else None
+    if sum(_WITH_TEXT.match(line) is not None for line in lines) > 1:  # a list of the choices
+        return _letter_alone(last, choices)
+    return _letter_with_text(last, choices)
+
+
+def _plain(text: str) -> str:
+    """Return a text without Markdown emphasis and LaTeX, with single spaces."""
+    return _SPACES.sub(" ", _NOT_TEXT.sub("", unwrap_text(text))).strip()
+
+
+def _said_letter(text: str, choices: str) -> str | None:
+    """Return the letter of the last statement of the answer, "" for several, None without one."""
+    for pattern in (_SAID, _NAMED):
+        letters = []
+        for match in pattern.finditer(text):
+            letter = match[1] or match[2].upper()
+            before = text[max(0, match.start() - 30) : match.start()]
+            is_denied = _DENIED.match(text, match.end()) or _REFUSED.search(before)
+            if letter in choices and not (pattern is _NAMED and is_denied):
+                another = _ANOTHER.match(text, match.end())
+                is_one = another is None or another[1] not in choices
+                letters.append(letter if is_one else "")
+        if letters:
+            return letters[-1]
+    return None
 
 
 def _letter_alone(text: str, choices: str) -> str | None:
-    found = _ALONE.fullmatch(text)
+    found = _ALONE.fullmatch(_plain(text))
     return found[1] if found and found[1] in choices else None
+
+
+def _letter_with_text(text: str, choices: str) -> str | None:
+    """Return the letter that a text is, or that stands before a choice's text."""
+    alone = _letter_alone(text, choices)
+    begins = None if alone else _WITH_TEXT.match(text)
+    if begins is None:
+        return alone
+    letter = begins[1] or begins[2]
+    another = _ANOTHER.match(text, begins.end(1) if begins[1] else begins.end(2))
+    if letter not in choices or (another is not None and another[1] in choices):
+        return None
+    return letter
 
 
 def format_score(response: str, ground_truth: str = "", pattern: str = THINK) -> float:
@@ -135,21 +143,3 @@ def length_score(
     if length < min_characters:
         return 0.0
     return 1.0 if length <= max_characters else max_characters / length
-
-
-def math_score(response: str, ground_truth: str) -> float:
-    r"""Score 1 if the response's answer equals the ground truth as an expression, else 0.
-
-    math-verify parses and compares the expressions; its errors propagate. It may run without bound:
-    its own timeouts are off, because they are signals, and signals work only in main threads. So
-    the rule runs in processes with a deadline. The ground truth is LaTeX, or a solution with the
-    answer in its last \boxed{}.
-    """
-    import math_verify
-
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of time-outs that are off
-    boxed = find_boxed(ground_truth)
-    truth = (ground_truth if boxed is None else boxed).strip().strip("$")
-    expected = math_verify.parse(f"\\boxed{{{truth}}}", parsing_timeout=None, raise_on_error=True)
-    answer = math_verify.parse(response, parsing_timeout=None, raise_on_error=True)
-    return float(math_verify.verify(expected, answer, timeout_seconds=None, raise_on_error=True))

@@ -9,14 +9,13 @@ from typing import Any, TypeAlias
 from mindspeed_rlxf.config.registry import add_to
 from mindspeed_rlxf.config.reward_section import RULES_OF_PROGRAMS
 from mindspeed_rlxf.rewards.answers import (
-    final_number,
     format_score,
-    last_number,
     length_score,
-    marked_number,
     math_score,
     multiple_choice,
 )
+from mindspeed_rlxf.rewards.numbers import final_number, last_number, marked_number
+from mindspeed_rlxf.rewards.verl_rules import gsm8k_verl, math_verl
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,9 @@ RULES: dict[str, Rule] = {
     "gsm8k": gsm8k,
     "gsm8k_strict": gsm8k_strict,
     "gsm8k_flexible": gsm8k_flexible,
+    "gsm8k_verl": _as_rule(gsm8k_verl),
     "math": _as_rule(math_score),
+    "math_verl": _as_rule(math_verl),
     "multiple_choice": _as_rule(multiple_choice),
     "format": _as_rule(format_score),
     "length": _as_rule(length_score),

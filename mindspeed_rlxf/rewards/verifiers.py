@@ -10,25 +10,16 @@ from fractions import Fraction
 from functools import partial
 
 from mindspeed_rlxf.config.enums import Verifier
-from mindspeed_rlxf.rewards.answers import (
-    CHOICES,
-    final_number,
-    find_boxed,
-    find_choice,
-    format_score,
-    last_number,
-    marked_number,
-)
+from mindspeed_rlxf.rewards.answers import CHOICES, find_choice, format_score
+from mindspeed_rlxf.rewards.expressions import is_same, read_answer
+from mindspeed_rlxf.rewards.latex import find_boxed, find_said
+from mindspeed_rlxf.rewards.numbers import final_number, last_number, marked_number
 from mindspeed_rlxf.rewards.rules import BUILTIN_SOURCES, RewardResult
+from mindspeed_rlxf.rewards.verl_rules import gsm8k_verl_answer, math_verl_answer
 
 _TAGS = ("<think>", "</think>", "<answer>", "\\boxed{", "</answer>")
 _STEP = re.compile(r"Step \d+:|^\d+\.|\n-|\n\*|First,|Second,|Next,|Finally,", re.MULTILINE)
-_SAID = re.compile(r"(?:the|final) answer is:?\s*(.+?)(?:\.?\s*$|\.\s|\n)", re.IGNORECASE)
 _NUMBER = re.compile(r"-?(?:\d[\d,]*\.?\d*|\.\d+)")
-_FRACTION = re.compile(r"(-?)\\frac\{(-?[\d.]+)\}\{(-?[\d.]+)\}|(-?[\d.]+)/(-?[\d.]+)")
-_UNIT = re.compile(r"\\(?:text|mathrm|mbox)\{[^{}]*\}$")
-_DROPPED = ("\\left", "\\right", "\\!", "\\,", "\\;", "\\ ", "\\$", "$", " ", "\n", "\\%", "%",
-            "^{\\circ}", "^\\circ")  # fmt: skip
 
 
 def accuracy(response: str, ground_truth: str) -> float:
@@ -87,57 +78,21 @@ def find_answer(text: str) -> str:
     "final answer is" counts too; such an answer ends with its sentence or line. "" without any.
     """
     answer = find_boxed(text)
-    if answer is not None:
-        return answer
-    return str((_SAID.findall(text) or _NUMBER.findall(text) or [""])[-1])
+    if answer is None:
+        answer = find_said(text)
+    if answer is None:
+        answer = (_NUMBER.findall(text) or [""])[-1]
+    return answer
 
 
 def is_same_answer(answer: str, ground_truth: str) -> bool:
-    r"""Whether two answers are equal: as numbers, else as LaTeX without spacing.
+    r"""Whether two answers are equal: as numbers, times or texts, else as LaTeX without spacing.
 
     1/2 = 0.5 = \frac{1}{2}, 1,000 = 1000. In a whole solution, the ground truth is the last box,
     else the text after the last `####`. False if either is empty.
     """
     truth = find_boxed(ground_truth) or ground_truth.rpartition("####")[2]
-    given, expected = normalise(answer), normalise(truth)
-    if not given or not expected:
-        return False
-    numbers = to_number(given), to_number(expected)
-    if None not in numbers:
-        return numbers[0] == numbers[1]
-    return given == expected
-
-
-def normalise(text: str) -> str:
-    r"""Return LaTeX without spacing, \left, \right, dollar, percent, degree signs; lower case.
-
-    Removes full stops at the end, then a final \text{...} (a unit) unless it is the whole text;
-    keeps any other \text{...} content. Writes \dfrac as \frac, and \frac12 as \frac{1}{2}.
-    """
-    text = text.strip().rstrip(".").strip()
-    text = _UNIT.sub("", text) or text
-    for word in _DROPPED:
-        text = text.replace(word, "")
-    text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
-    text = re.sub(r"\\frac(\d)(\d)", r"\\frac{\1}{\2}", text)
-    return re.sub(r"\\(?:text|mathrm|mbox)\{([^{}]*)\}", r"\1", text).lower()
-
-
-def to_number(text: str) -> Fraction | None:
-    r"""Convert a normalised text (decimal, a/b, \frac{a}{b}) to an exact number, else None.
-
-    Commas before three digits are dropped. None also for a denominator 0 and for more digits than
-    Python converts.
-    """
-    plain = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
-    try:
-        if match := _FRACTION.fullmatch(plain):
-            sign, top, bottom, left, right = match.groups()
-            value = Fraction(top or left) / Fraction(bottom or right)
-            return -value if sign else value
-        return Fraction(plain) if re.fullmatch(r"[-+]?(?:\d+\.?\d*|\.\d+)", plain) else None
-    except (ValueError, ZeroDivisionError):
-        return None
+    return bool(is_same(read_answer(answer), read_answer(truth)))
 
 
 Extract = Callable[[str], str | None]
@@ -163,10 +118,9 @@ def final_answer(response: str) -> str | None:
     return _normalise_answer(find_answer(response))
 
 
-def _normalise_answer(answer: str) -> str:
-    text = normalise(answer)
-    number = to_number(text)
-    return text if number is None else str(number)
+def _normalise_answer(text: str) -> str:
+    answer = read_answer(text)
+    return answer.text if answer.number is None else str(answer.number)
 
 
 OF_RULES: dict[str, Extract] = {
@@ -175,6 +129,8 @@ OF_RULES: dict[str, Extract] = {
     "gsm8k_strict": partial(_as_text, marked_number),
     "gsm8k_flexible": partial(_as_text, last_number),
     "math": final_answer,
+    "gsm8k_verl": gsm8k_verl_answer,
+    "math_verl": math_verl_answer,
     "multiple_choice": partial(find_choice, choices=CHOICES),
 }
 """Name of a rule -> function that finds the answer it reads; `whole_text` for other rules."""

@@ -1,0 +1,289 @@
+r"""Answers of mathematics: read, and compared as numbers, times, texts or expressions."""
+
+import logging
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from mindspeed_rlxf.rewards.latex import (
+    after_thoughts,
+    find_boxed,
+    find_said,
+    find_tagged,
+    normalise,
+    read_unit,
+    split_unit,
+    unwrap_text,
+)
+from mindspeed_rlxf.rewards.numbers import exact_number
+
+_TIME = re.compile(r"(\d{1,2}):([0-5]\d)")
+_PERCENT = re.compile(r"(?<=[\w}\s])\s*(?:\\?%|\bpercent|\bpct)")
+_PERCENT_NUMBER = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(?:\\?%|percent\b|pct\b)")
+_PHRASE = re.compile(r"[^\W\d_][\w\s.,'\u2019-]*")
+_VALUED = re.compile(
+    r"[0-9][0-9.,:]*\s*(?:[ap]\.?\s?m\b|hundred|thousand|[mbtr]+illion)|[0-9]{1,2}:[0-5][0-9]",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Answer:
+    r"""An answer, read as far as this works without an algebra system.
+
+    Attributes:
+        text: Normal form, such as `\frac{1}{2}x`.
+        bare: The answer as given, without unit and percent sign.
+        number: Exact value with `million` and the like, 50 for 50%; None if it is no number.
+        is_decimal: Whether the number has a decimal point.
+        is_percent: Whether a percent sign ends it.
+        time: Minutes after midnight for a time such as 12:00 or 7 p.m., else None.
+        word: Letters in lower case if it is a text (`Evelyn`, `CAN`), else "".
+        units: Known units, such as {"cm"} or {"pm"}.
+    """
+
+    text: str
+    bare: str
+    number: Fraction | None
+    is_decimal: bool
+    is_percent: bool
+    time: int | None
+    word: str
+    units: frozenset[str]
+
+
+def read_answer(text: str) -> Answer:
+    """Read an answer that stands alone, such as the content of a box."""
+    bare, unit = split_unit(text.replace("\\left", "").replace("\\right", ""))
+    units, multiplier = read_unit(unit)
+    percent = _PERCENT.search(bare)
+    is_percent = percent is not None and percent.end() == len(bare)
+    if percent is not None and is_percent:
+        bare = bare[: percent.start()]
+    if bare.startswith("\\$"):
+        units |= {"dollar"}
+    bare = bare.strip("$ ")
+    plain = unwrap_text(bare)
+    number = exact_number(plain)
+    if number is not None:
+        number *= multiplier or 1
+    return Answer(
+        text=normalise(text),
+        bare=bare,
+        number=number,
+        is_decimal="." in plain,
+        is_percent=is_percent,
+        time=_read_time(plain, number, units),
+        word=_read_word(bare),
+        units=units,
+    )
+
+
+def _read_time(plain: str, number: Fraction | None, units: frozenset[str]) -> int | None:
+    is_half = not units.isdisjoint({"am", "pm"})
+    clock = _TIME.fullmatch(plain)
+    if clock is not None:
+        hour, minute = int(clock[1]), int(clock[2])
+    elif is_half and number is not None and number.denominator == 1:
+        hour, minute = int(number), 0
+    else:
+        return None
+    if is_half:
+        hour = hour % 12 + 12 * ("pm" in units)
+    return 60 * hour + minute
+
+
+def _read_word(bare: str) -> str:
+    r"""Return the letters of a text; "" for a product of letters (`x`, `ab`) and for LaTeX.
+
+    Letters in \text{} are a text; so are three or more, or two capital ones, without it.
+    """
+    plain = unwrap_text(bare).strip("() ")
+    if not _PHRASE.fullmatch(plain):
+        return ""
+    words = re.findall(r"\w+", plain)
+    is_text = plain != bare.strip("() ") or max(map(len, words)) > 2 or plain.isupper()
+    is_product = len(plain) == 1 or (len(words) == len(plain.split()) and max(map(len, words)) < 2)
+    return " ".join(words).lower() if is_text and not is_product else ""
+
+
+def _letters(answer: Answer) -> str:
+    return " ".join(re.findall(r"\w+", unwrap_text(answer.bare))).lower()
+
+
+def is_same(answer: Answer, truth: Answer) -> bool | None:
+    """Whether two answers are equal, None if only an algebra system can tell.
+
+    Units decide only if both have known ones that differ.
+    """
+    if answer.units - truth.units and truth.units - answer.units:
+        return _is_same_time(answer, truth)
+    if truth.time is not None and answer.time is not None:
+        return _is_same_time(answer, truth)
+    if answer.number is not None and truth.number is not None:
+        return _is_same_number(answer, truth)
+    if truth.word:
+        return _letters(answer) == truth.word
+    if answer.text and answer.text == truth.text:
+        return True
+    return None if answer.text and truth.text else False
+
+
+def _is_same_time(answer: Answer, truth: Answer) -> bool:
+    if answer.time is None or truth.time is None:
+        return False
+    is_half_known = [not each.units.isdisjoint({"am", "pm"}) for each in (answer, truth)]
+    if all(is_half_known) or not any(is_half_known):
+        return answer.time == truth.time
+    return answer.time == truth.time or answer.text == truth.text
+
+
+def _is_same_number(answer: Answer, truth: Answer) -> bool:
+    """Compare exactly; also a percentage with its fraction, and six decimals with a fraction."""
+    assert answer.number is not None and truth.number is not None
+    if answer.number == truth.number:
+        return True
+    if answer.is_percent != truth.is_percent:
+        percent, other = (answer, truth) if answer.is_percent else (truth, answer)
+        return percent.number / 100 == other.number  # type: ignore[operator]
+    if answer.is_decimal == truth.is_decimal:
+        return False
+    exact, decimal = sorted((answer.number, truth.number), key=_has_decimals)
+    if _has_decimals(exact):
+        return False
+    is_near = abs(exact - decimal) <= abs(exact) / 10**5
+    return is_near and round(exact, 6) == round(decimal, 6)
+
+
+def _has_decimals(number: Fraction) -> bool:
+    """Whether a number can be written with finitely many decimals."""
+    rest = number.denominator
+    for prime in (2, 5):
+        while rest % prime == 0:
+            rest //= prime
+    return rest == 1
+
+
+def math_score(response: str, ground_truth: str) -> float:
+    r"""Score 1 if the response's answer equals the ground truth, else 0.
+
+    The answer is the last \boxed{} or \fbox{}, else the last `<answer>` element, else what the
+    prose says. The ground truth is LaTeX, or a solution with the answer in its last box.
+
+    Numbers, times and texts are compared here (`is_same`), other expressions by math-verify. That
+    may run without bound: its own timeouts are off, because they are signals, and signals work only
+    in main threads. So the rule runs in processes with a deadline.
+    """
+    boxed = find_boxed(ground_truth)
+    truth = read_answer(ground_truth if boxed is None else boxed)
+    text = after_thoughts(response)
+    stated = find_boxed(text)
+    if stated is not None:
+        return float(_is_equal(stated, truth))
+    tagged = find_tagged(text)
+    if tagged is not None and _is_equal(tagged, truth):
+        return 1.0
+    return float(_prose_says(text if tagged is None else tagged, truth))
+
+
+def _is_equal(stated: str, truth: Answer) -> bool:
+    answer = read_answer(stated)
+    is_known = is_same(answer, truth)
+    if is_known is not None:
+        return is_known
+    expected = _parse_boxed(truth.bare)
+    given = _parse_boxed(answer.bare)
+    if _verify(expected, given):
+        return True
+    if answer.is_percent == truth.is_percent:
+        return False
+    if answer.is_percent:
+        return _verify(expected, _parse_boxed(f"\\frac{{{answer.bare}}}{{100}}"))
+    return _verify(_parse_boxed(f"\\frac{{{truth.bare}}}{{100}}"), given)
+
+
+def _prose_says(text: str, truth: Answer) -> bool:
+    """Whether a response without a box states the truth."""
+    said = find_said(text)
+    if said is not None and _is_equal(said, truth):
+        return True
+    _, multiplier = read_unit(split_unit(truth.text)[1])
+    is_valued = truth.time is not None or truth.units & {"am", "pm"} or multiplier
+    if is_valued or truth.word:
+        valued = _VALUED.findall(text) if is_valued else []
+        return bool(valued) and is_same(read_answer(valued[-1]), truth) is True
+    without = _PERCENT_NUMBER.sub(r"\1", text)
+    if _verify(_parse_boxed(truth.bare), _parse(without)):
+        return True
+    if without == text and not truth.is_percent:
+        return False
+    fractions = _PERCENT_NUMBER.sub(lambda m: f"{float(Fraction(m[1]) / 100):.15g}", text)
+    bare = f"\\frac{{{truth.bare}}}{{100}}" if truth.is_percent else truth.bare
+    return _verify(_parse_boxed(bare), _parse(fractions))
+
+
+def _parse_boxed(answer: str) -> list[Any]:
+    return _parse(f"\\boxed{{{answer}}}")
+
+
+def _parse(text: str) -> list[Any]:
+    """Return math-verify's expressions of a text; [] if it fails on it."""
+    import math_verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of time-outs that are off
+    try:
+        return list(math_verify.parse(text, parsing_timeout=None, raise_on_error=True))
+    except MemoryError:
+        raise
+    except Exception:  # any, of sympy and ANTLR: the text is no expression
+        return []
+
+
+def _verify(expected: list[Any], given: list[Any]) -> bool:
+    """Whether math-verify finds two parsed texts equal, and numbers in them are.
+
+    It rounds numbers to 15 decimals, so that it takes all small ones for equal.
+    """
+    import math_verify
+
+    if not expected or not given:
+        return False
+    try:
+        if not math_verify.verify(expected, given, timeout_seconds=None, raise_on_error=True):
+            return False
+        return not _differ(expected[0], given[0])
+    except MemoryError:
+        raise
+    except Exception:  # any, of sympy: 12:0 and 1/0 cannot be compared, so they are not equal
+        return False
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """Whether two expressions have different numbers at the same place."""
+    import sympy
+
+    if isinstance(one, str) or isinstance(other, str):
+        return False
+    if isinstance(one, sympy.Eq):
+        one = one.rhs
+    if isinstance(other, sympy.Eq):
+        other = other.rhs
+    containers = sympy.Tuple, sympy.FiniteSet, sympy.Interval
+    if isinstance(one, containers) and isinstance(other, containers):
+        if len(one.args) != len(other.args):
+            return False
+        ordered = [list(each.args) for each in (one, other)]
+        if isinstance(one, sympy.FiniteSet) and isinstance(other, sympy.FiniteSet):
+            ordered = [sorted(args, key=lambda arg: arg.evalf().sort_key()) for args in ordered]
+        return any(map(_differ, *ordered))
+    if not isinstance(one, sympy.Expr) or not isinstance(other, sympy.Expr):
+        return False
+    if not one.is_number or not other.is_number:
+        return False
+    one, other = one.doit(), other.doit()
+    if (one.is_Rational and other.is_Rational) or (one.is_Float and other.is_Float):
+        return bool(one != other)
+    tolerance = 1e-5 if one.has(sympy.Float) or other.has(sympy.Float) else 1e-12
+    one, other = sympy.N(one, 30), sympy.N(other, 30)
+    return bool(abs(one - other) > tolerance * max(abs(one), abs(other)))

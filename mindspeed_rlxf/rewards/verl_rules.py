@@ -1,0 +1,110 @@
+r"""The rules that verl applies to GSM8K and MATH, with its scores.
+
+They compare texts, so they are stricter than `gsm8k` and `math`: `18.` is not `18`, `4.0` not `4`.
+MATH's answers are normalised as in arXiv:2103.03874.
+"""
+
+import re
+
+GSM8K_TAIL = 300
+"""Characters at the end of a response in which verl looks for the answer."""
+
+_MARKED = re.compile(r"#### (-?[0-9.,]+)")
+_NUMERIC = re.compile(r"-?[0-9.,]+")
+
+
+def gsm8k_verl_answer(response: str, method: str = "strict") -> str | None:
+    """Return what verl's rule for GSM8K takes as a response's answer, None without one.
+
+    Args:
+        response: Only its last 300 characters are read.
+        method: `strict` = after the last `#### `, without commas; `flexible` = the last number,
+            with its commas and full stops.
+
+    Raises:
+        ValueError: The method is another one.
+    """
+    tail = response[-GSM8K_TAIL:]
+    if method == "strict":
+        marked = _MARKED.findall(tail)
+        return marked[-1].replace(",", "") if marked else None
+    if method == "flexible":
+        numbers = [number for number in _NUMERIC.findall(tail) if number != "."]
+        return numbers[-1] if numbers else None
+    raise ValueError(f"method={method!r} must be strict or flexible")
+
+
+def gsm8k_verl(response: str, ground_truth: str, method: str = "strict") -> float:
+    """Score 1 if verl's answer (`gsm8k_verl_answer`) is the text of the ground truth, else 0."""
+    return float(gsm8k_verl_answer(response, method) == ground_truth)
+
+
+def math_verl(response: str, ground_truth: str) -> float:
+    r"""Score 1 if the last \boxed{} is the ground truth after verl's normalisation, else 0."""
+    answer = math_verl_answer(response)
+    return float(answer is not None and _is_same(answer, ground_truth))
+
+
+def math_verl_answer(response: str) -> str | None:
+    r"""Return the content of the last \boxed{}, None without a closed one.
+
+    As in verl, a `\boxed ` with a space anywhere comes first, and takes the text up to a dollar.
+    """
+    if "\\boxed " in response:
+        return response.rpartition("\\boxed ")[2].partition("$")[0]
+    start = response.rfind("\\boxed")
+    if start < 0 or not response.startswith("\\boxed{", start):
+        return None
+    depth = 0
+    for brace in re.finditer("[{}]", response[start:]):
+        depth += 1 if brace[0] == "{" else -1
+        if depth == 0:
+            return response[start + len("\\boxed{") : start + brace.start()]
+    return None
+
+
+def _is_same(answer: str, ground_truth: str) -> bool:
+    try:
+        return _normalise(answer) == _normalise(ground_truth)
+    except ValueError:
+        return answer == ground_truth
+
+
+def _normalise(text: str) -> str:
+    """Return MATH's normal form of an answer. Raises ValueError where verl compares as it is."""
+    text = text.replace("\n", "").replace("\\!", "").replace("\\\\", "\\")
+    text = text.replace("tfrac", "frac").replace("dfrac", "frac")
+    for dropped in ("\\left", "\\right", "^{\\circ}", "^\\circ", "\\$"):
+        text = text.replace(dropped, "")
+    text, *unit = text.split("\\text{ ")
+    if len(unit) > 1:
+        raise ValueError("two units")
+    text = text.replace("\\%", "").replace(" .", " 0.").replace("{.", "{0.")
+    if text.startswith("."):
+        text = f"0{text}"
+    sides = text.split("=")
+    if len(sides) == 2 and len(sides[0]) <= 2:  # x = 5
+        text = sides[1]
+    if re.search(r"\\sqrt(?=\\sqrt|$)", text):
+        raise ValueError("a root of nothing")
+    text = re.sub(r"\\sqrt([^{])", r"\\sqrt{\1}", text).replace(" ", "")
+    text = _brace_fractions(text)
+    if text == "0.5":
+        return "\\frac{1}{2}"
+    slash = re.fullmatch(r"(0|-?[1-9][0-9]*)/(0|-?[1-9][0-9]*)", text)
+    return text if slash is None else f"\\frac{{{slash[1]}}}{{{slash[2]}}}"
+
+
+def _brace_fractions(text: str) -> str:
+    r"""Write \frac12 as \frac{1}{2}."""
+    written, *fractions = text.split("\\frac")
+    for fraction in fractions:
+        if not fraction:
+            raise ValueError("a fraction of nothing")
+        if fraction[0] != "{":
+            if len(fraction) == 1:
+                return text
+            top, bottom, rest = fraction[0], fraction[1], fraction[2:]
+            fraction = f"{{{top}}}" + (f"{{{bottom}}}{rest}" if bottom != "{" else f"{{{rest}")
+        written += f"\\frac{fraction}"
+    return written
