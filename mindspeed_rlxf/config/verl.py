@@ -263,6 +263,8 @@ class _Translation:
         if get(f"{own}.path"):
             function = f"{get(f'{own}.path')}:{get(f'{own}.name')}"
             put("reward.function.function", function, f"{own}.path")
+        elif not get(f"{model}.enable"):
+            put("reward.rules", TABLE["rules"])
         both = "algorithm.use_kl_in_reward", f"{ACTOR}.use_kl_loss"
         if all(map(get, both)):
             rule = "must not stand together: one KL term is in the reward or in the loss"

@@ -100,6 +100,14 @@ def refused(translate):
     return run
 
 
+def test_data_sources_of_verl_are_scored_by_its_rules_where_no_function_is(translate):
+    rules = translate(*PPO).sections["reward"]["rules"]
+    assert rules["openai/gsm8k"] == "gsm8k_verl" and rules["lighteval/MATH"] == "math_verl"
+    assert "rules" not in translate(
+        *PPO, "custom_reward_function.path=f.py", "reward_model.enable=false"
+    ).sections["reward"]
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_options_of_a_script_translate_and_plan(translate, script):
     given = translate(*SCRIPTS[script])
