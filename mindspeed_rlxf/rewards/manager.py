@@ -45,11 +45,15 @@ class RewardManager:
         ground_truths: Sequence[str],
         data_sources: Sequence[str],
     ) -> list[RewardResult]:
-        """Score each response; without verifiers, each data source needs a rule (`check`)."""
+        """Score each response; without verifiers, each data source needs a rule (`check`).
+
+        A rule that returns None (not applicable) scores 0: nothing else scores the response.
+        """
         rows = zip(response_texts, ground_truths, data_sources, strict=True)
         if self._verifiers:
             return [verify(self._verifiers, response, truth) for response, truth, _ in rows]
-        return [RULES[self._rules[source]](response, truth) for response, truth, source in rows]
+        results = [RULES[self._rules[source]](response, truth) for response, truth, source in rows]
+        return [RewardResult(result.score or 0.0, result.parts) for result in results]
 
     def check(self, prompts: Iterable[Prompt]) -> list[Problem]:
         """Return a problem for each data source with prompts that cannot be scored.

@@ -65,21 +65,30 @@ class Outcome:
 def to_result(value: Any) -> RewardResult:
     """Convert a reward function's return value: a number, or a dict of numbers with `score`.
 
+    None, also as `score`, means that the function does not apply to the sample; another number of
+    a dict may be None too, and is then left out.
+
     Raises:
         ScoreFailure: It is something else, or not finite.
     """
+    if value is None:
+        return RewardResult(None)
     if not isinstance(value, dict):
         return RewardResult(_to_finite_number("the result", value))
     if "score" not in value:
         keys = ", ".join(map(repr, list(value)[:8])) or "nothing"
         raise ScoreFailure(Cause.WRONG_RESULT, f"a dict must have `score`, it has {keys}")
-    parts = {str(name): _to_finite_number(f"{name!r}", part) for name, part in value.items()}
-    return RewardResult(parts.pop("score"), parts)
+    parts = {
+        str(name): _to_finite_number(f"{name!r}", part)
+        for name, part in value.items()
+        if part is not None
+    }
+    return RewardResult(parts.pop("score", None), parts)
 
 
 def _to_finite_number(name: str, value: Any) -> float:
     try:
-        if value is None or isinstance(value, (str, bytes, bytearray)):
+        if isinstance(value, (str, bytes, bytearray)):
             raise TypeError
         number = float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):

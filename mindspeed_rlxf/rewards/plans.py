@@ -12,9 +12,15 @@ from mindspeed_rlxf.config.problems import Problem, closest
 from mindspeed_rlxf.config.reward_section import BY_SOURCE, split_name
 from mindspeed_rlxf.config.schema import RewardConfig
 from mindspeed_rlxf.data.prompt_store import reward_style
-from mindspeed_rlxf.rewards.outcome import Outcome, Sample
+from mindspeed_rlxf.rewards.outcome import Cause, Outcome, Sample
 from mindspeed_rlxf.rewards.remote import RemoteRewards
-from mindspeed_rlxf.rewards.rules import BUILTIN_SOURCES, OWN_RULES, RULES, SLOW_RULES
+from mindspeed_rlxf.rewards.rules import (
+    BUILTIN_SOURCES,
+    OWN_RULES,
+    RULES,
+    SLOW_RULES,
+    RewardResult,
+)
 from mindspeed_rlxf.rewards.scoring import Plan, weighted_sum
 from mindspeed_rlxf.rewards.workers import WorkerPool
 
@@ -97,8 +103,11 @@ At the end that of this host's processes, if they do: without a name, as it is a
 """
 
 
-def join_scoring(scoring: Scoring) -> Outcome:
+def join_scoring(scoring: Scoring, beside_model: bool = False) -> Outcome:
     """Wait for all outcomes; return their weighted sum (0 if empty), or a failure.
+
+    If each function says None (not applicable), the sum is 0 for a row that a model scores too
+    (`beside_model`), else a failure: then nothing scores the sample.
 
     Raises:
         ScoringBroken: The scoring processes cannot score any sample.
@@ -107,9 +116,10 @@ def join_scoring(scoring: Scoring) -> Outcome:
     for _, _, outcome in reversed(found):
         if outcome.result is None:
             return outcome
-    return Outcome(
-        weighted_sum([(name, weight, o.result) for name, weight, o in found if o.result])
-    )
+    total = weighted_sum([(name, weight, o.result) for name, weight, o in found if o.result])
+    if total.score is None and not beside_model:
+        return Outcome(None, Cause.WRONG_RESULT, "no score: all that score it returned None")
+    return Outcome(RewardResult(total.score or 0.0, total.parts))
 
 
 class StreamingRewards:

@@ -5,8 +5,12 @@ The ground truth is JSON, as other toolkits store programming tasks:
     {"assert_case": ["assert add(1, 2) == 3", ...]}       statements that run after the program
 """
 
+import ast
+import re
 import secrets
+import textwrap
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -75,19 +79,72 @@ class CodeRules:
 SHARED = CodeRules()
 
 
+# Perhaps text before it ("Code: ```python"), the fence, its tag, and what may follow a tag.
+_FENCE = re.compile(r"(?P<before>[^`~\n]*?)(?P<fence>`{3,}|~{3,})\s*\{?\.?(?P<tag>[^\s`{}]*)[^`]*")
+_QUOTE = re.compile(r"[ \t]{0,3}(?:>[ \t]?)+")
+
+
 def find_program(response: str) -> str | None:
-    """Return the last closed Markdown block (```) in a response; None without one."""
-    program: list[str] | None = None
-    block: list[str] | None = None
+    """Return the last closed Markdown block tagged as Python or untagged; None without one.
+
+    Fences are of backticks or tildes, also indented, in lists and in quotes. An untagged block
+    after one of Python counts only if it is a program, as it may show what that prints.
+    """
+    program: str | None = None
+    is_tagged = False  # whether the program's block has a tag
+    for tag, lines in _find_blocks(response):
+        if tag not in ("", "py", "py3") and not tag.startswith("python"):
+            continue
+        text = textwrap.dedent("\n".join(lines))
+        if tag or not is_tagged or _is_program(text):
+            program, is_tagged = text, bool(tag)
+    return program
+
+
+def _find_blocks(response: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield the tag in lower case and the lines of each closed block.
+
+    A fence with a tag also begins a block where the one before was not closed.
+    """
+    fence, tag, prefix = "", "", ""
+    lines: list[str] = []
     for line in response.split("\n"):
-        mark = line.strip()
-        if mark.startswith("```") and (block is None or mark != "```"):
-            block = []  # also where the block before was not closed
-        elif mark == "```":
-            program, block = block, None
-        elif block is not None:
-            block.append(line)
-    return None if program is None else "\n".join(program)
+        content = line.removeprefix(prefix) if prefix else line
+        opening = _FENCE.fullmatch(content)
+        if fence:
+            body, closing = _split_closing(content, fence)
+            if closing:
+                yield tag, [*lines, body] if body.strip() else lines
+                fence = prefix = ""
+                continue
+            begins = opening is not None and opening["tag"] and not opening["before"].strip()
+            if not begins or opening["fence"][0] != fence[0]:  # type: ignore[index]
+                lines.append(content)
+                continue
+        if opening is None:
+            continue
+        quote = _QUOTE.match(content)
+        prefix = quote[0] if quote is not None else ""
+        fence, tag, lines = opening["fence"], opening["tag"].lower(), []
+
+
+def _split_closing(line: str, fence: str) -> tuple[str, bool]:
+    """Return what a line has before the fence that ends it, and whether one does."""
+    text = line.rstrip()
+    body = text.rstrip(fence[0])
+    is_closing = len(text) - len(body) >= len(fence)
+    return (body, True) if is_closing else (line, False)
+
+
+def _is_program(text: str) -> bool:
+    """Whether a text is Python that does something: more than values, as in printed output."""
+    try:
+        statements = ast.parse(text).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return any(
+        not isinstance(each, ast.Expr) or isinstance(each.value, ast.Call) for each in statements
+    )
 
 
 class _TestCases(BaseModel):
@@ -123,7 +180,7 @@ def read_cases(ground_truth: str) -> list[Case]:
 
 @register_rule("code", read_cases)
 def code(response: str, ground_truth: str) -> RewardResult:
-    """Score the fraction of cases that the response's last Markdown block passes."""
+    """Score the fraction of cases that the response's program (`find_program`) passes."""
     cases = read_cases(ground_truth)
     program = find_program(response)
     passed = SHARED.count_passed(program, cases) if program is not None else 0

@@ -23,10 +23,11 @@ class RewardResult:
     """A response's score, and its parts, which become metrics.
 
     Built-in rules have the part {"accuracy": 1.0 right, 0.0 wrong}; `length` puts its score there,
-    and rules that run programs add "passed".
+    and rules that run programs add "passed". A score None means "not applicable": it is left out of
+    a weighted sum.
     """
 
-    score: float
+    score: float | None
     parts: dict[str, float] = field(default_factory=dict)
 
 

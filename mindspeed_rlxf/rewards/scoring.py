@@ -89,14 +89,16 @@ class SampleScorer:
 def weighted_sum(results: Sequence[tuple[str, float, RewardResult]]) -> RewardResult:
     """Add up weighted scores from (name, weight, result) triples; 0 for none.
 
+    A score None (not applicable) is left out, weight and all; the sum is None if every score is.
     The parts are each unweighted score under its name, and its own parts under `name/key`. A result
     without a name contributes its own parts unchanged.
     """
     parts: dict[str, float] = {}
     for name, _, result in results:
-        scores = {name: result.score} if name else {}
+        scores = {name: result.score} if name and result.score is not None else {}
         parts |= scores | {f"{name}/{k}" if name else k: v for k, v in result.parts.items()}
-    return RewardResult(sum(weight * result.score for _, weight, result in results), parts)
+    weighted = [weight * result.score for _, weight, result in results if result.score is not None]
+    return RewardResult(sum(weighted) if weighted or not results else None, parts)
 
 
 def score_safely(scorer: SampleScorer, sample: Sample) -> dict[str, Any]:

@@ -4,9 +4,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from mindspeed_rlxf.config.enums import RewardKind
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts, RoleOutput, Rollouts, RuleScores
 from mindspeed_rlxf.data.decoding import RewardTexts
+from mindspeed_rlxf.data.prompt_store import reward_style
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
 from mindspeed_rlxf.rewards.outcome import Sample
 from mindspeed_rlxf.rewards.plans import Scoring, StreamingRewards, join_scoring, scores_row
@@ -71,9 +73,15 @@ class ScorerRole:
                 scorings.append(begun.pop(key))
             else:
                 scorings.append(self._submit(rollouts, row, prompts[row], texts[row]))
-        outcomes = [join_scoring(scoring) for scoring in scorings]
-        failed_score = self.reward.failed_score
-        scores = [o.result.score if o.result else failed_score for o in outcomes]
+        by_model = self.reward.kind is not RewardKind.RULE and not validates
+        outcomes = [
+            join_scoring(scoring, by_model and reward_style(extra_info) != "rule")
+            for scoring, extra_info in zip(scorings, rollouts.extra_infos, strict=True)
+        ]
+        scores = [
+            self.reward.failed_score if o.result is None else float(o.result.score or 0.0)
+            for o in outcomes
+        ]
         parts = [dict(o.result.parts) if o.result else {} for o in outcomes]
         failures = [
             FailedSample(id_, o.cause.value, o.message, o.cause.is_outside) if o.cause else None

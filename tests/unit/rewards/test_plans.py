@@ -1,6 +1,7 @@
 """Which rules and functions a configuration scores by, and where they run."""
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -8,8 +9,9 @@ from pydantic import ValidationError
 
 from mindspeed_rlxf.config import plugins
 from mindspeed_rlxf.config.schema import RewardConfig, SandboxConfig
-from mindspeed_rlxf.rewards.outcome import Cause, Sample
+from mindspeed_rlxf.rewards.outcome import Cause, Outcome, Sample, to_result
 from mindspeed_rlxf.rewards.plans import (
+    Scoring,
     StreamingRewards,
     check_functions,
     join_scoring,
@@ -17,7 +19,7 @@ from mindspeed_rlxf.rewards.plans import (
     needs_processes,
     rule_decides,
 )
-from mindspeed_rlxf.rewards.rules import BUILTIN_SOURCES
+from mindspeed_rlxf.rewards.rules import BUILTIN_SOURCES, RewardResult
 from tests.registries import restored_registries
 
 MATH = "HuggingFaceH4/MATH-500"
@@ -94,6 +96,25 @@ def test_a_plan_has_every_text_that_a_process_needs() -> None:
     assert make_plan(reward(**limits)).sandbox is None
     for runs in (reward(rules={"x": "code"}, **limits), reward({"function": "code"}, **limits)):
         assert make_plan(runs).sandbox == SandboxConfig(memory_mb=77)
+
+
+def test_a_score_of_none_is_left_out_of_the_sum() -> None:
+    """TRL adds up without it too (`nansum`), and warns if every function returns None."""
+
+    def join(*scores: Any, **more: bool) -> Outcome:
+        scoring: Scoring = []
+        for place, score in enumerate(scores):
+            future: Future[Outcome] = Future()
+            future.set_result(Outcome(to_result(score)))
+            scoring.append((f"part{place}", 2.0, future))
+        return join_scoring(scoring, **more)
+
+    assert join(1.0, None).result == RewardResult(2.0, {"part0": 1.0})
+    both = join({"score": None, "length": 3, "unknown": None}, 0.5).result
+    assert both == RewardResult(1.0, {"part0/length": 3.0, "part1": 0.5})
+    assert join(None, None).cause is Cause.WRONG_RESULT, "nothing scores it"
+    assert join(None, beside_model=True).result == RewardResult(0.0), "the model scores it"
+    assert join().result == RewardResult(0.0)
 
 
 def test_rules_score_the_validation_of_a_model_without_functions() -> None:

@@ -41,12 +41,31 @@ def rules() -> Iterator[programs.CodeRules]:
         ("```python\nprint(1)", None),  # cut off
         ("```\na\n```\ntext\n```py\nb\n\nc\n```", "b\n\nc"),
         ("```python\ncut off\n```python\nprint(1)\n```", "print(1)"),
-        ("   ```\n  x = 1\n   ```", "  x = 1"),
-        ("```a\nx\n```\n```b\ncut off", "x"),
+        ("   ```\n  x = 1\n   ```", "x = 1"),
+        ("```py\nx\n```\n```py\ncut off", "x"),
         ("`x`\n``` \n```", ""),
+        ("```python\na()\n```\nRun it:\n```bash\npython a.py\n```", "a()"),
+        ("```python\na()\n```\nIt prints:\n```\n3\n```", "a()"),
+        ("```python\na()\n```\nIt prints:\n```output\n3\n```\n```json\n{}\n```", "a()"),
+        ("```python\na()\n```\nBetter:\n```\nb()\n```", "b()"),
+        ("```\nx\n```\n```\n3\n```", "3"),
+        ("```cpp\nint a;\n```", None),
+        ("~~~python\na()\n~~~", "a()"),
+        ("~~~\na = '```'\n~~~", "a = '```'"),
+        ("````python\ns = '''\n```\n'''\n````", "s = '''\n```\n'''"),
+        ("1. So:\n   ```python\n   if a:\n       b()\n   ```", "if a:\n    b()"),
+        ("- ```python\n  a()\n  b()\n  ```", "a()\nb()"),
+        ("\t```python\n\ta()\n\t```", "a()"),
+        ("> ```python\n> if a:\n>     b()\n> ```", "if a:\n    b()"),
+        ("Code:```Python3\na()\n```", "a()"),
+        ("``` python\na()\n```", "a()"),
+        ("```{.python}\na()\n```", "a()"),
+        ('```python title="a.py"\na()\n```', "a()"),
+        ("```python\na()```", "a()"),
+        ("```python\r\na()\r\n```\r\n", "a()\r"),
     ],
 )
-def test_the_last_closed_block_is_the_program(response: str, program: str | None) -> None:
+def test_the_last_closed_block_of_python_is_the_program(response: str, program: str | None) -> None:
     assert find_program(response) == program
 
 
