@@ -11,6 +11,7 @@ from mindspeed_rlxf.rewards.latex import (
     find_boxed,
     find_said,
     find_tagged,
+    has_matching_braces,
     normalise,
     read_unit,
     split_unit,
@@ -175,8 +176,7 @@ def math_score(response: str, ground_truth: str) -> float:
     may run without bound: its own timeouts are off, because they are signals, and signals work only
     in main threads. So the rule runs in processes with a deadline.
     """
-    boxed = find_boxed(ground_truth)
-    truth = read_answer(ground_truth if boxed is None else boxed)
+    truth = _read_truth(ground_truth)
     text = after_thoughts(response)
     stated = find_boxed(text)
     if stated is not None:
@@ -185,6 +185,37 @@ def math_score(response: str, ground_truth: str) -> float:
     if tagged is not None and _is_equal(tagged, truth):
         return 1.0
     return float(_prose_says(text if tagged is None else tagged, truth))
+
+
+def _read_truth(ground_truth: str) -> Answer:
+    boxed = find_boxed(ground_truth)
+    return read_answer(ground_truth if boxed is None else boxed)
+
+
+def accepts_math_truth(ground_truth: str) -> bool:
+    """Whether some response of `math` can equal a ground truth.
+
+    Raises:
+        ValueError: None can, for this reason.
+    """
+    truth = _read_truth(ground_truth)
+    if not has_matching_braces(truth.bare):
+        raise ValueError("the braces of its LaTeX do not match")
+    return bool(truth.text)
+
+
+def needs_parser(ground_truth: str) -> bool:
+    """Whether a ground truth of `math` is more than a number, a time or a text."""
+    truth = _read_truth(ground_truth)
+    return truth.number is None and truth.time is None and not truth.word
+
+
+def can_parse(ground_truth: str) -> bool:
+    """Whether math-verify reads a ground truth as an expression that it can compare."""
+    import sympy
+
+    parsed = _parse_boxed(_read_truth(ground_truth).bare)
+    return any(not isinstance(each, str) and each not in (sympy.zoo, sympy.nan) for each in parsed)
 
 
 def _is_equal(stated: str, truth: Answer) -> bool:

@@ -43,6 +43,11 @@ def _read_braces(text: str, start: int) -> str | None:
     return None
 
 
+def has_matching_braces(text: str) -> bool:
+    """Whether each brace of a LaTeX text is closed, and none is closed that was not open."""
+    return _read_braces(text + "}", 0) == text
+
+
 def find_tagged(text: str) -> str | None:
     """Return the content of the last `<answer>` element, None without one."""
     tagged = _ANSWER_TAG.findall(text)

@@ -7,6 +7,7 @@ from mindspeed_rlxf.config.enums import Verifier
 from mindspeed_rlxf.config.problems import Problem, UserError
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.rewards import programs  # noqa: F401  registers its rules
+from mindspeed_rlxf.rewards.expressions import needs_parser
 from mindspeed_rlxf.rewards.rules import (
     ACCEPTS,
     BUILTIN_SOURCES,
@@ -15,7 +16,10 @@ from mindspeed_rlxf.rewards.rules import (
     SLOW_RULES,
     RewardResult,
 )
+from mindspeed_rlxf.rewards.truths import find_unparsed
 from mindspeed_rlxf.rewards.verifiers import NEED_TRUTH, verify
+
+MAX_NAMED = 10  # rows in a message
 
 
 class RewardManager:
@@ -84,6 +88,31 @@ class RewardManager:
             )
         return problems
 
+    def find_unparsed(self, prompts: Iterable[Prompt]) -> list[str]:
+        """Return a line for each data source with truths that only an equal text can match.
+
+        They are LaTeX that math-verify cannot parse. May start a process (`truths`).
+        """
+        rows: dict[tuple[str, str], list[int]] = {}
+        for prompt in prompts:
+            is_math = not self._verifiers and self._rules.get(prompt.data_source) == "math"
+            if is_math and needs_parser(prompt.ground_truth):
+                key = prompt.data_source, prompt.ground_truth
+                rows.setdefault(key, []).append(prompt.index)
+        unparsed = set(find_unparsed([*dict.fromkeys(truth for _, truth in rows)]))
+        by_source: dict[str, list[str]] = {}
+        for (source, truth), indices in rows.items():
+            if truth in unparsed:
+                named = by_source.setdefault(source, [])
+                named += [f"prompt {index} ({truth!r:.40})" for index in indices]
+        return [
+            f"data source {source!r}: {len(named)} ground truths cannot be parsed, so that only "
+            f"the same LaTeX scores: {', '.join(named[:MAX_NAMED])}"
+            + ", ..."
+            * (len(named) > MAX_NAMED)
+            for source, named in by_source.items()
+        ]
+
     def _refuse(self, prompt: Prompt) -> str | None:
         """Return ": REASON" or "" if the prompt cannot be scored, None if it can."""
         truth, rule = prompt.ground_truth, self._rules.get(prompt.data_source, "")
@@ -98,6 +127,8 @@ class RewardManager:
         if rule in RULES_WITHOUT_TRUTH:
             return None
         good = (
-            rule and truth.strip() and (rule in SLOW_RULES or RULES[rule](truth, truth).score > 0)
+            rule
+            and truth.strip()
+            and (rule in SLOW_RULES or (RULES[rule](truth, truth).score or 0.0) > 0)
         )
         return None if good else ""

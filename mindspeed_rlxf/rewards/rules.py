@@ -8,14 +8,15 @@ from typing import Any, TypeAlias
 
 from mindspeed_rlxf.config.registry import add_to
 from mindspeed_rlxf.config.reward_section import RULES_OF_PROGRAMS
+from mindspeed_rlxf.rewards import verl_rules
 from mindspeed_rlxf.rewards.answers import (
     format_score,
     length_score,
     math_score,
     multiple_choice,
 )
+from mindspeed_rlxf.rewards.expressions import accepts_math_truth
 from mindspeed_rlxf.rewards.numbers import final_number, last_number, marked_number
-from mindspeed_rlxf.rewards.verl_rules import gsm8k_verl, math_verl
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,9 @@ RULES: dict[str, Rule] = {
     "gsm8k": gsm8k,
     "gsm8k_strict": gsm8k_strict,
     "gsm8k_flexible": gsm8k_flexible,
-    "gsm8k_verl": _as_rule(gsm8k_verl),
+    "gsm8k_verl": _as_rule(verl_rules.gsm8k_verl),
     "math": _as_rule(math_score),
-    "math_verl": _as_rule(math_verl),
+    "math_verl": _as_rule(verl_rules.math_verl),
     "multiple_choice": _as_rule(multiple_choice),
     "format": _as_rule(format_score),
     "length": _as_rule(length_score),
@@ -114,8 +115,12 @@ BUILTIN_SOURCES = {
 }
 """Data source -> name of its rule, unless `reward.rules` names another."""
 
-ACCEPTS: dict[str, Callable[[str], object]] = {}
-"""Name of a rule whose ground truths are test cases -> whether it accepts a ground truth.
+ACCEPTS: dict[str, Callable[[str], object]] = {
+    "gsm8k_verl": verl_rules.accepts_gsm8k_truth,
+    "math": accepts_math_truth,
+    "math_verl": verl_rules.accepts_math_truth,
+}
+"""Name of a rule that does not score a ground truth as a response -> whether it accepts one.
 
 The function may raise ValueError in place of returning False: the text is shown as the reason.
 """

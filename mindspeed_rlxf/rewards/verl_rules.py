@@ -39,6 +39,22 @@ def gsm8k_verl(response: str, ground_truth: str, method: str = "strict") -> floa
     return float(gsm8k_verl_answer(response, method) == ground_truth)
 
 
+def accepts_gsm8k_truth(ground_truth: str) -> bool:
+    """Whether some response of `gsm8k_verl` can equal a ground truth.
+
+    Raises:
+        ValueError: None can, for this reason.
+    """
+    if not re.fullmatch(r"-?[0-9.]+", ground_truth):
+        raise ValueError("it must be digits alone, as 1234 for 1,234")
+    return True
+
+
+def accepts_math_truth(ground_truth: str) -> bool:
+    """Whether some response of `math_verl` can equal a ground truth."""
+    return bool(ground_truth) and math_verl(f"\\boxed{{{ground_truth}}}", ground_truth) > 0
+
+
 def math_verl(response: str, ground_truth: str) -> float:
     r"""Score 1 if the last \boxed{} is the ground truth after verl's normalisation, else 0."""
     answer = math_verl_answer(response)

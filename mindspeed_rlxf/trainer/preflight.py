@@ -3,7 +3,7 @@
 import contextlib
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -301,12 +301,17 @@ def _check_rewards(config: RunConfig, prepared: Prepared) -> list[Problem]:
     prepared.scores_in_processes = needs_processes(reward, {p.data_source for p in scored})
     if reward.chooses_by_label:
         prepared.scores_in_processes |= any(scores_row(reward, p.extra_info) for p in train)
-    found = manager.check(
-        p
-        for p in (chain(train, val) if by_rule or reward.parts else train)
-        if scores_row(reward, p.extra_info)
-        and rule_decides(reward, p.data_source, reward_style(p.extra_info))
-    )
+
+    def scored_by_rules() -> Iterator[Prompt]:
+        for prompt in chain(train, val) if by_rule or reward.parts else train:
+            style = reward_style(prompt.extra_info)
+            is_ruled = rule_decides(reward, prompt.data_source, style)
+            if scores_row(reward, prompt.extra_info) and is_ruled:
+                yield prompt
+
+    found = manager.check(scored_by_rules())
+    if prepared.scores_in_processes and not found:
+        prepared.notices += manager.find_unparsed(scored_by_rules())
     if by_rule:
         return found
     remedy = "or use validation.reward=model"

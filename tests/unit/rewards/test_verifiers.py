@@ -154,6 +154,34 @@ def test_an_unknown_rule_is_a_user_error():
     assert second.startswith("reward.rules.c='x'")
 
 
+def test_truths_that_no_response_can_equal_are_found_before_the_run() -> None:
+    truths = {
+        "math": ["12:00", r"\frac{1}{2}", r"\text{Evelyn}", r"\frac{1}{", r"\boxed{}", "$ $"],
+        "gsm8k_verl": ["18", "-1.5", "1,234", "eighteen"],
+        "math_verl": [r"\frac{1}{2}", "}"],
+    }
+    prompts = [
+        prompt(place, truth, rule)
+        for rule, group in truths.items()
+        for place, truth in enumerate(group)
+    ]
+    problems = map(str, RewardManager({rule: rule for rule in truths}).check(prompts))
+    said = [problem.partition(" must have")[0] for problem in problems]
+    assert said == [
+        "data source 'math' (3 rows)",
+        "data source 'gsm8k_verl' (2 rows)",
+        "data source 'math_verl' (1 rows)",
+    ]
+
+
+def test_truths_that_are_compared_as_text_alone_are_named_with_their_rows() -> None:
+    truths = ["3", "12:00", r"\sqrt{8}", "x =", r"\text{Evelyn}", r"\sqrt{}", "x ="]
+    prompts = [prompt(place, truth, "mine") for place, truth in enumerate(truths)]
+    (line,) = RewardManager({"mine": "math"}).find_unparsed(prompts)
+    assert line.endswith(r"prompt 3 ('x ='), prompt 6 ('x ='), prompt 5 ('\\sqrt{}')")
+    assert RewardManager({"mine": "gsm8k"}).find_unparsed(prompts) == []
+
+
 def test_check_finds_sources_without_a_rule_and_ground_truths_without_an_answer():
     prompts = [
         prompt(0, "7", "arithmetic"),
