@@ -13,8 +13,9 @@ __all__ = ["CHOICES", "find_choice", "format_score", "length_score", "math_score
 _NO_TAG = r"(?:(?!</?(?:think|answer)>).)*"
 THINK = rf"\s*(?:<think>)?{_NO_TAG}</think>\s*<answer>{_NO_TAG}</answer>\s*"
 CHOICES = "ABCDEFGHIJ"
-_NOT_TEXT = re.compile(r"[*`$]|__|\\[()\[\]]")
-_SPACES = re.compile(r"\\[ ,;!]|~|\s+")
+_MARKUP = str.maketrans("~", " ", "*`$")
+_DELIMITER = re.compile(r"\\[()\[\]]")
+_LATEX_SPACE = re.compile(r"\\[ ,;!]")
 _OPEN, _CLOSE = r"[(\[{<\"']", r"[)\]}>\"']"
 _ALONE = re.compile(rf"{_OPEN}? ?([A-Z]) ?{_CLOSE}?[ .:]*")
 # A letter, then the text of its choice.
@@ -69,11 +70,11 @@ def find_choice(text: str, choices: str = CHOICES) -> str | None:
     if stated is not None:
         stated = _plain(stated)
         return _letter_with_text(stated, choices) or _said_letter(stated, choices)
-    lines = [_plain(line) for line in text.strip().split("\n")]
-    joined = "\n".join(line for line in lines if line)
-    said = _said_letter(joined, choices)
+    text = _plain(text)
+    said = _said_letter(text, choices)
     if said is not None:
         return said or None
+    lines = text.split("\n")
     last = lines[-1]
     end = re.search(r"\(([A-Z])\)[. ]*$", last)
     if end is not None:
@@ -84,8 +85,12 @@ def find_choice(text: str, choices: str = CHOICES) -> str | None:
 
 
 def _plain(text: str) -> str:
-    """Return a text without Markdown emphasis and LaTeX, with single spaces."""
-    return _SPACES.sub(" ", _NOT_TEXT.sub("", unwrap_text(text))).strip()
+    """Return a text without Markdown emphasis and LaTeX, with single spaces and line ends."""
+    text = text.translate(_MARKUP).replace("__", "")
+    if "\\" in text:
+        text = _LATEX_SPACE.sub(" ", _DELIMITER.sub("", unwrap_text(text)))
+    lines = [" ".join(line.split()) for line in text.split("\n")]
+    return "\n".join(line for line in lines if line)
 
 
 def _said_letter(text: str, choices: str) -> str | None:

@@ -4,6 +4,7 @@ import logging
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 from mindspeed_rlxf.rewards.latex import (
@@ -19,9 +20,12 @@ from mindspeed_rlxf.rewards.latex import (
 )
 from mindspeed_rlxf.rewards.numbers import exact_number
 
+NUM_CACHED = 256  # answers: those of a prompt's responses are often the same
 _TIME = re.compile(r"(\d{1,2}):([0-5]\d)")
 _PERCENT = re.compile(r"(?<=[\w}\s])\s*(?:\\?%|\bpercent|\bpct)")
 _PERCENT_NUMBER = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(?:\\?%|percent\b|pct\b)")
+_FORMULA = re.compile(r"\$([^$]+)\$|\\\((.+?)\\\)")
+_PLAIN_WORD = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{2,}")
 _PHRASE = re.compile(r"[^\W\d_][\w\s.,'\u2019-]*")
 _VALUED = re.compile(
     r"[0-9][0-9.,:]*\s*(?:[ap]\.?\s?m\b|hundred|thousand|[mbtr]+illion)|[0-9]{1,2}:[0-5][0-9]",
@@ -40,6 +44,7 @@ class Answer:
         is_decimal: Whether the number has a decimal point.
         is_percent: Whether a percent sign ends it.
         time: Minutes after midnight for a time such as 12:00 or 7 p.m., else None.
+        multiplier: Of words such as `million`, 0 without one.
         word: Letters in lower case if it is a text (`Evelyn`, `CAN`), else "".
         units: Known units, such as {"cm"} or {"pm"}.
     """
@@ -50,10 +55,12 @@ class Answer:
     is_decimal: bool
     is_percent: bool
     time: int | None
+    multiplier: int
     word: str
     units: frozenset[str]
 
 
+@lru_cache(NUM_CACHED)
 def read_answer(text: str) -> Answer:
     """Read an answer that stands alone, such as the content of a box."""
     bare, unit = split_unit(text.replace("\\left", "").replace("\\right", ""))
@@ -76,6 +83,7 @@ def read_answer(text: str) -> Answer:
         is_decimal="." in plain,
         is_percent=is_percent,
         time=_read_time(plain, number, units),
+        multiplier=multiplier,
         word=_read_word(bare),
         units=units,
     )
@@ -180,11 +188,12 @@ def math_score(response: str, ground_truth: str) -> float:
     text = after_thoughts(response)
     stated = find_boxed(text)
     if stated is not None:
-        return float(_is_equal(stated, truth))
+        return float(_is_equal(stated, truth) or False)
     tagged = find_tagged(text)
-    if tagged is not None and _is_equal(tagged, truth):
-        return 1.0
-    return float(_prose_says(text if tagged is None else tagged, truth))
+    is_tagged = None if tagged is None else _is_equal(tagged, truth)
+    if is_tagged is not None:
+        return float(is_tagged)
+    return float(_prose_says(tagged or text, truth))
 
 
 def _read_truth(ground_truth: str) -> Answer:
@@ -218,7 +227,8 @@ def can_parse(ground_truth: str) -> bool:
     return any(not isinstance(each, str) and each not in (sympy.zoo, sympy.nan) for each in parsed)
 
 
-def _is_equal(stated: str, truth: Answer) -> bool:
+def _is_equal(stated: str, truth: Answer) -> bool | None:
+    """Whether an answer that stands alone is the truth, None if it is no expression."""
     answer = read_answer(stated)
     is_known = is_same(answer, truth)
     if is_known is not None:
@@ -227,6 +237,8 @@ def _is_equal(stated: str, truth: Answer) -> bool:
     given = _parse_boxed(answer.bare)
     if _verify(expected, given):
         return True
+    if all(isinstance(each, str) for each in given):
+        return None
     if answer.is_percent == truth.is_percent:
         return False
     if answer.is_percent:
@@ -237,12 +249,13 @@ def _is_equal(stated: str, truth: Answer) -> bool:
 def _prose_says(text: str, truth: Answer) -> bool:
     """Whether a response without a box states the truth."""
     said = find_said(text)
-    if said is not None and _is_equal(said, truth):
-        return True
-    _, multiplier = read_unit(split_unit(truth.text)[1])
-    is_valued = truth.time is not None or truth.units & {"am", "pm"} or multiplier
-    if is_valued or truth.word:
-        valued = _VALUED.findall(text) if is_valued else []
+    is_said = None if said is None else _says(said, truth)
+    if is_said is not None:
+        return is_said
+    if truth.word:
+        return False
+    if truth.time is not None or truth.multiplier:
+        valued = _VALUED.findall(text)
         return bool(valued) and is_same(read_answer(valued[-1]), truth) is True
     without = _PERCENT_NUMBER.sub(r"\1", text)
     if _verify(_parse_boxed(truth.bare), _parse(without)):
@@ -254,6 +267,18 @@ def _prose_says(text: str, truth: Answer) -> bool:
     return _verify(_parse_boxed(bare), _parse(fractions))
 
 
+def _says(said: str, truth: Answer) -> bool | None:
+    """Whether what follows "the answer is" is the truth, None if a sentence goes on there."""
+    is_known = is_same(read_answer(said), truth)
+    if is_known is not None:
+        return is_known
+    formula = _FORMULA.search(said)
+    if formula is not None:
+        return _is_equal(formula[1] or formula[2], truth)
+    return None if _PLAIN_WORD.search(said) else _is_equal(said, truth)
+
+
+@lru_cache(NUM_CACHED)
 def _parse_boxed(answer: str) -> list[Any]:
     return _parse(f"\\boxed{{{answer}}}")
 

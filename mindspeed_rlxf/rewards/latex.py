@@ -62,8 +62,9 @@ def find_said(text: str) -> str | None:
 
 def unwrap_text(text: str) -> str:
     r"""Return LaTeX with the contents of \text{...}, \textbf{...}, ... in place of these."""
-    while _UNWRAP.search(text):
-        text = _UNWRAP.sub(r"\1", text)
+    num_replaced = text.count("\\")
+    while num_replaced:  # once for each level of nesting
+        text, num_replaced = _UNWRAP.subn(r"\1", text)
     return text
 
 

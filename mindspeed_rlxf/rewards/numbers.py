@@ -75,6 +75,12 @@ def _plain_statement(text: str) -> str:
     return _SPACED_THOUSANDS.sub(",", plain_numbers(_NEGATIVE.sub("-", text)))
 
 
+def _read_digits(text: str) -> Fraction | None:
+    """Return the number of a text of digits alone, which most ground truths are."""
+    is_number = text.isdecimal() and text.isascii() and len(text) <= MAX_DIGITS
+    return Fraction(int(text)) if is_number else None
+
+
 def exact_number(text: str) -> Fraction | None:
     """Return the number that a text consists of, None if it has anything else."""
     if len(text) > MAX_DIGITS:
@@ -177,7 +183,6 @@ def stated_number(text: str) -> Fraction | None:
     return _value(matches[0] if is_first else matches[-1])
 
 
-_MARK = re.compile(r"#{4,}")
 _LABEL = re.compile(
     r"[\s*_`]*(?i:(?:so|thus|hence|therefore),?\s+)?(?i:the\s+)?(?i:(?:final|correct|numerical)\s+)?"
     r"(?i:answer|result)\b[\s*_`]*(?i:is\b)?[\s*_`:=]*"
@@ -193,17 +198,21 @@ def marked_number(text: str) -> Fraction | None:
     A Markdown heading, such as `#### Step 1: Count` or `#### 1. Count`, is not followed by one;
     `#### Answer: 18` is.
     """
+    if ANSWER_MARK not in text:
+        return None
     num_headings = 0  # numbered ones
-    for section in _MARK.split(after_thoughts(text))[1:]:
-        line, _, rest = section.lstrip().partition("\n")
-        label = _LABEL.match(line)
+    for section in after_thoughts(text).split(ANSWER_MARK)[1:]:
+        line, _, rest = section.lstrip("# \t\n\r").partition("\n")
+        label = None if line[:1].isdecimal() else _LABEL.match(line)
         if label is not None:
             line = line[label.end() :].strip() or rest.lstrip().partition("\n")[0]
         heading = _NUMBERED.match(line)
         if heading is not None and int(heading[1]) == num_headings + 1:
             num_headings += 1
             continue
-        number = _leading_number(line)
+        number = _read_digits(line.strip())
+        if number is None:
+            number = _leading_number(line)
         if number is not None:
             return number
     return None
@@ -236,6 +245,9 @@ def final_number(text: str) -> Fraction | None:
 
     A box with several numbers is an answer too, a wrong one: None.
     """
+    number = _read_digits(text)
+    if number is not None:
+        return number
     text = after_thoughts(text)
     if ANSWER_MARK in text:
         number = marked_number(text)

@@ -92,40 +92,58 @@ def find_program(response: str) -> str | None:
     """
     program: str | None = None
     is_tagged = False  # whether the program's block has a tag
-    for tag, lines in _find_blocks(response):
+    for tag, text in _find_blocks(response):
         if tag not in ("", "py", "py3") and not tag.startswith("python"):
             continue
-        text = textwrap.dedent("\n".join(lines))
+        if text.lstrip("\n")[:1].isspace():
+            text = textwrap.dedent(text)
         if tag or not is_tagged or _is_program(text):
             program, is_tagged = text, bool(tag)
     return program
 
 
-def _find_blocks(response: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield the tag in lower case and the lines of each closed block.
+def _find_blocks(response: str) -> Iterator[tuple[str, str]]:
+    """Yield the tag in lower case and the text of each closed block.
 
     A fence with a tag also begins a block where the one before was not closed.
     """
-    fence, tag, prefix = "", "", ""
-    lines: list[str] = []
-    for line in response.split("\n"):
-        content = line.removeprefix(prefix) if prefix else line
-        opening = _FENCE.fullmatch(content)
+    fence, tag, prefix, begin = "", "", "", 0
+    for start, end in _find_fence_lines(response):
+        line = response[start:end].removeprefix(prefix)
         if fence:
-            body, closing = _split_closing(content, fence)
-            if closing:
-                yield tag, [*lines, body] if body.strip() else lines
+            body, is_closing = _split_closing(line, fence)
+            if is_closing:
+                inner = response[begin : max(begin, start - 1)]
+                if prefix:
+                    inner = "\n".join(each.removeprefix(prefix) for each in inner.split("\n"))
+                yield tag, f"{inner}\n{body}" if body.strip() and inner else inner or body.strip()
                 fence = prefix = ""
                 continue
-            begins = opening is not None and opening["tag"] and not opening["before"].strip()
-            if not begins or opening["fence"][0] != fence[0]:  # type: ignore[index]
-                lines.append(content)
+        opening = _FENCE.fullmatch(line)
+        if fence:
+            is_same_kind = opening is not None and opening["fence"][0] == fence[0]
+            if opening is None or not is_same_kind or not opening["tag"]:
+                continue
+            if opening["before"].strip():
                 continue
         if opening is None:
             continue
-        quote = _QUOTE.match(content)
-        prefix = quote[0] if quote is not None else ""
-        fence, tag, lines = opening["fence"], opening["tag"].lower(), []
+        quote = _QUOTE.match(line) if ">" in line else None
+        prefix = "" if quote is None else quote[0]
+        fence, tag, begin = opening["fence"], opening["tag"].lower(), end + 1
+
+
+def _find_fence_lines(text: str) -> Iterator[tuple[int, int]]:
+    """Yield where each line with three backticks or tildes begins and ends."""
+    end = 0
+    while end < len(text):
+        places = [place for place in (text.find("```", end), text.find("~~~", end)) if place >= 0]
+        if not places:
+            return
+        start = text.rfind("\n", 0, min(places)) + 1
+        end = text.find("\n", min(places))
+        end = len(text) if end < 0 else end
+        yield start, end
 
 
 def _split_closing(line: str, fence: str) -> tuple[str, bool]:
