@@ -93,9 +93,9 @@ def find_program(response: str) -> str | None:
     program: str | None = None
     is_tagged = False  # whether the program's block has a tag
     for tag, text in _find_blocks(response):
-        if tag not in ("", "py", "py3") and not tag.startswith("python"):
+        if not tag.startswith("python") and tag not in ("", "py", "py3"):
             continue
-        if text.lstrip("\n")[:1].isspace():
+        if text[:1].isspace():
             text = textwrap.dedent(text)
         if tag or not is_tagged or _is_program(text):
             program, is_tagged = text, bool(tag)
@@ -109,14 +109,18 @@ def _find_blocks(response: str) -> Iterator[tuple[str, str]]:
     """
     fence, tag, prefix, begin = "", "", "", 0
     for start, end in _find_fence_lines(response):
-        line = response[start:end].removeprefix(prefix)
+        line = response[start:end]
+        if prefix:
+            line = line.removeprefix(prefix)
         if fence:
             body, is_closing = _split_closing(line, fence)
             if is_closing:
                 inner = response[begin : max(begin, start - 1)]
                 if prefix:
                     inner = "\n".join(each.removeprefix(prefix) for each in inner.split("\n"))
-                yield tag, f"{inner}\n{body}" if body.strip() and inner else inner or body.strip()
+                if body.strip():
+                    inner = f"{inner}\n{body}" if inner else body.strip()
+                yield tag, inner
                 fence = prefix = ""
                 continue
         opening = _FENCE.fullmatch(line)
@@ -135,20 +139,27 @@ def _find_blocks(response: str) -> Iterator[tuple[str, str]]:
 
 def _find_fence_lines(text: str) -> Iterator[tuple[int, int]]:
     """Yield where each line with three backticks or tildes begins and ends."""
+    has_tildes = "~~~" in text
     end = 0
     while end < len(text):
-        places = [place for place in (text.find("```", end), text.find("~~~", end)) if place >= 0]
-        if not places:
+        place = text.find("```", end)
+        if has_tildes:
+            tildes = text.find("~~~", end)
+            place = tildes if place < 0 else place if tildes < 0 else min(place, tildes)
+        if place < 0:
             return
-        start = text.rfind("\n", 0, min(places)) + 1
-        end = text.find("\n", min(places))
-        end = len(text) if end < 0 else end
+        start = text.rfind("\n", 0, place) + 1
+        end = text.find("\n", place)
+        if end < 0:
+            end = len(text)
         yield start, end
 
 
 def _split_closing(line: str, fence: str) -> tuple[str, bool]:
     """Return what a line has before the fence that ends it, and whether one does."""
     text = line.rstrip()
+    if text == fence:
+        return "", True
     body = text.rstrip(fence[0])
     is_closing = len(text) - len(body) >= len(fence)
     return (body, True) if is_closing else (line, False)
