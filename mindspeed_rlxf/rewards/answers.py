@@ -15,16 +15,22 @@ THINK = rf"\s*(?:<think>)?{_NO_TAG}</think>\s*<answer>{_NO_TAG}</answer>\s*"
 CHOICES = "ABCDEFGHIJ"
 _MARKUP = str.maketrans("~", " ", "*`$")
 _DELIMITER = re.compile(r"\\[()\[\]]")
-_LATEX_SPACE = re.compile(r"\\[ ,;!]")
+_LATEX_SPACE = re.compile(r"\\(?:[ ,;!]|q?quad\b)")
 _OPEN, _CLOSE = r"[(\[{<\"']", r"[)\]}>\"']"
 _ALONE = re.compile(rf"{_OPEN}? ?([A-Z]) ?{_CLOSE}?[ .:]*")
 # A letter, then the text of its choice.
 _WITH_TEXT = re.compile(rf"(?:{_OPEN} ?([A-Z]) ?{_CLOSE}[:.]?|([A-Z])[).:\]]) ?\S")
+# Of a box: a letter before a number without a full stop or parenthesis between.
+_BEFORE_NUMBER = re.compile(r"^([A-Z]) ?[-,]? ?([0-9$])")
 # A letter (no "I think"), also a small one, but not before a word ("is a triangle").
-_LETTER = rf"{_OPEN}?(?:([A-Z])\b(?!(?<=I) [a-z]|['\u2019])|([a-z])\b(?! ?\w))"
-_IS = r"(?:(?:\s(?i:is|was|must be|should be|would be))?:?\s?:?\s?)"
+_LETTER = rf"{_OPEN}?(?:([A-Z])\b(?!(?<=I)(?: [a-z]|['\u2019]))|([a-z])\b(?! ?\w))"
+_IS = r"(?:(?:\s(?i:is|was|must be|should be|would be))?:?\s?[:=-]?\s?)"
 _IS_ONE = r"(?:\s(?i:is|was|must be|should be|would be):?| ?:)\s?"
-_SAID = re.compile(rf"(?:(?i:answer){_IS}|(?i:choice|option){_IS_ONE}){_LETTER}")
+_SAID = re.compile(rf"(?:(?i:answer){_IS}|(?i:choice|option){_IS_ONE}|(?i:\bcorrect): ?){_LETTER}")
+_IS_CORRECT = re.compile(
+    rf"\b([A-Z])()\b{_CLOSE}? is "
+    r"(?:correct\b|the (?:(?:correct|right|best) )?(?:answer|choice|option)\b)"
+)
 _NAMED = re.compile(rf"(?i:choice|option|choose|select|pick) ?{_LETTER}")
 _DENIED = re.compile(
     rf"{_CLOSE}? ?(?::|,)? ?(?:(?i:is|are|was|seems|would be|can) ?)?(?:(?i:also|clearly) )?"
@@ -33,9 +39,11 @@ _DENIED = re.compile(
 _REFUSED = re.compile(
     r"\b(?i:not|nor|never|eliminate|exclude|reject|unlike|than|rule out) (?:the |choose |pick )?$"
 )
+# After a letter: further letters up to the end of the line.
+_FURTHER = re.compile(rf"{_CLOSE}?(?: ?{_OPEN}?\b[A-Z]\b{_CLOSE}?)+[. ]*(?:\n|$)")
 # After a letter: another one that is named with it.
 _ANOTHER = re.compile(
-    rf"{_CLOSE}?(?: ?(?:,|/|&|;|\||\b(?:or|and)\b) ?)+{_OPEN}?([A-Z])\b"
+    rf"{_CLOSE}?(?: ?(?:,|/|&|;|-|\||\b(?:or|and)\b) ?)+{_OPEN}?([A-Z])\b"
     r"(?! (?:is|was|are|has|does|can|would|must)\b)(?!(?<=I) [a-z]|['\u2019])"
 )
 
@@ -58,6 +66,7 @@ def find_choice(text: str, choices: str = CHOICES) -> str | None:
     - the last `####`: likewise the text after it
     - the last "answer is B", "correct option: B" and the like; the letter may be lower case, but
       not before a word ("is a triangle")
+    - the last "B is correct"
     - the last "option B", "choice B" or "choose B", unless it is called wrong
     - the last line: it is the letter, begins with it, or ends with it in parentheses
     """
@@ -69,7 +78,8 @@ def find_choice(text: str, choices: str = CHOICES) -> str | None:
         stated = text.rpartition(ANSWER_MARK)[2]
     if stated is not None:
         stated = _plain(stated)
-        return _letter_with_text(stated, choices) or _said_letter(stated, choices)
+        loosely = _BEFORE_NUMBER.sub(r"\1: \2", stated)
+        return _letter_with_text(loosely, choices) or _said_letter(stated, choices)
     text = _plain(text)
     said = _said_letter(text, choices)
     if said is not None:
@@ -95,7 +105,7 @@ def _plain(text: str) -> str:
 
 def _said_letter(text: str, choices: str) -> str | None:
     """Return the letter of the last statement of the answer, "" for several, None without one."""
-    for pattern in (_SAID, _NAMED):
+    for pattern in (_SAID, _IS_CORRECT, _NAMED):
         letters = []
         for match in pattern.finditer(text):
             letter = match[1] or match[2].upper()
@@ -104,6 +114,7 @@ def _said_letter(text: str, choices: str) -> str | None:
             if letter in choices and not (pattern is _NAMED and is_denied):
                 another = _ANOTHER.match(text, match.end())
                 is_one = another is None or another[1] not in choices
+                is_one = is_one and not _FURTHER.match(text, match.end())
                 letters.append(letter if is_one else "")
         if letters:
             return letters[-1]

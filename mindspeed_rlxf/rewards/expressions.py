@@ -1,6 +1,7 @@
 r"""Answers of mathematics: read, and compared as numbers, times, texts or expressions."""
 
 import logging
+import math
 import re
 from dataclasses import dataclass
 from fractions import Fraction
@@ -22,6 +23,7 @@ from mindspeed_rlxf.rewards.numbers import exact_number
 
 NUM_CACHED = 256  # answers: those of a prompt's responses are often the same
 _TIME = re.compile(r"(\d{1,2}):([0-5]\d)")
+_RATIO = re.compile(r"\d{1,9}(?::\d{1,9}){2,}")
 _PERCENT = re.compile(r"(?<=[\w}\s])\s*(?:\\?%|\bpercent|\bpct)")
 _PERCENT_NUMBER = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(?:\\?%|percent\b|pct\b)")
 _FORMULA = re.compile(r"\$([^$]+)\$|\\\((.+?)\\\)")
@@ -71,6 +73,8 @@ def read_answer(text: str) -> Answer:
         bare = bare[: percent.start()]
     if bare.startswith("\\$"):
         units |= {"dollar"}
+    if bare.endswith(("^\\circ", "^{\\circ}", "°")):
+        units |= {"degree"}
     bare = bare.strip("$ ")
     plain = unwrap_text(bare)
     number = exact_number(plain)
@@ -134,6 +138,8 @@ def is_same(answer: Answer, truth: Answer) -> bool | None:
         return _is_same_number(answer, truth)
     if truth.word:
         return _letters(answer) == truth.word
+    if _RATIO.fullmatch(truth.text):
+        return _is_same_ratio(answer.text, truth.text)
     if answer.text and answer.text == truth.text:
         return True
     return None if answer.text and truth.text else False
@@ -163,6 +169,16 @@ def _is_same_number(answer: Answer, truth: Answer) -> bool:
         return False
     is_near = abs(exact - decimal) <= abs(exact) / 10**5
     return is_near and round(exact, 6) == round(decimal, 6)
+
+
+def _is_same_ratio(answer: str, truth: str) -> bool:
+    """Compare ratios of three or more integers, which math-verify divides one by the other."""
+    if not _RATIO.fullmatch(answer):
+        return False
+    terms = [[int(term) for term in text.split(":")] for text in (answer, truth)]
+    divisors = [math.gcd(*group) or 1 for group in terms]
+    left, right = ([term // d for term in group] for group, d in zip(terms, divisors, strict=True))
+    return left == right
 
 
 def _has_decimals(number: Fraction) -> bool:

@@ -77,7 +77,9 @@ def normalise(text: str) -> str:
     text = split_unit(text)[0]
     for word in _DROPPED:
         text = text.replace(word, "")
-    text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
+    text = (
+        text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("\\cfrac", "\\frac")
+    )
     text = re.sub(r"\\frac(\d)(\d)", r"\\frac{\1}{\2}", text)
     return unwrap_text(text).lower()
 

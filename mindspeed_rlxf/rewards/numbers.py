@@ -18,7 +18,7 @@ _DECIMAL = (
 NUMBER = re.compile(
     rf"""
     (?P<minus>(?<![\w)])-)?[$€£¥₹]?
-    (?:(?:(?P<whole>[0-9]+)\s*)?\\[dt]?frac\s*
+    (?:(?:(?P<whole>[0-9]+)\s*)?\\[cdt]?frac\s*
         (?:\{{\s*(?P<top>-?(?:{_DECIMAL}))\s*\}}|(?P<top_digit>[0-9]))\s*
         (?:\{{\s*(?P<bottom>-?(?:{_DECIMAL}))\s*\}}|(?P<bottom_digit>[0-9]))
     |(?:(?P<slash_whole>[0-9]+)\ (?=[0-9]+/))?
@@ -39,7 +39,9 @@ _UNIT_POWER = re.compile(
     r"(\\(?:text|mathrm|mbox|textrm)\s*\{[^{}]*\}|[A-Za-z])\s*\^\s*(?:\{\s*-?[0-9]+\s*\}|-?[0-9]+)"
 )
 _UNIT_DIGIT = re.compile(r"(?<![A-Za-z])([kcdm]?m|ft|in|yd|mi)[23](?![0-9A-Za-z])")
-_OUT_OF = re.compile(r"\bout\s+of\b[\s}\\,;$]*[0-9](?:[0-9,.]*[0-9])?")
+_OUT_OF = re.compile(
+    r"\bout\s+of\b(?:\s+(?:the|all|a\s+total\s+of)\b)?[\s}\\,;$]*[0-9](?:[0-9,.]*[0-9])?"
+)
 _OVER = re.compile(r"\{\s*(-?[0-9.]+)\s*\\over\s*(-?[0-9.]+)\s*\}")
 _VULGAR = {
     "½": "1/2", "⅓": "1/3", "⅔": "2/3", "¼": "1/4", "¾": "3/4", "⅕": "1/5", "⅖": "2/5", "⅗": "3/5",
@@ -149,6 +151,7 @@ def last_number(text: str) -> Fraction | None:
 
 
 _SIDES = re.compile(r"=|\\approx|≈|\\equiv")
+_LIST = re.compile(r",(?![0-9]{3})|;|\b(?:or|and)\b")
 _OPERATOR = r"(?:[-+*/^÷\u00d7·]|\\times|\\cdot|\\div|\\pm)"
 # Between two numbers that are both an answer, or terms of an expression.
 _JOINS = re.compile(
@@ -167,6 +170,8 @@ def stated_number(text: str) -> Fraction | None:
     """
     text = _plain_statement(text)
     sides = _SIDES.split(text)
+    if any(_LIST.search(side) for side in sides[1:-1]):  # x = 3 and y = 18
+        return None
     if len(sides) > 1:
         for side in (sides[-1], sides[0]):
             matches = list(NUMBER.finditer(side))
@@ -187,7 +192,7 @@ _LABEL = re.compile(
     r"[\s*_`]*(?i:(?:so|thus|hence|therefore),?\s+)?(?i:the\s+)?(?i:(?:final|correct|numerical)\s+)?"
     r"(?i:answer|result)\b[\s*_`]*(?i:is\b)?[\s*_`:=]*"
 )
-_NUMBERED = re.compile(r"[\s*_`]*([0-9]{1,2})[.)][\s*_`]+[^\W\d]")
+_NUMBERED = re.compile(r"[\s*_`]*([0-9]{1,2})[.):][\s*_`]+[^\W\d]")
 _ASIDE = re.compile(r"[;(]|,(?![0-9])|\.(?=\s|$)|\b(?:because|since|as|so)\b")
 _TERM = re.compile(rf"\s*{_OPERATOR}\s*[0-9(\\$]")
 
