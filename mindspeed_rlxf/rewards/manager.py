@@ -1,6 +1,5 @@
 """Score responses by their data source's rule, or by verifiers."""
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from mindspeed_rlxf.config.enums import Verifier
@@ -65,11 +64,11 @@ class RewardManager:
         A ground truth must be accepted by the rule's ACCEPTS function, else score above 0 as a
         response to itself. Verifiers that read it only need it to be there.
         """
-        counts: Counter[str] = Counter()
+        refused: dict[str, list[int]] = {}  # data source -> rows
         firsts: dict[str, tuple[Prompt, str]] = {}
         for prompt in prompts:  # once, since they may be read from a disk
             if (reason := self._refuse(prompt)) is not None:
-                counts[prompt.data_source] += 1
+                refused.setdefault(prompt.data_source, []).append(prompt.index)
                 firsts.setdefault(prompt.data_source, (prompt, reason))
         problems = []
         for source, (first, reason) in firsts.items():
@@ -83,8 +82,13 @@ class RewardManager:
                     f"must have ground truths to compare with; the first without is prompt {found}"
                 )
                 remedy = "correct the rows, data.ground_truth_key or reward.rules"
+                others = refused[source][1 : MAX_NAMED + 1]
+                if others:
+                    rule += f"; also {', '.join(f'prompt {index}' for index in others)}"
             problems.append(
-                Problem(f"data source {source!r} ({counts[source]} rows)", rule, remedy=remedy)
+                Problem(
+                    f"data source {source!r} ({len(refused[source])} rows)", rule, remedy=remedy
+                )
             )
         return problems
 

@@ -12,7 +12,7 @@ from functools import partial
 from mindspeed_rlxf.config.enums import Verifier
 from mindspeed_rlxf.rewards.answers import CHOICES, find_choice, format_score
 from mindspeed_rlxf.rewards.expressions import is_same, read_answer
-from mindspeed_rlxf.rewards.latex import find_boxed, find_said
+from mindspeed_rlxf.rewards.latex import after_thoughts, find_boxed, find_said
 from mindspeed_rlxf.rewards.numbers import final_number, last_number, marked_number
 from mindspeed_rlxf.rewards.rules import BUILTIN_SOURCES, RewardResult
 from mindspeed_rlxf.rewards.verl_rules import gsm8k_verl_answer, math_verl_answer
@@ -115,7 +115,7 @@ def boxed_answer(response: str) -> str | None:
 
 def final_answer(response: str) -> str | None:
     """Return the boxed or stated answer, else the last number, normalised; "" without any."""
-    return _normalise_answer(find_answer(response))
+    return _normalise_answer(find_answer(after_thoughts(response)))
 
 
 def _normalise_answer(text: str) -> str:

@@ -177,7 +177,7 @@ class RewardRole:
         responses = rollouts.response_tokens()
         texts = list(map(self.texts.response, responses, rollouts.has_eos.tolist()))
         results = self.rules.score(texts, rollouts.ground_truths, rollouts.data_sources)
-        scores = [result.score for result in results]
+        scores = [result.score or 0.0 for result in results]
         found: list[str | None] = []
         if validates:
             found = find_answers(texts, rollouts.data_sources, self.config.rules, self.verifiers)

@@ -103,9 +103,8 @@ def refused(translate):
 def test_data_sources_of_verl_are_scored_by_its_rules_where_no_function_is(translate):
     rules = translate(*PPO).sections["reward"]["rules"]
     assert rules["openai/gsm8k"] == "gsm8k_verl" and rules["lighteval/MATH"] == "math_verl"
-    assert "rules" not in translate(
-        *PPO, "custom_reward_function.path=f.py", "reward_model.enable=false"
-    ).sections["reward"]
+    by_function = translate(*PPO, "custom_reward_function.path=f.py").sections["reward"]
+    assert "rules" not in by_function
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

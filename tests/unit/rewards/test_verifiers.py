@@ -165,7 +165,8 @@ def test_truths_that_no_response_can_equal_are_found_before_the_run() -> None:
         for rule, group in truths.items()
         for place, truth in enumerate(group)
     ]
-    problems = map(str, RewardManager({rule: rule for rule in truths}).check(prompts))
+    problems = [*map(str, RewardManager({rule: rule for rule in truths}).check(prompts))]
+    assert "is prompt 3 " in problems[0] and "also prompt 4, prompt 5" in problems[0]
     said = [problem.partition(" must have")[0] for problem in problems]
     assert said == [
         "data source 'math' (3 rows)",
