@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ class CommonEngine:
     is_leader: Any  # a property
     micro_batches: Callable[..., list[MicroBatch]]
     forward: Callable[..., list[Tensor]]
+    held_weights: Callable[[], Iterable[Tensor]]
     _offload: Offload
 
     def _make_offload(self, tensors: Mapping[Part, offload.Tensors]) -> Offload:
@@ -75,6 +76,13 @@ class CommonEngine:
         The copy of part `later` may still run in the block, until `Offload.await_copies`.
         """
         return offload.holding((self._offload, parts), later=[later] if later else [])
+
+    @contextmanager
+    def changing_weights(self) -> Iterator[Sequence[Tensor]]:
+        """Yield this rank's parts of the weights, on the device, to change them in place."""
+        with self.holding(Part.WEIGHTS):
+            self._offload.mark_changed(Part.WEIGHTS)  # else an older copy comes back from the host
+            yield list(self.held_weights())
 
     def _read_all(self, rollouts: Rollouts, read: Any) -> list[Tensor]:
         """Run forward passes over all rows, in order; return `read`'s result per micro-batch."""

@@ -7,7 +7,7 @@ interface. All ranks in the role must call a method together, unless it names ot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
@@ -118,8 +118,11 @@ class TrainEngine(Protocol):
         Ranks that only generate rely on the order of `models.parameters.hf_shapes`.
         """
 
-    def held_weights(self) -> Iterable[Tensor]:
-        """Return this rank's parts of the weights, which may be changed in place."""
+    def changing_weights(self) -> AbstractContextManager[Sequence[Tensor]]:
+        """Return a context with this rank's parts of the weights, which it may change in place.
+
+        They are all that `hf_tensors` is made of, and on the device inside the block.
+        """
 
     def export(
         self,

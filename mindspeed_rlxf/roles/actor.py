@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from mindspeed_rlxf.algorithms.kl import kl_per_token
 from mindspeed_rlxf.algorithms.losses import LossOutput, Mean, PolicyLoss, truncated_importance
@@ -20,7 +19,7 @@ from mindspeed_rlxf.data.batch import (
     fit_columns,
 )
 from mindspeed_rlxf.data.mini_batches import mini_batch_order
-from mindspeed_rlxf.engine.train_engine import Part, PolicyStep, TokenLogProbs
+from mindspeed_rlxf.engine.train_engine import PolicyStep, TokenLogProbs
 from mindspeed_rlxf.roles.balance import Lengths, balanced_steps, call_balanced
 from mindspeed_rlxf.roles.engines import EngineFactory, train_engine
 from mindspeed_rlxf.roles.objectives import ClippedObjective, ExperienceMaker, make_objective
@@ -31,6 +30,7 @@ from mindspeed_rlxf.roles.reports import (
     Summary,
     UpdateReport,
 )
+from mindspeed_rlxf.roles.weights_probe import ChangedWeights
 
 
 class ActorGroup:
@@ -115,7 +115,7 @@ class ActorRole:
             self.objective.policy_loss = self.loss
         self.experience = ExperienceMaker(config, self.objective, replicas)
         self.measures = config.old_log_probs is OldLogProbs.AUTO
-        self._weights: list[tuple[Tensor, Tensor]] = []  # changed for a probe, and before
+        self._changed: ChangedWeights | None = None  # during a probe
 
     def send_weights(self) -> RoleOutput:
         """Send the weights to generating ranks in disaggregated placement.
@@ -128,24 +128,16 @@ class ActorRole:
         return RoleOutput()
 
     def begin_probe(self, rows: Rollouts) -> RoleOutput:
-        """Change all weights strongly; report the rows' log-probs, for the rollout to equal them.
-
-        An element's new value depends on its old one only, so copies on other ranks stay equal.
-        """
-        with self.engine.holding(Part.WEIGHTS):
-            self._weights = [(w, w.to("cpu", copy=True)) for w in self.engine.held_weights()]
-            for weight, _ in self._weights:
-                old = weight.float()
-                weight.copy_(1.1 * old + 0.01 * torch.sin(50 * old + 1))
-        found = self.engine.log_probs(rows, 1.0)
-        return RoleOutput(report=found and found.log_probs.tolist())
+        """Change all weights strongly. Report: ProbeReport, for the rollout to equal it."""
+        dtype = torch.bfloat16 if self.config.bf16 else torch.float32
+        self._changed = ChangedWeights(self.engine, dtype)
+        return RoleOutput(report=self._changed.change(rows))
 
     def end_probe(self) -> RoleOutput:
         """Put the weights back."""
-        with self.engine.holding(Part.WEIGHTS):
-            for weight, before in self._weights:
-                weight.copy_(before)
-        self._weights = []
+        assert self._changed is not None, "a probe has begun"
+        self._changed.restore()
+        self._changed = None
         return RoleOutput()
 
     def log_probs(self, rollouts: Rollouts) -> RoleOutput:

@@ -22,6 +22,7 @@ from mindspeed_rlxf.roles.engines import device_model
 from mindspeed_rlxf.roles.own_roles import role_factory
 from mindspeed_rlxf.roles.reports import GenerateReport
 from mindspeed_rlxf.roles.scorer import ScorerRole
+from mindspeed_rlxf.roles.weights_probe import PROBE, ProbeReport, probe_rows
 from mindspeed_rlxf.rollout.rollout_engine import (
     FinishReason,
     GenerationRequest,
@@ -29,11 +30,6 @@ from mindspeed_rlxf.rollout.rollout_engine import (
     answer_from_table,
 )
 from mindspeed_rlxf.rollout.sampling import SamplingSettings, StopStrings
-
-PROBE = -1  # version of the changed weights
-PROBE_ROWS, PROBE_TOKENS = 4, 64
-PROBE_GAPS = {False: 2e-3, True: 0.3}
-"""bf16 -> largest mean difference of log-probs in a probe; other weights make it several nats."""
 
 
 class Sampling(Enum):
@@ -104,19 +100,20 @@ class RolloutGroup:
     def _probe(self, actor: ActorGroup) -> None:
         """Send strongly changed weights, and compare log-probs; the next update overwrites them."""
         rows = probe_rows(self.run.training.seq_length, self.run.actor_rollout)
-        wanted = actor.group.call(ActorRole.begin_probe, rows).result()[0]
+        trained: ProbeReport = actor.group.call(ActorRole.begin_probe, rows).result()[0]
         receipts = self._send(actor, PROBE)
         scored = self.group.call(RolloutRole.score, rows).result()
         actor.group.call(ActorRole.end_probe).result()
-        for (replica, receipt), found in zip(receipts, scored, strict=True):
-            gap = float((torch.tensor(found) - torch.tensor(wanted)).abs().mean())
-            self.write_receipt({"replica": replica, **receipt, "log_prob_gap": gap})
-            limit = PROBE_GAPS[self.run.actor_rollout.bf16]
-            if not gap <= limit:
+        for (replica, receipt), log_probs in zip(receipts, scored, strict=True):
+            gap = trained.gap(log_probs)
+            measured = {"log_prob_gap": gap, "log_prob_gap_limit": trained.limit}
+            self.write_receipt({"replica": replica, **receipt, **measured})
+            if not gap <= trained.limit:
                 raise ValueError(
                     f"log-probs of the vLLM server {replica} and of training must differ by at "
-                    f"most {limit:g} in the mean on changed weights, not {gap:.3g}; the server "
-                    "computes another model: compare its config.json and versions"
+                    f"most {trained.limit:.3g} (root mean square) on changed weights, not "
+                    f"{gap:.3g}; the server computes another model: compare its config.json and "
+                    "versions"
                 )
 
     def _send(self, actor: ActorGroup, version: int) -> list[tuple[int, Any]]:
@@ -317,27 +314,6 @@ def gather_rollouts(prompts: Prompts, results: Iterable[GenerationResult]) -> Ro
         weights_version=_pad(versions, torch.int32),
         extra_infos=prompts.extra_infos,
         messages=prompts.messages,
-    )
-
-
-def probe_rows(seq_length: int, actor: ActorConfig) -> Rollouts:
-    """Return rows of random tokens, on which two engines' log-probs are compared."""
-    size = min(PROBE_TOKENS, seq_length) // 2
-    draw = torch.Generator().manual_seed(0)
-    tokens = torch.randint(actor.architecture.vocab_size, (PROBE_ROWS, 2 * size), generator=draw)
-    mask = torch.ones(PROBE_ROWS, size, dtype=torch.bool)
-    return Rollouts(
-        sample_ids=list(range(PROBE_ROWS)),
-        prompt_ids=tokens[:, :size],
-        prompt_lengths=torch.full((PROBE_ROWS,), size),
-        response_ids=tokens[:, size:],
-        response_mask=mask,
-        trained_mask=mask,
-        has_eos=mask[:, 0],
-        rollout_log_probs=mask.float(),
-        ground_truths=[""] * PROBE_ROWS,
-        data_sources=[""] * PROBE_ROWS,
-        weights_version=mask.int(),
     )
 
 

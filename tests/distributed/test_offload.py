@@ -108,6 +108,27 @@ class Weighed(ActorRole):
         norm = self.update_policy(rollouts, experience, steps).report.steps[0]["grad_norm"]
         return RoleOutput(report=[*saved, norm])
 
+    def probe(self, rollouts: Rollouts, folder: str) -> RoleOutput:
+        """Resume, then probe the weights while a server needs the device; report the names of the
+        tensors that are sent unchanged in the probe, and of those that are others after it."""
+        self._save(Path(folder))
+        self.engine.load_state(Path(folder))
+        before = self._copies()
+        self.begin_probe(rollouts)
+        probed = self._copies()
+        with offload.holding():
+            pass
+        self.end_probe()
+        with offload.holding():
+            pass
+        after = self._copies()
+        sent_unchanged = [name for name in before if before[name].equal(probed[name])]
+        lost = [name for name in before if not before[name].equal(after[name])]
+        return RoleOutput(report=(sent_unchanged, lost))
+
+    def _copies(self) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in self.engine.hf_tensors()}
+
     def _save(self, folder: Path) -> list[str]:
         self.engine.begin_save(folder)
         self.engine.end_save()
@@ -145,3 +166,9 @@ def test_a_step_that_fails_leaves_a_state_that_can_be_saved(actor, tmp_path):
     before, after, away, norm = actor.call(Weighed.fail, *given, str(tmp_path)).result()[0]
     assert len(before) == 2 and before == after == away
     assert norm > 0
+
+
+def test_a_probe_after_a_resume_leaves_the_weights_as_they_were(actor, tmp_path):
+    """While the server has the device the probe's weights are on the host."""
+    for report in actor.call(Weighed.probe, make_rollouts(), str(tmp_path)).result():
+        assert report == ([], [])
