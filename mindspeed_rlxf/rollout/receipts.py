@@ -31,7 +31,8 @@ def compare_receipts(
             "received with other bits than were sent": [
                 n for n in sent if received.get(n, [sent[n]])[0] != sent[n]
             ],
-            "loaded with other bits": [n for n in loaded if loaded[n] != sent[n]],
+            "loaded, but never sent": [n for n in loaded if n not in sent],
+            "loaded with other bits": [n for n in loaded if loaded[n] != sent.get(n)],
             "packed before this update": worker["stale"],
         }
         for how, names in wrong.items():

@@ -121,7 +121,7 @@ def choose_tokens(
     Args:
         logits: [rows, vocab] fp32, before the temperature.
         uniforms: [rows] random numbers in [0, 1), on any device; unused when greedy.
-        generated: [rows] int64, tokens in each response.
+        generated: [rows] int64, tokens in each response, on any device.
         settings: Sampling settings.
 
     Returns:
@@ -132,7 +132,7 @@ def choose_tokens(
         FloatingPointError: Logits are nan, or allow no token.
     """
     ends = torch.tensor(settings.eos_token_ids, dtype=torch.int64, device=logits.device)
-    uniforms = uniforms.float().to(logits.device)
+    uniforms, generated = uniforms.float().to(logits.device), generated.to(logits.device)
     tokens, log_probs = draw_tokens(logits, uniforms, generated, settings, ends)
     check_log_probs(log_probs.cpu())
     return tokens, log_probs
@@ -147,8 +147,8 @@ def draw_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Choose as `choose_tokens`, but without waiting for the device or raising.
 
-    `uniforms`, [rows] fp32 in [0, 1], and `ends`, the [count] int64 EOS ids or None, are on the
-    logits' device. Instead of an error the log-prob is nan (see `check_log_probs`).
+    `uniforms`, [rows] fp32 in [0, 1], `generated`, and `ends`, the [count] int64 EOS ids or None,
+    are on the logits' device. Instead of an error the log-prob is nan (see `check_log_probs`).
     """
     warm = settings.logit_temperature != 1.0
     # not `chosen - logsumexp`, which loses the digits of a log-prob near 0 to large logits

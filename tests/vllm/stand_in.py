@@ -23,8 +23,9 @@ state = {"version": "default", "cache": set(), "served": 0, "buckets": 0}
 def bit_sum(raw: bytes, width: int) -> int:
     halves = np.frombuffer(raw, np.int16).reshape(-1, width)
     halves = np.pad(halves, ((0, -len(halves) % 512), (0, 0))).reshape(-1, 512, width)
-    sums = halves.sum(1, dtype=np.int64).ravel()
-    return int((sums * np.arange(1, len(sums) + 1)).sum())
+    products = halves * np.arange(1, 513, dtype=np.int64)[:, None]
+    sums = np.concatenate([(products % 4096).sum(1), (products // 4096).sum(1)], 1).ravel()
+    return int((sums * np.cumprod(np.full(len(sums), 0x1E3779B97F4A7C15))).sum())
 
 
 def load(path: str, tensors: list) -> None:

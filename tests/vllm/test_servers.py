@@ -291,7 +291,7 @@ assert isinstance(made, IPCWeightTransferEngine)
 found = {{}}
 class Model:
     def load_weights(self, weights): found.update(weights)
-made.model, made.arrived, made.rows, made.device = Model(), {{}}, {{}}, "cpu"
+made.model, made.arrived, made.forms, made.device = Model(), {{}}, {{}}, "cpu"
 update = dict(path={memory.path!r}, tensors={memory.buckets[0]!r})
 made.receive_weights(made.parse_update_info(update))
 print(found["a.weight"].tolist(), made.arrived["a.weight"])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rlxf.rollout import bit_sums, transfer
-from mindspeed_rlxf.rollout.bit_sums import BLOCK, block_sums
+from mindspeed_rlxf.rollout.bit_sums import BLOCK, bit_sum, block_sums
 from mindspeed_rlxf.rollout.transfer import make_buckets
 from tests.unit.rollout.on_device import on_device
 
@@ -29,13 +29,16 @@ def test_the_sums_are_those_of_whole_numbers(monkeypatch, dtype, count):
     random, halves = np.random.default_rng(count), dtype.itemsize // 2
     for patterns in (
         random.integers(-(2**15), 2**15, count * halves),
-        np.full(count * halves, -(2**15)),  # a block is -2^24, the last sum that fp32 has exactly
+        np.full(count * halves, -(2**15)),  # the largest products, 2^24
         np.full(count * halves, 2**15 - 1) - (np.arange(count * halves) < halves),  # odd sums
     ):
         tensor, starts = of_bits(patterns, dtype), range(0, count, BLOCK)
-        expected = [patterns.reshape(-1, halves)[n : n + BLOCK].sum(0).tolist() for n in starts]
-        assert block_sums(tensor).tolist() == expected  # of fp32 the lower halves first
-        assert block_sums(on_device(tensor)).tolist() == expected
+        blocks = [patterns.reshape(-1, halves)[n : n + BLOCK] for n in starts]
+        numbers = np.arange(1, BLOCK + 1)[:, None]
+        expected = [(block * numbers[: len(block)]).sum(0).tolist() for block in blocks]
+        for found in (block_sums(tensor), block_sums(on_device(tensor)).as_subclass(Tensor)):
+            low, high = found.double().chunk(2, dim=1)
+            assert (low + 4096 * high).tolist() == expected  # of fp32 the lower halves first
 
 
 @hypothesis.given(st.sampled_from(DTYPES), st.integers(0, 2**32 - 1), st.data())
@@ -53,6 +56,18 @@ def test_a_number_that_changes_changes_a_sum(dtype, seed, data):
         same = bool((other == old).all())
         after = block_sums(of_bits(patterns, dtype))
         assert torch.equal(after, block_sums(before)) == same
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("others", [(3, 4), (3, 509), (3, BLOCK + 3), (0, BLOCK + 1), (9, 18)])
+def test_elements_that_change_places_change_the_sum(dtype, others):
+    tensor = torch.randn(2 * BLOCK, generator=torch.Generator().manual_seed(0)).to(dtype)
+    tensor[others[1]] = -tensor[others[0]]  # they differ in their highest bit
+    swapped = tensor.clone()
+    swapped[list(others)] = tensor[list(others[::-1])]
+    assert bit_sum(swapped) != bit_sum(tensor)
+    order = torch.randperm(BLOCK, generator=torch.Generator().manual_seed(1))
+    assert bit_sum(tensor[order]) != bit_sum(tensor[:BLOCK])
 
 
 def test_a_bucket_has_tensors_up_to_its_size_or_a_single_larger_one(monkeypatch):

@@ -99,7 +99,7 @@ class Noting(Transport):  # type: ignore[misc, valid-type]
             weights = list(weights)
             for name, tensor in weights:
                 self.arrived.setdefault(name, []).append(bit_sum(tensor))
-                self.rows[name] = len(tensor)
+                self.forms[name] = tuple(tensor.shape), tensor.dtype
             return loads(weights)
 
         if load_weights:  # vLLM 0.23
@@ -127,7 +127,7 @@ class Extension:
     def rlxf_begin(self: Any, version: str) -> None:
         """Begin an update: forget what earlier ones brought."""
         engine, self.rlxf_version = self.weight_transfer_engine, version
-        engine.arrived, engine.rows = {}, {}
+        engine.arrived, engine.forms = {}, {}
         layers = packed_layers(self.model_runner.model)
         self.rlxf_packed = {path: weakref.ref(layer.cpu_linear) for path, layer in layers.items()}
 
@@ -135,7 +135,7 @@ class Extension:
         """Return what the update brought.
 
         `received`: name -> bit sum for each arrival. `loaded`, of the only worker: name -> bit sum
-        of a loaded tensor that can be read. `stale`: names of layers that were not packed anew;
+        of a loaded tensor that can be compared. `stale`: names of layers that were not packed anew;
         packing makes another object.
         """
         engine, model = self.weight_transfer_engine, self.model_runner.model
@@ -143,7 +143,7 @@ class Extension:
         return {
             "version": self.rlxf_version,
             "received": engine.arrived,
-            "loaded": look_at_layers(model, engine.rows) if alone else {},
+            "loaded": look_at_layers(model, engine.arrived, engine.forms) if alone else {},
             "stale": [
                 f"{path}.weight"
                 for path, layer in packed_layers(model).items()
@@ -152,17 +152,48 @@ class Extension:
         }
 
 
-def look_at_layers(model: Any, rows: dict[str, int]) -> dict[str, int]:
-    """Return the bit sums of tensors in their order in fused layers; `rows`: of those received."""
+def look_at_layers(
+    model: Any, arrived: dict[str, list[int]], forms: dict[str, tuple[Any, Any]]
+) -> dict[str, int]:
+    """Return the bit sums of tensors in their order in fused layers, as they were sent.
+
+    Args:
+        model: The model that generates.
+        arrived: Name -> bit sums of those received.
+        forms: Name -> shape and dtype of those received.
+    """
     fused = getattr(model, "packed_modules_mapping", None) or {}
     loaded = dict[str, int]()
     for name, parameter in model.named_parameters():
         path, _, leaf = name.rpartition(".")
         prefix, _, last = path.rpartition(".")
         parts = [f"{prefix}.{part}.{leaf}".lstrip(".") for part in fused.get(last, [last])]
-        if parameter.numel() and all(part in rows for part in parts):
-            start = 0
-            for part in parts:
-                loaded[part] = bit_sum(parameter[start : start + rows[part]])
-                start += rows[part]
+        if not parameter.numel() or not all(part in forms for part in parts):
+            continue
+        start = 0
+        for part in parts:
+            shape, dtype = forms[part]
+            rows = shape[0] if shape else 1
+            piece = parameter[start : start + rows] if parameter.dim() else parameter
+            start += rows
+            sums = [bit_sum(form) for form in as_sent(parameter, piece, shape, dtype)]
+            if sums:
+                loaded[part] = arrived[part][0] if arrived[part][0] in sums else sums[0]
     return loaded
+
+
+def as_sent(parameter: Any, piece: Any, shape: Any, dtype: Any) -> list[torch.Tensor]:
+    """Return what may be the tensor that was sent, in its dtype: nothing if vLLM changed it.
+
+    vLLM keeps some parameters in fp32 (`A_log`, `e_score_correction_bias`), which gives the bits
+    back; a narrower one does not. A Conv1D is stored transposed, which a square one does not show.
+    """
+    sizes = [size for size in shape if size != 1]
+    found = [piece] if [size for size in piece.shape if size != 1] == sizes else []
+    if len(shape) == 2 and tuple(parameter.shape) == (shape[1], shape[0]):
+        found.append(parameter.t())
+    if not dtype.is_floating_point or not parameter.dtype.is_floating_point:
+        return found if parameter.dtype == dtype else []
+    if parameter.dtype != dtype and parameter.element_size() <= dtype.itemsize:
+        return []
+    return [form.to(dtype) for form in found]
