@@ -54,6 +54,13 @@ def test_greedy_takes_the_largest_logit_and_ignores_temperature():
     assert_close(log_probs, torch.log_softmax(logits, -1).amax(-1))
 
 
+def test_numbers_and_counts_on_the_host_go_to_the_device_of_the_logits(monkeypatch):
+    """As the engine `transformers` passes them; tensors without memory refuse other devices."""
+    monkeypatch.setattr(Tensor, "cpu", lambda tensor: torch.zeros(tensor.shape))
+    tokens, _ = choose(torch.empty(4, 9, device="meta"), 0.5, generated=1, min_new_tokens=3)
+    assert tokens.device.type == "meta"
+
+
 @pytest.mark.parametrize(
     ("top_k", "top_p"), [(1, 1), (3, 1), (99, 1), (0, 0.01), (0, 0.9), (9, 0.7)]
 )
