@@ -9,7 +9,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -281,20 +281,34 @@ def register(offload: Offload) -> None:
     _known.add(offload)
 
 
+class Guest(Protocol):
+    """Something beside the engines that is on the device, such as a generating model."""
+
+    def leave_device(self) -> None:
+        """Free its device memory."""
+
+
+guests: weakref.WeakSet[Guest] = weakref.WeakSet()
+"""Those that stay until `holding` next makes room."""
+
+
 @contextlib.contextmanager
 def holding(
     *needs: tuple[Offload, Collection[Part]], later: Collection[Part] = ()
 ) -> Iterator[None]:
     """Keep parts on the device inside the block, beside the parts held by enclosing blocks.
 
-    First moves all other movable parts of all engines to the host, even if `needs` is empty, to
-    make room for something else. Parts stay on the device after the block.
+    First sends the guests away, and moves all other movable parts of all engines to the host, even
+    if `needs` is empty, to make room for something else. Parts stay on the device after the block.
 
     Args:
         needs: (engine's offload, its parts).
         later: Parts whose copies may still run in the block; call `Offload.await_copies` before
             use.
     """
+    for guest in list(guests):
+        guests.discard(guest)
+        guest.leave_device()
     holds = [(offload, frozenset(parts)) for offload, parts in needs]
     _holds.extend(holds)
     try:

@@ -1,7 +1,8 @@
 """The rollout role: generates responses with the policy's weights."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
 from typing import Any
@@ -17,6 +18,7 @@ from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import ActorConfig, RunConfig, ValidationConfig
 from mindspeed_rlxf.data.batch import Prompts, RoleOutput, Rollouts
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
+from mindspeed_rlxf.engine import offload
 from mindspeed_rlxf.roles.actor import ActorGroup, ActorRole
 from mindspeed_rlxf.roles.engines import device_model
 from mindspeed_rlxf.roles.own_roles import role_factory
@@ -27,6 +29,7 @@ from mindspeed_rlxf.rollout.rollout_engine import (
     FinishReason,
     GenerationRequest,
     GenerationResult,
+    RolloutEngine,
     answer_from_table,
 )
 from mindspeed_rlxf.rollout.sampling import SamplingSettings, StopStrings
@@ -171,6 +174,8 @@ class RolloutRole:
             Sampling.GREEDY: greedy,
             Sampling.VALIDATION: validation_settings(config.validation, greedy),
         }
+        self._is_colocated = actor is not None
+        self._is_awake = False  # since the last update of the weights
         self.scorer = scorer
         if scorer is not None:
             scorer.is_leader = self.replica.is_leader
@@ -183,6 +188,10 @@ class RolloutRole:
         `sync_s`. Report: receipts of servers.
         """
         started = time.monotonic()
+        offload.guests.discard(self)
+        if self._is_awake and self._is_colocated:
+            self.replica.engine.sleep()  # the stream needs the training weights on the device
+        self._is_awake = False
         self.replica.take_weights(version)
         self.sync_s += time.monotonic() - started
         return RoleOutput(report=self.replica.take_receipts())
@@ -194,41 +203,51 @@ class RolloutRole:
     def score(self, rows: Rollouts) -> RoleOutput:
         """Score the responses at temperature 1. Report: log-probs, one list for each row."""
         prompts = [np.asarray(tokens) for tokens in rows.prompt_tokens()]
-        with self.replica.make_room():
-            try:
-                self.replica.engine.wake()
-                found = self.replica.engine.score(prompts, rows.response_tokens())
-            finally:
-                self.replica.engine.sleep()
-        return RoleOutput(report=found)
+        with self._awake() as engine:
+            log_probs = engine.score(prompts, rows.response_tokens())
+        return RoleOutput(report=log_probs)
+
+    @contextmanager
+    def _awake(self) -> Iterator[RolloutEngine]:
+        """Yield the engine, awake. After the block it sleeps when training needs the device."""
+        offload.guests.discard(self)
+        engine = self.replica.engine
+        try:
+            with self.replica.make_room():
+                if not self._is_awake:
+                    started = time.monotonic()
+                    engine.wake()
+                    self.sync_s += time.monotonic() - started
+                    self._is_awake = True
+                yield engine
+        finally:
+            offload.guests.add(self)
+
+    def leave_device(self) -> None:
+        """Put the engine to sleep, for others in this process that need the device."""
+        self._is_awake = False
+        self.replica.engine.sleep()
 
     def generate(
         self, prompts: Prompts, seed: int, sampling: Sampling = Sampling.TRAINING
     ) -> RoleOutput:
         """Generate responses; rows and report only on replica leaders.
 
-        Prompts may bring fixed responses (all or none); the engine adds log-probs. The engine wakes
-        for the call and sleeps afterwards, also after an error. A scorer starts to score responses
-        as they finish. The seed and the sample ids determine every sampled token.
+        Prompts may bring fixed responses (all or none); the engine adds log-probs. The engine stays
+        awake afterwards, until training needs the device. A scorer starts to score responses as
+        they finish. The seed and the sample ids determine every sampled token.
         """
-        engine = self.replica.engine
         requests = make_requests(prompts, self.settings[sampling], seed)
         results: Iterable[GenerationResult]
-        with self.replica.make_room():
-            try:
-                started = time.monotonic()
-                engine.wake()
-                self.sync_s += time.monotonic() - started
-                if any(prompts.responses):
-                    given = dict(zip(prompts.sample_ids, prompts.responses, strict=True))
-                    results = answer_from_table(engine, given, requests)
-                else:
-                    results = engine.generate(requests)
-                if self.scorer is not None:
-                    results = self.scorer.follow(prompts, results)
-                rows = gather_rollouts(prompts, list(results))
-            finally:
-                engine.sleep()
+        with self._awake() as engine:
+            if any(prompts.responses):
+                given = dict(zip(prompts.sample_ids, prompts.responses, strict=True))
+                results = answer_from_table(engine, given, requests)
+            else:
+                results = engine.generate(requests)
+            if self.scorer is not None:
+                results = self.scorer.follow(prompts, results)
+            rows = gather_rollouts(prompts, list(results))
         sync_s, self.sync_s = self.sync_s, 0.0
         if not self.replica.is_leader:
             return RoleOutput()

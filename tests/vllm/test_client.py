@@ -195,6 +195,15 @@ def test_after_two_failures_the_engine_is_lost(make: Make) -> None:
         engine.update_weights(tensors(), 4)
 
 
+def test_failures_of_earlier_iterations_do_not_count(make: Make) -> None:
+    """On devices of its own no sleep tells the server that an iteration ends."""
+    engine = make("again dies")  # at each server's fifth request
+    engine.max_rows = 1
+    for version in (1, 2):
+        engine.update_weights(tensors(version), version)
+        assert len(ask(engine, 5)) == 5
+
+
 def test_the_iterator_may_be_closed_early(make: Make) -> None:
     engine = make()
     engine.update_weights(tensors(), 3)

@@ -120,6 +120,7 @@ class VllmRollout:
             SyncError: The server has other weights, or others were sent than in the last update.
             EngineLost: It failed twice.
         """
+        self._failures = 0  # an iteration begins; on devices of its own the server never sleeps
         started, before, failure = time.monotonic(), self.sums, None
         self.weights_version, self.sums, self.memory = version, {}, SharedMemory()
         try:

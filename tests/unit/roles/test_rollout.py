@@ -11,6 +11,7 @@ import torch
 
 from mindspeed_rlxf.config.schema import ActorConfig, ValidationConfig
 from mindspeed_rlxf.data.batch import Prompts
+from mindspeed_rlxf.engine import offload
 from mindspeed_rlxf.roles import rollout as module
 from mindspeed_rlxf.roles.rollout import (
     RolloutGroup,
@@ -50,7 +51,8 @@ class Scripted:
         self.calls: list[str] = []
 
     def take_weights(self, version: int) -> None:
-        self.clock += 4.0
+        with offload.holding():  # a server starts meanwhile
+            self.clock += 4.0
         self.weights_version = version
 
     def wake(self) -> None:
@@ -77,7 +79,9 @@ class Scripted:
         return GenerationStats(prompt_tokens=6)
 
 
-def make(monkeypatch: pytest.MonkeyPatch, is_leader: bool = True) -> tuple[RolloutRole, Scripted]:
+def make(
+    monkeypatch: pytest.MonkeyPatch, is_leader: bool = True, is_colocated: bool = False
+) -> tuple[RolloutRole, Scripted]:
     engine: Any = Scripted()
     replica = replicas.Replica(engine, engine.take_weights, is_leader)
     monkeypatch.setattr(replicas, "build_replica", lambda config, trained, logs: replica)
@@ -85,7 +89,8 @@ def make(monkeypatch: pytest.MonkeyPatch, is_leader: bool = True) -> tuple[Rollo
     config: Any = SimpleNamespace(
         actor_rollout=ActorConfig.model_construct(max_new_tokens=1), validation=ValidationConfig()
     )
-    return RolloutRole(config, [7]), engine
+    actor: Any = SimpleNamespace(engine=None) if is_colocated else None
+    return RolloutRole(config, [7], actor), engine
 
 
 def test_weights_are_taken_apart_from_generation_and_their_time_is_reported(monkeypatch):
@@ -95,9 +100,9 @@ def test_weights_are_taken_apart_from_generation_and_their_time_is_reported(monk
     first, second = role.generate(PROMPTS, 1), role.generate(PROMPTS, 1)
     rows: Any = first.rows
     assert rows.weights_version.tolist() == [[3]] * 3 and rows.sample_ids == PROMPTS.sample_ids
-    assert engine.calls == ["wake", "generate", "sleep"] * 2
+    assert engine.calls == ["wake", "generate", "generate"]
     report = first.report
-    assert (report.sync_s, second.report.sync_s) == (5.0, 1.0)
+    assert (report.sync_s, second.report.sync_s) == (5.0, 0.0)
     assert report.response_lengths == [1, 1, 1]
     assert report.prompt_tokens == 6
 
@@ -105,18 +110,39 @@ def test_weights_are_taken_apart_from_generation_and_their_time_is_reported(monk
 def test_given_responses_take_the_place_of_generated_ones(monkeypatch):
     role, engine = make(monkeypatch)
     rows: Any = role.generate(replace(PROMPTS, responses=[[5, 7], [6], [7]]), 1).rows
-    assert engine.calls == ["wake", "score", "sleep"]
+    assert engine.calls == ["wake", "score"]
     assert rows.response_ids.tolist() == [[5, 7], [6, 0], [7, 0]]
     assert rows.has_eos.tolist() == [True, False, True]
 
 
-def test_an_engine_sleeps_after_a_failure_and_its_leader_alone_returns_rows(monkeypatch):
-    role, engine = make(monkeypatch, is_leader=False)
-    output = role.generate(PROMPTS, 1)
-    assert output.rows is None and output.report is None
+def test_an_engine_sleeps_once_training_needs_the_device(monkeypatch):
+    """Also after a failure. A wake and a sleep for each batch would be a copy of all weights."""
+    role, engine = make(monkeypatch, is_colocated=True)
+    role.generate(PROMPTS, 1)
     with pytest.raises(ValueError, match="no such sample"):
         role.generate(replace(PROMPTS, sample_ids=[40, -1, 42]), 1)
-    assert engine.calls == ["wake", "generate", "sleep"] * 2
+    for _ in range(2):
+        with offload.holding():
+            pass
+    assert engine.calls == ["wake", "generate", "generate", "sleep"]
+    role.generate(PROMPTS, 1)
+    role.update_weights(2)  # needs the training weights on the device
+    role.generate(PROMPTS, 1)
+    assert engine.calls[4:] == ["wake", "generate", "sleep", "wake", "generate"]
+
+
+def test_an_engine_on_devices_of_its_own_never_sleeps(monkeypatch):
+    role, engine = make(monkeypatch)
+    for version in range(2):
+        role.update_weights(version)
+        role.generate(PROMPTS, 1)
+    assert engine.calls == ["wake", "generate"] * 2, "a wake also checks the server's cache"
+
+
+def test_the_leader_of_a_replica_alone_returns_rows(monkeypatch):
+    role, _ = make(monkeypatch, is_leader=False)
+    output = role.generate(PROMPTS, 1)
+    assert output.rows is None and output.report is None
 
 
 def test_rows_stand_in_the_order_of_the_prompts():
