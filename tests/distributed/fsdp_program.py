@@ -9,7 +9,7 @@ takes longer than most files. A case has
     keys        of every role
     trained     keys of actor and critic; adapters start as noise
     steps       of the update; default 1
-    load        folder whose states are loaded before it
+    load        folder whose states are loaded before it; then the actor's weights are probed
     save        folder for the states after it; then one more step follows
     export      folder for the weights after it, and for adapters
     kl          True: the reference computes the KL of the vocabulary after it
@@ -37,7 +37,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from mindspeed_rlxf.cluster.local import LocalRuntime
 from mindspeed_rlxf.config.enums import DeviceKind, Role
 from mindspeed_rlxf.config.schema import ArchitectureConfig, OptimizerConfig, RunConfig
+from mindspeed_rlxf.data.batch import Rollouts
 from mindspeed_rlxf.data.mini_batches import rank_steps
+from mindspeed_rlxf.engine import offload
 from mindspeed_rlxf.engine.fsdp import (
     engine as fsdp_engine,
     model as fsdp_model,
@@ -107,6 +109,8 @@ def compute(case: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
             loaded = engine.load_state(Path(case["load"]) / name)
             results[f"{name}.loaded"] = [loaded.problem, loaded.same_layout]
             results[f"{name}.state"] = state_of(engine)
+            if role is Role.ACTOR_ROLLOUT:
+                results["sent unchanged"] = probe(actor, rollouts.select(range(4)))
         if role is Role.ACTOR_ROLLOUT:
             found = engine.log_probs(part, 0.8)
             outputs = found.log_probs if found else None
@@ -150,6 +154,16 @@ def compute(case: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
             adapters = [Path(case["export"]) / f"{name}_adapter"] * ("lora" in trained_keys(case))
             engine.export(Path(case["export"]) / name, None, *adapters)
     return results
+
+
+def probe(actor: ActorRole, rows: Rollouts) -> list[str]:
+    """Probe the weights while a server needs the device; return what is sent unchanged."""
+    before = {name: tensor.clone() for name, tensor in actor.engine.hf_tensors()}
+    actor.begin_probe(rows)
+    unchanged = [n for n, tensor in actor.engine.hf_tensors() if tensor.equal(before[n])]
+    with offload.holding():
+        actor.end_probe()
+    return unchanged
 
 
 def trained_keys(case: dict[str, Any]) -> dict[str, Any]:

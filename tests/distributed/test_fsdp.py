@@ -240,8 +240,9 @@ def test_models_that_leak_or_make_noise_are_refused(short: SimpleNamespace) -> N
 
 
 def test_a_state_is_resumed_on_any_number_of_ranks(short: SimpleNamespace) -> None:
-    """With recomputation and offload."""
+    """With recomputation and offload. A probe of the weights leaves no trace."""
     saved, resumed, alone = short.two["saving"], short.two["loading"], short.one["loading"]
+    assert [each["sent unchanged"] for each in (resumed, alone)] == [[], []]
     close(saved, plain_results(short.cases["saving"]), "recomputed and offloaded")
     for role in ("actor", "critic"):
         assert resumed[f"{role}.loaded"] == ["", True] and alone[f"{role}.loaded"] == ["", False]
@@ -326,6 +327,7 @@ def test_adapters_are_those_of_peft_on_two_ranks(short: SimpleNamespace) -> None
         score = {"lm_head.weight"} if role == "critic" else set()
         assert score < stored and all(".lora_" in name for name in stored - score)
         assert loaded[f"{role}.loaded"] == ["", True]
+        assert loaded["sent unchanged"] == []
         for name, tensor in saved[f"{role}.last"].items():
             assert torch.equal(loaded[f"{role}.weights"][name], tensor), name
     model = AutoModelForCausalLM.from_pretrained(short.cases["adapters"]["lm"])

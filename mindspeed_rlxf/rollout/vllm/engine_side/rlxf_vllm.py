@@ -189,11 +189,11 @@ def as_sent(parameter: Any, piece: Any, shape: Any, dtype: Any) -> list[torch.Te
     back; a narrower one does not. A Conv1D is stored transposed, which a square one does not show.
     """
     sizes = [size for size in shape if size != 1]
-    found = [piece] if [size for size in piece.shape if size != 1] == sizes else []
+    forms = [piece] if [size for size in piece.shape if size != 1] == sizes else []
     if len(shape) == 2 and tuple(parameter.shape) == (shape[1], shape[0]):
-        found.append(parameter.t())
+        forms.append(parameter.t())
     if not dtype.is_floating_point or not parameter.dtype.is_floating_point:
-        return found if parameter.dtype == dtype else []
+        return forms if parameter.dtype == dtype else []
     if parameter.dtype != dtype and parameter.element_size() <= dtype.itemsize:
         return []
-    return [form.to(dtype) for form in found]
+    return [form.to(dtype) for form in forms]
