@@ -1,6 +1,7 @@
 """The rollout role, with an engine that returns prepared responses."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from mindspeed_rlxf.roles.rollout import (
     sampling_settings,
     validation_settings,
 )
+from mindspeed_rlxf.roles.weights_probe import ProbeReport
 from mindspeed_rlxf.rollout import replica as replicas
 from mindspeed_rlxf.rollout.rollout_engine import (
     FinishReason,
@@ -238,3 +240,35 @@ def test_a_server_that_was_started_again_is_probed_and_gets_the_weights_again() 
         group.update_weights(actor, version)
     found = [line if line == "probe" else line["version"] for line in group.lines]
     assert found == [0, 0, 1, "probe", 1, 2]  # the second 0: the receipt of the restart
+
+
+@pytest.mark.parametrize("gap", [0.009, 0.011, float("nan")])
+def test_a_server_that_computes_another_model_ends_the_run(monkeypatch: Any, gap: float) -> None:
+    """Rounding changes this model's log-probs by 0.005, so twice that is allowed."""
+    calls: list[str] = []
+
+    def answering(answer: Any) -> Any:
+        def call(method: Any, *_: Any) -> Any:
+            calls.append(method.__name__)
+            return SimpleNamespace(result=lambda: [answer])
+
+        return SimpleNamespace(call=call)
+
+    actor: Any = SimpleNamespace(group=answering(ProbeReport([[-1.0, -2.0]], noise=0.005)))
+    group = object.__new__(RolloutGroup)
+    group.group = answering([[-1.0 - gap, -2.0 + gap]])
+    lines: list[Any] = []
+    group.write_receipt = lines.append
+    monkeypatch.setattr(group, "_send", lambda _, version: [(0, {"version": version})])
+    group.run = SimpleNamespace(  # type: ignore[assignment]
+        training=SimpleNamespace(seq_length=8),
+        actor_rollout=SimpleNamespace(architecture=SimpleNamespace(vocab_size=9)),
+    )
+    with (
+        nullcontext() if gap < 0.01 else pytest.raises(ValueError, match="server 0 and of training")
+    ):
+        group._probe(actor)
+    assert calls == ["begin_probe", "score", "end_probe"], "the weights are put back first"
+    (line,) = lines
+    assert line["version"] == -1 and line["log_prob_gap_limit"] == 0.01
+    assert line["log_prob_gap"] == pytest.approx(gap, nan_ok=True, abs=1e-6)
