@@ -32,6 +32,7 @@ from mindspeed_rlxf.config.problems import (
     ref,
     use,
 )
+from mindspeed_rlxf.config.rank_layout import count_per_node
 from mindspeed_rlxf.config.schema import LearningConfig, RoleConfig, RunConfig
 
 GIB = 1024**3
@@ -69,6 +70,8 @@ def check_sections(config: RunConfig) -> Iterator[Problem]:
     yield from _check_stage(config)
     yield from _check_split(config)
     yield from _check_backends(config)
+    if not sizes:
+        yield from _check_nodes_of_replicas(config)
     if config.runs_vllm and not sizes:
         yield from _check_vllm(config)
     for role in config.roles:
@@ -207,6 +210,31 @@ def _check_split(config: RunConfig) -> Iterator[Problem]:
         yield Problem(ROLLOUT_EP, f"needs experts, model.{actor.model} is dense", ep, "remove it")
     elif ep > 1:
         yield from _check_experts(ROLLOUT_EP, ep, actor, infer // tp)
+
+
+def _check_nodes_of_replicas(config: RunConfig) -> Iterator[Problem]:
+    """Yield a problem if a replica that generates has ranks on two nodes.
+
+    A vLLM server never does: its processes are all on its leader's node.
+    """
+    tp, processes = config.rollout_tp, config.resource_pool[config.placement[Role.ACTOR_ROLLOUT]]
+    spans_nodes = config.pool_settings.tensor_parallel_spans_nodes and not config.runs_vllm
+    as_in_training = not config.parts and not config.runs_vllm  # see `_check_model`
+    if config.parts:
+        processes = count_per_node(processes, *config.parts)
+    are_whole = sum(processes) % tp == 0  # other rules say so if not
+    if spans_nodes or as_in_training or not are_whole:
+        return
+    if all(count % tp == 0 for count in processes):
+        return
+    key = "rollout.vllm.tensor_parallel_size" if config.runs_vllm else ROLLOUT_TP
+    counts = ", ".join(map(str, processes))
+    whose = "a server is on one node" if config.runs_vllm else "a replica is on one node"
+    rule = f"must divide the numbers of generating processes on each node ({counts}): {whose}"
+    remedy = use(neighbours(tp, divisors(gcd(*processes))))
+    if not config.runs_vllm:
+        remedy += ", or resource_pool.tensor_parallel_spans_nodes=true"
+    yield Problem(key, rule, tp, remedy)
 
 
 def _check_vllm(config: RunConfig) -> Iterator[Problem]:

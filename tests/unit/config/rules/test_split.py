@@ -37,6 +37,11 @@ ROLLOUT_TP = "rollout.tensor_model_parallel_size"
 ROLLOUT_EP = "rollout.expert_model_parallel_size"
 ACTOR_EP = "actor_rollout.expert_model_parallel_size"
 EXPERTS = {"model.small.num_experts": 8, "model.small.moe_ffn_hidden_size": 32}
+SPANS = "resource_pool.tensor_parallel_spans_nodes"
+VLLM_TP = "rollout.vllm.tensor_parallel_size"
+VLLM: dict[str, Any] = {
+    "resource_pool.main": [6, 2], "runtime.address": "head:6379", "rollout.engine": "vllm",
+}  # fmt: skip
 OLDER_TP = "actor_rollout.inference_tensor_model_parallel_size"
 
 
@@ -83,6 +88,15 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
      ["rollout.tensor_model_parallel_size=2"]),
     "a tensor-parallel group of either part stays on a node": (NODES | parts(4, 4,
      resource_pool__actor=[6, 2]) | {ROLLOUT_TP: 2}, []),
+    "a replica that generates stays on a node": (NODES | parts(4, 4,
+     resource_pool__actor=[7, 1]) | {ROLLOUT_TP: 2}, [f"{ROLLOUT_TP}=2"]),
+    "unless it may span nodes": (NODES | parts(4, 4, resource_pool__actor=[7, 1]) | {ROLLOUT_TP: 2,
+     SPANS: True}, []),
+    "a server stays on a node": (VLLM | {VLLM_TP: 4}, [f"{VLLM_TP}=4"]),
+    "a server never spans nodes": (VLLM | {VLLM_TP: 4, SPANS: True}, [f"{VLLM_TP}=4"]),
+    "a server that fits each node": (VLLM | {VLLM_TP: 2}, []),
+    "a server on a part of the devices stays on a node": (NODES | parts(4, 4,
+     resource_pool__actor=[7, 1], rollout__engine="vllm") | {VLLM_TP: 2}, [f"{VLLM_TP}=2"]),
 }  # fmt: skip
 
 
