@@ -318,7 +318,9 @@ class VllmConfig(Section):
         None, "KV cache of a device, GiB; null = by gpu_memory_utilization, on CPU 1", gt=0
     )
     enforce_eager: bool = free(True, "compile no graphs: slower on devices, starts sooner")
-    extra_args: dict[str, Any] = free({}, "further options of `vllm serve`, which win")
+    extra_args: dict[str, Any] = free(
+        {}, "further options of `vllm serve`, which win; false = --no-NAME"
+    )
 
 
 class RolloutConfig(Section):

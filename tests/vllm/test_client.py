@@ -97,6 +97,16 @@ def test_responses_and_receipts_come_back(make: Make) -> None:
     assert engine.stats().prompt_tokens == 2
 
 
+def test_an_option_that_is_false_is_switched_off(tmp_path: Path) -> None:
+    config = run_config(tmp_path, tmp_path, PLAIN)
+    options = {"enable_prefix_caching": False, "disable_log_stats": False, "enforce_eager": True}
+    vllm = config.rollout.vllm.model_copy(update={"extra_args": options})
+    rollout = config.rollout.model_copy(update={"vllm": vllm})
+    _, words = server.server_command(config.model_copy(update={"rollout": rollout}), True, False)
+    assert "--no-enable-prefix-caching" in words and "--enforce-eager" in words
+    assert not [word for word in words if word.endswith("disable-log-stats")]  # has no `--no-`
+
+
 @pytest.mark.parametrize("fault", ["", "old info"])
 def test_a_stop_string_is_searched_here(make: Make, fault: str) -> None:
     class Letters:

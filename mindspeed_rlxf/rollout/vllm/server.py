@@ -25,6 +25,9 @@ HIDDEN = (  # about the trainer's own process
     "PYTHONPATH", "PYTHONHOME", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
     "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "TORCH_DEVICE_BACKEND_AUTOLOAD",
 )  # fmt: skip
+SWITCHES = (  # the options of vLLM that are off by default and have no form `--no-NAME`
+    "disable-log-stats", "aggregate-engine-logging", "data-parallel-multi-port-external-lb",
+)  # fmt: skip
 TAIL_LINES, END_S = 20, 10.0  # lines of a log in errors; seconds for a server to end by itself
 
 
@@ -127,9 +130,13 @@ def server_command(config: RunConfig, on_cpu: bool, on_npu: bool) -> tuple[str, 
     if on_npu:
         options["additional-config"] = {"rl_config": {"enabled": True}}  # no layout NZ
     options |= {name.replace("_", "-"): value for name, value in keys.extra_args.items()}
-    found = []
+    words = list[str]()
     for name, value in options.items():
-        if value is not False:
+        if value is True:
+            words.append(f"--{name}")
+        elif value is False and name not in SWITCHES:
+            words.append(f"--no-{name}")  # some options are on by default
+        elif value is not False:
             text = json.dumps(value) if isinstance(value, (dict, list)) else str(value)
-            found += [f"--{name}"] if value is True else [f"--{name}", text]
-    return keys.python or sys.executable, found
+            words += [f"--{name}", text]
+    return keys.python or sys.executable, words
