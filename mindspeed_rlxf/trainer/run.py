@@ -33,7 +33,7 @@ from mindspeed_rlxf.cluster.errors import (
 )
 from mindspeed_rlxf.cluster.interface import Runtime
 from mindspeed_rlxf.cluster.nodes import sees_file, unshared
-from mindspeed_rlxf.config.problems import UserError
+from mindspeed_rlxf.config.problems import Problem, UserError
 from mindspeed_rlxf.config.schema import LearningConfig, RunConfig
 from mindspeed_rlxf.reporting.phases import phase
 from mindspeed_rlxf.trainer.ppo import PpoTrainer
@@ -282,7 +282,16 @@ class Ending:
         return handled
 
     def _end(self, error: BaseException | None) -> bool:
-        """Print how the run ended and set the exit code; return False to raise the error again."""
+        """Print how the run ended and set the exit code; return False to raise the error again.
+
+        Raises UserError if a worker found a mistake of the user.
+        """
+        if isinstance(error, WorkerError) and error.error == "OptionsRefused":
+            if self._directory:
+                self._directory.release()
+            said = error.cause.partition(": ")[2]
+            problem = Problem("rollout.vllm", f"the server does not start: {said}", colon=True)
+            raise UserError(problem) from error
         if self._directory and isinstance(error, (UserError, DevicesMissing)):
             self._directory.release()
         match error:

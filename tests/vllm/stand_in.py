@@ -141,4 +141,6 @@ STARTS.write_text(str(int(STARTS.read_text()) + 1) if STARTS.exists() else "1")
 print(f"start {STARTS.read_text()}: {sys.argv[3:]}", flush=True)
 if FAULT == "never ready":
     sys.exit("no such model")
+if FAULT.startswith("refuses "):
+    sys.exit(FAULT.removeprefix("refuses "))
 Server(sys.argv[-1], Handler).serve_forever()

@@ -214,6 +214,31 @@ def test_failures_of_earlier_iterations_do_not_count(make: Make) -> None:
         assert len(ask(engine, 5)) == 5
 
 
+REFUSALS = {
+    "api_server.py: error: unrecognized arguments: --no": "error: unrecognized arguments: --no",
+    "(EngineCore pid=7) ERROR 11-28 05:44:23 [core.py:110] ValueError: a cache": "^ValueError: a",
+    "(APIServer pid=7) pydantic_core._pydantic_core.ValidationError: 1 validation error\n"
+    "(APIServer pid=7)   Value error, no such quantization [type=value_error]": "no such quantiz",
+}
+
+
+@pytest.mark.parametrize("line", REFUSALS)
+def test_a_server_that_refuses_its_options_is_not_started_again(make: Make, line: str) -> None:
+    engine = make(f"refuses {line}")
+    with pytest.raises(server.OptionsRefused, match=REFUSALS[line]):
+        engine.update_weights(tensors(), 4)
+    assert Path(os.environ["STARTS"]).read_text() == "1"
+
+
+def test_an_error_after_a_start_is_no_refusal(make: Make) -> None:
+    engine = make()
+    engine.update_weights(tensors(), 4)
+    os.environ["FAULT"] = "refuses ValueError: other processes have the memory"
+    engine.server.end()
+    with pytest.raises(EngineLost, match="other processes have the memory"):
+        engine.update_weights(tensors(), 5)
+
+
 def test_the_iterator_may_be_closed_early(make: Make) -> None:
     engine = make()
     engine.update_weights(tensors(), 3)

@@ -31,7 +31,12 @@ from mindspeed_rlxf.rollout.rollout_engine import (
 from mindspeed_rlxf.rollout.threads import ask_all
 from mindspeed_rlxf.rollout.transfer import in_buckets
 from mindspeed_rlxf.rollout.vllm.client import Client, ServerError, reading
-from mindspeed_rlxf.rollout.vllm.server import ENGINE_SIDE, Server, server_command
+from mindspeed_rlxf.rollout.vllm.server import (
+    ENGINE_SIDE,
+    OptionsRefused,
+    Server,
+    server_command,
+)
 from mindspeed_rlxf.rollout.vllm.weights import SharedMemory, send_handles
 
 MOST_FAILURES = 2  # of a server in an iteration
@@ -66,6 +71,7 @@ class VllmRollout:
         self.memory, self.sums, self.receipts = SharedMemory(), dict[str, int](), list[Any]()
         self._stats, self.weights_version = GenerationStats(), -1
         self._failures, self._ready, self._must_check_cache = 0, False, False
+        self._has_started = False  # any server, which shows that its configuration is right
         self._asleep = set[str]()
         python, options = server_command(config, self.on_cpu, self.on_npu)
         environment = self._make_environment(kind)
@@ -106,10 +112,19 @@ class VllmRollout:
 
     @property
     def client(self) -> Client:
-        """The leader's client, after its server has started."""
+        """The leader's client, after its server has started.
+
+        Raises OptionsRefused if no server has started so far, because of its configuration.
+        """
         if not self._ready:
-            self.server.wait_until_ready(self.config.runtime.start_timeout_s)
-            self._ready = True
+            try:
+                self.server.wait_until_ready(self.config.runtime.start_timeout_s)
+            except ServerError as error:
+                mistake = "" if self._has_started else self.server.find_mistake()
+                if not mistake:
+                    raise
+                raise OptionsRefused(f"{mistake} ({self.server.log})") from error
+            self._ready = self._has_started = True
         return self.server.client
 
     @torch.no_grad()
@@ -119,6 +134,7 @@ class VllmRollout:
         Raises:
             SyncError: The server has other weights, or others were sent than in the last update.
             EngineLost: It failed twice.
+            OptionsRefused: It does not start with this configuration.
         """
         self._failures = 0  # an iteration begins; on devices of its own the server never sleeps
         started, before, failure = time.monotonic(), self.sums, None

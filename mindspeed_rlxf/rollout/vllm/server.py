@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,7 +29,16 @@ HIDDEN = (  # about the trainer's own process
 SWITCHES = (  # the options of vLLM that are off by default and have no form `--no-NAME`
     "disable-log-stats", "aggregate-engine-logging", "data-parallel-multi-port-external-lb",
 )  # fmt: skip
+PREFIX = re.compile(r"^(?:\([^)]*pid=\d+\) )?(?:ERROR [^\]]*\] )?")  # of lines in vLLM's log
+ERRORS = "ValueError|ValidationError|NotImplementedError|ImportError|ModuleNotFoundError"
+MISTAKE = re.compile(  # a line that says what is wrong with the options or the environment
+    rf"{PREFIX.pattern}((?:[\w.]*(?:{ERRORS})|[\w.]+: error): .*)$"
+)
 TAIL_LINES, END_S = 20, 10.0  # lines of a log in errors; seconds for a server to end by itself
+
+
+class OptionsRefused(ValueError):
+    """The server does not start with this configuration, in this environment."""
 
 
 class Server:
@@ -83,8 +93,24 @@ class Server:
 
     def last_lines(self) -> str:
         """Return the end of what this process has written."""
-        lines = self.log.read_bytes()[self._start :].decode("utf-8", "replace").splitlines()
-        return "\n".join([f"last lines of {self.log}:", *lines[-TAIL_LINES:]])
+        return "\n".join([f"last lines of {self.log}:", *self._lines()[-TAIL_LINES:]])
+
+    def find_mistake(self) -> str:
+        """Return what a server that has ended by itself says of its configuration; else ""."""
+        if (self.process.poll() or 0) <= 0:
+            return ""
+        lines = self._lines()
+        for number, line in enumerate(lines):
+            found = MISTAKE.match(line)
+            if found is not None:
+                is_head = "ValidationError" in found[1]  # the next line has the reason
+                reason = lines[number + 1 : number + 2] if is_head else []
+                return " ".join([found[1], *(PREFIX.sub("", text).strip() for text in reason)])
+        return ""
+
+    def _lines(self) -> list[str]:
+        """Return what this process has written."""
+        return self.log.read_bytes()[self._start :].decode("utf-8", "replace").splitlines()
 
 
 def _end(process: subprocess.Popen[bytes], folder: Path) -> None:

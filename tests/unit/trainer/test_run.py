@@ -20,6 +20,7 @@ from mindspeed_rlxf.checkpoint.supervised import CHILD_OF
 from mindspeed_rlxf.cluster.errors import DevicesMissing, WorkerError
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.load import resolve
+from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.trainer import run as run_module
 from mindspeed_rlxf.trainer.preflight import Prepared
 from mindspeed_rlxf.trainer.run import describe_schedules
@@ -176,3 +177,11 @@ def test_a_run_that_lost_its_server_ends_with_75(command, capsys):
     command.ends = WorkerError("rollout", 0, "host", "generate", "EngineLost: it failed twice")
     assert command.run() == 75 and "no_restart" not in command.facts()
     assert "stopped: EngineLost: it failed twice" in capsys.readouterr().err
+
+
+def test_a_server_that_refuses_its_options_is_a_mistake(command):
+    cause = "OptionsRefused: api_server.py: error: unrecognized arguments: --nope (log)"
+    command.ends = WorkerError("rollout", 0, "host", "update_weights", cause)
+    with pytest.raises(UserError, match=r"^rollout\.vllm: .* arguments: --nope \(log\)$"):
+        command.run()
+    assert not RunDirectory(command.folder).is_used

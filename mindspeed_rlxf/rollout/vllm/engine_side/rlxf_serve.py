@@ -41,7 +41,9 @@ def main() -> None:
     import vllm
 
     if not vllm.__version__.startswith(TRIED):
-        sys.exit(f"vLLM must be {' or '.join(TRIED)}*, not {vllm.__version__}")
+        sys.exit(
+            f"rlxf_serve.py: error: vLLM must be {' or '.join(TRIED)}*, not {vllm.__version__}"
+        )
     del sys.argv[1]
     if not vllm.__version__.startswith("0.23."):  # which always has the routes
         sys.argv.append("--enable-scale-out")
