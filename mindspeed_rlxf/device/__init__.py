@@ -177,9 +177,12 @@ def identity() -> str:
     if _active is DeviceKind.CUDA:
         return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
     assert _active is DeviceKind.NPU, "memory of the host has no handles"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("8.8.8.8", 80))  # chooses an interface; nothing is sent
-        address = probe.getsockname()[0]
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(("8.8.8.8", 80))  # chooses an interface; nothing is sent
+            address = probe.getsockname()[0]
+    except OSError:  # no default route
+        address = socket.gethostbyname(socket.gethostname())
     return f"{address}-{host_number()}"
 
 

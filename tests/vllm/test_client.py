@@ -2,6 +2,8 @@
 
 import os
 import sys
+import tempfile
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -248,6 +250,25 @@ def test_the_iterator_may_be_closed_early(make: Make) -> None:
     next(results)
     results.close()
     assert engine.server.process.poll() is None
+
+
+def test_a_long_temporary_folder_leaves_room_for_names_of_sockets(
+    make: Make, tmp_path: Path, monkeypatch: Any
+) -> None:
+    folder = tmp_path / ("long" * 20)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    engine = make()
+    assert engine.client.is_ready()
+    assert len(str(Path(engine.client.path).with_name(str(uuid.uuid4())))) <= 107
+
+
+def test_a_server_on_npu_has_our_modules_without_a_pythonpath(make: Make, monkeypatch: Any) -> None:
+    monkeypatch.setattr(device, "resolve_kind", lambda _: DeviceKind.NPU)
+    monkeypatch.setattr(device, "host_number", lambda: "0")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    environment = psutil.Process(make().server.process.pid).environ()
+    assert environment["PYTHONPATH"] == str(server.ENGINE_SIDE)
 
 
 def test_servers_start_on_devices_that_training_has_left(make: Make, monkeypatch: Any) -> None:

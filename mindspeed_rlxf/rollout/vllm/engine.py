@@ -93,12 +93,15 @@ class VllmRollout:
             }
         numbers: list[Any] = [None] * self.config.rollout_tp
         dist.all_gather_object(numbers, device.host_number(), group=self.group)
-        return {
+        environment = {
             name: ",".join(numbers),
             "RLXF_TRANSPORT": "npu_ipc" if self.on_npu else "ipc",
-            **({"PYTHONPATH": f"{ENGINE_SIDE}:{os.environ['PYTHONPATH']}"} if self.on_npu else {}),
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # device handles are pickled
         }
+        if self.on_npu:  # CANN's set_env.sh adds its Python packages there
+            folders = [str(ENGINE_SIDE), os.environ.get("PYTHONPATH", "")]
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
+        return environment
 
     @contextmanager
     def _room(self) -> Iterator[None]:

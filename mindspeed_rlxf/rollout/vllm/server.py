@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,10 +30,11 @@ HIDDEN = (  # about the trainer's own process
 SWITCHES = (  # the options of vLLM that are off by default and have no form `--no-NAME`
     "disable-log-stats", "aggregate-engine-logging", "data-parallel-multi-port-external-lb",
 )  # fmt: skip
-PREFIX = re.compile(r"^(?:\([^)]*pid=\d+\) )?(?:ERROR [^\]]*\] )?")  # of lines in vLLM's log
+PREFIX, SOCKET_BYTES = "rlxf-vllm-", 107  # of folders of sockets; the longest path of a socket
+LOG_PREFIX = re.compile(r"^(?:\([^)]*pid=\d+\) )?(?:ERROR [^\]]*\] )?")  # of lines in vLLM's log
 ERRORS = "ValueError|ValidationError|NotImplementedError|ImportError|ModuleNotFoundError"
 MISTAKE = re.compile(  # a line that says what is wrong with the options or the environment
-    rf"{PREFIX.pattern}((?:[\w.]*(?:{ERRORS})|[\w.]+: error): .*)$"
+    rf"{LOG_PREFIX.pattern}((?:[\w.]*(?:{ERRORS})|[\w.]+: error): .*)$"
 )
 TAIL_LINES, END_S = 20, 10.0  # lines of a log in errors; seconds for a server to end by itself
 
@@ -51,8 +53,7 @@ class Server:
         self, python: str, options: Sequence[str], environment: Mapping[str, str], log: Path
     ) -> None:
         """Start the process without waiting for it; its output is appended to `log`."""
-        # In a folder of its own: paths of sockets have 107 bytes at most.
-        folder = Path(tempfile.mkdtemp(prefix="rlxf-vllm-"))
+        folder = _make_socket_folder()
         tells_versions = environment["RLXF_TRANSPORT"] != "npu_ipc"  # which is vLLM 0.23
         self.client, self.log = Client(str(folder / "api"), tells_versions), log
         own = {
@@ -105,12 +106,21 @@ class Server:
             if found is not None:
                 is_head = "ValidationError" in found[1]  # the next line has the reason
                 reason = lines[number + 1 : number + 2] if is_head else []
-                return " ".join([found[1], *(PREFIX.sub("", text).strip() for text in reason)])
+                return " ".join([found[1], *(LOG_PREFIX.sub("", text).strip() for text in reason)])
         return ""
 
     def _lines(self) -> list[str]:
         """Return what this process has written."""
         return self.log.read_bytes()[self._start :].decode("utf-8", "replace").splitlines()
+
+
+def _make_socket_folder() -> Path:
+    """Make a folder for this user's sockets, with a path that is short enough for them."""
+    root = tempfile.gettempdir()
+    longest = Path(root, f"{PREFIX}12345678", str(uuid.uuid4()))  # vLLM's names of sockets
+    if len(os.fsencode(longest)) > SOCKET_BYTES:
+        root = "/tmp"
+    return Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
 
 
 def _end(process: subprocess.Popen[bytes], folder: Path) -> None:

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import random
+import socket
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -121,6 +122,20 @@ def test_the_device_has_its_number_on_the_host(accelerator, monkeypatch):
     for visible, number in (("", "1"), ("4, 6", "6")):
         monkeypatch.setenv(name, visible)
         assert device.host_number() == number
+
+
+@pytest.mark.parametrize("accelerator", [NPU], indirect=True)
+def test_a_host_without_a_route_names_its_devices_by_its_own_address(accelerator, monkeypatch):
+    """As vllm-ascend does: both sides must find the same name."""
+
+    class Unreachable(socket.socket):
+        def connect(self, _: object) -> None:
+            raise OSError(101, "Network is unreachable")
+
+    monkeypatch.setattr(socket, "socket", Unreachable)
+    monkeypatch.setattr(socket, "gethostbyname", {socket.gethostname(): "10.0.0.7"}.__getitem__)
+    monkeypatch.setattr(device, "host_number", lambda: "6")
+    assert device.identity() == "10.0.0.7-6"
 
 
 def test_a_cpu_has_no_memory_or_random_stream_of_a_device(monkeypatch):
