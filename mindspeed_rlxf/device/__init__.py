@@ -237,6 +237,17 @@ def synchronize() -> None:
         library.synchronize()
 
 
+def release_cache() -> None:
+    """Return memory that torch keeps for reuse to the driver, so that other processes can have it.
+
+    Also memory that other processes have read by a handle, and closed. Does nothing on CPU.
+    """
+    library = active_library()
+    if library is not None:
+        library.ipc_collect()
+        library.empty_cache()
+
+
 def device_name() -> str:
     """Return the device model; empty on CPU."""
     library = active_library()

@@ -323,3 +323,14 @@ def holding(
     finally:
         for hold in holds:
             _holds.remove(hold)
+
+
+@contextlib.contextmanager
+def room_for_other_processes() -> Iterator[None]:
+    """Move all movable parts to the host as `holding()` does, and release their device memory.
+
+    Otherwise torch keeps what they leave for this process.
+    """
+    with holding():
+        device.release_cache()
+        yield

@@ -108,7 +108,7 @@ def _build_vllm(config: RunConfig, trained: TrainEngine | None, folder: str) -> 
     from mindspeed_rlxf.rollout.vllm.engine import VllmRollout
 
     actor = config.actor_rollout
-    engine = VllmRollout(config, folder, offload.holding)
+    engine = VllmRollout(config, folder, offload.room_for_other_processes)
     if trained is not None:
         stream: Callable[[], Iterable[tuple[str, Tensor]]] = trained.hf_tensors
     else:
@@ -120,7 +120,7 @@ def _build_vllm(config: RunConfig, trained: TrainEngine | None, folder: str) -> 
         engine,
         lambda version: engine.update_weights(stream(), version),
         engine.is_leader,
-        offload.holding,
+        offload.room_for_other_processes,
         engine.take_receipts,
     )
 

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,6 +22,7 @@ from mindspeed_rlxf.config.schema import RuntimeConfig
 from mindspeed_rlxf.rollout import transfer
 from mindspeed_rlxf.rollout.bit_sums import bit_sum
 from mindspeed_rlxf.rollout.receipts import SyncError
+from mindspeed_rlxf.rollout.replica import build_replica
 from mindspeed_rlxf.rollout.rollout_engine import FinishReason, GenerationRequest
 from mindspeed_rlxf.rollout.sampling import SamplingSettings, StopStrings
 from mindspeed_rlxf.rollout.vllm import engine as engine_module, server
@@ -269,6 +271,19 @@ def test_a_server_on_npu_has_our_modules_without_a_pythonpath(make: Make, monkey
     monkeypatch.delenv("PYTHONPATH", raising=False)
     environment = psutil.Process(make().server.process.pid).environ()
     assert environment["PYTHONPATH"] == str(server.ENGINE_SIDE)
+
+
+def test_a_server_gets_memory_that_training_has_released(make: Make, monkeypatch: Any) -> None:
+    engine, releases, rooms = make(), list[None](), list[Callable[[], Any]]()
+    monkeypatch.setattr(device, "release_cache", lambda: releases.append(None))
+    made = lambda _, __, room: rooms.append(room) or engine  # noqa: E731
+    monkeypatch.setattr(engine_module, "VllmRollout", made)
+    trained: Any = SimpleNamespace(hf_tensors=list)
+    replica = build_replica(engine.config, trained)
+    for room in (*rooms, replica.make_room):
+        with room():
+            pass
+    assert len(releases) == 2
 
 
 def test_servers_start_on_devices_that_training_has_left(make: Make, monkeypatch: Any) -> None:

@@ -80,9 +80,10 @@ def test_the_device_of_a_process_is_unknown_before_setup():
 class Accelerator:
     """`torch.npu` or `torch.cuda` of a device of 64 GiB; any other name is an AttributeError."""
 
-    __slots__ = ("state",)
+    __slots__ = ("released", "state")
 
     def __init__(self) -> None:
+        self.released: list[str] = []
         self.state = torch.tensor([1, 2, 3], dtype=torch.uint8)
 
     def get_rng_state(self) -> torch.Tensor:
@@ -93,6 +94,12 @@ class Accelerator:
 
     def mem_get_info(self) -> tuple[int, int]:
         return 11 * 2**30, 64 * 2**30  # free, all
+
+    def ipc_collect(self) -> None:
+        self.released.append("shared")
+
+    def empty_cache(self) -> None:
+        self.released.append("cached")
 
 
 @pytest.fixture(params=[CUDA, NPU])
@@ -114,6 +121,11 @@ def test_the_devices_own_memory_and_random_stream_are_used(accelerator):
     assert accelerator.state.tolist() == [1, 2, 3]
     for text in ("0102", None):  # of another kind of device
         assert not device.load_process_state(state | {"device": text})
+
+
+def test_memory_that_was_shared_is_released_with_the_cache(accelerator):
+    device.release_cache()
+    assert accelerator.released == ["shared", "cached"]
 
 
 def test_the_device_has_its_number_on_the_host(accelerator, monkeypatch):
@@ -143,6 +155,7 @@ def test_a_cpu_has_no_memory_or_random_stream_of_a_device(monkeypatch):
     for name in ("npu", "cuda"):
         monkeypatch.setattr(torch, name, None, raising=False)
     device.synchronize()
+    device.release_cache()
     state = device.process_state()
     assert state["device"] is None
     assert not device.load_process_state({**state, "device": "010203"})

@@ -137,6 +137,13 @@ def test_parts_leave_the_device_for_another_engine_unless_they_are_in_use() -> N
         assert two.held() == [0, 0, 0]
 
 
+def test_other_processes_get_the_memory_that_parts_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, held_at_release = Model(1), list[list[int]]()
+    monkeypatch.setattr(device, "release_cache", lambda: held_at_release.append(model.held()))
+    with offload.room_for_other_processes():
+        assert held_at_release == [[0, 0, 0]]
+
+
 def test_an_engine_keeps_what_it_may_not_move() -> None:
     one, two = Model(1, (O, G)), Model(2, ())
     with offload.holding((one.offload, [W])):

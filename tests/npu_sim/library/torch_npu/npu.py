@@ -135,6 +135,10 @@ def empty_cache() -> None:
     """Nothing is cached."""
 
 
+def ipc_collect() -> None:
+    """No memory is shared."""
+
+
 # --- streams ---
 class Stream(torch.Stream):
     def __new__(cls, device: Any = None, priority: int = 0, **more: Any) -> Any:
