@@ -1,5 +1,7 @@
 """The engine `vllm` against a stand-in for its server: weights, receipts, requests, failures."""
 
+import base64
+import json
 import os
 import sys
 import tempfile
@@ -25,7 +27,8 @@ from mindspeed_rlxf.rollout.receipts import SyncError
 from mindspeed_rlxf.rollout.replica import build_replica
 from mindspeed_rlxf.rollout.rollout_engine import FinishReason, GenerationRequest
 from mindspeed_rlxf.rollout.sampling import SamplingSettings, StopStrings
-from mindspeed_rlxf.rollout.vllm import engine as engine_module, server
+from mindspeed_rlxf.rollout.vllm import engine as engine_module, server, weights
+from mindspeed_rlxf.rollout.vllm.client import Client
 from mindspeed_rlxf.rollout.vllm.engine import EngineLost, VllmRollout
 from tests.distributed.llamas import PLAIN, run_config
 
@@ -286,7 +289,43 @@ def test_a_server_gets_memory_that_training_has_released(make: Make, monkeypatch
     assert len(releases) == 2
 
 
-def test_servers_start_on_devices_that_training_has_left(make: Make, monkeypatch: Any) -> None:
+@pytest.fixture
+def on_cuda(monkeypatch: Any, tmp_path: Path) -> list[torch.Tensor]:
+    """Engines are as on CUDA; the stand-in gets files of what handles name. Returns what is shared.
+
+    A handle is the index of a tensor in the list.
+    """
+    shared, call = list[torch.Tensor](), Client.call
+
+    def share(tensor: torch.Tensor) -> tuple[None, int]:
+        shared.append(tensor)
+        return None, len(shared) - 1
+
+    def opened(self: Client, route: str, body: Any = None, timeout_s: float = 60.0) -> Any:
+        if route == "/update_weights" and "path" not in body["update_info"]:
+            update = body["update_info"]
+            handles = json.loads(base64.b64decode(update["ipc_handles_pickled"]))
+            file, sizes = tmp_path / "opened", update["tensor_sizes"]
+            file.write_bytes(shared[handles["gpu"]].numpy().tobytes()[: sum(sizes)])
+            starts = [sum(sizes[:n]) for n in range(len(sizes))]
+            places = zip(
+                update["names"], update["dtype_names"], update["shapes"], starts, strict=True
+            )
+            body = {"update_info": {"path": str(file), "tensors": list(places)}}
+        return call(self, route, body, timeout_s)
+
+    monkeypatch.setattr(device, "resolve_kind", lambda _: DeviceKind.CUDA)
+    monkeypatch.setattr(device, "host_number", lambda: "0")
+    monkeypatch.setattr(device, "identity", lambda: "gpu")
+    monkeypatch.setattr(weights, "reduce_tensor", share)
+    as_json = SimpleNamespace(dumps=lambda handles: json.dumps(handles).encode())
+    monkeypatch.setattr(weights, "pickle", as_json)
+    monkeypatch.setattr(Client, "call", opened)
+    return shared
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_servers_start_on_devices_that_training_has_left(make: Make) -> None:
     starts, began, asleep = Path(os.environ["STARTS"]), list[int](), list[bool]()
 
     @contextmanager
@@ -296,11 +335,44 @@ def test_servers_start_on_devices_that_training_has_left(make: Make, monkeypatch
         began.append(int(starts.read_text()) - before)
         asleep.append("/sleep" in (starts.parent / "logs/vllm_00000.log").read_text())
 
-    monkeypatch.setattr(device, "resolve_kind", lambda _: DeviceKind.CUDA)
-    monkeypatch.setattr(device, "host_number", lambda: "0")
-    monkeypatch.setattr(engine_module, "send_handles", lambda *_: None)
     engine = make(make_room=make_room)
     assert (began, asleep) == ([1], [True])
     engine.server.end()
     engine.update_weights(tensors(), 1)  # starts another
-    assert began == [1, 1] and ask(engine, 1)[0].tokens == expected(0)
+    assert sum(began) == 2 and ask(engine, 1)[0].tokens == expected(0)
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_weights_wake_on_devices_that_training_has_left(make: Make, monkeypatch: Any) -> None:
+    room, woken_in_room, call = [False], list[bool](), Client.call
+
+    @contextmanager
+    def make_room() -> Iterator[None]:
+        room[0] = True
+        yield
+        room[0] = False
+
+    def noted(self: Client, route: str, *more: Any) -> Any:
+        if route.startswith("/wake_up"):
+            woken_in_room.append(room[0])
+        return call(self, route, *more)
+
+    engine = make(make_room=make_room)
+    monkeypatch.setattr(Client, "call", noted)
+    engine.update_weights(tensors(), 1)
+    assert woken_in_room == [True]
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_a_server_is_awake_between_the_ranks_of_its_replica(make: Make, monkeypatch: Any) -> None:
+    """All have made room before it wakes, and none trains before it sleeps."""
+    engine, calls, call = make(), list[str](), Client.call
+    engine.update_weights(tensors(), 1)
+    monkeypatch.setattr(dist, "barrier", lambda _: calls.append("barrier"))
+    monkeypatch.setattr(
+        Client, "call", lambda self, route, *more: calls.append(route) or call(self, route, *more)
+    )
+    engine.wake()
+    engine.sleep()
+    assert calls[:2] == ["barrier", "/wake_up?tags=kv_cache"]
+    assert calls[-2:] == ["/sleep?level=1", "barrier"]

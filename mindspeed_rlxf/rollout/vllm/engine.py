@@ -80,7 +80,7 @@ class VllmRollout:
         with self._room():
             if self.is_leader:
                 self.server = self._launch()
-                self.sleep()
+                self._put_to_sleep()
 
     def _make_environment(self, kind: DeviceKind) -> dict[str, str]:
         name = device.facts(kind).visible_devices
@@ -142,11 +142,13 @@ class VllmRollout:
         self._failures = 0  # an iteration begins; on devices of its own the server never sleeps
         started, before, failure = time.monotonic(), self.sums, None
         self.weights_version, self.sums, self.memory = version, {}, SharedMemory()
-        try:
-            if self.is_leader and not self.on_cpu:
-                self._begin_update()
-        except ServerError as error:
-            failure = error
+        if not self.on_cpu:
+            with self._room():  # the server's weights come to the device
+                try:
+                    if self.is_leader:
+                        self._begin_update()
+                except ServerError as error:
+                    failure = error
         for bucket in in_buckets(tensors, lambda each: each[1].nbytes):  # to the end: a collective
             if self.is_leader:
                 self.sums |= {name: bit_sum(tensor) for name, tensor in bucket}
@@ -218,8 +220,11 @@ class VllmRollout:
     def wake(self) -> None:
         """Bring the server's weights and cache to the device; check the cache after an update.
 
+        A collective: the replica's ranks must all have made room before.
+
         Raises SyncError if the prefix cache still has a prompt from before the update.
         """
+        dist.barrier(self.group)
         if not self.is_leader:
             return
         try:
@@ -240,12 +245,21 @@ class VllmRollout:
             self._replace_server(error)
 
     def sleep(self) -> None:
-        """Move the server's weights to the host and free its cache; does nothing on CPU."""
+        """Move the server's weights to the host and free its cache; on CPU it stays awake.
+
+        A collective: no rank of the replica trains before the server has left its device.
+        """
         self._failures = 0  # an iteration ends
-        if self.is_leader and not self.on_cpu:
-            with suppress(ServerError):  # the next call notices; it may follow another error
-                self.client.call("/sleep?level=1")
-                self._asleep = {"weights", "kv_cache"}
+        if self.is_leader:
+            self._put_to_sleep()
+        dist.barrier(self.group)
+
+    def _put_to_sleep(self) -> None:
+        if self.on_cpu:
+            return
+        with suppress(ServerError):  # the next call notices; it may follow another error
+            self.client.call("/sleep?level=1")
+            self._asleep = {"weights", "kv_cache"}
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
         """Generate as `RolloutEngine.generate` says; ranks beside the leader yield stand-ins.
