@@ -151,9 +151,13 @@ def worker_environment(given: Mapping[str, Secret], inherits: bool) -> dict[str,
 
 
 def offload_environment(config: RunConfig) -> dict[str, str]:
-    """Return allocator variables for a run with offload, except those the user has set."""
+    """Return allocator variables for a run with offload, except those the user has set.
+
+    None with vLLM: its servers open memory by handle, which for expandable segments needs the
+    system call pidfd_getfd, refused in containers.
+    """
     offloads = [config.role(role).offload for role in config.roles]
-    if not any(offload.weights or offload.optimizer for offload in offloads):
+    if config.runs_vllm or not any(offload.weights or offload.optimizer for offload in offloads):
         return {}
     given = {*os.environ, *config.pool_settings.env}
     wanted = device.shared_memory_environment(config.device.kind)

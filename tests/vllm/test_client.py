@@ -272,8 +272,18 @@ def test_a_server_on_npu_has_our_modules_without_a_pythonpath(make: Make, monkey
     monkeypatch.setattr(device, "resolve_kind", lambda _: DeviceKind.NPU)
     monkeypatch.setattr(device, "host_number", lambda: "0")
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    environment = psutil.Process(make().server.process.pid).environ()
-    assert environment["PYTHONPATH"] == str(server.ENGINE_SIDE)
+    assert environment_of(make())["PYTHONPATH"] == str(server.ENGINE_SIDE)
+
+
+def environment_of(engine: VllmRollout) -> dict[str, str]:
+    return psutil.Process(engine.server.process.pid).environ()
+
+
+def test_a_server_has_no_settings_of_the_trainers_allocator(make: Make, monkeypatch: Any) -> None:
+    names = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
+    for name in names:
+        monkeypatch.setenv(name, "expandable_segments:True")
+    assert not names & environment_of(make()).keys()
 
 
 def test_a_server_gets_memory_that_training_has_released(make: Make, monkeypatch: Any) -> None:

@@ -26,6 +26,8 @@ ENGINE_SIDE = Path(__file__).with_name("engine_side")
 HIDDEN = (  # about the trainer's own process
     "PYTHONPATH", "PYTHONHOME", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
     "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "TORCH_DEVICE_BACKEND_AUTOLOAD",
+    # vllm-ascend refuses expandable segments while its memory can sleep.
+    "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF",
 )  # fmt: skip
 SWITCHES = (  # the options of vLLM that are off by default and have no form `--no-NAME`
     "disable-log-stats", "aggregate-engine-logging", "data-parallel-multi-port-external-lb",

@@ -58,14 +58,18 @@ def test_a_run_that_offloads_gets_segments_that_grow(make_tree, monkeypatch):
     name, value = "PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True"
     monkeypatch.delenv(name, raising=False)
 
-    def given(kind: str, offload: bool, env: dict[str, str]) -> dict[str, str]:
+    def given(
+        kind: str, offload: bool, env: dict[str, str], engine: str = "native"
+    ) -> dict[str, str]:
         changes = {"training.offload.optimizer": offload, "device.kind": kind}
+        changes["rollout.engine"] = engine
         changes |= {"resource_pool.env": env, "runtime.address": "head:6379"}
         return offload_environment(resolve(make_tree(changes), "test"))
 
     assert given("npu", True, {}) == {name: value}
     assert given("cuda", True, {}) == {"PYTORCH_CUDA_ALLOC_CONF": value}
     assert given("npu", False, {}) == given("cpu", True, {}) == {}
+    assert given("cuda", True, {}, "vllm") == {}  # its servers open memory of training
     assert given("npu", True, {name: "max_split_size_mb:64"}) == {}
     assert (name, value, "offload") in list_variables({}, {name: value})
     monkeypatch.setenv(name, "max_split_size_mb:32")
