@@ -427,10 +427,16 @@ def check_host(config: RunConfig) -> list[Problem]:
 
 
 def check_launch(config: RunConfig) -> list[Problem]:
-    """Return problems with the number of processes and the name of the Ray resource."""
+    """Return problems with the number of processes, the Ray resource and the kind of device."""
     from mindspeed_rlxf import device
 
     problems: list[Problem] = []
+    kind = device.resolve_kind(config.device.kind)
+    has_experts = config.actor_rollout.architecture.num_experts is not None
+    if config.runs_vllm and has_experts and kind is DeviceKind.NPU:
+        rule = "has not run with experts on NPU, whose weights vllm-ascend 0.23 transposes as it "
+        rule += "wakes"
+        problems.append(Problem("rollout.engine", rule, "vllm", "use native"))
     if config.runtime.kind == "local":
         world = int(os.environ.get("WORLD_SIZE", "1"))
         rule = f"must equal the {world} processes of this run with {ref('runtime.kind')}=local"
@@ -440,7 +446,6 @@ def check_launch(config: RunConfig) -> list[Problem]:
                 remedy = f"use {world}, or torchrun --nproc-per-node {size}"
                 problems.append(Problem(f"resource_pool.{pool}", rule, size, remedy))
         return problems
-    kind = device.resolve_kind(config.device.kind)
     name = config.device.resource_name
     own = device.facts(kind).ray_resource
     if kind is not DeviceKind.CPU and name not in (None, own):

@@ -305,6 +305,11 @@ def network_environment(kind: DeviceKind, ip: str) -> dict[str, str]:
     return found
 
 
+def second_ports(kind: DeviceKind) -> dict[str, str]:
+    """Return variables with HCCL's ports for a group of processes beside training; else {}."""
+    return dict(npu.SECOND_PORTS) if resolve_kind(kind) is DeviceKind.NPU else {}
+
+
 def process_bytes(kind: DeviceKind) -> int:
     """Estimate device memory for a process without tensors; 0 on CPU."""
     return facts(kind).process_mib * MIB

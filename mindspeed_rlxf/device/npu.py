@@ -56,6 +56,11 @@ DETERMINISTIC: Mapping[str, str] = {
     "CLOSE_MATMUL_K_SHIFT": "1",  # the order of sums over the inner axis of a matrix product
     "ATB_MATMUL_SHUFFLE_K_ENABLE": "0",  # the same in the library of transformer operators
 }
+# Ports of processes beside training on the same NPUs, whose HCCL has 60000 and 16666 by default.
+SECOND_PORTS: Mapping[str, str] = {
+    "HCCL_HOST_SOCKET_PORT_RANGE": "62000-62999",
+    "HCCL_NPU_SOCKET_PORT_RANGE": "63000-63999",
+}
 IMPORT_S = 40.0  # time to import torch and torch_npu from a network file system
 ANSWER = "devices: "
 ASK = f"import torch, torch_npu; print({ANSWER!r} + str(torch_npu.npu.device_count()))"

@@ -268,11 +268,23 @@ def test_a_long_temporary_folder_leaves_room_for_names_of_sockets(
     assert len(str(Path(engine.client.path).with_name(str(uuid.uuid4())))) <= 107
 
 
-def test_a_server_on_npu_has_our_modules_without_a_pythonpath(make: Make, monkeypatch: Any) -> None:
+def test_a_server_on_npu_has_what_vllm_ascend_needs(make: Make, monkeypatch: Any) -> None:
+    """Our modules also without PYTHONPATH, weights that can be updated, and ports of its own."""
     monkeypatch.setattr(device, "resolve_kind", lambda _: DeviceKind.NPU)
     monkeypatch.setattr(device, "host_number", lambda: "0")
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    assert environment_of(make())["PYTHONPATH"] == str(server.ENGINE_SIDE)
+    engine = make()
+    environment = environment_of(engine)
+    assert environment["PYTHONPATH"] == str(server.ENGINE_SIDE)
+    assert environment["VLLM_ASCEND_ENABLE_NZ"] == "0"
+    assert '"weight_nz_mode": 0' in engine.server.last_lines()
+    vllm = engine.config.rollout.vllm.model_copy(update={"tensor_parallel_size": 2})
+    rollout = engine.config.rollout.model_copy(update={"vllm": vllm})
+    engine.config = engine.config.model_copy(update={"rollout": rollout})
+    monkeypatch.setattr(dist, "all_gather_object", lambda found, *_, **__: found.__init__("01"))
+    environment = engine._make_environment(DeviceKind.NPU)
+    ranges = [environment[f"HCCL_{side}_SOCKET_PORT_RANGE"] for side in ("HOST", "NPU")]
+    assert len(set(ranges)) == 2 and environment["ASCEND_RT_VISIBLE_DEVICES"] == "0,1"
 
 
 def environment_of(engine: VllmRollout) -> dict[str, str]:

@@ -98,7 +98,11 @@ class VllmRollout:
             "RLXF_TRANSPORT": "npu_ipc" if self.on_npu else "ipc",
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # device handles are pickled
         }
-        if self.on_npu:  # CANN's set_env.sh adds its Python packages there
+        if self.config.rollout_tp > 1:
+            environment |= device.second_ports(kind)
+        if self.on_npu:
+            environment["VLLM_ASCEND_ENABLE_NZ"] = "0"  # weights in NZ cannot be updated
+            # CANN's set_env.sh adds its Python packages to the path.
             folders = [str(ENGINE_SIDE), os.environ.get("PYTHONPATH", "")]
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
         return environment

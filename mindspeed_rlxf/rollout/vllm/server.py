@@ -166,7 +166,7 @@ def server_command(config: RunConfig, on_cpu: bool, on_npu: bool) -> tuple[str, 
     if tp == 1:
         options["distributed-executor-backend"] = "uni"  # one process less
     if on_npu:
-        options["additional-config"] = {"rl_config": {"enabled": True}}  # no layout NZ
+        options["additional-config"] = {"weight_nz_mode": 0}  # weights in NZ cannot be updated
     options |= {name.replace("_", "-"): value for name, value in keys.extra_args.items()}
     words = list[str]()
     for name, value in options.items():

@@ -4,6 +4,7 @@ import pytest
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config import packages
+from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.section_rules import GIB
 
 
@@ -66,3 +67,13 @@ def test_devices_are_handed_out_by_rays_own_resource_only(problems, address):
     (problem,) = problems({**changes, "device.resource_name": "slot"})
     assert problem.startswith("device.resource_name=slot must be GPU with device.kind=cuda")
     assert problems({"device.kind": "cpu", "device.resource_name": "NPU"}) == []
+
+
+def test_experts_on_npu_are_not_served_by_vllm(problems, monkeypatch):
+    monkeypatch.setattr(device, "device_count", lambda _: 8)
+    monkeypatch.setattr(device, "resolve_kind", lambda kind: DeviceKind.NPU)
+    served = {"rollout.engine": "vllm"}
+    experts = {"model.small.num_experts": 12, "model.small.moe_ffn_hidden_size": 48}
+    assert problems(served) == problems(experts) == []
+    (problem,) = problems(served | experts)
+    assert problem.startswith("rollout.engine=vllm")
