@@ -324,7 +324,7 @@ def on_cuda(monkeypatch: Any, tmp_path: Path) -> list[torch.Tensor]:
         return None, len(shared) - 1
 
     def opened(self: Client, route: str, body: Any = None, timeout_s: float = 60.0) -> Any:
-        if route == "/update_weights" and "path" not in body["update_info"]:
+        if route == "/update_weights":
             update = body["update_info"]
             handles = json.loads(base64.b64decode(update["ipc_handles_pickled"]))
             file, sizes = tmp_path / "opened", update["tensor_sizes"]
@@ -360,8 +360,44 @@ def test_servers_start_on_devices_that_training_has_left(make: Make) -> None:
     engine = make(make_room=make_room)
     assert (began, asleep) == ([1], [True])
     engine.server.end()
-    engine.update_weights(tensors(), 1)  # starts another
-    assert sum(began) == 2 and ask(engine, 1)[0].tokens == expected(0)
+    engine.update_weights(tensors(), 1)  # starts another, which has no weights
+    assert sum(began) == 2 and asleep[-1]
+    with pytest.raises(EngineLost):
+        engine.wake()
+    (receipt,) = engine.take_receipts()
+    assert receipt["restarted"]
+    engine.update_weights(tensors(), 1)
+    assert ask(engine, 1)[0].tokens == expected(0)
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_a_server_on_a_device_that_fails_amid_generation_is_lost(make: Make) -> None:
+    """Nobody keeps its weights: the host's memory has room for few models."""
+    engine = make("dies")
+    engine.update_weights(tensors(), 1)
+    with pytest.raises(EngineLost):
+        ask(engine)
+    assert Path(os.environ["STARTS"]).read_text() == "1" and engine.memory.num_bytes == 0
+
+
+def test_a_buffer_of_the_device_is_shared_once_an_update(
+    make: Make, on_cuda: list[torch.Tensor], monkeypatch: Any
+) -> None:
+    events, call = list[str](), Client.call
+    monkeypatch.setattr(device, "synchronize", lambda: events.append("synchronize"))
+    monkeypatch.setattr(device, "release_cache", lambda: events.append("release"))
+    monkeypatch.setattr(
+        Client,
+        "call",
+        lambda self, route, *more, **keys: events.append(route) or call(self, route, *more, **keys),
+    )
+    engine = make()
+    events.clear()
+    engine.update_weights(tensors(), 1)
+    sent = [n for n, event in enumerate(events) if event == "/update_weights"]
+    assert len(sent) == 2 and len(on_cuda) == 1
+    assert all(events[n - 1] == "synchronize" for n in sent)
+    assert events[-1] == "release" and "/finish_weight_update" in events
 
 
 @pytest.mark.usefixtures("on_cuda")

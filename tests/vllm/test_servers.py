@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -19,7 +18,7 @@ import torch.distributed as dist
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.schema import RuntimeConfig
-from mindspeed_rlxf.rollout import bit_sums, transfer
+from mindspeed_rlxf.rollout import transfer
 from mindspeed_rlxf.rollout.bit_sums import bit_sum
 from mindspeed_rlxf.rollout.receipts import SyncError
 from mindspeed_rlxf.rollout.rollout_engine import GenerationRequest
@@ -274,42 +273,6 @@ def _in_group(process: psutil.Process, group: int) -> bool:
         return os.getpgid(process.pid) == group
     except ProcessLookupError:
         return False
-
-
-def test_an_engine_for_devices_also_loads_from_host_memory(vllm_python: str) -> None:
-    """What restarts and vllm-ascend's wake use."""
-    memory, tensor = SharedMemory(), torch.arange(12.0).view(3, 4)
-    memory.keep([("a.weight", tensor)])
-    told = run_python_of(
-        vllm_python,
-        f"""
-import os, rlxf_vllm
-from types import SimpleNamespace
-from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
-made = object.__new__(rlxf_vllm.Noting)
-assert isinstance(made, IPCWeightTransferEngine)
-found = {{}}
-class Model:
-    def load_weights(self, weights): found.update(weights)
-made.model, made.arrived, made.forms, made.device = Model(), {{}}, {{}}, "cpu"
-update = dict(path={memory.path!r}, tensors={memory.buckets[0]!r})
-made.receive_weights(made.parse_update_info(update))
-print(found["a.weight"].tolist(), made.arrived["a.weight"])
-""",
-    )
-    assert told.splitlines()[-1] == f"{tensor.tolist()} [{bit_sum(tensor)}]"
-
-
-def run_python_of(python: str, code: str) -> str:
-    more = {
-        "PYTHONPATH": str(server.ENGINE_SIDE), "RLXF_TRANSPORT": "ipc", "RLXF_FOLDER": "/none",
-        "RLXF_BIT_SUMS": bit_sums.__file__,
-    }  # fmt: skip
-    environment = {**os.environ, **more}
-    return subprocess.run(
-        [python, "-c", code], env=environment, capture_output=True, text=True, check=True,
-        timeout=120,
-    ).stdout  # fmt: skip
 
 
 @pytest.mark.parametrize("tp", [1, 2])

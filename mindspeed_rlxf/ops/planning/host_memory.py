@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.rank_layout import count_per_node
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.config.section_rules import PROCESS_BYTES
 from mindspeed_rlxf.models.parameter_counts import HEADS, adapter_sizes, model_elements
@@ -97,6 +98,7 @@ def host_memory_needed(config: RunConfig, pools: list[PoolMemory]) -> HostMemory
             ("iteration", "checkpoint"),
         ),
         *(HostPart(f"{role.value}: copies of what it offloads", n) for role, n in copies.items()),
+        HostPart(f"{Role.ROLLOUT.value}: weights for vLLM servers", _served_on_one_host(config)),
         *(
             HostPart(
                 f"{role.value}: a checkpoint while it is written",
@@ -167,6 +169,21 @@ def _trained(config: RunConfig, role: Role) -> int:
         return _numbers(config, role)
     score = section.architecture.hidden_size if head is Head.SCORE else 0
     return sum(adapter_sizes(section.architecture, head, section.adapters)) + score
+
+
+def _served_on_one_host(config: RunConfig) -> int:
+    """Return the bytes of weights that servers keep on the host with most of their devices.
+
+    On CPU the trainer keeps them for a server that starts anew, on devices they are the server's
+    while it sleeps.
+    """
+    if not config.runs_vllm:
+        return 0
+    processes: Sequence[int] = config.resource_pool[config.placement[Role.ACTOR_ROLLOUT]]
+    if config.parts:
+        processes = count_per_node(processes, *config.parts)
+    weights = _numbers(config, Role.ACTOR_ROLLOUT) * itemsize(config.actor_rollout)
+    return weights * _processes_on_one_host(config, processes) // config.rollout_tp
 
 
 def _export_on_one_host(config: RunConfig, role: Role) -> int:

@@ -37,7 +37,7 @@ from mindspeed_rlxf.rollout.vllm.server import (
     Server,
     server_command,
 )
-from mindspeed_rlxf.rollout.vllm.weights import SharedMemory, send_handles
+from mindspeed_rlxf.rollout.vllm.weights import DeviceBuffer, SharedMemory
 
 MOST_FAILURES = 2  # of a server in an iteration
 STALL = 0.1  # of `runtime.timeout_s` without any token: the server hangs
@@ -68,10 +68,13 @@ class VllmRollout:
         self.on_cpu, self.on_npu = kind is DeviceKind.CPU, kind is DeviceKind.NPU
         self.max_rows = config.rollout.vllm.max_num_seqs or actor.num_samples_per_step or MOST_ROWS
         self.timeout_s = config.runtime.timeout_s
-        self.memory, self.sums, self.receipts = SharedMemory(), dict[str, int](), list[Any]()
+        self.sums, self.receipts = dict[str, int](), list[Any]()
+        self.memory = SharedMemory()  # on CPU the weights of this version
+        self.num_bytes = 0  # of these weights
         self._stats, self.weights_version = GenerationStats(), -1
         self._failures, self._ready, self._must_check_cache = 0, False, False
         self._has_started = False  # any server, which shows that its configuration is right
+        self._lacks_weights = False  # started anew on devices, and not updated since
         self._asleep = set[str]()
         python, options = server_command(config, self.on_cpu, self.on_npu)
         environment = self._make_environment(kind)
@@ -138,6 +141,8 @@ class VllmRollout:
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Send all weights and compare receipts; a server that fails meanwhile is replaced.
 
+        On devices the new server has no weights; its receipt asks for another update.
+
         Raises:
             SyncError: The server has other weights, or others were sent than in the last update.
             EngineLost: It failed twice.
@@ -145,7 +150,8 @@ class VllmRollout:
         """
         self._failures = 0  # an iteration begins; on devices of its own the server never sleeps
         started, before, failure = time.monotonic(), self.sums, None
-        self.weights_version, self.sums, self.memory = version, {}, SharedMemory()
+        self.weights_version, self.sums, self.num_bytes = version, {}, 0
+        self.memory = SharedMemory()
         if not self.on_cpu:
             with self._room():  # the server's weights come to the device
                 try:
@@ -153,16 +159,7 @@ class VllmRollout:
                         self._begin_update()
                 except ServerError as error:
                     failure = error
-        for bucket in in_buckets(tensors, lambda each: each[1].nbytes):  # to the end: a collective
-            if self.is_leader:
-                self.sums |= {name: bit_sum(tensor) for name, tensor in bucket}
-                self.memory.keep(bucket)
-            try:
-                if not self.on_cpu:
-                    client = None if failure or not self.is_leader else self.client
-                    send_handles(bucket, client, self.group, self.on_npu)
-            except ServerError as error:
-                failure = error
+        failure = self._send_buckets(tensors, failure)
         with self._room():
             if self.is_leader:
                 try:
@@ -170,7 +167,30 @@ class VllmRollout:
                         raise failure
                     self._finish_update(started, before, loads=self.on_cpu)
                 except ServerError as error:
-                    self._replace_server(error)
+                    self._replace_server(error, in_update=True)
+        device.release_cache()  # the buffer, which the server has closed
+
+    def _send_buckets(
+        self, tensors: Iterable[tuple[str, Tensor]], failure: ServerError | None
+    ) -> ServerError | None:
+        """Send all tensors; return the server's failure, if it had one. A collective to the end.
+
+        On CPU they are only kept in host memory, for `_finish_update`.
+        """
+        buffer = None if self.on_cpu else DeviceBuffer(self.group, tells_packed=self.on_npu)
+        for bucket in in_buckets(tensors, lambda each: each[1].nbytes):
+            if self.is_leader:
+                self.sums |= {name: bit_sum(tensor) for name, tensor in bucket}
+                self.num_bytes += sum(tensor.nbytes for _, tensor in bucket)
+            if buffer is None:
+                if self.is_leader:
+                    self.memory.keep(bucket)
+                continue
+            try:
+                buffer.send(bucket, None if failure or not self.is_leader else self.client)
+            except ServerError as error:
+                failure = error
+        return failure
 
     def _begin_update(self) -> None:
         self._wake("weights")
@@ -189,8 +209,8 @@ class VllmRollout:
     ) -> None:
         """End an update, compare receipts, and add one: a line of sync.jsonl.
 
-        `loads`: first send the weights of this version from host memory. `before` are the sums of
-        the update before.
+        `loads`: first send the weights of this version from host memory (on CPU). `before` are the
+        sums of the update before.
         """
         client, version = self.client, self.weights_version
         if loads:
@@ -202,14 +222,21 @@ class VllmRollout:
             raise SyncError("the server did not reset its prefix cache")
         client.call("/resume")
         self._must_check_cache = True
-        workers, tp = client.ask_workers("rlxf_receipt"), self.config.rollout_tp
+        self._compare_receipts(before or self.sums)
+        self._lacks_weights = False
+        self._add_receipt(started, before or {}, restarted)
+
+    def _compare_receipts(self, known: Mapping[str, int]) -> None:
+        workers, tp = self.client.ask_workers("rlxf_receipt"), self.config.rollout_tp
         if len(workers) != tp:
             raise SyncError(f"{tp} workers must give a receipt, not {len(workers)}")
         with reading("rlxf_receipt"):
-            compare_receipts(before or self.sums, self.sums, workers, version)
-        seconds, size = round(time.monotonic() - started, 3), self.memory.num_bytes
-        more = {"seconds": seconds, "bytes": size, "restarted": restarted}
-        self.receipts.append({"version": version, **summary(before or {}, self.sums), **more})
+            compare_receipts(known, self.sums, workers, self.weights_version)
+
+    def _add_receipt(self, started: float, before: Mapping[str, int], restarted: bool) -> None:
+        version, seconds = self.weights_version, round(time.monotonic() - started, 3)
+        more = {"seconds": seconds, "bytes": self.num_bytes, "restarted": restarted}
+        self.receipts.append({"version": version, **summary(before, self.sums), **more})
 
     def take_receipts(self) -> list[Any]:
         """Return the receipts since the last call."""
@@ -226,16 +253,21 @@ class VllmRollout:
 
         A collective: the replica's ranks must all have made room before.
 
-        Raises SyncError if the prefix cache still has a prompt from before the update.
+        Raises:
+            SyncError: The prefix cache still has a prompt from before the update, or the server
+                has lost weights in its sleep.
+            EngineLost: The server was started anew, and has no weights.
         """
         dist.barrier(self.group)
         if not self.is_leader:
             return
+        if self._lacks_weights:
+            raise EngineLost("the vLLM server failed in its last update; see its log")
         try:
-            slept, started = "weights" in self._asleep, time.monotonic()
+            slept = "weights" in self._asleep
             self._wake("weights", "kv_cache")
-            if slept and self.on_npu:  # weights were lost or transposed while vllm-ascend slept
-                self._finish_update(started)
+            if slept and self.on_npu:  # vllm-ascend has transposed weights as it woke
+                self._compare_receipts(self.sums)
             if self._must_check_cache:
                 vocabulary = self.config.actor_rollout.architecture.vocab_size
                 prompt = np.arange(min(CANARY_TOKENS, self.config.training.seq_length)) % vocabulary
@@ -322,16 +354,25 @@ class VllmRollout:
             except (ServerError, TimeoutError) as error:
                 self._replace_server(error)
 
-    def _replace_server(self, error: Exception) -> None:
-        """Start the server anew with the current weights; EngineLost after MOST_FAILURES."""
+    def _replace_server(self, error: Exception, in_update: bool = False) -> None:
+        """Start the server anew, on CPU with the current weights; it then sleeps on devices.
+
+        On devices nobody keeps the weights, so outside an update such a failure is final there.
+        Raises EngineLost then, and after MOST_FAILURES.
+        """
         self.server.end()
         lost = f"the vLLM server failed: {error}; {self.server.last_lines()}"
         print(lost, file=sys.stderr, flush=True)
         self._failures, self._ready, self._asleep = self._failures + 1, False, set()
-        if self._failures >= MOST_FAILURES:
+        if self._failures >= MOST_FAILURES or not (self.on_cpu or in_update):
             raise EngineLost(lost) from error
         self.server, started = self._launch(), time.monotonic()
         try:
-            self._finish_update(started, restarted=True)
+            if self.on_cpu:
+                self._finish_update(started, restarted=True)
+                return
+            self.client.call("/sleep?level=1")
+            self._asleep, self._lacks_weights = {"weights", "kv_cache"}, True
+            self._add_receipt(started, {}, restarted=True)
         except ServerError as again:
-            self._replace_server(again)
+            self._replace_server(again, in_update)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from mindspeed_rlxf import device
+from mindspeed_rlxf.rollout import transfer
 from mindspeed_rlxf.rollout.vllm.client import Client
 
 Bucket: TypeAlias = list[tuple[str, Tensor]]
@@ -20,7 +21,7 @@ Bucket: TypeAlias = list[tuple[str, Tensor]]
 
 
 class SharedMemory:
-    """All weights in host memory, where the server's workers read them.
+    """All weights in host memory, where a CPU server's workers read them.
 
     They are in an anonymous file, which leaves nothing behind, whatever ends this process. They are
     kept until the next update, for a server that is started anew.
@@ -49,27 +50,48 @@ class SharedMemory:
         client.call("/update_weights", {"update_info": {"path": self.path, "tensors": places}})
 
 
-def send_handles(bucket: Bucket, client: Client | None, group: Any, tells_packed: bool) -> None:
-    """Have the workers open this device's memory: vLLM's `ipc`, vllm-ascend's `npu_ipc`.
+class DeviceBuffer:
+    """Device memory that the server's workers open: vLLM's `ipc`, vllm-ascend's `npu_ipc`.
 
-    **Never run on a device.** A collective of the replica: every rank packs the bucket on its
-    device, the leader sends the handles of all, and the memory is kept until they were read.
-    `client` is None on other ranks, and once the server has failed.
+    **Never run on a device.** All buckets of an update pass through one buffer, because workers
+    keep what they open until the next update.
     """
-    flat = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in bucket])
-    handles: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(handles, {device.identity(): reduce_tensor(flat)[1]}, group=group)
-    try:
-        if client is not None:
-            merged = {name: handle for each in handles for name, handle in each.items()}
-            update = {
-                "names": [name for name, _ in bucket],
-                "dtype_names": [str(t.dtype).removeprefix("torch.") for _, t in bucket],
-                "shapes": [list(tensor.shape) for _, tensor in bucket],
-                "tensor_sizes": [tensor.nbytes for _, tensor in bucket],
-                "ipc_handles_pickled": base64.b64encode(pickle.dumps(merged)).decode(),
-                **({"packed": True} if tells_packed else {}),  # vLLM 0.23; later from init_info
-            }
-            client.call("/update_weights", {"update_info": update})
-    finally:
-        dist.barrier(group)
+
+    def __init__(self, group: Any, tells_packed: bool) -> None:
+        """`group` has the replica's ranks; `tells_packed`: each bucket says so, for vLLM 0.23."""
+        self.group, self.tells_packed = group, tells_packed
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._handle: Any = None
+
+    def send(self, bucket: Bucket, client: Client | None) -> None:
+        """Have the workers load a bucket; a collective of the replica.
+
+        Every rank packs the bucket on its device, the leader sends the handles of all, and no rank
+        overwrites its buffer before they were read. `client` is None on other ranks, and once the
+        server has failed.
+        """
+        sizes = [tensor.nbytes for _, tensor in bucket]
+        if sum(sizes) > len(self._memory):
+            size = max(sum(sizes), transfer.BUCKET_BYTES)
+            self._memory = torch.empty(size, dtype=torch.uint8, device=device.current_device())
+            self._handle = reduce_tensor(self._memory)[1]
+        spaces = self._memory[: sum(sizes)].split(sizes)
+        for (_, tensor), space in zip(bucket, spaces, strict=True):
+            space.copy_(tensor.contiguous().view(-1).view(torch.uint8))
+        device.synchronize()  # other processes do not wait for this one's streams
+        handles: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(handles, {device.identity(): self._handle}, group=self.group)
+        try:
+            if client is not None:
+                merged = {name: handle for each in handles for name, handle in each.items()}
+                update = {
+                    "names": [name for name, _ in bucket],
+                    "dtype_names": [str(t.dtype).removeprefix("torch.") for _, t in bucket],
+                    "shapes": [list(tensor.shape) for _, tensor in bucket],
+                    "tensor_sizes": sizes,
+                    "ipc_handles_pickled": base64.b64encode(pickle.dumps(merged)).decode(),
+                    **({"packed": True} if self.tells_packed else {}),  # later from init_info
+                }
+                client.call("/update_weights", {"update_info": update})
+        finally:
+            dist.barrier(self.group)

@@ -8,7 +8,6 @@ import os
 import runpy
 import weakref
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -83,16 +82,8 @@ else:
 class Noting(Transport):  # type: ignore[misc, valid-type]
     """Notes each tensor before it is loaded."""
 
-    def parse_update_info(self, update_dict: dict[str, Any]) -> Any:
-        """Make a bucket, on devices too if weights are sent again from host memory."""
-        if "path" in update_dict:
-            return Bucket(**update_dict)
-        return super().parse_update_info(update_dict)
-
     def receive_weights(self, update_info: Any, load_weights: Any = None) -> None:
-        """Receive by the transport, or from host memory, and note."""
-        host = isinstance(update_info, Bucket)
-        receive = partial(SharedMemory.receive_weights, self) if host else super().receive_weights
+        """Receive by the transport, and note."""
         loads = load_weights or self.model.load_weights
 
         def load(weights: Any) -> Any:
@@ -103,11 +94,11 @@ class Noting(Transport):  # type: ignore[misc, valid-type]
             return loads(weights)
 
         if load_weights:  # vLLM 0.23
-            receive(update_info, load)
+            super().receive_weights(update_info, load)
             return
         self.model.load_weights = load
         try:
-            receive(update_info)
+            super().receive_weights(update_info)
         finally:
             del self.model.load_weights  # the method of the class remains
 

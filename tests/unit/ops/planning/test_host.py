@@ -80,6 +80,20 @@ def test_on_an_accelerator_roles_take_no_host_memory(make_tree):
     assert part(needed(make_tree, {**JOINED, "device.kind": "cuda"}), "the roles hold") == 0
 
 
+def test_servers_keep_weights_on_the_host(make_tree):
+    """8 ranks: one copy of the fp32 weights for a server, which on devices sleeps beside them."""
+    config, kept = resolve(make_tree({}), "t"), "weights for vLLM servers"
+    actor = model_elements(config.actor_rollout.architecture, Head.LANGUAGE_MODEL) * 4
+    served = {"rollout.engine": "vllm"}
+    assert part(needed(make_tree, {}), kept) == 0
+    assert part(needed(make_tree, served), kept) == 8 * actor
+    tp2 = {**served, "rollout.vllm.tensor_parallel_size": 2}
+    assert part(needed(make_tree, {**tp2, **JOINED, "device.kind": "cuda"}), kept) == 2 * actor
+    infers = {"actor_rollout.num_gpus_for_train": 6, "actor_rollout.num_gpus_for_infer": 2}
+    apart = {"placement.ref": "other", "placement.critic": "other", "resource_pool.other": 1}
+    assert part(needed(make_tree, {**served, **JOINED, **infers, **apart}), kept) == 2 * actor
+
+
 def test_exports_keep_the_precision_of_their_source(make_tree, tmp_path):
     save_file({"model.norm.weight": torch.ones(1).bfloat16()}, tmp_path / "model.safetensors")
     config = resolve(make_tree({"actor_rollout.load": str(tmp_path)}), "t")
