@@ -47,6 +47,7 @@ MIB = 1024**2
 DETERMINISTIC_CUDA: Mapping[str, str] = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
 
 _active: DeviceKind | None = None
+_index = 0  # of the device that `setup` selected, among the visible ones
 
 
 def resolve_kind(kind: DeviceKind) -> DeviceKind:
@@ -111,7 +112,7 @@ def setup(
     Raises:
         ValueError: The device is not visible, or NPU software is missing or incompatible.
     """
-    global _active
+    global _active, _index
     kind = resolve_kind(kind)
     torch.set_num_threads(threads)
     if _active is not None:
@@ -131,7 +132,19 @@ def setup(
     else:
         npu.start(local_rank, assigned, deadline_s, megatron)
     _active = kind
+    library = active_library()
+    _index = 0 if library is None else library.current_device()
     return current_device()
+
+
+def select_in_thread() -> None:
+    """Make the device of `setup` current in this thread too; does nothing on CPU.
+
+    A thread begins with the first visible device, on which its first operation opens a context.
+    """
+    library = active_library()
+    if library is not None:
+        library.set_device(_index)
 
 
 def select_first_device(kind: DeviceKind) -> torch.device:

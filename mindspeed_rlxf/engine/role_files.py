@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mindspeed_rlxf import device
 from mindspeed_rlxf.engine.together import gather_all
 from mindspeed_rlxf.weights.atomic import sync_folder
 from mindspeed_rlxf.weights.state_files import (
@@ -26,7 +27,13 @@ RANDOM_FILE = "random/rank_{:05d}.json"
 IndexRows = dict[str, Any]
 """File -> rows of its tensors in the index."""
 
-WRITER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+
+def make_writer() -> ThreadPoolExecutor:
+    """Return a thread that writes checkpoints, on this process's device."""
+    return ThreadPoolExecutor(1, "checkpoint", initializer=device.select_in_thread)
+
+
+WRITER = make_writer()
 """One thread for all roles of the process, which share a disk."""
 
 

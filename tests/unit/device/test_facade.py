@@ -16,6 +16,7 @@ import torch
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.engine.role_files import make_writer
 from tests.unit.device import npu_recorder
 
 CPU, CUDA, NPU, AUTO = DeviceKind.CPU, DeviceKind.CUDA, DeviceKind.NPU, DeviceKind.AUTO
@@ -61,15 +62,18 @@ def test_a_process_chooses_its_gpu_among_the_visible_ones(monkeypatch, seen, sho
     )
     monkeypatch.setattr(torch, "cuda", library)
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
-    monkeypatch.setattr(torch, "device", lambda name, number: (name, number))
     monkeypatch.setattr(device, "_active", None)
+    monkeypatch.setattr(device, "_index", 0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
     if isinstance(index, str):
         with pytest.raises(ValueError, match=index):
             device.setup(CUDA, **given)
     else:
-        assert device.setup(CUDA, **given) == ("cuda", index)
+        assert device.setup(CUDA, **given) == torch.device("cuda", index)
         assert chosen == [index]
+        with make_writer() as writer:  # of checkpoints, which begins with device 0
+            writer.submit(list).result()
+        assert chosen == [index, index]
 
 
 def test_the_device_of_a_process_is_unknown_before_setup():

@@ -23,6 +23,7 @@ NPU = DeviceKind.NPU
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recorder:
     monkeypatch.setattr(device, "_active", None)
+    monkeypatch.setattr(device, "_index", 0)
     monkeypatch.setattr(torch, "device", lambda name, number: (name, number))
     return npu_recorder.install(monkeypatch, tmp_path)
 
