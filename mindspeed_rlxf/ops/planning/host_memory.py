@@ -175,9 +175,9 @@ def _served_on_one_host(config: RunConfig) -> int:
     """Return the bytes of weights that servers keep on the host with most of their devices.
 
     On CPU the trainer keeps them for a server that starts anew, on devices they are the server's
-    while it sleeps.
+    while it sleeps, which it does not on devices of its own.
     """
-    if not config.runs_vllm:
+    if not config.runs_vllm or (config.parts and not on_cpu(config)):
         return 0
     processes: Sequence[int] = config.resource_pool[config.placement[Role.ACTOR_ROLLOUT]]
     if config.parts:

@@ -91,7 +91,9 @@ def test_servers_keep_weights_on_the_host(make_tree):
     assert part(needed(make_tree, {**tp2, **JOINED, "device.kind": "cuda"}), kept) == 2 * actor
     infers = {"actor_rollout.num_gpus_for_train": 6, "actor_rollout.num_gpus_for_infer": 2}
     apart = {"placement.ref": "other", "placement.critic": "other", "resource_pool.other": 1}
-    assert part(needed(make_tree, {**served, **JOINED, **infers, **apart}), kept) == 2 * actor
+    apart |= {**served, **JOINED, **infers}
+    assert part(needed(make_tree, apart), kept) == 2 * actor
+    assert part(needed(make_tree, {**apart, "device.kind": "cuda"}), kept) == 0  # never sleeps
 
 
 def test_exports_keep_the_precision_of_their_source(make_tree, tmp_path):
