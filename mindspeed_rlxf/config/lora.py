@@ -23,9 +23,7 @@ class LoraConfig(Section):
 
     rank: int = key(0, "rank of the adapters; 0 = all weights are trained", ge=0)
     alpha: float = key(16.0, "adapters are scaled by alpha / rank", gt=0, used_if="rank>0")
-    dropout: float = free(
-        0.0, "share of an adapter's inputs dropped in updates", ge=0, lt=1, used_if="rank>0"
-    )
+    dropout: float = free(0.0, "0; there is no dropout")
     target_modules: Names = key(
         ALL_LINEAR,
         "modules to adapt: all-linear, a list of names or suffixes, or a regular expression",
@@ -36,6 +34,12 @@ class LoraConfig(Section):
         "modules to exclude: a list of names or suffixes, or a regular expression",
         used_if="rank>0",
     )
+
+    def _broken_rules(self) -> Iterator[Problem]:
+        # It would make the ratio of new to old probabilities noisy, and each tensor-parallel rank
+        # would drop other inputs of an A that all of them have.
+        if self.dropout != 0:
+            yield Problem("dropout", "must be 0: there is no dropout", self.dropout, "remove it")
 
     @property
     def scale(self) -> float:

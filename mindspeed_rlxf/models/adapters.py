@@ -74,7 +74,7 @@ class LinearAdapters(torch.nn.Module):
             Like the linear's output on this rank.
         """
         joined = torch.cat([self.get_parameter(f"{name}_{A}") for name in self.adapted])
-        inner = F.linear(F.dropout(inputs, self.lora.dropout, self.training), joined)
+        inner = F.linear(inputs, joined)
         inner = self._exchange(inner) * self.lora.scale
         inners = dict(zip(self.adapted, inner.split(self.lora.rank, -1), strict=True))
         parts = []

@@ -40,7 +40,6 @@ def inject(model: Any, lora: LoraConfig) -> None:
     config = PeftConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
-        lora_dropout=lora.dropout,
         target_modules=chosen,
     )
     inject_adapter_in_model(config, model, low_cpu_mem_usage=True)

@@ -44,7 +44,7 @@ def write_adapter(
         "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        "lora_dropout": lora.dropout,
+        "lora_dropout": 0.0,
         "target_modules": _targets(tensors, linears),
         "modules_to_save": [SCORE_HEAD.sources[0].split(".")[0]] if scores else None,
         "bias": "none",

@@ -195,7 +195,7 @@ OFFLOAD: dict[str, Any] = {"weights": Case(True), "optimizer": Case(True)}
 LORA = {"actor_rollout.lora.rank": 4}
 LORA_KEYS: dict[str, Any] = {
     "rank": Case(4),
-    "alpha": Case(3.0, see.adapted, LORA), "dropout": Case(0.5, see.adapted, LORA),
+    "alpha": Case(3.0, see.adapted, LORA),
     "target_modules": Case(["gate_proj"], see.adapted, LORA),
     "exclude_modules": Case(["up_proj"], see.adapted, LORA),
 }  # fmt: skip
@@ -347,7 +347,7 @@ VLLM = {
     "enforce_eager": Case(False, see.served, SERVED),
     "extra_args": Case({"block_size": 32}, see.served, SERVED),
 }
-ONE_VALUE = {"tokenizer_type"}
+ONE_VALUE = {"tokenizer_type", "dropout"}
 """Reviewed: keys of which one value alone is accepted, which asks for what happens anyway."""
 
 TABLE: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {

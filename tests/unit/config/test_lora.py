@@ -46,6 +46,8 @@ def test_modules_are_selected_as_peft_does(targets, excluded, selected):
           "model.small.num_experts": 4}, "some of small's modules q_proj, k_proj, v_proj, o_proj;"),
         ({**LORA, "actor_rollout.tensor_model_parallel_size": 8},
          "actor_rollout.tensor_model_parallel_size=8 must be at most num_query_groups=4 with"),
+        ({"actor_rollout.lora": {"rank": 4, "dropout": 0.1}},
+         "actor_rollout.lora.dropout=0.1 must be 0"),
         ({**LORA, "ref.load": "elsewhere"}, "ref.load="),
         ({**LORA, "resource_pool.other": 8, "placement.ref": "other"}, "placement.ref=other must"),
     ],
