@@ -40,7 +40,7 @@ from mindspeed_rlxf.engine.build import (
 from mindspeed_rlxf.engine.common import CommonEngine
 from mindspeed_rlxf.engine.export import export_adapters, export_hf, export_megatron
 from mindspeed_rlxf.engine.finite import GuardedOptimizer, SkippedSteps
-from mindspeed_rlxf.engine.hf_stream import hf_tensors
+from mindspeed_rlxf.engine.hf_stream import adapter_tensors, hf_tensors
 from mindspeed_rlxf.engine.micro_batch import (
     MicroBatch,
     bring_together,
@@ -275,9 +275,14 @@ class MegatronEngine(CommonEngine):
         return rate
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight as (Hugging Face name, whole device tensor), on every rank."""
+        """Yield every weight but adapters as (Hugging Face name, whole device tensor)."""
         with self.holding(Part.WEIGHTS):
             yield from hf_tensors(self.weights, self.groups, self.role.model_chunks)
+
+    def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each adapter's A and B like `hf_tensors`."""
+        with self.holding(Part.WEIGHTS):
+            yield from adapter_tensors(self.weights, self.groups, self.role.model_chunks)
 
     def held_weights(self) -> Iterable[Tensor]:
         """Return this rank's parameters, each once."""

@@ -25,18 +25,25 @@ def hf_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight as (Hugging Face name, whole device tensor), on every rank.
 
-    Adapters are merged into copies. The order is that of `hf_shapes`, whatever the layout. A
+    Adapters are not merged into them. The order is that of `hf_shapes`, whatever the layout. A
     collective: all ranks in the role must iterate to the same tensor. Omits a tied output layer, as
     Hugging Face files do.
     """
-    yield from _stream(weights, groups, chunks, lambda table: table, weights.hf_tensors)
+    yield from _stream(weights, groups, chunks, lambda table: table)
+
+
+def adapter_tensors(
+    weights: StageWeights, groups: ParallelGroups, chunks: int
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield each adapter's A and B like `hf_tensors`, in the order of `adapter_shapes`."""
+    yield from _stream(weights, groups, chunks, weights.adapters_of)
 
 
 def trained_tensors(
     weights: StageWeights, groups: ParallelGroups, chunks: int
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that training changes like `hf_tensors`: adapters apart from weights."""
-    yield from _stream(weights, groups, chunks, weights.trained_of, weights.gather)
+    yield from _stream(weights, groups, chunks, weights.trained_of)
 
 
 def _stream(
@@ -44,9 +51,8 @@ def _stream(
     groups: ParallelGroups,
     chunks: int,
     choose: Callable[[list[StageParameter]], list[StageParameter]],
-    gather: Callable[[StageParameter], dict[str, Tensor]],
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield what `gather` returns on the owners of each parameter chosen among a table's.
+    """Yield the tensors of each parameter chosen among a table's, gathered by its owners.
 
     choose: called with the parameters of a rank, and of the whole model.
     """
@@ -69,7 +75,7 @@ def _stream(
     for parameter in choose(list(stage_parameters(architecture, weights.head))):
         (pp_rank, ep_rank), is_expert = owners[parameter.sources], parameter.expert is not None
         if parameter.sources in held:
-            whole = gather(held[parameter.sources])
+            whole = weights.gather(held[parameter.sources])
         else:  # to receive a broadcast
             where = device.current_device()
             whole = {

@@ -113,9 +113,17 @@ class TrainEngine(Protocol):
         """Return a small CPU tensor's sum over the data-parallel ranks, as a new tensor."""
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight as (Hugging Face name, whole device tensor), on every rank.
+        """Yield every weight but adapters as (Hugging Face name, whole device tensor).
 
-        Ranks that only generate rely on the order of `models.parameters.hf_shapes`.
+        On every rank. Adapters are not merged either: in bf16 most of a small update would be lost
+        in the rounding of the sum. Ranks that only generate rely on the order of
+        `models.parameters.hf_shapes`.
+        """
+
+    def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each adapter's A and B like `hf_tensors`, by PEFT's names; none without adapters.
+
+        Ranks that only generate rely on the order of `models.adapter_parameters.adapter_shapes`.
         """
 
     def changing_weights(self) -> AbstractContextManager[Sequence[Tensor]]:

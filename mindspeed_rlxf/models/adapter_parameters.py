@@ -17,7 +17,13 @@ from torch import Tensor
 
 from mindspeed_rlxf.config.lora import LoraConfig
 from mindspeed_rlxf.config.schema import ArchitectureConfig
-from mindspeed_rlxf.models.parameters import Split, StageParameter, hf_shape
+from mindspeed_rlxf.models.parameters import (
+    Head,
+    Split,
+    StageParameter,
+    hf_shape,
+    stage_parameters,
+)
 
 A, B = "lora_A", "lora_B"
 ADAPTERS = "adapters"  # submodule of an adapted linear
@@ -41,6 +47,14 @@ def adapter_parameters(
                     splits[part],
                     shape=shape,
                 )
+
+
+def adapter_shapes(
+    architecture: ArchitectureConfig, head: Head, lora: LoraConfig
+) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each A and B of the whole model by Hugging Face name, in map order."""
+    table = stage_parameters(architecture, head)
+    return {p.sources[0]: p.shape for p in adapter_parameters(table, architecture, lora)}
 
 
 def adapted_sources(parameter: StageParameter, lora: LoraConfig) -> list[str]:

@@ -87,6 +87,27 @@ class LinearAdapters(torch.nn.Module):
             parts.append(part)
         return torch.cat(parts, -1).flatten(-2)
 
+    def joined(self) -> tuple[Tensor, Tensor]:
+        """Return A [modules * rank, in] and B [out, modules * rank] of all modules together.
+
+        B has a block for each module, and zeros elsewhere. With one module they are the parameters,
+        else copies.
+        """
+        a = [self.get_parameter(f"{module}_{A}") for module in self.adapted]
+        if len(self.rows) == 1:
+            return a[0], self.get_parameter(f"{self.adapted[0]}_{B}")
+        rank = self.lora.rank
+        inner = rank * len(self.adapted)
+        block = a[0].new_zeros(self.groups, sum(self.rows.values()), inner)
+        first_row = 0
+        for module, rows in self.rows.items():
+            if module in self.adapted:
+                column = rank * self.adapted.index(module)
+                b = self.get_parameter(f"{module}_{B}").view(self.groups, rows, rank)
+                block[:, first_row : first_row + rows, column : column + rank] = b
+            first_row += rows
+        return torch.cat(a), block.flatten(0, 1)
+
     def _exchange(self, inner: Tensor) -> Tensor:
         """Exchange the products with A, so that a rank has those its product with B needs.
 

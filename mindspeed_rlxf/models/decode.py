@@ -5,6 +5,8 @@ Megatron's per-layer checks and reshaping, which dominate a decode step's host t
 modules compute norms, fused MLPs, and experts whose weights no grouped GEMM can take. Shared
 experts run as in a prefill (`shared_experts.py`).
 
+Adapters compute beside the weights, as in training: merged in bf16 most of a small update is lost.
+
 Axes: rows = sequences, groups = key-value groups on this rank, d = head width.
 """
 
@@ -16,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_rlxf import device
+from mindspeed_rlxf.models.adapter_parameters import ADAPTERS
 from mindspeed_rlxf.models.attention import Attend, rotary_angles
 from mindspeed_rlxf.models.grouped_experts import ExpertWeights, routed_experts
 from mindspeed_rlxf.models.shared_experts import SharedExperts
@@ -84,6 +87,32 @@ class Decoder:
         return partial
 
 
+class _Linear:
+    """A linear of a layer in a decode step, with the adapters beside its weight."""
+
+    def __init__(self, module: Any, decoder: Decoder, is_row: bool) -> None:
+        """View the weight, and join the adapters; `is_row`: ranks have parts of the inputs."""
+        self.weight, self.bias, self.is_row = module.weight, module.bias, is_row
+        self.sum_over_ranks = decoder.sum_over_ranks
+        adapters = getattr(module, ADAPTERS, None)
+        self.is_adapted = adapters is not None
+        if adapters is not None:
+            self.a, self.b = adapters.joined()
+            self.scale = adapters.lora.scale
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Compute W x + scale * B A x: [rows, in on this rank] -> [rows, out]."""
+        result = linear(hidden, self.weight, self.bias)
+        if self.is_row:
+            result = self.sum_over_ranks(result)
+        if not self.is_adapted:
+            return result
+        inner = linear(hidden, self.a)
+        if self.is_row:
+            inner = self.sum_over_ranks(inner)
+        return result + linear(inner * self.scale, self.b)
+
+
 class _Layer:
     """One decoder layer in a decode step."""
 
@@ -93,11 +122,14 @@ class _Layer:
         self.attention_norm, self.mlp_norm = layer.input_layernorm, layer.pre_mlp_layernorm
         self.attention = attention
         self.query_norm, self.key_norm = attention.q_layernorm, attention.k_layernorm
-        self.qkv, self.qkv_bias = attention.linear_qkv.weight, attention.linear_qkv.bias
-        self.out = attention.linear_proj.weight
+        self.qkv = _Linear(attention.linear_qkv, decoder, is_row=False)
+        self.out = _Linear(attention.linear_proj, decoder, is_row=True)
         self.groups = config.num_query_groups // decoder.tp  # 0 where ranks share one
         self.mlp = layer.mlp
         self.is_plain = config.num_moe_experts is None and not device.fuses_layers()
+        if self.is_plain:
+            self.widen = _Linear(layer.mlp.linear_fc1, decoder, is_row=False)
+            self.narrow = _Linear(layer.mlp.linear_fc2, decoder, is_row=True)
         has_all_experts = not (self.is_plain or isinstance(layer.mlp, SharedExperts))
         grouped = has_all_experts and not device.fuses_layers()
         self.weights = ExpertWeights.of(layer.mlp.experts.local_experts) if grouped else None
@@ -119,7 +151,7 @@ class _Layer:
         rotated = rotated * cos + rotated.roll(half, -1) * sin
         query, key = rotated[:, :, :-1], rotated[:, :, -1]
         attended = attend.attend(number, query, key, value).reshape(len(hidden), -1)
-        hidden = hidden + self.sum_over_ranks(linear(attended, self.out))
+        hidden = hidden + self.out(attended)
         return hidden + self._mlp(self.mlp_norm(hidden))
 
     def _projections(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,7 +162,7 @@ class _Layer:
         if not self.groups:
             query, key, value = self.attention.get_query_key_value_tensors(hidden[:, None])
             return torch.cat((query, key), 2), value[:, 0]  # the second axis is the one group
-        heads = linear(hidden, self.qkv, self.qkv_bias)
+        heads = self.qkv(hidden)
         heads = heads.view(len(hidden), self.groups, -1, self.head_dim)
         value = heads[:, :, -1]
         if self.query_norm is None:
@@ -143,5 +175,5 @@ class _Layer:
             return self.sum_over_ranks(routed_experts(hidden, self.mlp.router, self.weights))
         if not self.is_plain:
             return self.mlp(hidden[:, None])[0].squeeze(1)  # type: ignore[no-any-return]
-        gate, up = linear(hidden, self.mlp.linear_fc1.weight).chunk(2, dim=-1)
-        return self.sum_over_ranks(linear(F.silu(gate) * up, self.mlp.linear_fc2.weight))
+        gate, up = self.widen(hidden).chunk(2, dim=-1)
+        return self.narrow(F.silu(gate) * up)

@@ -117,14 +117,14 @@ class ActorRole:
         self.measures = config.old_log_probs is OldLogProbs.AUTO
         self._changed: ChangedWeights | None = None  # during a probe
 
-    def send_weights(self) -> RoleOutput:
+    def send_weights(self, with_base: bool) -> RoleOutput:
         """Send the weights to generating ranks in disaggregated placement.
 
-        They call `RolloutRole.update_weights`.
+        They call `RolloutRole.update_weights` with the same `with_base`.
         """
         from mindspeed_rlxf.rollout.replica import send_weights  # brings in Megatron
 
-        send_weights(self.run, self.engine)
+        send_weights(self.run, self.engine, with_base)
         return RoleOutput()
 
     def begin_probe(self, rows: Rollouts) -> RoleOutput:

@@ -54,6 +54,7 @@ class RolloutGroup:
         generates = PoolPart(pool, *config.parts) if config.parts else pool
         self.group = RoleGroup(Role.ROLLOUT, config.rollout_layout, generates)
         self._version: int | None = None  # of the weights that the ranks have
+        self._has_base = False  # whether the ranks have what the adapters belong to
         self.write_receipt: Callable[[dict[str, Any]], None] = lambda _: None
         self.moved = False  # whether the last update must have changed some weights
 
@@ -120,10 +121,17 @@ class RolloutGroup:
                 )
 
     def _send(self, actor: ActorGroup, version: int) -> list[tuple[int, Any]]:
-        """Send the weights and wait; return (replica, receipt), in order."""
-        parts = [self.group.prepare(RolloutRole.update_weights, version)]
+        """Send the weights and wait; return (replica, receipt), in order.
+
+        Where adapters are trained, they go alone once their base is there; a probe changes both.
+        """
+        is_probe = version == PROBE
+        trains_base = self.run.actor_rollout.lora.rank == 0
+        with_base = trains_base or is_probe or not self._has_base
+        self._has_base = not is_probe
+        parts = [self.group.prepare(RolloutRole.update_weights, version, with_base)]
         if self.run.parts:
-            parts.insert(0, actor.group.prepare(ActorRole.send_weights))
+            parts.insert(0, actor.group.prepare(ActorRole.send_weights, with_base))
         replies = submit_together(self.pool, *parts).replies()
         reports = [reply.report for reply in replies if reply.report]  # of leaders with servers
         return [(n, receipt) for n, report in enumerate(reports) for receipt in report]
@@ -181,18 +189,19 @@ class RolloutRole:
             scorer.is_leader = self.replica.is_leader
         self.sync_s = 0.0  # seconds of waiting for weights since the last report
 
-    def update_weights(self, version: int) -> RoleOutput:
+    def update_weights(self, version: int, with_base: bool) -> RoleOutput:
         """Give the engine the actor's weights after `version` updates.
 
-        Untrained ranks wait for `ActorRole.send_weights`. The next report includes the time as
-        `sync_s`. Report: receipts of servers.
+        With adapters and not `with_base` it gets the adapters alone. Untrained ranks wait for
+        `ActorRole.send_weights`. The next report includes the time as `sync_s`. Report: receipts of
+        servers.
         """
         started = time.monotonic()
         offload.guests.discard(self)
         if self._is_awake and self._is_colocated:
             self.replica.engine.sleep()  # the stream needs the training weights on the device
         self._is_awake = False
-        self.replica.take_weights(version)
+        self.replica.take_weights(version, with_base)
         self.sync_s += time.monotonic() - started
         return RoleOutput(report=self.replica.take_receipts())
 

@@ -4,19 +4,23 @@ It is slower than the native engine: rows that end leave a batch, but no others 
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.hf_config import read_text_config
+from mindspeed_rlxf.config.lora import LoraConfig
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.models.hf_names import find_pieces, stored_tensors
+from mindspeed_rlxf.models.adapter_parameters import A, B
+from mindspeed_rlxf.models.hf_adapters import linear_modules
+from mindspeed_rlxf.models.hf_names import Piece, find_pieces, stored_tensors
 from mindspeed_rlxf.rollout.rollout_engine import (
     FinishReason,
     GenerationRequest,
@@ -41,13 +45,20 @@ class TransformersRollout:
         tensors, pieces = stored_tensors(self.model), find_pieces(self.model)
         # Name in a file -> that part of the model, which shares its memory.
         self._places = {piece.name: (name, piece) for name in tensors for piece in pieces[name]}
+        self._base_names = {*self._places}
+        self._has_base = False  # whether a whole model was sent
+        for name in attach_adapters(self.model, actor.lora):
+            self._places[name] = name, Piece(name)
         self.max_rows = actor.num_samples_per_step or MOST_ROWS
         self._stats = GenerationStats()
         self._version: int | None = None
 
     @torch.no_grad()
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace all weights; after an error the engine has no version and cannot generate."""
+        """Replace all weights, or once they are there the adapters alone.
+
+        After an error the engine has no version and cannot generate.
+        """
         self._version = None
         parameters, sent = stored_tensors(self.model), set[str]()
         for name, tensor in tensors:
@@ -61,8 +72,11 @@ class TransformersRollout:
                 raise ValueError(f"{name} must have the shape {shape}, not {tuple(tensor.shape)}")
             place.copy_(tensor)
             sent.add(name)
-        if missing := self._places.keys() - sent:
+        missing = self._places.keys() - sent
+        adapters_alone = self._has_base and missing == self._base_names
+        if missing and not adapters_alone:
             raise ValueError(f"{min(missing)} was not sent; send each tensor of the model once")
+        self._has_base = True
         self._version = version
 
     @property
@@ -167,6 +181,29 @@ class TransformersRollout:
                 chosen = torch.tensor(response, device=where)[:, None]
                 found.append(logs.log_softmax(-1).gather(1, chosen)[:, 0].tolist())
         return found
+
+
+def attach_adapters(model: Any, lora: LoraConfig) -> list[str]:
+    """Give the selected linears adapters that compute beside them; return their tensors' names."""
+    names = []
+    for name in linear_modules(model) if lora.rank else ():
+        if lora.selects(name):
+            linear = model.get_submodule(name)
+            dtype = linear.weight.dtype
+            for part, inputs, outputs in (
+                (A, linear.in_features, lora.rank),
+                (B, lora.rank, linear.out_features),
+            ):
+                linear.add_module(part, nn.Linear(inputs, outputs, bias=False, dtype=dtype))
+                names.append(f"{name}.{part}.weight")
+            linear.requires_grad_(False)
+            linear.register_forward_hook(partial(_add_adapter, lora.scale))
+    return names
+
+
+def _add_adapter(scale: float, linear: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    added: Tensor = linear.lora_B(linear.lora_A(inputs[0]))
+    return output + added * scale
 
 
 def _pad(rows: Sequence[np.ndarray], left: bool) -> tuple[Tensor, Tensor]:

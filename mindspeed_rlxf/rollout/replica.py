@@ -1,10 +1,10 @@
 """Build this rank's part in a rollout replica, and the function that gives it new weights."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,13 @@ from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.device import worlds
 from mindspeed_rlxf.engine import offload
 from mindspeed_rlxf.engine.train_engine import TrainEngine
+from mindspeed_rlxf.models.adapter_parameters import adapter_shapes
 from mindspeed_rlxf.models.parameters import Head, hf_shapes
 from mindspeed_rlxf.rollout import transfer
 from mindspeed_rlxf.rollout.rollout_engine import ENGINES, NATIVE, TRANSFORMERS, VLLM, RolloutEngine
+
+Stream: TypeAlias = Callable[[bool], Iterable[tuple[str, Tensor]]]
+"""(whether with the base of the adapters) -> tensors with their Hugging Face names."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +30,9 @@ class Replica:
 
     Attributes:
         engine: The rollout engine.
-        take_weights: Gives the engine the actor's weights; its argument is their number of updates.
-            If other ranks train, this is a collective with them.
+        take_weights: Gives the engine the actor's weights; its arguments are their number of
+            updates, and whether they come with the base of the adapters, which else is there
+            already. If other ranks train, this is a collective with them.
         is_leader: Whether this rank's results are used for the replica.
         make_room: Returns a context manager in which the training engines leave the device, for an
             engine with its own weights; by default it does nothing.
@@ -35,18 +40,26 @@ class Replica:
     """
 
     engine: RolloutEngine
-    take_weights: Callable[[int], None]
+    take_weights: Callable[[int, bool], None]
     is_leader: bool
     make_room: Callable[[], AbstractContextManager[None]] = nullcontext
     take_receipts: Callable[[], list[Any]] = list
 
 
-def send_weights(config: RunConfig, trained: TrainEngine) -> None:
-    """Send the trained weights to the ranks that only generate.
+def sent_tensors(trained: TrainEngine, with_base: bool) -> Iterator[tuple[str, Tensor]]:
+    """Yield what generation gets: the weights if `with_base`, then the adapters, if any."""
+    if with_base:
+        yield from trained.hf_tensors()
+    yield from trained.adapter_tensors()
+
+
+def send_weights(config: RunConfig, trained: TrainEngine, with_base: bool) -> None:
+    """Send the trained weights to the ranks that only generate; adapters alone if not `with_base`.
 
     A collective: all training ranks call it while the others call `Replica.take_weights`.
     """
-    transfer.send(trained.hf_tensors(), _make_buckets(config), worlds.weights_group())
+    buckets = _make_buckets(config, with_base)
+    transfer.send(sent_tensors(trained, with_base), buckets, worlds.weights_group())
 
 
 def build_replica(config: RunConfig, trained: TrainEngine | None, folder: str = "") -> Replica:
@@ -75,7 +88,7 @@ def build_replica(config: RunConfig, trained: TrainEngine | None, folder: str = 
             engine = ENGINES[name](config, trained)
         return Replica(
             engine,
-            lambda version: engine.update_weights(trained.hf_tensors(), version),
+            lambda version, base: engine.update_weights(sent_tensors(trained, base), version),
             leads,
             offload.holding,
         )
@@ -89,19 +102,22 @@ def build_replica(config: RunConfig, trained: TrainEngine | None, folder: str = 
     if trained is not None:
         assert isinstance(trained, MegatronEngine), "the native engine shares Megatron's weights"
         source: WeightSource = SharedWeights(trained, seed)
-        stream: Callable[[], Iterable[tuple[str, Tensor]]] = trained.hf_tensors
+        stream: Stream = partial(sent_tensors, trained)
     else:
         megatron_versions.apply_patches()
         device.set_deterministic(config.training.deterministic)
         dtype = torch.bfloat16 if actor.bf16 else torch.float32
         group = worlds.weights_group()
         assert group is not None, "a rollout with weights of its own needs ranks of its own"
-        source = OwnWeights(actor.architecture, config.rollout_tp, dtype, seed, config.rollout_ep)
-        stream = partial(transfer.receive, _make_buckets(config), dtype, group)
+        sizes = config.rollout_tp, dtype, seed, config.rollout_ep
+        source = OwnWeights(actor.architecture, *sizes, actor.lora)
+        stream = partial(_receive, config, dtype, group)
     memory_gib = config.device.memory_gib
     memory = int(memory_gib * 2**30) if memory_gib else None
     native = NativeRollout(source, actor.num_samples_per_step, memory)
-    return Replica(native, lambda version: native.update_weights(stream(), version), leads)
+    return Replica(
+        native, lambda version, base: native.update_weights(stream(base), version), leads
+    )
 
 
 def _build_vllm(config: RunConfig, trained: TrainEngine | None, folder: str) -> Replica:
@@ -110,22 +126,29 @@ def _build_vllm(config: RunConfig, trained: TrainEngine | None, folder: str) -> 
     actor = config.actor_rollout
     engine = VllmRollout(config, folder, offload.room_for_other_processes)
     if trained is not None:
-        stream: Callable[[], Iterable[tuple[str, Tensor]]] = trained.hf_tensors
+        stream: Stream = partial(sent_tensors, trained)
     else:
         group = worlds.weights_group()
         assert group is not None, "a rollout with weights of its own needs ranks of its own"
         dtype = torch.bfloat16 if actor.bf16 else torch.float32
-        stream = partial(transfer.receive, _make_buckets(config), dtype, group)
+        stream = partial(_receive, config, dtype, group)
     return Replica(
         engine,
-        lambda version: engine.update_weights(stream(), version),
+        lambda version, base: engine.update_weights(stream(base), version),
         engine.is_leader,
         offload.room_for_other_processes,
         engine.take_receipts,
     )
 
 
-def _make_buckets(config: RunConfig) -> list[transfer.Bucket]:
-    actor = config.actor_rollout
-    shapes = hf_shapes(actor.architecture, Head.LANGUAGE_MODEL)
+def _receive(
+    config: RunConfig, dtype: torch.dtype, group: dist.ProcessGroup, with_base: bool
+) -> Iterator[tuple[str, Tensor]]:
+    return transfer.receive(_make_buckets(config, with_base), dtype, group)
+
+
+def _make_buckets(config: RunConfig, with_base: bool) -> list[transfer.Bucket]:
+    actor, head = config.actor_rollout, Head.LANGUAGE_MODEL
+    shapes = hf_shapes(actor.architecture, head) if with_base else {}
+    shapes |= adapter_shapes(actor.architecture, head, actor.lora)
     return transfer.make_buckets(shapes, 2 if actor.bf16 else 4)

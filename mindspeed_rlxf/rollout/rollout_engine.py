@@ -80,7 +80,11 @@ class RolloutEngine(Protocol):
     """This rank's part in one replica of the generating policy."""
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace all weights.
+        """Replace all weights, or after the first time those that training changes.
+
+        Where adapters are trained (`actor_rollout.lora`), the first call brings the model and each
+        adapter's A and B, as PEFT names them; later ones may bring the adapters alone. An engine
+        computes W x + alpha / rank * B (A x): in W + B A, rounded to bf16, a small update is lost.
 
         Args:
             tensors: Each Hugging Face tensor once, with its name, in any order.
@@ -163,8 +167,9 @@ EngineFactory: TypeAlias = Callable[[RunConfig, TrainEngine], RolloutEngine]
 """(configuration, the actor's training engine in the same process) -> the engine of this rank.
 
 The new engine has no weights yet. Before the first generation its `update_weights` gets all of
-them: whole tensors, on the actor's device. All ranks of a tensor-parallel group make the same calls
-on their engines; only the results of the first rank are used.
+them: whole tensors, on the actor's device, with adapters beside them. All ranks of a
+tensor-parallel group make the same calls on their engines; only the results of the first rank are
+used.
 """
 
 ENGINES: dict[str, EngineFactory] = {}

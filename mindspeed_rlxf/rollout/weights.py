@@ -3,16 +3,20 @@
 import contextlib
 import re
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from mindspeed_rlxf import device
+from mindspeed_rlxf.config.lora import LoraConfig
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.parallel import ParallelGroups
 from mindspeed_rlxf.engine.train_engine import Part
+from mindspeed_rlxf.models.adapter_parameters import adapter_parameters, adapter_shapes
+from mindspeed_rlxf.models.adapters import attach_adapters
 from mindspeed_rlxf.models.grouped_experts import stack_experts
 from mindspeed_rlxf.models.parameters import Head, StageParameter, hf_shapes, stage_parameters
 from mindspeed_rlxf.models.shared_experts import Exchange, share_experts
@@ -22,12 +26,12 @@ from mindspeed_rlxf.weights.chunks import shard_chunks
 
 
 def build_rollout_module(
-    architecture: ArchitectureConfig, groups: ParallelGroups, dtype: torch.dtype
+    architecture: ArchitectureConfig, groups: ParallelGroups, dtype: torch.dtype, lora: LoraConfig
 ) -> tuple[TransformerModel, Rounds]:
     """Build a module without gradients, with all layers and this rank's experts, and its `Rounds`.
 
-    The weights are not set. With expert parallelism the layers share their experts across the
-    group.
+    Its linears have the adapters of `lora`, which compute beside the weights. Neither are set. With
+    expert parallelism the layers share their experts across the group.
     """
     tp, ep = groups.tp.size(), groups.ep.size()
     config = transformer_config(architecture, tp, 1, False, dtype)
@@ -35,15 +39,26 @@ def build_rollout_module(
     config.expert_model_parallel_size = ep
     with groups.active():
         module = TransformerModel(config, architecture, Head.LANGUAGE_MODEL, True, True)
+    if lora.rank:
+        table = stage_parameters(architecture, Head.LANGUAGE_MODEL)
+        attach_adapters(module, table, architecture, tp, lora)
     exchange = Exchange(groups.ep, groups.tp)
     layers = share_experts(module, exchange) if ep > 1 else []
     return module.requires_grad_(False), Rounds(layers, exchange, groups.ep_host)
 
 
-class SharedWeights:
-    """Weights for all layers: shared with training, or copied while awake.
+def rollout_parameters(
+    architecture: ArchitectureConfig, lora: LoraConfig, ep_rank: int, ep: int
+) -> list[StageParameter]:
+    """Return the parameters of a rollout module: the model's, then those of its adapters."""
+    table = list(stage_parameters(architecture, Head.LANGUAGE_MODEL, ep_rank=ep_rank, ep=ep))
+    return table + list(adapter_parameters(table, architecture, lora))
 
-    Copies are those of other stages, and weights with adapters merged into them.
+
+class SharedWeights:
+    """Weights for all layers, adapters included: shared with training, or copied while awake.
+
+    Copies are those of other stages.
     """
 
     def __init__(self, engine: MegatronEngine, seed: int) -> None:
@@ -55,11 +70,11 @@ class SharedWeights:
         self.engine = engine
         experts = engine.groups.ep
         self.groups = ParallelGroups(engine.groups.tp.size(), 1, seed, ep=experts.size())
-        architecture = engine.role.architecture
-        self.module, self.rounds = build_rollout_module(architecture, self.groups, engine.dtype)
-        self._table = list(
-            stage_parameters(architecture, engine.head, ep_rank=experts.rank(), ep=experts.size())
+        architecture, lora = engine.role.architecture, engine.lora
+        self.module, self.rounds = build_rollout_module(
+            architecture, self.groups, engine.dtype, lora
         )
+        self._table = rollout_parameters(architecture, lora, experts.rank(), experts.size())
         self._parameters = dict(self.module.named_parameters())
         self._shapes = {name: p.shape for name, p in self._parameters.items()}
         self._kept_on_device = contextlib.ExitStack()
@@ -69,14 +84,14 @@ class SharedWeights:
         """Read no tensor: training changes the weights, and `wake` copies what is not shared."""
 
     def wake(self) -> None:
-        """Share this stage's weights and copy other stages' and adapted ones from the stream.
+        """Share this stage's weights and copy other stages' from the stream.
 
-        With a pipeline or adapters this is a collective over the role's ranks. The trained weights
-        stay on the device until `sleep`.
+        With a pipeline this is a collective over the role's ranks. The trained weights stay on the
+        device until `sleep`.
         """
         self._kept_on_device.enter_context(self.engine.holding(Part.WEIGHTS))
         weights = self.engine.weights
-        shared = (p for p in weights.table if not weights.is_adapted(p))
+        shared = (*weights.table, *weights.adapters)
         trained = {p.sources: p.name for p in shared if not p.is_tied_output_layer}
         copied, stacks = {}, dict[str, Tensor]()
         for parameter in self._table:
@@ -86,8 +101,8 @@ class SharedWeights:
             else:
                 target.data = copied[parameter.name] = self._allocate_parameter(parameter, stacks)
         if copied:
-            stream = self.engine.hf_tensors()
-            load_hf_tensors(copied, weights.architecture, self.groups, stream)
+            stream = chain(self.engine.hf_tensors(), self.engine.adapter_tensors())
+            load_hf_tensors(copied, weights.architecture, self.groups, stream, weights.lora)
 
     def _allocate_parameter(self, parameter: StageParameter, stacks: dict[str, Tensor]) -> Tensor:
         """Allocate a zero parameter on the device; a layer's experts in one tensor in `stacks`.
@@ -120,12 +135,22 @@ class OwnWeights:
     """A module with its own weights, which stay on the device; for ranks that only generate."""
 
     def __init__(
-        self, architecture: ArchitectureConfig, tp: int, dtype: torch.dtype, seed: int, ep: int = 1
+        self,
+        architecture: ArchitectureConfig,
+        tp: int,
+        dtype: torch.dtype,
+        seed: int,
+        ep: int = 1,
+        lora: LoraConfig | None = None,
     ) -> None:
-        """Build the module on the device with zero weights; a collective over the world."""
-        self.architecture = architecture
+        """Build the module on the device with zero weights; a collective over the world.
+
+        `lora` describes the adapters that are sent, if any.
+        """
+        self.architecture, self.lora = architecture, lora or LoraConfig()
+        self.has_base = False  # whether a whole model was sent
         self.groups = ParallelGroups(tp, 1, seed, ep=ep)
-        module, self.rounds = build_rollout_module(architecture, self.groups, dtype)
+        module, self.rounds = build_rollout_module(architecture, self.groups, dtype, self.lora)
         self.module = module.to(device=device.current_device(), dtype=dtype)
         stack_experts(self.module)
         for parameter in self.module.parameters():
@@ -138,9 +163,15 @@ class OwnWeights:
         """Do nothing: no training needs the memory."""
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy this rank's slices into the parameters (see `load_hf_tensors`)."""
+        """Copy this rank's slices into the parameters (see `load_hf_tensors`).
+
+        After the first time the adapters alone may be sent.
+        """
         parameters = dict(self.module.named_parameters())
-        load_hf_tensors(parameters, self.architecture, self.groups, tensors)
+        load_hf_tensors(
+            parameters, self.architecture, self.groups, tensors, self.lora, self.has_base
+        )
+        self.has_base = True
 
 
 WeightSource: TypeAlias = SharedWeights | OwnWeights
@@ -153,6 +184,8 @@ def load_hf_tensors(
     architecture: ArchitectureConfig,
     groups: ParallelGroups,
     tensors: Iterable[tuple[str, Tensor]],
+    lora: LoraConfig | None = None,
+    has_base: bool = False,
 ) -> None:
     """Copy a rank's slices from Hugging Face tensors into its parameters, one tensor at a time.
 
@@ -161,18 +194,19 @@ def load_hf_tensors(
         architecture: The model.
         groups: This rank's tensor and expert groups.
         tensors: Each complete, with its Hugging Face name, in any order, on any device.
+        lora: The model's adapters, whose tensors are sent too; None = it has none.
+        has_base: Whether the parameters have the weights already, so that adapters may come alone.
 
     Raises:
         ValueError: A tensor is missing, unknown or sent twice, or has another shape; some
             parameters are then overwritten.
     """
-    tp, ep = groups.tp, groups.ep
-    shapes = hf_shapes(architecture, Head.LANGUAGE_MODEL)
+    tp, ep, lora = groups.tp, groups.ep, lora or LoraConfig()
+    base = hf_shapes(architecture, Head.LANGUAGE_MODEL)
+    shapes = base | adapter_shapes(architecture, Head.LANGUAGE_MODEL, lora)
     # Hugging Face name -> views of the parameters, with the slices that fill them
     slices: dict[str, list[tuple[Tensor, tuple[slice, ...]]]] = {name: [] for name in shapes}
-    for parameter in stage_parameters(
-        architecture, Head.LANGUAGE_MODEL, ep_rank=ep.rank(), ep=ep.size()
-    ):
+    for parameter in rollout_parameters(architecture, lora, ep.rank(), ep.size()):
         if parameter.name in parameters:
             for part in shard_chunks(parameter, architecture, tp.rank(), tp.size()):
                 view = parameters[parameter.name][part.place.slices]
@@ -190,7 +224,8 @@ def load_hf_tensors(
         for view, filling in slices[name]:
             view.copy_(tensor[filling])
         missing.remove(name)
-    if missing:
+    adapters_alone = lora.rank > 0 and has_base and missing == base.keys()
+    if missing and not adapters_alone:
         raise ValueError(
             f"{len(missing)} of {len(shapes)} tensors were not sent, {min(missing)} for one; send "
             "each tensor of the model once"

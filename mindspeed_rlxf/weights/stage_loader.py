@@ -114,7 +114,7 @@ class StageWeights:
             target[rows:].zero_()  # padding of the vocabulary
         return absent
 
-    def hf_tensors(self, parameter: StageParameter, keep: bool = True) -> dict[str, Tensor]:
+    def gather_merged(self, parameter: StageParameter, keep: bool = True) -> dict[str, Tensor]:
         """Gather a parameter with its adapters merged; return copies by Hugging Face name.
 
         A collective over the tp group; arguments as in `gather`.
@@ -130,8 +130,8 @@ class StageWeights:
         return full
 
     def merged_shard(self, parameter: StageParameter) -> Tensor:
-        """Return this rank's part of `hf_tensors` on the host; a collective like it."""
-        full, ranks = self.hf_tensors(parameter), (self.tp_group.rank(), self.tp_group.size())
+        """Return this rank's part of `gather_merged` on the host; a collective like it."""
+        full, ranks = self.gather_merged(parameter), (self.tp_group.rank(), self.tp_group.size())
         shard = torch.empty_like(self.tensors[parameter.name], device="cpu")
         for part in shard_chunks(parameter, self.architecture, *ranks):
             shard[part.place.slices] = full[part.source][part.chunk.slices]
@@ -194,7 +194,7 @@ class StageWeights:
             if parameter.is_tied_output_layer:
                 continue  # the first stage writes the embedding
             keep = writes and (first or parameter.expert is not None)
-            for hf_name, tensor in self.hf_tensors(parameter, keep).items():
+            for hf_name, tensor in self.gather_merged(parameter, keep).items():
                 tensors[hf_name] = tensor.cpu().to(dtypes.get(hf_name, tensor.dtype))
         planned = {hf_name: PlannedTensor.of(tensors[hf_name]) for hf_name in sorted(tensors)}
         files = [(name, {hf_name: t.num_bytes for hf_name, t in planned.items()})]

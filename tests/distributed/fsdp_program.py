@@ -22,6 +22,7 @@ takes longer than most files. A case has
 import json
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -120,12 +121,12 @@ def compute(case: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
             results["scores"] = gather(scores.scores if scores else None)
         results[f"{name}.outputs"] = gather(outputs)
         if "lora" in trained_keys(case):
-            results[f"{name}.sent"] = {n: t.clone().cpu() for n, t in engine.hf_tensors()}
+            results[f"{name}.sent"] = merged(engine)
         if "max_tokens_per_micro_batch" in case["keys"]:
             batches = engine.micro_batches(rows[0], share.steps[0])
             results[f"{name}.tokens"] = [batch.token_ids.numel() for batch in batches]
         results[f"{name}.steps"] = update(*rows).report.steps
-        results[f"{name}.weights"] = {n: t.clone().cpu() for n, t in engine.hf_tensors()}
+        results[f"{name}.weights"] = merged(engine)
         if role is Role.ACTOR_ROLLOUT and "lora" in trained_keys(case):
             with engine.without_adapters():
                 base = engine.log_probs(part, 0.8)
@@ -142,7 +143,7 @@ def compute(case: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
             engine.begin_save(folder)
             results[f"{name}.more"] = update(*rows[:2], share.steps[:1]).report.steps
             engine.end_save()
-            results[f"{name}.last"] = {n: t.clone().cpu() for n, t in engine.hf_tensors()}
+            results[f"{name}.last"] = merged(engine)
             if rank == 0:
                 merge_parts(folder, ranks)
             dist.barrier()
@@ -158,12 +159,24 @@ def compute(case: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
 
 def probe(actor: ActorRole, rows: Rollouts) -> list[str]:
     """Probe the weights while a server needs the device; return what is sent unchanged."""
-    before = {name: tensor.clone() for name, tensor in actor.engine.hf_tensors()}
+    before = {name: tensor.clone() for name, tensor in sent_tensors(actor.engine)}
     actor.begin_probe(rows)
-    unchanged = [n for n, tensor in actor.engine.hf_tensors() if tensor.equal(before[n])]
+    unchanged = [n for n, tensor in sent_tensors(actor.engine) if tensor.equal(before[n])]
     with offload.holding():
         actor.end_probe()
     return unchanged
+
+
+def sent_tensors(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what generating ranks get: the weights, and adapters beside them."""
+    yield from engine.hf_tensors()
+    yield from engine.adapter_tensors()
+
+
+def merged(engine: Any) -> dict[str, torch.Tensor]:
+    """Return copies of an engine's weights, with adapters merged."""
+    stream = getattr(engine, "_merged_tensors", engine.hf_tensors)
+    return {name: tensor.clone().cpu() for name, tensor in stream()}
 
 
 def trained_keys(case: dict[str, Any]) -> dict[str, Any]:

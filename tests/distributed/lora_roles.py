@@ -3,10 +3,13 @@
 from typing import Any
 from unittest.mock import patch
 
+import torch
+
 from mindspeed_rlxf.data.batch import RoleOutput, Rollouts
 from mindspeed_rlxf.engine.hf_stream import trained_tensors
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.roles.critic import CriticRole
+from mindspeed_rlxf.rollout.replica import sent_tensors
 from mindspeed_rlxf.weights import stage_loader
 from tests.adapter_noise import noise
 
@@ -21,8 +24,17 @@ class Adapted:
         stream = trained_tensors(engine.weights, engine.groups, engine.role.model_chunks)
         return RoleOutput(report={name: tensor.tolist() for name, tensor in stream})
 
+    def sent(self) -> RoleOutput:
+        """Report what generation gets first."""
+        return RoleOutput(report={n: t.tolist() for n, t in sent_tensors(self.engine, True)})
+
     def merged(self) -> RoleOutput:
-        return RoleOutput(report={name: t.tolist() for name, t in self.engine.hf_tensors()})
+        """Report the weights as they are exported, without a pipeline."""
+        weights, found = self.engine.weights, dict[str, Any]()
+        with torch.no_grad():
+            for parameter in weights.table:
+                found |= weights.gather_merged(parameter)
+        return RoleOutput(report={name: tensor.tolist() for name, tensor in found.items()})
 
 
 class Actor(Adapted, ActorRole):

@@ -163,7 +163,7 @@ class GradientProbe:
             tensor.data = tensor.main_grad  # type: ignore[attr-defined]
         named: dict[str, Any] = {}
         for parameter in weights.table:
-            named |= weights.hf_tensors(parameter)
+            named |= weights.gather(parameter)
         return RoleOutput(report=({k: v.tolist() for k, v in named.items()}, norm["grad_norm"]))
 
 

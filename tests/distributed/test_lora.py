@@ -156,10 +156,10 @@ def test_the_reference_stays_what_was_loaded(warm_runtime, tmp_path):
     [
         "tp2, sequence parallel",
         "bf16",
-        pytest.param(TP_PP, marks=pytest.mark.long),
     ],
 )
-def test_sent_weights_are_those_of_merge_and_unload_bitwise(warm_runtime, tmp_path, name):
+def test_exported_weights_are_those_of_merge_and_unload_bitwise(warm_runtime, tmp_path, name):
+    """Generation gets the loaded weights, and adapters beside them."""
     folders = make_pair(tmp_path, TIED)
     size, keys, _ = LAYOUTS.get(name, (1, {"bf16": True}, False))
     config = run_config(*folders, TIED, keys, size, actor_rollout={"lora": SOME})
@@ -169,10 +169,15 @@ def test_sent_weights_are_those_of_merge_and_unload_bitwise(warm_runtime, tmp_pa
     wanted = dict(peft.to(dtype).merge_and_unload().named_parameters())
     loaded = {n: tensor.to(dtype).float() for n, tensor in read_folder(folders[0]).items()}
     for report in group.call(Actor.merged).result():
-        found = tensors(report)
-        assert found.keys() == wanted.keys()
-        assert all(wanted[n].detach().float().equal(tensor) for n, tensor in found.items())
-        assert sum(not loaded[n].equal(tensor) for n, tensor in found.items()) == 5
+        merged = tensors(report)
+        assert merged.keys() == wanted.keys()
+        assert all(wanted[n].detach().float().equal(tensor) for n, tensor in merged.items())
+        assert sum(not loaded[n].equal(tensor) for n, tensor in merged.items()) == 5
+    trained = tensors(group.call(Actor.trained).result()[0])
+    for report in group.call(Actor.sent).result():
+        sent = tensors(report)
+        assert sent.keys() == loaded.keys() | trained.keys()
+        assert all((loaded | trained)[n].equal(tensor) for n, tensor in sent.items())
 
 
 @pytest.mark.long
@@ -198,7 +203,7 @@ def test_layout_and_engine_change_no_run(warm_runtime, tmp_path, layout):
     ids=["one process", "tp2 pp2"],
 )
 def test_a_run_with_adapters(warm_runtime, tmp_path, layout):
-    """The reference is the model that was loaded, generation has the merged weights, a resumed run
+    """The reference is the model that was loaded, generation has the adapters, a resumed run
     is the same bitwise, and the folders at the end are what PEFT makes of them."""
     models = make_models(tmp_path / "models", QWEN3)
     size, keys = layout

@@ -249,9 +249,19 @@ class FsdpEngine(CommonEngine):
         return rate
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight as (Hugging Face name, whole device tensor), on every rank."""
+        """Yield every weight but adapters as (Hugging Face name, whole device tensor)."""
         with self.holding(Part.WEIGHTS), torch.no_grad():
-            scale = self.lora.scale if self.lora.rank else 0.0
+            yield from weights.stream(self.held, self._pieces, self.dtype)
+
+    def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each adapter's A and B like `hf_tensors`."""
+        with self.holding(Part.WEIGHTS), torch.no_grad():
+            yield from weights.adapter_stream(self.held, self.dtype)
+
+    def _merged_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every weight like `hf_tensors`, with adapters merged."""
+        scale = self.lora.scale if self.lora.rank else None
+        with self.holding(Part.WEIGHTS), torch.no_grad():
             yield from weights.stream(self.held, self._pieces, self.dtype, scale)
 
     def held_weights(self) -> Iterable[Tensor]:
@@ -287,7 +297,7 @@ class FsdpEngine(CommonEngine):
         if hf_folder is None:
             return
         writes, item = dist.get_rank() == 0, self.dtype.itemsize
-        error = write_stream(self.hf_tensors(), self._shapes, item, hf_folder, writes)
+        error = write_stream(self._merged_tensors(), self._shapes, item, hf_folder, writes)
         with fail_together(hf_folder):
             if error is not None:
                 raise error

@@ -197,11 +197,11 @@ def _copy_rows(held: Held, piece: Piece, stored: StoredTensor) -> None:
 
 
 def stream(
-    held: Sequence[Held], pieces: Pieces, dtype: torch.dtype, scale: float
+    held: Sequence[Held], pieces: Pieces, dtype: torch.dtype, scale: float | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight as (name in files, whole device tensor), on every rank; a collective.
 
-    Adapters are merged into copies, multiplied by `scale`.
+    Adapters are left out, or with `scale`, their factor, merged into copies.
     """
     adapters = {each.name: each for each in held if is_adapter(each.name)}
     for each in held:
@@ -211,9 +211,16 @@ def stream(
         if each.is_sharded:
             whole_tensor = whole_tensor.to(dtype)
         module = each.name.removesuffix("weight")
-        if f"{module}{A}.weight" in adapters:
+        if scale is not None and f"{module}{A}.weight" in adapters:
             a, b = (adapters[f"{module}{part}.weight"].gather() for part in (A, B))
             whole_tensor = whole_tensor.clone()
             merge(whole_tensor, a, b, scale)
         for piece in pieces[each.name]:
             yield piece.name, piece.view(whole_tensor).contiguous()
+
+
+def adapter_stream(held: Iterable[Held], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield each adapter's A and B like `stream`, in the dtype in which they compute."""
+    for tensor in held:
+        if is_adapter(tensor.name):
+            yield tensor.name, tensor.gather().to(dtype)

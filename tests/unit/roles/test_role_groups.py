@@ -8,11 +8,12 @@ import pytest
 
 from mindspeed_rlxf.cluster.group import Pending
 from mindspeed_rlxf.cluster.interface import Peer, Reply, Request
+from mindspeed_rlxf.config.lora import LoraConfig
 from mindspeed_rlxf.config.rank_layout import ParallelLayout
 from mindspeed_rlxf.roles.actor import ActorGroup
 from mindspeed_rlxf.roles.reports import FailedSample
 from mindspeed_rlxf.roles.reward import RewardGroup, RewardsFailed, check_failures
-from mindspeed_rlxf.roles.rollout import RolloutGroup
+from mindspeed_rlxf.roles.rollout import PROBE, RolloutGroup
 from tests.unit.cluster.test_group import RecordingCall, RecordingPool
 
 
@@ -25,14 +26,16 @@ class NoReceipts(RecordingPool):
         return call
 
 
-def groups(parts: tuple[int, int] | None) -> tuple[ActorGroup, RolloutGroup, RecordingPool]:
-    """Of four ranks, TP 2; parts: those that train, and that generate."""
+def groups(
+    parts: tuple[int, int] | None, rank: int = 0
+) -> tuple[ActorGroup, RolloutGroup, RecordingPool]:
+    """Of four ranks, TP 2; parts: those that train, and that generate; rank: of adapters."""
     train, generate = parts or (4, 4)
     config: Any = SimpleNamespace(
         parts=parts,
         layout=lambda role: ParallelLayout(train, 2),
         rollout_layout=ParallelLayout(generate, 2),
-        actor_rollout=None,
+        actor_rollout=SimpleNamespace(lora=LoraConfig(rank=rank)),
         runs_vllm=False,
         training=SimpleNamespace(seed=1),
     )
@@ -46,10 +49,22 @@ def test_weights_are_taken_once_for_each_version(parts):
     for version in (0, 0, 1, 1):
         rollout.update_weights(actor, version)
     assert [call.waits for call in pool.calls] == [1, 1]
-    update = ("rollout", "update_weights", (1,))
-    send = ("actor_rollout", "send_weights", ())
+    update = ("rollout", "update_weights", (1, True))
+    send = ("actor_rollout", "send_weights", (True,))
     wanted = [send, send, update, update] if parts else [update] * 4
     assert [(r.role.value, r.method, r.args) for r in pool.requests] == wanted
+
+
+@pytest.mark.parametrize("parts", [None, (2, 2)])
+def test_adapters_go_alone_once_their_base_is_there(parts):
+    """A probe changes the base too."""
+    actor, rollout, pool = groups(parts, rank=4)
+    with_base = []
+    for version in (0, 1, PROBE, 2, 3):
+        rollout._send(actor, version)
+        (flag,) = {request.args[-1] for request in pool.requests}
+        with_base.append(flag)
+    assert with_base == [True, False, True, True, False]
 
 
 def test_the_rollout_is_built_with_the_actor_only_where_they_share_processes():

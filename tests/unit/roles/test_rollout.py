@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from mindspeed_rlxf.config.lora import LoraConfig
 from mindspeed_rlxf.config.schema import ActorConfig, ValidationConfig
 from mindspeed_rlxf.data.batch import Prompts
 from mindspeed_rlxf.engine import offload
@@ -52,7 +53,7 @@ class Scripted:
         self.weights_version, self.clock = -1, 100.0
         self.calls: list[str] = []
 
-    def take_weights(self, version: int) -> None:
+    def take_weights(self, version: int, with_base: bool) -> None:
         with offload.holding():  # a server starts meanwhile
             self.clock += 4.0
         self.weights_version = version
@@ -97,7 +98,7 @@ def make(
 
 def test_weights_are_taken_apart_from_generation_and_their_time_is_reported(monkeypatch):
     role, engine = make(monkeypatch)
-    role.update_weights(3)
+    role.update_weights(3, with_base=True)
     assert engine.calls == [] and engine.weights_version == 3
     first, second = role.generate(PROMPTS, 1), role.generate(PROMPTS, 1)
     rows: Any = first.rows
@@ -191,6 +192,7 @@ def test_replicas_are_counted_without_ranks_beside_leaders(monkeypatch: Any) -> 
     pending = SimpleNamespace(result=lambda: [[], [late]])
     group = OneReplica()
     group.group, group.pool, group.run = part, part, SimpleNamespace(parts=None, runs_vllm=True)
+    group.run.actor_rollout = SimpleNamespace(lora=LoraConfig())
     assert RolloutGroup._send(group, part, 1) == [(0, {"version": 1}), (1, {"version": 2})]
     group.write_receipts(part)
     assert group.lines == [{"replica": 1, **late}, "probe"]
@@ -205,7 +207,7 @@ class OneReplica(RolloutGroup):
     def __init__(self, *changed: int | None) -> None:
         actor: Any = SimpleNamespace(bf16=False)
         self.run: Any = SimpleNamespace(runs_vllm=False, actor_rollout=actor)
-        self._version, self.moved = None, False
+        self._version, self.moved, self._has_base = None, False, False
         self.lines: list[Any] = []
         self.write_receipt = self.lines.append
         self.changed = list(changed)

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from mindspeed_rlxf import device
+from mindspeed_rlxf.config.lora import LoraConfig
 from mindspeed_rlxf.rollout.hf_rollout import TransformersRollout
 from mindspeed_rlxf.rollout.rollout_engine import GenerationRequest
 from mindspeed_rlxf.rollout.sampling import SamplingSettings, choose_tokens, uniform_numbers
@@ -36,7 +37,7 @@ def pair(request: Any, tmp_path: Path, monkeypatch: Any) -> tuple[TransformersRo
     for parameter in model.parameters():
         parameter.data.normal_(std=0.3)
     model.eval().save_pretrained(tmp_path)
-    actor = SimpleNamespace(load=tmp_path, bf16=False, num_samples_per_step=3)
+    actor = SimpleNamespace(load=tmp_path, bf16=False, num_samples_per_step=3, lora=LoraConfig())
     engine = TransformersRollout(SimpleNamespace(actor_rollout=actor))
     engine.update_weights(model.named_parameters(), 7)
     engine.wake()
