@@ -206,6 +206,10 @@ def _check_split(config: RunConfig) -> Iterator[Problem]:
         yield Problem(INFER, rule, infer, remedy)
     elif infer % tp:
         yield from divides(ROLLOUT_TP, tp, f"{ref(INFER)}={infer}", infer)
+    elif actor.lora.rank and not config.runs_vllm and tp > actor.architecture.kv_heads:
+        groups = actor.architecture.kv_heads
+        rule = f"must be at most num_query_groups={groups} with {ref('actor_rollout.lora.rank')}"
+        yield Problem(ROLLOUT_TP, rule, tp, f"use {groups} or less")
     elif ep > 1 and actor.architecture.num_experts is None:
         yield Problem(ROLLOUT_EP, f"needs experts, model.{actor.model} is dense", ep, "remove it")
     elif ep > 1:

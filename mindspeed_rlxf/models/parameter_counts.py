@@ -7,7 +7,13 @@ from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.lora import LoraConfig
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.models.adapter_parameters import adapted_sources, adapter_parameters
-from mindspeed_rlxf.models.parameters import Head, hf_shapes, rank_parameters, shard_shape
+from mindspeed_rlxf.models.parameters import (
+    Head,
+    hf_shapes,
+    rank_parameters,
+    shard_shape,
+    stage_parameters,
+)
 
 HEADS = {
     Role.ACTOR_ROLLOUT: Head.LANGUAGE_MODEL,
@@ -96,16 +102,16 @@ def adapter_sizes(
     return tuple(prod(shard_shape(p, architecture, tp)) for p in adapters)
 
 
-def adapted_elements(
-    architecture: ArchitectureConfig,
-    head: Head,
-    lora: LoraConfig,
-    tp: int,
-    pp_rank: int,
-    pp: int,
-    chunks: int = 1,
-) -> int:
-    """Count the elements on a rank of weights that have adapters."""
-    table = rank_parameters(architecture, head, pp_rank, pp, chunks)
-    adapted = (p for p in table if adapted_sources(p, lora))
-    return sum(prod(shard_shape(p, architecture, tp)) for p in adapted)
+def joined_elements(architecture: ArchitectureConfig, lora: LoraConfig, tp: int) -> int:
+    """Count the elements of the copies that decode steps compute adapters with on a rank.
+
+    They join the modules of a linear (see `LinearAdapters.joined`): query, key and value; gate and
+    up.
+    """
+    elements = 0
+    for parameter in stage_parameters(architecture, Head.LANGUAGE_MODEL):
+        inner = lora.rank * len(adapted_sources(parameter, lora))
+        if inner and len(parameter.sources) > 1:
+            outputs, inputs = shard_shape(parameter, architecture, tp)
+            elements += inner * (inputs + outputs)
+    return elements

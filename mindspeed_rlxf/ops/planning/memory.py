@@ -15,7 +15,8 @@ from mindspeed_rlxf.config.rank_layout import count_per_node
 from mindspeed_rlxf.config.schema import OffloadConfig, RunConfig
 from mindspeed_rlxf.config.section_rules import GIB
 from mindspeed_rlxf.models.parameter_counts import (
-    adapted_elements,
+    adapter_sizes,
+    joined_elements,
     model_elements,
     received_elements,
     shard_sizes,
@@ -33,6 +34,7 @@ from mindspeed_rlxf.ops.planning.stage_memory import (
     itemsize,
     layer_bytes,
 )
+from mindspeed_rlxf.rollout.rollout_engine import NATIVE
 from mindspeed_rlxf.rollout.transfer import make_buckets
 
 TRAINS, GENERATES = "ranks that train", "ranks that generate"
@@ -133,6 +135,7 @@ def _generating_memory(config: RunConfig, pool: str) -> PoolMemory:
     assert config.parts is not None, "the pool is split"
     actor, tp, ep = config.actor_rollout, config.rollout_tp, config.rollout_ep
     numbers = sum(shard_sizes(actor.architecture, Head.LANGUAGE_MODEL, tp, 0, 1, 1, ep))
+    numbers += _adapter_elements(config, tp)
     groups = (2 if actor.architecture.num_experts else 1) * (tp > 1) + (ep > 1) + POOL_GROUP
     rollout = RoleMemory(
         Role.ACTOR_ROLLOUT,
@@ -161,6 +164,7 @@ def server_memory(config: RunConfig) -> RoleMemory:
     actor, keys = config.actor_rollout, config.rollout.vllm
     elements = model_elements(actor.architecture, Head.LANGUAGE_MODEL)
     weights = elements * itemsize(actor) // config.rollout_tp
+    weights += _adapter_elements(config, config.rollout_tp) * itemsize(actor)
     if keys.kv_cache_gib or on_cpu(config):
         cache = int((keys.kv_cache_gib or 1.0) * GIB)
     else:
@@ -216,9 +220,9 @@ def role_memory(config: RunConfig, role: Role, pp_rank: int) -> RoleMemory:
         copies = 2 if pp_rank == 0 else 1
         phases.append(Phase("send weights", other=copies * bucket_bytes(config)))
     elif role is Role.ACTOR_ROLLOUT:
-        # Weights of other stages, and copies with adapters merged, on a rank that also generates.
-        place = (*stage.shard[:2], config.actor_rollout.lora, *stage.shard[2:6])
-        received = received_elements(*stage.shard) + adapted_elements(*place)
+        # Weights and adapters of other stages, on a rank that also generates.
+        adapters = _adapter_elements(config, stage.layout.tp) - sum(stage.adapters)
+        received = received_elements(*stage.shard) + adapters
         phases += _generate_phases(config, received)
     offload = OffloadConfig() if stage.is_shared else stage.section.offload
     return RoleMemory(role, stage.state(), stage.communication_bytes(), tuple(phases), offload)
@@ -228,9 +232,15 @@ def _sharded_memory(config: RunConfig, role: Role) -> RoleMemory:
     model = ShardedModel(config, role)
     phases = list(model.phases())
     if role is Role.ACTOR_ROLLOUT:  # generation has a whole model, and gathers one tensor at a time
-        phases += _generate_phases(config, model.numbers + model.root)
+        phases += _generate_phases(config, model.numbers + model.adapters + model.root)
     offload = OffloadConfig() if model.is_shared else model.section.offload
     return RoleMemory(role, model.state(), model.communication_bytes(), tuple(phases), offload)
+
+
+def _adapter_elements(config: RunConfig, tp: int) -> int:
+    """Count the elements of all the actor's adapters on one of `tp` ranks."""
+    actor = config.actor_rollout
+    return sum(adapter_sizes(actor.architecture, Head.LANGUAGE_MODEL, actor.lora, tp))
 
 
 def _generate_phases(config: RunConfig, received: int) -> list[Phase]:
@@ -248,6 +258,8 @@ def _generate_phases(config: RunConfig, received: int) -> list[Phase]:
     prefill = min(rows * longest, max(generation_memory.PREFILL_TOKENS, longest))
     layer = layer_bytes(a, prefill, tp, False, item)
     working = layer.kept + layer.sent
+    if actor.lora.rank:  # what adapters add to the output of the widest linear
+        working += prefill * a.mlp_hidden_size // tp * item
     if config.rollout_ep > 1:
         hidden, width = a.hidden_size, a.mlp_hidden_size // tp
         own = prefill * (hidden * item + 5 * (a.num_experts or 0) + 20 * a.moe_router_topk)
@@ -266,6 +278,8 @@ def _generate_phases(config: RunConfig, received: int) -> list[Phase]:
     state = rows * (actor.max_new_tokens + 1) * (8 + FP32 + FP32)
     tokens = rows * length if held is None else min(rows * length, max(held, length))
     cache = generation_memory.kv_cache_bytes(tokens, a, tp, item)
+    if config.rollout.engine == NATIVE and actor.lora.rank:
+        received += joined_elements(a, actor.lora, tp)
     return [Phase("generate", max(working, sampling) + state, cache, received * item)]
 
 

@@ -10,6 +10,11 @@ from tests.distributed.llamas import PLAIN, make_llama
 from tests.unit.config.conftest import TREE
 
 LORA = {"actor_rollout.lora.rank": 4}
+SPLIT = {
+    "resource_pool.main": 16, "actor_rollout.num_gpus_for_train": 8,
+    "actor_rollout.num_gpus_for_infer": 8, "resource_pool.other": 8, "placement.critic": "other",
+    "placement.reward": "other",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -48,6 +53,8 @@ def test_modules_are_selected_as_peft_does(targets, excluded, selected):
          "actor_rollout.tensor_model_parallel_size=8 must be at most num_query_groups=4 with"),
         ({"actor_rollout.lora": {"rank": 4, "dropout": 0.1}},
          "actor_rollout.lora.dropout=0.1 must be 0"),
+        ({**LORA, **SPLIT, "rollout.tensor_model_parallel_size": 8},
+         "rollout.tensor_model_parallel_size=8 must be at most num_query_groups=4 with"),
         ({**LORA, "ref.load": "elsewhere"}, "ref.load="),
         ({**LORA, "resource_pool.other": 8, "placement.ref": "other"}, "placement.ref=other must"),
     ],
