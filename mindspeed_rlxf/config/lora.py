@@ -14,6 +14,9 @@ from mindspeed_rlxf.config.problems import Problem
 ALL_LINEAR = "all-linear"
 ATTENTION = tuple(f"self_attn.{name}_proj" for name in "qkvo")
 MLP = tuple(f"mlp.{name}_proj" for name in ("gate", "up", "down"))
+LORA_RANKS = 1, 8, 16, 32, 64, 128, 256, 320, 512
+"""Largest ranks that a vLLM server can be started for."""
+
 Names: TypeAlias = str | Strings
 """A regular expression for a module's whole name, or a list of names and endings of names."""
 

@@ -20,6 +20,7 @@ from mindspeed_rlxf.config.enums import (
     Role,
     Stage,
 )
+from mindspeed_rlxf.config.lora import LORA_RANKS
 from mindspeed_rlxf.config.problems import (
     Problem,
     at_least,
@@ -248,6 +249,9 @@ def _check_vllm(config: RunConfig) -> Iterator[Problem]:
     if not config.parts and devices % tp:
         rule = f"must divide the actor's {devices} devices"
         yield Problem("rollout.vllm.tensor_parallel_size", rule, tp, use(divisors(devices)))
+    if actor.lora.rank > LORA_RANKS[-1]:
+        rule = f"must be at most {LORA_RANKS[-1]} with {ref('rollout.engine')}=vllm"
+        yield Problem("actor_rollout.lora.rank", rule, actor.lora.rank, use([LORA_RANKS[-1]]))
     filters = actor.top_k or actor.top_p < 1 or actor.min_new_tokens
     if actor.logit_temperature != 1 and (filters or actor.fixed_responses):
         rule = f"must be 1 with {ref('rollout.engine')}=vllm where top_k, top_p, min_new_tokens or "

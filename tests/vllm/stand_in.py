@@ -17,7 +17,8 @@ import numpy as np
 FAULT, LIMIT = os.environ.get("FAULT", ""), 5
 STARTS = Path(os.environ["STARTS"])
 received: dict = {}
-state = {"version": "default", "cache": set(), "served": 0, "buckets": 0}
+noted: dict = {}
+state = {"version": "default", "cache": set(), "served": 0, "buckets": 0, "adapters": []}
 
 
 def bit_sum(raw: bytes, width: int) -> int:
@@ -48,6 +49,30 @@ def receipt() -> dict:
     return {"version": version, "received": received, "loaded": {}, "stale": stale}
 
 
+def load_adapter(name: str, folder: Path) -> None:
+    """Read the tensors of a file in safetensors' format, as fp32 or bf16."""
+    state["adapters"].append(name)
+    raw = (folder / "adapter_model.safetensors").read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    head = json.loads(raw[8:start])
+    head.pop("__metadata__", None)
+    noted.clear()
+    for key, tensor in head.items():
+        first, last = (start + at for at in tensor["data_offsets"])
+        width = {"F32": 2, "BF16": 1}[tensor["dtype"]]
+        noted[key.removeprefix("base_model.model.")] = [bit_sum(raw[first:last], width)]
+    if FAULT == "old adapter" and len(state["adapters"]) > 1:
+        noted.update(state["first adapter"])
+    state.setdefault("first adapter", dict(noted))
+    state["rank"] = json.loads((folder / "adapter_config.json").read_text())["r"]
+
+
+def adapter_receipt() -> dict:
+    return {
+        "version": state["adapter version"], "received": noted, "loaded": {}, "stale": [],
+    }  # fmt: skip
+
+
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
@@ -65,6 +90,19 @@ class Handler(BaseHTTPRequestHandler):
             load(**body["update_info"])
         elif route == "/finish_weight_update" and FAULT != "old version":
             state["version"] = body["weight_version"]
+        elif route == "/v1/load_lora_adapter":
+            load_adapter(body["lora_name"], Path(body["lora_path"]))
+            return self.answer(b"Success: loaded")
+        elif route == "/v1/unload_lora_adapter":
+            state["adapters"].remove(body["lora_name"])
+            return self.answer(b"Success: removed")
+        elif route == "/collective_rpc" and "adapter" in body["method"]:
+            if body["method"] == "rlxf_begin_adapter":
+                state["adapter version"], *names = body["args"]
+                unable = [name for name in names if FAULT == "unable" and "a.lora_A" in name]
+                found = {"results": [[name.partition(".lora_")[0] for name in unable]]}
+            else:
+                found = {"results": [adapter_receipt()]}
         elif route == "/collective_rpc":
             if body["method"] == "rlxf_begin":
                 received.clear()
@@ -80,7 +118,9 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(json.dumps(found).encode())
 
     def generate(self, body: dict, asked: dict) -> None:
-        prompt, key = body["token_ids"], tuple(body["token_ids"])
+        prompt, key = body["token_ids"], (body.get("model"), *body["token_ids"])
+        if [body.get("model")] != (state["adapters"] or [None]):
+            return self.send_error(404, "no such model")
         state["served"] += bool(body.get("stream"))
         if (
             state["served"] == LIMIT

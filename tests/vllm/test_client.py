@@ -50,9 +50,10 @@ def make(tmp_path: Path, monkeypatch: Any) -> Iterator[Make]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     monkeypatch.setattr(device, "current_device", lambda: torch.device("cpu"))
 
-    def made(fault: str = "", timeout_s: float = 1800.0, **more: Any) -> VllmRollout:
+    def made(fault: str = "", timeout_s: float = 1800.0, rank: int = 0, **more: Any) -> VllmRollout:
         monkeypatch.setenv("FAULT", fault)
-        config = run_config(tmp_path, tmp_path, PLAIN)
+        lora = {"lora": {"rank": rank, "alpha": 12.0}}
+        config = run_config(tmp_path, tmp_path, PLAIN, actor_rollout=lora)
         vllm = config.rollout.vllm.model_copy(update={"python": str(python), "max_num_seqs": 4})
         rollout = config.rollout.model_copy(update={"engine": "vllm", "vllm": vllm})
         runtime = RuntimeConfig(timeout_s=timeout_s, start_timeout_s=30.0)
@@ -73,6 +74,13 @@ def tensors(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
     draw = torch.Generator().manual_seed(seed)
     return [(name, torch.randn(3, 4 if name != "norm.weight" else 1, generator=draw))
             for name in NAMES]  # fmt: skip
+
+
+def adapters(seed: int) -> list[tuple[str, torch.Tensor]]:
+    draw = torch.Generator().manual_seed(seed)
+    return [
+        (f"a.{part}.weight", torch.randn(3, 3, generator=draw)) for part in ("lora_A", "lora_B")
+    ]
 
 
 def ask(engine: VllmRollout, count: int = 12, settings: SamplingSettings = SETTINGS) -> list[Any]:
@@ -112,6 +120,40 @@ def test_an_option_that_is_false_is_switched_off(tmp_path: Path) -> None:
     _, words = server.server_command(config.model_copy(update={"rollout": rollout}), True, False)
     assert "--no-enable-prefix-caching" in words and "--enforce-eager" in words
     assert not [word for word in words if word.endswith("disable-log-stats")]  # has no `--no-`
+
+
+@pytest.mark.parametrize("fault", ["", "dies"])
+def test_adapters_are_sent_alone_after_their_base(make: Make, fault: str) -> None:
+    """Also where a new server, which needs both, takes the place of one."""
+    engine = make(fault, timeout_s=25.0, rank=3)
+    engine.update_weights([*tensors(), *adapters(0)], 0)
+    loaded = [engine.client.adapter]
+    assert [result.tokens for result in ask(engine, 3)] == [expected(i) for i in range(3)]
+    for version in (1, 2):
+        engine.update_weights(adapters(version), version)
+        loaded.append(engine.client.adapter)
+        results = ask(engine)
+        assert [result.tokens for result in results] == [expected(i) for i in range(12)]
+        assert {result.weights_version for result in results} == {version}
+    assert engine.score([np.array([8, 9])], [[5, 6]]) == [[-5 / 8, -6 / 8]]
+    assert len({*loaded}) == 3, "caches know adapters by their names"
+    first, *others = [line for line in engine.take_receipts() if not line["restarted"]]
+    assert (first["tensors"], first["changed"]) == (5, None)
+    assert [(line["tensors"], line["changed"], line["bytes"]) for line in others] == [
+        (2, 2, 72)
+    ] * 2
+    log = (Path(os.environ["STARTS"]).parent / "logs/vllm_00000.log").read_text()
+    assert "'--max-lora-rank', '8'" in log and log.count("start ") == (2 if fault else 1)
+
+
+def test_an_adapter_that_the_server_cannot_have_is_refused(make: Make) -> None:
+    engine = make("unable", rank=3)
+    with pytest.raises(ValueError, match=r"vLLM cannot adapt a; add it to .*exclude_modules"):
+        engine.update_weights([*tensors(), *adapters(0)], 0)
+    engine = make("old adapter", rank=3)
+    engine.update_weights([*tensors(), *adapters(0)], 0)
+    with pytest.raises(SyncError, match=r"version 1: a\.lora_A.*received with other bits"):
+        engine.update_weights(adapters(1), 1)
 
 
 @pytest.mark.parametrize("fault", ["", "old info"])

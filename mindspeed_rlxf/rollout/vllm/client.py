@@ -31,6 +31,7 @@ class Client:
     def __init__(self, path: str, tells_versions: bool = True) -> None:
         """`tells_versions`: answers name the version of the weights; vLLM 0.23's do not."""
         self.path, self.tells_versions = path, tells_versions
+        self.adapter = ""  # name of the loaded adapter, which answers requests; "" = none
 
     def call(self, route: str, body: Any = None, timeout_s: float = CALL_S) -> dict[str, Any]:
         """Return the JSON answer, {} if it has none."""
@@ -43,6 +44,14 @@ class Client:
         body = {"method": method, "args": list(arguments)}
         return list(self.call("/collective_rpc", body).get("results", []))
 
+    def load_adapter(self, name: str, folder: str) -> None:
+        """Load an adapter from a folder in PEFT's format; it answers from now on, no other one."""
+        loaded = {"lora_name": name, "lora_path": folder}
+        list(self._ask("/v1/load_lora_adapter", loaded, CALL_S))  # the answer is no JSON
+        if self.adapter:
+            list(self._ask("/v1/unload_lora_adapter", {"lora_name": self.adapter}, CALL_S))
+        self.adapter = name
+
     def is_ready(self) -> bool:
         """Return whether the server answers."""
         try:
@@ -52,6 +61,8 @@ class Client:
 
     def _ask(self, route: str, body: Any, timeout_s: float) -> Generator[bytes, None, None]:
         """Yield the answer's lines as they come; closing the generator aborts the request."""
+        if route == GENERATE and self.adapter:
+            body = {**body, "model": self.adapter}
         with reading(route), closing(http.client.HTTPConnection("localhost")) as connection:
             connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             connection.sock.settimeout(timeout_s)

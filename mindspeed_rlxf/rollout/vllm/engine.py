@@ -7,7 +7,9 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.device import worlds
+from mindspeed_rlxf.models.hf_adapters import is_adapter
 from mindspeed_rlxf.rollout.bit_sums import bit_sum
 from mindspeed_rlxf.rollout.receipts import SyncError, compare_receipts, summary
 from mindspeed_rlxf.rollout.rollout_engine import (
@@ -37,7 +40,7 @@ from mindspeed_rlxf.rollout.vllm.server import (
     Server,
     server_command,
 )
-from mindspeed_rlxf.rollout.vllm.weights import DeviceBuffer, SharedMemory
+from mindspeed_rlxf.rollout.vllm.weights import AdapterFolder, DeviceBuffer, SharedMemory
 
 MOST_FAILURES = 2  # of a server in an iteration
 STALL = 0.1  # of `runtime.timeout_s` without any token: the server hangs
@@ -70,12 +73,15 @@ class VllmRollout:
         self.timeout_s = config.runtime.timeout_s
         self.sums, self.receipts = dict[str, int](), list[Any]()
         self.memory = SharedMemory()  # on CPU the weights of this version
-        self.num_bytes = 0  # of these weights
+        self.num_bytes = 0  # of what was sent for this version
+        self.base_version = -1  # of the weights; adapters have `weights_version`
+        self.adapters = AdapterFolder(actor.lora, actor.load or "")
         self._stats, self.weights_version = GenerationStats(), -1
         self._failures, self._ready, self._must_check_cache = 0, False, False
         self._has_started = False  # any server, which shows that its configuration is right
         self._lacks_weights = False  # started anew on devices, and not updated since
         self._asleep = set[str]()
+        self._num_adapters = 0  # loaded so far
         python, options = server_command(config, self.on_cpu, self.on_npu)
         environment = self._make_environment(kind)
         log = Path(folder) / f"vllm_{layout.dp_rank(rank):05d}.log"
@@ -139,7 +145,9 @@ class VllmRollout:
 
     @torch.no_grad()
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Send all weights and compare receipts; a server that fails meanwhile is replaced.
+        """Send the tensors and compare receipts; a server that fails meanwhile is replaced.
+
+        With adapters the first call brings all weights; later ones may bring the adapters alone.
 
         On devices the new server has no weights; its receipt asks for another update.
 
@@ -147,25 +155,36 @@ class VllmRollout:
             SyncError: The server has other weights, or others were sent than in the last update.
             EngineLost: It failed twice.
             OptionsRefused: It does not start with this configuration.
+            ValueError: vLLM cannot adapt a module.
         """
         self._failures = 0  # an iteration begins; on devices of its own the server never sleeps
-        started, before, failure = time.monotonic(), self.sums, None
-        self.weights_version, self.sums, self.num_bytes = version, {}, 0
-        self.memory = SharedMemory()
-        if not self.on_cpu:
+        started = time.monotonic()
+        failure: ServerError | None = None
+        stream = iter(tensors)
+        first = next(stream)
+        with_base = not is_adapter(first[0])  # which comes before the adapters
+        before = self.sums if with_base else {}, self.adapters.sums
+        self.weights_version = version
+        self.num_bytes = 0
+        self.adapters.clear()
+        if with_base:
+            self.base_version = version
+            self.sums = {}
+            self.memory = SharedMemory()
+        if with_base and not self.on_cpu:
             with self._room():  # the server's weights come to the device
                 try:
                     if self.is_leader:
                         self._begin_update()
                 except ServerError as error:
                     failure = error
-        failure = self._send_buckets(tensors, failure)
+        failure = self._send_buckets(chain([first], stream), failure)
         with self._room():
             if self.is_leader:
                 try:
                     if failure is not None:
                         raise failure
-                    self._finish_update(started, before, loads=self.on_cpu)
+                    self._finish_update(started, before, loads=self.on_cpu, with_base=with_base)
                 except ServerError as error:
                     self._replace_server(error, in_update=True)
         device.release_cache()  # the buffer, which the server has closed
@@ -175,13 +194,17 @@ class VllmRollout:
     ) -> ServerError | None:
         """Send all tensors; return the server's failure, if it had one. A collective to the end.
 
-        On CPU they are only kept in host memory, for `_finish_update`.
+        On CPU, and adapters everywhere, they are only kept on the host for `_finish_update`.
         """
         buffer = None if self.on_cpu else DeviceBuffer(self.group, tells_packed=self.on_npu)
-        for bucket in in_buckets(tensors, lambda each: each[1].nbytes):
+        for sent in in_buckets(tensors, lambda each: each[1].nbytes):
+            bucket = [pair for pair in sent if not is_adapter(pair[0])]
             if self.is_leader:
+                self.adapters.keep(pair for pair in sent if is_adapter(pair[0]))
                 self.sums |= {name: bit_sum(tensor) for name, tensor in bucket}
-                self.num_bytes += sum(tensor.nbytes for _, tensor in bucket)
+                self.num_bytes += sum(tensor.nbytes for _, tensor in sent)
+            if not bucket:
+                continue
             if buffer is None:
                 if self.is_leader:
                     self.memory.keep(bucket)
@@ -195,7 +218,7 @@ class VllmRollout:
     def _begin_update(self) -> None:
         self._wake("weights")
         self.client.call("/pause?mode=keep")
-        self.client.ask_workers("rlxf_begin", str(self.weights_version))
+        self.client.ask_workers("rlxf_begin", str(self.base_version))
         if not self.on_cpu and not self.on_npu:  # on NPU each bucket says that it is packed
             self.client.call("/init_weight_transfer_engine", {"init_info": {"packed": True}})
         self.client.call("/start_weight_update")
@@ -203,40 +226,77 @@ class VllmRollout:
     def _finish_update(
         self,
         started: float,
-        before: Mapping[str, int] | None = None,
+        before: tuple[Mapping[str, int], Mapping[str, int]] = ({}, {}),
         loads: bool = True,
         restarted: bool = False,
+        with_base: bool = True,
     ) -> None:
         """End an update, compare receipts, and add one: a line of sync.jsonl.
 
-        `loads`: first send the weights of this version from host memory (on CPU). `before` are the
-        sums of the update before.
+        Args:
+            started: When it began, seconds.
+            before: The sums of the update before, of weights and of adapters; {} = none.
+            loads: First send the weights from host memory.
+            restarted: Whether the server is a new one.
+            with_base: Whether the update has weights, not adapters alone.
         """
-        client, version = self.client, self.weights_version
-        if loads:
-            self._begin_update()
-            for places in self.memory.buckets:
-                self.memory.load(places, client)
-        client.call("/finish_weight_update", {"weight_version": str(version)})
+        client = self.client
+        if with_base:
+            if loads:
+                self._begin_update()
+                for places in self.memory.buckets:
+                    self.memory.load(places, client)
+            client.call("/finish_weight_update", {"weight_version": str(self.base_version)})
         if not client.call("/reset_prefix_cache").get("success", True):
             raise SyncError("the server did not reset its prefix cache")
-        client.call("/resume")
+        if with_base:
+            client.call("/resume")
         self._must_check_cache = True
-        self._compare_receipts(before or self.sums)
-        self._lacks_weights = False
-        self._add_receipt(started, before or {}, restarted)
+        self._lacks_weights &= not with_base
+        known = before[0] or self.sums
+        if with_base:
+            self._compare("rlxf_receipt", known, self.sums, self.base_version)
+        if self.adapters.tensors:
+            self._wake("weights")
+            self._load_adapter()
+            sums = self.adapters.sums
+            self._compare("rlxf_adapter", before[1] or sums, sums, self.weights_version)
+        sent = {**(self.sums if with_base else {}), **self.adapters.sums}
+        self._add_receipt(started, {**before[0], **before[1]}, sent, restarted)
 
-    def _compare_receipts(self, known: Mapping[str, int]) -> None:
-        workers, tp = self.client.ask_workers("rlxf_receipt"), self.config.rollout_tp
+    def _add_receipt(
+        self,
+        started: float,
+        before: Mapping[str, int],
+        sent: Mapping[str, int],
+        restarted: bool,
+    ) -> None:
+        seconds = round(time.monotonic() - started, 3)
+        more = {"seconds": seconds, "bytes": self.num_bytes, "restarted": restarted}
+        self.receipts.append({"version": self.weights_version, **summary(before, sent), **more})
+
+    def _compare(
+        self, method: str, known: Mapping[str, int], sent: Mapping[str, int], version: int
+    ) -> None:
+        workers, tp = self.client.ask_workers(method), self.config.rollout_tp
         if len(workers) != tp:
             raise SyncError(f"{tp} workers must give a receipt, not {len(workers)}")
-        with reading("rlxf_receipt"):
-            compare_receipts(known, self.sums, workers, self.weights_version)
+        with reading(method):
+            compare_receipts(known, sent, workers, version)
 
-    def _add_receipt(self, started: float, before: Mapping[str, int], restarted: bool) -> None:
-        version, seconds = self.weights_version, round(time.monotonic() - started, 3)
-        more = {"seconds": seconds, "bytes": self.num_bytes, "restarted": restarted}
-        self.receipts.append({"version": version, **summary(before, self.sums), **more})
+    def _load_adapter(self) -> None:
+        """Have the server load the adapter, under a name that its caches have not seen."""
+        version, names = str(self.weights_version), self.adapters.tensors
+        unable = self.client.ask_workers("rlxf_begin_adapter", version, *names)[0]
+        if unable:
+            raise ValueError(
+                f"vLLM cannot adapt {', '.join(unable[:3])}; add it to "
+                "actor_rollout.lora.exclude_modules, or use rollout.engine=transformers"
+            )
+        self._num_adapters += 1
+        name = f"version-{self.weights_version}-{self._num_adapters}"
+        with self.adapters.written() as folder:
+            self.client.load_adapter(name, folder)
 
     def take_receipts(self) -> list[Any]:
         """Return the receipts since the last call."""
@@ -267,11 +327,11 @@ class VllmRollout:
             slept = "weights" in self._asleep
             self._wake("weights", "kv_cache")
             if slept and self.on_npu:  # vllm-ascend has transposed weights as it woke
-                self._compare_receipts(self.sums)
+                self._compare("rlxf_receipt", self.sums, self.sums, self.base_version)
             if self._must_check_cache:
                 vocabulary = self.config.actor_rollout.architecture.vocab_size
                 prompt = np.arange(min(CANARY_TOKENS, self.config.training.seq_length)) % vocabulary
-                if cached := self.client.count_cached(prompt, self.weights_version):
+                if cached := self.client.count_cached(prompt, self.base_version):
                     raise SyncError(
                         f"the prefix cache has {cached} tokens computed before the weights of "
                         f"version {self.weights_version}; it was not reset"
@@ -306,7 +366,7 @@ class VllmRollout:
             FloatingPointError: A log-prob is nan.
         """
         self._stats, version = GenerationStats(), self.weights_version
-        ask = partial(Client.generate, version=version, timeout_s=self.timeout_s)
+        ask = partial(Client.generate, version=self.base_version, timeout_s=self.timeout_s)
         try:
             if not self.is_leader:
                 for each in requests:
@@ -315,9 +375,9 @@ class VllmRollout:
             for _, result in self._ask_all(requests, ask):
                 self._stats.sampled_tokens += len(result.tokens)
                 self._stats.decoded_tokens += len(result.tokens) - 1
-                yield result
+                yield replace(result, weights_version=version)
             # Responses that a stop string ends do not name their version.
-            list(self._ask_all([version], Client.check_version))
+            list(self._ask_all([self.base_version], Client.check_version))
             self._stats.prompt_tokens = sum(len(request.prompt) for request in requests)
         finally:
             dist.barrier(self.group)
@@ -373,6 +433,6 @@ class VllmRollout:
                 return
             self.client.call("/sleep?level=1")
             self._asleep, self._lacks_weights = {"weights", "kv_cache"}, True
-            self._add_receipt(started, {}, restarted=True)
+            self._add_receipt(started, {}, self.sums, restarted=True)
         except ServerError as again:
             self._replace_server(again, in_update)

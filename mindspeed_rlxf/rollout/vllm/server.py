@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.config.lora import LORA_RANKS, linear_modules
+from mindspeed_rlxf.config.schema import ActorConfig, RunConfig
 from mindspeed_rlxf.rollout import bit_sums
 from mindspeed_rlxf.rollout.vllm.client import Client, ServerError
 from mindspeed_rlxf.rollout.vllm.engine_side.rlxf_serve import kill_group
@@ -64,6 +65,7 @@ class Server:
             "RLXF_BIT_SUMS": bit_sums.__file__,
             "VLLM_RPC_BASE_PATH": str(folder),
             "VLLM_SERVER_DEV_MODE": "1",  # has the routes for weights
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",  # has those for adapters
             "VLLM_HOST_IP": "127.0.0.1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
@@ -134,6 +136,18 @@ def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def lora_options(actor: ActorConfig) -> dict[str, Any]:
+    """Return the options of a server whose linears compute adapters."""
+    options: dict[str, Any] = {
+        "enable-lora": True,
+        "max-lora-rank": min(rank for rank in LORA_RANKS if rank >= actor.lora.rank),
+    }
+    if actor.backend == "megatron":  # whose engine adapts these modules alone
+        modules = filter(actor.lora.selects, linear_modules(actor.architecture))
+        options["lora-target-modules"] = sorted({name.rpartition(".")[2] for name in modules})
+    return options
+
+
 def server_command(config: RunConfig, on_cpu: bool, on_npu: bool) -> tuple[str, list[str]]:
     """Return the interpreter and the server's options; those of `extra_args` win."""
     actor, keys, tp = config.actor_rollout, config.rollout.vllm, config.rollout_tp
@@ -159,6 +173,8 @@ def server_command(config: RunConfig, on_cpu: bool, on_npu: bool) -> tuple[str, 
         "worker-extension-cls": "rlxf_vllm.Extension",
         "weight-transfer-config": {"backend": "rlxf"},
     }
+    if actor.lora.rank:
+        options |= lora_options(actor)
     if rows := keys.max_num_seqs or actor.num_samples_per_step:
         options["max-num-seqs"] = rows
     if keys.kv_cache_gib or on_cpu:
@@ -176,5 +192,5 @@ def server_command(config: RunConfig, on_cpu: bool, on_npu: bool) -> tuple[str, 
             words.append(f"--no-{name}")  # some options are on by default
         elif value is not False:
             text = json.dumps(value) if isinstance(value, (dict, list)) else str(value)
-            words += [f"--{name}", text]
+            words += [f"--{name}", *(value if name == "lora-target-modules" else [text])]
     return keys.python or sys.executable, words

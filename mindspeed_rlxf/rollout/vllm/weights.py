@@ -5,6 +5,10 @@ from __future__ import annotations
 import base64
 import os
 import pickle
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -13,8 +17,12 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from mindspeed_rlxf import device
+from mindspeed_rlxf.config.lora import LoraConfig
+from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.rollout import transfer
+from mindspeed_rlxf.rollout.bit_sums import bit_sum
 from mindspeed_rlxf.rollout.vllm.client import Client
+from mindspeed_rlxf.weights.peft_folder import write_adapter
 
 Bucket: TypeAlias = list[tuple[str, Tensor]]
 """Complete Hugging Face tensors with their names."""
@@ -48,6 +56,42 @@ class SharedMemory:
     def load(self, places: list[Any], client: Client) -> None:
         """Have the server load the tensors at these places of the file."""
         client.call("/update_weights", {"update_info": {"path": self.path, "tensors": places}})
+
+
+class AdapterFolder:
+    """An adapter in host memory, and as a folder in PEFT's format that the server's workers read.
+
+    Attributes:
+        tensors: A and B of each module by name, on the host; {} without adapters.
+        sums: Their bit sums.
+    """
+
+    def __init__(self, lora: LoraConfig, base: str) -> None:
+        self.lora, self.base = lora, base
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the tensors."""
+        self.tensors, self.sums = dict[str, Tensor](), dict[str, int]()
+
+    def keep(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy tensors to the host."""
+        for name, tensor in tensors:
+            self.tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
+            self.sums[name] = bit_sum(tensor)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @contextmanager
+    def written(self) -> Iterator[str]:
+        """Write the folder, in memory where the system has such a file system; remove it after."""
+        parent = "/dev/shm" if os.path.isdir("/dev/shm") else None
+        with tempfile.TemporaryDirectory(prefix="rlxf-adapter-", dir=parent) as folder:
+            write_adapter(Path(folder), self.tensors, self.lora, (), Head.LANGUAGE_MODEL, self.base)
+            yield folder
 
 
 class DeviceBuffer:

@@ -18,8 +18,11 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.utils import parse_fine_tuned_lora_name
 
 end_with(os.getppid())
+PEFT_PREFIX = "base_model.model."
 bit_sum = runpy.run_path(os.environ["RLXF_BIT_SUMS"])["bit_sum"]
 
 
@@ -109,11 +112,60 @@ WeightTransferEngineFactory.register_engine("rlxf", Noting)
 def packed_layers(model: Any) -> dict[str, Any]:
     """Return name -> layer of those that compute with a packed form of their weights (on CPU)."""
     layers = {path: m for path, m in model.named_modules() if hasattr(m, "cpu_linear")}
-    return {path: m for path, m in layers.items() if not path.endswith("embed_tokens")}
+    named = {path.removesuffix(".base_layer"): m for path, m in layers.items()}
+    return {path: m for path, m in named.items() if not path.endswith("embed_tokens")}
+
+
+noted_adapter = dict[str, tuple[int, torch.Size]]()
+"""Bit sum and shape of each tensor of the adapter that was read last, by name."""
+
+
+def note_adapters() -> None:
+    """Have vLLM note the tensors of an adapter as it reads them."""
+    read = LoRAModel.from_lora_tensors.__func__  # type: ignore[attr-defined]
+
+    def noting(cls: Any, number: int, tensors: dict[str, Any], *more: Any, **keys: Any) -> Any:
+        noted_adapter.clear()
+        for name, tensor in tensors.items():
+            noted_adapter[name.removeprefix(PEFT_PREFIX)] = bit_sum(tensor), tensor.shape
+        return read(cls, number, tensors, *more, **keys)
+
+    LoRAModel.from_lora_tensors = classmethod(noting)  # type: ignore[assignment]
+
+
+note_adapters()
 
 
 class Extension:
     """Methods of every worker, called by `/collective_rpc`."""
+
+    def rlxf_begin_adapter(self: Any, version: str, *names: str) -> list[str]:
+        """Begin to load an adapter with these tensors; return the modules that have no adapter."""
+        self.rlxf_adapter_version = version
+        noted_adapter.clear()
+        manager = self.model_runner.lora_manager._adapter_manager
+        renames = getattr(manager.model, "hf_to_vllm_mapper", None)
+        mapper = None if renames is None else renames.get_rename_mapper()
+        able = set(manager.modules)
+        for path in manager.modules:
+            prefix, _, last = path.rpartition(".")
+            able |= {f"{prefix}.{part}" for part in manager.packed_modules_mapping.get(last, ())}
+        unable = [n for n in names if parse_fine_tuned_lora_name(n, mapper)[0] not in able]
+        return sorted({name.rpartition(".lora_")[0] for name in unable})
+
+    def rlxf_adapter(self: Any) -> dict[str, Any]:
+        """Return which adapter was loaded, in the form of `rlxf_receipt`.
+
+        `loaded`: bit sums of each A, of the only worker. B is there with its factor.
+        """
+        manager = self.model_runner.lora_manager._adapter_manager
+        alone = self.parallel_config.world_size == 1
+        return {
+            "version": self.rlxf_adapter_version,
+            "received": {name: [total] for name, (total, _) in noted_adapter.items()},
+            "loaded": look_at_adapter(manager) if alone else {},
+            "stale": [],
+        }
 
     def rlxf_begin(self: Any, version: str) -> None:
         """Begin an update: forget what earlier ones brought."""
@@ -143,6 +195,21 @@ class Extension:
         }
 
 
+def look_at_adapter(manager: Any) -> dict[str, int]:
+    """Return the bit sums of each A in the memory that layers compute with."""
+    newest = max(number for number in manager.lora_index_to_id if number is not None)
+    slot, loaded = manager.lora_index_to_id.index(newest), dict[str, int]()
+    for path, layer in manager.modules.items():
+        prefix, _, last = path.rpartition(".")
+        parts = manager.packed_modules_mapping.get(last, [last])
+        for part, stacked in zip(parts, layer.lora_a_stacked, strict=True):
+            name = f"{prefix}.{part}.lora_A.weight"
+            if name in noted_adapter:
+                rows, columns = noted_adapter[name][1]
+                loaded[name] = bit_sum(stacked[slot, 0, :rows, :columns].contiguous())
+    return loaded
+
+
 def look_at_layers(
     model: Any, arrived: dict[str, list[int]], forms: dict[str, tuple[Any, Any]]
 ) -> dict[str, int]:
@@ -156,7 +223,7 @@ def look_at_layers(
     fused = getattr(model, "packed_modules_mapping", None) or {}
     loaded = dict[str, int]()
     for name, parameter in model.named_parameters():
-        path, _, leaf = name.rpartition(".")
+        path, _, leaf = name.replace(".base_layer.", ".").rpartition(".")  # of adapted layers
         prefix, _, last = path.rpartition(".")
         parts = [f"{prefix}.{part}.{leaf}".lstrip(".") for part in fused.get(last, [last])]
         if not parameter.numel() or not all(part in forms for part in parts):
