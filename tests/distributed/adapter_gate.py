@@ -49,7 +49,7 @@ class Gate:
                 sent_tensors(self.engine, base), version
             )
         else:
-            replica = build_replica(config, self.engine)
+            replica = build_replica(config, self.engine, actor.load or "")
             self.rollout, self.take = replica.engine, replica.take_weights
 
     def set_adapters(self, size: float) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.schema import RunConfig
 from tests.distributed.adapter_gate import Gate
 from tests.distributed.groups import build_group
 from tests.distributed.llamas import TIED, make_llama, run_config, with_fsdp
@@ -18,6 +19,22 @@ WIDE = TIED.model_copy(update={"hidden_size": 64, "ffn_hidden_size": 96})
 SIZES = 1e-5, 1e-4, 1e-3
 """Of the elements of B. Merged into bf16 weights of WIDE they left gaps of 6e-3, 1e-2 and 1.7e-2
 between log-probs; rounding alone leaves 3e-3 to 5e-3 in steps, and none in one pass."""
+
+
+def check_gaps(runtime: Any, config: RunConfig, owns: bool = False) -> None:
+    """Compare log-probs with adapters of all SIZES; `owns`: see `Gate`."""
+    group = build_group(runtime, config.layout(Role.ACTOR_ROLLOUT), Gate, config, owns)
+    sizes = [0.0, *SIZES]
+    report = next(filter(None, group.call(Gate.log_probs, make_rollouts(), sizes).result()))
+    gaps = []
+    for log_probs in report:
+        trained, drawn, scored = map(torch.tensor, log_probs)
+        gaps.append([float((trained - each).abs().mean()) for each in (drawn, scored)])
+    unchanged, *updated = gaps
+    assert 0 < max(unchanged) < 1e-2, "this is not bf16"
+    for size, (drawn, scored) in zip(SIZES, updated, strict=True):
+        assert drawn < 1.7 * unchanged[0], size
+        assert scored < 1.7 * unchanged[1] + 1e-5, size
 
 
 @pytest.mark.parametrize(
@@ -45,15 +62,4 @@ def test_log_probs_of_generation_and_training_differ_by_rounding_alone(
         config = config.model_copy(update={"rollout": rollout})
     elif engine == "fsdp":
         config = with_fsdp(config, [Role.ACTOR_ROLLOUT], size)
-    group = build_group(warm_runtime, config.layout(Role.ACTOR_ROLLOUT), Gate, config, owns)
-    sizes = [0.0, *SIZES]
-    report = next(filter(None, group.call(Gate.log_probs, make_rollouts(), sizes).result()))
-    gaps = []
-    for log_probs in report:
-        trained, drawn, scored = map(torch.tensor, log_probs)
-        gaps.append([float((trained - each).abs().mean()) for each in (drawn, scored)])
-    unchanged, *updated = gaps
-    assert 0 < max(unchanged) < 1e-2, "this is not bf16"
-    for size, (drawn, scored) in zip(SIZES, updated, strict=True):
-        assert drawn < 1.7 * unchanged[0], size
-        assert scored < 1.7 * unchanged[1] + 1e-5, size
+    check_gaps(warm_runtime, config, owns)

@@ -55,6 +55,8 @@ def test_modules_are_selected_as_peft_does(targets, excluded, selected):
          "actor_rollout.lora.dropout=0.1 must be 0"),
         ({**LORA, **SPLIT, "rollout.tensor_model_parallel_size": 8},
          "rollout.tensor_model_parallel_size=8 must be at most num_query_groups=4 with"),
+        ({"actor_rollout.lora.rank": 600, "rollout.engine": "vllm"},
+         "actor_rollout.lora.rank=600 must be at most 512 with rollout.engine=vllm"),
         ({**LORA, "ref.load": "elsewhere"}, "ref.load="),
         ({**LORA, "resource_pool.other": 8, "placement.ref": "other"}, "placement.ref=other must"),
     ],

@@ -124,11 +124,13 @@ def note_adapters() -> None:
     """Have vLLM note the tensors of an adapter as it reads them."""
     read = LoRAModel.from_lora_tensors.__func__  # type: ignore[attr-defined]
 
-    def noting(cls: Any, number: int, tensors: dict[str, Any], *more: Any, **keys: Any) -> Any:
+    def noting(
+        cls: Any, lora_model_id: int, tensors: dict[str, Any], *more: Any, **keys: Any
+    ) -> Any:
         noted_adapter.clear()
         for name, tensor in tensors.items():
             noted_adapter[name.removeprefix(PEFT_PREFIX)] = bit_sum(tensor), tensor.shape
-        return read(cls, number, tensors, *more, **keys)
+        return read(cls, lora_model_id, tensors, *more, **keys)
 
     LoRAModel.from_lora_tensors = classmethod(noting)  # type: ignore[assignment]
 
