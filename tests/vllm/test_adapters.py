@@ -14,13 +14,14 @@ pytestmark = pytest.mark.vllm
 __all__ = ["kept_pools", "ray_runtime", "warm_runtime"]
 
 
+@pytest.mark.parametrize("bf16", [False, True])
 def test_log_probs_of_a_server_and_of_training_differ_by_rounding_alone(
-    warm_runtime: Any, vllm_python: str, tmp_path: Path
+    warm_runtime: Any, vllm_python: str, tmp_path: Path, bf16: bool
 ) -> None:
     architecture = ARCHITECTURE.model_copy(update={"vocab_size": VOCAB})
     make_llama(tmp_path, architecture)
     config = run_config(
-        tmp_path, tmp_path, architecture, {"bf16": True}, actor_rollout={"lora": LORA}
+        tmp_path, tmp_path, architecture, {"bf16": bf16}, actor_rollout={"lora": LORA}
     )
     vllm = config.rollout.vllm.model_copy(update={"python": vllm_python, "kv_cache_gib": 0.25})
     rollout = config.rollout.model_copy(update={"engine": "vllm", "vllm": vllm})
