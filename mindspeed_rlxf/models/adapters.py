@@ -93,7 +93,7 @@ class LinearAdapters(torch.nn.Module):
         B has a block for each module, and zeros elsewhere. With one module they are the parameters,
         else copies.
         """
-        a = [self.get_parameter(f"{module}_{A}") for module in self.adapted]
+        a: list[Tensor] = [self.get_parameter(f"{module}_{A}") for module in self.adapted]
         if len(self.rows) == 1:
             return a[0], self.get_parameter(f"{self.adapted[0]}_{B}")
         rank = self.lora.rank
