@@ -26,6 +26,16 @@ def room_on_device() -> AbstractContextManager[None]:
     return offload.holding()
 
 
+def let_stay(guest: offload.Guest) -> None:
+    """Let a guest stay on the device until something in this process needs the room."""
+    offload.guests.add(guest)
+
+
+def keep(guest: offload.Guest) -> None:
+    """Keep a guest on the device, whoever needs room, until `let_stay`."""
+    offload.guests.discard(guest)
+
+
 def device_model() -> str:
     """Return the device's model name, empty on CPU."""
     return device.device_name()

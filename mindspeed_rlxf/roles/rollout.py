@@ -18,9 +18,8 @@ from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import ActorConfig, RunConfig, ValidationConfig
 from mindspeed_rlxf.data.batch import Prompts, RoleOutput, Rollouts
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
-from mindspeed_rlxf.engine import offload
 from mindspeed_rlxf.roles.actor import ActorGroup, ActorRole
-from mindspeed_rlxf.roles.engines import device_model
+from mindspeed_rlxf.roles.engines import device_model, keep, let_stay
 from mindspeed_rlxf.roles.own_roles import role_factory
 from mindspeed_rlxf.roles.reports import GenerateReport
 from mindspeed_rlxf.roles.scorer import ScorerRole
@@ -197,7 +196,7 @@ class RolloutRole:
         servers.
         """
         started = time.monotonic()
-        offload.guests.discard(self)
+        keep(self)
         if self._is_awake and self._is_colocated:
             self.replica.engine.sleep()  # the stream needs the training weights on the device
         self._is_awake = False
@@ -219,7 +218,7 @@ class RolloutRole:
     @contextmanager
     def _awake(self) -> Iterator[RolloutEngine]:
         """Yield the engine, awake. After the block it sleeps when training needs the device."""
-        offload.guests.discard(self)
+        keep(self)
         engine = self.replica.engine
         try:
             with self.replica.make_room():
@@ -230,7 +229,7 @@ class RolloutRole:
                     self._is_awake = True
                 yield engine
         finally:
-            offload.guests.add(self)
+            let_stay(self)
 
     def leave_device(self) -> None:
         """Put the engine to sleep, for others in this process that need the device."""

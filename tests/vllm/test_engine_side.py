@@ -33,12 +33,17 @@ def look(monkeypatch: pytest.MonkeyPatch) -> Look:
         "vllm.distributed.weight_transfer.base",
         "vllm.distributed.weight_transfer.factory",
     )
-    for name in ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer", base, factory):
+    model, utils = "vllm.lora.lora_model", "vllm.lora.utils"
+    packages = "vllm", "vllm.distributed", "vllm.distributed.weight_transfer", "vllm.lora"
+    for name in (*packages, base, factory, model, utils):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     kinds = "WeightTransferEngine", "WeightTransferInitInfo", "WeightTransferUpdateInfo"
     for kind in kinds:
         setattr(sys.modules[base], kind, Base)
     sys.modules[factory].WeightTransferEngineFactory = Factory  # type: ignore[attr-defined]
+    adapter = type("LoRAModel", (), {"from_lora_tensors": classmethod(lambda *_: None)})
+    sys.modules[model].LoRAModel = adapter  # type: ignore[attr-defined]
+    sys.modules[utils].parse_fine_tuned_lora_name = None  # type: ignore[attr-defined]
     serve = ModuleType("rlxf_serve")
     serve.end_with = lambda _: None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "rlxf_serve", serve)

@@ -129,7 +129,7 @@ def test_an_engine_sleeps_once_training_needs_the_device(monkeypatch):
             pass
     assert engine.calls == ["wake", "generate", "generate", "sleep"]
     role.generate(PROMPTS, 1)
-    role.update_weights(2)  # needs the training weights on the device
+    role.update_weights(2, with_base=True)  # needs the training weights on the device
     role.generate(PROMPTS, 1)
     assert engine.calls[4:] == ["wake", "generate", "sleep", "wake", "generate"]
 
@@ -137,7 +137,7 @@ def test_an_engine_sleeps_once_training_needs_the_device(monkeypatch):
 def test_an_engine_on_devices_of_its_own_never_sleeps(monkeypatch):
     role, engine = make(monkeypatch)
     for version in range(2):
-        role.update_weights(version)
+        role.update_weights(version, with_base=True)
         role.generate(PROMPTS, 1)
     assert engine.calls == ["wake", "generate"] * 2, "a wake also checks the server's cache"
 
