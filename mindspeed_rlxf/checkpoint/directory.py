@@ -39,11 +39,28 @@ class Change:
     rule: Resume
 
     def __str__(self) -> str:
-        before, now = (
-            "absent" if value is ABSENT else shorten_value(value)
-            for value in (self.before, self.now)
-        )
-        return f"{self.key}: {before} -> {now}"
+        shown = [
+            f"{key}: {_show(before)} -> {_show(now)}"
+            for key, before, now in find_differences(self.key, self.before, self.now)
+        ]
+        return "; ".join(shown)
+
+
+def find_differences(key: str, before: Any, now: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (key, before, now) of each unequal value inside two mappings or lists."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for name in {**before, **now}:
+            pair = before.get(name, ABSENT), now.get(name, ABSENT)
+            yield from find_differences(f"{key}.{name}", *pair)
+    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        for index, pair in enumerate(zip(before, now, strict=True)):
+            yield from find_differences(f"{key}[{index}]", *pair)
+    elif before != now:
+        yield key, before, now
+
+
+def _show(value: Any) -> str:
+    return "absent" if value is ABSENT else shorten_value(value)
 
 
 def find_changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
