@@ -55,11 +55,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A result, or a failure's cause and message."""
+    """A result, or a failure's cause, message and details (function and traceback)."""
 
     result: RewardResult | None
     cause: Cause | None = None
     message: str = ""
+    details: str = ""
 
 
 def to_result(value: Any) -> RewardResult:

@@ -13,6 +13,7 @@ import pickle
 import resource
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -30,6 +31,8 @@ from mindspeed_rlxf.config.reward_section import (
 )
 from mindspeed_rlxf.rewards.outcome import Cause, Sample, ScoreFailure, ScoringBroken, to_result
 from mindspeed_rlxf.rewards.rules import RULES, RewardResult
+
+MAX_TRACEBACK = 4000  # characters, the last ones
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class SampleScorer:
         for plugin in plan.plugins:
             plugins.load(plugin)
         self._plan = plan
+        self.function = ""  # the function or rule that scores now, for failures
         self._parts: list[tuple[FunctionConfig, Callable[..., Any] | None]] = []
         for part, source in plan.parts:
             named = split_name(part.function or "")
@@ -70,6 +74,7 @@ class SampleScorer:
         for part, function in self._parts:
             if not part.applies_to(sample.data_source):
                 continue
+            self.function = part.function or BY_SOURCE
             if function is None:
                 result = self._apply_rule(part.function or BY_SOURCE, sample, part.arguments)
             else:
@@ -82,6 +87,7 @@ class SampleScorer:
     def _apply_rule(self, rule: str, sample: Sample, arguments: dict[str, Any]) -> RewardResult:
         if rule == BY_SOURCE:
             rule, arguments = self._plan.rules[sample.data_source], {}
+            self.function = rule
         result = RULES[rule](sample.response, sample.ground_truth, **arguments)
         return to_result({**result.parts, "score": result.score})
 
@@ -102,12 +108,16 @@ def weighted_sum(results: Sequence[tuple[str, float, RewardResult]]) -> RewardRe
 
 
 def score_safely(scorer: SampleScorer, sample: Sample) -> dict[str, Any]:
-    """Return {score, parts}, {cause, message} or, if no sample can be scored, {error}."""
+    """Return {score, parts}, {cause, message, details} or, if none can be scored, {error}.
+
+    The details, if any, are the function, and the traceback of an exception.
+    """
     try:
         result = scorer.score(sample)
         return {"score": result.score, "parts": result.parts}
     except ScoreFailure as failure:
-        return {"cause": failure.cause.value, "message": failure.message}
+        details = f"function: {scorer.function}"
+        return {"cause": failure.cause.value, "message": failure.message, "details": details}
     except ScoringBroken as error:
         return {"error": str(error)[:1000]}
     except MemoryError:
@@ -115,7 +125,18 @@ def score_safely(scorer: SampleScorer, sample: Sample) -> dict[str, Any]:
     except SystemExit as error:
         return {"cause": Cause.EXIT.value, "message": f"sys.exit({error.code!r:.60})"}
     except BaseException as error:
-        return {"cause": Cause.EXCEPTION.value, "message": f"{type(error).__name__}: {error}"[:300]}
+        message = f"{type(error).__name__}: {error}"[:300]
+        details = f"function: {scorer.function}\n{format_traceback(error)}"
+        return {"cause": Cause.EXCEPTION.value, "message": message, "details": details}
+
+
+def format_traceback(error: BaseException) -> str:
+    """Return the end of an exception's traceback, from the function that this file called."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    lines = traceback.format_exception(type(error), error, frames)
+    return "".join(lines).rstrip()[-MAX_TRACEBACK:]
 
 
 def main() -> None:

@@ -96,7 +96,8 @@ def _work(shared: _Shared) -> None:
             if "error" in reply:
                 raise ScoringBroken(f"a scoring process cannot go on: {reply['error']}")
             if "cause" in reply:
-                future.set_result(Outcome(None, Cause(reply["cause"]), reply["message"]))
+                cause, details = Cause(reply["cause"]), reply.get("details", "")
+                future.set_result(Outcome(None, cause, reply["message"], details))
             else:
                 future.set_result(Outcome(RewardResult(reply["score"], reply["parts"])))
         except Exception as error:  # also a sample that cannot be sent

@@ -87,12 +87,17 @@ class LogProbReport:
 
 @dataclass(frozen=True)
 class FailedSample:
-    """A sample that could not be scored; `cause` and `is_outside` as in `outcome.Cause`."""
+    """A sample that could not be scored; `cause` and `is_outside` as in `outcome.Cause`.
+
+    `details` are lines with the sample's prompt, response and ground truth, the reward function and
+    its traceback; only a rank's first failure has them.
+    """
 
     sample_id: int
     cause: str
     message: str
     is_outside: bool = False
+    details: str = ""
 
 
 @dataclass(frozen=True)

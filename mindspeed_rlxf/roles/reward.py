@@ -13,15 +13,29 @@ from mindspeed_rlxf.data.prompt_store import reward_style
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
 from mindspeed_rlxf.rewards.classifier import Classifier
 from mindspeed_rlxf.rewards.manager import RewardManager
+from mindspeed_rlxf.rewards.outcome import Cause
 from mindspeed_rlxf.rewards.verifiers import find_answers
 from mindspeed_rlxf.roles.engines import EngineFactory, room_on_device, train_engine
 from mindspeed_rlxf.roles.own_roles import role_factory
 from mindspeed_rlxf.roles.reports import FailedSample, ScoreReport
 from mindspeed_rlxf.roles.scorer import ScorerRole
 
+FAULTS_OF_FUNCTIONS = (Cause.EXCEPTION.value, Cause.WRONG_RESULT.value, Cause.NOT_FINITE.value)
+
 
 class RewardsFailed(RuntimeError):
-    """More samples in a batch could not be scored than `reward.max_failed` allows."""
+    """More samples in a batch could not be scored than `reward.max_failed` allows.
+
+    Attributes:
+        failed_sample: Details of the first one (`FailedSample.details`); empty if unknown.
+        meets_most: Most samples of the batch met an error of the reward function itself, which
+            another attempt would meet again.
+    """
+
+    def __init__(self, message: str, failed_sample: str = "", meets_most: bool = False) -> None:
+        super().__init__(message)
+        self.failed_sample = failed_sample
+        self.meets_most = meets_most
 
 
 class RewardGroup:
@@ -100,9 +114,12 @@ def check_failures(failures: list[FailedSample | None], max_failed: int | None) 
         return
     named = [f"sample {f.sample_id}: {f.cause} ({f.message})" for f in failed[:8]]
     named += [f"and {len(failed) - 8} more"] * (len(failed) > 8)
+    faults = [failure for failure in failed if failure.cause in FAULTS_OF_FUNCTIONS]
     raise RewardsFailed(
         f"{len(failed)} of {len(failures)} samples of a batch could not be scored, at most "
-        f"reward.max_failed={allowed} may; correct the reward, or raise it. " + "; ".join(named)
+        f"reward.max_failed={allowed} may; correct the reward, or raise it. " + "; ".join(named),
+        failed_sample=next((f.details for f in failed if f.details), ""),
+        meets_most=len(faults) > len(failures) / 2,
     )
 
 

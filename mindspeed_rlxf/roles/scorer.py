@@ -10,11 +10,13 @@ from mindspeed_rlxf.data.batch import Prompts, RoleOutput, Rollouts, RuleScores
 from mindspeed_rlxf.data.decoding import RewardTexts
 from mindspeed_rlxf.data.prompt_store import reward_style
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
-from mindspeed_rlxf.rewards.outcome import Sample
+from mindspeed_rlxf.rewards.outcome import Outcome, Sample
 from mindspeed_rlxf.rewards.plans import Scoring, StreamingRewards, join_scoring, scores_row
 from mindspeed_rlxf.rewards.verifiers import find_answers
 from mindspeed_rlxf.roles.reports import FailedSample, ScoreReport
 from mindspeed_rlxf.rollout.rollout_engine import FinishReason, GenerationResult
+
+MAX_TEXT = 2000  # characters of a string of a sample without a score
 
 
 class ScorerRole:
@@ -83,10 +85,19 @@ class ScorerRole:
             for o in outcomes
         ]
         parts = [dict(o.result.parts) if o.result else {} for o in outcomes]
-        failures = [
-            FailedSample(id_, o.cause.value, o.message, o.cause.is_outside) if o.cause else None
-            for id_, o in zip(rollouts.sample_ids, outcomes, strict=True)
-        ]
+        failures: list[FailedSample | None] = []
+        for row, outcome in enumerate(outcomes):
+            if outcome.cause is None:
+                failures.append(None)
+                continue
+            details = ""
+            if not any(failures):  # one sample of a batch is enough to find the mistake
+                sample = self._sample(rollouts, row, prompts[row], texts[row])
+                details = describe_failure(sample, outcome)
+            id_, cause = rollouts.sample_ids[row], outcome.cause
+            failures.append(
+                FailedSample(id_, cause.value, outcome.message, cause.is_outside, details)
+            )
         rows = RuleScores(torch.tensor(scores, dtype=torch.float32), parts, failures)
         answers: list[str | None] = []
         if validates:
@@ -96,6 +107,24 @@ class ScorerRole:
     def _submit(
         self, rows: Prompts | Rollouts, row: int, prompt: Sequence[int], response: str
     ) -> Scoring:
+        return self.rewards.submit(self._sample(rows, row, prompt, response))
+
+    def _sample(
+        self, rows: Prompts | Rollouts, row: int, prompt: Sequence[int], response: str
+    ) -> Sample:
         truth, source = rows.ground_truths[row], rows.data_sources[row]
         text = self.texts.prompt(prompt)
-        return self.rewards.submit(Sample(text, response, truth, source, rows.extra_infos[row]))
+        return Sample(text, response, truth, source, rows.extra_infos[row])
+
+
+def describe_failure(sample: Sample, outcome: Outcome) -> str:
+    """Return lines with the sample's strings, shortened, and what is known of its failure."""
+    lines = [
+        f"prompt: {sample.prompt!r:.{MAX_TEXT}}",
+        f"response: {sample.response!r:.{MAX_TEXT}}",
+        f"ground truth: {sample.ground_truth!r:.{MAX_TEXT}}",
+        f"data source: {sample.data_source!r:.{MAX_TEXT}}",
+    ]
+    if outcome.details:
+        lines.append(outcome.details)
+    return "\n".join(lines)

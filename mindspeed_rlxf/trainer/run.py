@@ -36,6 +36,7 @@ from mindspeed_rlxf.cluster.nodes import sees_file, unshared
 from mindspeed_rlxf.config.problems import Problem, UserError
 from mindspeed_rlxf.config.schema import LearningConfig, RunConfig
 from mindspeed_rlxf.reporting.phases import phase
+from mindspeed_rlxf.roles.reward import RewardsFailed
 from mindspeed_rlxf.trainer.ppo import PpoTrainer
 from mindspeed_rlxf.trainer.preflight import Prepared
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
@@ -199,10 +200,12 @@ def report(directory: RunDirectory | None, error: BaseException, stop: StopReque
     message = " ".join(text.split())
     where = f" (iteration {stop.under_way})" if stop.under_way else ""
     print(f"failed: {message}{where}", file=sys.stderr, flush=True)
+    if isinstance(error, RewardsFailed) and error.failed_sample:
+        print(error.failed_sample, file=sys.stderr, flush=True)
     if directory is None:
         return
     print(f"logs: {directory.logs}; {stop.work_lost}", file=sys.stderr, flush=True)
-    names = ("role", "rank", "host", "phase", "error", "errno", "cause", "missing")
+    names = ("role", "rank", "host", "phase", "error", "errno", "cause", "missing", "failed_sample")
     details: dict[str, Any] = {
         "message": message,
         "error": type(error).__name__,
@@ -316,6 +319,11 @@ class Ending:
             case Exception():
                 if not isinstance(error, (WorkerError, RuntimeTimeout)):
                     logger.error("the driver failed", exc_info=error)
+                if isinstance(error, RewardsFailed):
+                    logger.error("the first sample without a score:\n%s", error.failed_sample)
+                    if error.meets_most:
+                        again = "most samples meet an error of the reward function"
+                        supervised.report_facts(no_restart=again)
                 if self._directory:  # makes room for the report on a full disk
                     RunStore(self._directory.checkpoints).clear_unfinished()
                 report(self._directory, error, self.stop)

@@ -108,6 +108,9 @@ def test_a_failure_is_that_of_one_sample(role):
     first, failure, _ = output.report.failures
     assert first is None and (failure.sample_id, failure.cause) == (11, "exception")
     assert failure.message == "KeyError: 'flag'"
+    for said in ("response: 'wait'", "mine.py:score", 'mine.py", line 6, in score'):
+        assert said in failure.details
+    assert "scoring.py" not in failure.details, "the traceback begins with the user's function"
 
 
 def test_rules_beside_a_model_score_the_rows_that_are_labelled_so(monkeypatch):

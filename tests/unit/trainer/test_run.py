@@ -21,6 +21,8 @@ from mindspeed_rlxf.cluster.errors import DevicesMissing, WorkerError
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.problems import UserError
+from mindspeed_rlxf.roles.reports import FailedSample
+from mindspeed_rlxf.roles.reward import RewardsFailed, check_failures
 from mindspeed_rlxf.trainer import run as run_module
 from mindspeed_rlxf.trainer.preflight import Prepared
 from mindspeed_rlxf.trainer.run import describe_schedules
@@ -171,6 +173,20 @@ def test_a_run_that_a_rule_ended_is_a_failure_that_is_not_restarted(command, cap
     assert (failure["role"], failure["phase"]) == ("driver", "health")
     command.ends = Stopped()
     assert command.run(train_iters=4) == 75 and "no_restart" not in command.facts()
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_a_reward_that_fails_for_most_samples_is_shown_and_not_tried_again(command, capsys, count):
+    """3 of 6 may be the work of some rows, 5 of 6 are that of the function."""
+    failed = [FailedSample(i, "exception", "KeyError: 'a'", False, "line 7") for i in range(count)]
+    with pytest.raises(RewardsFailed) as error:
+        check_failures([*failed, *[None] * (6 - count)], 0)
+    command.ends = error.value
+    assert command.run(train_iters=3) == 1
+    assert "line 7" in capsys.readouterr().err
+    assert json.loads((command.folder / "failure.json").read_text())["failed_sample"] == "line 7"
+    assert "line 7" in (command.folder / "logs" / "driver.log").read_text()
+    assert ("no_restart" in command.facts()) == (count == 5)
 
 
 def test_a_run_that_lost_its_server_ends_with_75(command, capsys):
