@@ -18,7 +18,13 @@ from mindspeed_rlxf.data.decoding import decode
 from mindspeed_rlxf.data.sampler import ConsumedPrompts
 from mindspeed_rlxf.reporting.console import Console, current
 from mindspeed_rlxf.reporting.health_rules import Finding, Health, runaway_limit
-from mindspeed_rlxf.reporting.jsonl import JsonlWriter, Sample, metrics_record, read_metrics
+from mindspeed_rlxf.reporting.jsonl import (
+    JsonlWriter,
+    Sample,
+    metrics_record,
+    read_metrics,
+    shorten_columns,
+)
 from mindspeed_rlxf.reporting.timeline import Span, Timeline
 from mindspeed_rlxf.reporting.trackers import JSONL, TrackedRun, Trackers
 from mindspeed_rlxf.roles.actor import ActorGroup
@@ -189,26 +195,24 @@ class Recorder:
         actor: ActorGroup,
         rollouts: RowsRef,
         scores: Sequence[ScoreReport],
-        sources: Sequence[str],
-        about: Sequence[Mapping[str, Any]] | None = None,
+        about: Sequence[Mapping[str, Any]],
+        validates: bool = False,
     ) -> None:
         """Fetch the strings of the first `logging.samples` samples, and append them to a file.
 
-        `scores` and `sources` cover all rows, in order. `about` has extra fields per validation
-        sample (val_samples.jsonl); None for training samples.
+        `scores` cover all rows, in order. `about` has further fields of `Sample`, for as many rows
+        as there are samples. With `validates` the file is val_samples.jsonl.
         """
-        writer = self._samples[about is not None]
-        count = self._num_kept(rollouts.num_rows if about is None else len(about))
+        writer = self._samples[validates]
+        count = self._num_kept(len(about))
         if not count:
             return
         texts = actor.sample_texts(rollouts, count)
         values = [score for report in scores for score in report.scores]
         parts = [part for report in scores for part in report.parts] or [{}] * len(values)
-        more = [{}] * count if about is None else about
         samples = []
-        for text, score, part, source, fields in zip(
-            texts, values, parts, sources, more, strict=False
-        ):
+        for text, score, part, fields in zip(texts, values, parts, about, strict=False):
+            columns = shorten_columns(fields["extra_info"])
             sample = Sample(
                 sample_id=text.sample_id,
                 prompt=decode(self.tokenizer, text.prompt_ids),
@@ -218,10 +222,9 @@ class Recorder:
                 score=score,
                 reward_parts=part,
                 weights_version=text.weights_version,
-                data_source=source,
-                **fields,
+                **{**fields, "extra_info": columns},
             )
             writer.write(sample.record(iteration))
             samples.append(sample)
-        if show := self.show_samples[about is not None]:
+        if show := self.show_samples[validates]:
             show(samples)

@@ -8,6 +8,7 @@ from mindspeed_rlxf.ops.supervisor import supervise
 
 COMMANDS = {
     "train": "train by PPO, GRPO or online DPO; dry_run=true prints the plan",
+    "new": "write a first configuration for a Hugging Face folder",
     "preprocess": "make a prompt data set from rows of files",
     "convert": "convert weights between Hugging Face and Megatron",
     "doctor": "find what keeps a run from working",
@@ -34,9 +35,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name == "train" and argv is None and (code := supervise()) is not None:
             return code
         # Imported here, as the process that supervises a run needs none of the commands.
-        from mindspeed_rlxf.cli import convert, doctor, from_verl, preprocess, report, train, watch
+        from mindspeed_rlxf.cli import (
+            convert,
+            doctor,
+            from_verl,
+            new,
+            preprocess,
+            report,
+            train,
+            watch,
+        )
 
-        commands = (train, preprocess, convert, doctor, report, watch, from_verl)
+        commands = (train, new, preprocess, convert, doctor, report, watch, from_verl)
         return dict(zip(COMMANDS, commands, strict=True))[name].main(arguments[1:])
     use_utf8_output()
     usage = f"usage: mindspeed-rlxf {{{','.join(COMMANDS)}}} ..."

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from mindspeed_rlxf.cli.command_line import Parser, command, option
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.config.load import resolve
+from mindspeed_rlxf.config.load import resolve_with_notes
 from mindspeed_rlxf.config.problems import ConfigError
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.device.findings import Finding, error, ok
@@ -49,7 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name := arguments.config_name:
         tree = compose(name, arguments.overrides, arguments.config_dir)
         try:
-            config, found = resolve(tree, name.removesuffix(".yaml")), [ok("config", name)]
+            stem = name.removesuffix(".yaml")
+            config, _ = resolve_with_notes(tree, stem, arguments.overrides)
+            found = [ok("config", name)]
         except ConfigError as problem:
             remedy = "correct it: its run directory and devices are not looked at"
             found = [error("config", str(each), remedy) for each in problem.problems]

@@ -17,6 +17,7 @@ from mindspeed_rlxf.config.keys import NESTED_ROLES, to_yaml
 from mindspeed_rlxf.config.load import resolve_given, resolve_with_notes
 from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.config.starter import list_warnings
 from mindspeed_rlxf.config.verl import read_verl, translate_verl
 from mindspeed_rlxf.data.files import count_rows
 from mindspeed_rlxf.reporting.console import opened
@@ -64,9 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"--config-name is required; built-in names: {names}")
         else:
             tree = compose(arguments.config_name, arguments.overrides, arguments.config_dir)
-            config, notes = resolve_with_notes(tree, arguments.config_name.removesuffix(".yaml"))
+            name = arguments.config_name.removesuffix(".yaml")
+            config, notes = resolve_with_notes(tree, name, arguments.overrides)
         for note in notes:
             print(f"note: {note}", file=sys.stderr if arguments.cfg else sys.stdout, flush=True)
+        for warning in list_warnings(config):
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
         if arguments.cfg == "job":
             print(to_yaml(config), end="")
             return 0

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import yaml
 from pydantic.fields import FieldInfo
 
-from mindspeed_rlxf.config.enums import CONFIGURED, RewardKind, Role
+from mindspeed_rlxf.config.enums import CONFIGURED, RewardKind, Role, Stage
 from mindspeed_rlxf.config.problems import Problem, closest, format_value, ref
 from mindspeed_rlxf.config.schema import (
     ActorConfig,
@@ -89,6 +89,9 @@ WITHOUT_MODEL = {
     ),
 }
 """Reward kind without a Megatron model -> the keys it reads in the section `reward`."""
+
+WITHOUT_CRITIC = (Stage.RAY_GRPO.value, Stage.RAY_ONLINE_DPO.value)
+"""Stages that train no critic."""
 
 SHARED: Fields = {
     name: field

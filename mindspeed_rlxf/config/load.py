@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from mindspeed_rlxf.config.backend_override import reset_megatron_keys
 from mindspeed_rlxf.config.enums import (
     CONFIGURED,
     AdvantageWhiten,
@@ -35,6 +36,7 @@ from mindspeed_rlxf.config.keys import (
     ROLE_SECTIONS,
     ROLES,
     SHARED,
+    WITHOUT_CRITIC,
     WITHOUT_MODEL,
     Given,
     Tree,
@@ -70,7 +72,6 @@ from mindspeed_rlxf.config.unused import note_unused
 AUTO = "auto"
 """A role's `model` that takes the architecture from config.json in its `load` folder."""
 
-WITHOUT_CRITIC = (Stage.RAY_GRPO.value, Stage.RAY_ONLINE_DPO.value)
 MAX_DEVICES = 100_000
 
 
@@ -90,10 +91,17 @@ def resolve(tree: Mapping[str, Any], name: str) -> RunConfig:
     return resolve_with_notes(tree, name)[0]
 
 
-def resolve_with_notes(tree: Mapping[str, Any], name: str) -> tuple[RunConfig, list[str]]:
-    """Return the configuration, and lines about legal but surprising keys; see `resolve`."""
+def resolve_with_notes(
+    tree: Mapping[str, Any], name: str, overrides: Sequence[str] = ()
+) -> tuple[RunConfig, list[str]]:
+    """Return the configuration, and lines about legal but surprising keys; see `resolve`.
+
+    `overrides` are those of the command line, which the tree has already: one that chooses FSDP
+    resets keys of the YAML that only Megatron has.
+    """
     given = Given(tree)
     translate(given)
+    reset_megatron_keys(given, overrides)
     return resolve_given(given, name)
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+MAX_COLUMN = 2000  # characters of a column's JSON in a sample's line
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -18,8 +20,9 @@ class Sample:
     `reward_parts` are its summands, `weights_version` the fewest and most actor updates behind its
     tokens' weights.
 
-    Only validation samples have the last three fields; None is not written: the expected answer,
-    the prompt's stable index from 0, and the answer the response votes for (maj@K).
+    `ground_truth` is the expected answer, and `extra_info` the other columns of the prompt's row.
+    Only validation samples have the last two fields: the prompt's stable index from 0, and the
+    answer the response votes for (maj@K). None is not written.
     """
 
     sample_id: int
@@ -32,6 +35,7 @@ class Sample:
     weights_version: tuple[int, int]
     data_source: str | None = None
     ground_truth: str | None = None
+    extra_info: dict[str, Any] | None = None
     prompt_id: int | None = None
     answer: str | None = None
 
@@ -39,6 +43,18 @@ class Sample:
         """Return the line for samples.jsonl."""
         fields = {name: value for name, value in vars(self).items() if value is not None}
         return {"iteration": iteration, **fields}
+
+
+def shorten_columns(columns: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return a row's columns; those longer than MAX_COLUMN as the start of their JSON.
+
+    None if there are none.
+    """
+    shortened: dict[str, Any] = {}
+    for name, value in columns.items():
+        text = json.dumps(value, ensure_ascii=False, default=str)
+        shortened[name] = value if len(text) <= MAX_COLUMN else text[:MAX_COLUMN] + "..."
+    return shortened or None
 
 
 class JsonlWriter:
@@ -49,8 +65,9 @@ class JsonlWriter:
         self._stream = file.open("a", encoding="utf-8", errors="backslashreplace")
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one line; non-finite numbers become null, nested ones included."""
-        line = json.dumps(null_non_finite(record), ensure_ascii=False, allow_nan=False)
+        """Append one line; non-finite numbers become null, objects that JSON lacks strings."""
+        record = null_non_finite(record)
+        line = json.dumps(record, ensure_ascii=False, allow_nan=False, default=str)
         self._stream.write(line + "\n")
         self._stream.flush()
 

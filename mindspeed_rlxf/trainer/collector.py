@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -107,6 +107,21 @@ class Collected:
     def data_sources(self) -> list[str]:
         """Return each kept sample's data source, without waiting."""
         return self._chosen(batch.prompts.data_sources for batch in self.batches)
+
+    def sample_fields(self) -> list[dict[str, Any]]:
+        """Return each kept sample's data source, ground truth and other columns (`Sample`)."""
+        return self._chosen(
+            [
+                {"data_source": source, "ground_truth": truth, "extra_info": columns}
+                for source, truth, columns in zip(
+                    batch.prompts.data_sources,
+                    batch.prompts.ground_truths,
+                    batch.prompts.extra_infos,
+                    strict=True,
+                )
+            ]
+            for batch in self.batches
+        )
 
     def calls(self) -> dict[str, list[Pending]]:
         """Return the generation (`gen`) and scoring (`reward`) calls, including ReMax's batch."""

@@ -169,7 +169,7 @@ class PpoTrainer:
             self.actor,
             collected.rollouts,
             [collected.score_report()],
-            collected.data_sources(),
+            collected.sample_fields(),
         )
         self.recorder.warn_of_non_finite(self.iteration, measured, collected.non_finite_scores())
         last = self.iteration == self.config.training.train_iters

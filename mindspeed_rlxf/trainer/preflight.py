@@ -124,7 +124,7 @@ def prepare(config: RunConfig) -> Prepared:
 def _list_notices(config: RunConfig) -> list[str]:
     """Return warnings about legal but suspicious settings; the weights have been checked."""
     actor, notices = config.actor_rollout, []
-    if not actor.do_sample:
+    if not actor.do_sample and "do_sample" in actor.model_fields_set:
         notices.append("actor_rollout.do_sample=false: greedy responses do not explore")
     if actor.do_sample and (actor.top_k or actor.top_p < 1.0):
         notices.append(

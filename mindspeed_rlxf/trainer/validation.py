@@ -195,11 +195,16 @@ class Validator:
         metrics["timing/val"] = generated.seconds + scored.seconds
         self.recorder.write_validation(iteration, metrics, own_line)
         about = [
-            {"prompt_id": row // size, "answer": each.answer, "ground_truth": truth}
-            for row, (each, truth) in enumerate(zip(found, self.prompts.ground_truths, strict=True))
+            {
+                "data_source": self.prompts.data_sources[row],
+                "ground_truth": self.prompts.ground_truths[row],
+                "extra_info": self.prompts.extra_infos[row],
+                "prompt_id": row // size,
+                "answer": each.answer,
+            }
+            for row, each in enumerate(found)
         ]
-        sources = self.prompts.data_sources
-        self.recorder.write_samples(iteration, self.roles.actor, rollouts, reports, sources, about)
+        self.recorder.write_samples(iteration, self.roles.actor, rollouts, reports, about, True)
         return metrics
 
 

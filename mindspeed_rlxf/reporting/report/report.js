@@ -332,8 +332,9 @@ function tokenView(sample, scales) {
 
 function sampleView(sample, scales) {
   const colored = sample.t && sample.num && Object.keys(sample.num).length, missing = sample.k === 'validation' ? 'Numbers per token are of training samples.' : 'No numbers per token are known of this sample.';
-  const facts = [['Iteration', sample.i], ['Sample', sample.id], ['From', sample.k], ['Data source', sample.d], ['Score', scoreText(sample)], ['Tokens', sample.n], ['Expected', sample.gt ?? (sample.k === 'training' ? 'not logged for training samples' : null)], ['Answer taken', sample.a],
-    ...Object.entries(sample.parts).map(([name, value]) => [`Part ${name}`, typeof value === 'number' ? num(value) : String(value)])];
+  const facts = [['Iteration', sample.i], ['Sample', sample.id], ['From', sample.k], ['Data source', sample.d], ['Score', scoreText(sample)], ['Tokens', sample.n], ['Expected', sample.gt ?? (sample.k === 'training' ? 'not logged' : null)], ['Answer taken', sample.a],
+    ...Object.entries(sample.parts).map(([name, value]) => [`Part ${name}`, typeof value === 'number' ? num(value) : String(value)]),
+    ...Object.entries(sample.x ?? {}).map(([name, value]) => [`Column ${name}`, value])];
   return [h('h3', {}, 'Prompt'), plainText(sample.p), h('h3', {}, 'Response'), colored ? tokenView(sample, scales) : [plainText(sample.r), note(missing)],
     h('table', {}, h('tbody', {}, facts.filter(([, value]) => known([value]).length).map(([name, value]) => h('tr', {}, h('th', { scope: 'row' }, name), h('td', { dir: 'auto' }, String(value))))))].flat();
 }

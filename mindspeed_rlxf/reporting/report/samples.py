@@ -94,6 +94,9 @@ def _make_entry(
     for name, short in (("data_source", "d"), ("ground_truth", "gt"), ("answer", "a")):
         if sample.get(name) is not None:
             entry[short] = _shorten_text(sample[name])
+    columns = sample.get("extra_info")
+    if isinstance(columns, dict):
+        entry["x"] = {printable(str(name)): _shorten_text(value) for name, value in columns.items()}
     found = numbers.get((sample.get("iteration"), sample.get("sample_id")))
     if split and found and len(entry["r"]) < MAX_TEXT:
         entry["t"] = [printable(piece) for piece in split(ids)]

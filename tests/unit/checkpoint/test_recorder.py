@@ -1,16 +1,20 @@
 """What the recorder writes beside metrics: warnings, illnesses, trackers."""
 
+import datetime
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from mindspeed_rlxf.checkpoint.recorder import Recorder
+from mindspeed_rlxf.cluster.refs import RowsRef
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.reporting.trackers import register_tracker
+from mindspeed_rlxf.roles.reports import SampleText, ScoreReport
 from tests.registries import restored_registries
 from tests.unit.reporting.test_trackers import Kept
 
@@ -74,6 +78,19 @@ def test_the_first_illness_of_stop_on_is_returned(make, capsys):
     note = capsys.readouterr().out
     assert "was stopped after iteration 3 by logging.stop_on (kl_runaway: the KL" in note
     assert resumed.check_health(4, {"critic/kl": 5.0}) is None, "it would never get further"
+
+
+def test_training_samples_have_their_ground_truth_and_columns(make, tmp_path):
+    recorder = make()
+    recorder.tokenizer = SimpleNamespace(decode=str)
+    actor: Any = SimpleNamespace(sample_texts=lambda *_: [SampleText(7, [1], [2], (0, 0))])
+    columns = {"level": 3, "long": "x" * 5000, "date": datetime.date(2026, 1, 2)}
+    about = [{"data_source": "sums", "ground_truth": "4", "extra_info": columns}]
+    recorder.write_samples(1, actor, RowsRef(()), [ScoreReport([1.0])], about)
+    sample = json.loads((tmp_path / "samples.jsonl").read_text())
+    assert sample["ground_truth"] == "4" and sample["data_source"] == "sums"
+    assert sample["extra_info"]["level"] == 3 and sample["extra_info"]["date"] == "2026-01-02"
+    assert len(sample["extra_info"]["long"]) < 2100
 
 
 @pytest.mark.parametrize(("limit", "kept"), [(0, None), (2, [4, 9]), ("all", [4, 9, 1])])

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.config.enums import Role
-from mindspeed_rlxf.config.load import resolve
+from mindspeed_rlxf.config.load import resolve, resolve_with_notes
+from mindspeed_rlxf.config.problems import ConfigError
 
 FSDP = {"training.backend": "fsdp"}
 OTHER_POOL = {"resource_pool.other": 8, "placement.critic": "other"}
@@ -49,6 +50,39 @@ def test_what_an_engine_cannot_do_is_refused(
 ) -> None:
     found = problems(changes)
     assert any(expected in line for line in found), found
+
+
+OF_MEGATRON = {
+    "training.tensor_model_parallel_size": 2,
+    "training.pipeline_model_parallel_size": 2,
+    "training.sequence_parallel": True,
+    "training.recompute": "selective",
+    "actor_rollout_ref.actor_rollout.tensor-model-parallel-size": 4,
+}
+
+
+@pytest.mark.parametrize("chosen", ["training.backend", "++actor_rollout.backend"])
+def test_fsdp_on_the_command_line_resets_what_only_megatron_has(make_tree, chosen):
+    """For the roles that it chooses alone, and not what the command line gives itself."""
+    key = chosen.removeprefix("++")
+    keys = {**OTHER_POOL, **OF_MEGATRON, key: "fsdp"}
+    config, notes = resolve_with_notes(make_tree(keys), "test", [f"{chosen}=fsdp"])
+    actor, ref, critic = config.actor_rollout, config.ref, config.value_model
+    for role in (actor, ref):
+        sizes = role.tensor_model_parallel_size, role.pipeline_model_parallel_size
+        assert sizes == (1, 1) and not role.sequence_parallel
+    assert actor.recompute.value == "full"
+    assert critic.tensor_model_parallel_size == (1 if chosen == "training.backend" else 2)
+    changed = " ".join(notes)
+    for written in ("training.sequence_parallel", "actor_rollout.tensor_model_parallel_size"):
+        assert written in changed
+
+
+def test_fsdp_keeps_what_the_same_side_asks_for(make_tree):
+    tree = make_tree({**FSDP, "training.tensor_model_parallel_size": 2})
+    for overrides in ([], ["training.backend=fsdp", "training.tensor-model-parallel-size=2"]):
+        with pytest.raises(ConfigError, match="tensor_model_parallel_size=2 must be 1"):
+            resolve_with_notes(tree, "test", overrides)
 
 
 def test_a_model_that_transformers_does_not_know_is_refused(

@@ -50,7 +50,9 @@ class Script:
         ids = list(range(self.next_id, self.next_id + count))
         self.next_id += count
         tokens = [np.array([i // SIZE]) for i in ids]
-        return Prompts(ids, tokens, [""] * count, [""] * count, [[9]] * count, [{}] * count)
+        truths = [f"answer {i}" for i in ids]
+        columns = [{"row": i} for i in ids]
+        return Prompts(ids, tokens, truths, [""] * count, [[9]] * count, columns)
 
     def generate(self, prompts, _seed, sampling=Sampling.TRAINING):
         self.generated.append((prompts, sampling))
@@ -92,6 +94,9 @@ def test_prompts_with_equal_scores_are_drawn_anew():
     # the same samples everywhere: ids 2 3 of the first batch, 6 7 and 10 11 of the second
     assert found.responses().responses == [3, 4, 7, 8, 11, 12]
     assert found.rollouts.selection == found.scores.selection == (2, 3, 6, 7, 10, 11)
+    fields = found.sample_fields()
+    assert fields[0] == {"data_source": "", "ground_truth": "answer 2", "extra_info": {"row": 2}}
+    assert [each["extra_info"]["row"] for each in fields] == [2, 3, 6, 7, 10, 11]
     assert metrics == {"rollout/gen_batches": 2, "rollout/alike_groups": 0}
     assert seconds(found) == {"gen": 2.0, "reward": 2.0}
 

@@ -13,10 +13,11 @@ import pytest
 from mindspeed_rlxf.checkpoint import lock
 from mindspeed_rlxf.checkpoint.report_file import find_state, write_report
 from mindspeed_rlxf.cli.report import main
+from mindspeed_rlxf.config.problems import printable
 from mindspeed_rlxf.reporting.report.judgement import judge
 from mindspeed_rlxf.reporting.report.records import Iteration, make_curves, read_iterations, thin
-from mindspeed_rlxf.reporting.report.samples import choose_samples, cut_for_page
-from tests.report_run import EVIL, HAN, damage, metrics_of, write_run
+from mindspeed_rlxf.reporting.report.samples import Chosen, choose_samples, cut_for_page
+from tests.report_run import EVIL, HAN, damage, metrics_of, sample_of, write_run
 
 
 def split(ids: list[int]) -> list[str]:
@@ -84,6 +85,15 @@ def test_texts_of_a_run_are_escaped_in_the_report(tmp_path):
     evil = next(each for each in shown if "onerror" in each)
     assert evil.endswith("\\u202egnp.exe\\u001b[31m\\u0000 \ud800") and HAN in shown
     assert "connect-src 'none'" in raw and "default-src 'none'" in raw
+
+
+def test_a_sample_shows_its_ground_truth_and_the_columns_of_its_row(tmp_path):
+    """Samples of older runs have neither."""
+    more = {"ground_truth": "7", "extra_info": {"level": 3, EVIL: [1, 2]}}
+    samples = [sample_of(1, 0, "a", **more).record(1), sample_of(1, 1, "b").record(1)]
+    new, old = cut_for_page(Chosen(samples, [], 2), tmp_path)
+    assert new["gt"] == "7" and new["x"] == {"level": "3", printable(EVIL): "[1, 2]"}
+    assert "gt" not in old and "x" not in old
 
 
 def test_samples_are_chosen_evenly(tmp_path):

@@ -1,0 +1,75 @@
+"""Reset the Megatron keys of a YAML where the command line chooses FSDP.
+
+A YAML that itself combines FSDP with them is refused, as the two contradict each other.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from mindspeed_rlxf.config.enums import CONFIGURED, Role
+from mindspeed_rlxf.config.keys import WITHOUT_CRITIC, WITHOUT_MODEL, Given, keys_of
+from mindspeed_rlxf.config.problems import format_value
+
+FSDP = "fsdp"
+WITHOUT_MEGATRON: dict[str, Any] = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "sequence_parallel": False,
+    "num_layers_per_virtual_pipeline_stage": None,
+}
+"""Key that only Megatron has -> its value with FSDP."""
+
+
+def reset_megatron_keys(given: Given, overrides: Sequence[str]) -> None:
+    """Reset Megatron keys of the roles whose `backend=fsdp` comes from the command line.
+
+    A key that the command line names too keeps its value. Changes `given`, and notes each key.
+
+    Args:
+        given: The YAML with the overrides applied.
+        overrides: `key=value` arguments of the command line.
+    """
+    named = {_key_of(override) for override in overrides}
+    for role in CONFIGURED:
+        name = role.value
+        if not _chooses_fsdp(given, name, named) or not _has_model(given, role):
+            continue
+        for key, value in WITHOUT_MEGATRON.items():
+            if given.value(name, key) not in (None, value):
+                _reset(given, name, key, value, named)
+        is_trained = "recompute" in keys_of(name)
+        if is_trained and given.value(name, "recompute") == "selective":
+            _reset(given, name, "recompute", "full", named)
+
+
+def _key_of(override: str) -> str:
+    return override.partition("=")[0].lstrip("+").replace("-", "_")
+
+
+def _chooses_fsdp(given: Given, role: str, named: set[str]) -> bool:
+    """Whether the command line gives the role FSDP; the reference follows the actor."""
+    if given.value(role, "backend") is None and role == Role.REF.value:
+        role = Role.ACTOR_ROLLOUT.value
+    is_named = given.written(f"{role}.backend") in named
+    return is_named and given.value(role, "backend") == FSDP
+
+
+def _has_model(given: Given, role: Role) -> bool:
+    if role is Role.REWARD:
+        return given.sections["reward"].get("kind") not in WITHOUT_MODEL
+    has_critic = given.sections["training"].get("stage") not in WITHOUT_CRITIC
+    return role is not Role.CRITIC or has_critic
+
+
+def _reset(given: Given, role: str, key: str, value: Any, named: set[str]) -> None:
+    written = given.written(f"{role}.{key}")
+    if written.replace("-", "_") in named:
+        return
+    before = format_value(given.value(role, key))
+    given.note(
+        f"set to {format_value(value)}, as the command line chooses backend={FSDP}, "
+        "which has no other",
+        f"{written}={before}",
+    )
+    given.sections[role][key] = value
