@@ -107,8 +107,12 @@ def _dry_run(config: RunConfig, nested: bool) -> int:
         print(f"note: this host cannot run it: {problem}", flush=True)
     problems = [*check_launch(config), *planned.problems]
     try:
-        for notice in prepare(config).notices:
+        prepared = prepare(config)
+        for notice in prepared.notices:
             print(f"note: {notice}", flush=True)
+        if prompts := len(prepared.train_prompts):
+            drawn = config.training.train_iters * config.training.global_batch_size
+            print(f"note: {prompts} prompts, drawn {drawn / prompts:.3g} times each", flush=True)
     except UserError as error:
         problems += error.problems
     return fail(problems) if problems else 0

@@ -457,6 +457,12 @@ class PlanConfig(Section):
         "memory of a host; null = this host's, or unknown where the plan is for another machine",
         gt=0,
     )
+    mfu: float = free(
+        0.3, "fraction of the peak that devices reach, for the minutes of an iteration", gt=0, le=1
+    )
+    peak_tflops: float | None = free(
+        None, "dense bf16 peak of a device, such as 313 or 989; null = no minutes", gt=0
+    )
     disk_gib: float | None = free(
         None,
         "free disk space; null = this host's, or unknown where the plan is for another machine",

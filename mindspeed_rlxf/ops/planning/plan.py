@@ -10,11 +10,13 @@ from mindspeed_rlxf.config.problems import Problem
 from mindspeed_rlxf.config.rank_layout import ParallelLayout
 from mindspeed_rlxf.config.ray_cluster import choose_cluster
 from mindspeed_rlxf.config.schema import SAVED_AS, LearningConfig, RunConfig
+from mindspeed_rlxf.models.parameter_counts import HEADS, model_elements
 from mindspeed_rlxf.ops.planning import available
 from mindspeed_rlxf.ops.planning.fit import check_fit
 from mindspeed_rlxf.ops.planning.memory import cache_rows, has_model
 from mindspeed_rlxf.ops.planning.stage_memory import is_split, micro_batches
 from mindspeed_rlxf.ops.planning.suggest import suggest, usable_bytes
+from mindspeed_rlxf.ops.planning.work import describe_work
 from mindspeed_rlxf.reporting.table import pairs, table
 
 
@@ -131,6 +133,11 @@ def plan(config: RunConfig, nested: bool = False) -> Plan:
                 ),
                 ("device", config.device.kind.value),
                 ("reward", f"verifier: {rules}" if rules else config.reward.kind.value),
+                *(
+                    [("reward functions", _describe_functions(config))]
+                    if config.reward.parts
+                    else []
+                ),
                 ("old log-probs", OLD_LOG_PROBS[config.old_log_probs]),
             ]
         ),
@@ -144,6 +151,7 @@ def plan(config: RunConfig, nested: bool = False) -> Plan:
         "Batch of an iteration": pairs(_batch_sizes(config)),
         "Forward passes": table(_forwards_table(config)),
         "Optimizer": table(_updates_table(config)),
+        "Work of an iteration": describe_work(config),
         **fitting,
     }
     if config.plan.suggest:
@@ -169,6 +177,11 @@ def _describe_validation(config: RunConfig) -> str:
     )
 
 
+def _describe_functions(config: RunConfig) -> str:
+    parts = config.reward.parts
+    return ", ".join(f"{part.weight:g} x {part.function or part.url}" for part in parts)
+
+
 def _describe_decoding(do_sample: bool, temperature: float) -> str:
     return f"sample, temperature {temperature:g}" if do_sample else "greedy"
 
@@ -176,24 +189,28 @@ def _describe_decoding(do_sample: bool, temperature: float) -> str:
 def _roles_table(config: RunConfig) -> list[list[object]]:
     """Build the role table, titles first: model, pool, sizes, precision, weights."""
     rows: list[list[object]] = [
-        ["role", "model", "pool", "ranks", "TP", "PP", "DP", "EP", "precision", "weights"]
-    ]
+        ["role", "model", "pool", "ranks", "TP", "PP", "DP", "EP", "precision", "engine",
+         "parameters", "weights"]
+    ]  # fmt: skip
     for role in config.roles:
         section, layout = config.role(role), config.layout(role)
         where: list[object] = [config.placement[role], layout.world_size]
         if not has_model(config, role):
-            rows.append([role.value, "rule", *where, NONE, NONE, layout.dp, *[NONE] * 3])
+            rows.append([role.value, "rule", *where, NONE, NONE, layout.dp, *[NONE] * 5])
             continue
         precision = "bf16" if section.bf16 else "fp32"
         chunks = f" x {section.model_chunks} chunks" if section.model_chunks > 1 else ""
         ep = section.expert_model_parallel_size
         sizes = [layout.tp, f"{layout.pp}{chunks}", layout.dp, ep]
         weights = _describe_weights(config, role)
-        rows.append([role.value, section.model, *where, *sizes, precision, weights])
+        count = f"{model_elements(section.architecture, HEADS[role]) / 1e9:.3g} G"
+        about = [precision, section.backend, count, weights]
+        rows.append([role.value, section.model, *where, *sizes, *about])
         if role is Role.ACTOR_ROLLOUT and config.parts:
             generating = config.rollout_layout
             sizes = [generating.world_size, generating.tp, generating.pp, generating.dp]
-            ends = [config.rollout_ep, precision, "the actor's, after each update"]
+            ends = [config.rollout_ep, precision, config.rollout.engine, count]
+            ends.append("the actor's, after each update")
             rows.append(["rollout", section.model, config.placement[role], *sizes, *ends])
     return rows
 

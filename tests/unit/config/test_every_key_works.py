@@ -329,7 +329,8 @@ RUNTIME: dict[str, Any] = {
 ON_NPU = {**JOINED, "device.kind": "npu", "device.memory_gib": 64}
 PLAN: dict[str, Any] = {
     "suggest": Case(True, base=ON_NPU), "host_memory_gib": Case(0.25, base=ON_NPU),
-    "disk_gib": Case(0.25, base=ON_NPU),
+    "disk_gib": Case(0.25, base=ON_NPU), "mfu": Case(0.5, base={"plan.peak_tflops": 989}),
+    "peak_tflops": Case(313),
 }  # fmt: skip
 ROLLOUT = {
     "engine": Shown("trainer/test_bad_files.py",

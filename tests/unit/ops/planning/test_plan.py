@@ -6,8 +6,23 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.config.load import resolve
+from mindspeed_rlxf.data.mini_batches import sample_flops
 from mindspeed_rlxf.ops.planning.plan import plan, topology
+from mindspeed_rlxf.ops.planning.work import describe_work
 from tests.unit.ops.planning.test_memory import SPLIT_POOL
+
+
+def test_an_iteration_has_tokens_flops_and_minutes(make_tree: Callable[..., Any]) -> None:
+    """96 samples of 8 + 16 tokens on 8 devices, at half of a peak of 1e-3 TFLOPS."""
+    keys = {"plan.peak_tflops": 1e-3, "plan.mfu": 0.5, "actor_rollout.ppo_epochs": 2}
+    config = resolve(make_tree(keys), "test")
+    lines = [line.split() for line in describe_work(config).splitlines()]
+    actor = next(line for line in lines if line[:2] == ["actor", "update"])
+    flops = 2 * 3 * 96 * sample_flops(config.actor_rollout.architecture, 24, 16)
+    assert actor[2:4] == ["6", str(96 * 24)] and actor[5] == "8"
+    assert float(actor[4]) == pytest.approx(flops / 1e15, rel=1e-2)
+    assert float(actor[6]) == pytest.approx(flops / (8 * 1e9 * 0.5) / 60, rel=0.05)
+
 
 SPLIT = {
     "resource_pool.main": [4, 4],
@@ -34,7 +49,7 @@ CHUNKS = {
             SPLIT,
             [
                 "actor_rollout small main 8 2 2 2 1 fp32 ",
-                "reward rule main 8 - - 8 - - -",
+                "reward rule main 8 - - 8 - - - - -",
                 "main 1 2 6 0,1,1 0,0,6 0,0,6 0,0,6",
                 "prompts (global_batch_size) 96",
                 "samples per actor replica 48",
