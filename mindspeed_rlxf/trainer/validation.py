@@ -49,9 +49,16 @@ class Scored:
         """
         if pass_score is not None:
             return self.score >= pass_score
-        accuracies = ("accuracy", "acc", "base_acc")
-        named = [v for name, v in self.parts.items() if name.rpartition("/")[2] in accuracies]
-        return (named or [self.score])[0] > 0
+        return (self._accuracies() or [self.score])[0] > 0
+
+    @property
+    def has_partial_credit(self) -> bool:
+        """Whether the score is between 0 and 1, and no accuracy part says whether it is right."""
+        return self.is_scored and 0 < self.score < 1 and not self._accuracies()
+
+    def _accuracies(self) -> list[float]:
+        names = ("accuracy", "acc", "base_acc")
+        return [v for name, v in self.parts.items() if name.rpartition("/")[2] in names]
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
@@ -189,6 +196,13 @@ class Validator:
         are_scored = [each for report in reports for each in report.is_scored]
         found = list(map(Scored, scores, lengths, parts, answers, are_scored))
         del found[self.prompts.num_rows :]
+        has_partial = any(each.has_partial_credit for each in found)
+        if has_partial and self.config.pass_score is None and "pass@1" in self.config.metrics:
+            self.recorder.console.warn_once(
+                "pass_score",
+                "pass@K counts every score above 0 as right, as the reward returns no part "
+                "`accuracy`; return one, or set validation.pass_score",
+            )
         size = self.config.n_samples
         groups = [found[i : i + size] for i in range(0, len(found), size)]
         metrics = measure(groups, self.prompts.data_sources[::size], self.config)

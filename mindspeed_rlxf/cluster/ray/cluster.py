@@ -121,7 +121,7 @@ def open_cluster(address: str | None, resources: dict[str, float]) -> RayCluster
     if chosen.address is None:
         cluster = _start_own(resources)
         logger.info(
-            "started an own Ray cluster at %s with %s (%s)",
+            "started a private Ray cluster at %s with %s (%s)",
             cluster.address, resources or "its devices", chosen.source,
         )  # fmt: skip
         return cluster
@@ -160,8 +160,8 @@ def _join_cluster(address: str) -> RayCluster:
                 f"must be that of a running Ray cluster ({error})",
                 address,
                 "start one, correct it, give the token of the cluster as ~/.ray/auth_token or "
-                "RAY_AUTH_TOKEN_PATH if it asks for one, or runtime.address=local for an own "
-                "cluster",
+                "RAY_AUTH_TOKEN_PATH if it asks for one, or runtime.address=local for a "
+                "private cluster",
             )
         ) from error
     return RayCluster(own=False, address=context.address_info["address"])

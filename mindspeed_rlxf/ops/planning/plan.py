@@ -107,7 +107,7 @@ def plan(config: RunConfig, nested: bool = False) -> Plan:
     if training.seconds_between_saves:
         saves.insert(0, f"every {training.seconds_between_saves:g} s")
     if 0 < training.save_interval <= training.train_iters:
-        saves.insert(0, f"every {training.save_interval} iterations")
+        saves.insert(0, _every(training.save_interval))
     rules = ", ".join(f"{weight:g} x {rule.value}" for rule, weight in config.verifiers)
     variables = list_variables(config.pool_settings.env, offload_environment(config))
     sections = {
@@ -170,11 +170,15 @@ def plan(config: RunConfig, nested: bool = False) -> Plan:
 
 def _describe_validation(config: RunConfig) -> str:
     keys = config.validation
-    interval = f"every {keys.interval} iterations, " if keys.interval else ""
+    interval = f"{_every(keys.interval)}, " if keys.interval else ""
     return (
         f"{'and no training, ' if keys.only else interval}{keys.n_samples} responses per prompt, "
         f"{_describe_decoding(keys.do_sample, keys.temperature)}, scored by {keys.reward.value}"
     )
+
+
+def _every(interval: int) -> str:
+    return "every iteration" if interval == 1 else f"every {interval} iterations"
 
 
 def _describe_functions(config: RunConfig) -> str:

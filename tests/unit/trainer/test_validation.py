@@ -16,7 +16,7 @@ from mindspeed_rlxf.data.batch import Prompts
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.roles.reports import SampleText, ScoreReport
 from mindspeed_rlxf.roles.rollout import Sampling
-from mindspeed_rlxf.trainer.validation import Validator
+from mindspeed_rlxf.trainer.validation import Scored, Validator
 
 PROMPTS = [Prompt(9, "", np.array([i]), str(i), source) for i, source in enumerate("aab")]
 
@@ -120,6 +120,15 @@ def test_validation_scores_by_the_model_where_configured(tmp_path):
     assert "model" in roles.called and found["val/b/mean@1"] == 5.0
     assert not any("pass@" in name for name in found)
     assert "answer" not in lines(directory.val_samples)[0]
+
+
+@pytest.mark.parametrize(
+    ("score", "parts", "partly"),
+    [(0.5, {}, True), (0.5, {"mine/accuracy": 0.0}, False), (1.0, {}, False), (0.0, {}, False)],
+)
+def test_partial_credit_without_accuracy_is_found(score, parts, partly):
+    """It counts as right in pass@K."""
+    assert Scored(score, 3, parts).has_partial_credit == partly
 
 
 def test_without_prompts_nothing_happens(tmp_path):
