@@ -7,17 +7,19 @@ Exit codes: 0 = ended by Ctrl-C; 2 = a mistake on the command line, one `error:`
 """
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-from mindspeed_rlxf.checkpoint.report_file import find_version, open_runs
+from mindspeed_rlxf.checkpoint.report_file import find_problem, find_version, open_runs
 from mindspeed_rlxf.cli.command_line import Parser, command, option
 from mindspeed_rlxf.cli.report import SAMPLES
 from mindspeed_rlxf.config.problems import Problem, UserError
 from mindspeed_rlxf.reporting.report.page import make_report
 
 PORT = 8760
+WAIT_S = 2.0  # between two looks for the first iteration
 HOST = "127.0.0.1"
 OPTIONS = (
     option("run", metavar="RUN", help="run directory"),
@@ -39,12 +41,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     arguments = parser.parse_args(argv)
     run = Path(arguments.run)
+    try:
+        wait_for_iteration(run)
+    except KeyboardInterrupt:
+        return 0
     open_runs([run])
     server = make_server(run, arguments.samples, arguments.port)
     with contextlib.closing(server.socket), contextlib.suppress(KeyboardInterrupt):
         print(f"watching {run}: http://{HOST}:{server.server_port}/ (Ctrl-C ends it)", flush=True)
         server.serve_forever()
     return 0
+
+
+def wait_for_iteration(run: Path) -> None:
+    """Wait until a run that has begun has an iteration; return at once for other folders."""
+    has_begun = (run / "config.yaml").is_file()
+    if has_begun and find_problem(run):
+        print(f"waiting for the first iteration of {run} (Ctrl-C ends it)", flush=True)
+    while has_begun and find_problem(run) and not (run / "failure.json").exists():
+        time.sleep(WAIT_S)
 
 
 def make_server(run: Path, max_samples: int, port: int) -> HTTPServer:

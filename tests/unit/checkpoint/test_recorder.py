@@ -82,7 +82,7 @@ def test_the_first_illness_of_stop_on_is_returned(make, capsys):
 
 def test_training_samples_have_their_ground_truth_and_columns(make, tmp_path):
     recorder = make()
-    recorder.tokenizer = SimpleNamespace(decode=str)
+    recorder.tokenizer = SimpleNamespace(decode=lambda ids, **_: str(ids))
     actor: Any = SimpleNamespace(sample_texts=lambda *_: [SampleText(7, [1], [2], (0, 0))])
     columns = {"level": 3, "long": "x" * 5000, "date": datetime.date(2026, 1, 2)}
     about = [{"data_source": "sums", "ground_truth": "4", "extra_info": columns}]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rlxf.cli.watch import main, make_server
+from mindspeed_rlxf.cli.watch import main, make_server, wait_for_iteration
 from mindspeed_rlxf.reporting.jsonl import JsonlWriter, metrics_record
 from tests.report_run import metrics_of, write_run
 
@@ -65,6 +65,28 @@ def test_a_taken_port_a_missing_run_and_a_bad_number_are_one_line(server, tmp_pa
     assert main([str(tmp_path / "run"), "--samples=-1"]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 4 and all(line.startswith("error: ") for line in lines)
+
+
+def test_the_first_iteration_of_a_run_is_waited_for(tmp_path, monkeypatch):
+    run = write_run(tmp_path / "run", 2)
+    metrics = run / "metrics.jsonl"
+    written = metrics.read_bytes()
+    metrics.unlink()
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 2:
+            metrics.write_bytes(written)
+
+    monkeypatch.setattr("mindspeed_rlxf.cli.watch.time.sleep", sleep)
+    wait_for_iteration(run)
+    assert len(waits) == 2
+    metrics.unlink()
+    (run / "failure.json").touch()
+    wait_for_iteration(run)
+    wait_for_iteration(tmp_path / "none")
+    assert len(waits) == 2, "of a run that failed, or of no run, there is nothing to wait for"
 
 
 def test_ctrl_c_ends_the_command_with_status_0(tmp_path):
