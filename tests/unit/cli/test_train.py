@@ -14,7 +14,7 @@ from mindspeed_rlxf.config.problems import Problem, UserError
 from mindspeed_rlxf.config.schema import RunConfig
 
 TINY = ["--config-name", "ppo_trainer_tiny", "device.kind=cpu"]
-PREPARED = SimpleNamespace(notices=["a note of the data"])
+PREPARED = SimpleNamespace(notices=["a note of the data"], train_prompts=["1+1="])
 
 
 @pytest.fixture(autouse=True)
