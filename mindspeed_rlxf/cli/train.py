@@ -108,11 +108,11 @@ def _dry_run(config: RunConfig, nested: bool) -> int:
     problems = [*check_launch(config), *planned.problems]
     try:
         prepared = prepare(config)
-        for notice in prepared.notices:
-            print(f"note: {notice}", flush=True)
         if prompts := len(prepared.train_prompts):
             drawn = config.training.train_iters * config.training.global_batch_size
             print(f"note: {prompts} prompts, drawn {drawn / prompts:.3g} times each", flush=True)
+        for notice in prepared.notices:
+            print(f"note: {notice}", flush=True)
     except UserError as error:
         problems += error.problems
     return fail(problems) if problems else 0
