@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from mindspeed_rlxf.config.enums import (
@@ -106,8 +106,8 @@ class AlgorithmConfig(Section):
         "drop prompts whose responses all score the same, and draw others",
         only_if="!actor_rollout.fixed_responses; reward.kind=rule; compares_responses",
     )
-    max_num_gen_batches: int = key(
-        10, "filter_groups: batches generated at most", ge=1, only_if="filter_groups"
+    max_num_gen_batches: Annotated[int, Field(ge=1)] | None = key(
+        10, "filter_groups: batches generated at most; null = no limit", only_if="filter_groups"
     )
     score_position: Literal["after_eos", "eos"] = key(
         "after_eos",

@@ -6,7 +6,8 @@ What a key means in verl, and its default there, stays: where units differ, the 
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,25 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from mindspeed_rlxf.config.compose import explain
-from mindspeed_rlxf.config.keys import TOP_LEVEL, Given, Tree, find_field
+from mindspeed_rlxf.config.estimator_traits import TRAITS
+from mindspeed_rlxf.config.hf_config import read_hf_config
+from mindspeed_rlxf.config.keys import TOP_LEVEL, Given, Tree, find_field, keys_of
+from mindspeed_rlxf.config.plugins import complete_plugin, read_entries
 from mindspeed_rlxf.config.problems import ConfigError, Problem, closest, format_value, ref
+from mindspeed_rlxf.config.registry import CHOICES
 
 TABLE: Tree = yaml.safe_load(Path(__file__).with_name("verl_keys.yaml").read_text("utf-8"))
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 POOL, STEPS = "global_pool", "trainer.total_training_steps"
 TRAINED: dict[str, str] = TABLE["groups"]["trained"]
 """verl's section of a trained role -> ours."""
+LEGACY = ("auto", "enable")
+"""Values of verl's key use_legacy_worker_impl, 0.6 and 0.7, with the FSDP workers of 0.5."""
+MODELS = {ACTOR: "actor_rollout_ref.model", "critic": "critic.model"}
+"""verl's section of a trained role -> that of its model."""
 
 
 def _complete(entry: Tree | str, section: str, role: str) -> Tree:
@@ -51,7 +60,8 @@ RENAMED: dict[str, Tree] = {
     for key, entry in TABLE[group].items()
 }
 NO_EFFECT = {pattern: text for text, keys in TABLE["no_effect"].items() for pattern in keys.split()}
-SECTIONS = {key.partition(".")[0] for key in (*RENAMED, *TABLE["older"], *NO_EFFECT)}
+EXACT_KEYS = [key for key in (*RENAMED, *TABLE["older"], *NO_EFFECT) if "*" not in key]
+SECTIONS = {key.partition(".")[0] for key in (*EXACT_KEYS, *NO_EFFECT)}
 """verl's sections. A file may also have sections of ours with other names."""
 
 
@@ -136,6 +146,7 @@ class _Translation:
         written: Keys in the tree, by their names in the table.
         spelled: Name in the table -> key in the tree.
         values: `written`, and verl's values of absent keys.
+        is_recent: Whether the tree has the section `reward` of verl 0.8 and later.
         roles: Trained roles: verl's section -> ours.
         idle: Parts of keys of the engine that does not train.
     """
@@ -145,20 +156,21 @@ class _Translation:
         self.written, self.spelled = dict[str, Any](), dict[str, str]()
         for name in sorted(tree.keys() - SECTIONS - TOP_LEVEL - {"defaults", "hydra"}):
             self._report_unknown(name, tree[name])
-        theirs = {name: value for name, value in tree.items() if name in SECTIONS}
-        try:
-            plain: Any = OmegaConf.to_container(OmegaConf.create(theirs), resolve=True)
-        except (OmegaConfBaseException, ValueError) as error:
-            raise ConfigError(explain(error, "of verl", ())) from error
-        for key, value in flatten(plain):
+        training = self.given.sections["training"]
+        read_entries(self.given.problems, "training.plugins", training, complete_plugin)
+        plain = _resolve({name: value for name, value in tree.items() if name in SECTIONS})
+        self._take_ours(plain)
+        pairs = dict(flatten(plain))
+        self.is_recent = any(key.startswith("reward.") for key in pairs)
+        lays_out = any(name.startswith(f"{ACTOR}.megatron.") for name in pairs)
+        engine = pairs.get("model_engine") or ("megatron" if lays_out else "fsdp")
+        usual = "megatron" if engine == "megatron" else "fsdp"
+        strategy = pairs.get(f"{ACTOR}.strategy") or usual
+        for key in sorted(pairs, key=lambda key: _outranks(key, pairs[key], strategy)):
             name = current_name(key)
-            if value is not None or name not in self.written:  # files of 0.8 have both names
-                self.written[name], self.spelled[name] = value, key
-        self.values = {**DEFAULTS, **self.written}
-        lays_out = any(name.startswith(f"{ACTOR}.megatron.") for name in self.written)
-        engine = self.get("model_engine") or ("megatron" if lays_out else "fsdp")
-        if self.get(f"{ACTOR}.strategy") is None:
-            self.values[f"{ACTOR}.strategy"] = "megatron" if engine == "megatron" else "fsdp"
+            if pairs[key] is not None or name not in self.written:
+                self.written[name], self.spelled[name] = pairs[key], key
+        self.values = {**DEFAULTS, **self.written, f"{ACTOR}.strategy": strategy}
         for key, default in DEFAULTS.items():
             if str(default).startswith("${"):  # another key's value
                 default = self.get(default[2:-1])
@@ -168,9 +180,24 @@ class _Translation:
                 self.refuse(key, f"must be {name}", "correct it")
                 value = default
             self.values[key] = value
-        is_ppo = self.get("algorithm.adv_estimator") == "gae"
+        traits = TRAITS.get(str(self.get("algorithm.adv_estimator")))
+        is_ppo = traits is not None and traits.needs_critic
         self.roles = TRAINED if is_ppo else {ACTOR: TRAINED[ACTOR]}
-        self.idle = "fsdp_config" if self.get(f"{ACTOR}.strategy") == "megatron" else "megatron"
+        self.idle = "fsdp_config" if strategy == "megatron" else "megatron"
+        if strategy == "megatron":  # which ignores Ulysses, and has another default
+            for section in (ACTOR, "critic", "actor_rollout_ref.ref"):
+                self.values[f"{section}.ulysses_sequence_parallel_size"] = 1
+            for model in MODELS.values():
+                self.values[f"{model}.lora_alpha"] = self.written.get(f"{model}.lora_alpha", 32)
+
+    def _take_ours(self, tree: Tree) -> None:
+        """Move keys that only we have out of the sections that verl has too."""
+        for section in SECTIONS & TOP_LEVEL & tree.keys():
+            values = tree[section]
+            for name in keys_of(section) if isinstance(values, dict) else ():
+                key = f"{section}.{name}"
+                if name in values and not any(f"{k}.".startswith(f"{key}.") for k in EXACT_KEYS):
+                    self.given.sections[section][name] = values.pop(name)
 
     def get(self, key: str) -> Any:
         """Return the given value of a key of verl, else its default, else None."""
@@ -190,7 +217,7 @@ class _Translation:
         node = self.given.sections
         for parent in parents:
             node = node.setdefault(parent, {})
-        if name not in node:
+        if isinstance(node, dict) and name not in node:
             node[name] = value
             if source:
                 self.given.renamed[target] = self.spelled.get(source, source)
@@ -233,6 +260,8 @@ class _Translation:
             value = find_model(value) if "model" in entry else value
             value = value * (self.get(entry["times"]) or 0) if "times" in entry else value
             self.put(entry["to"], value, key)
+        elif isinstance(value, str) and value in _choices(entry["to"]):
+            self.put(entry["to"], value, key)
         elif words and value is not None and key in self.written:
             names = ", ".join(format_value(word).strip("'") for word in words)
             self.refuse(key, f"must be one of {names}", "use one of them")
@@ -252,6 +281,7 @@ class _Translation:
         put("training.train_iters", self._count_iterations(count_rows), STEPS)
         names = [name for name in _as_list(get("trainer.logger")) if name != "console"]
         put("logging.trackers", ["jsonl", *names], "trainer.logger")
+        self._convert_batches()
         if not self.given.sections["resource_pool"]:
             self._make_pool(POOL, "trainer")
         model, own = "reward_model", "custom_reward_function"
@@ -263,6 +293,8 @@ class _Translation:
         if get(f"{own}.path"):
             function = f"{get(f'{own}.path')}:{get(f'{own}.name')}"
             put("reward.function.function", function, f"{own}.path")
+            if get(f"{model}.enable"):
+                self._choose_scorer(f"{model}.enable", f"{own}.path")
         elif not get(f"{model}.enable"):
             put("reward.rules", TABLE["rules"])
         both = "algorithm.use_kl_in_reward", f"{ACTOR}.use_kl_loss"
@@ -273,15 +305,54 @@ class _Translation:
             self.note("vllm generates in its place", f"{ROLLOUT}.name")
         for section, role in self.roles.items():
             self._convert_optimizer(section, role)
+            self._convert_chunks(section, role)
+
+    def _convert_batches(self) -> None:
+        """Set the number of prompts of an iteration, and the limit of dynamic sampling."""
+        get, generated = self.get, "data.gen_batch_size"
+        if get("algorithm.filter_groups.enable"):
+            if not (get("algorithm.filter_groups.max_num_gen_batches") or 0) > 0:
+                self.given.sections["algorithm"].setdefault("max_num_gen_batches", None)
+            if get(generated) != get("data.train_batch_size"):
+                self.note("the filter draws the prompts that are missing, batch by batch", generated)
+        elif get(generated) is not None:
+            self.put("training.global_batch_size", get(generated), generated)
+
+    def _choose_scorer(self, model: str, function: str) -> None:
+        """Let the function score beside a reward model, as in verl 0.7 and later."""
+        reward = self.given.sections["reward"]
+        if self.is_recent or self.get("reward_model.use_reward_loop"):
+            reward.setdefault("model_weight", 0.0)
+            self.note("the function alone scores; reward.model_weight=1 adds the model's", model)
+        elif "model_weight" not in reward:
+            rule = f"and {ref(function)} leave open which scores: up to verl 0.6 the model does, "
+            remedy = f"remove {function}, or add reward.model_weight=0"
+            self.refuse(model, f"{rule}from 0.7 the function", remedy)
+
+    def _convert_chunks(self, section: str, role: str) -> None:
+        """Convert the number of chunks of a pipeline stage to their layers."""
+        chunks = f"{section}.megatron.virtual_pipeline_model_parallel_size"
+        stages = self.get(f"{section}.megatron.pipeline_model_parallel_size") or 1
+        number, path = self.get(chunks), self.get(f"{MODELS[section]}.path")
+        if self.idle == "megatron" or type(number) is not int or number < 2:
+            return
+        try:
+            layers = read_hf_config(Path(str(find_model(path))).expanduser())["num_hidden_layers"]
+        except (ValueError, KeyError) as error:
+            self.refuse(chunks, f"needs the number of layers of {path}: {error}", "correct it")
+            return
+        self.put(f"{role}.num_layers_per_virtual_pipeline_stage", layers // (stages * number), chunks)
 
     def _make_pool(self, name: str, section: str) -> None:
         sizes = [self.get(f"{section}.n_gpus_per_node")] * self.get(f"{section}.nnodes")
         self.put(f"resource_pool.{name}", sizes, f"{section}.n_gpus_per_node")
 
     def _count_iterations(self, count_rows: Callable[[str], int]) -> Any:
-        if STEPS in self.written or "train_iters" in self.given.sections["training"]:
+        if self.get(STEPS) is not None or "train_iters" in self.given.sections["training"]:
             return self.get(STEPS)
         batch, epochs = self.get("data.train_batch_size"), self.get("trainer.total_epochs")
+        if not self.get("algorithm.filter_groups.enable"):
+            batch = self.get("data.gen_batch_size") or batch
         try:
             files = [Path(name).expanduser() for name in _as_list(self.get("data.train_files"))]
             rows = sum(count_rows(str(file)) for file in files)
@@ -299,11 +370,21 @@ class _Translation:
 
     def _convert_optimizer(self, section: str, role: str) -> None:
         betas, warmup = f"{section}.optim.betas", f"{section}.optim.lr_warmup_steps"
+        ratio, waits = f"{section}.optim.lr_warmup_steps_ratio", "trainer.critic_warmup"
         for number, beta in enumerate(self.get(betas), 1):
             self.put(f"{role}.adam_beta{number}", beta, betas)
+        clips = [f"{section}.optim.clip_grad", f"{section}.grad_clip"]
+        if self.idle == "megatron" and self.get("trainer.use_legacy_worker_impl") in LEGACY:
+            clips.reverse()
+        for clip in clips:
+            self.put(f"{role}.clip_grad", self.get(clip), clip)
         iterations = self.given.sections["training"].get("train_iters")
         steps = -1 if self.get(warmup) is None else self.get(warmup)
         least = 1 if self.idle == "fsdp_config" else 0  # with FSDP 0 beats the ratio too
+        if section == ACTOR and "critic" in self.roles and type(iterations) is int:
+            if steps < least and self.get(waits) > 0 and self.get(ratio):
+                steps, warmup = int(self.get(ratio) * iterations), ratio  # of all iterations
+            iterations -= self.get(waits)
         if steps >= least and type(iterations) is int:
             share = steps / max(1, iterations)
             if int(share * iterations) < steps:  # which a schedule would round down
@@ -337,9 +418,7 @@ class _Translation:
             self.given.note(NO_EFFECT[effect], path + shown)
 
     def _report_unknown(self, key: str, value: Any) -> None:
-        known = [
-            name for name in (*RENAMED, *TABLE["older"], *NO_EFFECT, *SECTIONS) if "*" not in name
-        ]
+        known = [*EXACT_KEYS, *SECTIONS]
         if any(name.startswith(f"{key}.") for name in known) and not isinstance(value, dict):
             self.given.refuse(key, "must be a section of keys", value, "correct it")
             return
@@ -348,7 +427,61 @@ class _Translation:
         self.given.problems.append(Problem(key, "unknown key of verl", remedy=remedy, colon=True))
 
 
+def _resolve(theirs: Tree) -> Tree:
+    """Return verl's tree with its interpolations resolved, also to keys that only verl's file has.
+
+    Raises:
+        ConfigError: An interpolation cannot be resolved.
+    """
+    config, absent = OmegaConf.create(theirs), list[str]()
+    while True:
+        try:
+            plain: Any = OmegaConf.to_container(config, resolve=True)
+            break
+        except (OmegaConfBaseException, ValueError) as error:
+            named = re.search(r"'([\w.]+)'", str(error))
+            key = named[1] if named and isinstance(error, InterpolationKeyError) else ""
+            if key in absent or not is_known(key):
+                raise ConfigError(explain(error, "of verl", ())) from error
+            OmegaConf.update(config, key, DEFAULTS.get(key), force_add=True)
+            absent.append(key)
+    for key in absent:
+        *sections, name = key.split(".")
+        section = plain
+        for parent in sections:
+            section = section[parent]
+        del section[name]
+    return dict(plain)
+
+
+def is_known(key: str) -> bool:
+    """Return whether verl has a key, also one without effect or one that is refused."""
+    refused = [pattern for entry in TABLE["refused"] for pattern in entry["keys"].split()]
+    patterns = [*RENAMED, *DEFAULTS, *TABLE["older"], *NO_EFFECT, *refused]
+    return any(fnmatchcase(key, pattern) for pattern in patterns)
+
+
+def _choices(target: str) -> Collection[str]:
+    """Return the values of our key, plugins' included, which verl's key may have too."""
+    name = target.rpartition(".")[2]
+    return TRAITS if name == "adv_estimator" else CHOICES.get(name, ())
+
+
+def _outranks(key: str, value: Any, strategy: Any) -> bool:
+    """Return whether a key beats its other name in verl: mostly the name of the table does.
+
+    Megatron reads `lora`, FSDP the keys beside it. Of Ulysses' two names one is 1.
+    """
+    if key.endswith(".ulysses_sequence_parallel_size"):
+        return value not in (None, 1)
+    if ".model.lora" in key:
+        return (".model.lora." in key) == (strategy == "megatron")
+    return key == current_name(key)
+
+
 def _as_list(value: Any) -> list[Any]:
+    if isinstance(value, str) and value.startswith("["):  # a list in quotes
+        value = yaml.safe_load(value)
     return value if isinstance(value, list) else [] if value is None else [value]
 
 

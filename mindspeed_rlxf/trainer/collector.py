@@ -203,7 +203,8 @@ class Collector:
         wanted, size = self.config.training.global_batch_size, self.group_size
         batches: list[Batch] = []
         differing: list[int] = []
-        while len(differing) < wanted and len(batches) < self.algorithm.max_num_gen_batches:
+        most = self.algorithm.max_num_gen_batches or math.inf
+        while len(differing) < wanted and len(batches) < most:
             prompts = self.prompts.next_prompts()
             generated = self.rollout.generate(prompts, self.seed, Sampling.TRAINING)
             batches.append(self._score(prompts, generated))

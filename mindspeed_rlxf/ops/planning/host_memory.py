@@ -18,6 +18,8 @@ from mindspeed_rlxf.ops.planning.memory import PoolMemory, has_model
 from mindspeed_rlxf.ops.planning.stage_memory import itemsize, optimizer_itemsize
 from mindspeed_rlxf.weights.hf_folder import open_hf_folder
 
+USUAL_GEN_BATCHES = 10
+"""Batches of an iteration with algorithm.filter_groups, where their number has no limit."""
 PHASES = ("load", "iteration", "checkpoint", "final weights")
 
 
@@ -83,7 +85,7 @@ def host_memory_needed(config: RunConfig, pools: list[PoolMemory]) -> HostMemory
     row = 8 * actor.max_prompt_length + 50 * actor.max_new_tokens + 3 * 4 + 1 + 29
     responses = config.samples_per_iteration
     if algorithm.filter_groups:
-        responses *= algorithm.max_num_gen_batches
+        responses *= algorithm.max_num_gen_batches or USUAL_GEN_BATCHES
     if algorithm.estimator.reads_greedy:
         responses += config.training.global_batch_size
     prompts = 8 * config.samples_per_iteration * actor.max_prompt_length

@@ -22,6 +22,7 @@ from mindspeed_rlxf.config.verl import (
 )
 from mindspeed_rlxf.data.files import count_rows
 from mindspeed_rlxf.ops.planning.plan import plan
+from tests.registries import restored_registries
 
 # Keys and values of examples/{ppo,grpo}_trainer/*.sh of verl (Apache-2.0), by version and script.
 SCRIPTS: dict[str, list[str]] = json.loads(
@@ -272,6 +273,103 @@ CASES = {
         ("+training.save_interval=7", "trainer.save_freq=9", "device.kind=cpu"),
         {"training.save_interval": 7, "device.kind": "cpu"},
     ),
+    "the older of two names of a reward": (
+        ("reward_model.enable=true", "reward_model.model.path=rm",
+         "custom_reward_function.path=x.py", "custom_reward_function.name=foo",
+         "reward.reward_model.enable=false", "reward.reward_model.model_path=null",
+         "reward.custom_reward_function.path=null",
+         "reward.custom_reward_function.name=compute_score"),
+        {"reward.kind": "huggingface", "reward.load": "rm", "reward.model_weight": 0.0,
+         "reward.function": {"function": "x.py:foo"}},
+    ),
+    "FSDP's adapters of two": (
+        ("actor_rollout_ref.model.lora_rank=64", "actor_rollout_ref.model.lora_alpha=32",
+         "actor_rollout_ref.model.lora.rank=0", "actor_rollout_ref.model.lora.alpha=16"),
+        {"actor_rollout.lora": {"rank": 64, "alpha": 32}},
+    ),
+    "Megatron's adapters of two": (
+        (f"{ACTOR}.strategy=megatron", "actor_rollout_ref.model.lora.rank=64",
+         "actor_rollout_ref.model.lora_rank=0"),
+        {"actor_rollout.lora": {"rank": 64, "alpha": 32}},
+    ),
+    "the newer name of Ulysses, also in token budgets": (
+        (*GRPO, f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=24576",
+         f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=4",
+         f"{ACTOR}.ulysses_sequence_parallel_size=1"),
+        {"actor_rollout.ulysses_sequence_parallel_size": 4,
+         "actor_rollout.max_tokens_per_micro_batch": 98304},
+    ),
+    "Megatron has no Ulysses": (
+        (*MEGATRON, f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ulysses_sequence_parallel_size=4"),
+        {"actor_rollout.ulysses_sequence_parallel_size": None,
+         "actor_rollout.max_tokens_per_micro_batch": 16384},
+    ),
+    "FSDP's clipping since 0.8": (
+        (f"{ACTOR}.grad_clip=1.0", f"{ACTOR}.optim.clip_grad=0.3", "critic.grad_clip=0.4"),
+        {"actor_rollout.clip_grad": 0.3, "critic.clip_grad": 0.4},
+    ),
+    "FSDP's clipping up to 0.7": (
+        (f"{ACTOR}.grad_clip=0.5", f"{ACTOR}.optim.clip_grad=1.0",
+         "trainer.use_legacy_worker_impl=auto"),
+        {"actor_rollout.clip_grad": 0.5},
+    ),
+    "prompts of a batch with the filter": (
+        (*GRPO, "algorithm.filter_groups.enable=true", "data.gen_batch_size=1536",
+         "algorithm.filter_groups.max_num_gen_batches=3"),
+        {"training.global_batch_size": 1024, "algorithm.max_num_gen_batches": 3},
+    ),
+    "prompts of a batch without the filter": (
+        ("data.gen_batch_size=512", "data.train_batch_size=256"),
+        {"training.global_batch_size": 512, "training.train_iters": 7473 // 512 * 30},
+    ),
+    "warm-up of the actor after the critic's": (
+        ("trainer.total_training_steps=100", "trainer.critic_warmup=50",
+         f"{ACTOR}.optim.lr_warmup_steps=10", "critic.optim.lr_warmup_steps_ratio=0.1"),
+        {"actor_rollout.lr_warmup_fraction": 0.2, "critic.lr_warmup_fraction": 0.1},
+    ),
+    "a share of all steps after the critic's": (
+        ("trainer.total_training_steps=100", "trainer.critic_warmup=50",
+         f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1"),
+        {"actor_rollout.lr_warmup_fraction": 0.2},
+    ),
+    "steps of complete files": (
+        ("trainer.total_training_steps=null", "trainer.total_epochs=2"),
+        {"training.train_iters": 7473 // 1024 * 2},
+    ),
+    "keys of ours in sections of both": (
+        ("+reward.rules={my/source: math}", "+data.default_data_source=x", "critic.vf_coef=0.5",
+         "data.data_source_key=kind"),
+        {"reward.rules": {"my/source": "math"}, "data.default_data_source": "x",
+         "critic.vf_coef": 0.5, "data.data_source_key": "kind"},
+    ),
+    "a longer model": (
+        ("+actor_rollout_ref.model.override_config.max_position_embeddings=65536",
+         "+critic.model.override_config.model_config.max_position_embeddings=65536",
+         "+actor_rollout_ref.model.override_config.attention_dropout=0."),
+        {"actor_rollout.max_position_embeddings": 65536, "ref.max_position_embeddings": 65536,
+         "critic.max_position_embeddings": 65536},
+    ),
+    "what a reference and a resumed run do not read": (
+        (*MEGATRON, "trainer.resume_mode=auto", "trainer.resume_from_path=checkpoints/x",
+         "actor_rollout_ref.ref.megatron.override_transformer_config.recompute_granularity=full"),
+        {"training.new_run": False, "ref.recompute": None},
+    ),
+    "a default of verl's file": (
+        ("+reward_model.model.external_lib=${actor_rollout_ref.model.external_lib}",
+         "critic.optim.lr=${actor_rollout_ref.actor.optim.lr}"),
+        {"critic.lr": 1e-6, "actor_rollout.lr": None},
+    ),
+    "log-probs of the rollout": (
+        (f"{ACTOR}.use_rollout_log_probs=true",), {"algorithm.old_log_probs": "rollout"},
+    ),
+    "trackers in quotes": (
+        ("trainer.logger=\"['console', 'wandb']\"",), {"logging.trackers": ["jsonl", "wandb"]},
+    ),
+    "chunks of a stage": (
+        (*MEGATRON, f"{ACTOR}.megatron.pipeline_model_parallel_size=2",
+         f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size=3"),
+        {"actor_rollout.num_layers_per_virtual_pipeline_stage": 6},  # 36 / (2 x 3)
+    ),
     "fp32": ((f"{ACTOR}.fsdp_config.dtype=float32",), {"training.bf16": False}),
 }  # fmt: skip
 
@@ -286,12 +384,35 @@ def test_values_are_converted(translate, case):
         assert given.sections[section].get(key) == value, path
 
 
+@pytest.mark.parametrize("most", ["~", "0", "-1"])
+def test_verl_has_no_limit_of_generated_batches_unless_it_is_positive(resolved, most):
+    limit = "algorithm.filter_groups.max_num_gen_batches"
+    option = f"~{limit}" if most == "~" else f"{limit}={most}"
+    config = resolved(*GRPO, "algorithm.filter_groups.enable=true", option)
+    assert config.algorithm.max_num_gen_batches is None
+
+
+def test_a_plugins_estimator_may_be_named_and_says_whether_there_is_a_critic(translate, tmp_path):
+    (tmp_path / "own.py").write_text(
+        "from mindspeed_rlxf.algorithms.estimators import gae, register_estimator\n"
+        "from mindspeed_rlxf.config.estimator_traits import EstimatorTraits\n"
+        "register_estimator('own_gae', EstimatorTraits(needs_critic=True))(gae)\n"
+    )
+    with restored_registries():
+        given = translate(*PPO, "+training.plugins=[own.py]", "algorithm.adv_estimator=own_gae")
+    assert given.problems == []
+    assert given.sections["algorithm"]["adv_estimator"] == "own_gae"
+    assert "stage" not in given.sections["training"] and given.sections["critic"]["load"]
+
+
 REFUSALS = [
     ((f"{ACTOR}.loss_agg_mode=seq-mean-token-sum",), f"{ACTOR}.loss_agg_mode='seq-mean-token-sum'"),
     (("critic.loss_agg_mode=seq-mean-token-mean",), "critic.loss_agg_mode="),
     ((f"{ACTOR}.use_kl_loss=true", "algorithm.use_kl_in_reward=true"), "algorithm.use_kl_in"),
     (("algorithm.adv_estimator=opo",), "algorithm.adv_estimator='opo' must be one of"),
     ((f"{ACTOR}.strategy=veomni",), f"{ACTOR}.strategy='veomni' must be one of fsdp"),
+    (("reward_model.enable=true", "reward_model.model.path=rm", "custom_reward_function.path=x.py"),
+     "reward_model.enable=true and custom_reward_function.path leave open which scores"),
     ((f"{ACTOR}.megatron.context_parallel_size=2",), f"{ACTOR}.megatron.context_parallel_size=2"),
     ((f"{ACTOR}.ppo_micro_batch_size=8",), f"{ACTOR}.ppo_micro_batch_size=8 is not supported"),
     ((f"{ACTOR}.megatron.override_transformer_config.strange=1",), f"{ACTOR}.megatron.override"),

@@ -117,6 +117,13 @@ def test_after_the_last_batch_alike_groups_fill_the_rest(most):
     assert metrics["rollout/alike_groups"] == 3 - most
 
 
+def test_without_a_limit_batches_are_drawn_until_enough_prompts_differ():
+    script = Script([[1, 1]] * 12 + [[0, 1]])
+    found, metrics = collect(script, prompts=1, most=None, filter_groups=True)
+    assert len(script.generated) == 13 and metrics["rollout/alike_groups"] == 0
+    assert found.kept == [24, 25]
+
+
 def test_remax_answers_each_kept_prompt_greedily_once():
     script = Script([[1, 1, 0, 1], [1, 0, 0, 1], [7, 8]])
     found, _ = collect(script, prompts=2, filter_groups=True, adv_estimator=AdvEstimator.REMAX)
