@@ -131,7 +131,9 @@ def find_problems(options: tuple[str, ...]) -> list[str]:
     """Return the problems of translating and planning a list, [] if it would start."""
     Path("base.yaml").write_text("dry_run: true\ndevice: {kind: npu, memory_gib: 64}\n")
     text = " ".join(options)
-    needs_experts = re.search(r"A3B|A22B|moe|mixtral|671b|deepseek-?v|expert_model_p\w+=[2-9]", text, re.I)
+    needs_experts = re.search(
+        r"A3B|A22B|moe|mixtral|671b|deepseek-?v|expert_model_p\w+=[2-9]", text, re.I
+    )
     try:
         given = translate_verl(read_verl("base.yaml", options), lambda _: NUM_ROWS)
         for section in given.sections.values():

@@ -21,6 +21,10 @@ DATA_SOURCE = "data_source"
 """Further keyword argument, for functions with a parameter of this name."""
 OF_VERL = "solution_str"
 """verl's parameter for the response; a function with it is called as verl does."""
+STRUCTURED = "structured_ground_truth"
+"""Entry of `extra_info` with a ground truth that is a list or an object, for functions."""
+SELECT = "_select_rm_score_fn"
+"""verl's function, or a manager's method, from a data source to the function that scores it."""
 BY_SOURCE = "rule"
 """Replaces a function name: the rule belonging to the sample's data source."""
 RULES_OF_PROGRAMS = frozenset({"code", "code_all"})
@@ -39,19 +43,25 @@ def split_name(function: str) -> tuple[str, str] | None:
 def find_function(module: ModuleType, name: str) -> Callable[..., Any]:
     """Return the module's function `name`, or its static method `Class.method`.
 
-    Any callable but a class will do.
+    Any callable but a class will do, and a class with the parameter `tokenizer`: a reward manager
+    of verl.
 
     Raises:
-        ValueError: It is missing, a class or not callable.
+        ValueError: It is missing, another class or not callable.
     """
     found: Any = module
     for part in name.split("."):
         found = getattr(found, part, None)
-    if inspect.isclass(found) or not callable(found):
+    if not callable(found) or (inspect.isclass(found) and not is_manager(found)):
         own = [n for n, v in vars(module).items() if inspect.isfunction(v) and n[0] != "_"]
         has = ", ".join(own) or "none"
         raise ValueError(f"the file must have a function {name}, and no class; it has {has}")
     return found  # type: ignore[no-any-return]
+
+
+def is_manager(found: type) -> bool:
+    """Return whether a class is a reward manager of verl: it is made with a tokenizer."""
+    return "tokenizer" in inspect.signature(found).parameters
 
 
 def keywords_of(function: Callable[..., Any]) -> tuple[str, ...]:
@@ -78,10 +88,15 @@ def check_call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> No
     """
     if taken := sorted({*arguments} & {*GIVEN, DATA_SOURCE}):
         raise ValueError(f"arguments must not have {', '.join(taken)}, which the run gives")
+    keywords = keywords_of(function)
+    if inspect.isclass(function):
+        keywords = ()
+    elif getattr(function, "__name__", "") == SELECT:
+        keywords = (DATA_SOURCE,)
     try:
-        inspect.signature(function).bind(**dict.fromkeys((*keywords_of(function), *arguments)))
+        inspect.signature(function).bind(**dict.fromkeys((*keywords, *arguments)))
     except (TypeError, ValueError) as error:
-        wanted = ", ".join((*keywords_of(function), *map(str, arguments)))
+        wanted = ", ".join((*keywords, *map(str, arguments)))
         raise ValueError(f"must be a function of ({wanted}), called by keyword: {error}") from None
 
 

@@ -314,7 +314,9 @@ class _Translation:
             if not (get("algorithm.filter_groups.max_num_gen_batches") or 0) > 0:
                 self.given.sections["algorithm"].setdefault("max_num_gen_batches", None)
             if get(generated) != get("data.train_batch_size"):
-                self.note("the filter draws the prompts that are missing, batch by batch", generated)
+                self.note(
+                    "the filter draws the prompts that are missing, batch by batch", generated
+                )
         elif get(generated) is not None:
             self.put("training.global_batch_size", get(generated), generated)
 
@@ -341,7 +343,9 @@ class _Translation:
         except (ValueError, KeyError) as error:
             self.refuse(chunks, f"needs the number of layers of {path}: {error}", "correct it")
             return
-        self.put(f"{role}.num_layers_per_virtual_pipeline_stage", layers // (stages * number), chunks)
+        self.put(
+            f"{role}.num_layers_per_virtual_pipeline_stage", layers // (stages * number), chunks
+        )
 
     def _make_pool(self, name: str, section: str) -> None:
         sizes = [self.get(f"{section}.n_gpus_per_node")] * self.get(f"{section}.nnodes")

@@ -219,7 +219,7 @@ class Scores(Rows):
 class RuleScores(Scores):
     """Scores from functions and rules."""
 
-    parts: list[dict[str, float]]  # per sample, for the log
+    parts: list[dict[str, float | str]]  # per sample, for the log
     failures: list[Any]  # per sample, None if scored (`roles.reports.FailedSample`)
 
     @property

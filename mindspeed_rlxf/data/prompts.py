@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed_rlxf.config.enums import OverlongPrompts
 from mindspeed_rlxf.config.problems import Problem, UserError, shorten_value
+from mindspeed_rlxf.config.reward_section import STRUCTURED
 from mindspeed_rlxf.config.schema import DataConfig
 from mindspeed_rlxf.data.decoding import decode
 from mindspeed_rlxf.data.files import (
     FileProblems,
     Row,
     UnusableRow,
+    as_text,
     describe_absence,
     fault,
     look_up,
@@ -318,13 +320,16 @@ def text_problem(text: str) -> Problem | None:
 def read_labels(number: int, row: Row, data: DataConfig, problems: FileProblems) -> Labels | None:
     """Return a row's ground truth ("" if absent) as text, data source and extra columns.
 
+    A list or an object becomes JSON; functions get it as it is (STRUCTURED).
+
     `data.default_data_source` replaces an absent data source, and its own fields replace an object
     `extra_info`. If any field is invalid, returns None and adds a problem for each to `problems`
     under the row's `number`.
     """
     truth, broken = look_up(row, data.ground_truth_key), list[Problem]()
-    if not isinstance(truth, (str, int, float, type(None))) or isinstance(truth, bool):
-        rule = f"a ground truth must be text or a number, this one is {truth!r:.60}"
+    kinds = (str, int, float, dict, list, type(None))
+    if not isinstance(truth, kinds) or isinstance(truth, bool):
+        rule = f"a ground truth must be text, a number, list or object, this one is {truth!r:.60}"
         broken.append(fault(rule, "write it as text"))
     source = look_up(row, data.data_source_key)
     source = data.default_data_source if source is None else source
@@ -341,6 +346,9 @@ def read_labels(number: int, row: Row, data: DataConfig, problems: FileProblems)
     extra = {key: value for key, value in values.items() if value is not None}
     if isinstance(extra.get(EXTRA), dict):
         extra |= extra.pop(EXTRA)
+    if isinstance(truth, (dict, list)):
+        extra[STRUCTURED] = truth
+        truth = json.dumps(truth, default=as_text, ensure_ascii=False)
     style = look_up(row, f"{STYLE}.style")
     if style is not None:  # always kept: it chooses what scores the row
         extra[STYLE] = {**dict(extra.get(STYLE) or {}), "style": style}

@@ -131,6 +131,27 @@ def vocabulary_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps(pairs).encode("ascii")).hexdigest()
 
 
+def save_changed_tokenizer(tokenizer: PreTrainedTokenizerBase, parent: Path) -> str:
+    """Return a tokenizer's folder: `name_or_path`, or a new one if the tokenizer was changed since.
+
+    Vocabulary, special tokens and chat template are compared. The new folder, below `parent`, has
+    their hash as its name.
+    """
+    from transformers import AutoTokenizer
+
+    def describe(one: PreTrainedTokenizerBase) -> str:
+        facts = [vocabulary_hash(one), one.special_tokens_map, one.chat_template]
+        return json.dumps(facts, default=str, sort_keys=True)
+
+    path, text = str(tokenizer.name_or_path), describe(tokenizer)
+    if describe(AutoTokenizer.from_pretrained(path, local_files_only=True)) == text:
+        return path
+    folder = parent / hashlib.sha256(text.encode()).hexdigest()[:12]
+    if not folder.exists():
+        tokenizer.save_pretrained(str(folder))
+    return str(folder)
+
+
 def _first_line(error: BaseException) -> str:
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0].rstrip(" .:")

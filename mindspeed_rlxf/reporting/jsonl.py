@@ -31,7 +31,7 @@ class Sample:
     prompt_ids: list[int]
     response_ids: list[int]
     score: float
-    reward_parts: dict[str, float]
+    reward_parts: dict[str, float | str]
     weights_version: tuple[int, int]
     data_source: str | None = None
     ground_truth: str | None = None

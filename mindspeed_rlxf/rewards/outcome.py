@@ -64,10 +64,10 @@ class Outcome:
 
 
 def to_result(value: Any) -> RewardResult:
-    """Convert a reward function's return value: a number, or a dict of numbers with `score`.
+    """Convert a reward function's return value: a number, or a dict with a number as `score`.
 
-    None, also as `score`, means that the function does not apply to the sample; another number of
-    a dict may be None too, and is then left out.
+    None, also as `score`, means that the function does not apply to the sample. Other entries are
+    numbers, text or None, which is left out.
 
     Raises:
         ScoreFailure: It is something else, or not finite.
@@ -79,12 +79,14 @@ def to_result(value: Any) -> RewardResult:
     if "score" not in value:
         keys = ", ".join(map(repr, list(value)[:8])) or "nothing"
         raise ScoreFailure(Cause.WRONG_RESULT, f"a dict must have `score`, it has {keys}")
-    parts = {
-        str(name): _to_finite_number(f"{name!r}", part)
-        for name, part in value.items()
-        if part is not None
-    }
-    return RewardResult(parts.pop("score", None), parts)
+    given = value["score"]
+    score = None if given is None else _to_finite_number("'score'", given)
+    parts: dict[str, float | str] = {}
+    for name, part in value.items():
+        if name != "score" and part is not None:
+            is_text = isinstance(part, str)
+            parts[str(name)] = part if is_text else _to_finite_number(f"{name!r}", part)
+    return RewardResult(score, parts)
 
 
 def _to_finite_number(name: str, value: Any) -> float:

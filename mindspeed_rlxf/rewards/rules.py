@@ -21,7 +21,7 @@ from mindspeed_rlxf.rewards.numbers import final_number, last_number, marked_num
 
 @dataclass(frozen=True)
 class RewardResult:
-    """A response's score, and its parts, which become metrics.
+    """A response's score, and its parts: numbers become metrics, text stays with the sample.
 
     Built-in rules have the part {"accuracy": 1.0 right, 0.0 wrong}; `length` puts its score there,
     and rules that run programs add "passed". A score None means "not applicable": it is left out of
@@ -29,7 +29,7 @@ class RewardResult:
     """
 
     score: float | None
-    parts: dict[str, float] = field(default_factory=dict)
+    parts: dict[str, float | str] = field(default_factory=dict)
 
 
 Rule: TypeAlias = Callable[..., RewardResult]

@@ -23,6 +23,7 @@ from mindspeed_rlxf.config import plugins
 from mindspeed_rlxf.config.plugins import Source, run_as_module
 from mindspeed_rlxf.config.reward_section import (
     BY_SOURCE,
+    STRUCTURED,
     FunctionConfig,
     SandboxConfig,
     find_function,
@@ -31,6 +32,7 @@ from mindspeed_rlxf.config.reward_section import (
 )
 from mindspeed_rlxf.rewards.outcome import Cause, Sample, ScoreFailure, ScoringBroken, to_result
 from mindspeed_rlxf.rewards.rules import RULES, RewardResult
+from mindspeed_rlxf.rewards.verl_managers import as_function
 
 MAX_TRACEBACK = 4000  # characters, the last ones
 
@@ -65,7 +67,10 @@ class SampleScorer:
         self._parts: list[tuple[FunctionConfig, Callable[..., Any] | None]] = []
         for part, source in plan.parts:
             named = split_name(part.function or "")
-            function = find_function(run_as_module(source), named[1]) if source and named else None
+            function = None
+            if source and named:
+                found = find_function(run_as_module(source), named[1])
+                function = as_function(found, part.arguments)
             self._parts.append((part, function))
 
     def score(self, sample: Sample) -> RewardResult:
@@ -79,6 +84,7 @@ class SampleScorer:
                 result = self._apply_rule(part.function or BY_SOURCE, sample, part.arguments)
             else:
                 given = {name: getattr(sample, name) for name in keywords_of(function)}
+                given["ground_truth"] = sample.extra_info.get(STRUCTURED, sample.ground_truth)
                 value = function(**given, **part.arguments)
                 result = to_result(asyncio.run(value) if inspect.iscoroutine(value) else value)
             results.append((part.name, part.weight, result))
@@ -99,9 +105,11 @@ def weighted_sum(results: Sequence[tuple[str, float, RewardResult]]) -> RewardRe
     The parts are each unweighted score under its name, and its own parts under `name/key`. A result
     without a name contributes its own parts unchanged.
     """
-    parts: dict[str, float] = {}
+    parts: dict[str, float | str] = {}
     for name, _, result in results:
-        scores = {name: result.score} if name and result.score is not None else {}
+        scores: dict[str, float | str] = {}
+        if name and result.score is not None:
+            scores[name] = result.score
         parts |= scores | {f"{name}/{k}" if name else k: v for k, v in result.parts.items()}
     weighted = [weight * result.score for _, weight, result in results if result.score is not None]
     return RewardResult(sum(weighted) if weighted or not results else None, parts)

@@ -105,7 +105,8 @@ class ScoreReport:
     """Scores before any penalty; lists with one entry per sample on the rank, or empty."""
 
     scores: list[float]
-    parts: list[dict[str, float]] = field(default_factory=list)  # named parts of a rule's reward
+    # Named parts of a rule's reward; text is for samples.jsonl alone.
+    parts: list[dict[str, float | str]] = field(default_factory=list)
     # None = scored; [] where scoring cannot fail for a single sample
     failures: list[FailedSample | None] = field(default_factory=list)
     answers: list[str | None] = field(default_factory=list)  # bounded in length; of a validation

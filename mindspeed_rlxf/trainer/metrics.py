@@ -64,7 +64,8 @@ def score_metrics(report: ScoreReport) -> dict[str, float]:
     values: dict[str, list[float]] = {}
     for part in report.parts:
         for name, value in part.items():
-            values.setdefault(name, []).append(value)
+            if not isinstance(value, str):
+                values.setdefault(name, []).append(value)
     by_function, count = bool(report.failures), len(report.parts)
     metrics = {
         f"reward/{name}": sum(found) / (len(found) if by_function else count)
@@ -88,7 +89,8 @@ def source_metrics(report: ScoreReport, sources: Sequence[str]) -> dict[str, flo
     parts = report.parts or [{}] * len(report.scores)
     for source, score, named, failure in zip(sources, report.scores, parts, failures, strict=True):
         for name, value in {} if failure else {"score": score, **named}.items():
-            values.setdefault(f"train/{source}/{name}", []).append(value)
+            if not isinstance(value, str):
+                values.setdefault(f"train/{source}/{name}", []).append(value)
     return {name: sum(found) / len(found) for name, found in values.items()}
 
 

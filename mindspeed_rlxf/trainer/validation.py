@@ -37,7 +37,7 @@ class Scored:
 
     score: float
     length: int
-    parts: Mapping[str, float] = field(default_factory=dict)
+    parts: Mapping[str, float | str] = field(default_factory=dict)
     answer: str | None = None
     is_scored: bool = True
 
@@ -58,7 +58,11 @@ class Scored:
 
     def _accuracies(self) -> list[float]:
         names = ("accuracy", "acc", "base_acc")
-        return [v for name, v in self.parts.items() if name.rpartition("/")[2] in names]
+        return [
+            value
+            for name, value in self.parts.items()
+            if name.rpartition("/")[2] in names and not isinstance(value, str)
+        ]
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
@@ -119,7 +123,8 @@ def measure(
         for each in scored:
             named = {"score": each.score, "response_length": float(each.length), **each.parts}
             for name, value in named.items():
-                values[f"val/{source}/{name}"].append(value)
+                if not isinstance(value, str):
+                    values[f"val/{source}/{name}"].append(value)
         for name, value in _measure_prompt(scored, len(group), config).items():
             values[f"val/{source}/{name}"].append(value)
     return {name: sum(found) / len(found) for name, found in values.items()}

@@ -64,3 +64,33 @@ def test_a_loss_and_a_reward_role_of_a_script_run_on_the_devices(tmp_path):
     metrics = read_metrics(tmp_path / "own")
     assert all(line["actor/pg_clipfrac"] == 0.0 for line in metrics), "the loss has no clip"
     assert list((tmp_path / "own" / "logs" / "reward").iterdir())
+
+
+SCRIPT = """
+import runpy
+import sys
+import ray
+
+@ray.remote(num_cpus=1)
+class TaskRunner:
+    def run(self, options):
+        sys.argv[1:] = options
+        runpy.run_path("examples/library/main_ppo.py")["main"]()
+
+if __name__ == "__main__":
+    ray.init(num_cpus=3, include_dashboard=False, object_store_memory=10**8)
+    if {in_task}:
+        ray.get(TaskRunner.remote().run.remote(sys.argv[1:]))
+    else:
+        runpy.run_path("examples/library/main_ppo.py")["main"]()
+    assert ray.is_initialized(), "the cluster is the script's"
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("in_task", [False, True])
+def test_a_script_runs_on_the_cluster_that_it_has_begun(tmp_path, in_task):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(in_task=in_task))
+    finish(start(tmp_path / "run", str(script), "device.kind=cpu"))
+    assert len(read_metrics(tmp_path / "run")) == 2

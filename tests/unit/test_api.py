@@ -1,10 +1,15 @@
 """The classes of verl's tutorial: roles, pools and rewards become keys, or one line of error."""
 
+import json
+from enum import Enum
+from functools import partial
 from pathlib import Path
 
 import pytest
 import ray
 from omegaconf import OmegaConf
+from torch.utils.data import SequentialSampler
+from transformers import AutoTokenizer
 
 from mindspeed_rlxf import api
 from mindspeed_rlxf.api import (
@@ -14,12 +19,18 @@ from mindspeed_rlxf.api import (
     ResourcePoolManager,
     RewardManager,
     RewardModelWorker,
+    RLHFDataset,
     Role,
 )
 from mindspeed_rlxf.config import enums
+from mindspeed_rlxf.config.plugins import complete_function, find_carried
 from mindspeed_rlxf.config.problems import ConfigError
+from mindspeed_rlxf.config.reward_section import STRUCTURED, FunctionConfig
 from mindspeed_rlxf.reporting.jsonl import Sample
+from mindspeed_rlxf.rewards.outcome import Sample as reward_inputs
+from mindspeed_rlxf.rewards.scoring import Plan, SampleScorer
 from mindspeed_rlxf.roles.reference import ReferenceRole
+from tests.unit import verl_script
 
 ROOT = Path(__file__).parents[2]
 START = "tests/golden/start"
@@ -45,15 +56,15 @@ def make(monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("RAY_ADDRESS", "local")
 
-    def run(workers=PPO, pools=None, places=None, config=None, **more):
+    def run(workers=PPO, pools=None, places=None, config=None, tokenizer=None, **more):
         tree = OmegaConf.load("examples/library/ppo.yaml")
         paths = (("actor_rollout_ref.model.path", START), ("critic.model.path", START))
         steps = (("trainer.n_gpus_per_node", 1), ("trainer.total_training_steps", 4))
         for key, value in (*paths, *steps, *(config or {}).items()):
-            OmegaConf.update(tree, key, value)
+            OmegaConf.update(tree, key.removeprefix("+"), value, force_add=key.startswith("+"))
         pools = pools or {"global_pool": [1]}
         manager = ResourcePoolManager(pools, places or dict.fromkeys(workers, next(iter(pools))))
-        return RayPPOTrainer(tree, None, workers, manager, **more)
+        return RayPPOTrainer(tree, tokenizer, workers, manager, **more)
 
     return run
 
@@ -92,7 +103,116 @@ def test_a_function_of_a_file_scores(make):
     assert part.function == f"{__file__}:compute_score"
 
 
+def score_by(manager, response, truth, source, **extra_info):
+    """Score as a scoring process does, which makes the manager again."""
+    key = api._reward_key(manager)
+    assert key is not None
+    if "tokenizer" in key.get("arguments", {}):
+        key["arguments"]["tokenizer"] = str(ROOT / START)
+    part = FunctionConfig(**complete_function("reward.function", key))
+    source_file = find_carried(part.function.rpartition(":")[0], part.sha256)
+    scorer = SampleScorer(Plan(((part, source_file),), {}))
+    return scorer.score(reward_inputs("12+34=", response, truth, source, extra_info))
+
+
+SCORES = [
+    (verl_script.make_manager(None, 0), "#### 46", "46", "openai/gsm8k", 1.0),
+    (verl_script.make_manager(None, 0), "46", "46", "half", 0.5),
+    (verl_script.Selecting(None, 0), "46", "46", "openai/gsm8k", 0.5),
+    (verl_script.Calling(None, 0, bonus=2.0), "46", "46", "half", 2.5),
+    (verl_script.Calling(None, 0), "47", "46", "half", 0.0),
+    (RewardManager(None, 0, partial(verl_script.weighted, weight=3.0)), "46",
+     {"target": ["a", "b"]}, "any", 6.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("manager", "response", "truth", "source", "score"), SCORES)
+def test_a_manager_scores_as_in_verl(manager, response, truth, source, score):
+    extra = {STRUCTURED: truth} if isinstance(truth, dict) else {}
+    assert score_by(manager, response, json.dumps(truth) if extra else truth, source,
+                    **extra).score == score  # fmt: skip
+
+
+def test_a_score_has_text_and_numbers_beside_it():
+    by_manager = score_by(verl_script.WithExtras(None, 0), "46", "46", "any", level="hard")
+    assert by_manager.parts == {"WithExtras": 2.0, "WithExtras/level": "hard"}  # of two tokens
+    manager = RewardManager(None, 0, verl_script.weighted)
+    result = score_by(manager, "46", "", "any", **{STRUCTURED: {"target": ["a"]}})
+    assert result.parts == {"weighted": 1.0, "weighted/pred": "46"}
+
+
+def test_a_script_passes_verls_arguments(make):
+    def rows(path):
+        return RLHFDataset(path, tokenizer=None, config=None)
+
+    found = make(
+        train_dataset=rows(f"{START}/prompts.jsonl"), val_dataset=rows([f"{START}/prompts.jsonl"]),
+        train_sampler=SequentialSampler([]), collate_fn=api.collate_fn, processor=None,
+        device_name="cpu",
+    )  # fmt: skip
+    data = found.config.data
+    assert data.train_files == data.val_files == (str(ROOT / START / "prompts.jsonl"),)
+    assert not data.shuffle and found.config.device.kind is enums.DeviceKind.CPU
+    assert len(rows(f"{START}/prompts.jsonl")) > 0
+
+
+def test_roles_have_verls_numbers():
+    numbers = [Role.Actor, Role.Rollout, ACTOR, Role.Critic, REF, Role.RewardModel,
+               Role.ActorRolloutRef]  # fmt: skip
+    assert [Role(number) for number in range(7)] == numbers
+    with pytest.raises(ValueError, match="7 is not a valid Role"):
+        Role(7)
+
+
+def test_a_changed_tokenizer_is_used_and_an_unchanged_one_is_its_folder(make, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(str(ROOT / START))
+    out = {"trainer.default_local_dir": str(tmp_path / "run")}
+    assert make(tokenizer=tokenizer, config=out).config.training.tokenizer_name_or_path == str(
+        ROOT / START
+    )
+    tokenizer.chat_template = "{{ messages[0].content }}!"
+    path = make(tokenizer=tokenizer, config=out).config.training.tokenizer_name_or_path
+    assert path.startswith(str(tmp_path / "run.tokenizer"))
+    assert AutoTokenizer.from_pretrained(path).chat_template == tokenizer.chat_template
+
+
+def test_a_run_joins_the_cluster_of_its_script_whose_cpus_count(make, monkeypatch):
+    monkeypatch.setattr(api, "connected_address", lambda: "10.0.0.1:6379")
+    monkeypatch.setattr(api, "has_resource", lambda name: False)
+    config = make(config={"+device.kind": "cpu"}).config
+    assert (config.runtime.address, config.device.resource_name) == ("10.0.0.1:6379", "CPU")
+    monkeypatch.setattr(api, "has_resource", lambda name: True)
+    assert make(config={"+device.kind": "cpu"}).config.device.resource_name == "rlxf_cpu"
+
+
+class Theirs(Enum):
+    Critic = 3
+
+
+class OldActor(ActorRolloutRefWorker):
+    def update_actor(self, data):
+        return data
+
+
+class OldCritic(CriticWorker):
+    def update_critic(self, data):
+        return data
+
+
 CASES = {
+    "must have roles of mindspeed_rlxf.api": ({**PPO, Theirs.Critic: CriticWorker}, {}),
+    "=OldActor must not override update_actor": ({**PPO, ACTOR: OldActor}, {}),
+    "=OldCritic must not override update_critic": ({**PPO, Role.Critic: OldCritic}, {}),
+    "processor=int is not supported": (PPO, {"processor": 1}),
+    "train_dataset=list is not supported": (PPO, {"train_dataset": [1]}),
+    "train_sampler=list is not supported": (PPO, {"train_sampler": [1]}),
+    "reward_fn=Nothing must be a RewardManager": (PPO, {"reward_fn": verl_script.Nothing()}),
+    "must be a number, text or list in the attribute judge": (
+        PPO, {"reward_fn": verl_script.Unmade(None, print)},
+    ),
+    "compute_score must have its arguments by name": (
+        PPO, {"reward_fn": RewardManager(None, 0, partial(verl_script.half, "x"))},
+    ),
     "has it again": ({**PPO, Role.ActorRolloutRef: ActorRolloutRefWorker}, {}),
     "must have a worker for rollout; use": ({Role.Actor: ActorRolloutRefWorker}, {}),
     "must have a worker for critic": ({ACTOR: ActorRolloutRefWorker, REF: ReferenceRole}, {}),

@@ -86,6 +86,7 @@ class RayCluster:
 
     own: bool  # private: ends with the connection
     address: str
+    shared: bool = False  # the script was connected before, and stays so
     temp_dir: Path | None = None
     guard: OrphanGuard | None = None
 
@@ -93,7 +94,8 @@ class RayCluster:
         """Disconnect from Ray; for a private cluster the guard ends all processes and files."""
         import ray
 
-        ray.shutdown()
+        if not self.shared:
+            ray.shutdown()
         if self.guard is not None:
             self.guard.end()
 
@@ -118,6 +120,9 @@ def open_cluster(address: str | None, resources: dict[str, float]) -> RayCluster
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     chosen = choose_cluster(address)
+    if chosen.address is not None and chosen.address == connected_address():
+        logger.info("uses the Ray cluster of the script at %s", chosen.address)
+        return RayCluster(own=False, address=chosen.address, shared=True)
     if chosen.address is None:
         cluster = _start_own(resources)
         logger.info(
@@ -128,6 +133,21 @@ def open_cluster(address: str | None, resources: dict[str, float]) -> RayCluster
     cluster = _join_cluster(chosen.address)
     logger.info("joined the Ray cluster at %s (%s)", cluster.address, chosen.source)
     return cluster
+
+
+def connected_address() -> str | None:
+    """Return the address of the cluster that this process is connected to, None without one."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return None
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def has_resource(name: str) -> bool:
+    """Return whether the cluster that this process is connected to has a resource of this name."""
+    import ray
+
+    return name in ray.cluster_resources()
 
 
 def _join_cluster(address: str) -> RayCluster:

@@ -114,6 +114,8 @@ def device_options(resource: str | None, environment: Mapping[str, str]) -> dict
     options: dict[str, Any] = {"num_cpus": 0}
     if resource == "GPU":
         options["num_gpus"] = 1
+    elif resource == "CPU":
+        options["num_cpus"] = 1
     elif resource is not None:
         options["resources"] = {resource: 1}
     if environment:

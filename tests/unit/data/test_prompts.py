@@ -7,6 +7,7 @@ import pytest
 from tokenizers import normalizers
 
 from mindspeed_rlxf.config.problems import UserError
+from mindspeed_rlxf.config.reward_section import STRUCTURED
 from mindspeed_rlxf.config.schema import DataConfig
 from mindspeed_rlxf.data.prompts import load_prompts
 
@@ -68,6 +69,15 @@ def test_chats_between_texts_are_read_by_the_template_alone(make_tokenizer, ids_
     assert prompt.token_ids.tolist() == official["input_ids"]
 
 
+def test_lists_and_objects_are_ground_truths_as_json_and_as_they_are(make_tokenizer, write_jsonl):
+    truth = {"target": ["Ann Lee", "é"]}
+    file = write_jsonl({"prompt": "a", "reward_model": {"style": "rule", "ground_truth": truth}})
+    config = data(ground_truth_key="reward_model.ground_truth")
+    (prompt,) = load_prompts(file, make_tokenizer(), config, 100)
+    assert prompt.ground_truth == '{"target": ["Ann Lee", "é"]}'
+    assert prompt.extra_info[STRUCTURED] == truth
+
+
 def test_blank_lines_and_a_byte_order_mark_are_skipped(make_tokenizer, write_jsonl):
     file = write_jsonl(b'\xef\xbb\xbf{"prompt": "a"}', "", {"prompt": 5})
     (problem,) = problems_of(file, make_tokenizer())
@@ -92,8 +102,7 @@ def test_blank_lines_and_a_byte_order_mark_are_skipped(make_tokenizer, write_jso
         ({"prompt": " "},
          "a prompt must be text or a list of chat messages {role, content} and not"),
         ('{"prompt": "a\\ud800"}', "text must be valid Unicode, \\ud800 is half a character"),
-        ({"prompt": "a", "ground_truth": [1]}, "a ground truth must be text or a number"),
-        ({"prompt": "a", "ground_truth": True}, "a ground truth must be text or a number"),
+        ({"prompt": "a", "ground_truth": True}, "a ground truth must be text, a number"),
         ({"prompt": "a", "data_source": 3}, "a row must name its data source in 'data_source'"),
         (b'{"prompt": "\xff"}', "a line must be one JSON object, this one is not JSON in UTF-8"),
         ({"prompt": "a" * 101}, "a prompt must fit actor_rollout.max_prompt_length=100, this one"),
@@ -107,7 +116,7 @@ def test_a_bad_row_is_named_with_file_and_row(row, expected, make_tokenizer, wri
 
 
 def test_all_problems_of_all_files_come_at_once(make_tokenizer, write_jsonl, tmp_path):
-    bad = write_jsonl("{", {"prompt": 1, "ground_truth": {}}, name="bad.jsonl")
+    bad = write_jsonl("{", {"prompt": 1, "ground_truth": True}, name="bad.jsonl")
     empty = write_jsonl(name="empty.jsonl")
     missing, other = str(tmp_path / "missing.jsonl"), str(tmp_path / "rows.csv")
     problems = problems_of([bad, empty, missing, other, str(tmp_path)], make_tokenizer())
