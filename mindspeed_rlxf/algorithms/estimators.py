@@ -21,6 +21,7 @@ from mindspeed_rlxf.algorithms.advantages import (
     length_adaptive_lambda,
     rewards_to_go,
 )
+from mindspeed_rlxf.algorithms.masked import AllReduce, alone
 from mindspeed_rlxf.config.enums import AdvEstimator
 from mindspeed_rlxf.config.estimator_traits import TRAITS, EstimatorTraits
 from mindspeed_rlxf.config.registry import add_to
@@ -50,6 +51,7 @@ class Rewarded:
         lam: GAE lambda.
         critic_lam: Lambda for the critic's returns; None = `lam`.
         lam_alpha: The advantages' lambda is 1 - 1 / (lam_alpha * trained tokens); None = `lam`.
+        sum_over_replicas: Returns a tensor's sum over the data-parallel ranks.
     """
 
     scores: Tensor
@@ -63,6 +65,7 @@ class Rewarded:
     lam: float
     critic_lam: float | None = None
     lam_alpha: float | None = None
+    sum_over_replicas: AllReduce = alone
 
     @property
     def is_scored(self) -> Tensor:
@@ -137,6 +140,43 @@ def rloo_advantages(rewards: Tensor, scored: Tensor, group_size: int) -> Tensor:
     return (centred * counts / (counts - 1).clamp(min=1)).flatten().to(rewards.dtype)
 
 
+def opo(given: Rewarded) -> Estimate:
+    """Return R - the group's mean of R weighted by length (OPO, arXiv:2505.23585, section 3)."""
+    rewards = given.rewards.sum(1).double().where(given.is_scored, 0.0).view(-1, given.group_size)
+    lengths = given.trained_mask.sum(1).double().view(-1, given.group_size)
+    baseline = (rewards * lengths).sum(1, keepdim=True) / lengths.sum(1, keepdim=True).clamp(min=1)
+    several = (lengths > 0).sum(1, keepdim=True) > 1
+    found = (rewards - baseline).where(several, 0.0).flatten().to(given.rewards.dtype)
+    return Estimate(found[:, None] * given.trained_mask)
+
+
+def gpg(given: Rewarded) -> Estimate:
+    """Return R - group mean, times responses / responses with R != 0 (GPG, arXiv:2504.02546).
+
+    The factor, which makes up for groups without a gradient, is that of the whole batch.
+    """
+    rewards, scored = given.rewards.sum(1), given.is_scored
+    counts = torch.stack([scored.sum(), (scored & (rewards != 0)).sum()]).double()
+    number, nonzero = given.sum_over_replicas(counts)
+    found = dr_grpo_advantages(rewards, scored, given.group_size)
+    return Estimate((found * float(number / nonzero.clamp(min=1)))[:, None] * given.trained_mask)
+
+
+def grpo_batch(given: Rewarded) -> Estimate:
+    """Return (R - group mean) / (std of R over the batch + 1e-8), with divisor n - 1.
+
+    TRL calls it `scale_rewards="batch"` (arXiv:2508.08221).
+    """
+    scored = given.is_scored
+    rewards = given.rewards.sum(1).double().where(scored, 0.0)
+    first = given.sum_over_replicas(torch.stack([scored.sum().double(), rewards.sum()]))
+    deviation = (rewards - first[1] / first[0].clamp(min=1)) * scored
+    variance = given.sum_over_replicas(deviation.square().sum()) / (first[0] - 1).clamp(min=1)
+    found = dr_grpo_advantages(given.rewards.sum(1), scored, given.group_size)
+    scaled = found / (float(variance) ** 0.5 + 1e-8)
+    return Estimate(scaled[:, None] * given.trained_mask)
+
+
 def groups_that_differ(scores: list[float], scored: list[bool], group_size: int) -> list[int]:
     """Return the indices for groups whose `scored` scores are unequal, NaN or infinite."""
     found = []
@@ -195,6 +235,9 @@ ESTIMATORS: dict[str, Estimator] = {
     AdvEstimator.REINFORCE_PLUS_PLUS.value: reinforce_plus_plus,
     AdvEstimator.REINFORCE_PLUS_PLUS_BASELINE.value: make_group_estimator(dr_grpo_advantages),
     AdvEstimator.REMAX.value: remax,
+    AdvEstimator.OPO.value: opo,
+    AdvEstimator.GPG.value: gpg,
+    AdvEstimator.GRPO_BATCH.value: grpo_batch,
 }
 """Name -> estimator; `config.estimators.TRAITS` has the needs of each under the same name."""
 

@@ -58,11 +58,14 @@ class ClipRange(NamedTuple):
     """Ratio clip range 1 - low to 1 + high; high > low is clip-higher (arXiv:2503.14476, 3.1).
 
     With an advantage A < 0, `dual` bounds the loss by -A * dual (dual clip, arXiv:1912.09729).
+    `covariance_fraction` and `kl_coef` are for the losses that look for covariant tokens.
     """
 
     low: float
     high: float
     dual: float | None = None
+    covariance_fraction: float = 2e-4
+    kl_coef: float = 0.1
 
 
 def clipped_policy_loss(
@@ -96,9 +99,103 @@ def sequence_policy_loss(
     return _clip_loss(ratio, advantages, clip)
 
 
+def geometric_mean_loss(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, clip: ClipRange, lengths: Tensor
+) -> TokenLoss:
+    """Return -A * exp(mean over the response's tokens of the clipped log-ratio), for each token.
+
+    GMPO, arXiv:2507.20673: log-ratios are clipped to -low and high where that lowers A * ratio. A
+    response has one loss, so its mean over tokens counts (`sequence_means`).
+    """
+    lengths = lengths.to(log_probs.device)
+    row = torch.repeat_interleave(torch.arange(len(lengths), device=log_probs.device), lengths)
+    log_ratio = bounded_log_ratio(log_probs - old_log_probs)
+    clamped = torch.clamp(log_ratio, -clip.low, clip.high)
+    sign = torch.sign(advantages)
+    chosen = sign * torch.minimum(sign * log_ratio, sign * clamped)
+    zeros = log_ratio.new_zeros(len(lengths))
+    mean = zeros.index_add(0, row, chosen) / lengths
+    advantage = zeros.index_add(0, row, advantages) / lengths
+    loss = (-advantage * torch.exp(mean))[row]
+    return TokenLoss(loss, sign * clamped < sign * log_ratio)
+
+
+def clipped_weight_loss(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, clip: ClipRange, _: Tensor
+) -> TokenLoss:
+    """Return -A * clip(r, 1 - low, 1 + high) * log_prob, with no gradient through the ratio r.
+
+    CISPO, arXiv:2506.13585, section 3.1: every token keeps a gradient.
+    """
+    ratio = torch.exp(bounded_log_ratio(log_probs - old_log_probs)).detach()
+    weight = torch.clamp(ratio, 1.0 - clip.low, 1.0 + clip.high)
+    return TokenLoss(-advantages * weight * log_probs, weight != ratio)
+
+
+def plain_policy_loss(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, clip: ClipRange, _: Tensor
+) -> TokenLoss:
+    """Return -A * log_prob: the policy gradient without a ratio (GPG, arXiv:2504.02546)."""
+    return TokenLoss(-advantages * log_probs, torch.zeros_like(log_probs).bool())
+
+
+COVARIANCE_RANGE = 1.0, 5.0
+"""Covariances among which Clip-Cov chooses tokens; arXiv:2505.22617, section 4.2."""
+
+
+def covariance_clipped_loss(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, clip: ClipRange, _: Tensor
+) -> TokenLoss:
+    """Return the PPO loss, and 0 for a few tokens of high covariance (Clip-Cov, arXiv:2505.22617).
+
+    The covariance of a token is (A - mean A) * (log_prob - mean log_prob) over the micro-batch. Of
+    the tokens in COVARIANCE_RANGE that PPO does not clip, `covariance_fraction` of all tokens, at
+    least one, are chosen at random, but the same each time.
+    """
+    token = clipped_policy_loss(log_probs, old_log_probs, advantages, clip._replace(dual=None))
+    covariance = _covariance(log_probs, advantages)
+    low, high = COVARIANCE_RANGE
+    inside = (covariance > low) & (covariance < high) & ~token.clipped
+    candidates = inside.nonzero()[:, 0]
+    count = max(1, int(clip.covariance_fraction * len(log_probs)))
+    order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(0))
+    chosen = torch.zeros_like(inside)
+    chosen[candidates[order[:count].to(candidates.device)]] = True
+    return TokenLoss(token.loss.masked_fill(chosen, 0.0), chosen)
+
+
+def covariance_penalty_loss(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, clip: ClipRange, _: Tensor
+) -> TokenLoss:
+    """Return -A * r, with a KL penalty on a few tokens (KL-Cov, arXiv:2505.22617).
+
+    The tokens with the highest covariances of the micro-batch, `covariance_fraction` of all, at
+    least one, also have `kl_coef` * |log r|.
+    """
+    log_ratio = bounded_log_ratio(log_probs - old_log_probs)
+    loss, count = -advantages * torch.exp(log_ratio), len(log_probs)
+    chosen = torch.zeros_like(loss).bool()
+    if count:
+        most = max(1, int(clip.covariance_fraction * count))
+        chosen[torch.topk(_covariance(log_probs, advantages), most).indices] = True
+    return TokenLoss(loss + clip.kl_coef * log_ratio.abs() * chosen, chosen)
+
+
+def _covariance(log_probs: Tensor, advantages: Tensor) -> Tensor:
+    values = log_probs.detach()
+    return (advantages - advantages.mean()) * (values - values.mean())
+
+
 PolicyLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor, ClipRange, Tensor], TokenLoss]
 """Called with the arguments of `sequence_policy_loss`."""
-POLICY_LOSSES: dict[str, PolicyLoss] = {"gspo": sequence_policy_loss}
+POLICY_LOSSES: dict[str, PolicyLoss] = {
+    "gspo": sequence_policy_loss,
+    "geo_mean": geometric_mean_loss,
+    "cispo": clipped_weight_loss,
+    "gpg": plain_policy_loss,
+    "clip_cov": covariance_clipped_loss,
+    "kl_cov": covariance_penalty_loss,
+}
 """Value of `policy_loss` besides ppo -> the loss."""
 
 

@@ -76,8 +76,8 @@ class AlgorithmConfig(Section):
     )
     kl_in: Literal["reward", "loss"] = key(
         "reward",
-        "where the KL penalty acts; absent = reward, loss for grpo, dr_grpo and "
-        "reinforce_plus_plus_baseline",
+        "where the KL penalty acts; absent = reward, loss for grpo, dr_grpo, "
+        "reinforce_plus_plus_baseline, opo, gpg and grpo_batch",
         only_if=NOT_DPO,
     )
     kl_ctrl: KlControlConfig = key(KlControlConfig(), "KL coefficient")
@@ -101,6 +101,9 @@ class AlgorithmConfig(Section):
     overlong_penalty_factor: float = key(
         1.0, "penalty of a response of max_new_tokens", ge=0, only_if="overlong_buffer_len"
     )
+    mask_truncated: bool = key(
+        False, "responses without EOS are not trained, but count in their groups", only_if=NOT_DPO
+    )
     filter_groups: bool = key(
         False,
         "drop prompts whose responses all score the same, and draw others",
@@ -122,14 +125,15 @@ class AlgorithmConfig(Section):
     )
     advantage_whiten: Annotated[AdvantageWhiten, Word] = key(
         AdvantageWhiten.BATCH,
-        "tokens over which advantages are whitened; absent = batch, none for grpo, dr_grpo, rloo, "
-        "remax",
+        "tokens over which advantages are whitened; absent = batch for gae, reinforce_plus_plus "
+        "and reinforce_plus_plus_baseline, else none",
         only_if=NOT_DPO,
     )
     loss_normalizer: Annotated[LossNormalizer, Word] = key(
         LossNormalizer.MINIBATCH_TOKENS,
         "what token losses are divided by; absent = minibatch_tokens, sequence_sums (responses, "
-        "each its sum / max_new_tokens) for dr_grpo, sequence_means for gspo",
+        "each its sum / max_new_tokens) for dr_grpo, sequence_means for gspo and geo_mean; "
+        "sequence_totals = responses, each its sum",
         only_if=NOT_DPO,
     )
     old_log_probs: Annotated[OldLogProbs, Word] = free(

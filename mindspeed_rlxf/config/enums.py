@@ -38,6 +38,9 @@ class AdvEstimator(str, Enum):
         "reinforce_plus_plus_baseline"  # minus the group's mean, whitened
     )
     REMAX = "remax"  # rewards to go, minus the score of the greedy response
+    OPO = "opo"  # minus the group's mean weighted by length
+    GPG = "gpg"  # minus the group's mean, times responses / responses with a score
+    GRPO_BATCH = "grpo_batch"  # minus the group's mean, divided by the batch's deviation
 
 
 class KlPenalty(str, Enum):
@@ -64,6 +67,7 @@ class LossNormalizer(str, Enum):
     MINIBATCH_TOKENS = "minibatch_tokens"
     MICRO_BATCH_MEAN = "micro_batch_mean"
     SEQUENCE_MEANS = "sequence_means"  # mean over responses of their means
+    SEQUENCE_TOTALS = "sequence_totals"  # mean over responses of their sums
     SEQUENCE_SUMS = "sequence_sums"  # mean over responses of their sums / max_new_tokens
 
 

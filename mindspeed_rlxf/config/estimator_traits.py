@@ -48,5 +48,8 @@ TRAITS: dict[str, EstimatorTraits] = {
         compares_group=True, whitens=True, defaults=KL_IN_LOSS
     ),
     AdvEstimator.REMAX.value: EstimatorTraits(reads_greedy=True, discounts=True),
+    AdvEstimator.OPO.value: EstimatorTraits(compares_group=True, defaults=KL_IN_LOSS),
+    AdvEstimator.GPG.value: EstimatorTraits(compares_group=True, defaults=KL_IN_LOSS),
+    AdvEstimator.GRPO_BATCH.value: EstimatorTraits(compares_group=True, defaults=KL_IN_LOSS),
 }
 """Name in `algorithm.adv_estimator` -> traits; `algorithms.estimators` has the functions."""

@@ -330,8 +330,20 @@ class ActorConfig(LearningConfig):
     ppo_epochs: int = key(1, "passes over the samples of an iteration", ge=1)
     policy_loss: Choice = key(
         "ppo",
-        "ratio of each token (ppo) or of each response (gspo), or a plugin's loss",
+        "ratio of each token (ppo) or of each response (gspo, geo_mean), its clipped weight "
+        "(cispo), none (gpg), the covariant tokens left out (clip_cov) or held by a KL term "
+        "(kl_cov), or a plugin's loss",
         only_if=NOT_DPO,
+    )
+    covariance_fraction: float = key(
+        2e-4,
+        "share of the tokens of a micro-batch that count as covariant",
+        gt=0,
+        le=1,
+        used_if="looks_for_covariance",
+    )
+    covariance_kl_coef: float = key(
+        0.1, "weight of the KL term of covariant tokens", ge=0, used_if="policy_loss=kl_cov"
     )
     clip_ratio: float = key(
         0.2, "clip the probability ratio to 1 +- this", ge=0, only_if=f"{NOT_DPO}; reads_clip_ratio"
@@ -357,6 +369,11 @@ class ActorConfig(LearningConfig):
     def logit_temperature(self) -> float:
         """Divisor for the logits in generation and training; 1 for greedy decoding."""
         return self.temperature if self.do_sample else 1.0
+
+    @property
+    def looks_for_covariance(self) -> bool:
+        """Whether the loss reads `covariance_fraction`."""
+        return self.policy_loss in ("clip_cov", "kl_cov")
 
     @property
     def reads_clip_ratio(self) -> bool:

@@ -74,6 +74,8 @@ class ClippedObjective:
             actor.clip_ratio if low is None else low,
             actor.clip_ratio if high is None else high,
             actor.clip_ratio_c,
+            actor.covariance_fraction,
+            actor.covariance_kl_coef,
         )
 
     def estimate(self, given: Rewarded) -> Estimate:
@@ -286,6 +288,8 @@ class ExperienceMaker:
         zero = torch.zeros(trained.shape)
         given = self._make_rewarded(inputs, trained, zero if kl is None else kl * trained)
         estimate = self.objective.estimate(given)
+        if self.algorithm.mask_truncated:
+            trained = trained & rollouts.has_eos[:, None]
         none = trained.new_zeros(len(trained), 0)
         reads_reference = self.objective.reads_reference or self.measures_kl
         experience = Experience(
@@ -346,6 +350,7 @@ class ExperienceMaker:
             lam=algorithm.lam,
             critic_lam=algorithm.critic_lam,
             lam_alpha=algorithm.lam_alpha,
+            sum_over_replicas=self.sum_over_replicas,
         )
 
     def _shape_scores(self, rollouts: Rollouts, scores: Scores) -> Tensor:

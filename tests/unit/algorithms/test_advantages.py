@@ -1,5 +1,8 @@
 """Slots, token rewards and GAE, against hand-worked numbers and a slow double loop."""
 
+from dataclasses import replace
+from math import nan
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -9,7 +12,7 @@ from mindspeed_rlxf.algorithms.advantages import (
     length_adaptive_lambda,
     token_rewards,
 )
-from mindspeed_rlxf.algorithms.estimators import Rewarded, gae
+from mindspeed_rlxf.algorithms.estimators import ESTIMATORS, Rewarded, gae
 from mindspeed_rlxf.algorithms.slots import last_slots, readable_slots, value_mask
 from tests.rows import length_mask
 
@@ -120,3 +123,37 @@ def test_lambda_counts_tokens_that_are_learnt_from() -> None:
     )
     # two tokens: lambda = 1 - 1 / 2
     assert_close(gae(given).advantages, torch.tensor([[0.25, 0.0, 0.0, 0.5]]))
+
+
+def of_groups(*rewards: float, lengths: tuple[int, ...] = (1, 1, 1, 1)) -> Rewarded:
+    """Responses in groups of two, the score at the last token; nan and length 0: not scored."""
+    mask = torch.arange(3) < torch.tensor(lengths)[:, None]
+    columns = torch.tensor(rewards)[:, None] * torch.tensor([1.0, 0.0, 0.0])
+    return Rewarded(torch.tensor(rewards), columns, mask, mask, None, None, 2, 1.0, 1.0)
+
+
+def advantages_of(name: str, given: Rewarded) -> list[float]:
+    return [round(value, 5) for value in ESTIMATORS[name](given).advantages[:, 0].tolist()]
+
+
+def test_opo_weighs_the_baseline_by_length() -> None:
+    # (1 * 3 + 0 * 1) / 4 = 0.75; the second group has one response alone
+    given = of_groups(1.0, 0.0, 1.0, nan, lengths=(3, 1, 2, 0))
+    assert advantages_of("opo", given) == [0.25, -0.75, 0.0, 0.0]
+
+
+def test_gpg_makes_up_for_responses_without_a_reward_in_the_whole_batch() -> None:
+    # means 0.5 and 0; 4 responses / 1 that is not 0
+    given = of_groups(1.0, 0.0, 0.0, 0.0)
+    assert advantages_of("gpg", given) == [2.0, -2.0, 0.0, 0.0]
+    # another replica has 4 responses, 3 of them with a reward: 8 / 4
+    both = replace(given, sum_over_replicas=lambda sums: sums + torch.tensor([4.0, 3.0]))
+    assert advantages_of("gpg", both) == [1.0, -1.0, 0.0, 0.0]
+
+
+def test_grpo_batch_divides_by_the_deviation_of_the_batch() -> None:
+    # rewards 1 0 4 3: mean 2, squares 1 4 4 1, variance 10 / 3
+    std = (10 / 3) ** 0.5
+    expected = [round(value / std, 5) for value in (0.5, -0.5, 0.5, -0.5)]
+    assert advantages_of("grpo_batch", of_groups(1.0, 0.0, 4.0, 3.0)) == expected
+    assert advantages_of("grpo_batch", of_groups(1.0, 1.0, 1.0, 1.0)) == [0.0] * 4

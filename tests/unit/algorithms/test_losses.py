@@ -8,6 +8,7 @@ from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 
 from mindspeed_rlxf.algorithms.losses import (
+    POLICY_LOSSES,
     ClipRange,
     clipped_policy_loss,
     clipped_value_loss,
@@ -181,3 +182,58 @@ def test_preference_loss_by_hand(
     (gradient,) = torch.autograd.grad(found.sum(), first)
     assert float(found.detach()) == pytest.approx(loss)
     assert float(gradient) == pytest.approx(slope)
+
+
+def loss_by_name(
+    name: str, ratios: list[float], advantages: list[float], lengths: list[int], **keys: float
+) -> tuple[list[float], list[bool], list[float]]:
+    """Losses, clipped tokens and slopes of tokens with these ratios; the new log-probs are -1."""
+    log_probs = torch.full((len(ratios),), -1.0, requires_grad=True)
+    old = log_probs.detach() - torch.tensor(ratios).log()
+    clip = ClipRange(0.2, 0.5, **keys)  # type: ignore[arg-type]
+    token = POLICY_LOSSES[name](
+        log_probs, old, torch.tensor(advantages), clip, torch.tensor(lengths)
+    )
+    (slope,) = torch.autograd.grad(token.loss.sum(), log_probs, allow_unused=True)
+    return token.loss.tolist(), token.clipped.tolist(), slope.tolist()
+
+
+E_HALF = math.exp(0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "ratios", "advantages", "losses", "clipped", "slopes"),
+    [
+        # the ratio is a weight: max 1.5; the loss is -A w log_prob with log_prob -1, the slope -A w
+        ("cispo", [1.2, 3.0], [2.0, -1.0], [2.4, -1.5], [False, True], [-2.4, 1.5]),
+        ("gpg", [1.2, 3.0], [2.0, -1.0], [2.0, -1.0], [False, False], [-2.0, 1.0]),
+        # log-ratios 1 and 0, the first clipped to 0.5: exp(0.25) for both tokens of the response;
+        # each loss has the slope -A exp(0.25) / 2 in the second token
+        ("geo_mean", [math.e, 1.0], [2.0, 2.0], [-2 * math.exp(0.25)] * 2, [True, False],
+         [0.0, -2 * math.exp(0.25)]),
+        # with A < 0 the upper clip does not hold: exp((1 + 0) / 2)
+        ("geo_mean", [math.e, 1.0], [-2.0, -2.0], [2 * E_HALF] * 2, [False, False],
+         [2 * E_HALF, 2 * E_HALF]),
+    ],
+)  # fmt: skip
+def test_further_policy_losses_by_hand(
+    name: str, ratios: list[float], advantages: list[float], losses: list[float],
+    clipped: list[bool], slopes: list[float],
+) -> None:  # fmt: skip
+    found = loss_by_name(name, ratios, advantages, [len(ratios)])
+    assert_close(torch.tensor(found[0]), torch.tensor(losses))
+    assert found[1] == clipped
+    assert_close(torch.tensor(found[2]), torch.tensor(slopes))
+
+
+def test_covariant_tokens_are_left_out_or_held() -> None:
+    # Means: A 0, log_prob -1.5. Covariances: 2 * 0.5 = 1, -2 * -1.5 = 3, 0, 0.
+    log_probs, advantages = torch.tensor([-1.0, -3.0, -1.0, -1.0]), torch.tensor([2.0, -2, 0, 0])
+    old, lengths = log_probs - math.log(1.1), torch.tensor([4])
+    clip = ClipRange(0.2, 0.2, covariance_fraction=0.25, kl_coef=0.5)
+    left = POLICY_LOSSES["clip_cov"](log_probs, old, advantages, clip, lengths)
+    assert left.clipped.tolist() == [False, True, False, False]  # 1 is not above 1
+    assert_close(left.loss, torch.tensor([-2.2, 0.0, 0.0, 0.0]))
+    held = POLICY_LOSSES["kl_cov"](log_probs, old, advantages, clip, lengths)
+    assert held.clipped.tolist() == [False, True, False, False]
+    assert_close(held.loss, torch.tensor([-2.2, 2.2 + 0.5 * math.log(1.1), 0.0, 0.0]))

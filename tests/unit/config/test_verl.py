@@ -370,6 +370,16 @@ CASES = {
          f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size=3"),
         {"actor_rollout.num_layers_per_virtual_pipeline_stage": 6},  # 36 / (2 x 3)
     ),
+    "a loss that looks for covariances": (
+        (*GRPO, f"{ACTOR}.policy_loss.loss_mode=kl_cov", f"{ACTOR}.policy_loss.kl_cov_ratio=0.02",
+         f"{ACTOR}.policy_loss.ppo_kl_coef=1.0", f"{ACTOR}.policy_loss.clip_cov_lb=1.0"),
+        {"actor_rollout.policy_loss": "kl_cov", "actor_rollout.covariance_fraction": 0.02,
+         "actor_rollout.covariance_kl_coef": 1.0},
+    ),
+    "sums of responses": (
+        (*GRPO, "algorithm.adv_estimator=opo", f"{ACTOR}.loss_agg_mode=seq-mean-token-sum"),
+        {"algorithm.adv_estimator": "opo", "algorithm.loss_normalizer": "sequence_totals"},
+    ),
     "fp32": ((f"{ACTOR}.fsdp_config.dtype=float32",), {"training.bf16": False}),
 }  # fmt: skip
 
@@ -406,10 +416,10 @@ def test_a_plugins_estimator_may_be_named_and_says_whether_there_is_a_critic(tra
 
 
 REFUSALS = [
-    ((f"{ACTOR}.loss_agg_mode=seq-mean-token-sum",), f"{ACTOR}.loss_agg_mode='seq-mean-token-sum'"),
+    ((f"{ACTOR}.loss_agg_mode=mean",), f"{ACTOR}.loss_agg_mode='mean' must be one of"),
     (("critic.loss_agg_mode=seq-mean-token-mean",), "critic.loss_agg_mode="),
     ((f"{ACTOR}.use_kl_loss=true", "algorithm.use_kl_in_reward=true"), "algorithm.use_kl_in"),
-    (("algorithm.adv_estimator=opo",), "algorithm.adv_estimator='opo' must be one of"),
+    (("algorithm.adv_estimator=ropo",), "algorithm.adv_estimator='ropo' must be one of"),
     ((f"{ACTOR}.strategy=veomni",), f"{ACTOR}.strategy='veomni' must be one of fsdp"),
     (("reward_model.enable=true", "reward_model.model.path=rm", "custom_reward_function.path=x.py"),
      "reward_model.enable=true and custom_reward_function.path leave open which scores"),

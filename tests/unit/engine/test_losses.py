@@ -35,6 +35,7 @@ def reported(output: LossOutput, name: str) -> float:
         (LossNormalizer.MICRO_BATCH_MEAN, 0.5 * 3, 1, 3.0),
         (LossNormalizer.SEQUENCE_MEANS, 0.5 * (1.5 + 6), 2, 3.75),
         (LossNormalizer.SEQUENCE_SUMS, 0.5 * (3 / 8 + 6 / 8), 2, 9 / 16),
+        (LossNormalizer.SEQUENCE_TOTALS, 0.5 * (3 + 6), 2, 4.5),
     ],
 )
 def test_losses_are_averaged_by_hand(

@@ -148,6 +148,14 @@ def test_remax_subtracts_the_shaped_score_of_the_greedy_response():
     assert_close(experience.advantages[:, 0], torch.tensor([1.0, -2.0, -4.5, -1.0]))
 
 
+def test_truncated_responses_count_in_their_group_and_are_not_trained():
+    usual, _, _ = made(AdvEstimator.GRPO)
+    masked, _, _ = made(AdvEstimator.GRPO, mask_truncated=True)
+    assert masked.trained_mask.any(1).tolist() == HAS_EOS
+    assert torch.equal(masked.advantages[0], usual.advantages[0])
+    assert usual.advantages[1].any() and not masked.advantages[1].any()
+
+
 def test_rewards_are_scaled_to_variance_one_and_keep_their_mean():
     plain, before, _ = made(AdvEstimator.REINFORCE_PLUS_PLUS)
     white, after, kl = made(AdvEstimator.REINFORCE_PLUS_PLUS, whiten_rewards=True)
