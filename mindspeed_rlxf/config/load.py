@@ -406,9 +406,9 @@ def _set_stage_defaults(training: Tree, algorithm: Tree, actor: Tree) -> None:
         set_default(algorithm, adv_estimator=AdvEstimator.GRPO.value)
     if actor.get("policy_loss") in ("gspo", "geo_mean"):
         set_default(algorithm, loss_normalizer=LossNormalizer.SEQUENCE_MEANS.value)
-    if actor.get("policy_loss") == "gspo":
-        if actor.get("clip_ratio") is None:  # arXiv:2507.18071, 5.1: the ratio is of a response
-            set_default(actor, clip_ratio_low=3e-4, clip_ratio_high=4e-4)
+    if actor.get("policy_loss") == "gspo" and actor.get("clip_ratio") is None:
+        # arXiv:2507.18071, 5.1: the ratio is of a response.
+        set_default(actor, clip_ratio_low=3e-4, clip_ratio_high=4e-4)
     if traits := TRAITS.get(str(algorithm.get("adv_estimator"))):
         if not traits.whitens:
             set_default(algorithm, advantage_whiten=AdvantageWhiten.NONE.value)

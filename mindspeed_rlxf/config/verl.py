@@ -61,7 +61,8 @@ RENAMED: dict[str, Tree] = {
 }
 NO_EFFECT = {pattern: text for text, keys in TABLE["no_effect"].items() for pattern in keys.split()}
 EXACT_KEYS = [key for key in (*RENAMED, *TABLE["older"], *NO_EFFECT) if "*" not in key]
-SECTIONS = {key.partition(".")[0] for key in (*EXACT_KEYS, *NO_EFFECT)}
+REFUSED = [key for entry in TABLE["refused"] for key in entry["keys"].split()]
+SECTIONS = {key.partition(".")[0] for key in (*EXACT_KEYS, *NO_EFFECT, *REFUSED)} - {"*"}
 """verl's sections. A file may also have sections of ours with other names."""
 
 
@@ -277,13 +278,15 @@ class _Translation:
         get, put, longest = self.get, self.put, "data.max_response_length"
         put("training.stage", "ray_ppo" if "critic" in self.roles else "ray_grpo")
         put("training.model", "auto")
-        put("training.seq_length", get("data.max_prompt_length") + get(longest), longest)
+        put("training.seq_length", get("data.max_prompt_length") + get(longest))
+        self.given.renamed["training.seq_length"] = f"data.max_prompt_length + {longest}"
         put("training.train_iters", self._count_iterations(count_rows), STEPS)
         names = [name for name in _as_list(get("trainer.logger")) if name != "console"]
         put("logging.trackers", ["jsonl", *names], "trainer.logger")
         self._convert_batches()
         if not self.given.sections["resource_pool"]:
             self._make_pool(POOL, "trainer")
+            self._split_pool()
         model, own = "reward_model", "custom_reward_function"
         if get(f"{model}.enable") and get(f"{model}.enable_resource_pool"):
             self._make_pool("reward_pool", model)
@@ -351,6 +354,21 @@ class _Translation:
         sizes = [self.get(f"{section}.n_gpus_per_node")] * self.get(f"{section}.nnodes")
         self.put(f"resource_pool.{name}", sizes, f"{section}.n_gpus_per_node")
 
+    def _split_pool(self) -> None:
+        """Add the devices that only generate, as in verl's one-step-off trainer."""
+        pool = self.given.sections["resource_pool"]
+        for section in ("rollout", ROLLOUT):
+            nodes, per_node = self.get(f"{section}.nnodes"), self.get(f"{section}.n_gpus_per_node")
+            if not nodes or POOL not in pool:
+                continue
+            trains, generates = sum(pool[POOL]), nodes * (per_node or 8)
+            pool[POOL] = [*pool[POOL], *[generates // nodes] * nodes]
+            if self.idle == "megatron":
+                self.note("with FSDP all devices train and generate", f"{section}.nnodes")
+                continue
+            self.put("actor_rollout.num_gpus_for_train", trains, "trainer.n_gpus_per_node")
+            self.put("actor_rollout.num_gpus_for_infer", generates, f"{section}.nnodes")
+
     def _count_iterations(self, count_rows: Callable[[str], int]) -> Any:
         if self.get(STEPS) is not None or "train_iters" in self.given.sections["training"]:
             return self.get(STEPS)
@@ -377,6 +395,17 @@ class _Translation:
         ratio, waits = f"{section}.optim.lr_warmup_steps_ratio", "trainer.critic_warmup"
         for number, beta in enumerate(self.get(betas), 1):
             self.put(f"{role}.adam_beta{number}", beta, betas)
+        micro, by_device = (
+            f"{section}.ppo_micro_batch_size",
+            f"{section}.ppo_micro_batch_size_per_gpu",
+        )
+        if (
+            self.get(micro)
+            and not self.get(by_device)
+            and not self.get(f"{section}.use_dynamic_bsz")
+        ):
+            devices = sum(self.given.sections["resource_pool"].get(POOL, [1]))
+            self.put(f"{role}.micro_batch_size", max(1, self.get(micro) // devices), micro)
         clips = [f"{section}.optim.clip_grad", f"{section}.grad_clip"]
         if self.idle == "megatron" and self.get("trainer.use_legacy_worker_impl") in LEGACY:
             clips.reverse()
@@ -410,6 +439,13 @@ class _Translation:
             fits = [each for each in entry["keys"].split() if fnmatchcase(key, each)]
             if fits and not (effect and fits[0].endswith("*")):
                 if asks and value not in entry.get("neutral", ()):
+                    if "section" in entry:  # one problem for all keys
+                        key = key.partition(".")[0]
+                        rule = f"is not supported: {entry['why']}"
+                        problem = Problem(key, rule, remedy=entry["remedy"])
+                        if str(problem) not in map(str, self.given.problems):
+                            self.given.problems.append(problem)
+                        return
                     self.refuse(key, f"is not supported: {entry['why']}", entry["remedy"])
                 return
         if effect is None and value is not None:
@@ -460,8 +496,7 @@ def _resolve(theirs: Tree) -> Tree:
 
 def is_known(key: str) -> bool:
     """Return whether verl has a key, also one without effect or one that is refused."""
-    refused = [pattern for entry in TABLE["refused"] for pattern in entry["keys"].split()]
-    patterns = [*RENAMED, *DEFAULTS, *TABLE["older"], *NO_EFFECT, *refused]
+    patterns = [*RENAMED, *DEFAULTS, *TABLE["older"], *NO_EFFECT, *REFUSED]
     return any(fnmatchcase(key, pattern) for pattern in patterns)
 
 

@@ -1,13 +1,15 @@
 """Scores for the built-in choice, format and length rules; that for mathematics is imported."""
 
+import json
 import re
+import string
 
 from mindspeed_rlxf.rewards.expressions import math_score
 from mindspeed_rlxf.rewards.latex import after_thoughts, find_boxed, find_tagged, unwrap_text
 from mindspeed_rlxf.rewards.numbers import ANSWER_MARK
 
 __all__ = ["CHOICES", "find_choice", "format_score", "length_score", "math_score",
-           "multiple_choice"]  # fmt: skip
+           "multiple_choice", "search_score", "search_targets"]  # fmt: skip
 
 # Each tag once. The first may be at the end of the prompt, where some chat templates write it.
 _NO_TAG = r"(?:(?!</?(?:think|answer)>).)*"
@@ -137,6 +139,36 @@ def _letter_with_text(text: str, choices: str) -> str | None:
     if letter not in choices or (another is not None and another[1] in choices):
         return None
     return letter
+
+
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+
+
+def search_score(response: str, ground_truth: str) -> float:
+    """Score 1 if the last <answer> element is one of the expected answers, else 0.
+
+    Answers are compared in lower case, without punctuation, articles and extra white space, as in
+    SQuAD. The ground truth is JSON, a list of answers or {"target": answers}, or the answer itself.
+    """
+    given = _ANSWER.findall(response)
+    expected = {_plain(answer) for answer in search_targets(ground_truth)}
+    return float(bool(given) and _plain(given[-1]) in expected)
+
+
+def search_targets(ground_truth: str) -> list[str]:
+    """Return the expected answers that a ground truth holds; see `search_score`."""
+    try:
+        found = json.loads(ground_truth)
+    except ValueError:
+        return [ground_truth] if ground_truth.strip() else []
+    found = found.get("target") if isinstance(found, dict) else found
+    return [str(each) for each in (found if isinstance(found, list) else [found] if found else [])]
+
+
+def _plain(answer: str) -> str:
+    text = "".join(sign for sign in answer.lower() if sign not in string.punctuation)
+    return " ".join(_ARTICLES.sub(" ", text).split())
 
 
 def format_score(response: str, ground_truth: str = "", pattern: str = THINK) -> float:

@@ -14,6 +14,8 @@ from mindspeed_rlxf.rewards.answers import (
     length_score,
     math_score,
     multiple_choice,
+    search_score,
+    search_targets,
 )
 from mindspeed_rlxf.rewards.expressions import accepts_math_truth
 from mindspeed_rlxf.rewards.numbers import final_number, last_number, marked_number
@@ -91,6 +93,7 @@ RULES: dict[str, Rule] = {
     "math": _as_rule(math_score),
     "math_verl": _as_rule(verl_rules.math_verl),
     "multiple_choice": _as_rule(multiple_choice),
+    "search_qa": _as_rule(search_score),
     "format": _as_rule(format_score),
     "length": _as_rule(length_score),
 }
@@ -112,13 +115,27 @@ BUILTIN_SOURCES = {
     "HuggingFaceH4/MATH-500": "math",
     "hendrycks/competition_math": "math",
     "Rowan/hellaswag": "multiple_choice",
-}
+    "hiyouga/geometry3k": "math",
+    **dict.fromkeys(
+        ("math", "math_dapo", "math_dapo_reasoning", "aime", "aime24", "aime25", "aime2024",
+         "aime2025", "aime_2024", "aime_2025", "numina_aops_forum", "numina_synthetic_math",
+         "numina_amc_aime", "numina_synthetic_amc", "numina_cn_k12", "numina_olympiads"),
+        "math",
+    ),
+    **dict.fromkeys(("apps", "codecontests", "codeforces", "taco"), "code"),
+    **dict.fromkeys(
+        ("searchR1_nq", "searchR1_triviaqa", "searchR1_popqa", "searchR1_hotpotqa",
+         "searchR1_2wikimultihopqa", "searchR1_musique", "searchR1_bamboogle"),
+        "search_qa",
+    ),
+}  # fmt: skip
 """Data source -> name of its rule, unless `reward.rules` names another."""
 
 ACCEPTS: dict[str, Callable[[str], object]] = {
     "gsm8k_verl": verl_rules.accepts_gsm8k_truth,
     "math": accepts_math_truth,
     "math_verl": verl_rules.accepts_math_truth,
+    "search_qa": search_targets,
 }
 """Name of a rule that does not score a ground truth as a response -> whether it accepts one.
 

@@ -23,6 +23,7 @@ from mindspeed_rlxf.config import plugins
 from mindspeed_rlxf.config.plugins import Source, run_as_module
 from mindspeed_rlxf.config.reward_section import (
     BY_SOURCE,
+    RULES_OF_PROGRAMS,
     STRUCTURED,
     FunctionConfig,
     SandboxConfig,
@@ -94,6 +95,8 @@ class SampleScorer:
         if rule == BY_SOURCE:
             rule, arguments = self._plan.rules[sample.data_source], {}
             self.function = rule
+        if rule in RULES_OF_PROGRAMS and rule not in RULES:  # of a data source in the table
+            from mindspeed_rlxf.rewards import programs  # noqa: F401  registers its rules
         result = RULES[rule](sample.response, sample.ground_truth, **arguments)
         return to_result({**result.parts, "score": result.score})
 

@@ -380,6 +380,22 @@ CASES = {
         (*GRPO, "algorithm.adv_estimator=opo", f"{ACTOR}.loss_agg_mode=seq-mean-token-sum"),
         {"algorithm.adv_estimator": "opo", "algorithm.loss_normalizer": "sequence_totals"},
     ),
+    "devices that only generate": (
+        (*GRPO, f"{ACTOR}.strategy=megatron", "trainer.n_gpus_per_node=6", "rollout.nnodes=1",
+         "rollout.n_gpus_per_node=2"),
+        {"actor_rollout.num_gpus_for_train": 6, "actor_rollout.num_gpus_for_infer": 2,
+         "resource_pool.global_pool": [6, 2]},
+    ),
+    "devices that only generate, with FSDP": (
+        (*GRPO, f"{ROLLOUT}.nnodes=2", f"{ROLLOUT}.n_gpus_per_node=4", "rollout.engine=vllm"),
+        {"actor_rollout.num_gpus_for_train": None, "resource_pool.global_pool": [8, 4, 4],
+         "rollout.engine": "vllm"},
+    ),
+    "micro-batches over all devices": (
+        (f"{ACTOR}.ppo_micro_batch_size=32", "critic.ppo_micro_batch_size=32",
+         "critic.ppo_micro_batch_size_per_gpu=2"),
+        {"actor_rollout.micro_batch_size": 4, "critic.micro_batch_size": 2},
+    ),
     "fp32": ((f"{ACTOR}.fsdp_config.dtype=float32",), {"training.bf16": False}),
 }  # fmt: skip
 
@@ -424,7 +440,8 @@ REFUSALS = [
     (("reward_model.enable=true", "reward_model.model.path=rm", "custom_reward_function.path=x.py"),
      "reward_model.enable=true and custom_reward_function.path leave open which scores"),
     ((f"{ACTOR}.megatron.context_parallel_size=2",), f"{ACTOR}.megatron.context_parallel_size=2"),
-    ((f"{ACTOR}.ppo_micro_batch_size=8",), f"{ACTOR}.ppo_micro_batch_size=8 is not supported"),
+    (("async_training.staleness_threshold=0.5", "async_training.require_batches=4"),
+     "async_training is not supported: an iteration trains on a whole batch"),
     ((f"{ACTOR}.megatron.override_transformer_config.strange=1",), f"{ACTOR}.megatron.override"),
     (("reward_model.max_resp_len=7",), "reward_model.max_resp_len=7 must be"),
     (("data.max_prompt_length=long",), "data.max_prompt_length='long' must be a number"),

@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import subprocess
+import sys
 from decimal import Decimal
 from itertools import pairwise
 from pathlib import Path
@@ -10,8 +12,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mindspeed_rlxf.rewards.answers import format_score, length_score, multiple_choice
+from mindspeed_rlxf.rewards.answers import (
+    format_score,
+    length_score,
+    multiple_choice,
+    search_score,
+    search_targets,
+)
 from mindspeed_rlxf.rewards.rules import (
+    BUILTIN_SOURCES,
     RULES,
     RewardResult,
     exact_match,
@@ -141,3 +150,37 @@ def test_responses_score_as_in_the_table(rule: str) -> None:
         if RULES[name](response.replace("\\n", "\n"), truth, **arguments).score != score
     ]
     assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "score"),
+    [
+        ("<answer>the  ann lee.</answer>", '{"target": ["Ann Lee", "A. Lee"]}', 1.0),
+        ("<answer>Bob</answer> <answer>A Lee</answer>", '["The Lee"]', 1.0),  # articles
+        ("<answer>Ann</answer> no, <answer>Bob</answer>", '["Ann"]', 0.0),
+        ("Ann Lee", '["Ann Lee"]', 0.0),
+        ("<answer>1912</answer>", "1912", 1.0),
+    ],
+)
+def test_answers_of_a_search_by_hand(response, truth, score):
+    assert search_score(response, truth) == score
+
+
+def test_a_search_without_expected_answers_has_none():
+    assert search_targets('{"target": []}') == search_targets("null") == search_targets("") == []
+    assert search_targets("7") == ["7"]
+
+
+def test_verls_data_sources_have_rules():
+    sources = ("aime2024", "numina_cn_k12", "hiyouga/geometry3k", "searchR1_nq", "apps", "taco")
+    assert [BUILTIN_SOURCES[source] for source in sources] == [
+        "math", "math", "math", "search_qa", "code", "code"
+    ]  # fmt: skip
+    # In a process that has imported no rules of programs; the response has no program.
+    program = (
+        "from mindspeed_rlxf.rewards.scoring import *\n"
+        "from mindspeed_rlxf.rewards.rules import BUILTIN_SOURCES\n"
+        "sample = Sample('p', 'none', '{\"inputs\": [\"1\"], \"outputs\": [\"1\"]}', 'apps')\n"
+        "assert SampleScorer(Plan((), BUILTIN_SOURCES)).score(sample).score == 0.0\n"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=REPO, check=True)

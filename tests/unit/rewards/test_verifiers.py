@@ -189,14 +189,14 @@ def test_check_finds_sources_without_a_rule_and_ground_truths_without_an_answer(
         prompt(1, "", "arithmetic"),
         prompt(2, "seven", "gsm8k"),
         prompt(3, " ", "arithmetic"),
-        prompt(4, "7", "math"),
+        prompt(4, "7", "puzzles"),
         prompt(5, "so\n#### 7", "gsm8k"),
         prompt(6, '{"inputs": ["1"], "outputs": []}', "taco"),
     ]
     problems = RewardManager({"taco": "code"}).check(prompts)
     arithmetic, gsm8k, unknown, taco = map(str, problems)
     assert "or inputs and as many outputs, not 1 and 0; correct the rows" in taco
-    assert unknown.startswith("data source 'math' (1 rows) must have a rule")
+    assert unknown.startswith("data source 'puzzles' (1 rows) must have a rule")
     assert arithmetic.startswith("data source 'arithmetic' (2 rows) must have ground truths")
     assert "the first without is prompt 1 ('question 1') with ''" in arithmetic
     assert gsm8k.startswith("data source 'gsm8k' (1 rows) must have ground truths")
