@@ -1,11 +1,12 @@
-"""Count which of verl's scripts translate and plan: the option lists in the shell scripts of a folder.
+"""Count which of verl's example scripts translate and plan, by their option lists.
 
-    git clone https://github.com/verl-project/verl && python benchmarks/verl_scripts.py verl
+    git clone https://github.com/verl-project/verl
+    python benchmarks/verl_scripts.py verl
 
-A script runs in bash's restricted mode with no programs, no files and an empty environment: a call
-of Python only reports its arguments. A list counts once, however many scripts have it. Models are
-stand-ins: Qwen3 8B, or its kind with experts, and files of data have 100,000 rows. Prints a table by
-kind, with the number of lists of each, then the problems by frequency.
+Each shell script in the folder runs in bash's restricted mode, without programs, files and
+environment: a call of Python only reports its arguments. A list counts once, however many scripts
+have it. Models are stand-ins: Qwen3 8B, its kind with experts, or one with images, so memory is not
+judged. Files of data have 100,000 rows. Prints a table by kind, and the most frequent problems.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from mindspeed_rlxf.config.problems import ConfigError, UserError
 from mindspeed_rlxf.config.verl import read_verl, translate_verl
 from mindspeed_rlxf.ops.planning.plan import plan
 
-NUM_ROWS, TIMEOUT_S = 100_000, 5
+NUM_ROWS, TIMEOUT_S, NUM_SHOWN = 100_000, 5, 40
 ENVIRONMENT = {"PATH": "/nonexistent", "HOME": "/root"}
 DENSE = {
     "model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32,
@@ -38,8 +39,8 @@ WITH_EXPERTS = {
     "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
     "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
-REPORT = r"""
-report() { printf 'CALL\0'; for argument in "$@"; do printf '%s\0' "$argument"; done; printf 'END\0'; }
+FUNCTIONS = r"""
+report() { printf 'CALL\0'; for word in "$@"; do printf '%s\0' "$word"; done; printf 'END\0'; }
 python() { report "$@"; }
 python3() { report "$@"; }
 python3.10() { report "$@"; }
@@ -54,49 +55,51 @@ nproc() { echo 8; }
 """
 """Functions in place of programs; bash calls the handler for all others."""
 REDIRECTION = re.compile(r"(?:\d|&)?>{1,2}\s*(?:&\d|\S+)|\|\s*tee\b[^\n\\]*|<<<\S+")
+IMAGES = re.compile(r"image|[-_.]?VL\b|-VL-|vl[-_]|_vl|omni|video|vision|diffusion|wan2", re.I)
+EXPERTS = re.compile(r"A3B|A22B|moe|mixtral|671b|deepseek-?v|expert_model_p\w+=[2-9]", re.I)
+KINDS = {
+    "images": IMAGES,
+    "SGLang or TensorRT-LLM": re.compile(r"rollout\.name=(sglang|trtllm)|engine_kwargs\.sglang"),
+    "several turns, tools, agents": re.compile(r"multi_turn\.enable=[Tt]rue|agent_loop_config"),
+    "fully asynchronous": re.compile(r"async_\w+\.|total_rollout_steps"),
+    "Megatron": re.compile(r"strategy=megatron|megatron\."),
+    "FSDP": re.compile(""),
+}
+"""Kind -> what the lists of it have; the first that fits counts."""
 
 
 def main() -> None:
-    """Print the table and the problems as text, or every list's problems as JSON with --json."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Print the table."""
+    parser = argparse.ArgumentParser(description="Count verl's scripts that translate.")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--json", type=Path, help="also write each list with its problems")
-    arguments = parser.parse_args()
-    scripts = sorted(arguments.folder.rglob("*.sh"))
-    lists: dict[tuple[str, ...], str] = {}
-    for script in scripts:
-        for options in option_lists(script):
-            lists.setdefault(options, str(script.relative_to(arguments.folder)))
-    records = []
-    with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)
-        os.environ["HOME"] = folder
-        for options, name in lists.items():
-            problems = find_problems(options)
-            records.append(
-                {"script": name, "kind": kind_of(options), "problems": problems, "options": options}
-            )
-    if arguments.json:
-        arguments.json.write_text(json.dumps(records, indent=1))
+    folder = parser.parse_args().folder.resolve()
+    scripts = sorted(folder.rglob("*.sh"))
+    lists = Counter(options for script in scripts for options in option_lists(script))
+    with tempfile.TemporaryDirectory() as empty:
+        os.chdir(empty)
+        os.environ["HOME"] = empty
+        judged = [(kind_of(options), *judge(options)) for options in lists]
     print(f"{len(scripts)} scripts, {len(lists)} different option lists\n")
     print("| kind | lists | translate and plan |\n| --- | --- | --- |")
-    for kind, number in Counter(record["kind"] for record in records).most_common():
-        runs = [r for r in records if r["kind"] == kind and not r["problems"]]
-        print(f"| {kind} | {number} | {len(runs)} |")
+    for kind in KINDS:
+        problems = [found for of_kind, found, _ in judged if of_kind == kind]
+        print(f"| {kind} | {len(problems)} | {problems.count([])} |")
+    others = [found for kind, found, _ in judged if kind not in ("images", [*KINDS][1])]
+    print(f"\nWithout the first two kinds: {others.count([])} of {len(others)}")
+    silent = [1 for kind, found, notes in judged if kind == "images" and not (found or notes)]
+    print(f"Lists with images that are neither refused nor noted: {len(silent)}")
     keys = Counter(
-        (record["kind"], re.sub(r"=.*", "", problem.split(" ")[0]))
-        for record in records
-        for problem in set(record["problems"])
+        re.sub(r"=.*", "", problem.split(" ")[0]) for found in others for problem in {*found}
     )
-    print("\nProblems, with the number of lists:")
-    for (kind, key), number in keys.most_common(60):
-        print(f"{number:5} {kind}: {key}")
+    print("\nKeys with problems, without the first two kinds:")
+    for key, number in keys.most_common(NUM_SHOWN):
+        print(f"{number:5} {key}")
 
 
 def option_lists(script: Path) -> Iterator[tuple[str, ...]]:
-    """Yield the options of each call of a trainer in a script, sorted."""
+    """Yield the options of each call of a trainer in a script."""
     text = REDIRECTION.sub("", script.read_text("utf-8", "replace"))
-    command = [shutil.which("bash"), "--restricted", "-c", f"{REPORT}\n{text}", script.name]
+    command = [str(shutil.which("bash")), "--restricted", "-c", f"{FUNCTIONS}\n{text}", script.name]
     with tempfile.TemporaryFile() as output:
         with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for a server
             subprocess.run(
@@ -110,62 +113,48 @@ def option_lists(script: Path) -> Iterator[tuple[str, ...]]:
         options = [word for word in words if re.match(r"[+~]*[a-z_]+[\w./@]*=", word)]
         if not any("actor_rollout_ref." in option for option in options):
             continue
-        base = " ".join(words)
-        if "megatron" in "".join(w for w in words if "config" in w.split("=")[0]) or (
-            "--config-name" in base and "megatron" in base.split("--config-name")[1][:40]
-        ):
+        if re.search(r"--config-name[= ]\S*megatron", " ".join(words)):
             options.insert(0, "actor_rollout_ref.actor.strategy=megatron")
         yield tuple(options)
 
 
 def kind_of(options: tuple[str, ...]) -> str:
-    """Return the group of a list in the table."""
+    """Return the row of a list in the table."""
     text = " ".join(options)
-    if re.search(r"image|[-_.]?VL\b|-VL-|vl[-_]|_vl|omni|video|vision|diffusion|wan2", text, re.I):
-        return "images"
-    if re.search(r"rollout\.name=(sglang|trtllm)", text) or "engine_kwargs.sglang" in text:
-        return "SGLang or TensorRT-LLM"
-    return "text"
+    return next(kind for kind, pattern in KINDS.items() if pattern.search(text))
 
 
-def find_problems(options: tuple[str, ...]) -> list[str]:
-    """Return the problems of translating and planning a list, [] if it would start."""
+def judge(options: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    """Return the problems of translating and planning a list, and its notes about images."""
     Path("base.yaml").write_text("dry_run: true\ndevice: {kind: npu, memory_gib: 64}\n")
-    text = " ".join(options)
-    needs_experts = re.search(
-        r"A3B|A22B|moe|mixtral|671b|deepseek-?v|expert_model_p\w+=[2-9]", text, re.I
-    )
+    notes: list[str] = []
     try:
         given = translate_verl(read_verl("base.yaml", options), lambda _: NUM_ROWS)
-        for section in given.sections.values():
-            load = section.get("load") if isinstance(section, dict) else None
-            if isinstance(load, str):
-                folder = Path(os.path.expanduser(load))
-                if not folder.is_absolute() or str(folder).startswith(os.environ["HOME"]):
-                    pass
-                else:
-                    folder = Path("models") / folder.name
-                    section["load"] = str(folder)
-                folder.mkdir(parents=True, exist_ok=True)
-                config = WITH_EXPERTS if needs_experts else DENSE
-                (folder / "config.json").write_text(json.dumps(config))
-        stand_in_function(given)
+        notes = [note for note in given.list_notes() if "images" in note]
+        add_stand_ins(given, " ".join(options))
         config, _ = resolve_given(given, "base")
         problems = plan(config, False).problems
     except (ConfigError, UserError) as error:
         problems = error.problems
-    # Memory depends on the model, which is a stand-in.
-    return [str(problem) for problem in problems if "GiB" not in str(problem)]
+    return [str(problem) for problem in problems if "GiB" not in str(problem)], notes
 
 
-def stand_in_function(given: Given) -> None:
-    """Write a file with the reward function that a list names, as its file is not here."""
+def add_stand_ins(given: Given, text: str) -> None:
+    """Make the folders of models and the file of a reward function that a list names."""
+    config = WITH_EXPERTS if EXPERTS.search(text) else DENSE
+    config = {**config, "model_type": "qwen2_5_vl"} if IMAGES.search(text) else config
+    for section in given.sections.values():
+        load = section.get("load") if isinstance(section, dict) else None
+        if isinstance(load, str):
+            folder = Path("models") / Path(load).name
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.json").write_text(json.dumps(config))
+            section["load"] = str(folder)
     function = given.sections["reward"].get("function")
     if isinstance(function, dict):
         name = function["function"].rpartition(":")[2]
-        Path("scores.py").write_text(
-            f"def {name}(solution_str, ground_truth, **_):\n    return 0\n"
-        )
+        code = f"def {name}(solution_str, ground_truth, **_):\n    return 0\n"
+        Path("scores.py").write_text(code)
         function["function"] = f"scores.py:{name}"
 
 
