@@ -84,8 +84,9 @@ class Role(Enum):
     @classmethod
     def _missing_(cls, value: object) -> "Role | None":
         members = list(cls)
-        is_number = type(value) is int and 0 <= value < len(members)
-        return members[value] if is_number else None  # type: ignore[index]
+        if isinstance(value, int) and 0 <= value < len(members):
+            return members[value]
+        return None
 
 
 class RayWorkerGroup:
@@ -287,7 +288,7 @@ def _reward_key(manager: Any) -> dict[str, Any] | None:
     if manager is None:
         return None
     own = type(manager)
-    select = getattr(own, SELECT, None)
+    select: Any = getattr(own, SELECT, None)
     if own is not RewardManager and (overrides_call(own) or select is not None):
         method = own.__call__ if overrides_call(own) else inspect.unwrap(select)
         file = method.__code__.co_filename

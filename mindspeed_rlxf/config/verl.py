@@ -512,7 +512,7 @@ def _outranks(key: str, value: Any, strategy: Any) -> bool:
     Megatron reads `lora`, FSDP the keys beside it. Of Ulysses' two names one is 1.
     """
     if key.endswith(".ulysses_sequence_parallel_size"):
-        return value not in (None, 1)
+        return bool(value not in (None, 1))
     if ".model.lora" in key:
         return (".model.lora." in key) == (strategy == "megatron")
     return key == current_name(key)

@@ -221,4 +221,4 @@ def code(response: str, ground_truth: str) -> RewardResult:
 def code_all(response: str, ground_truth: str) -> RewardResult:
     """Score as `code`, but 1 if all cases pass, else 0."""
     result = code(response, ground_truth)
-    return RewardResult(result.parts["accuracy"], result.parts)
+    return RewardResult(float(result.parts["accuracy"]), result.parts)

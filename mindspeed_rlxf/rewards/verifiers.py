@@ -69,7 +69,8 @@ def verify(
 ) -> RewardResult:
     """Return the weighted sum over verifiers; the parts are not weighted."""
     parts = {rule.value: FUNCTIONS[rule](response, ground_truth) for rule, _ in verifiers}
-    return RewardResult(sum(parts[rule.value] * weight for rule, weight in verifiers), parts)
+    score = sum(parts[rule.value] * weight for rule, weight in verifiers)
+    return RewardResult(score, {**parts})
 
 
 def find_answer(text: str) -> str:
