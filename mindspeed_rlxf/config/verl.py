@@ -299,7 +299,8 @@ class _Translation:
             if get(f"{model}.enable"):
                 self._choose_scorer(f"{model}.enable", f"{own}.path")
         elif not get(f"{model}.enable"):
-            put("reward.rules", TABLE["rules"])
+            reward = self.given.sections["reward"]
+            reward["rules"] = {**TABLE["rules"], **(reward.get("rules") or {})}
         both = "algorithm.use_kl_in_reward", f"{ACTOR}.use_kl_loss"
         if all(map(get, both)):
             rule = "must not stand together: one KL term is in the reward or in the loss"

@@ -141,7 +141,7 @@ def _letter_with_text(text: str, choices: str) -> str | None:
     return letter
 
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
@@ -151,9 +151,9 @@ def search_score(response: str, ground_truth: str) -> float:
     Answers are compared in lower case, without punctuation, articles and extra white space, as in
     SQuAD. The ground truth is JSON, a list of answers or {"target": answers}, or the answer itself.
     """
-    given = _ANSWER.findall(response)
-    expected = {_plain(answer) for answer in search_targets(ground_truth)}
-    return float(bool(given) and _plain(given[-1]) in expected)
+    given = _ANSWER_TAG.findall(response)
+    expected = {_plain_answer(answer) for answer in search_targets(ground_truth)}
+    return float(bool(given) and _plain_answer(given[-1]) in expected)
 
 
 def search_targets(ground_truth: str) -> list[str]:
@@ -166,7 +166,7 @@ def search_targets(ground_truth: str) -> list[str]:
     return [str(each) for each in (found if isinstance(found, list) else [found] if found else [])]
 
 
-def _plain(answer: str) -> str:
+def _plain_answer(answer: str) -> str:
     text = "".join(sign for sign in answer.lower() if sign not in string.punctuation)
     return " ".join(_ARTICLES.sub(" ", text).split())
 

@@ -339,7 +339,7 @@ CASES = {
     "keys of ours in sections of both": (
         ("+reward.rules={my/source: math}", "+data.default_data_source=x", "critic.vf_coef=0.5",
          "data.data_source_key=kind"),
-        {"reward.rules": {"my/source": "math"}, "data.default_data_source": "x",
+        {"reward.rules": {**TABLE["rules"], "my/source": "math"}, "data.default_data_source": "x",
          "critic.vf_coef": 0.5, "data.data_source_key": "kind"},
     ),
     "a longer model": (
