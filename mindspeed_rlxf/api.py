@@ -170,7 +170,7 @@ def collate_fn(*_: Any) -> None:
 def _namespace(name: str) -> SimpleNamespace:
     def compute_score(solution_str: str, ground_truth: str, **_: Any) -> float:
         """Return the score of the rule with the module's name."""
-        return RULES[name](solution_str, str(ground_truth)).score
+        return RULES[name](solution_str, str(ground_truth)).score or 0.0
 
     return SimpleNamespace(compute_score=compute_score)
 

@@ -515,7 +515,7 @@ def _outranks(key: str, value: Any, strategy: Any) -> bool:
     if key.endswith(".ulysses_sequence_parallel_size"):
         return bool(value not in (None, 1))
     if ".model.lora" in key:
-        return (".model.lora." in key) == (strategy == "megatron")
+        return bool((".model.lora." in key) == (strategy == "megatron"))
     return key == current_name(key)
 
 
