@@ -37,6 +37,7 @@ MOVED = {
     "inference_tensor_model_parallel_size": "rollout.tensor_model_parallel_size",
     "use_deter_comp": "training.deterministic",
     "recompute_granularity": "training.recompute",
+    "ulysses_sequence_parallel_size": "training.context_parallel_size",
 }
 """Key in `model.<name>`, `training` or the actor -> the key here replacing or matching it."""
 TAKEN = (
@@ -82,6 +83,10 @@ def translate(given: Given) -> None:
         if "recompute_granularity" in values:
             path, value = f"{section}.recompute_granularity", values.pop("recompute_granularity")
             given.move(path, value, f"{section}.recompute")
+        if "ulysses_sequence_parallel_size" in values:
+            path = f"{section}.ulysses_sequence_parallel_size"
+            value = values.pop("ulysses_sequence_parallel_size")
+            given.move(path, value, f"{section}.context_parallel_size")
         for key in sorted(values.keys() & (NO_OPS.keys() | REFUSED.keys())):
             _note_or_refuse(given, f"{section}.{key}", key, values.pop(key))
     _add_vocab_sizes(given)

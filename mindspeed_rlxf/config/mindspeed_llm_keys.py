@@ -60,6 +60,11 @@ ARCHITECTURE = "the architecture of every model here"
 KERNELS = "the device chooses the kernels, the numbers mean the same"
 
 NO_OP_LIST = (
+    NoOp(("context_parallel_algo",), ("ulysses_cp_algo",),
+        "context parallelism is Ulysses: its ranks exchange tokens for heads inside attention",
+        "ulysses_cp_algo; ring and hybrid attention, which send keys around, are not implemented"),
+    NoOp(("kv_head_repeat_before_uly_alltoall",), BOTH,
+        "key-value heads are repeated where there are fewer than ranks"),
     NoOp(("use_mcore_models",), YES, "models are always Megatron-core's"),
     NoOp(("use_flash_attn", "use_fused_rmsnorm", "use_fused_swiglu", "use_fused_rotary_pos_emb",
         "use_mc2", "no_masked_softmax_fusion", "no_gradient_accumulation_fusion",
@@ -116,11 +121,9 @@ NO_OP_LIST = (
 NO_OPS: dict[str, NoOp] = {key: entry for entry in NO_OP_LIST for key in entry.keys}
 
 REFUSED_LIST = (
-    Refusal(("context_parallel_size",), "one sequence is not split over devices here",
-        "use 1, and tensor or pipeline parallel for long sequences", (1,)),
-    Refusal(("context_parallel_algo", "ulysses_degree_in_cp", "cp_window_size",
-        "attention_mask_type", "cp_attention_mask_type", "use_cp_send_recv_overlap",
-        "kv_head_repeat_before_uly_alltoall"), "there is no context parallel here"),
+    Refusal(("ulysses_degree_in_cp", "cp_window_size", "attention_mask_type",
+        "cp_attention_mask_type", "use_cp_send_recv_overlap"),
+        "they set up ring or hybrid attention, and context parallelism is Ulysses here"),
     Refusal(("lora_r", "lora_alpha", "lora_target_modules", "lora_load", "lora_modules_to_save",
         "lora_register_forward_hook", "lora_fusion", "lora_ckpt_filter", "qlora",
         "qlora_save_dequantize"), "adapters have PEFT's terms here, in the section lora",

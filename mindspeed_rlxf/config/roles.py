@@ -31,6 +31,7 @@ from mindspeed_rlxf.config.problems import (
 from mindspeed_rlxf.config.registry import Choice
 
 TP, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+CP = "context_parallel_size"
 CHUNK = "num_layers_per_virtual_pipeline_stage"
 
 
@@ -109,12 +110,14 @@ class RoleConfig(Section):
     )
     expert_model_parallel_size: int = reshard(
         1,
-        "data-parallel ranks that share the experts of a layer",
+        "data- and context-parallel ranks that share the experts of a layer",
         ge=1,
         only_if="architecture.num_experts",
     )
-    ulysses_sequence_parallel_size: int = reshard(
-        1, "ranks that share the tokens of a micro-batch", ge=1, only_if="backend=fsdp"
+    context_parallel_size: int = reshard(
+        1,
+        "ranks that share the tokens of a micro-batch, and the heads inside attention (Ulysses)",
+        ge=1,
     )
     sequence_parallel: bool = reshard(
         False,
@@ -125,7 +128,10 @@ class RoleConfig(Section):
         1, "samples per forward on one rank", ge=1, used_if="!max_tokens_per_micro_batch"
     )
     max_tokens_per_micro_batch: int | None = free(
-        None, "tokens per forward on a rank, not micro_batch_size", ge=1, only_if="packed_sequences"
+        None,
+        "tokens per forward on the ranks of a context-parallel group, not micro_batch_size",
+        ge=1,
+        only_if="packed_sequences",
     )
     bf16: bool = key(False, "weights and activations in bfloat16")
     packed_sequences: bool = free(True, "no padding in forward and backward")
@@ -170,6 +176,7 @@ class RoleConfig(Section):
         if self.backend == "fsdp":
             yield from self._check_sharded()
         yield from self._check_pipeline()
+        yield from self._check_context()
         tp = self.tensor_model_parallel_size
         yield from find_uneven("tensor_model_parallel_size", tp, self.architecture, self.model)
 
@@ -180,16 +187,29 @@ class RoleConfig(Section):
             if (size := getattr(self, name)) > 1:
                 remedy = f"use 1, all ranks share the weights, or {ref('backend')}=megatron"
                 yield Problem(name, f"must be 1 with {fsdp}", size, remedy)
-        ranks, a = self.ulysses_sequence_parallel_size, self.architecture
-        if a.num_attention_heads % ranks or not whole_groups(a, ranks):
-            heads = f"the {a.num_attention_heads} heads and {a.kv_heads} key-value heads"
-            good = [n for n in divisors(a.num_attention_heads) if whole_groups(a, n)]
-            remedy = use(neighbours(ranks, good))
-            rule = f"must divide {heads} of {self.model}, or the latter it"
-            yield Problem("ulysses_sequence_parallel_size", rule, ranks, remedy)
+        a = self.architecture
         if a.balances_experts:
             rule, given = f"is not computed with {fsdp}", f"{a.moe_aux_loss_coeff:g}"
             yield Problem("architecture.moe_aux_loss_coeff", rule, given, "use 0")
+
+    def _check_context(self) -> Iterator[Problem]:
+        """Yield problems with dividing the tokens, and the heads inside attention."""
+        cp, tp, a = self.context_parallel_size, self.tensor_model_parallel_size, self.architecture
+        if cp == 1:
+            return
+        if self.backend == "megatron" and not self.packed_sequences:
+            rule = f"needs {ref('packed_sequences')}=true with {ref('backend')}=megatron"
+            yield Problem(CP, rule, cp, "use that, or 1")
+        heads = f"{a.num_attention_heads} heads and {a.kv_heads} key-value heads"
+        good = [
+            n
+            for n in divisors(a.num_attention_heads)
+            if a.num_attention_heads % (n * tp) == 0 and whole_groups(a, n * tp)
+        ]
+        if good and cp not in good:  # without any, the tensor-parallel size is wrong
+            times = f"times {ref(TP)}={tp} " if tp > 1 else ""
+            rule = f"{times}must divide the {heads} of {self.model}, or the latter it"
+            yield Problem(CP, rule, cp, use(neighbours(cp, good)))
 
     def _check_pipeline(self) -> Iterator[Problem]:
         layers, pp = self.architecture.num_layers, self.pipeline_model_parallel_size

@@ -257,12 +257,13 @@ class RunConfig(Section):
         return [role for role in self.roles if self.placement[role] == pool]
 
     def layout(self, role: Role) -> ParallelLayout:
-        """Return a role's ranks, TP and PP; for the actor only training ranks count."""
+        """Return a role's ranks, TP, CP and PP; for the actor only training ranks count."""
         section = self.role(role)
         return ParallelLayout(
             world_size=sum(self.processes_of(role)),
-            tp=section.tensor_model_parallel_size * section.ulysses_sequence_parallel_size,
+            tp=section.tensor_model_parallel_size,
             pp=section.pipeline_model_parallel_size,
+            cp=section.context_parallel_size,
         )
 
     def backend_of(self, pool: str) -> str:

@@ -101,11 +101,11 @@ def _check_replicas(config: RunConfig) -> Iterator[Problem]:
     for role in config.roles:
         section, size = config.role(role), sum(config.processes_of(role))
         tp, pp = section.tensor_model_parallel_size, section.pipeline_model_parallel_size
-        ranks = section.ulysses_sequence_parallel_size
-        if size % (unit := tp * pp * ranks):
+        cp = section.context_parallel_size
+        if size % (unit := tp * cp * pp):
             split = role is Role.ACTOR_ROLLOUT and config.parts
             key = TRAIN if split else f"resource_pool.{config.placement[role]}"
-            sizes = f"TP {tp} x PP {pp}" + (f" x Ulysses {ranks}" if ranks > 1 else "")
+            sizes = f"TP {tp}" + (f" x CP {cp}" if cp > 1 else "") + f" x PP {pp}"
             rule = f"must be a multiple of {sizes} = {unit} of {TITLES[role]}"
             yield Problem(key, rule, size, use(multiples_around(size, unit)))
 
@@ -134,7 +134,7 @@ def _check_model(config: RunConfig, role: Role, whole: bool) -> Iterator[Problem
             yield Problem("algorithm.loss_normalizer", rule, normalizer, "use minibatch_tokens")
     tp, ep = section.tensor_model_parallel_size, section.expert_model_parallel_size
     if section.architecture.num_experts is not None:
-        dp = config.layout(role).dp if whole else None
+        dp = config.layout(role).dp * section.context_parallel_size if whole else None
         yield from _check_experts(f"{role.value}.expert_model_parallel_size", ep, section, dp)
     if role is Role.ACTOR_ROLLOUT and config.rollout_tp != tp:
         a = section.architecture
@@ -260,7 +260,7 @@ def _check_vllm(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_experts(key: str, ep: int, section: RoleConfig, dp: int | None) -> Iterator[Problem]:
-    # dp None: the number of processes does not allow one.
+    # dp: data-parallel x context-parallel ranks; None = the number of processes allows none.
     experts = section.architecture.num_experts or 1
     remedy = use(neighbours(ep, divisors(gcd(experts, dp or experts))))
     if experts % ep:
@@ -422,7 +422,11 @@ def _check_estimator(config: RunConfig) -> Iterator[Problem]:
         rule = f"needs the reference in the actor's pool, and not in {other}"
         yield Problem(PENALTY, rule, "full", f"use {ref('placement.ref')}={pool}, or low_var_kl")
     # The vocabularies are compared part by part.
-    for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+    for key in (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+    ):
         mine, theirs = getattr(config.actor_rollout, key), getattr(config.role(Role.REF), key)
         if mine != theirs:
             rule = f"must be the actor's {mine} with {ref(PENALTY)}=full"

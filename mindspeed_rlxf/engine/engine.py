@@ -115,7 +115,8 @@ class MegatronEngine(CommonEngine):
         self._mini_batch = 0  # steps of this iteration
         sizes = role.tensor_model_parallel_size, role.pipeline_model_parallel_size
         experts = role.expert_model_parallel_size
-        self.groups = ParallelGroups(*sizes, seed, role.model_chunks, experts)
+        cp = role.context_parallel_size
+        self.groups = ParallelGroups(*sizes, seed, role.model_chunks, experts, cp)
         self.dtype = torch.bfloat16 if role.bf16 else torch.float32
         self.lora = role.adapters
         with self.groups.active():
@@ -204,13 +205,16 @@ class MegatronEngine(CommonEngine):
                 rows = bring_together(rows, prompts)
             saved = saved_tokens(rows, prompts, rollouts.prompt_lengths.tolist())
         groups = group_rows(self.role, rows, lengths.tolist(), in_order, self.groups.dp_host, saved)
+        cp = self.groups.cp
+        splits = self.groups.tp.size() if self.config.sequence_parallel else 1
         return make_micro_batches(
             rollouts,
             groups,
             self.role.packed_sequences,
-            self.groups.tp.size() if self.config.sequence_parallel else 1,
+            splits * cp.size(),
             device.current_device(),
             prompts,
+            cp if cp.size() > 1 else None,
         )
 
     @property

@@ -29,7 +29,7 @@ def export_hf(
 
     Tensors get their dtypes in `load`; `described` has config.json and the tokenizer.
     """
-    writes = groups.dp.rank() < groups.ep.size() and groups.tp.rank() == 0  # each expert once
+    writes = groups.dp_cp.rank() < groups.ep.size() and groups.tp.rank() == 0  # each expert once
     error = weights.export(folder, Path(load), writes, described)
     with fail_together(folder):
         if error is not None:

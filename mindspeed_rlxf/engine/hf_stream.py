@@ -125,18 +125,18 @@ def shards(weights: StageWeights, groups: ParallelGroups) -> Iterator[Shard]:
     """Yield the shard of every trained parameter of this rank, with the range this replica writes.
 
     The elements of these parameters, end to end in the order of the parameter map, are cut into
-    equal ranges, one per replica. Experts have dp / ep replicas and are cut separately from the
-    other parameters, which have dp. The range is empty where another rank has the first copy of
+    equal ranges, one per copy. Experts have dp x cp / ep copies and are cut separately from the
+    other parameters, which have dp x cp. The range is empty where another rank has the first copy of
     the shard.
     """
-    dp, rank, ep = groups.dp.size(), groups.dp.rank(), groups.ep.size()
+    copies, rank, ep = groups.dp_cp.size(), groups.dp_cp.rank(), groups.ep.size()
     counts = {False: 0, True: 0}  # is an expert -> elements so far
     totals, table = dict(counts), weights.trained_of(weights.table)
     for parameter in table:
         totals[parameter.expert is not None] += weights.tensors[parameter.name].numel()
     for parameter in table:
         tensor, expert = weights.tensors[parameter.name], parameter.expert is not None
-        replica, replicas = (rank // ep, dp // ep) if expert else (rank, dp)
+        replica, replicas = (rank // ep, copies // ep) if expert else (rank, copies)
         first, total = counts[expert], totals[expert]
         counts[expert] += tensor.numel()
         start, stop = (total * n // replicas - first for n in (replica, replica + 1))

@@ -45,22 +45,38 @@ class MicroBatch:
     response_lengths: Tensor  # [rows]
     trained_mask: Tensor  # [rows, response] bool, True = token that is trained
     trained_ids: Tensor  # [trained tokens of all rows] int64
+    cp: dist.ProcessGroup | None = None  # ranks that share the tokens; None = this rank has all
 
     @cached_property
     def attend(self) -> Attend | None:
         """Attention of the packed sequences for Megatron's layers; None = padded rows."""
         from mindspeed_rlxf.models.attention import PackedSequences, SharedPrompts
+        from mindspeed_rlxf.models.context_parallel import AcrossRanks
 
         if self.lengths is None:
             return None
+        whole: Attend = PackedSequences(lengths=self.lengths)
         if any(prompt is not None for prompt in self.prompts):
-            return SharedPrompts(lengths=self.lengths, prompts=self.prompts)
-        return PackedSequences(lengths=self.lengths)
+            whole = SharedPrompts(lengths=self.lengths, prompts=self.prompts)
+        return whole if self.cp is None else AcrossRanks(whole=whole, group=self.cp)
+
+    @property
+    def own_token_ids(self) -> Tensor:
+        """This rank's token ids, [b, s / cp]."""
+        return self._own(self.token_ids, axis=1)
+
+    @property
+    def own_positions(self) -> Tensor:
+        """This rank's positions, [s / cp]."""
+        return self._own(self.positions, axis=0)
+
+    def _own(self, tensor: Tensor, axis: int) -> Tensor:
+        return tensor if self.cp is None else tensor.chunk(self.cp.size(), axis)[self.cp.rank()]
 
     def prediction_places(self, slots: Tensor) -> Tensor:
         """Return the flat index of the hidden state one token before each marked slot.
 
-        That state predicts the slot's token. Shape [marked slots], row after row.
+        That state predicts the slot's token. Shape [marked slots], row after row, on the host.
 
         Args:
             slots: [rows, slots] bool, True for marked slots. Slot t is response token t's position;
@@ -70,15 +86,14 @@ class MicroBatch:
         return self._flat_places(row, self.prompt_lengths[row] - 1 + slot)
 
     def last_places(self) -> Tensor:
-        """Return the flat index of each row's last token, [rows]."""
+        """Return the flat index of each row's last token, [rows], on the host."""
         last = self.prompt_lengths + self.response_lengths - 1
         return self._flat_places(torch.arange(len(last)), last)
 
     def _flat_places(self, row: Tensor, token: Tensor) -> Tensor:
         response = token - self.prompt_lengths[row]
         own = self.response_starts[row] + response * self.stride
-        flat = torch.where(response < 0, self.starts[row] + token * self.stride, own)
-        return flat.to(self.token_ids.device)
+        return torch.where(response < 0, self.starts[row] + token * self.stride, own)
 
     def work(self, a: ArchitectureConfig, reads_logits: bool) -> Work:
         """Return the work in a forward pass; value and reward models read no logits."""
@@ -102,12 +117,14 @@ def make_micro_batches(
     multiple_of: int,
     device: torch.device,
     numbers: Sequence[int] | None = None,
+    cp: dist.ProcessGroup | None = None,
 ) -> list[MicroBatch]:
     """Make one micro-batch per row group.
 
     Rows lie end to end if `packed`, else are padded to the longest row. The token axis is padded to
-    a multiple of `multiple_of`, because sequence parallelism splits it. With `numbers` (from
-    `number_prompts`) neighbouring rows share an equal prompt, which needs packed rows.
+    a multiple of `multiple_of`, because sequence parallelism and the ranks of `cp` split it. With
+    `numbers` (from `number_prompts`) neighbouring rows share an equal prompt, which needs packed
+    rows.
     """
     prompts, responses = rollouts.prompt_lengths.tolist(), rollouts.response_lengths.tolist()
     batches = []
@@ -129,6 +146,7 @@ def make_micro_batches(
                 response_lengths=rollouts.response_lengths[rows],
                 trained_mask=trained,
                 trained_ids=rollouts.response_ids[rows][trained].to(device),
+                cp=cp,
             )
         )
     return batches

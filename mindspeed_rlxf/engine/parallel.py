@@ -48,25 +48,31 @@ def _restored() -> Iterator[None]:
 
 
 class ParallelGroups:
-    """One role's tensor, pipeline, data and expert parallel groups over the process world.
+    """One role's tensor, context, pipeline, data and expert parallel groups over the world.
 
-    Each expert is split over tp like a dense MLP. A layer's experts are distributed over `ep`
-    neighbouring data-parallel ranks: expert rank = data-parallel rank % ep. An expert's gradients
-    are summed over the dp / ep ranks that hold it. `random_states` has the role's Megatron random
-    streams, by name, while it is not active.
+    Rank = tp_rank + tp * (cp_rank + cp * (dp_rank + dp * pp_rank)). The `cp` ranks share the tokens
+    of a micro-batch and have equal weights, so `dp_cp`, their groups and the data-parallel ranks
+    together, sums gradients. Each expert is split over tp like a dense MLP. A layer's experts are
+    distributed over `ep` neighbouring ranks of `dp_cp`: expert rank = dp_cp rank % ep. An expert's
+    gradients are summed over the dp_cp / ep ranks that hold it. `random_states` has the role's
+    Megatron random streams, by name, while it is not active.
     """
 
-    def __init__(self, tp: int, pp: int, seed: int, chunks: int = 1, ep: int = 1) -> None:
+    def __init__(
+        self, tp: int, pp: int, seed: int, chunks: int = 1, ep: int = 1, cp: int = 1
+    ) -> None:
         """Make or reuse a layout's groups; a collective over all processes in the world.
 
         Does not activate them: leaves Megatron's globals and random streams as they are. Side
         effect: seeds the device generator, on a CPU torch's own, with `seed`, which also seeds the
         role's Megatron random streams. `chunks` counts model chunks on a pipeline rank.
         """
-        assert dist.get_world_size() % (tp * pp * ep) == 0, "the world holds no whole replicas"
+        replicas, rest = divmod(dist.get_world_size(), tp * pp * cp)
+        assert rest == 0, "the world holds no whole replicas"
+        assert replicas * cp % ep == 0, "the replicas cannot share the experts equally"
         with _restored():
-            make = partial(_make_groups, tp, pp, ep)
-            state = worlds.groups_of_layout((tp, pp, ep), make)
+            make = partial(_make_groups, tp, pp, ep, cp)
+            state = worlds.groups_of_layout((tp, pp, ep, cp), make)
             # For words between the expert-parallel ranks without a wait for the device.
             self.ep_host: dist.ProcessGroup = state.pop(EP_HOST)
             vars(parallel_state).update(state)
@@ -80,8 +86,11 @@ class ParallelGroups:
             self.tp = parallel_state.get_tensor_model_parallel_group()
             self.pp = parallel_state.get_pipeline_model_parallel_group()
             self.dp = parallel_state.get_data_parallel_group()
+            self.cp = parallel_state.get_context_parallel_group()
+            self.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
             self.ep = parallel_state.get_expert_model_parallel_group()
-            # For sums in fp64 on the host, which not every device's collectives can do.
+            # For sums in fp64 on the host, which not every device's collectives can do. Without
+            # context parallelism, whose ranks have the same rows.
             self.dp_host = parallel_state.get_data_parallel_group_gloo()
 
     @contextlib.contextmanager
@@ -109,11 +118,11 @@ class ParallelGroups:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank's results are used for its replica: last stage, first tp rank."""
-        return self.is_last_stage and self.tp.rank() == 0
+        """Whether this rank's results are used: last stage, first tp and cp rank of a replica."""
+        return self.is_last_stage and self.tp.rank() == 0 and self.cp.rank() == 0
 
 
-def _make_groups(tp: int, pp: int, ep: int) -> dict[str, Any]:
+def _make_groups(tp: int, pp: int, ep: int, cp: int) -> dict[str, Any]:
     """Make Megatron's groups for this layout; return its globals, which hold them, and EP_HOST.
 
     A collective over the world. Leaves the new groups in Megatron's globals, for the caller to
@@ -124,6 +133,7 @@ def _make_groups(tp: int, pp: int, ep: int) -> dict[str, Any]:
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         expert_model_parallel_size=ep,
+        context_parallel_size=cp,
         expert_tensor_parallel_size=tp,
         distributed_timeout_minutes=worlds.timeout_minutes(),
     )

@@ -15,6 +15,7 @@ from mindspeed_rlxf.algorithms.losses import LossOutput
 from mindspeed_rlxf.engine.build import await_gathers
 from mindspeed_rlxf.engine.micro_batch import MicroBatch
 from mindspeed_rlxf.engine.train_engine import TokenLogProbs
+from mindspeed_rlxf.models.context_parallel import compute_at
 from mindspeed_rlxf.models.experts import set_balance_loss_weight
 from mindspeed_rlxf.models.heads import full_kl, token_log_probs
 from mindspeed_rlxf.models.transformer import TransformerModel
@@ -36,7 +37,7 @@ def run_schedule(
 
     def forward_step(batches, model):  # type: ignore[no-untyped-def]
         batch = next(batches)
-        hidden = model(batch.token_ids, batch.positions, batch.attend)
+        hidden = model(batch.own_token_ids, batch.own_positions, batch.attend)
         await_gathers(model)
 
         def read(hidden: Tensor, non_loss_data: bool = True) -> Tensor:
@@ -45,8 +46,11 @@ def run_schedule(
         def loss(hidden: Tensor) -> tuple[Tensor, Tensor, LossOutput]:
             output = then(last, batch, hidden)
             set_balance_loss_weight(output.weight)
-            weight = torch.tensor(output.weight, dtype=torch.int, device=hidden.device)
-            return output.loss, weight, output
+            # Megatron sums the weights over DP x CP, and all ranks of CP have the same rows.
+            is_counted = batch.cp is None or batch.cp.rank() == 0
+            weight = output.weight if is_counted else 0
+            summed_weight = torch.tensor(weight, dtype=torch.int, device=hidden.device)
+            return output.loss, summed_weight, output
 
         return hidden, read if forward_only else loss
 
@@ -71,19 +75,19 @@ def read_log_probs(
 ) -> TokenLogProbs:
     """Compute the trained tokens' log-probs and entropies, [tokens] each.
 
-    A collective over the tensor-parallel ranks.
+    A collective over the tensor- and context-parallel ranks.
     """
+    vocab_size, group = model.architecture.vocab_size, model.tp_group
+
+    def compute(states: Tensor, numbers: Tensor) -> Tensor:
+        labels = batch.trained_ids[numbers.to(states.device)]
+        settings = vocab_size, group, temperature
+        return torch.stack(token_log_probs(states, model.output_weight, labels, *settings), dim=-1)
+
+    full = model.full_hidden(hidden, partial_gradient=True)
     places = batch.prediction_places(batch.trained_mask)
-    return TokenLogProbs(
-        *token_log_probs(
-            model.full_hidden(hidden, partial_gradient=True).index_select(0, places),
-            model.output_weight,
-            batch.trained_ids,
-            model.architecture.vocab_size,
-            model.tp_group,
-            temperature,
-        )
-    )
+    log_probs, entropies = compute_at(full, places, batch.cp, compute).unbind(-1)
+    return TokenLogProbs(log_probs, entropies)
 
 
 def read_values(
@@ -91,29 +95,32 @@ def read_values(
 ) -> Tensor:
     """Compute the values for the slots marked in [rows, slots] bool, row after row, fp32.
 
-    A slot's value is the score head's output one token before it (`prediction_places`). With
-    sequence parallelism a collective over the tensor-parallel ranks.
+    A slot's value is the score head's output one token before it (`prediction_places`). A
+    collective over the context-parallel ranks, with sequence parallelism also over the
+    tensor-parallel ones.
     """
     full = model.full_hidden(hidden, partial_gradient=False)
-    return model.score(full.index_select(0, batch.prediction_places(slots)))
+    places = batch.prediction_places(slots)
+    return compute_at(full, places, batch.cp, lambda states, _: model.score(states))
 
 
 def read_scores(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
     """Compute the score at each row's last token, [rows] fp32.
 
-    With sequence parallelism a collective over the tensor-parallel ranks.
+    A collective like `read_values`.
     """
     full = model.full_hidden(hidden, partial_gradient=False)
-    return model.score(full.index_select(0, batch.last_places()))
+    return compute_at(full, batch.last_places(), batch.cp, lambda states, _: model.score(states))
 
 
 def read_states(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
     """Return the hidden states that predict the trained tokens, [tokens, hidden], on the host.
 
-    With sequence parallelism a collective.
+    A collective like `read_values`.
     """
+    full = model.full_hidden(hidden, partial_gradient=False)
     places = batch.prediction_places(batch.trained_mask)
-    return model.full_hidden(hidden, partial_gradient=False).index_select(0, places).cpu()
+    return compute_at(full, places, batch.cp, lambda states, _: states).cpu()
 
 
 def read_log_probs_and_kl(
@@ -129,13 +136,18 @@ def read_log_probs_and_kl(
     `policy` is the policy's last model chunk; `states`, [tokens, hidden], are its `read_states` for
     this micro-batch.
     """
-    kl = full_kl(
-        states.to(hidden.device),
-        policy.output_weight,
-        read_states(model, batch, hidden).to(hidden.device),
-        model.output_weight,
-        model.architecture.vocab_size,
-        model.tp_group,
-        temperature,
-    )
+
+    def compute(own_states: Tensor, numbers: Tensor) -> Tensor:
+        return full_kl(
+            states[numbers].to(hidden.device),
+            policy.output_weight,
+            own_states,
+            model.output_weight,
+            model.architecture.vocab_size,
+            model.tp_group,
+            temperature,
+        )
+
+    full = model.full_hidden(hidden, partial_gradient=False)
+    kl = compute_at(full, batch.prediction_places(batch.trained_mask), batch.cp, compute)
     return torch.stack((read_log_probs(model, batch, hidden, temperature).log_probs, kl))

@@ -49,6 +49,7 @@ from mindspeed_rlxf.weights.role_state import (
 from mindspeed_rlxf.weights.stage_loader import StageWeights
 from mindspeed_rlxf.weights.state_files import Loaded
 
+CONTEXT = "context_parallel_size"
 Read = Callable[[Tensor, int, int], Tensor]
 """(tensor, start, stop) -> copy on the host of elements start to stop, flattened."""
 
@@ -119,7 +120,8 @@ def _load_share(state: TrainState, folder: Path) -> bool:
     state.scheduler.num_steps = numbers["scheduler_steps"]
     state.skipped.in_a_row = numbers["skipped_in_a_row"]
     state.scheduler.step(increment=0)  # the rates of the configuration at this step
-    if numbers["layout"] != _layout_numbers(state):
+    # Older checkpoints have no context-parallel size.
+    if {CONTEXT: 1} | numbers["layout"] != _layout_numbers(state):
         return False
     streams = json.loads((folder / RANDOM_FILE.format(dist.get_rank())).read_bytes())
     if not device.load_process_state(streams["process"]):
@@ -209,6 +211,7 @@ def _layout_numbers(state: TrainState) -> dict[str, int]:
         "tensor_model_parallel_size": groups.tp.size(),
         "pipeline_model_parallel_size": groups.pp.size(),
         "expert_model_parallel_size": groups.ep.size(),
+        CONTEXT: groups.cp.size(),
         "model_chunks": state.model_chunks,
     }
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
@@ -75,7 +76,7 @@ class CoreAttention(MegatronModule):
         assert attention_mask is None and attention_bias is None, "the mask is causal, nothing else"
         if isinstance(packed_seq_params, Attend):
             assert query.dim() == 3, "Megatron drops the batch axis of packed tokens"
-            shared = isinstance(packed_seq_params, SharedPrompts)
+            shared = packed_seq_params.shares_prompts
             kernel = self.shared_kernel if shared else self.packed_kernel
             attended = packed_seq_params.attend(self.layer_number, query, key, value, kernel)
             return attended.flatten(1)
@@ -145,10 +146,12 @@ class FusedAttention(DotProductAttention):
 
 
 def rank_heads(config: Any) -> tuple[int, int, int]:
-    """Return this rank's head count, query groups and head width."""
-    tp = config.tensor_model_parallel_size
-    groups = max(config.num_query_groups // tp, 1)  # ranks may share one
-    return config.num_attention_heads // tp, groups, config.kv_channels
+    """Return this rank's head count and query groups inside attention, and the head width."""
+    # The context-parallel ranks divide the heads there; Megatron's configuration does not say so.
+    cp = parallel_state.get_context_parallel_world_size()
+    ranks = config.tensor_model_parallel_size * cp
+    groups = max(config.num_query_groups // ranks, 1)  # ranks may share one
+    return config.num_attention_heads // ranks, groups, config.kv_channels
 
 
 def shares_prompts(layer: CoreAttention | FusedAttention) -> bool:
@@ -172,6 +175,11 @@ class Attend(PackedSeqParams):
     """
 
     qkv_format: str = "thd"
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether some sequences also attend to another one, their prompt."""
+        return False
 
     def attend(
         self,
@@ -271,6 +279,11 @@ class SharedPrompts(Attend):
 
     lengths: tuple[int, ...] = ()  # tokens per sequence, at least one
     prompts: tuple[int | None, ...] = ()  # per response its prompt's sequence number, else None
+
+    @property
+    def shares_prompts(self) -> bool:
+        """See `Attend`."""
+        return True
 
     def __post_init__(self) -> None:
         self.starts = tuple(accumulate(self.lengths, initial=0))[:-1]

@@ -67,8 +67,9 @@ class Router(TopKRouter):
         coefficient, group = self.config.moe_aux_loss_coeff, None
         if coefficient == 0:
             return activation
-        if parallel_state.get_tensor_model_parallel_world_size() > 1:
-            group = parallel_state.get_tensor_model_parallel_group()
+        sharing = parallel_state.get_tensor_and_context_parallel_group()  # the tokens
+        if sharing.size() > 1:
+            group = sharing
         aux_loss = load_balancing_loss_func(
             moe_aux_loss_coeff=coefficient, sequence_partition_group=group
         )

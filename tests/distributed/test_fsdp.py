@@ -31,7 +31,7 @@ from tests.unit.weights.folders_of import read_folder
 FSDP = {"backend": "fsdp", "micro_batch_size": 2}
 BY_TOKENS = {"backend": "fsdp", "max_tokens_per_micro_batch": 50}
 BF16 = {**FSDP, "bf16": True}
-ULYSSES = {**FSDP, "ulysses_sequence_parallel_size": 2}
+ULYSSES = {**FSDP, "context_parallel_size": 2}
 SAVING = {"recompute": "full", "offload": {"weights": True, "optimizer": True}}
 SHORT = ("llama", "gemma2", "qwen3_5")  # the others are in the long tests
 MEGATRONS = ("llama", "qwen2", "qwen3")

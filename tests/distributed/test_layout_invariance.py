@@ -46,6 +46,9 @@ PP2 = {"pipeline_model_parallel_size": 2}
 SP2 = {**TP2, "sequence_parallel": True}
 VP2 = {**PP2, "num_layers_per_virtual_pipeline_stage": 1}  # for four layers
 TOKENS = {"max_tokens_per_micro_batch": 40}  # a sample has 2 to 35
+CP2 = {"context_parallel_size": 2}
+FULL = {"recompute": "full"}
+AWAY = {"offload": {"weights": True, "optimizer": True}}
 IN_ORDER = {"balance_by_length": False}
 EP2 = {"expert_model_parallel_size": 2}
 WHITENED = {"algorithm": {"whiten_rewards": True}}  # its sums go over the replicas
@@ -58,6 +61,20 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "tp2": (2, TP2, {}),
     "tp2 sequence parallel": (2, SP2, {}),
     "pp2": (2, PP2, {}),
+    "cp2": (2, CP2, {}),
+    "cp4 repeated keys": (4, {"context_parallel_size": 4}, {}),
+    "cp2 by tokens": (2, {**CP2, **TOKENS}, {}),
+    "cp2 distributed optimizer": (2, CP2, SHARDED),
+    "cp2 dp2": (4, CP2, {}),
+    "cp2 pp2": (4, {**CP2, **PP2}, {}),
+    "cp2 tp2": (4, {**CP2, **TP2}, {}),
+    "cp2 tp2 sequence parallel": (4, {**CP2, **SP2}, {}),
+    "cp2 recompute": (2, {**CP2}, {"actor_rollout": FULL, "critic": FULL}),
+    "cp2 offload": (2, {**CP2}, {"actor_rollout": AWAY, "critic": AWAY}),
+    "cp2 dp2 tp2 sequence parallel distributed optimizer": (8, {**CP2, **SP2}, SHARDED),
+    "virtual pipeline cp2": (4, {**CP2, **VP2}, {}),
+    "virtual pipeline cp2 tp2 sequence parallel": (8, {**CP2, **VP2, **SP2}, {}),
+    "actor cp2, critic tp2": (2, {}, {"actor_rollout": CP2, "ref": CP2, "critic": TP2}),
     "tp2 pp2": (4, {**TP2, **PP2}, {}),
     "tp2 dp2": (4, TP2, {}),
     "pp2 dp2": (4, PP2, {}),
@@ -87,6 +104,9 @@ SPARSE: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "dp2 ep2 distributed optimizer": (2, EP2, SHARDED),
     "tp2 dp2 ep2": (4, {**TP2, **EP2, "sequence_parallel": True}, {}),
     "pp2 dp2 ep2": (4, {**PP2, **EP2}, {}),
+    "cp2 ep2": (2, {**CP2, **EP2}, {}),
+    "cp2 dp2 ep4": (4, {**CP2, "expert_model_parallel_size": 4}, {}),
+    "cp2 tp2 ep2 distributed optimizer": (4, {**CP2, **SP2, **EP2}, SHARDED),
     "dp2 ep2 padded": (2, {**EP2, "packed_sequences": False}, {}),
 }
 # Four responses to a prompt.
@@ -111,6 +131,8 @@ GROUPS = {
     "apart": (1, APART, UNSHUFFLED),
     "in order": (1, FOURS, UNSHUFFLED),
     "in order dp2": (2, FOURS, UNSHUFFLED),
+    "in order cp2": (2, {**FOURS, **CP2}, UNSHUFFLED),
+    "in order by tokens cp2 tp2": (4, {**TOKENS, **CP2, **SP2}, UNSHUFFLED),
     "in order tp2 sequence parallel pp2": (4, {**FOURS, **SP2, **PP2}, UNSHUFFLED),
     "in order by tokens dp2": (2, TOKENS, UNSHUFFLED),
     "in order, recompute": (1, FOURS, RECOMPUTED),
@@ -118,6 +140,8 @@ GROUPS = {
 ALONE = ("dp2", "pp2", "tp2 pp2")  # what the other architectures are run in
 PAIRWISE = [
     ("untied", "dp2 distributed optimizer"),
+    ("untied", "cp2"),
+    ("qwen3", "cp2 tp2 sequence parallel"),
     ("qwen3, one group" if SHARES_GROUPS else "qwen3", "tp2 pp2"),
 ]
 FOUR_LAYERS = {
@@ -261,6 +285,7 @@ def cases() -> list[Any]:
     found = [("untied", layout) for layout in LAYOUTS if layout not in deep]
     found += [(name, layout) for name in FOUR_LAYERS for layout in ["pp2", *deep]]
     found += [(name, layout) for name in ("tied", "qwen2", "qwen3") for layout in ALONE]
+    found += [("qwen3", "cp2 tp2 sequence parallel")]
     shared = ("tp2 pp2", "tp2 dp2") if SHARES_GROUPS else ()
     found += [("qwen3, one group", layout) for layout in shared]
     found += [
@@ -338,6 +363,8 @@ def test_balance_by_length_changes_nothing(warm_runtime, tmp_path, models):
                 ("untied", "apart", "in order, recompute"),
                 ("untied", "apart", "in order tp2 sequence parallel pp2"),
                 ("untied", "apart", "in order by tokens dp2"),
+                ("untied", "apart", "in order cp2"),
+                ("untied", "apart", "in order by tokens cp2 tp2"),
                 ("untied", "shuffled, apart", "shuffled"),
                 ("untied", "shuffled, apart", "shuffled dp2"),
                 ("qwen3-moe", "apart", "in order"),

@@ -63,7 +63,7 @@ class Shape:
 
 GROUP = {"n_samples_per_prompt": 4, "do_sample": True}
 ADAPTERS = {"lora": {"rank": 16}}
-ULYSSES = {"ulysses_sequence_parallel_size": 2}
+ULYSSES = {"context_parallel_size": 2}
 MISTRAL = {  # windows make its layers keep scores of all pairs of tokens
     "model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 128,
 }  # fmt: skip
@@ -190,7 +190,7 @@ def make_config(shape: Shape, folder: Path) -> RunConfig:
     gc.collect()  # free the model that was written
     described = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(described | shape.family))
-    batch = 4 * shape.ranks // shape.layout.get("ulysses_sequence_parallel_size", 1)
+    batch = 4 * shape.ranks // shape.layout.get("context_parallel_size", 1)
     keys = {"micro_batch_size": shape.micro_batch, "backend": shape.backend, **shape.layout}
     return run_config(
         folder, folder, shape.architecture, keys, shape.ranks, OptimizerConfig(lr=1e-6),

@@ -23,6 +23,7 @@ from tests.distributed.llamas import PLAIN, make_models, same_tensors
 from tests.distributed.resume_run import Killed, start
 from tests.distributed.test_layout_invariance import (
     ARCHITECTURES,
+    CP2,
     EP2,
     ITERATIONS,
     PP2,
@@ -149,9 +150,10 @@ def test_a_run_resumes_whose_old_log_probs_are_those_of_the_update(run, tmp_path
 
 
 @pytest.mark.long
-def test_slots_in_slices_go_on_bitwise_in_bf16(run, tmp_path):
-    """fp32 main weights and moments of the distributed optimizer, over two replicas."""
-    resumed(run, tmp_path, 3, ranks=2, layout={"bf16": True}, sections=SHARDED)
+@pytest.mark.parametrize("layout", [{}, CP2], ids=["dp2", "cp2"])
+def test_slots_in_slices_go_on_bitwise_in_bf16(run, tmp_path, layout):
+    """fp32 main weights and moments of the distributed optimizer, over two copies."""
+    resumed(run, tmp_path, 3, ranks=2, layout={"bf16": True, **layout}, sections=SHARDED)
 
 
 def assert_versions_count_updates(samples: list[dict[str, Any]]) -> None:
@@ -180,6 +182,7 @@ def assert_a_checkpoint_is_the_final_model(
 MODEL_PARALLEL = {"ranks": 4, "layout": {**TP2, **PP2}}
 SLICES = {"ranks": 2, "sections": SHARDED}
 SHARED_EXPERTS = {"ranks": 2, "layout": EP2, "sections": SHARDED}
+CONTEXT = {**SLICES, "layout": CP2}
 STAGES = {"ranks": 2, "layout": PP2}
 CHUNKS = {"ranks": 2, "layout": VP2}
 CHAINS = {
@@ -193,6 +196,7 @@ CHAINS = {
         "untied",
         [MODEL_PARALLEL, {"ranks": 4}, {}, MODEL_PARALLEL],
     ),
+    "cp2 slots in slices, one process, cp2": ("untied", [CONTEXT, {}, CONTEXT]),
     "experts": ("qwen3-moe", [SHARED_EXPERTS, {}, {"ranks": 2, "layout": EP2}]),
     "tied embeddings": ("tied", [STAGES, {}, STAGES]),
     "chunks": ("tied, 4 layers", [CHUNKS, {}, CHUNKS]),
@@ -227,7 +231,7 @@ def test_a_run_goes_on_in_other_layouts(warm_runtime, tmp_path, chain):
     assert len(set(taken)) == len(taken) == 16 * 4
 
 
-OTHERS = [{**SLICES, "ranks": 4}, {}, {"ranks": 2}, MODEL_PARALLEL]
+OTHERS = [{**SLICES, "ranks": 4}, {}, CONTEXT, {"ranks": 2}, MODEL_PARALLEL]
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ CASES = {
     ),
     "tp2 sequence parallel": Case(2, {**TP2, "sequence_parallel": True}),
     "pp2": Case(2, PP2),
+    "cp2": Case(2, {"context_parallel_size": 2}, {"training": {"train_iters": 2}}, generates=True),
     "dp2 distributed optimizer": Case(
         2, sections={"optimizer": {"use_distributed_optimizer": True}}
     ),

@@ -77,7 +77,7 @@ class FsdpEngine(CommonEngine):
         device.set_deterministic(deterministic)
         device.seed_all(seed + dist.get_rank())
         self.role, self.head, self.skipped = role, head, skipped or SkippedSteps("raise", 0, "")
-        self.groups = Groups.of(role.ulysses_sequence_parallel_size)
+        self.groups = Groups.of(role.context_parallel_size)
         self.dtype = torch.bfloat16 if role.bf16 else torch.float32
         self._mini_batch = 0  # steps of this iteration
         self.lora = role.adapters
@@ -89,7 +89,7 @@ class FsdpEngine(CommonEngine):
         if self.groups.ulysses is not None and not packs(self.model):
             raise ValueError(
                 f"{type(self.model).__name__} has layers that need all tokens; use "
-                "ulysses_sequence_parallel_size=1"
+                "context_parallel_size=1"
             )
         self.linear = linear_of(self.model)
         self._pieces = weights.pieces_of(self.model, head)

@@ -196,7 +196,7 @@ def _export_on_one_host(config: RunConfig, role: Role) -> int:
     sizes = config.resource_pool[config.placement[role]]
     ends = list(accumulate(sizes if is_joined(config) else [sum(sizes)]))
     writers = [
-        layout.tp * (layout.dp * pp_rank + ep_rank)
+        layout.tp * (layout.dp * layout.cp * pp_rank + ep_rank)
         for pp_rank in range(layout.pp)
         for ep_rank in range(ep)
     ]

@@ -50,7 +50,7 @@ def _topology_table(
     devices: Each rank's host and number.
     """
     rows: list[list[object]] = [
-        ["pool", "hosts", "devices", "ranks", *(f"{role} TP,PP,DP" for role in layouts)]
+        ["pool", "hosts", "devices", "ranks", *(f"{role} {_axes(layout)}" for role, layout in layouts.items())]
     ]
 
     def line_of(place: tuple[int, int, int]) -> object:
@@ -58,15 +58,20 @@ def _topology_table(
 
     for _, group in groupby(((*each, rank) for rank, each in enumerate(devices)), line_of):
         hosts, numbers, ranks = zip(*group, strict=True)
-        coordinates = (
-            ",".join(_span([function(rank) for rank in ranks]) for function in functions)
-            for functions in (
-                (each.tp_rank, each.pp_rank, each.dp_rank) for each in layouts.values()
+        coordinates = [
+            ",".join(
+                _span([getattr(layout, f"{axis.lower()}_rank")(rank) for rank in ranks])
+                for axis in _axes(layout).split(",")
             )
-        )
+            for layout in layouts.values()
+        ]
         spans = map(_span, (hosts, numbers, [first + rank for rank in ranks]))
         rows.append([pool, *spans, *coordinates])
     return table(rows)
+
+
+def _axes(layout: ParallelLayout) -> str:
+    return "TP,CP,PP,DP" if layout.cp > 1 else "TP,PP,DP"
 
 
 def _span(numbers: Sequence[int]) -> str:

@@ -157,7 +157,7 @@ class ShardedModel:
         """Return the buffers of the process groups: all ranks', and the Ulysses group's."""
         if self.is_shared:
             return 0
-        groups = (self.ranks > 1) + (self.section.ulysses_sequence_parallel_size > 1)
+        groups = (self.ranks > 1) + (self.section.context_parallel_size > 1)
         return groups * device.communicator_bytes(self.config.device.kind)
 
     def phases(self) -> Iterator[Phase]:
@@ -217,7 +217,7 @@ class ShardedModel:
         section, pairs = self.section, self.length**2
         if not self.scored:
             return 0, 0
-        heads = section.architecture.num_attention_heads // section.ulysses_sequence_parallel_size
+        heads = section.architecture.num_attention_heads // section.context_parallel_size
         rows = micro_batch_tokens(section, samples, self.length) // self.length
         at_once = 1 if section.packed_sequences else rows
         narrow = self.item if self.item < FP32 else 0
@@ -228,19 +228,19 @@ class ShardedModel:
 
     def _layer(self, samples: int) -> LayerBytes:
         tokens = micro_batch_tokens(self.section, samples, self.length)
-        own = -(-tokens // self.section.ulysses_sequence_parallel_size)
+        own = -(-tokens // self.section.context_parallel_size)
         return layer_bytes(self.section.architecture, own, self.item, self.lora.rank > 0)
 
     def _read(self, samples: int) -> int:
         slots = self.response if self.head is Head.LANGUAGE_MODEL else self.response + 1
         read = micro_batch_tokens(self.section, samples, slots)
-        return -(-read // self.section.ulysses_sequence_parallel_size)
+        return -(-read // self.section.context_parallel_size)
 
     def _head_bytes(self, samples: int) -> int:
         """Return a micro-batch's last hidden states and head, as for Megatron's last stage."""
         a, read = self.section.architecture, self._read(samples)
         tokens = micro_batch_tokens(self.section, samples, self.length)
-        tokens = -(-tokens // self.section.ulysses_sequence_parallel_size)
+        tokens = -(-tokens // self.section.context_parallel_size)
         held = a.hidden_size * (tokens * (FP32 + 2 * self.item) + read * self.item)
         if self.head is Head.SCORE:
             return held + FP32 * read * a.hidden_size

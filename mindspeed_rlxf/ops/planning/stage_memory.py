@@ -207,19 +207,20 @@ class PipelineStage:
             self.optimizer = self.section.optimizer
         self.sequence_parallel = self.section.sequence_parallel and self.layout.tp > 1
         self.ep, dp = self.section.expert_model_parallel_size, self.layout.dp
+        copies = dp * self.layout.cp  # of the weights, which sum their gradients
         place = (pp_rank, self.layout.pp, self.section.model_chunks, self.ep)
         self.shard = (self.architecture, self.head, self.layout.tp, *place)
         self.shared, self.experts = split_sizes(*self.shard)
         self.numbers = sum(self.shared) + sum(self.experts)
         # Elements of one of Megatron's buffers, and the replicas that sum its gradients.
-        separate = [(self.shared, dp), (self.experts, dp // self.ep)]
-        self.buffers = separate if self.ep > 1 else [(self.shared + self.experts, dp)]
+        separate = [(self.shared, copies), (self.experts, copies // self.ep)]
+        self.buffers = separate if self.ep > 1 else [(self.shared + self.experts, copies)]
         self.last, self.frozen = pp_rank == self.layout.pp - 1, 0  # elements without gradients
         self.adapters: tuple[int, ...] = ()
         if self.lora.rank:
             self.adapters = adapter_sizes(*self.shard[:2], self.lora, self.layout.tp, *place[:3])
             heads = (self.architecture.hidden_size,) * (self.last and self.head is Head.SCORE)
-            self.buffers = [(self.adapters + heads, dp)]
+            self.buffers = [(self.adapters + heads, copies)]
             self.frozen = self.numbers - sum(heads)
         actor = config.actor_rollout
         self.response = actor.max_new_tokens
@@ -246,21 +247,22 @@ class PipelineStage:
         """Return the buffers for all process groups and sequence parallelism, in bytes."""
         if self.is_shared:
             return 0
-        tp, pp, dp, ep = self.layout.tp, self.layout.pp, self.layout.dp, self.ep
+        tp, pp, cp, ep = self.layout.tp, self.layout.pp, self.layout.cp, self.ep
+        copies = self.layout.dp * cp
         trains, config = self.optimizer is not None, self.config
         generates = self.role is Role.ACTOR_ROLLOUT and not config.parts
         norms = trains and tp * pp > 1  # sums the gradient norm
-        groups = [tp > 1, pp > 1, dp > 1, norms, generates and tp > 1]
+        groups = [tp > 1, pp > 1, cp > 1, copies > 1, norms, generates and tp > 1]
         if self.architecture.num_experts is not None:
             sums = trains and ep > 1  # of gradients, and among ranks with the same experts
-            groups += [tp > 1, ep > 1, tp * ep > 1, sums, sums and dp > ep]
+            groups += [tp > 1, ep > 1, tp * ep > 1, sums, sums and copies > ep]
             groups += [generates and tp > 1, generates and ep > 1]
         count = sum(groups) + POOL_GROUP * is_split(config, config.placement[self.role])
         held = count * device.communicator_bytes(config.device.kind)
         if self.sequence_parallel:  # Megatron's permanent buffer for gathers
             shared = all(all(self._sharing(updates)) for updates in (False, trains))
             held += (
-                self._tokens(self.samples, shared)[0]
+                self._own_tokens(self.samples, shared)
                 * self.architecture.hidden_size
                 * self.itemsize
             )
@@ -309,7 +311,7 @@ class PipelineStage:
         layer = self._layer(self.samples, shared)
         forward = layer.forward
         if self.lora.rank:  # of the widest linear the output, what adapters add, and parts of that
-            tokens, _ = self._tokens(self.samples, shared)
+            tokens = self._own_tokens(self.samples, shared)
             forward += tokens * self.architecture.mlp_hidden_size // self.layout.tp * self.itemsize
         held = max(forward, self._head_bytes(self.samples, shared))
         return Phase("forward", held, other=layer.sent, beside=beside)
@@ -361,9 +363,14 @@ class PipelineStage:
         rows = min(self.section.micro_batch_size, samples)
         return tokens - (rows - rows // together) * prompt, rows
 
+    def _own_tokens(self, samples: int, shared: bool) -> int:
+        """Return this context-parallel rank's tokens of the largest micro-batch."""
+        return -(-self._tokens(samples, shared)[0] // self.layout.cp)
+
     def _layer(self, samples: int, shared: bool) -> LayerBytes:
-        tokens, rows = self._tokens(samples, shared)
-        a, tp = self.architecture, self.layout.tp
+        _, rows = self._tokens(samples, shared)
+        tokens = self._own_tokens(samples, shared)
+        a, tp, cp = self.architecture, self.layout.tp, self.layout.cp
         adapted = self.lora.rank > 0
         layer = layer_bytes(a, tokens, tp, self.sequence_parallel, self.itemsize, adapted)
         # Products with A of each adapter.
@@ -372,9 +379,14 @@ class PipelineStage:
         )
         inner = tokens * pairs * self.lora.rank * self.itemsize
         # Of rows that share a prompt: keys and values with the prompt of each, queries and results.
-        keys = rows * self.length * groups_per_rank(a.kv_heads, tp)
-        queries = rows * self.response * a.num_attention_heads // tp
+        keys = rows * self.length * groups_per_rank(a.kv_heads, tp * cp)
+        queries = rows * self.response * a.num_attention_heads // (tp * cp)
         copies = 2 * (keys + queries) * a.head_dim * self.itemsize
+        if cp > 1:
+            # What is exchanged, with all tokens of this rank's heads: keys, which several ranks may
+            # share, and values. Queries and the output take the place of those of all heads.
+            own = groups_per_rank(a.kv_heads, tp * cp) * cp
+            copies += 2 * tokens * own * a.head_dim * self.itemsize
         return replace(layer, attention=layer.attention + copies, mlp=layer.mlp + inner)
 
     def _head_bytes(self, samples: int, shared: bool) -> int:
@@ -387,12 +399,14 @@ class PipelineStage:
         if not self.last:
             return 0
         hidden, read = self.architecture.hidden_size, self._head_tokens(samples)
-        tokens, _ = self._tokens(samples, shared)
+        tokens = self._own_tokens(samples, shared)
         held = hidden * (tokens * (FP32 + 2 * self.itemsize) + read * self.itemsize)
         if self.head is Head.SCORE:
             return held + FP32 * read * hidden
         return held + 4 * FP32 * min(read, CHUNK_TOKENS) * self.vocab
 
     def _head_tokens(self, samples: int) -> int:
+        # The responses are at the end of their rows, so one rank may have most of a row's.
         slots = self.response if self.head is Head.LANGUAGE_MODEL else self.response + 1
-        return micro_batch_tokens(self.section, samples, slots)
+        read = micro_batch_tokens(self.section, samples, slots)
+        return min(read, self._own_tokens(samples, shared=False))

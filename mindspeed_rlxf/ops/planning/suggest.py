@@ -6,6 +6,7 @@ the limit. Every layout passes the configuration's rules.
 
 from collections.abc import Iterator
 from itertools import product
+from math import prod
 from typing import Any
 
 from pydantic import ValidationError
@@ -20,7 +21,9 @@ from mindspeed_rlxf.ops.planning.memory import cache_rows, has_model, pool_memor
 from mindspeed_rlxf.ops.sizes import GIB, format_bytes
 
 SIZES = (1, 2, 4, 8)
-"""Of tensor and pipeline parallelism."""
+"""Of tensor, context and pipeline parallelism."""
+LONG_TOKENS = 16384
+"""A sequence from here on may be divided among context-parallel ranks."""
 SHOWN = 3
 
 Changes = dict[str, Any]
@@ -35,7 +38,7 @@ def usable_bytes(device_bytes: int) -> int:
 def suggest(config: RunConfig, nested: bool, limit: int) -> str:
     """Build the plan's section on fitting layouts: memory, rounds and overrides for each.
 
-    Shows at most SHOWN layouts: the plainest for each TP and PP, the smallest TP x PP first.
+    Shows at most SHOWN layouts: the plainest for each TP, CP and PP, the smallest product first.
 
     Args:
         config: The run; its pools and batch sizes stay.
@@ -43,12 +46,18 @@ def suggest(config: RunConfig, nested: bool, limit: int) -> str:
         limit: Bytes a layout may use on a device.
     """
     largest = max(map(sum, config.resource_pool.values()))
-    sizes = [(tp, pp) for tp, pp in product(SIZES, SIZES) if tp * pp <= largest]
+    actor = config.actor_rollout
+    is_long = actor.max_prompt_length + actor.max_new_tokens >= LONG_TOKENS
+    sizes = [
+        (tp, cp, pp)
+        for tp, cp, pp in product(SIZES, SIZES if is_long else (1,), SIZES)
+        if tp * cp * pp <= largest
+    ]
     host_bytes = available.host_memory(config)
     lines: list[str] = []
     fits_device = False
-    for tp, pp in sorted(sizes, key=lambda size: (size[0] * size[1], size[1])):
-        for changes in _list_layouts(config, tp, pp) if len(lines) < 2 * SHOWN else ():
+    for tp, cp, pp in sorted(sizes, key=lambda size: (prod(size), size[2], size[1])):
+        for changes in _list_layouts(config, tp, cp, pp) if len(lines) < 2 * SHOWN else ():
             varied = _vary(config, changes)
             if varied is None:
                 continue
@@ -78,8 +87,8 @@ def suggest(config: RunConfig, nested: bool, limit: int) -> str:
     return f"  no layout that was tried fits {format_bytes(limit)} of a device: use more devices"
 
 
-def _list_layouts(config: RunConfig, tp: int, pp: int) -> Iterator[Changes]:
-    """Yield key changes for TP x PP ranks, cheapest layouts first.
+def _list_layouts(config: RunConfig, tp: int, cp: int, pp: int) -> Iterator[Changes]:
+    """Yield key changes for TP x CP x PP ranks, cheapest layouts first.
 
     Recomputation costs more than offloading, and offloading more than small micro-batches. Frozen
     roles have no pipeline.
@@ -87,7 +96,7 @@ def _list_layouts(config: RunConfig, tp: int, pp: int) -> Iterator[Changes]:
     actor = config.actor_rollout
     length = actor.max_prompt_length + actor.max_new_tokens
     # If sequences are short, a micro-batch of 16384 tokens fills a device.
-    sequences = sorted({1, 2, 4, max(16384 // length, 1)}, reverse=True)
+    sequences = sorted({1, 2, 4, max(LONG_TOKENS // length, 1)}, reverse=True)
     shared = {Role.REF} if config.shares_reference else set()
     roles = [role for role in config.roles if has_model(config, role) and role not in shared]
     frozen = [role for role in roles if not isinstance(config.role(role), LearningConfig)]
@@ -98,8 +107,10 @@ def _list_layouts(config: RunConfig, tp: int, pp: int) -> Iterator[Changes]:
         for role in roles:
             size = sum(config.processes_of(role))
             own_tp = min(tp, size)
+            own_cp = min(cp, size // own_tp)
             own: Changes = {
                 "tensor_model_parallel_size": own_tp,
+                "context_parallel_size": own_cp,
                 "pipeline_model_parallel_size": 1,
                 "num_layers_per_virtual_pipeline_stage": None,
                 "sequence_parallel": own_tp > 1,
@@ -107,10 +118,10 @@ def _list_layouts(config: RunConfig, tp: int, pp: int) -> Iterator[Changes]:
                 "offload.weights": role in away,
             }
             if role not in frozen:
-                own_pp = min(pp, size // own_tp)
+                own_pp = min(pp, size // (own_tp * own_cp))
                 own |= {
                     "pipeline_model_parallel_size": own_pp,
-                    "use_distributed_optimizer": size > own_tp * own_pp,
+                    "use_distributed_optimizer": size > own_tp * own_pp,  # over DP x CP
                     "offload.optimizer": optimizer,
                     "recompute": recompute.value,
                     "recompute_method": "uniform",

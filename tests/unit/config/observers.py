@@ -203,7 +203,7 @@ def micro_batches(config: RunConfig) -> Any:
     rollouts, found = rollouts_of([1, 5], [True, True]), []
     for role in config.roles:
         stub: Any = SimpleNamespace(
-            groups=MagicMock(**{"tp.size.return_value": 1}),
+            groups=MagicMock(**{"tp.size.return_value": 1, "cp.size.return_value": 1}),
             config=SimpleNamespace(sequence_parallel=False),
             role=config.role(role),
             _shares=False,

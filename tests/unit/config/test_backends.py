@@ -22,9 +22,15 @@ def test_the_reference_and_the_rollout_follow_the_actor(make_tree: Callable[...,
     assert [config.backend_of(pool) for pool in ("main", "other")] == ["fsdp", "megatron"]
 
 
-def test_a_ulysses_group_is_one_replica(make_tree: Callable[..., Any]) -> None:
-    changes = {**FSDP, "training.ulysses_sequence_parallel_size": 2}
-    assert resolve(make_tree(changes), "test").layout(Role.CRITIC).dp == 4
+@pytest.mark.parametrize("changes", [FSDP, {}])
+def test_a_context_parallel_group_is_one_replica(
+    make_tree: Callable[..., Any], changes: dict[str, Any]
+) -> None:
+    sizes = {"training.context_parallel_size": 2}
+    config = resolve(make_tree({**changes, **sizes}), "test")
+    assert config.layout(Role.CRITIC).dp == 4
+    assert config.layout(Role.CRITIC).leaders() == [0, 2, 4, 6]
+    assert config.rollout_layout.dp == 8
 
 
 @pytest.mark.parametrize(
@@ -38,7 +44,12 @@ def test_a_ulysses_group_is_one_replica(make_tree: Callable[..., Any]) -> None:
         ({**FSDP, "training.tensor_model_parallel_size": 2},
          "tensor_model_parallel_size=2 must be 1 with training.backend=fsdp"),
         ({**FSDP, "training.ulysses_sequence_parallel_size": 3}, "must divide the 8 heads"),
-        ({"training.ulysses_sequence_parallel_size": 2}, "no effect without backend=fsdp"),
+        ({"training.context_parallel_size": 8, "training.tensor_model_parallel_size": 2},
+         "times training.tensor_model_parallel_size=2 must divide the 8 heads"),
+        ({"training.context_parallel_size": 2, "training.packed_sequences": False},
+         "needs training.packed_sequences=true"),
+        ({"ref.context_parallel_size": 2, "algorithm.kl_penalty": "full"},
+         "ref.context_parallel_size=2 must be the actor's 1"),
         ({**FSDP, "training.recompute": "selective"}, "must be none or full"),
         ({**FSDP, "resource_pool.other": 8, "placement.ref": "other", "placement.critic": "other",
           "actor_rollout.num_gpus_for_train": 4, "actor_rollout.num_gpus_for_infer": 4},

@@ -114,6 +114,7 @@ OTHER_VALUES = [
     ("disable_bias_linear", False), ("make_vocab_size_divisible_by", 128), ("shuffle", True),
     ("attention_softmax_in_fp32", False), ("is_instruction_dataset", False),
     ("variable_seq_lengths", False), ("no_save_optim", False),
+    ("context_parallel_algo", "megatron_cp_algo"), ("context_parallel_algo", "hybrid_cp_algo"),
     ("hidden_dropout", False), ("make_vocab_size_divisible_by", True), ("use_kv_cache", "yes"),
 ]  # fmt: skip
 
@@ -163,6 +164,9 @@ MOVES: list[tuple[dict[str, Any], Callable[[RunConfig], Any], Any]] = [
      lambda c: [c.critic.recompute.value, c.critic.recompute_method], ["full", "block"]),
     ({"training.recompute_granularity": None, "training.recompute_num_layers": None},
      lambda c: [c.critic.recompute.value, c.critic.recompute_num_layers], ["none", 1]),
+    ({"training.ulysses_sequence_parallel_size": 2, "training.context_parallel_algo":
+      "ulysses_cp_algo", "critic.context_parallel_size": 1},
+     lambda c: [c.actor_rollout.context_parallel_size, c.critic.context_parallel_size], [2, 1]),
 ]  # fmt: skip
 
 
