@@ -47,9 +47,10 @@ def _complete(entry: Tree | str, section: str, role: str) -> Tree:
     def name(key: str) -> str:
         return section + key if key.startswith(".") else key
 
-    for part in {"if", "unless", "times"} & found.keys():
-        each = found[part]
-        found[part] = name(each) if part == "times" else {name(k): v for k, v in each.items()}
+    for part in {"if", "unless"} & found.keys():
+        found[part] = {name(k): v for k, v in found[part].items()}
+    if "times" in found:
+        found["times"] = [name(key) for key in found["times"]]
     return found
 
 
@@ -259,7 +260,8 @@ class _Translation:
             if "any" in entry and isinstance(value, dict):
                 value = {k: v for k, v in value.items() if v is not None} or None
             value = find_model(value) if "model" in entry else value
-            value = value * (self.get(entry["times"]) or 0) if "times" in entry else value
+            for factor in entry.get("times", ()):
+                value = value * (self.get(factor) or 0)
             self.put(entry["to"], value, key)
         elif isinstance(value, str) and value in _choices(entry["to"]):
             self.put(entry["to"], value, key)

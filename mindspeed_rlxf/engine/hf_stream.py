@@ -126,8 +126,8 @@ def shards(weights: StageWeights, groups: ParallelGroups) -> Iterator[Shard]:
 
     The elements of these parameters, end to end in the order of the parameter map, are cut into
     equal ranges, one per copy. Experts have dp x cp / ep copies and are cut separately from the
-    other parameters, which have dp x cp. The range is empty where another rank has the first copy of
-    the shard.
+    other parameters, which have dp x cp. The range is empty where another rank has the first copy
+    of the shard.
     """
     copies, rank, ep = groups.dp_cp.size(), groups.dp_cp.rank(), groups.ep.size()
     counts = {False: 0, True: 0}  # is an expert -> elements so far

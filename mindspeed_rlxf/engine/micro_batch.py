@@ -50,8 +50,7 @@ class MicroBatch:
     @cached_property
     def attend(self) -> Attend | None:
         """Attention of the packed sequences for Megatron's layers; None = padded rows."""
-        from mindspeed_rlxf.models.attention import PackedSequences, SharedPrompts
-        from mindspeed_rlxf.models.context_parallel import AcrossRanks
+        from mindspeed_rlxf.models.attention import AcrossRanks, PackedSequences, SharedPrompts
 
         if self.lengths is None:
             return None
@@ -63,15 +62,15 @@ class MicroBatch:
     @property
     def own_token_ids(self) -> Tensor:
         """This rank's token ids, [b, s / cp]."""
-        return self._own(self.token_ids, axis=1)
+        return self._own(self.token_ids)
 
     @property
     def own_positions(self) -> Tensor:
-        """This rank's positions, [s / cp]."""
-        return self._own(self.positions, axis=0)
+        """This rank's positions, [s / cp] or [b, s / cp]."""
+        return self._own(self.positions)
 
-    def _own(self, tensor: Tensor, axis: int) -> Tensor:
-        return tensor if self.cp is None else tensor.chunk(self.cp.size(), axis)[self.cp.rank()]
+    def _own(self, tensor: Tensor) -> Tensor:
+        return tensor if self.cp is None else tensor.chunk(self.cp.size(), -1)[self.cp.rank()]
 
     def prediction_places(self, slots: Tensor) -> Tensor:
         """Return the flat index of the hidden state one token before each marked slot.

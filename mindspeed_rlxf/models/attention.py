@@ -14,6 +14,7 @@ from itertools import accumulate, groupby
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -24,6 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.device import kernels
+from mindspeed_rlxf.models.context_parallel import exchange_for_heads, exchange_for_tokens
 
 # Padding all sequences of a pack to the longest costs compute but saves calls: it pays while the
 # attention area stays under this multiple of the exact one.
@@ -350,6 +352,32 @@ class SharedPrompts(Attend):
         results = (torch.arange(width) < lengths[:, None]).flatten().nonzero().squeeze(1)
         mask = torch.ones(width, keys.size(1), dtype=torch.bool).tril(keys.size(1) - width)
         return _Responses(*(x.to(where) for x in (queries, keys, results, mask)))
+
+
+@dataclass
+class AcrossRanks(Attend):
+    """Attention of a pack whose tokens are divided among the ranks of a group."""
+
+    whole: Attend = None  # type: ignore[assignment]  # attention of the complete pack
+    group: dist.ProcessGroup = None  # type: ignore[assignment]
+
+    @property
+    def shares_prompts(self) -> bool:
+        """See `Attend`."""
+        return self.whole.shares_prompts
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        fused: PackedKernel | None = None,
+    ) -> Tensor:
+        """Exchange tokens for heads, attend, and exchange back; a collective over the group."""
+        query, key, value = exchange_for_heads(query, key, value, self.group, tokens=0, heads=1)
+        attended = self.whole.attend(layer, query, key, value, fused)
+        return exchange_for_tokens(attended, self.group, tokens=0, heads=1)
 
 
 class _Responses(NamedTuple):

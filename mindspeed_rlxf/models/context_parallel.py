@@ -8,40 +8,11 @@ gathered on all ranks of the group.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from mindspeed_rlxf.models.attention import Attend, PackedKernel
-
-
-@dataclass
-class AcrossRanks(Attend):
-    """Attention of a pack whose tokens are divided among the ranks of a group."""
-
-    whole: Attend = None  # type: ignore[assignment]  # attention of the complete pack
-    group: dist.ProcessGroup = None  # type: ignore[assignment]
-
-    @property
-    def shares_prompts(self) -> bool:
-        """See `Attend`."""
-        return self.whole.shares_prompts
-
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        fused: PackedKernel | None = None,
-    ) -> Tensor:
-        """Exchange tokens for heads, attend, and exchange back; a collective over the group."""
-        query, key, value = exchange_for_heads(query, key, value, self.group, tokens=0, heads=1)
-        attended = self.whole.attend(layer, query, key, value, fused)
-        return exchange_for_tokens(attended, self.group, tokens=0, heads=1)
 
 
 def exchange_for_heads(

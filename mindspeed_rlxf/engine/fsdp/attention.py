@@ -1,9 +1,8 @@
-"""Attention of packed rows for the models of transformers, also over a Ulysses group.
+"""Attention of packed rows for the models of transformers, also with context parallelism.
 
 A model calls `attend` in every layer through transformers' `AttentionInterface`. It never reads the
-model's mask: each sequence attends to itself, causally and within the layer's window. In a Ulysses
-group (arXiv:2309.14509) a rank has some tokens of all heads outside attention, and all tokens of
-some heads inside.
+model's mask: each sequence attends to itself, causally and within the layer's window. With
+context parallelism ranks exchange tokens for heads (`models.context_parallel`).
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_rlxf.device.kernels import assert_close, noise
+from mindspeed_rlxf.models.context_parallel import exchange_for_heads, exchange_for_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class Layout:
 
     Attributes:
         lengths: Of the sequences packed in one row, in order; None = padded rows.
-        group: Ulysses group; None = this rank has all tokens.
+        group: Ranks that share the tokens; None = this rank has all tokens.
         flash: Whether the flash attention of the device computes what it can.
         windows: Gets the window of every call; None = without one.
     """
@@ -74,7 +74,7 @@ def attend(
     group = layout.group
     layout.windows.add(kinds.get("sliding_window"))
     if group is not None:
-        query, key, value = _to_heads(query, key, value, group)
+        query, key, value = exchange_for_heads(query, key, value, group, tokens=2, heads=1)
         heads = query.size(1)
         module = _with_heads(module, heads, group.rank(), heads // key.size(1))
         if kinds.get("s_aux") is not None:
@@ -89,7 +89,7 @@ def attend(
             [_attend_one(module, q[i], k[i], v[i], scaling, kinds) for i in sequences], dim=1
         )
     if group is not None:
-        out = _Exchange.apply(out.transpose(1, 2), group, False).transpose(1, 2)
+        out = exchange_for_tokens(out, group, tokens=1, heads=2)
     return out, None
 
 
@@ -205,55 +205,3 @@ def _with_heads(module: Any, heads: int, rank: int, groups: int) -> Any:
     if hasattr(module, "sinks"):
         found.sinks = module.sinks[rank * heads : (rank + 1) * heads]
     return found
-
-
-def _to_heads(
-    query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return query, key and value of all tokens with this rank's heads, some keys on several."""
-    if (copies := group.size() // key.size(1)) > 1:
-        key, value = (part.repeat_interleave(copies, dim=1) for part in (key, value))
-    query, key, value = (_Exchange.apply(part, group, True) for part in (query, key, value))
-    return query, key, value
-
-
-class _Exchange(torch.autograd.Function):
-    """All-to-all between heads and tokens; its gradient goes the other way."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, to_heads: bool) -> Tensor:
-        """Exchange [rows, heads, own tokens, d] for [rows, own heads, tokens, d], or back."""
-        ctx.group, ctx.to_heads = group, to_heads
-        cut, joined = (1, 2) if to_heads else (2, 1)
-        sent = torch.stack(tensor.chunk(group.size(), dim=cut))
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group)
-        return torch.cat(list(received), dim=joined)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Exchange the gradient back."""
-        return _Exchange.apply(grad, ctx.group, not ctx.to_heads), None, None
-
-
-class Gather(torch.autograd.Function):
-    """Concatenate all ranks' rows; each rank's gradient is its own rows'.
-
-    Every rank then computes the same loss, so the gradients of the ranks must not be added here.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, sizes: list[int]) -> Tensor:
-        """Return [sum of sizes, ...] from this rank's [size, ...]."""
-        ctx.rank, ctx.sizes = group.rank(), sizes
-        padded = tensor.new_zeros(max(*sizes, 1), *tensor.shape[1:])
-        padded[: len(tensor)] = tensor
-        found = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(found, padded, group=group)
-        return torch.cat([part[:size] for part, size in zip(found, sizes, strict=True)])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Return this rank's part."""
-        start = sum(ctx.sizes[: ctx.rank])
-        return grad[start : start + ctx.sizes[ctx.rank]], None, None

@@ -51,7 +51,7 @@ Read = Callable[["FsdpEngine", MicroBatch, Tensor], Any]
 class FsdpEngine(CommonEngine):
     """One role's model on this rank, which has a part of every parameter.
 
-    A replica is a Ulysses group: its ranks compute the same rows.
+    A replica is a context-parallel group: its ranks compute the same rows.
     """
 
     reads = reads
@@ -86,7 +86,7 @@ class FsdpEngine(CommonEngine):
             wide = adapters.frozen_dtype(self.dtype)
         self.model = build(role.load, head, wide)
         self.packed = role.packed_sequences and packs(self.model)
-        if self.groups.ulysses is not None and not packs(self.model):
+        if self.groups.cp is not None and not packs(self.model):
             raise ValueError(
                 f"{type(self.model).__name__} has layers that need all tokens; use "
                 "context_parallel_size=1"
@@ -141,7 +141,7 @@ class FsdpEngine(CommonEngine):
     @property
     def is_leader(self) -> bool:
         """Whether this rank's results are used for its replica."""
-        return self.groups.ulysses is None or self.groups.ulysses.rank() == 0
+        return self.groups.cp is None or self.groups.cp.rank() == 0
 
     def micro_batches(
         self, rollouts: Rollouts, rows: Sequence[int], in_order: bool = False
@@ -162,43 +162,19 @@ class FsdpEngine(CommonEngine):
         self, rollouts: Rollouts, groups: Sequence[Sequence[int]]
     ) -> list[MicroBatch]:
         """Make one micro-batch per row group."""
-        ulysses = self.groups.ulysses.size() if self.groups.ulysses else 1
-        where = device.current_device()
-        return make_micro_batches(rollouts, groups, self.packed, ulysses, where)
+        cp = self.groups.cp
+        size, where = cp.size() if cp else 1, device.current_device()
+        return make_micro_batches(rollouts, groups, self.packed, size, where, cp=cp)
 
     def run(self, batch: MicroBatch, read: Callable[[Tensor], Any]) -> Any:
         """Run the model on this rank's tokens, then `read` on their last hidden states.
 
         With gradients, `read` returns a tensor, or a tuple with one, whose gradient is wanted.
         """
-        ids, positions = batch.token_ids, torch.atleast_2d(batch.positions)
-        group = self.groups.ulysses
-        if group is not None:
-            ids = ids.chunk(group.size(), dim=1)[group.rank()]
-            positions = positions.chunk(group.size(), dim=1)[group.rank()]
+        ids, positions = batch.own_token_ids, torch.atleast_2d(batch.own_positions)
         flash = device.tries_flash_attention() and self.role.bf16
-        layout = attention.Layout(batch.lengths, group, flash, self.windows)
+        layout = attention.Layout(batch.lengths, batch.cp, flash, self.windows)
         return self.model.rlxf_run(ids, positions, layout, read)
-
-    def at(
-        self, hidden: Tensor, places: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
-    ) -> Tensor:
-        """Compute from the hidden states at flat places, [places, ...]; all ranks get all results.
-
-        `compute` gets this rank's states [own, hidden] and their numbers among the places.
-        """
-        group = self.groups.ulysses
-        if group is None:
-            return compute(hidden.index_select(0, places), torch.arange(len(places)))
-        owners = places.cpu() // len(hidden)
-        own = (owners == group.rank()).nonzero()[:, 0]
-        sizes = torch.bincount(owners, minlength=group.size()).tolist()
-        local = places.cpu()[own] - group.rank() * len(hidden)
-        found = compute(hidden.index_select(0, local.to(hidden.device)), own)
-        # The ranks' results follow each other; places of padded rows are in another order.
-        order = owners.argsort(stable=True).argsort().to(hidden.device)
-        gathered: Tensor = attention.Gather.apply(found, group, sizes)
-        return gathered.index_select(0, order)
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[MicroBatch], read: Read) -> list[Tensor]:

@@ -41,20 +41,20 @@ class Groups:
 
     Attributes:
         mesh: One axis, over all ranks.
-        ulysses: Neighbouring ranks that share the tokens of a micro-batch; None = one rank each.
-        dp_host: The ranks with the same place in their Ulysses groups, for host tensors.
+        cp: Neighbouring ranks that share the tokens of a micro-batch; None = one rank each.
+        dp_host: The ranks with the same place in their `cp`, for host tensors.
         saving: All ranks, for checkpoints, which are written beside training.
     """
 
     mesh: Any
-    ulysses: dist.ProcessGroup | None
+    cp: dist.ProcessGroup | None
     dp_host: dist.ProcessGroup
     saving: dist.ProcessGroup
 
     @classmethod
-    def of(cls, ulysses: int) -> Groups:
-        """Make or reuse the groups for this Ulysses size; a collective over the world."""
-        found = worlds.groups_of_layout(("fsdp", ulysses), lambda: _make_groups(ulysses))
+    def of(cls, cp: int) -> Groups:
+        """Make or reuse the groups for this context-parallel size; a collective over the world."""
+        found = worlds.groups_of_layout(("fsdp", cp), lambda: _make_groups(cp))
         return cls(**found)
 
 
@@ -63,7 +63,7 @@ def _make_groups(size: int) -> dict[str, Any]:
     every = list(range(world))
     found = {
         "mesh": dist.init_device_mesh(device.current_device().type, (world,)),
-        "ulysses": None,
+        "cp": None,
         "saving": dist.new_group(every, backend="gloo"),
     }
     for place in range(size):
@@ -73,7 +73,7 @@ def _make_groups(size: int) -> dict[str, Any]:
     for first in range(0, world, size) if size > 1 else ():
         group = dist.new_group(every[first : first + size])
         if first <= rank < first + size:
-            found["ulysses"] = group
+            found["cp"] = group
     worlds.set_timeout(each for each in found.values() if isinstance(each, dist.ProcessGroup))
     return found
 

@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from mindspeed_rlxf import device
 from mindspeed_rlxf.engine.fsdp import attention
 from mindspeed_rlxf.engine.fsdp.model import original_length, packs, runs_rows_alone, window_of
+from mindspeed_rlxf.models.context_parallel import compute_at
 
 LENGTHS = {"probed": 40, "first": 9, "last": 4}
 ALONE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
@@ -109,5 +110,5 @@ def _outputs(engine: Any, rows: list[Tensor], probed: int, training: bool = Fals
         return engine.linear(states, engine.model.lm_head.weight).float()
 
     engine.model.train(training)
-    found: Tensor = engine.run(batch, lambda hidden: engine.at(hidden, places, compute))
+    found: Tensor = engine.run(batch, lambda hidden: compute_at(hidden, places, batch.cp, compute))
     return found

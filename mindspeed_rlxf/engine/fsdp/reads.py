@@ -1,7 +1,7 @@
 """Read log-probs, values and scores from a micro-batch's hidden states, as `engine.schedule` does.
 
-All ranks of a Ulysses group get all results. `engine` is the `FsdpEngine`, `hidden` has this rank's
-tokens, [tokens, hidden].
+All ranks of a context-parallel group get all results. `engine` is the `FsdpEngine`, `hidden` has
+this rank's tokens, [tokens, hidden].
 """
 
 from types import SimpleNamespace
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mindspeed_rlxf.engine.micro_batch import MicroBatch
 from mindspeed_rlxf.engine.train_engine import TokenLogProbs
+from mindspeed_rlxf.models.context_parallel import compute_at
 from mindspeed_rlxf.models.heads import full_kl, token_log_probs
 
 ONE_RANK: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)  # no tensor-parallel group
@@ -29,24 +30,23 @@ def read_log_probs(
         labels = batch.trained_ids[own.to(batch.trained_ids.device)]
         return torch.stack(token_log_probs(states, weight, labels, *settings), dim=-1)
 
-    found = engine.at(hidden, batch.prediction_places(batch.trained_mask), compute)
+    found = compute_at(hidden, batch.prediction_places(batch.trained_mask), batch.cp, compute)
     return TokenLogProbs(found[:, 0], found[:, 1])
 
 
 def read_values(engine: Any, batch: MicroBatch, hidden: Tensor, slots: Tensor) -> Tensor:
     """Compute the values for the slots marked in [rows, slots] bool, row after row, fp32."""
-    return _score(engine, hidden, batch.prediction_places(slots))
+    return _score(engine, batch, hidden, batch.prediction_places(slots))
 
 
 def read_scores(engine: Any, batch: MicroBatch, hidden: Tensor) -> Tensor:
     """Compute the score at each row's last token, [rows] fp32."""
-    return _score(engine, hidden, batch.last_places())
+    return _score(engine, batch, hidden, batch.last_places())
 
 
-def _score(engine: Any, hidden: Tensor, places: Tensor) -> Tensor:
+def _score(engine: Any, batch: MicroBatch, hidden: Tensor, places: Tensor) -> Tensor:
     weight = engine.model.lm_head.weight.float()
-    found: Tensor = engine.at(hidden, places, lambda s, _: F.linear(s.float(), weight)[:, 0])
-    return found
+    return compute_at(hidden, places, batch.cp, lambda s, _: F.linear(s.float(), weight)[:, 0])
 
 
 def read_states(engine: Any, batch: MicroBatch, hidden: Tensor) -> Tensor:
@@ -54,13 +54,8 @@ def read_states(engine: Any, batch: MicroBatch, hidden: Tensor) -> Tensor:
 
     The policy's wait there for the other model's, those of a whole batch.
     """
-    return _trained_states(engine, batch, hidden).cpu()
-
-
-def _trained_states(engine: Any, batch: MicroBatch, hidden: Tensor) -> Tensor:
     places = batch.prediction_places(batch.trained_mask)
-    found: Tensor = engine.at(hidden, places, lambda states, _: states)
-    return found
+    return compute_at(hidden, places, batch.cp, lambda states, _: states).cpu()
 
 
 def read_log_probs_and_kl(
@@ -71,7 +66,13 @@ def read_log_probs_and_kl(
 
     The policy has the output layer `output`, and `states`, [tokens, hidden], in this micro-batch.
     """
-    weight, own = engine.model.lm_head.weight, _trained_states(engine, batch, hidden)
+    weight = engine.model.lm_head.weight
     settings = len(weight), ONE_RANK, temperature, engine.linear
-    kl = full_kl(states.to(hidden.device), output, own, weight, *settings)
+
+    def compute(own_states: Tensor, numbers: Tensor) -> Tensor:
+        theirs = states[numbers].to(hidden.device)
+        return full_kl(theirs, output, own_states, weight, *settings)
+
+    places = batch.prediction_places(batch.trained_mask)
+    kl = compute_at(hidden, places, batch.cp, compute)
     return torch.stack((read_log_probs(engine, batch, hidden, temperature).log_probs, kl))

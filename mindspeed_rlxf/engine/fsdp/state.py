@@ -69,8 +69,8 @@ class ShardedState:
         return {key: (self.held[key.partition("/")[2]], rows) for key, rows in found.items()}
 
     def _layout(self) -> dict[str, int]:
-        ulysses = self.groups.ulysses
-        return {"world_size": dist.get_world_size(), "ulysses": ulysses.size() if ulysses else 1}
+        cp = self.groups.cp
+        return {"world_size": dist.get_world_size(), "ulysses": cp.size() if cp else 1}
 
     def begin_save(self, folder: Path) -> None:
         """Copy this rank's share to the host, and start writing it in a thread; a collective."""

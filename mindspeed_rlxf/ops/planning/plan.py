@@ -50,7 +50,13 @@ def _topology_table(
     devices: Each rank's host and number.
     """
     rows: list[list[object]] = [
-        ["pool", "hosts", "devices", "ranks", *(f"{role} {_axes(layout)}" for role, layout in layouts.items())]
+        [
+            "pool",
+            "hosts",
+            "devices",
+            "ranks",
+            *(f"{role} {_axes(layout)}" for role, layout in layouts.items()),
+        ]
     ]
 
     def line_of(place: tuple[int, int, int]) -> object:

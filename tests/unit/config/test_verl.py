@@ -189,6 +189,11 @@ CASES = {
          "ref.context_parallel_size": 2,
          "critic.max_tokens_per_micro_batch": 32768},
     ),
+    "batches by tokens of Megatron": (
+        (*MEGATRON, f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.megatron.context_parallel_size=2"),
+        {"actor_rollout.max_tokens_per_micro_batch": 32768, "ref.context_parallel_size": 2,
+         "critic.max_tokens_per_micro_batch": 32768},
+    ),
     "Megatron's layout, also the reference's": (
         (*MEGATRON, f"{ACTOR}.megatron.param_offload=true",
          f"{ACTOR}.megatron.context_parallel_size=2",
@@ -519,7 +524,7 @@ def test_the_table_names_keys_that_exist_and_none_twice():
         section = target.partition(".")[0]
         assert section in ("resource_pool", "placement") or find_field(target.split(".")), target
     for entry in entries:
-        parts = {*entry.get("if", ()), *entry.get("unless", ()), entry.get("times")} - {None}
+        parts = {*entry.get("if", ()), *entry.get("unless", ()), *entry.get("times", ())}
         assert parts <= RENAMED.keys(), parts
     patterns = [p for entry in TABLE["refused"] for p in entry["keys"].split()]
     assert len(patterns) == len({*patterns}) and not {*patterns} & {*NO_EFFECT}
