@@ -17,7 +17,7 @@ def test_ranks_meet_before_they_write(monkeypatch: pytest.MonkeyPatch, tmp_path:
     calls: list[str] = []
     rank = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
     engine: Any = MegatronEngine.__new__(MegatronEngine)
-    engine.groups = SimpleNamespace(dp=rank, ep=rank, tp=rank, active=contextlib.nullcontext)
+    engine.groups = SimpleNamespace(dp_cp=rank, ep=rank, tp=rank, active=contextlib.nullcontext)
     engine.holding = lambda *parts: contextlib.nullcontext()
     engine.role, engine.source = SimpleNamespace(load="start"), tmp_path
     engine.weights = SimpleNamespace(export=lambda *args: calls.append("write"))

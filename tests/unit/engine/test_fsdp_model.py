@@ -54,10 +54,11 @@ def test_angles_that_follow_other_rows_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_states_of_a_policy_wait_on_the_host() -> None:
-    engine = SimpleNamespace(at=lambda hidden, places, compute: compute(hidden, places))
-    batch: Any = SimpleNamespace(trained_mask=None, prediction_places=lambda mask: mask)
+    batch: Any = SimpleNamespace(
+        trained_mask=None, prediction_places=lambda _: torch.arange(5), cp=None
+    )
     with FakeTensorMode():
-        states = reads.read_states(engine, batch, torch.zeros(5, 3, device="cuda"))
+        states = reads.read_states(None, batch, torch.zeros(5, 3, device="cuda"))
     assert states.device.type == "cpu"
 
 

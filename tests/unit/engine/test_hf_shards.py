@@ -20,7 +20,7 @@ def rank_of(family: str, tp: tuple[int, int], pp: tuple[int, int], dp: tuple[int
     tensors = {p.name: torch.zeros(shard_shape(p, a, tp[1])) for p in table}
     groups = {
         name: SimpleNamespace(rank=lambda r=rank: r, size=lambda s=size: s)
-        for name, (rank, size) in {"tp": tp, "pp": pp, "dp": dp, "ep": (dp[0] % ep, ep)}.items()
+        for name, (rank, size) in {"tp": tp, "pp": pp, "dp_cp": dp, "ep": (dp[0] % ep, ep)}.items()
     }
     weights = SimpleNamespace(
         architecture=a, table=table, tensors=tensors, trained_of=lambda found: found
