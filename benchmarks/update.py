@@ -15,10 +15,13 @@ Ends with an error if their log-probs differ before the measurement. Prints one 
     python benchmarks/update.py [--device cpu|cuda|npu] [--bf16] [--size 19m|100m] [--batch 16]
     python benchmarks/update.py --size 100m --batch 8 --trl FOLDER
     python benchmarks/update.py --prompts 4 --samples 8 --prompt 256 --response 64
+    python benchmarks/update.py --cp 2 --batch 4 --prompt 1024 --limit 3072
     python benchmarks/update.py --model outputs/smollm2/model --prompts 16 --prompt 40 --response 16
 
 With `--prompts` there are so many prompts of `--prompt` tokens, each with `--samples` responses of
-half to one and a half of `--response` tokens, all samples of a prompt in one micro-batch. `apart`
+half to one and a half of `--response` tokens, all samples of a prompt in one micro-batch. With
+`--cp` the side `cp` is ours on so many processes that share the tokens of each micro-batch
+(`context_parallel_size`); on a CPU they share its threads. `apart`
 is then our side with `share_prompts: false`. `--model` takes the weights of a Hugging Face folder.
 `matrix_products_share` is the part of our update's time, on the CPU, in matrix products and
 attention, by torch's profiler. `ppo_step.py` says how to install TRL into a folder.
@@ -52,6 +55,7 @@ from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Experience, Rollouts
+from mindspeed_rlxf.engine.together import gather_all
 
 LIMIT, CLIP, LR = 512, 0.2, 1e-6
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product_flash_attention_for_cpu")
@@ -73,6 +77,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=PROMPT)
     parser.add_argument("--response", type=int, default=64)
+    parser.add_argument("--cp", type=int, default=1, help="measures so many ranks together too")
     parser.add_argument("--trl", type=Path, help="folder with trl; measures it too")
     parser.add_argument("--serves", nargs=2, metavar=("SIDE", "FOLDER"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -80,16 +85,23 @@ def main() -> None:
     if arguments.prompts:
         arguments.batch = arguments.prompts * arguments.samples
         arguments.micro, arguments.limit = arguments.samples, 3 * arguments.response // 2
-    device.setup(arguments.device, arguments.threads, megatron=arguments.serves is None)
-    if arguments.serves and arguments.serves[0] == "trl":  # has no process group
+    side, folder = arguments.serves or ("ours", "")
+    if side.isdecimal():
+        arguments.threads = max(1, arguments.threads // arguments.cp)
+    device.setup(arguments.device, arguments.threads, megatron=side not in ("fsdp", "trl"))
+    if side == "trl":  # has no process group
         serve(Trl, arguments)
         return
+    rank, size, store = 0, 1, dist.HashStore()
+    if side.isdecimal():  # a rank of several
+        rank, size = int(side), arguments.cp
+        store = dist.FileStore(str(Path(folder) / "store"), size)
     dist.init_process_group(
-        device.facts(arguments.device).backend, store=dist.HashStore(), rank=0, world_size=1,
+        device.facts(arguments.device).backend, store=store, rank=rank, world_size=size,
         timeout=timedelta(minutes=5),
     )  # fmt: skip
     if arguments.serves:
-        serve(make_fsdp, arguments)
+        serve(make_context if side.isdecimal() else make_fsdp, arguments)
     else:
         with tempfile.TemporaryDirectory() as name:
             print(json.dumps(measure(Path(name), arguments)))
@@ -106,7 +118,12 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     rollouts, lengths = make_all_rollouts(arguments)
     with ExitStack() as stack:
         names = ["fsdp", *["trl"] * bool(arguments.trl)]
-        others = {name: stack.enter_context(Served(name, folder, arguments)) for name in names}
+        others: dict[str, Any] = {}
+        for name in names:
+            others[name] = stack.enter_context(Served(name, folder, arguments))
+        if arguments.cp > 1:
+            ranks = [Served(str(rank), folder, arguments) for rank in range(arguments.cp)]
+            others["cp"] = Together([stack.enter_context(rank) for rank in ranks])
         return compare(folder, rollouts, lengths, others, arguments)
 
 
@@ -240,17 +257,38 @@ class Served:
         finally:
             self.process.kill()
 
-    def _ask(self, part: str) -> None:
+    def ask(self, part: str) -> None:
         self.process.stdin.write(f"{part}\n")
         self.process.stdin.flush()
+
+    def wait(self, part: str) -> None:
         while (said := self.process.stdout.readline()) != f"{part} done\n":
             assert said, "a process that was asked has ended"
 
     def forward(self) -> None:
-        self._ask("forward")
+        Together([self]).forward()
 
     def update(self) -> None:
-        self._ask("update")
+        Together([self]).update()
+
+
+class Together:
+    """Processes that do the same at the same time."""
+
+    def __init__(self, processes: list[Served]) -> None:
+        self.processes = processes
+
+    def forward(self) -> None:
+        self._run("forward")
+
+    def update(self) -> None:
+        self._run("update")
+
+    def _run(self, part: str) -> None:
+        for process in self.processes:
+            process.ask(part)
+        for process in self.processes:
+            process.wait(part)
 
 
 def serve(make: Callable[..., Any], arguments: argparse.Namespace) -> None:
@@ -278,6 +316,7 @@ def actor_config(
         "bf16": arguments.bf16, "output_dir": str(folder / "run"),
         "seq_length": arguments.prompt + arguments.limit, "model": "auto", "backend": backend,
     }  # fmt: skip
+    tree["resource_pool"] = {"main": actor_keys.get("context_parallel_size", 1)}
     tree["algorithm"] = {"kl_ctrl": {"kl_coef": 0.0}, "old_log_probs": "recompute"}
     return resolve(tree, "update")
 
@@ -294,7 +333,7 @@ class Ours:
         self.experience = Experience(
             advantages=make_advantages(rollouts),
             trained_mask=rollouts.trained_mask,
-            old_log_probs=self.forward(),
+            old_log_probs=gather_all([self.forward()])[0],  # of the first rank
             ref_log_probs=none,
             returns=none,
             values=none,
@@ -303,7 +342,8 @@ class Ours:
 
     def forward(self) -> Tensor:
         found = self.role.engine.log_probs(self.rollouts, 1.0)
-        assert found is not None
+        if found is None:  # not the leader of a replica
+            return torch.zeros(self.rollouts.trained_mask.shape)
         return found.log_probs
 
     def update(self) -> None:
@@ -312,6 +352,10 @@ class Ours:
 
 def make_fsdp(folder: Path, rollouts: Rollouts, arguments: argparse.Namespace) -> Ours:
     return Ours(actor_config(folder, arguments, backend="fsdp"), rollouts)
+
+
+def make_context(folder: Path, rollouts: Rollouts, arguments: argparse.Namespace) -> Ours:
+    return Ours(actor_config(folder, arguments, context_parallel_size=arguments.cp), rollouts)
 
 
 class Plain:

@@ -31,7 +31,8 @@ def build_group(
 def layout_of(role: RoleConfig, size: int | None = None) -> ParallelLayout:
     """Return the layout that a role configures. size: number of ranks, None = one replica"""
     tp, pp = role.tensor_model_parallel_size, role.pipeline_model_parallel_size
-    return ParallelLayout(size or tp * pp, tp, pp)
+    cp = role.context_parallel_size
+    return ParallelLayout(size or tp * cp * pp, tp, pp, cp)
 
 
 def build_policy(

@@ -34,6 +34,7 @@ from tests.distributed.lora_roles import Actor, Critic
 from tests.distributed.resume_run import start
 from tests.distributed.samples import make_experience, make_rollouts
 from tests.distributed.test_layout_invariance import (
+    CP2,
     EP2,
     PP2,
     SP2,
@@ -181,7 +182,7 @@ def test_exported_weights_are_those_of_merge_and_unload_bitwise(warm_runtime, tm
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", [(1, SP2), (2, {})], ids=["tp2", "fsdp"])
+@pytest.mark.parametrize("layout", [(1, SP2), (1, CP2), (2, {})], ids=["tp2", "cp2", "fsdp"])
 def test_layout_and_engine_change_no_run(warm_runtime, tmp_path, layout):
     """Five iterations on fixed responses; adapters start alike, by their names."""
     models = make_models(tmp_path / "models", PLAIN)

@@ -309,7 +309,7 @@ class PipelineStage:
 
     def _forward(self, shared: bool, beside: Role | None) -> Phase:
         layer = self._layer(self.samples, shared)
-        forward = layer.forward
+        forward = layer.forward + self._exchange_bytes(self.samples, shared)
         if self.lora.rank:  # of the widest linear the output, what adapters add, and parts of that
             tokens = self._own_tokens(self.samples, shared)
             forward += tokens * self.architecture.mlp_hidden_size // self.layout.tp * self.itemsize
@@ -388,6 +388,15 @@ class PipelineStage:
             own = groups_per_rank(a.kv_heads, tp * cp) * cp
             copies += 2 * tokens * own * a.head_dim * self.itemsize
         return replace(layer, attention=layer.attention + copies, mlp=layer.mlp + inner)
+
+    def _exchange_bytes(self, samples: int, shared: bool) -> int:
+        """Return what is sent, received and joined when context-parallel ranks exchange heads."""
+        a, tp, cp = self.architecture, self.layout.tp, self.layout.cp
+        if cp == 1:
+            return 0
+        keys = groups_per_rank(a.kv_heads, tp * cp) * cp
+        heads = a.num_attention_heads // tp + 2 * keys
+        return 3 * self._own_tokens(samples, shared) * heads * a.head_dim * self.itemsize
 
     def _head_bytes(self, samples: int, shared: bool) -> int:
         """Return a micro-batch's last hidden states and head, in bytes; 0 before the last stage.
