@@ -57,12 +57,12 @@ def test_each_rank_gets_all_results_and_the_gradient_of_its_tokens(
             two_ranks[rank],  # type: ignore[arg-type]
             lambda states, numbers: states.square().sum(-1) * factors[numbers],
         )
-        (grad,) = torch.autograd.grad(found.sum(), own)
+        (grad,) = torch.autograd.grad(found.square().sum(), own)
         return found.detach(), grad
 
     whole = hidden.clone().requires_grad_()
     expected = whole[places].square().sum(-1) * factors
-    (expected_grad,) = torch.autograd.grad(expected.sum(), whole)
+    (expected_grad,) = torch.autograd.grad(expected.square().sum(), whole)
     with ThreadPoolExecutor(2) as pool:
         results = list(pool.map(gradient, range(2)))
     for found, _ in results:
