@@ -128,7 +128,7 @@ def clipped_weight_loss(
     CISPO, arXiv:2506.13585, section 3.1: every token keeps a gradient.
     """
     ratio = torch.exp(bounded_log_ratio(log_probs - old_log_probs)).detach()
-    weight = torch.clamp(ratio, 1.0 - clip.low, 1.0 + clip.high)
+    weight = ratio.clamp(1.0 - clip.low, 1.0 + clip.high)
     return TokenLoss(-advantages * weight * log_probs, weight != ratio)
 
 

@@ -150,7 +150,7 @@ class FusedAttention(DotProductAttention):
 def rank_heads(config: Any) -> tuple[int, int, int]:
     """Return this rank's head count and query groups inside attention, and the head width."""
     # The context-parallel ranks divide the heads there; Megatron's configuration does not say so.
-    cp = parallel_state.get_context_parallel_world_size()
+    cp = parallel_state.get_context_parallel_world_size() or 1  # 0 without process groups
     ranks = config.tensor_model_parallel_size * cp
     groups = max(config.num_query_groups // ranks, 1)  # ranks may share one
     return config.num_attention_heads // ranks, groups, config.kv_channels

@@ -16,7 +16,7 @@ __all__ = ["kept_pools", "ray_runtime", "warm_runtime"]
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_log_probs_of_a_server_and_of_training_differ_by_rounding_alone(
-    warm_runtime: Any, vllm_python: str, tmp_path: Path, bf16: bool
+    vllm_python: str, warm_runtime: Any, tmp_path: Path, bf16: bool
 ) -> None:
     architecture = ARCHITECTURE.model_copy(update={"vocab_size": VOCAB})
     make_llama(tmp_path, architecture)

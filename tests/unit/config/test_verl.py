@@ -303,12 +303,12 @@ CASES = {
         (*GRPO, f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=24576",
          f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=4",
          f"{ACTOR}.ulysses_sequence_parallel_size=1"),
-        {"actor_rollout.ulysses_sequence_parallel_size": 4,
+        {"actor_rollout.context_parallel_size": 4,
          "actor_rollout.max_tokens_per_micro_batch": 98304},
     ),
     "Megatron has no Ulysses": (
         (*MEGATRON, f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ulysses_sequence_parallel_size=4"),
-        {"actor_rollout.ulysses_sequence_parallel_size": None,
+        {"actor_rollout.context_parallel_size": None,
          "actor_rollout.max_tokens_per_micro_batch": 16384},
     ),
     "FSDP's clipping since 0.8": (

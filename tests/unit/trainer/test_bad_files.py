@@ -72,7 +72,9 @@ def write_config(folder: Path) -> None:
             "model": "small", "train_iters": 1, "global_batch_size": 2, "seq_length": 16,
             "tokenizer_name_or_path": str(folder / "tokenizer"), "output_dir": str(folder / "run"),
         },
-        "actor_rollout": {"load": lm, "max_prompt_length": 8, "ppo_mini_batch_size": 2},
+        "actor_rollout": {
+            "load": lm, "max_prompt_length": 8, "ppo_mini_batch_size": 2, "do_sample": True,
+        },
         "ref": {"load": lm},
         "critic": {"load": lm, "critic_mini_batch_size": 2},
         "reward": {"load": str(folder / "scored")},
