@@ -242,6 +242,8 @@ class Served:
         words = [sys.executable, "-W", "ignore", *sys.argv, "--serves", side, str(folder)]
         paths = [str(arguments.trl.resolve())] if side == "trl" else []
         environment = {"PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
+        if side.isdigit():  # a rank of `--cp`
+            environment["WORLD_SIZE"] = str(arguments.cp)
         self.process: Any = subprocess.Popen(
             words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env=os.environ | environment,
@@ -301,7 +303,11 @@ def serve(make: Callable[..., Any], arguments: argparse.Namespace) -> None:
 
 
 def actor_config(
-    folder: Path, arguments: argparse.Namespace, backend: str = "megatron", **actor_keys: Any
+    folder: Path,
+    arguments: argparse.Namespace,
+    backend: str = "megatron",
+    cp: int = 1,
+    **actor_keys: Any,
 ) -> RunConfig:
     """Return the configuration of `Ours`. actor_keys: further keys of `actor_rollout`"""
     given = SimpleNamespace(
@@ -315,9 +321,11 @@ def actor_config(
     tree["training"] |= {
         "bf16": arguments.bf16, "output_dir": str(folder / "run"),
         "seq_length": arguments.prompt + arguments.limit, "model": "auto", "backend": backend,
+        "context_parallel_size": cp,
     }  # fmt: skip
     tree["resource_pool"] = {"main": actor_keys.get("context_parallel_size", 1)}
     tree["algorithm"] = {"kl_ctrl": {"kl_coef": 0.0}, "old_log_probs": "recompute"}
+    tree["resource_pool"] = {"main": cp}
     return resolve(tree, "update")
 
 
@@ -355,7 +363,7 @@ def make_fsdp(folder: Path, rollouts: Rollouts, arguments: argparse.Namespace) -
 
 
 def make_context(folder: Path, rollouts: Rollouts, arguments: argparse.Namespace) -> Ours:
-    return Ours(actor_config(folder, arguments, context_parallel_size=arguments.cp), rollouts)
+    return Ours(actor_config(folder, arguments, cp=arguments.cp), rollouts)
 
 
 class Plain:
