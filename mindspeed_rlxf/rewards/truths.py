@@ -4,12 +4,15 @@ The parser may run without bound, so it runs in a process with a deadline.
 """
 
 import json
+import logging
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 
 from mindspeed_rlxf.rewards.expressions import can_parse
+
+logger = logging.getLogger(__name__)
 
 DEADLINE_S = 60.0  # some 10,000 expressions; later ones count as parsed
 
@@ -34,6 +37,11 @@ def find_unparsed(truths: Sequence[str]) -> list[str]:
     except subprocess.TimeoutExpired:
         process.kill()
         printed, _ = process.communicate()
+    if process.returncode != 0:
+        logger.warning(
+            "not all %d ground truths of math were parsed before the start: the process ended with "
+            "exit code %d (its limit is %g s)", len(truths), process.returncode, DEADLINE_S,
+        )  # fmt: skip
     places = [line for line in printed.split("\n")[:-1] if line]  # the last one may be incomplete
     return [truths[int(place)] for place in places]
 
