@@ -15,11 +15,12 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from mindspeed_rlxf.compat.mindspeed_llm.keys import ANY, NO_OP_LIST, REFUSED_LIST
+from mindspeed_rlxf.compat.mindspeed_llm.translate import MOVED
+from mindspeed_rlxf.compat.verl.table import RENAMED, TABLE
 from mindspeed_rlxf.config.enums import CONFIGURED, Role
 from mindspeed_rlxf.config.fields import extra_of, key
 from mindspeed_rlxf.config.keys import PLAIN_SECTIONS, ROLE_SECTIONS, Tree
-from mindspeed_rlxf.config.mindspeed_llm import MOVED
-from mindspeed_rlxf.config.mindspeed_llm_keys import ANY, NO_OP_LIST, REFUSED_LIST
 from mindspeed_rlxf.config.problems import format_value
 from mindspeed_rlxf.config.schema import (
     ArchitectureConfig,
@@ -35,7 +36,6 @@ from mindspeed_rlxf.config.schema import (
     TrainingConfig,
     VllmConfig,
 )
-from mindspeed_rlxf.config.verl import RENAMED, TABLE
 
 HEAD = """\
 # Configuration reference

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from mindspeed_rlxf.compat.verl.table import NO_EFFECT, RENAMED, TABLE
 from mindspeed_rlxf.config import key_reference
 from mindspeed_rlxf.config.compose import builtin_config_dir, config_names
 from mindspeed_rlxf.config.key_reference import document, put_into
 from mindspeed_rlxf.config.keys import known_keys
-from mindspeed_rlxf.config.verl import NO_EFFECT, RENAMED, TABLE
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
