@@ -287,7 +287,7 @@ def test_their_configurations_without_a_critic_plan(in_their_folder, name, sampl
     assert (config.samples_per_iteration, config.parts) == (samples, (1, 1))
     shown = [" ".join(line.split()) for line in plan(config).text.splitlines()]
     assert f"samples {samples}" in shown
-    start = "rollout llama32-1b actor_rollout 1 1 1 1 1 bf16 "
+    start = "rollout llama32-1b actor_rollout 1 1 1 1 1 1 bf16 "
     assert any(line.startswith(start) for line in shown)
     assert [note for note in notes if ": no effect " in note] == idle
 
