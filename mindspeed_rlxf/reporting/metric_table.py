@@ -124,6 +124,8 @@ SAMPLES = (
     Metric("rollout/log_prob_gap_max", "nats", "largest distance of a token", None,
            "algorithm.max_log_prob_gap stops the run there"),
     *_spread("rollout/is_weight", "", "weight of a token by algorithm.rollout_is_threshold"),
+    Metric("rollout/rejected_tokens", "share", "tokens that algorithm.rollout_rejection leaves "
+           "out", (0.0, 0.5), "widen its bounds, or compare precision and layout"),
     Metric("val/<data_source>/score", "", "mean score of the validation prompts of this source"),
     Metric("val/<data_source>/response_length", "tokens", "mean length of the responses"),
     Metric("val/<data_source>/<metric>", "", "another metric of validation, see running.md"),
