@@ -55,7 +55,7 @@ from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Experience, Rollouts
-from mindspeed_rlxf.engine.together import gather_all
+from mindspeed_rlxf.engine.collective_errors import gather_all
 
 LIMIT, CLIP, LR = 512, 0.2, 1e-6
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product_flash_attention_for_cpu")

@@ -11,7 +11,7 @@ from mindspeed_rlxf.algorithms.estimators import groups_that_differ
 from mindspeed_rlxf.cluster.group import Pending
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.mini_batches import sample_flops
-from mindspeed_rlxf.engine.work import Work
+from mindspeed_rlxf.engine.flop_counter import Work
 from mindspeed_rlxf.roles.reports import (
     ExperienceReport,
     GenerateReport,
