@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mindspeed_rlxf.checkpoint.directory import RunDirectory, check_save_folders
-from mindspeed_rlxf.checkpoint.store import check_resume
+from mindspeed_rlxf.checkpoint.store import check_chosen, check_resume
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.hf_config import OF_WEIGHTS, find_disagreements, read_hf_config
 from mindspeed_rlxf.config.problems import Problem, UserError, closest
@@ -66,11 +66,12 @@ def prepare(config: RunConfig) -> Prepared:
     """Load tokenizer, prompts and fixed responses; check all files the run reads or writes.
 
     Writes nothing but temporary prompt files (`PromptStore`); may run a program in the sandbox.
-    Raises UserError with all problems; only those found before the tokenizer if it cannot be
-    loaded.
+    Raises UserError with all problems; if the tokenizer cannot be loaded, only those found before,
+    and missing files.
     """
     directory, data = RunDirectory.choose(config), config.data
     problems = [*RunDirectory.check(config), *check_resume(config, directory)]
+    problems += check_chosen(config)
     if not config.validation.only:
         problems += check_save_folders(config, directory)
     shared = {Role.REF} if config.shares_reference else set()
@@ -83,6 +84,10 @@ def prepare(config: RunConfig) -> Prepared:
         problems, lambda: load_tokenizer(config.training.tokenizer_name_or_path)
     )
     if prepared.tokenizer is None:  # nothing can be tokenized
+        files = [name for name in (*data.train_files, *data.val_files) if not Path(name).exists()]
+        problems += [
+            Problem(n, "no such file", remedy="correct the path", colon=True) for n in files
+        ]
         raise UserError(problems)
     problems += check_vocabulary(prepared.tokenizer, vocab_size)
     training = _load_prompts(config, prepared, data.train_files, data.data_path, problems)

@@ -248,9 +248,10 @@ def validate_only(
 ) -> int:
     """Start the workers, validate the newest undamaged checkpoint, and return its iteration.
 
-    Without a checkpoint, or with training.new_run, validates the weights in `load`, and returns 0.
-    Metrics and samples go to `directory` if this process `writes`; the run's own folder is only
-    read, so it may be in use. Raises UserError if all checkpoints are damaged.
+    With `validation.checkpoint` it is the checkpoint of that iteration. Without a checkpoint, or
+    with training.new_run, validates the weights in `load`, and returns 0. Metrics and samples go to
+    `directory` if this process `writes`; the run's own folder is only read, so it may be in use.
+    Raises UserError if all checkpoints are damaged.
     """
     roles = build_roles(config, prepared, runtime, directory)
     recorder = Recorder(config, directory, prepared.tokenizer, writes)
@@ -260,7 +261,7 @@ def validate_only(
         if not config.training.new_run:
             run, actor_alone = RunDirectory.of_run(config), replace(roles, critic=None)
             checkpoints = RunCheckpoints(config, actor_alone, run, "", writes=False)
-            iteration = checkpoints.load_newest(recorder.note)
+            iteration = checkpoints.load_newest(recorder.note, config.validation.checkpoint)
         if not iteration:
             recorder.note(f"weights of {config.actor_rollout.load}")
         validator = Validator(config, roles, prepared.val_prompts, recorder)

@@ -125,6 +125,16 @@ def test_missing_files_are_named(problems, key, rule):
     assert "absent.jsonl" in line and rule in line
 
 
+@pytest.mark.parametrize(
+    "first", ["training.tokenizer_name_or_path=./no1", "+training.plugins=no1"]
+)
+def test_all_missing_files_are_named_at_once(problems, first):
+    """Also where one is missing that is read before the others."""
+    lines = problems(first, "ref.load=./no2", "data.train_files=[./no3.jsonl, ./no4.jsonl]")
+    named = ["".join(n for n in "1234" if f"no{n}" in line) for line in lines]
+    assert sorted(named) == ["1", "2", "3", "4"]
+
+
 def test_stop_tokens_of_indexed_data_sets_end_responses(good, tmp_path):
     """1 is the tokenizer's EOS, 2 the model's; each data set brings one, that of validation too."""
     files, keys = (str(good / "train.jsonl"),), MapKeys(prompt="prompt")
