@@ -14,8 +14,8 @@ from .settings import GIB, Figures, Settings
 def update(settings: Settings, shape: str, engine: str) -> Figures:
     """Measure log-probs and updates of the actor: seconds, MFU and peak memory."""
     from mindspeed_rlxf import device
+    from mindspeed_rlxf.device.peaks import find_peak
     from mindspeed_rlxf.engine import flop_counter
-    from mindspeed_rlxf.trainer.metrics import find_peak
 
     with joined(settings, megatron=engine == "megatron"):
         actor, planned = build_actor(settings, shape, engine)
