@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from glob import glob
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -74,8 +75,9 @@ def prepare(config: RunConfig) -> Prepared:
     problems += check_chosen(config)
     if not config.validation.only:
         problems += check_save_folders(config, directory)
-    shared = {Role.REF} if config.shares_reference else set()
-    for role in [role for role in config.roles if role not in shared]:
+    unread = {Role.REF} if config.shares_reference else set()
+    unread |= {Role.CRITIC, Role.REF} if config.validation.only else set()
+    for role in [role for role in config.roles if role not in unread]:
         problems += check_weights(config, role)
     problems += [*_check_engine(config), *trackers.find_problems(config.logging.trackers)]
     actor, prepared = config.actor_rollout, Prepared()
@@ -84,10 +86,7 @@ def prepare(config: RunConfig) -> Prepared:
         problems, lambda: load_tokenizer(config.training.tokenizer_name_or_path)
     )
     if prepared.tokenizer is None:  # nothing can be tokenized
-        files = [name for name in (*data.train_files, *data.val_files) if not Path(name).exists()]
-        problems += [
-            Problem(n, "no such file", remedy="correct the path", colon=True) for n in files
-        ]
+        problems += _missing_data(config)
         raise UserError(problems)
     problems += check_vocabulary(prepared.tokenizer, vocab_size)
     training = _load_prompts(config, prepared, data.train_files, data.data_path, problems)
@@ -136,10 +135,20 @@ def _list_notices(config: RunConfig) -> list[str]:
             "actor_rollout.top_k/top_p filter the sampled tokens; log-probs are of the unfiltered "
             "distribution"
         )
-    critic = config.critic
+    critic = None if config.validation.only else config.critic
     if critic and critic.load and "score.weight" not in _open_weights(critic):
         notices.append(f"critic.load={critic.load} has no score head: it starts untrained")
     return notices
+
+
+def _missing_data(config: RunConfig) -> list[Problem]:
+    """Return a problem for each data file, or indexed data set, that is not there."""
+    data, remedy = config.data, "correct the path"
+    files = [name for name in (*data.train_files, *data.val_files) if not Path(name).exists()]
+    prefixes = [name for name in (*data.data_path, *data.val_data_path) if not glob(f"{name}*")]
+    problems = [Problem(name, "no such file", remedy=remedy, colon=True) for name in files]
+    rule = "no such indexed data set"
+    return problems + [Problem(name, rule, remedy=remedy, colon=True) for name in prefixes]
 
 
 def _open_weights(section: RoleConfig) -> StoredWeights:
@@ -198,8 +207,8 @@ def _load_prompts(
     Only indexed data sets have stop tokens. Errors are added to `problems`, with an empty result.
     """
     data = config.data
-    if config.reward.kind is not RewardKind.RULE and data.default_data_source is None:
-        data = data.model_copy(update={"default_data_source": "unnamed"})  # a model needs none
+    if not config.reward.needs_data_source and data.default_data_source is None:
+        data = data.model_copy(update={"default_data_source": "unnamed"})
     arguments = prepared.tokenizer, data, config.actor_rollout.max_prompt_length
     if prefixes:
         indexed = _attempt(problems, lambda: load_indexed_prompts(prefixes, *arguments))

@@ -183,7 +183,8 @@ def _describe_validation(config: RunConfig) -> str:
     keys = config.validation
     interval = f"{_every(keys.interval)}, " if keys.interval else ""
     return (
-        f"{'and no training, ' if keys.only else interval}{keys.n_samples} responses per prompt, "
+        f"{'and no training, ' if keys.only else interval}{keys.n_samples} "
+        f"response{'s' if keys.n_samples > 1 else ''} per prompt, "
         f"{_describe_decoding(keys.do_sample, keys.temperature)}, scored by {keys.reward.value}"
     )
 
@@ -218,7 +219,8 @@ def _roles_table(config: RunConfig) -> list[list[object]]:
         ep = section.expert_model_parallel_size
         sizes = [layout.tp, layout.cp, f"{layout.pp}{chunks}", layout.dp, ep]
         weights = _describe_weights(config, role)
-        count = f"{model_elements(section.architecture, HEADS[role]) / 1e9:.3g} G"
+        elements = model_elements(section.architecture, HEADS[role])
+        count = f"{elements / 1e9:.3g} G" if elements >= 1e9 else f"{elements / 1e6:.3g} M"
         about = [precision, section.backend, count, weights]
         rows.append([role.value, section.model, *where, *sizes, *about])
         if role is Role.ACTOR_ROLLOUT and config.parts:
