@@ -62,6 +62,7 @@ class LayerBytes:
     Attributes:
         sent: Hidden-state copies on the way to experts and back, 0 if dense.
         entry: Hidden states entering the layer.
+        exchange: Beside `attention` while context-parallel ranks exchange tokens for heads.
     """
 
     norm: int
@@ -69,6 +70,7 @@ class LayerBytes:
     mlp: int
     sent: int
     entry: int
+    exchange: int = 0
 
     @property
     def kept(self) -> int:
@@ -78,7 +80,7 @@ class LayerBytes:
     @property
     def forward(self) -> int:
         """Return the peak without gradients: attention is freed before the MLP begins."""
-        return self.entry + self.norm + max(self.attention, self.mlp)
+        return self.entry + self.norm + max(self.attention + self.exchange, self.mlp)
 
 
 def layer_bytes(
@@ -88,8 +90,9 @@ def layer_bytes(
     sequence_parallel: bool,
     itemsize: int,
     frozen_norms: bool = False,
+    cp: int = 1,
 ) -> LayerBytes:
-    """Compute a layer's activations for `tokens`, on one tensor-parallel rank."""
+    """Compute a layer's activations on one rank, which has `tokens` outside attention."""
     own = tokens // tp if sequence_parallel else tokens
     # A norm keeps its input in fp32, the normed value for the gradient of its weight, the output,
     # and a root per token.
@@ -99,8 +102,19 @@ def layer_bytes(
     queries = a.num_attention_heads * a.head_dim // tp
     keys = groups_per_rank(a.kv_heads, tp) * a.head_dim
     projected = qkv_rows(a) if tp > a.kv_heads else queries + 2 * keys
-    attention = itemsize * (projected + 3 * queries + keys + 4 * a.head_dim)
-    attention += FP32 * a.num_attention_heads // tp
+    attention = projected + 3 * queries + keys
+    exchange = 0
+    if cp > 1:
+        # What is exchanged takes the place of projections and rotated queries and keys. They are
+        # all there while values are exchanged, which takes a copy to send or to join, and while the
+        # output is. Ranks that share a key-value group have a copy of its keys and values each.
+        own_keys = groups_per_rank(a.kv_heads, tp * cp) * cp * a.head_dim
+        copies = 2 * own_keys if own_keys > keys else 0
+        largest = max(queries + 3 * own_keys + copies + own_keys, 3 * queries)
+        before = projected + queries + keys
+        attention = 3 * queries + 2 * own_keys
+        exchange = tokens * itemsize * (before + largest - attention)
+    attention = itemsize * (attention + 4 * a.head_dim) + FP32 * a.num_attention_heads // tp
     if a.qk_layernorm:
         attention += (FP32 + itemsize) * (queries + keys)
     # Both halves of the first matrix's output, the activated gate, the other half, their product.
@@ -113,7 +127,8 @@ def layer_bytes(
         mlp = pairs * itemsize * (a.hidden_size + 6 * a.mlp_hidden_size // tp)
         mlp += tokens * (5 * a.num_experts + 12 * a.moe_router_topk)
         sent = 3 * pairs * a.hidden_size * itemsize
-    return LayerBytes(norm, tokens * attention, mlp, sent, own * a.hidden_size * itemsize)
+    entry = own * a.hidden_size * itemsize
+    return LayerBytes(norm, tokens * attention, mlp, sent, entry, exchange)
 
 
 def recompute_bytes(role: LearningConfig, layer: LayerBytes) -> tuple[int, int]:
@@ -309,7 +324,7 @@ class PipelineStage:
 
     def _forward(self, shared: bool, beside: Role | None) -> Phase:
         layer = self._layer(self.samples, shared)
-        forward = layer.forward + self._exchange_bytes(self.samples, shared)
+        forward = layer.forward
         if self.lora.rank:  # of the widest linear the output, what adapters add, and parts of that
             tokens = self._own_tokens(self.samples, shared)
             forward += tokens * self.architecture.mlp_hidden_size // self.layout.tp * self.itemsize
@@ -372,7 +387,7 @@ class PipelineStage:
         tokens = self._own_tokens(samples, shared)
         a, tp, cp = self.architecture, self.layout.tp, self.layout.cp
         adapted = self.lora.rank > 0
-        layer = layer_bytes(a, tokens, tp, self.sequence_parallel, self.itemsize, adapted)
+        layer = layer_bytes(a, tokens, tp, self.sequence_parallel, self.itemsize, adapted, cp)
         # Products with A of each adapter.
         pairs = len(self.adapters) // (
             2 * self.section.model_chunks * self.section.layers_per_chunk
@@ -382,21 +397,7 @@ class PipelineStage:
         keys = rows * self.length * groups_per_rank(a.kv_heads, tp * cp)
         queries = rows * self.response * a.num_attention_heads // (tp * cp)
         copies = 2 * (keys + queries) * a.head_dim * self.itemsize
-        if cp > 1:
-            # What is exchanged, with all tokens of this rank's heads: keys, which several ranks may
-            # share, and values. Queries and the output take the place of those of all heads.
-            own = groups_per_rank(a.kv_heads, tp * cp) * cp
-            copies += 2 * tokens * own * a.head_dim * self.itemsize
         return replace(layer, attention=layer.attention + copies, mlp=layer.mlp + inner)
-
-    def _exchange_bytes(self, samples: int, shared: bool) -> int:
-        """Return what is sent, received and joined when context-parallel ranks exchange heads."""
-        a, tp, cp = self.architecture, self.layout.tp, self.layout.cp
-        if cp == 1:
-            return 0
-        keys = groups_per_rank(a.kv_heads, tp * cp) * cp
-        heads = a.num_attention_heads // tp + 2 * keys
-        return 3 * self._own_tokens(samples, shared) * heads * a.head_dim * self.itemsize
 
     def _head_bytes(self, samples: int, shared: bool) -> int:
         """Return a micro-batch's last hidden states and head, in bytes; 0 before the last stage.
