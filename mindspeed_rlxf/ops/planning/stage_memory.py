@@ -131,6 +131,21 @@ def layer_bytes(
     return LayerBytes(norm, tokens * attention, mlp, sent, entry, exchange)
 
 
+def head_bytes(
+    a: ArchitectureConfig, head: Head, tokens: int, read: int, itemsize: int, vocab: int
+) -> int:
+    """Compute the last hidden states of `tokens`, and the head for those of them that it reads.
+
+    These are the final norm's input in fp32, its normed value and output, and a copy for the
+    tokens read. A score head copies those in fp32; log-probs need logits, shifted logits,
+    exponentials and a product in fp32, for one chunk at a time, with `vocab` rows on this rank.
+    """
+    held = a.hidden_size * (tokens * (FP32 + 2 * itemsize) + read * itemsize)
+    if head is Head.SCORE:
+        return held + FP32 * read * a.hidden_size
+    return held + 4 * FP32 * min(read, CHUNK_TOKENS) * vocab
+
+
 def recompute_bytes(role: LearningConfig, layer: LayerBytes) -> tuple[int, int]:
     """Return (bytes kept per micro-batch in flight, bytes recomputed at one time) for a chunk.
 
@@ -205,6 +220,22 @@ def in_flight(pp_rank: int, pp: int, micro_batches: int, chunks: int = 1) -> int
 def is_split(config: RunConfig, pool: str) -> bool:
     """Return whether some pool ranks train the actor and the others only generate."""
     return config.parts is not None and pool == config.placement[Role.ACTOR_ROLLOUT]
+
+
+def role_beside(config: RunConfig, role: Role) -> Role | None:
+    """Return the role whose weights must be on the device too while this one works.
+
+    A reference that computes the full KL, or is the actor without its adapters, needs the actor's.
+    """
+    compares = config.algorithm.kl_penalty is KlPenalty.FULL or config.shares_reference
+    return Role.ACTOR_ROLLOUT if role is Role.REF and compares else None
+
+
+def mini_batch_size(config: RunConfig, role: Role) -> int:
+    """Return the samples of a step of a trained role."""
+    if role is Role.CRITIC:
+        return config.value_model.critic_mini_batch_size
+    return config.actor_rollout.ppo_mini_batch_size
 
 
 class PipelineStage:
@@ -284,24 +315,15 @@ class PipelineStage:
         return held
 
     def phases(self) -> Iterator[Phase]:
-        """Yield forward and, for a trained role, update and optimizer step.
-
-        A reference that computes the full KL, or is the actor without its adapters, needs the
-        actor's weights on the device.
-        """
-        config = self.config
-        compares = config.algorithm.kl_penalty is KlPenalty.FULL or self.is_shared
-        beside = Role.ACTOR_ROLLOUT if self.role is Role.REF and compares else None
+        """Yield forward and, for a trained role, update and optimizer step."""
+        beside = role_beside(self.config, self.role)
         yield max(
             (self._forward(shared, beside) for shared in self._sharing(updates=False)),
             key=lambda phase: phase.total,
         )
         if self.optimizer is None:
             return
-        mini_batch = config.actor_rollout.ppo_mini_batch_size
-        if self.role is Role.CRITIC:
-            mini_batch = config.value_model.critic_mini_batch_size
-        samples = mini_batch // self.layout.dp
+        samples = mini_batch_size(self.config, self.role) // self.layout.dp
         yield max(
             (self._update(samples, shared) for shared in self._sharing(updates=True)),
             key=lambda phase: phase.total,
@@ -400,20 +422,11 @@ class PipelineStage:
         return replace(layer, attention=layer.attention + copies, mlp=layer.mlp + inner)
 
     def _head_bytes(self, samples: int, shared: bool) -> int:
-        """Return a micro-batch's last hidden states and head, in bytes; 0 before the last stage.
-
-        These are the final norm's input in fp32, its normed value and output, and a copy for the
-        tokens read. A score head copies those in fp32; log-probs need logits, shifted logits,
-        exponentials and a product in fp32, for one chunk at a time.
-        """
+        """Return a micro-batch's last hidden states and head; 0 before the last stage."""
         if not self.last:
             return 0
-        hidden, read = self.architecture.hidden_size, self._head_tokens(samples)
-        tokens = self._own_tokens(samples, shared)
-        held = hidden * (tokens * (FP32 + 2 * self.itemsize) + read * self.itemsize)
-        if self.head is Head.SCORE:
-            return held + FP32 * read * hidden
-        return held + 4 * FP32 * min(read, CHUNK_TOKENS) * self.vocab
+        tokens, read = self._own_tokens(samples, shared), self._head_tokens(samples)
+        return head_bytes(self.architecture, self.head, tokens, read, self.itemsize, self.vocab)
 
     def _head_tokens(self, samples: int) -> int:
         # The responses are at the end of their rows, so one rank may have most of a row's.
