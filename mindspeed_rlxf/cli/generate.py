@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 SAMPLING = ("temperature", "top_k", "top_p")
 OPTIONS = (
     option("source", help="run directory, checkpoint of a run, or Hugging Face folder"),
+    option("--checkpoint", type=number(1), metavar="N", help="of a run (its newest)"),
     option("--prompt", action="append", metavar="TEXT", help="a prompt; may be given again"),
     option("--file", help="prompts: lines of .txt, or rows of .jsonl, .json, .parquet"),
     option("--chat", action="store_true", help="texts are messages; alone: a conversation"),
@@ -66,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from mindspeed_rlxf.ops.generation.generator import open_generator
     from mindspeed_rlxf.ops.generation.source import find_source
 
-    source = find_source(Path(arguments.source).absolute(), _changes(arguments))
+    path = Path(arguments.source).absolute()
+    source = find_source(path, _changes(arguments), arguments.checkpoint)
     actor = source.actor
     how = "greedy"
     if actor.do_sample:

@@ -20,7 +20,7 @@ from mindspeed_rlxf.config.hf_config import (
     parse_architecture,
     read_hf_config,
 )
-from mindspeed_rlxf.config.problems import Problem, UserError
+from mindspeed_rlxf.config.problems import Problem, UserError, neighbours, use
 from mindspeed_rlxf.config.schema import (
     SAVED_AS,
     ActorConfig,
@@ -67,18 +67,21 @@ class ModelSource:
     shown: str
 
 
-def find_source(path: Path, changes: Mapping[str, Any]) -> ModelSource:
+def find_source(
+    path: Path, changes: Mapping[str, Any], iteration: int | None = None
+) -> ModelSource:
     """Return the model in a folder, without reading weights.
 
     Args:
         path: A run directory (its newest checkpoint counts), a checkpoint of a run, or a folder of
             weights with config.json.
         changes: Keys of the actor that replace those of the run.
+        iteration: Of the run's checkpoint; None = the newest.
 
     Raises:
         UserError: It is none of these, or has no weights that can be read.
     """
-    checkpoint = _find_checkpoint(path)
+    checkpoint = _find_checkpoint(path, iteration)
     if checkpoint is not None:
         return _of_checkpoint(path, checkpoint, changes)
     if not (path / "config.json").is_file():
@@ -98,11 +101,14 @@ def find_source(path: Path, changes: Mapping[str, Any]) -> ModelSource:
     return ModelSource(actor, None, str(path), data, SEED, is_native, str(path))
 
 
-def _find_checkpoint(path: Path) -> Path | None:
-    """Return the checkpoint that `path` is or has, the newest of a run; None if it is no run's.
+def _find_checkpoint(path: Path, iteration: int | None) -> Path | None:
+    """Return the checkpoint that `path` is or has; None if it is no run's.
 
-    Raises UserError for a run without a whole checkpoint.
+    A run's is that of `iteration`, or the newest. Raises UserError for a run without a whole one.
     """
+    if iteration is not None and not RunDirectory(path).config.is_file():
+        remedy = f"give the run directory, not {path}"
+        raise UserError(Problem("--checkpoint", "needs a run directory", iteration, remedy))
     if path.name == ACTOR and (path.parent / MANIFEST).is_file():
         return path.parent
     if (path / MANIFEST).is_file() and (path / ACTOR).is_dir():
@@ -110,9 +116,17 @@ def _find_checkpoint(path: Path) -> Path | None:
     directory = RunDirectory(path)
     if not directory.config.is_file():
         return None
-    for checkpoint in RunStore(directory.checkpoints).newest_first():
-        if _is_whole(checkpoint):
-            return checkpoint.path
+    whole = filter(_is_whole, RunStore(directory.checkpoints).newest_first())
+    if iteration is not None:
+        paths = {checkpoint.iteration: checkpoint.path for checkpoint in whole}
+        if iteration not in paths:
+            rule = f"must be the iteration of a whole checkpoint in {directory.checkpoints}"
+            remedy = use(neighbours(iteration, paths)) if paths else "wait for the first one"
+            raise UserError(Problem("--checkpoint", rule, iteration, remedy))
+        return paths[iteration]
+    newest = next(whole, None)
+    if newest is not None:
+        return newest.path
     rule = "must have a whole checkpoint in checkpoints/"
     remedy = "wait for the first one (training.save_interval), or give the weights it started from"
     raise UserError(Problem("SOURCE", rule, repr(str(path)), remedy))

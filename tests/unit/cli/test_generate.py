@@ -142,6 +142,11 @@ def test_a_run_gives_its_newest_whole_checkpoint_and_its_keys(make_tree, model, 
     )  # fmt: skip
     for path in (checkpoint, checkpoint / "actor"):
         assert find_source(path, {}).actor.load == str(checkpoint / "actor")
+    assert find_source(run, {}, 1).actor.load == str(checkpoint / "actor")
+    with pytest.raises(UserError, match=r"--checkpoint=3 must be the iteration .*; use 2"):
+        find_source(run, {}, 3)
+    with pytest.raises(UserError, match="needs a run directory"):
+        find_source(checkpoint, {}, 1)
     # Sharded state of another engine: the exported weights, if they are of this iteration.
     (case.store.path(2) / "actor" / "state_00000.safetensors").unlink()
     with pytest.raises(UserError, match="sharded state"):
