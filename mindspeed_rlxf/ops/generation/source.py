@@ -211,12 +211,17 @@ def _make_actor(folder: Path, keys: Mapping[str, Any]) -> tuple[ActorConfig, boo
         raise UserError(_describe(error, "")) from None
 
 
-def _describe(error: ValidationError, where: str) -> list[Problem]:
-    problems = []
+def _describe(error: ValidationError, file: str) -> list[Problem]:
+    """Return the problems of options, or with `file` of that file."""
+    problems: list[Problem] = []
     for each in error.errors():
-        key = ".".join(map(str, each["loc"])) or where
-        text = each["msg"] if each["loc"] and not where else f"{key}: {each['msg']}"
-        problems.append(Problem(where or key, text, each["input"] if not where else None))
+        key = ".".join(map(str, each["loc"]))
+        if each["type"] == "value_error":  # broken rules of a section
+            problems += each["ctx"]["error"].problems
+        elif file:
+            problems.append(Problem(file, f"{key}: {each['msg']}", colon=True))
+        else:
+            problems.append(Problem(key, each["msg"], each["input"]))
     return problems
 
 

@@ -66,6 +66,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "greedy": (["--prompt", "a", "--greedy", "--top-p", "0.5"], "--greedy must not be given with"),
     "output of a conversation": (["--chat", "--output", "o.jsonl"], "need --prompt or --file"),
     "no temperature": (["--prompt", "a", "--temperature", "0"], "temperature=0"),
+    "no position": (["--prompt", "a", "--max-new-tokens", "0"], "max_new_tokens=0"),
     "long": (["--prompt", "a" * 60, "--max-new-tokens", "9"], "length of the prompt=60 with max"),
     "no file": (["--file", "gone.txt"], "--file=gone.txt cannot be read"),
     "a chat of rows": (["--file", "a.jsonl", "--chat"], "leave --chat out"),
@@ -142,6 +143,8 @@ def test_a_run_gives_its_newest_whole_checkpoint_and_its_keys(make_tree, model, 
     )  # fmt: skip
     for path in (checkpoint, checkpoint / "actor"):
         assert find_source(path, {}).actor.load == str(checkpoint / "actor")
+    with pytest.raises(UserError, match="min_new_tokens=9 must be at most max_new_tokens=4"):
+        find_source(run, {"min_new_tokens": 9, "max_new_tokens": 4})
     assert find_source(run, {}, 1).actor.load == str(checkpoint / "actor")
     with pytest.raises(UserError, match=r"--checkpoint=3 must be the iteration .*; use 2"):
         find_source(run, {}, 3)
