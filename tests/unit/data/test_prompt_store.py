@@ -35,7 +35,7 @@ def test_prompts_come_back_in_order() -> None:
 def test_memory_does_not_grow_with_the_number_of_prompts() -> None:
     filled(100)  # takes what the first one alone needs
     used = []
-    for count in (5_000, 20_000):
+    for count in (1_000, 4_000):
         tracemalloc.start()
         store = filled(count)
         for place in range(0, count, 97):
@@ -43,4 +43,4 @@ def test_memory_does_not_grow_with_the_number_of_prompts() -> None:
         used.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
         del store
-    assert used[1] < used[0] + 16 * 15_000  # bytes for each further prompt: its position
+    assert used[1] < used[0] + 16 * 3_000  # bytes for each further prompt: its position
