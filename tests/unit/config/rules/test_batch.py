@@ -1,5 +1,6 @@
 """Rules of batch, mini-batch and micro-batch sizes, for 96 samples, 8 ranks and 4 layers."""
 
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -124,13 +125,11 @@ def rounds(problems: Problems, changes: dict[str, Any], drop: tuple[str, ...] = 
 
 
 @pytest.mark.parametrize("stages", [{}, STAGES])
-@pytest.mark.parametrize("prompts", [7, 8, 9])
-@pytest.mark.parametrize("micro", [1, 2, 3])
-@pytest.mark.parametrize("mini", [1, 4, 7])
-def test_remedies_of_pairs_agree(problems, stages, prompts, micro, mini):
-    changes = {
-        **PAIRS, **stages, "training.global_batch_size": prompts,
-        "actor_rollout.micro_batch_size": micro, "actor_rollout.ppo_mini_batch_size": mini,
-    }  # fmt: skip
-    # One round mends all, or one for the batch and one for what is cut from it.
-    assert rounds(problems, changes, WITHOUT_CRITIC) <= 2
+def test_remedies_of_pairs_agree(problems, stages):
+    for prompts, micro, mini in itertools.product([7, 8, 9], [1, 2, 3], [1, 4, 7]):
+        changes = {
+            **PAIRS, **stages, "training.global_batch_size": prompts,
+            "actor_rollout.micro_batch_size": micro, "actor_rollout.ppo_mini_batch_size": mini,
+        }  # fmt: skip
+        # One round mends all, or one for the batch and one for what is cut from it.
+        assert rounds(problems, changes, WITHOUT_CRITIC) <= 2, changes
