@@ -14,6 +14,7 @@ import json
 import sys
 import urllib.request
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 from locked import SUMS, Pin, package, pins, sums
@@ -37,6 +38,7 @@ def targets(pin: Pin) -> Iterator[tuple[tuple[int, int], str]]:
                 yield python, machine
 
 
+@cache
 def tags(python: tuple[int, int], machine: str) -> set[Tag]:
     """What a wheel may say that pip takes there; of glibc any version."""
     names = ["manylinux1", "manylinux2010", "manylinux2014"]
@@ -46,11 +48,16 @@ def tags(python: tuple[int, int], machine: str) -> set[Tag]:
     return {*cpython_tags(python, [cp], platforms), *compatible_tags(python, cp, platforms)}
 
 
+@cache
+def wheel_tags(file: str) -> frozenset[Tag]:
+    return parse_wheel_filename(file)[3]
+
+
 def usable(files: list[str], python: tuple[int, int], machine: str) -> list[str]:
     """The wheels among the files for one target, else the source distribution."""
     wanted = tags(python, machine)
     wheels = [file for file in files if file.endswith(".whl")]
-    fitting = [file for file in wheels if parse_wheel_filename(file)[3] & wanted]
+    fitting = [file for file in wheels if wheel_tags(file) & wanted]
     return fitting or [file for file in files if not file.endswith(".whl")]
 
 

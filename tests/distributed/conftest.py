@@ -7,7 +7,9 @@ import pytest
 
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.schema import DeviceConfig, RuntimeConfig
+from tests.distributed.forked import ForkedRuntime
 from tests.distributed.llamas import FSDP_POOL
+from tests.forks import Forks
 from tests.processes import with_sources
 from tests.registries import restored_registries
 
@@ -90,8 +92,12 @@ class KeptPools:
 
 
 @pytest.fixture(scope="session")
-def kept_pools(ray_runtime: Any) -> KeptPools:
-    return KeptPools(ray_runtime)
+def kept_pools(forks: Forks) -> Iterator[KeptPools]:
+    pools = KeptPools(ForkedRuntime(forks, without_megatron=[FSDP_POOL]))
+    try:
+        yield pools
+    finally:
+        pools.end_pools()
 
 
 @pytest.fixture

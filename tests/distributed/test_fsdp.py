@@ -23,9 +23,9 @@ from mindspeed_rlxf.weights.torch_dist import read_metadata_tensors
 from tests.distributed.fsdp_models import FAMILIES, make_family, wrap
 from tests.distributed.fsdp_program import ADAM, STEPS, config_of
 from tests.distributed.samples import make_experience, make_rollouts
+from tests.forks import Forks
 from tests.peft_engine import PeftEngine
 from tests.plain_engine import PlainEngine
-from tests.processes import run_python
 from tests.unit.weights.folders_of import read_folder
 
 FSDP = {"backend": "fsdp", "micro_batch_size": 2}
@@ -44,7 +44,10 @@ ATTENTION = {
 Results = dict[str, Any]
 
 
-def run_cases(folder: Path, *groups: tuple[int, dict[str, dict[str, Any]]]) -> list[Any]:
+def run_cases(
+    forks: Forks, folder: Path, *groups: tuple[int, dict[str, dict[str, Any]]],
+    megatron: bool = False,
+) -> list[Any]:  # fmt: skip
     """Return the results of `fsdp_program` by name of a case, for each number of ranks and cases.
 
     One group runs after another.
@@ -58,7 +61,7 @@ def run_cases(folder: Path, *groups: tuple[int, dict[str, dict[str, Any]]]) -> l
         file.write_text(json.dumps([{**case, "out": outs[n]} for n, case in cases.items()]))
         words += [str(ranks), str(file)]
         found.append(outs)
-    run_python("-m", "tests.distributed.fsdp_program", *words)
+    forks.run("tests.distributed.fsdp_program", *words, megatron=megatron)
     return [{n: torch.load(out, weights_only=True) for n, out in outs.items()} for outs in found]
 
 
@@ -161,7 +164,7 @@ def check_adapters(results: dict[str, Any], cases: dict[str, Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def short(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+def short(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """The cases of the short tests and their results; starting processes takes most of the time.
 
     Attributes:
@@ -201,8 +204,8 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     megatron = {name: {**case, "keys": {"micro_batch_size": 2}} for name, case in three.items()}
     alone = {**three, "loading": cases["loading"]}
     with ThreadPoolExecutor() as pool:  # waits for the processes
-        ours = pool.submit(run_cases, folder / "fsdp", (2, cases), (1, alone))
-        theirs = pool.submit(run_cases, folder / "megatron", (1, megatron))
+        ours = pool.submit(run_cases, forks, folder / "fsdp", (2, cases), (1, alone))
+        theirs = pool.submit(run_cases, forks, folder / "megatron", (1, megatron), megatron=True)
     two, one = ours.result()
     return SimpleNamespace(
         folder=folder, cases=cases, two=two, one=one, megatron=theirs.result()[0]
@@ -210,11 +213,11 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
 
 
 @pytest.mark.long
-def test_other_families_equal_plain_transformers_on_two_ranks(tmp_path: Path) -> None:
+def test_other_families_equal_plain_transformers_on_two_ranks(forks: Forks, tmp_path: Path) -> None:
     # Adam makes steps of the rounding in gradients of OPT's key biases, which are 0.
     others = [name for name in FAMILIES if name not in (*SHORT, "opt")]
     cases = family_cases(tmp_path, others)
-    (results,) = run_cases(tmp_path, (2, cases))
+    (results,) = run_cases(forks, tmp_path, (2, cases))
     check_families(results, others, cases)
 
 
@@ -338,8 +341,8 @@ def test_adapters_are_those_of_peft_on_two_ranks(short: SimpleNamespace) -> None
 
 
 @pytest.mark.long
-def test_other_families_have_adapters(tmp_path: Path) -> None:
+def test_other_families_have_adapters(forks: Forks, tmp_path: Path) -> None:
     made = {name: (name, LORA) for name in ("qwen2", "gemma2", "qwen3_5")}
     cases = lora_cases(tmp_path, made | {"ulysses": ("qwen3_moe", ATTENTION)})
-    (results,) = run_cases(tmp_path, (2, cases))
+    (results,) = run_cases(forks, tmp_path, (2, cases))
     check_adapters(results, cases)

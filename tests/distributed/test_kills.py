@@ -12,7 +12,7 @@ from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from tests.chaos.forked import ITERATIONS
 from tests.chaos.same_run import differences
 from tests.distributed.llamas import PLAIN, make_models
-from tests.processes import run_python
+from tests.forks import Forks
 
 KILLS = 3
 OF_ROLES = ["config.json", "state.json", "state_00000.safetensors"]
@@ -32,26 +32,25 @@ SYNCED = [  # fsync of each file after its last write, and of each folder after 
 ]
 
 
-def forked(module: str, folder: Path, *arguments: str) -> str:
+def forked(forks: Forks, module: str, folder: Path, *arguments: str) -> str:
     """Run a module of `tests.chaos`, which leaves its runs in the folder; return its output."""
     models = make_models(folder / "models", PLAIN)
-    words = f"tests.chaos.{module}", models, folder, *arguments
-    return run_python("-m", *words, timeout_s=3000)
+    return forks.run(f"tests.chaos.{module}", models, folder, *arguments, megatron=True)
 
 
-def test_three_kills_at_random_moments_change_nothing(tmp_path: Path) -> None:
+def test_three_kills_at_random_moments_change_nothing(forks: Forks, tmp_path: Path) -> None:
     """The moments are in starts, iterations, and synchronous and asynchronous saves."""
-    said = forked("forked", tmp_path, "1", str(KILLS))
+    said = forked(forks, "forked", tmp_path, "1", str(KILLS))
     assert len([line for line in said.splitlines() if line.startswith("killed: ")]) == KILLS, said
     runs = [RunDirectory(tmp_path / name) for name in ("whole", "killed")]
     assert differences(*runs, ITERATIONS) == []
 
 
 @pytest.mark.long
-def test_a_run_resumes_after_a_failure_at_any_step_of_a_save(tmp_path: Path) -> None:
+def test_a_run_resumes_after_a_failure_at_any_step_of_a_save(forks: Forks, tmp_path: Path) -> None:
     """The steps are every open, fsync and rename, and the 1st, 2nd, 4th, ... and last write of each
     file."""
-    said = forked("failing_saves", tmp_path)
+    said = forked(forks, "failing_saves", tmp_path)
     (steps,) = map(int, re.findall(r"^(\d+) of \d+ steps$", said, re.MULTILINE))
     failed = [line for line in said.splitlines() if "exit status 1, newest" in line]
     assert len(failed) == steps > 80, said

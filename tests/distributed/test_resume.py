@@ -31,7 +31,7 @@ from tests.distributed.test_layout_invariance import (
     TP2,
     VP2,
 )
-from tests.processes import run_python
+from tests.forks import Forks
 
 T = TypeVar("T")
 Run = Callable[..., RunDirectory]
@@ -60,14 +60,13 @@ def run(warm_runtime: Any, models: Path) -> Run:
     return partial(start, OneDriver(warm_runtime), models)
 
 
-def on_local_runtime(models: Path, *steps: Any) -> str:
+def on_local_runtime(forks: Forks, models: Path, *steps: Any) -> str:
     """Runs the steps of `resume_run` in a process of their own; returns what it printed."""
-    words = "tests.distributed.resume_run", models, json.dumps(steps)
-    return run_python("-m", *words, timeout_s=240)
+    return forks.run("tests.distributed.resume_run", models, json.dumps(steps), megatron=True)
 
 
 @pytest.mark.parametrize("async_save", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_an_interrupted_run_is_the_uninterrupted_one_bitwise(models, tmp_path, async_save):
+def test_an_interrupted_run_is_the_uninterrupted_one_bitwise(forks, models, tmp_path, async_save):
     """Sampled generation, shuffled mini-batches and prompts, adaptive KL, decaying rates.
 
     Interrupted before the first checkpoint, between two, and at the end of an epoch (80 prompts,
@@ -78,6 +77,7 @@ def test_an_interrupted_run_is_the_uninterrupted_one_bitwise(models, tmp_path, a
     whole, cut = RunDirectory(tmp_path / "whole"), RunDirectory(tmp_path / "cut")
     newest = cut.checkpoints / "iter_0000003"
     said = on_local_runtime(
+        forks,
         models,
         [str(whole.path), {"train_iters": iterations}],
         [str(cut.path), {"killed_in": 1, **keys}],

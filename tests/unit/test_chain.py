@@ -1,26 +1,20 @@
 """From the loop to the loss and to a drawn token there are few calls of this package."""
 
-import os
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from tests.forks import Forks
+
 MOST = 14  # frames of this package, that of `PpoTrainer.fit` and the last function included
 
 
-def test_loss_and_token_are_near_the_loop(tmp_path: Path) -> None:
+def test_loss_and_token_are_near_the_loop(forks: Forks, tmp_path: Path) -> None:
     """In a process of its own: the local runtime joins a torch world."""
-    command = [sys.executable, "-m", "tests.unit.test_chain", str(tmp_path)]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    frames = dict(line.split(": ") for line in done.stdout.splitlines() if ": fit " in line)
+    said = forks.run("tests.unit.test_chain", tmp_path, megatron=True)
+    frames = dict(line.split(": ") for line in said.splitlines() if ": fit " in line)
     assert frames.keys() == {"clipped_policy_loss", "draw_tokens"}
     assert {name: path for name, path in frames.items() if len(path.split()) > MOST} == {}
 

@@ -39,8 +39,11 @@ def test_every_package_has_a_file_for_every_python_and_machine(update: ModuleTyp
     files = locked.sums(locked.SUMS.read_text(encoding="utf-8"))
     assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in files.values())
     without = []
+    files_of: dict[tuple[str, str], list[str]] = {}
+    for name in files:
+        files_of.setdefault(locked.package(name), []).append(name)
     for pin in named(locked):
-        own = [name for name in files if locked.package(name) == (pin.name, pin.version)]
+        own = files_of.get((pin.name, pin.version), [])
         targets = list(update.targets(pin))
         assert targets, pin.line
         without += [(pin.line, *target) for target in targets if not update.usable(own, *target)]

@@ -5,13 +5,19 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.conftest import kept_pools, ray_runtime, warm_runtime
+from tests.distributed.conftest import KeptPools, ray_runtime, warm_runtime
 from tests.distributed.llamas import VOCAB, make_llama, run_config
 from tests.distributed.test_lora_generation import LORA, check_gaps
 from tests.vllm.conftest import ARCHITECTURE
 
 pytestmark = pytest.mark.vllm
-__all__ = ["kept_pools", "ray_runtime", "warm_runtime"]
+__all__ = ["ray_runtime", "warm_runtime"]
+
+
+@pytest.fixture(scope="module")
+def kept_pools(ray_runtime: Any) -> KeptPools:
+    """The ranks are Ray's, as those of users."""
+    return KeptPools(ray_runtime)
 
 
 @pytest.mark.parametrize("bf16", [False, True])

@@ -21,15 +21,21 @@ from tests.distributed.cluster.group_checks import (
     make_rows,
 )
 from tests.distributed.cluster.stand_ins import Numbers, StandIn
+from tests.distributed.conftest import KeptPools
 
 MakePools = Callable[..., list[Any]]
 
 
+@pytest.fixture(scope="module")
+def ray_pools(ray_runtime: Any) -> KeptPools:
+    return KeptPools(ray_runtime)
+
+
 @pytest.fixture
-def make_pools(warm_runtime: Any) -> MakePools:
+def make_pools(ray_pools: KeptPools) -> MakePools:
     """Pools of the given sizes, all different, which other tests use too."""
     return lambda *sizes: list(
-        warm_runtime.create_pools({f"pool_of_{n}": [n] for n in sizes}).values()
+        ray_pools.create_pools({f"pool_of_{n}": [n] for n in sizes}).values()
     )
 
 
@@ -189,7 +195,7 @@ def test_a_stopped_rank_is_named_and_the_others_stacks_are_in_their_logs(ray_run
 
 
 def test_a_killed_worker_is_named_by_its_call_and_by_calls_that_wait_for_its_rows(
-    make_pools: MakePools, kept_pools: Any, capfd: pytest.CaptureFixture[str]
+    make_pools: MakePools, ray_pools: KeptPools, capfd: pytest.CaptureFixture[str]
 ) -> None:
     producer, consumer = [build(pool) for pool in make_pools(2, 1)]
     dying = producer.call(StandIn.die_on, 1)  # rank 0 sees its connection close
@@ -202,4 +208,4 @@ def test_a_killed_worker_is_named_by_its_call_and_by_calls_that_wait_for_its_row
         reading.result()
     assert (lost.value.rank, lost.value.phase) == (1, "make")
     assert "ray" not in "".join(capfd.readouterr())
-    kept_pools.end_pools()
+    ray_pools.end_pools()

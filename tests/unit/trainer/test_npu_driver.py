@@ -1,13 +1,17 @@
 """On NPU the driver counts, plans, checks and starts without importing torch_npu or MindSpeed."""
 
+import importlib
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
-from tests.processes import ROOT, only_line, run_python
+from tests.forks import Forks
+from tests.processes import ROOT
 from tests.unit.device.npu_recorder import smi_table
 from tests.unit.trainer import test_bad_files
 
@@ -85,10 +89,15 @@ def test_planning_checking_starting_and_the_doctor_import_neither(good, machine,
     assert [name for pid, name in imported if pid != driver] == ["torch_npu"]
 
 
-def test_a_driver_imports_no_megatron():
+def test_a_driver_imports_no_megatron(forks: Forks) -> None:
     """Workers do, after MindSpeed has patched it, also with `runtime: local`."""
-    code = (
-        "import sys, mindspeed_rlxf.cli.train, mindspeed_rlxf.trainer.run\n"
-        "print([name for name in sys.modules if name.startswith('megatron.')])"
-    )
-    assert only_line("[", run_python("-c", code, timeout_s=120)) == "[]"
+    modules = "mindspeed_rlxf.cli.train", "mindspeed_rlxf.trainer.run"
+    with forks.start(send_imported, modules, megatron=False) as connection:
+        assert connection.recv() == []
+
+
+def send_imported(connection: Connection, modules: Sequence[str]) -> None:
+    """Import modules in a new process; send the names of Megatron's that this brings in."""
+    for module in modules:
+        importlib.import_module(module)
+    connection.send([name for name in sys.modules if name.startswith("megatron.")])
