@@ -29,9 +29,9 @@ def code_words(document: Path) -> set[str]:
     return {word for part in (*blocks, *spans) for word in part.split()}
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
-def test_keys_that_a_document_names_are_known(document: Path) -> None:
-    words = {word.partition("=")[0].rstrip(",;:.)") for word in code_words(document)}
+def test_keys_that_documents_name_are_known() -> None:
+    code = {word for document in DOCUMENTS for word in code_words(document)}
+    words = {word.partition("=")[0].rstrip(",;:.)") for word in code}
     named = {word for word in words if word.rpartition(".")[0] in KNOWN} - FUNCTIONS
     known = KNOWN.keys() | {f"{section}.{key}" for section, keys in KNOWN.items() for key in keys}
     refused = {pattern for entry in TABLE["refused"] for pattern in entry["keys"].split()}
@@ -39,9 +39,8 @@ def test_keys_that_a_document_names_are_known(document: Path) -> None:
     assert named - known == set()
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
-def test_configs_and_tests_that_a_document_names_exist(document: Path) -> None:
-    text = document.read_text(encoding="utf-8")
+def test_configs_and_tests_that_documents_name_exist() -> None:
+    text = "\n".join(document.read_text(encoding="utf-8") for document in DOCUMENTS)
     configs = set(re.findall(r"\b\w+_trainer_\w+\b", text))
     assert configs <= set(config_names([builtin_config_dir()]))
     names = (
