@@ -41,6 +41,7 @@ PLAIN = (
     "mindspeed_rlxf.roles.all_roles",
 )
 MEGATRON = ("mindspeed_rlxf.engine.engine", "mindspeed_rlxf.rollout.native")
+MEGATRON_SUFFIX = ".megatron"  # of the socket where forks with Megatron are asked for
 Task = Callable[..., Any]  # gets the connection and the arguments
 
 
@@ -73,7 +74,7 @@ class Forks:
 
     def start(self, task: Task, *arguments: Any, megatron: bool) -> Connection:
         """Call a function of a module in a fork; return the other end of its first argument."""
-        path = self._socket + ".megatron" * megatron
+        path = self._socket + MEGATRON_SUFFIX * megatron
         self._wait_for(path)
         connection = Client(path, "AF_UNIX")
         connection.send((task, arguments))
@@ -145,19 +146,21 @@ def serve(path: str, megatron: bool = False) -> None:
         loaded = [name for name in sys.modules if name.startswith("megatron.")]
         assert not loaded, f"{loaded[0]} was imported"  # by the driver's modules, or FSDP's
     if not megatron and fork():
-        serve(path + ".megatron", megatron=True)
+        serve(path + MEGATRON_SUFFIX, megatron=True)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # leaves no zombies
     gc.freeze()
     leases: list[Connection] = []
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path)
+        listener.bind(f"{path}.new")
         listener.listen(64)
+        os.rename(f"{path}.new", path)  # whoever sees it can connect
         while True:
             for ready in wait([listener, *leases]):
                 if ready is not listener:
                     leases = [lease for lease in leases if lease is not ready]
                     if not leases:
                         os.unlink(path)
+                        Path(path + MEGATRON_SUFFIX).unlink(missing_ok=True)
                         return
                     continue
                 connection = Connection(listener.accept()[0].detach())
