@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.cluster.errors import DIED, Origin, RuntimeTimeout, WorkerError
-from mindspeed_rlxf.cluster.interface import Request
+from mindspeed_rlxf.cluster.interface import COLLECTIVE_MARGIN_S, Request
 from mindspeed_rlxf.cluster.refs import number_handles
 from mindspeed_rlxf.cluster.worker import RoleHost, worker_error
 from mindspeed_rlxf.config.enums import DeviceKind
@@ -37,7 +37,7 @@ def serve_calls(
 ) -> None:
     """Join the pool's world as one rank, and run requests until the driver closes the pipe."""
     connection.send(os.getpid())
-    timeout = timedelta(seconds=TIMEOUT_S)
+    timeout = timedelta(seconds=TIMEOUT_S + COLLECTIVE_MARGIN_S)
     try:
         device.setup(DeviceKind.CPU, megatron=megatron)
         store = dist.TCPStore(LOOPBACK, port, sum(parts), timeout=timeout)

@@ -1,4 +1,4 @@
-"""Five iterations on fixed responses end at the same weights in every layout, placement of the
+"""Three iterations on fixed responses end at the same weights in every layout, placement of the
 roles and runtime."""
 
 from collections.abc import Iterable, Iterator
@@ -40,7 +40,8 @@ from tests.training import run
 from tests.trl.record import make_tokenizer
 from tests.unit.weights.folders_of import read_folder
 
-ITERATIONS, BATCH, EOS = 5, 16, 2
+ITERATIONS, BATCH, EOS = 5, 16, 2  # iterations of an epoch
+COMPARED = 3  # iterations of a run that is compared with another one
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 SP2 = {**TP2, "sequence_parallel": True}
@@ -188,7 +189,7 @@ def fixed_run(
     optimizer = OptimizerConfig(**{**usual, **sections.get("optimizer", {})})
     merged: dict[str, dict[str, Any]] = {
         "training": {
-            "train_iters": ITERATIONS,
+            "train_iters": COMPARED,
             "global_batch_size": BATCH,
             "output_dir": str(out),
             "tokenizer_name_or_path": str(folder / "tokenizer"),
@@ -410,7 +411,7 @@ def distance(a: dict[str, Any], b: dict[str, Any]) -> float:
 
 def compare_metrics(one: list[dict[str, float]], other: list[dict[str, float]]) -> None:
     """1e-5 relative on average, 1e-4 at most, 1e-6 absolute near zero; clips within one token."""
-    assert len(one) == len(other) == ITERATIONS
+    assert len(one) == len(other) == COMPARED
     for line in one + other:  # the weights that generation received are those that learn
         gap = "rollout/log_prob_gap_"  # without a pass before the update there is the mean alone
         assert line.get(f"{gap}max", line[f"{gap}mean"]) < 1e-4

@@ -185,7 +185,7 @@ def test_exported_weights_are_those_of_merge_and_unload_bitwise(warm_runtime, tm
 @pytest.mark.long
 @pytest.mark.parametrize("layout", [(1, SP2), (2, {})], ids=["tp2", "fsdp"])
 def test_layout_and_engine_change_no_run(warm_runtime, tmp_path, layout):
-    """Five iterations on fixed responses; adapters start alike, by their names."""
+    """Iterations on fixed responses; adapters start alike, by their names."""
     models = make_models(tmp_path / "models", PLAIN)
     sections = {name: {"lora": ALL} for name in ("actor_rollout", "critic")}
     sections["optimizer"] = {"lr": 0.01}

@@ -1,7 +1,7 @@
 """A small valid tree, and fixtures that change it and return the problems of resolving it."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from mindspeed_rlxf.config.problems import ConfigError
 from tests.registries import restored_registries
 
 Tree = dict[str, Any]
+Case = tuple[Tree, list[str]]
 
 TREE: Tree = {
     "model": {"small": {"num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 96,
@@ -101,5 +102,21 @@ def check_case(problems: Callable[..., list[str]]) -> Callable[[Tree, list[str]]
         for problem, text in zip(found, expected, strict=True):
             head, _, part = text.partition(" ")
             assert problem.startswith(head) and part in problem
+
+    return check
+
+
+@pytest.fixture
+def check_cases(check_case: Callable[..., None]) -> Callable[[Iterable[Case]], None]:
+    """Do `check_case` for all cases, and list those that fail."""
+
+    def check(cases: Iterable[Case]) -> None:
+        failed = []
+        for changes, expected in cases:
+            try:
+                check_case(changes, expected)
+            except AssertionError as error:
+                failed.append(f"{changes}: expected {expected}: {error}")
+        assert failed == []
 
     return check

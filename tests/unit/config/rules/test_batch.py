@@ -84,9 +84,8 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("changes", "expected"), CASES.values(), ids=CASES)
-def test_sizes_of_batches_are_refused_with_both_numbers_and_a_remedy(check_case, changes, expected):
-    check_case(changes, expected)
+def test_sizes_of_batches_are_refused_with_both_numbers_and_a_remedy(check_cases):
+    check_cases(CASES.values())
 
 
 @pytest.mark.parametrize(

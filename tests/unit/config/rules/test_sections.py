@@ -107,6 +107,5 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("changes", "head"), BROKEN)
-def test_a_broken_rule_is_one_problem_of_its_key(check_case, changes, head):
-    check_case(changes, [head])
+def test_a_broken_rule_is_one_problem_of_its_key(check_cases):
+    check_cases((changes, [head]) for changes, head in BROKEN)
