@@ -1,4 +1,4 @@
-"""Five iterations of each estimator on fixed responses, in two layouts."""
+"""Iterations of each estimator on fixed responses, in two layouts."""
 
 from pathlib import Path
 from typing import Any

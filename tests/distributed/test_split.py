@@ -52,7 +52,7 @@ def run_of(
     layout: dict[str, Any] | None = None, rollout_tp: int | None = None,
     rollout_ep: int | None = None,
 ) -> tuple[RunConfig, Prepared]:  # fmt: skip
-    """Five iterations on responses that are sampled. parts: None = one rank, all roles."""
+    """Iterations on responses that are sampled. parts: None = one rank, all roles."""
     keys = {**(layout or {})}
     if parts:
         keys |= {"num_gpus_for_train": parts[0], "num_gpus_for_infer": parts[1]}
