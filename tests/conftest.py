@@ -8,6 +8,7 @@ import hypothesis
 import pytest
 import torch
 
+from mindspeed_rlxf.device.cpu_adaptor import _uncompiled
 from tests.forks import Forks
 
 # Tests start clusters of their own and never join one that this user runs on the host.
@@ -18,6 +19,9 @@ SANDBOXES = ("test_sandbox.py", "test_programs.py", "test_program_processes.py")
 
 # The matrices of tests are tiny, and the workers need the cores: more threads only cost time.
 torch.set_num_threads(1)
+
+# No test compiles; Megatron's import would load the compiler, which takes seconds.
+torch.compile = _uncompiled  # type: ignore[assignment]
 
 # The time of an example depends on the machine, so it must not fail a test.
 hypothesis.settings.register_profile("no deadline", deadline=None)
