@@ -85,6 +85,7 @@ class Forks:
     ) -> str:
         """Do `python -m module words` in a fork; return all that it printed. more: environment
 
+        module: or the path of a script.
         Fails the test for an exit code other than 0.
         """
         arguments = module, [str(word) for word in words], str(folder), with_sources(**more)
@@ -115,7 +116,10 @@ def run_module(
     sys.argv = [module, *words]
     code: Any = 0
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if module.endswith(".py"):
+            runpy.run_path(module, run_name="__main__")
+        else:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as ended:
         code = ended.code or 0
     except BaseException:

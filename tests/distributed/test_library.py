@@ -38,13 +38,15 @@ def finish(*processes: subprocess.Popen[str]) -> None:
         assert process.returncode == 0, output
 
 
-def test_the_curve_of_a_script_is_that_of_the_command_bit_by_bit(tmp_path):
+def test_the_curve_of_a_script_is_that_of_the_command_bit_by_bit(forks, tmp_path):
     out = tmp_path / "script", tmp_path / "command"
-    local = "runtime.kind=local"
-    finish(
-        start(out[0], "examples/library/main_ppo.py", local),
-        start(out[1], "ray_gpt.py", "--verl-config", "examples/library/ppo.yaml", local),
+    programs = (
+        ["examples/library/main_ppo.py"],
+        ["ray_gpt.py", "--verl-config", "examples/library/ppo.yaml"],
     )
+    for folder, words in zip(out, programs, strict=True):
+        given = ["runtime.kind=local", *SMALL, CRITIC_SIZE, f"trainer.default_local_dir={folder}"]
+        forks.run(*words, *given, megatron=True)
     script, command = (
         [{k: v for k, v in line.items() if not k.startswith(TIMED)} for line in read_metrics(path)]
         for path in out

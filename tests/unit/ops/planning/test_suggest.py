@@ -77,7 +77,8 @@ def test_suggestions_need_the_memory_of_a_device() -> None:
 
 
 def test_a_layout_that_fits_the_device_but_not_the_host_is_told_apart() -> None:
-    config = configured("ppo_trainer_llama32_1b", "plan.suggest=true", "plan.host_memory_gib=1")
+    name = "grpo_trainer_llama31_8b_1node"
+    config = configured(name, "plan.suggest=true", "plan.host_memory_gib=1")
     text = plan(config).text.partition("Suggested layouts\n")[2]
     assert "fits 1.0 GiB of host memory" in text and "more devices" not in text
 
