@@ -1,4 +1,4 @@
-"""One Ray session for all distributed tests, and pools of workers that tests share."""
+"""One Ray session for the tests of the cluster, and pools of forked ranks that tests share."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +14,7 @@ from tests.processes import with_sources
 from tests.registries import restored_registries
 
 NUM_DEVICES = 4  # size of the largest pool
-WARM_DEVICES = 16  # of shared pools, so that most tests find one of their shape
+WARM_DEVICES = 12  # of shared pools, so that most tests find one of their shape
 ALL_DEVICES = WARM_DEVICES + 3  # with those of a test that makes its own
 
 
