@@ -87,7 +87,7 @@ on-device: $(STAMP)  ## measure DEVICE for MINUTES=9, stage by stage; TRL=folder
 	$(BIN)/python benchmarks/on_device.py --device $(DEVICE) $(if $(filter cpu,$(DEVICE)),--quick) \
 	  --minutes $(or $(MINUTES),9) $(if $(TRL),--trl $(TRL)) $(RUN_ARGS)
 
-# Three processes on two cores: those that run the tests with Ray mostly wait for workers.
+# Three processes on two cores: those that run the distributed tests mostly wait for their ranks.
 test: $(STAMP)  ## unit and distributed tests (TESTS=paths chooses, PYTEST_ARGS adds arguments)
 	$(PYTEST) $(TESTS) -m "not long" -n 3 $(PYTEST_ARGS)
 test-long: $(STAMP)  ## the tests that take longer
