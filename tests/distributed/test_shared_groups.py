@@ -27,6 +27,11 @@ class GroupsProbe:
         sizes = [[g.tp.size(), g.pp.size(), g.dp.size()] for g in (one, same, other)]
         return RoleOutput(report=(shared, streams[0] == streams[1], sizes))
 
+    def context_parallel(self) -> RoleOutput:
+        groups = ParallelGroups(1, 1, 1, cp=2)
+        of = groups.cp, groups.dp, groups.dp_cp, groups.dp_host
+        return RoleOutput(report=[group.size() for group in of])
+
     def virtual_pipeline(self) -> RoleOutput:
         chunked, plain = ParallelGroups(1, 2, 1, chunks=2), ParallelGroups(1, 2, 1)
         seen = []
@@ -50,4 +55,6 @@ def test_roles_of_one_layout_share_groups_and_keep_their_own_state(warm_runtime:
     # The deadline of a call, 300 s, is the longest of the session; 60 s more in whole minutes.
     timeouts = probe.call(GroupsProbe.timeouts).result()[0]
     assert len(timeouts) > 10 and set(timeouts) == {360.0}
+    # Gradients are summed over all ranks, what is counted on the host over replicas.
+    assert probe.call(GroupsProbe.context_parallel).result()[0] == [2, 1, 2, 1]
     assert probe.call(GroupsProbe.virtual_pipeline).result()[0] == [2, None, None, 1]
