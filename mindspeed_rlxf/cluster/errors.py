@@ -59,10 +59,14 @@ class WorkerError(RuntimeError):
         errno: int | None = None,
     ) -> None:
         super().__init__(f"{role} rank {rank} on {host} failed in {phase}: {cause}")
-        self.role, self.rank, self.host = role, rank, host
-        self.phase, self.cause = phase, cause
+        self.role = role
+        self.rank = rank
+        self.host = host
+        self.phase = phase
+        self.cause = cause
         self.remote_traceback = remote_traceback
-        self.is_aftermath, self.errno = is_aftermath, errno
+        self.is_aftermath = is_aftermath
+        self.errno = errno
 
     @property
     def error(self) -> str:
@@ -99,8 +103,11 @@ class RuntimeTimeout(RuntimeError):
         noun = "rank" if len(missing) == 1 else "ranks"
         message = f"{what}: {noun} {ranks} did not arrive within {seconds:g} s"
         super().__init__(f"{message}; {hint}" if hint else message)
-        self.what, self.seconds = what, seconds
-        self.missing, self.hint, self.hosts = list(missing), hint, list(hosts)
+        self.what = what
+        self.seconds = seconds
+        self.missing = list(missing)
+        self.hint = hint
+        self.hosts = list(hosts)
         self.role, _, self.phase = what.partition(".")
         self.rank = self.missing[0] if self.missing else None
         self.host = self.hosts[0] if self.hosts else None
@@ -123,7 +130,8 @@ class StorageUnreadable(RuntimeError):
 STDERR = 2
 EARLY = 0.8  # fraction of the deadline after which the stacks are written
 TAIL_BYTES = 256 * 1024
-DUMP, ENDED = "Timeout (", "the call that wrote its stacks has ended"
+DUMP = "Timeout ("  # start of the stacks in a log
+ENDED = "the call that wrote its stacks has ended"
 
 FRAME = re.compile(r'^  File "(.+)", line \d+ in (.+)$', re.MULTILINE)
 THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
@@ -151,17 +159,22 @@ def explain_timeout(
     otherwise every late rank. `lacks_rows` has the late ranks, then the ranks whose rows they lack;
     True means the rank waits for rows itself, so its call has not begun.
     """
-    waits = ("waiting for rows", True)
-    states = {
-        each: waits if lacks else describe_stack(read_stack(each.log))
-        for each, lacks in lacks_rows.items()
-    }
-    blamed = [each for each in late if not states[each][1]]
-    blamed = blamed or [each for each in states if not states[each][1]] or list(late)
-    blamed = list({each.rank: each for each in blamed if each.call == blamed[0].call}.values())
-    hint = "; ".join(dict.fromkeys(states[each][0] for each in blamed))
-    ranks, hosts = [each.rank for each in blamed], [each.host for each in blamed]
-    return RuntimeTimeout(blamed[0].call, error.seconds, ranks, hint, hosts)
+    activity: dict[Origin, str] = {}
+    working = []
+    for origin, lacks in lacks_rows.items():
+        if lacks:
+            activity[origin] = "waiting for rows"
+            continue
+        activity[origin], waits = describe_stack(read_stack(origin.log))
+        if not waits:
+            working.append(origin)
+    blamed = [origin for origin in late if origin in working] or working or list(late)
+    call = blamed[0].call
+    blamed_by_rank = {origin.rank: origin for origin in blamed if origin.call == call}
+    ranks = list(blamed_by_rank)
+    hosts = [origin.host for origin in blamed_by_rank.values()]
+    hints = dict.fromkeys(activity[origin] for origin in blamed_by_rank.values())
+    return RuntimeTimeout(call, error.seconds, ranks, "; ".join(hints), hosts)
 
 
 def read_stack(log: str) -> str:
@@ -180,11 +193,12 @@ def describe_stack(stack: str) -> tuple[str, bool]:
     """Return what the role thread does, and whether it waits in torch.distributed."""
     if not stack:
         return "no stack in its log: stopped, gone, or no shared storage", False
-    ours = next((t for t in THREAD.split(stack) if "cluster/worker.py" in t), None)
-    if ours is None:
+    role_thread = next((t for t in THREAD.split(stack) if "cluster/worker.py" in t), None)
+    if role_thread is None:
         return "no call to work on", False
-    frames = FRAME.findall(ours)
+    frames = FRAME.findall(role_thread)
     if any("torch/distributed/" in file for file, _ in frames):
         return "waiting for others in a collective", True
-    within = [f"{Path(file).stem}.{name}" for file, name in frames if "mindspeed_rlxf" in file]
-    return f"in {within[0]} (innermost frame: {frames[0][1]})", False
+    package_frames = [(file, name) for file, name in frames if "mindspeed_rlxf" in file]
+    file, name = package_frames[0]
+    return f"in {Path(file).stem}.{name} (innermost frame: {frames[0][1]})", False

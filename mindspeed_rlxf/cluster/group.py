@@ -7,6 +7,7 @@ values = critic.call(CriticRole.values, rollouts).rows()
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -46,8 +47,11 @@ class Pending:
         pool: str = "",
         what: Sequence[str] = (),
     ) -> None:
-        self._call, self._leaders, self._num_rows = call, leaders, num_rows
-        self.pool, self.what = pool, what
+        self._call = call
+        self._leaders = leaders
+        self._num_rows = num_rows
+        self.pool = pool
+        self.what = what
         self._replies: list[Reply] | None = None
         self._order: Sequence[int] | None = None
         self._check: Callable[[list[Any]], None] | None = None
@@ -85,8 +89,8 @@ class Pending:
             counts = [reply.num_rows for reply in self._leader_replies()]
         handles = [self._call.handles[rank] for rank in self._leaders]
         assert None not in counts, f"{handles} returned no rows"
-        found = zip(handles, counts, strict=True)
-        rows = RowsRef(tuple(Piece(handle, n) for handle, n in found if n is not None))
+        pieces = zip(handles, counts, strict=True)
+        rows = RowsRef(tuple(Piece(handle, n) for handle, n in pieces if n is not None))
         return rows if self._order is None else rows.take(self._order)
 
     def result(self) -> list[Any]:
@@ -113,10 +117,10 @@ class Pending:
         if self._replies is None:
             for other in self._before:
                 other.replies()
-            asked = time.time()
+            wait_started = time.time()
             with phase(self.what[0] if self.what else "", prints=False):
                 self._replies = self._call.wait()
-            record_call(self.pool, self.what, self._replies, asked)
+            record_call(self.pool, self.what, self._replies, wait_started)
         return self._replies
 
 
@@ -128,13 +132,15 @@ class RoleGroup:
             f"{role.value} is laid out over {layout.world_size} ranks, "
             f"its pool {pool.name} has {pool.world_size}"
         )
-        self.role, self.layout, self.pool = role, layout, pool
+        self.role = role
+        self.layout = layout
+        self.pool = pool
 
     def build(self, factory: Callable[..., Any], *args: Any) -> Pending:
         """Build the role on every rank; each process keeps `factory(*args)`."""
         return self.call(BUILD, *args, factory=with_plugins(factory))
 
-    def call(self, method: Callable[..., Any] | str, *args: Any, **how: Any) -> Pending:
+    def call(self, method: Callable[..., Any] | str, *args: Any, **fields: Any) -> Pending:
         """Submit a role method to every rank.
 
         Args:
@@ -142,9 +148,9 @@ class RoleGroup:
                 as its part of the first split argument with rows.
             args: Each replica gets its part of a `Sharded`, and an equal contiguous part of a
                 RowsRef, alone or in a dataclass field. Other values are the same for all.
-            how: Further `Request` fields.
+            fields: Further `Request` fields.
         """
-        requests, num_rows = self._make_requests(method, args, **how)
+        requests, num_rows = self._make_requests(method, args, **fields)
         names = _name_calls(requests)
         with phase(names[0], prints=False):  # without Ray the work is done here
             call = self.pool.submit(requests)
@@ -159,38 +165,47 @@ class RoleGroup:
         return self._make_requests(method, args)[0]
 
     def _make_requests(
-        self, method: Callable[..., Any] | str, args: Sequence[Any], **how: Any
+        self, method: Callable[..., Any] | str, args: Sequence[Any], **fields: Any
     ) -> tuple[list[Request], list[int | None]]:
         """Return one request per rank, and each replica's row count, None if unknown.
 
         The count is that of the first split argument with rows. Only leaders keep rows.
         """
-        name, size = method if isinstance(method, str) else method.__name__, self.layout.dp
-        shards: list[Sequence[Any]] = []
-        with_rows: list[Sequence[Any]] = []
+        name = method if isinstance(method, str) else method.__name__
+        size = self.layout.dp
+        replica_args: list[list[Any]] = [[] for _ in range(size)]
+        num_rows: list[int | None] = [None] * size
         for arg in args:
-            is_sharded = isinstance(arg, Sharded)
-            shards.append(arg.parts if is_sharded else split_refs(arg, size))
-            assert len(shards[-1]) == size, (
-                f"{self.role.value} has {size} data-parallel ranks, got {len(shards[-1])} parts"
+            is_split = isinstance(arg, Sharded) or bool(find_refs(arg))
+            shards = arg.parts if isinstance(arg, Sharded) else split_refs(arg, size)
+            assert len(shards) == size, (
+                f"{self.role.value} has {size} data-parallel ranks, got {len(shards)} parts"
             )
-            if is_sharded or find_refs(arg):
-                with_rows.append(shards[-1])
-        by_dp = [tuple(shard[dp] for shard in shards) for dp in range(size)]
-        num_rows = [_find_num_rows([shard[dp] for shard in with_rows]) for dp in range(size)]
+            for replica, shard in enumerate(shards):
+                replica_args[replica].append(shard)
+                if is_split and num_rows[replica] is None:
+                    num_rows[replica] = _count_rows(shard)
+        # One tuple for all ranks of a replica, so that Ray sends it once.
+        args_by_replica = [tuple(values) for values in replica_args]
         requests = []
         for rank in range(self.layout.world_size):
-            dp, leads = self.layout.dp_rank(rank), self.layout.is_leader(rank)
-            requests.append(Request(self.role, name, by_dp[dp], leads, num_rows[dp], **how))
+            replica = self.layout.dp_rank(rank)
+            is_leader = self.layout.is_leader(rank)
+            replica_rows = num_rows[replica]
+            requests.append(
+                Request(
+                    self.role, name, args_by_replica[replica], is_leader, replica_rows, **fields
+                )
+            )
         return requests, num_rows
 
 
-def submit_together(pool: Pool, *parts: Sequence[Request]) -> Pending:
+def submit_together(pool: Pool, *requests_by_part: Sequence[Request]) -> Pending:
     """Submit requests for several pool parts as one call; their ranks may wait for each other.
 
-    The parts come from `RoleGroup.prepare`, in rank order.
+    Those of a part come from `RoleGroup.prepare`, in rank order.
     """
-    requests = [request for part in parts for request in part]
+    requests = list(itertools.chain.from_iterable(requests_by_part))
     return Pending(pool.submit(requests), [], [], pool.name, _name_calls(requests))
 
 
@@ -198,30 +213,32 @@ def _name_calls(requests: Sequence[Request]) -> list[str]:
     return [f"{request.role.value}.{request.method}" for request in requests]
 
 
-def _find_num_rows(values: Sequence[Any]) -> int | None:
-    rows = (
-        each if isinstance(each, (RowsRef, Rows)) else next(iter(find_refs(each)), None)
-        for each in values
-    )
-    return next((each.num_rows for each in rows if each is not None), None)
+def _count_rows(value: Any) -> int | None:
+    """Return the rows of an argument, those of the first reference if it is a dataclass."""
+    if isinstance(value, (RowsRef, Rows)):
+        return value.num_rows
+    refs = find_refs(value)
+    return refs[0].num_rows if refs else None
 
 
-def record_call(pool: str, names: Sequence[str], replies: Sequence[Reply], asked: float) -> None:
+def record_call(
+    pool: str, names: Sequence[str], replies: Sequence[Reply], wait_started: float
+) -> None:
     """Record the work of the first MOST_RANKS ranks and the driver's wait, for `take_spans`.
 
-    The wait began at `asked`, epoch seconds; `names` has `role.method` per reply.
+    The wait began at `wait_started`, epoch seconds; `names` has `role.method` per reply.
     """
     for name, reply in zip(names, replies, strict=False):
         if reply.rank < MOST_RANKS:
             _ended.append(Span(name, pool, reply.rank, reply.started, reply.seconds))
-    waited = time.time() - asked
-    if names and waited > LONGEST_UNSEEN_S:
-        _ended.append(Span(f"wait for {names[0]}", "driver", 0, asked, waited, "wait"))
+    waited_s = time.time() - wait_started
+    if names and waited_s > LONGEST_UNSEEN_S:
+        _ended.append(Span(f"wait for {names[0]}", "driver", 0, wait_started, waited_s, "wait"))
 
 
 def take_spans() -> list[Span]:
     """Return the recorded spans in recording order, and forget them."""
-    found = []
+    spans = []
     while _ended:
-        found.append(_ended.popleft())
-    return found
+        spans.append(_ended.popleft())
+    return spans

@@ -93,12 +93,14 @@ class PoolPart:
         assert 0 <= first_rank <= first_rank + world_size <= pool.world_size, (
             f"{pool.name} has {pool.world_size} ranks, not {first_rank} + {world_size}"
         )
-        self.name, self.world_size = pool.name, world_size
-        self._pool, self._first = pool, first_rank
+        self.name = pool.name
+        self.world_size = world_size
+        self._pool = pool
+        self._first_rank = first_rank
 
     def submit(self, requests: Sequence[Request], first_rank: int = 0) -> Call:
         """Start one request per rank without waiting."""
-        return self._pool.submit(requests, self._first + first_rank)
+        return self._pool.submit(requests, self._first_rank + first_rank)
 
     def shutdown(self) -> None:
         """Do nothing: the processes end with the whole pool."""

@@ -46,12 +46,12 @@ class LocalCall:
     """An ended call; implements `Call`."""
 
     def __init__(self, requests: Sequence[Request], outcomes: Sequence[Any]) -> None:
-        role, method = requests[0].role.value, requests[0].method
-        self.handles = [
-            LocalHandle(rows, f"rows of {role}.{method} from rank {rank}")
-            for rank, (rows, _) in enumerate(outcomes)
-        ]
-        self._replies = [reply for _, reply in outcomes]
+        call = f"{requests[0].role.value}.{requests[0].method}"
+        self.handles = []
+        self._replies = []
+        for rank, (rows, reply) in enumerate(outcomes):
+            self.handles.append(LocalHandle(rows, f"rows of {call} from rank {rank}"))
+            self._replies.append(reply)
 
     def wait(self) -> list[Reply]:
         """Return the replies at once."""
@@ -66,8 +66,8 @@ def claim_device(kind: DeviceKind, threads: int, timeout_s: float, megatron: boo
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     try:
-        longest = timeout_s + COLLECTIVE_MARGIN_S
-        device.setup(kind, threads, local_rank, deadline_s=longest, megatron=megatron)
+        deadline_s = timeout_s + COLLECTIVE_MARGIN_S
+        device.setup(kind, threads, local_rank, deadline_s=deadline_s, megatron=megatron)
     except ValueError as error:
         raise UserError(Problem("", str(error))) from error
 
@@ -76,7 +76,9 @@ class LocalPool:
     """Implements `Pool` in the torchrun processes, or in this one."""
 
     def __init__(self, name: str, runtime: LocalRuntime) -> None:
-        self.name, self.world_size, self._runtime = name, runtime.size, runtime
+        self.name = name
+        self.world_size = runtime.size
+        self._runtime = runtime
         self._host = RoleHost(runtime.rank, lambda handles: [handle.rows for handle in handles])
 
     def submit(self, requests: Sequence[Request], first_rank: int = 0) -> LocalCall:
@@ -85,16 +87,15 @@ class LocalPool:
         Every rank raises another rank's WorkerError, and RuntimeTimeout if it waits too long.
         """
         assert first_rank == 0 and len(requests) == self.world_size, "a local pool has no parts"
-        mine = requests[self._runtime.rank]
+        request = requests[self._runtime.rank]
         outcome: Any
         try:
             with stacks_when_late(self._runtime.timeout_s):
-                outcome = self._host.run(mine)
+                outcome = self._host.run(request)
         except WorkerError as error:
             outcome = error
-        return LocalCall(
-            requests, self._runtime.exchange(outcome, f"{mine.role.value}.{mine.method}")
-        )
+        call = f"{request.role.value}.{request.method}"
+        return LocalCall(requests, self._runtime.exchange(outcome, call))
 
     def shutdown(self) -> None:
         """Do nothing: the processes belong to torchrun."""
@@ -118,7 +119,8 @@ class LocalRuntime:
         self.rank = int(os.environ.get("RANK", "0"))
         self.size = int(os.environ.get("WORLD_SIZE", "1"))
         claim_device(kind, threads, timeout_s, megatron)
-        self.timeout_s, self._calls = timeout_s, itertools.count()
+        self.timeout_s = timeout_s
+        self._calls = itertools.count()
         self._store: Store = HashStore()
         if self.size > 1:
             self._store, _, _ = next(rendezvous("env://", self.rank, self.size))
@@ -159,7 +161,8 @@ class LocalRuntime:
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             raise RuntimeTimeout(what, self.timeout_s, missing) from late
         for key in keys:
-            if failure := json.loads(self._store.get(key)):
+            failure = json.loads(self._store.get(key))
+            if failure is not None:
                 raise WorkerError(*failure)
         if number > 0:  # every rank has read the flags of the call before
             self._store.delete_key(f"call/{number - 1}/{self.rank}")
@@ -191,16 +194,12 @@ class LocalRuntime:
         """Return one pool per name, all with the same processes."""
         assert not parts, "the rules of the configuration refuse disaggregated pools"
         size = self.size
-        problems = [
-            Problem(
-                f"resource_pool.{name}",
-                f"must add up to the {size} processes of runtime=local",
-                list(counts),
-                f"use {size}, or start {sum(counts)} with torchrun",
-            )
-            for name, counts in processes_per_node.items()
-            if sum(counts) != size
-        ]
+        problems = []
+        for name, counts in processes_per_node.items():
+            if sum(counts) != size:
+                rule = f"must add up to the {size} processes of runtime=local"
+                remedy = f"use {size}, or start {sum(counts)} with torchrun"
+                problems.append(Problem(f"resource_pool.{name}", rule, list(counts), remedy))
         if problems:
             raise UserError(problems)
         return {name: LocalPool(name, self) for name in processes_per_node}

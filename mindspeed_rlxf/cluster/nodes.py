@@ -56,13 +56,15 @@ def describe_shortage(
     pool: str, shape: Sequence[int], resource: str, address: str, nodes: Sequence[Node]
 ) -> str:
     """Return a message with the devices a pool needs, the nodes, and a hint."""
-    each = f"{list(shape)}, one entry per node" if len(shape) > 1 else f"{shape[0]} on one node"
-    shown = [f"{n.host} ({n.ip}): {n.free} of {n.count} free" for n in nodes[:MAX_SHOWN]]
+    counts = f"{shape[0]} on one node"
+    if len(shape) > 1:
+        counts = f"{list(shape)}, one entry per node"
+    listed = [f"{n.host} ({n.ip}): {n.free} of {n.count} free" for n in nodes[:MAX_SHOWN]]
     if len(nodes) > MAX_SHOWN:
-        shown.append(f"and {len(nodes) - MAX_SHOWN} more nodes")
+        listed.append(f"and {len(nodes) - MAX_SHOWN} more nodes")
     return (
-        f"resource_pool.{pool} needs {resource}: {each}; the cluster at {address} has "
-        f"{', '.join(shown) or 'no node that has any'}; ask for less, free some, or start Ray on "
+        f"resource_pool.{pool} needs {resource}: {counts}; the cluster at {address} has "
+        f"{', '.join(listed) or 'no node that has any'}; ask for less, free some, or start Ray on "
         f"more nodes with --resources='{{\"{resource}\": COUNT}}' (device.devices_per_node is what "
         "a count fills)"
     )
@@ -79,31 +81,35 @@ class Place:
     node: str = ""  # Ray's id of the node
 
 
-def order_ranks(found: Sequence[tuple[A, Place]]) -> tuple[tuple[A, ...], tuple[Place, ...]]:
+def order_ranks(processes: Sequence[tuple[A, Place]]) -> tuple[tuple[A, ...], tuple[Place, ...]]:
     """Sort processes into rank order, by node and then device; return (processes, places).
 
     Nodes come in the order of `processes_per_node` (`Place.entry`). Ray may swap nodes with equally
     many processes: these are sorted by address, so a restart gives the same ranks.
     """
-    sizes = Counter(place.entry for _, place in found)
-    address = {place.entry: address_key(place.ip) for _, place in found}
+    sizes = Counter(place.entry for _, place in processes)
+    address = {place.entry: address_key(place.ip) for _, place in processes}
     position: dict[int, int] = {}
     for size in set(sizes.values()):
-        slots = sorted(entry for entry in sizes if sizes[entry] == size)
-        position |= dict(zip(sorted(slots, key=lambda e: (address[e], e)), slots, strict=True))
-    ordered = sorted(found, key=lambda pair: (position[pair[1].entry], pair[1].devices))
+        entries = sorted(entry for entry in sizes if sizes[entry] == size)
+        by_address = sorted(entries, key=lambda entry: (address[entry], entry))
+        position |= dict(zip(by_address, entries, strict=True))
+    ordered = sorted(processes, key=lambda pair: (position[pair[1].entry], pair[1].devices))
     return tuple(process for process, _ in ordered), tuple(place for _, place in ordered)
 
 
 def describe_places(places: Sequence[Place]) -> str:
     """Return places in rank order, as `ranks 0-7 on node1 (10.0.0.1), rank 8 on ...`."""
-    parts, first = [], 0
+    texts = []
+    first_rank = 0
     for (host, ip), group in groupby(places, key=lambda place: (place.host, place.ip)):
-        last = first + len(list(group)) - 1
-        ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
-        parts.append(f"{ranks} on {host} ({ip})")
-        first = last + 1
-    return ", ".join(parts)
+        last_rank = first_rank + len(list(group)) - 1
+        ranks = f"rank {first_rank}"
+        if last_rank > first_rank:
+            ranks = f"ranks {first_rank}-{last_rank}"
+        texts.append(f"{ranks} on {host} ({ip})")
+        first_rank = last_rank + 1
+    return ", ".join(texts)
 
 
 @functools.cache
@@ -134,8 +140,12 @@ def find_differences(
 
     Ignores text after a `+`: 2.7.1+cpu, as on a head node without devices, equals 2.7.1.
     """
-    found = [(name, installed.get(name, NONE), wanted) for name, wanted in expected.items()]
-    return [each for each in found if each[1].partition("+")[0] != each[2].partition("+")[0]]
+    differences = []
+    for name, expected_version in expected.items():
+        version = installed.get(name, NONE)
+        if version.partition("+")[0] != expected_version.partition("+")[0]:
+            differences.append((name, version, expected_version))
+    return differences
 
 
 @dataclass(frozen=True)
@@ -172,17 +182,17 @@ def list_files(folder: str) -> dict[str, str] | None:
     weights = root
     with contextlib.suppress(ValueError, OSError):  # no weights there: then only files are listed
         weights = find_weights(root)[1]
-    found = {}
+    fingerprints = {}
     for file in {*root.glob("*"), *weights.glob("*"), *weights.glob(f"mp_rank_*/{RANK_FILE}")}:
         name = str(file.relative_to(root))
         try:
             if file.suffix in HASHED:
-                found[name] = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+                fingerprints[name] = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
             elif file.name.endswith(SIZED):
-                found[name] = f"{file.stat().st_size} bytes"
+                fingerprints[name] = f"{file.stat().st_size} bytes"
         except OSError as error:
-            found[name] = str(error.strerror)
-    return dict(sorted(found.items()))
+            fingerprints[name] = str(error.strerror)
+    return dict(sorted(fingerprints.items()))
 
 
 def find_node_problems(driver: NodeReport, node: NodeReport, keys: Mapping[str, str]) -> list[str]:
@@ -192,31 +202,34 @@ def find_node_problems(driver: NodeReport, node: NodeReport, keys: Mapping[str, 
     files only the node has. `keys` has the configuration keys that name a folder, by folder.
     """
     expected = {name: version for name, version in driver.versions.items() if version != NONE}
-    found = [
-        f"{name} on {node.host} must be that of the driver ({wanted}), not {value}; install the "
-        "same there, and start Ray on that host again"
-        for name, value, wanted in find_differences(node.versions, expected)
+    problems = [
+        f"{name} on {node.host} must be that of the driver ({driver_version}), not {version}; "
+        "install the same there, and start Ray on that host again"
+        for name, version, driver_version in find_differences(node.versions, expected)
     ]
-    for folder, files in driver.files.items():
-        if files is None:  # a name of the hub; weights are looked at before
+    for folder, driver_files in driver.files.items():
+        if driver_files is None:  # a name of the hub; weights are looked at before
             continue
-        title, there = f"{keys[folder]}={folder}", node.files[folder]
+        key = f"{keys[folder]}={folder}"
         remedy = f"copy the folder to {node.host}, or use one that every node shares"
-        if there is None:
-            missing = f"must be on every node; {node.host} has no such folder"
-            found.append(f"{title} {missing}; {remedy}")
+        node_files = node.files[folder]
+        if node_files is None:
+            rule = f"must be on every node; {node.host} has no such folder"
+            problems.append(f"{key} {rule}; {remedy}")
             continue
         differing = [
-            f"{name} ({there.get(name, 'missing')} there, {value} here)"
-            for name, value in files.items()
-            if there.get(name) != value
+            f"{name} ({node_files.get(name, 'missing')} there, {fingerprint} here)"
+            for name, fingerprint in driver_files.items()
+            if node_files.get(name) != fingerprint
         ]
         if differing:
-            shown, more = ", ".join(differing[:MAX_PROBLEMS]), len(differing) - MAX_PROBLEMS
-            shown += f" and {more} more" if more > 0 else ""
-            must = f"must be the same on every node; on {node.host}: {shown}"
-            found.append(f"{title} {must}; {remedy}")
-    return found
+            listed = ", ".join(differing[:MAX_PROBLEMS])
+            num_unlisted = len(differing) - MAX_PROBLEMS
+            if num_unlisted > 0:
+                listed += f" and {num_unlisted} more"
+            rule = f"must be the same on every node; on {node.host}: {listed}"
+            problems.append(f"{key} {rule}; {remedy}")
+    return problems
 
 
 def unshared(hosts: str) -> Problem:

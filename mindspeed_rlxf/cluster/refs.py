@@ -54,15 +54,18 @@ class RowsRef:
         if min(rows) < 0 or max(rows) >= self.num_rows:
             rule = f"rows must be in 0..{self.num_rows - 1}"
             raise IndexError(f"{rule}, got {min(rows)}..{max(rows)}")
-        wanted = rows if self.selection is None else [self.selection[row] for row in rows]
+        if self.selection is not None:
+            rows = [self.selection[row] for row in rows]
         starts = self._starts
-        owner = [bisect_right(starts, row) - 1 for row in wanted]
-        used = sorted(set(owner))
-        kept = [self.pieces[i] for i in used]
-        new_starts = dict(zip(used, _first_rows(kept), strict=True))
-        moved = [row - starts[i] + new_starts[i] for row, i in zip(wanted, owner, strict=True)]
-        everything = moved == list(range(sum(piece.num_rows for piece in kept)))
-        return RowsRef(tuple(kept), None if everything else tuple(moved))
+        piece_of_row = [bisect_right(starts, row) - 1 for row in rows]
+        used = sorted(set(piece_of_row))
+        pieces = [self.pieces[i] for i in used]
+        new_starts = dict(zip(used, _first_rows(pieces), strict=True))
+        selection = [
+            row - starts[i] + new_starts[i] for row, i in zip(rows, piece_of_row, strict=True)
+        ]
+        is_all = selection == list(range(sum(piece.num_rows for piece in pieces)))
+        return RowsRef(tuple(pieces), None if is_all else tuple(selection))
 
     def __reduce__(self) -> tuple[type[RowsRef], tuple[Any, ...]]:
         return RowsRef, (self.pieces, self.selection)
@@ -76,11 +79,11 @@ class RowsRef:
         selection: list[int] = []
         offset = 0
         for ref in refs:
-            total = sum(piece.num_rows for piece in ref.pieces)
-            chosen = range(total) if ref.selection is None else ref.selection
+            num_rows = sum(piece.num_rows for piece in ref.pieces)
+            rows = range(num_rows) if ref.selection is None else ref.selection
             pieces += ref.pieces
-            selection += [offset + row for row in chosen]
-            offset += total
+            selection += [offset + row for row in rows]
+            offset += num_rows
         return cls(tuple(pieces), tuple(selection))
 
     def split(self, n: int) -> list[RowsRef]:
@@ -100,14 +103,17 @@ class RowsRef:
         Rows are indices within the piece; positions are those rows' ascending places in this
         reference. Without rows, returns the first piece, for its row type.
         """
-        everything = range(sum(piece.num_rows for piece in self.pieces))
+        selection: Sequence[int] | None = self.selection
+        if selection is None:
+            selection = range(self.num_rows)
         starts = self._starts
-        found = [(piece, [], []) for piece in self.pieces]  # type: ignore[var-annotated]
-        for position, row in enumerate(everything if self.selection is None else self.selection):
-            owner = bisect_right(starts, row) - 1
-            found[owner][1].append(row - starts[owner])
-            found[owner][2].append(position)
-        return [entry for entry in found if entry[1]] or found[:1]
+        entries: list[tuple[Piece, list[int], list[int]]] = [(p, [], []) for p in self.pieces]
+        for position, row in enumerate(selection):
+            number = bisect_right(starts, row) - 1
+            _, rows, positions = entries[number]
+            rows.append(row - starts[number])
+            positions.append(position)
+        return [entry for entry in entries if entry[1]] or entries[:1]
 
 
 def as_rows_field(ref: RowsRef | None) -> Any:
@@ -119,15 +125,17 @@ def resolve(ref: RowsRef, fetch: Fetch) -> Rows:
     """Fetch the pieces `ref` needs; return its rows, in its order."""
     entries = ref.by_piece()
     fetched = fetch([piece.handle for piece, _, _ in entries])
-    parts, positions = [], []
-    for (piece, rows, piece_positions), part in zip(entries, fetched, strict=True):
-        assert part is not None, f"the method behind {piece.handle} returned no rows"
-        assert part.num_rows == piece.num_rows, (
-            f"{piece.handle} holds {part.num_rows} rows, not {piece.num_rows}"
+    chosen: list[Rows] = []
+    positions: list[int] = []
+    for (piece, rows, piece_positions), piece_rows in zip(entries, fetched, strict=True):
+        assert piece_rows is not None, f"the method behind {piece.handle} returned no rows"
+        assert piece_rows.num_rows == piece.num_rows, (
+            f"{piece.handle} holds {piece_rows.num_rows} rows, not {piece.num_rows}"
         )
-        parts.append(part if rows == list(range(part.num_rows)) else part.select(rows))
+        is_all = rows == list(range(piece_rows.num_rows))
+        chosen.append(piece_rows if is_all else piece_rows.select(rows))
         positions += piece_positions
-    joined = type(parts[0]).concat(parts)
+    joined = type(chosen[0]).concat(chosen)
     if positions == sorted(positions):
         return joined
     return joined.select(sorted(range(len(positions)), key=positions.__getitem__))
@@ -143,11 +151,13 @@ def resolve_refs(args: Sequence[Any], fetch: Fetch) -> list[Any]:
     refs = [ref for arg in args for ref in find_refs(arg)]
     if not refs:
         return list(args)
-    handles = list(dict.fromkeys(p.handle for ref in refs for p, _, _ in ref.by_piece()))
-    known = dict(zip(handles, fetch(handles), strict=True))
+    handles: dict[Handle, None] = {}  # a set in order
+    for ref in refs:
+        handles |= {piece.handle: None for piece, _, _ in ref.by_piece()}
+    rows_of = dict(zip(handles, fetch(list(handles)), strict=True))
 
     def read(ref: RowsRef) -> Rows:
-        return resolve(ref, lambda wanted: [known[handle] for handle in wanted])
+        return resolve(ref, lambda handles: [rows_of[handle] for handle in handles])
 
     return [_replace_refs(arg, read) for arg in args]
 
@@ -171,27 +181,32 @@ def split_refs(value: Any, n: int) -> list[Any]:
     """
     if isinstance(value, RowsRef):
         return value.split(n)
-    parts = {name: ref.split(n) for name, ref in _ref_fields(value).items()}
-    if not parts:
+    split_fields = {name: ref.split(n) for name, ref in _ref_fields(value).items()}
+    if not split_fields:
         return [value] * n  # the same object: Ray sends it once
-    return [
-        dataclasses.replace(value, **{name: split[i] for name, split in parts.items()})
-        for i in range(n)
-    ]
+    values = []
+    for replica in range(n):
+        fields = {name: refs[replica] for name, refs in split_fields.items()}
+        values.append(dataclasses.replace(value, **fields))
+    return values
 
 
 def _replace_refs(value: Any, replace: Callable[[RowsRef], Any]) -> Any:
     if isinstance(value, RowsRef):
         return replace(value)
-    held = {name: replace(ref) for name, ref in _ref_fields(value).items()}
-    return dataclasses.replace(value, **held) if held else value
+    fields = {name: replace(ref) for name, ref in _ref_fields(value).items()}
+    return dataclasses.replace(value, **fields) if fields else value
 
 
 def _ref_fields(value: Any) -> dict[str, RowsRef]:
     if isinstance(value, (Rows, type)) or not dataclasses.is_dataclass(value):
         return {}
-    fields = {name: getattr(value, name) for name in _field_names(value.__class__)}
-    return {name: held for name, held in fields.items() if isinstance(held, RowsRef)}
+    refs = {}
+    for name in _field_names(value.__class__):
+        field = getattr(value, name)
+        if isinstance(field, RowsRef):
+            refs[name] = field
+    return refs
 
 
 @cache

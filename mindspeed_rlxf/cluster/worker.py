@@ -47,7 +47,8 @@ class RoleHost:
     """Holds one rank's role objects and runs their methods."""
 
     def __init__(self, rank: int, fetch: Fetch) -> None:
-        self._rank, self._fetch = rank, fetch
+        self._rank = rank
+        self._fetch = fetch
         self._roles: dict[Role, Any] = {}
 
     def run(self, request: Request) -> tuple[Rows | None, Reply]:
@@ -61,9 +62,11 @@ class RoleHost:
             args = [self._get_role(arg.role) if isinstance(arg, Peer) else arg for arg in args]
             device.reset_peak_memory()
             flop_counter.take()
-            began, started = time.time(), time.perf_counter()
+            started_at = time.time()  # by the host's clock
+            started = time.perf_counter()
             if request.factory is not None:
-                self._roles[request.role], output = request.factory(*args), RoleOutput()
+                self._roles[request.role] = request.factory(*args)
+                output = RoleOutput()
             elif request.of_engine:
                 engine = self._get_role(request.role).engine
                 output = RoleOutput(report=getattr(engine, request.method)(*args))
@@ -74,19 +77,20 @@ class RoleHost:
                 )
             device.synchronize()
             seconds = time.perf_counter() - started
-            memory, done = device.peak_memory(), flop_counter.take()
+            measured = (seconds, self._rank, started_at, device.peak_memory(), flop_counter.take())
             if not request.keeps_rows:
-                return None, Reply(None, None, seconds, self._rank, began, memory, done)
-            if (tokens := output.token_rows) is not None:
+                return None, Reply(None, None, *measured)
+            tokens = output.token_rows
+            if tokens is not None:
                 log = tokens.log
                 write_tokens(Path(log.folder), self._rank, log.iteration, tokens.as_lists())
-            rows, wanted = output.rows, request.num_rows
-            count = None if rows is None else rows.num_rows
-            assert wanted is None or count in (None, wanted), (
-                f"returned {count} rows, its inputs say {wanted}"
+            rows = output.rows
+            if rows is None:
+                return None, Reply(output.report, None, *measured)
+            assert request.num_rows in (None, rows.num_rows), (
+                f"returned {rows.num_rows} rows, its inputs say {request.num_rows}"
             )
-            reply = Reply(output.report, count, seconds, self._rank, began, memory, done)
-            return None if rows is None else to_host(rows), reply
+            return to_host(rows), Reply(output.report, rows.num_rows, *measured)
         except WorkerError:
             raise
         except Exception as error:
@@ -127,27 +131,30 @@ def to_host(rows: Rows) -> Rows:
     columns = {field.name: getattr(rows, field.name) for field in dataclasses.fields(rows)}
     for name, column in columns.items():
         if isinstance(column, torch.Tensor):
-            columns[name] = found = column.detach().cpu()
-            if found.untyped_storage().nbytes() != found.numel() * found.element_size():
-                columns[name] = found.clone()
+            on_host = column.detach().cpu()
+            num_bytes = on_host.numel() * on_host.element_size()
+            if on_host.untyped_storage().nbytes() != num_bytes:
+                on_host = on_host.clone()
+            columns[name] = on_host
     return type(rows)(**columns)
 
 
 def forwarded_environment(environment: Mapping[str, str]) -> dict[str, Secret]:
     """Return the variables in FORWARDED and FORWARDED_NAMES, but no lists of visible devices."""
-    return {
-        name: variable_secret(name, value)
-        for name, value in environment.items()
-        if (name.startswith(FORWARDED) or name in FORWARDED_NAMES) and "VISIBLE_DEVICES" not in name
-    }
+    variables = {}
+    for name, value in environment.items():
+        is_forwarded = name.startswith(FORWARDED) or name in FORWARDED_NAMES
+        if is_forwarded and "VISIBLE_DEVICES" not in name:
+            variables[name] = variable_secret(name, value)
+    return variables
 
 
-def worker_environment(given: Mapping[str, Secret], inherits: bool) -> dict[str, Secret]:
-    """Return the variables to set for a worker; `resource_pool.env` (`given`) takes precedence.
+def worker_environment(pool_env: Mapping[str, Secret], inherits: bool) -> dict[str, Secret]:
+    """Return the variables to set for a worker; `resource_pool.env` (`pool_env`) has precedence.
 
-    A worker that inherits the driver's environment needs only `given`.
+    A worker that inherits the driver's environment needs only `pool_env`.
     """
-    return dict(given) if inherits else {**forwarded_environment(os.environ), **given}
+    return dict(pool_env) if inherits else {**forwarded_environment(os.environ), **pool_env}
 
 
 def offload_environment(config: RunConfig) -> dict[str, str]:
@@ -159,19 +166,22 @@ def offload_environment(config: RunConfig) -> dict[str, str]:
     offloads = [config.role(role).offload for role in config.roles]
     if config.runs_vllm or not any(offload.weights or offload.optimizer for offload in offloads):
         return {}
-    given = {*os.environ, *config.pool_settings.env}
-    wanted = device.shared_memory_environment(config.device.kind)
-    return {name: value for name, value in wanted.items() if name not in given}
+    set_by_user = {*os.environ, *config.pool_settings.env}
+    variables = device.shared_memory_environment(config.device.kind)
+    return {name: value for name, value in variables.items() if name not in set_by_user}
 
 
 def list_variables(
-    given: Mapping[str, Secret], offloading: Mapping[str, str] | None = None
+    pool_env: Mapping[str, Secret], offloading: Mapping[str, str] | None = None
 ) -> list[tuple[str, str, str]]:
     """Return (name, value, source) per worker variable, sorted by name; secrets are `***`."""
     sources: dict[str, Mapping[str, object]] = {
         "driver": forwarded_environment(os.environ),
-        "resource_pool.env": given,
+        "resource_pool.env": pool_env,
         "offload": offloading or {},
     }
-    found = {n: (n, str(v), source) for source, held in sources.items() for n, v in held.items()}
-    return [found[name] for name in sorted(found)]
+    rows = {}
+    for source, variables in sources.items():
+        for name, value in variables.items():
+            rows[name] = (name, str(value), source)
+    return [rows[name] for name in sorted(rows)]

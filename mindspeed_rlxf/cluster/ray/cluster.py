@@ -36,7 +36,8 @@ OBJECT_STORE_LIMIT = 2 * 2**30  # bytes; what does not fit is spilled to disk
 LOOPBACK = "127.0.0.1"
 KNOCK_S = 10.0
 GUARD = Path(__file__).with_name("orphan_guard.py")
-GUARD_END_S, GUARD_PAUSE_S = 30.0, 0.5
+GUARD_END_S = 30.0  # longest wait for the guard's end
+GUARD_PAUSE_S = 0.5  # before a killed guard is replaced
 # In what Ray raises when its processes do not answer within 30 s, most of which has no option.
 START_TIMED_OUT = "timed out during startup", "Timed out waiting for file", "Failed to start GCS"
 LOG_TAIL = 2_000  # characters of a log of Ray that did not start
@@ -51,7 +52,8 @@ class OrphanGuard:
     """The `orphan_guard` process for a private cluster; a killed guard is replaced."""
 
     def __init__(self, temp_dir: Path) -> None:
-        self._temp_dir, self._ending = temp_dir, threading.Event()
+        self._temp_dir = temp_dir
+        self._ending = threading.Event()
         self.process = self._start()
         threading.Thread(target=self._replace_killed, name="orphan guard", daemon=True).start()
 
@@ -243,8 +245,9 @@ def _try_to_start(resources: dict[str, float]) -> RayCluster:
     import ray
 
     root = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
-    longest = f"{root}/{PREFIX}12345678/{SESSIONS}/{LONGEST_SOCKET}"
-    root = root if len(os.fsencode(longest)) <= SOCKET_BYTES else "/tmp"
+    longest_path = f"{root}/{PREFIX}12345678/{SESSIONS}/{LONGEST_SOCKET}"
+    if len(os.fsencode(longest_path)) > SOCKET_BYTES:
+        root = "/tmp"
     temp_dir = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
     guard = OrphanGuard(temp_dir)
     try:
@@ -263,7 +266,8 @@ def _try_to_start(resources: dict[str, float]) -> RayCluster:
     except BaseException:
         ray.shutdown()
         for file in sorted(temp_dir.glob(f"{SESSIONS}/session_2*/logs/*.err")):
-            if text := file.read_text(encoding="utf-8", errors="replace").strip():
+            text = file.read_text(encoding="utf-8", errors="replace").strip()
+            if text:
                 logger.warning("Ray's %s ends with:\n%s", file.name, printable(text[-LOG_TAIL:]))
         guard.end()
         raise
@@ -289,9 +293,9 @@ def object_store_bytes() -> int:
 @contextlib.contextmanager
 def _own_sigterm() -> Iterator[None]:
     # `ray.init` replaces the handler.
-    before = signal.getsignal(signal.SIGTERM)
+    handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
     finally:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)
+            signal.signal(signal.SIGTERM, handler)

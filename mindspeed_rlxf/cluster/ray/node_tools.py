@@ -1,5 +1,6 @@
 """Ray nodes: list them, run functions there, compare them with the driver and reserve devices."""
 
+import itertools
 import logging
 import random
 import time
@@ -45,15 +46,18 @@ def live_nodes(resource: str) -> list[Node]:
     """
     free = ray._private.state.available_resources_per_node()
     alive = [facts for facts in ray.nodes() if facts["Alive"]]
-    hosts = Counter(facts["NodeManagerHostname"] for facts in alive)
-    found = []
+    num_nodes_of_host = Counter(facts["NodeManagerHostname"] for facts in alive)
+    nodes = []
     for facts in alive:
-        host, totals = facts["NodeManagerHostname"], facts["Resources"]
-        name = host if hosts[host] == 1 else f"{host}/{facts['NodeID'][:6]}"
-        available = free.get(facts["NodeID"], totals).get(resource, 0)
-        count, ip = int(totals.get(resource, 0)), facts["NodeManagerAddress"]
-        found.append(Node(facts["NodeID"], name, ip, count, int(available)))
-    return sorted(found, key=lambda node: (address_key(node.ip), node.host))
+        node_id = facts["NodeID"]
+        host = facts["NodeManagerHostname"]
+        if num_nodes_of_host[host] > 1:
+            host = f"{host}/{node_id[:6]}"
+        totals = facts["Resources"]
+        num_devices = int(totals.get(resource, 0))
+        num_free = int(free.get(node_id, totals).get(resource, 0))
+        nodes.append(Node(node_id, host, facts["NodeManagerAddress"], num_devices, num_free))
+    return sorted(nodes, key=lambda node: (address_key(node.ip), node.host))
 
 
 def driver_address() -> str:
@@ -83,12 +87,11 @@ def run_tasks(tasks: Sequence[Task], environment: Mapping[str, str], timeout_s: 
     """
     refs = []
     for task in tasks:
-        where = NodeAffinitySchedulingStrategy(task.node, soft=False)
         # max_calls: a process that ran a task is not used for another one
         remote = ray.remote(
             max_retries=0,
             max_calls=1,
-            scheduling_strategy=where,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(task.node, soft=False),
             **device_options(task.resource, environment),
         )
         refs.append(remote(task.function).remote(*task.args))
@@ -153,9 +156,13 @@ class DeviceClaim:
             check_s: Longest wait for reports from new nodes.
             excludes: True excludes differing nodes; False refuses them.
         """
-        self._address, self._resource = address, resource
-        self._logical, self._wait_s = logical, wait_s
-        self._keys, self._check_s, self._excludes = dict(keys), check_s, excludes
+        self._address = address
+        self._resource = resource
+        self._logical = logical
+        self._wait_s = wait_s
+        self._keys = dict(keys)
+        self._check_s = check_s
+        self._excludes = excludes
         self._run_file = None if run_file is None else str(run_file)
         self.excluded: set[str] = set()  # ids of nodes
         self._driver: NodeReport | None = None
@@ -174,15 +181,15 @@ class DeviceClaim:
         limit = OWN_WAIT_S if self._wait_s is None else self._wait_s
         deadline = time.monotonic() + limit
         while True:
-            left = max(deadline - time.monotonic(), 0)
+            left_s = max(deadline - time.monotonic(), 0)
             # Not afterwards: Ray lists the devices of removed groups as used for some time.
             nodes = [node for node in live_nodes(self._resource) if node.count]
             if self._wait_s is not None:
                 nodes = self.check(nodes)
-            groups, late = self._try_to_reserve(shapes, nodes, min(left, SAY_MISSING_EVERY_S))
+            groups, late = self._try_to_reserve(shapes, nodes, min(left_s, SAY_MISSING_EVERY_S))
             if not late:
                 return groups
-            time.sleep(min(random.uniform(*PAUSE_S), left))
+            time.sleep(min(random.uniform(*PAUSE_S), left_s))
             text = "; ".join(
                 describe_shortage(name, shapes[name], self._resource, self._address, nodes)
                 for name in late
@@ -204,37 +211,39 @@ class DeviceClaim:
             UserError: A node has a fault, and faulty nodes are refused.
         """
         new = [n for n in nodes if n.id not in self._seen and n.id not in self.excluded]
-        if new:
-            arguments = list(self._keys), self._run_file
-            driver = self._driver = self._driver or report_node(*arguments)
-            replies = run_tasks(
-                [Task(n.id, report_node, arguments) for n in new], {}, self._check_s
-            )
-            faults: dict[Node, list[str]] = {}
-            for node, reply in zip(new, replies, strict=True):
-                if isinstance(reply, NodeReport):
-                    self._seen[node.id] = reply
-                    faults[node] = find_node_problems(driver, reply, self._keys)
-                else:  # an import that fails there, or the node went away
-                    faults[node] = [
-                        f"mindspeed_rlxf on {node.host} ({node.ip}) must be that of the driver "
-                        f"({build_id()}): {reply.cause}; install the same there, and start Ray on "
-                        "that host from that environment again"
-                    ]
-            texts = dict.fromkeys(text for found in faults.values() for text in found)
-            if texts and not self._excludes:
-                raise UserError([Problem("", text) for text in texts])
-            for node, found in faults.items():
-                if found:
-                    self.excluded.add(node.id)
-                    logger.warning("%s (%s) is excluded: %s", node.host, node.ip, "; ".join(found))
+        if not new:
+            return [node for node in nodes if node.id not in self.excluded]
+        arguments = list(self._keys), self._run_file
+        if self._driver is None:
+            self._driver = report_node(*arguments)
+        tasks = [Task(node.id, report_node, arguments) for node in new]
+        replies = run_tasks(tasks, {}, self._check_s)
+        faults: dict[Node, list[str]] = {}
+        for node, reply in zip(new, replies, strict=True):
+            if isinstance(reply, NodeReport):
+                self._seen[node.id] = reply
+                faults[node] = find_node_problems(self._driver, reply, self._keys)
+            else:  # an import that fails there, or the node went away
+                faults[node] = [
+                    f"mindspeed_rlxf on {node.host} ({node.ip}) must be that of the driver "
+                    f"({build_id()}): {reply.cause}; install the same there, and start Ray on "
+                    "that host from that environment again"
+                ]
+        texts = dict.fromkeys(itertools.chain.from_iterable(faults.values()))
+        if texts and not self._excludes:
+            raise UserError([Problem("", text) for text in texts])
+        for node, node_faults in faults.items():
+            if node_faults:
+                self.excluded.add(node.id)
+                listed = "; ".join(node_faults)
+                logger.warning("%s (%s) is excluded: %s", node.host, node.ip, listed)
         return [node for node in nodes if node.id not in self.excluded]
 
     def require_shared_folder(self, hosts: set[str]) -> None:
         """Raise UserError if a host in the run does not see the run directory."""
-        apart = sorted({r.host for r in self._seen.values() if not r.sees_run} & hosts)
-        if apart:
-            raise UserError(unshared(", ".join(apart)))
+        blind_hosts = {r.host for r in self._seen.values() if not r.sees_run} & hosts
+        if blind_hosts:
+            raise UserError(unshared(", ".join(sorted(blind_hosts))))
 
     def _try_to_reserve(
         self, shapes: Shapes, nodes: Sequence[Node], wait_s: float

@@ -26,17 +26,17 @@ def main(temp_dir: str) -> None:
     spared = {os.getpid(), os.getppid()}  # the driver lives when it closes the pipe itself
     word = os.fsencode(temp_dir)  # a random name: no other run mentions it
     sys.stdin.buffer.read()
-    last = time.monotonic()  # when a process or the folder was last seen
-    deadline = last + GRACE_S
-    while time.monotonic() < min(deadline, last + QUIET_S):
+    last_seen = time.monotonic()  # a process or the folder
+    deadline = last_seen + GRACE_S
+    while time.monotonic() < min(deadline, last_seen + QUIET_S):
         pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-        found = [pid for pid in pids if pid not in spared and mentions(pid, word)]
-        for pid in found:
+        orphans = [pid for pid in pids if pid not in spared and mentions(pid, word)]
+        for pid in orphans:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # gone, another user's
                 os.kill(pid, signal.SIGKILL)
         shutil.rmtree(temp_dir, ignore_errors=True)
-        if found or os.path.isdir(temp_dir):
-            last = time.monotonic()
+        if orphans or os.path.isdir(temp_dir):
+            last_seen = time.monotonic()
         time.sleep(0.2)
 
 

@@ -8,6 +8,7 @@ any more. If a rank failed to make rows, the calls reading them fail with its er
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import os
 import pickle
 import socket
@@ -49,7 +50,8 @@ from mindspeed_rlxf.device import worlds
 
 # How long to wait for the first failure after a lost connection was reported.
 FIRST_CAUSE_S = 5.0
-FIRST_LOOK_S, LONGEST_LOOK_S = 0.05, 0.5  # between two polls of running calls
+FIRST_LOOK_S = 0.05  # before the first poll of running calls; doubled before each further one
+LONGEST_LOOK_S = 0.5
 
 
 class RayWorker:
@@ -64,10 +66,10 @@ class RayWorker:
     def report_place(self, entry: int) -> Place:
         """Return where this process runs; `entry` is its node's index in `processes_per_node`."""
         context = ray.get_runtime_context()
-        ids = [i for found in context.get_accelerator_ids().values() for i in found]
-        devices = tuple(int(i) for i in ids if i.isdigit())
-        ip, node = ray.util.get_node_ip_address(), context.get_node_id()
-        return Place(socket.gethostname(), ip, entry, devices, node)
+        ids = itertools.chain.from_iterable(context.get_accelerator_ids().values())
+        devices = tuple(int(device_id) for device_id in ids if device_id.isdigit())
+        ip = ray.util.get_node_ip_address()
+        return Place(socket.gethostname(), ip, entry, devices, context.get_node_id())
 
     def open_store(self, ip: str, world_size: int, timeout_s: float) -> int:
         """Open and keep the pool's rendezvous store on rank 0, at `ip`; return its port."""
@@ -104,8 +106,8 @@ class RayWorker:
             for name, value in device.network_environment(kind, ip).items():
                 os.environ.setdefault(name, value)
             faulthandler.enable(STDERR)
-            given = ray.get_runtime_context().get_accelerator_ids()
-            ids = given.get(device.facts(kind).ray_resource)
+            ids_by_resource = ray.get_runtime_context().get_accelerator_ids()
+            ids = ids_by_resource.get(device.facts(kind).ray_resource)
             assigned = str(ids[0]) if ids else None  # number on the host, or a UUID on CUDA
             device.setup(kind, threads, assigned=assigned, deadline_s=deadline_s, megatron=megatron)
             timeout = timedelta(seconds=deadline_s)
@@ -185,13 +187,14 @@ def gather(calls: Sequence[RankCall], timeout_s: float) -> list[Any]:
             continue
         if not ready:
             late = sorted((by_ref[ref].origin for ref in waiting), key=lambda origin: origin.rank)
-            ranks, hosts = [o.rank for o in late], [o.host for o in late]
+            ranks = [origin.rank for origin in late]
+            hosts = [origin.host for origin in late]
             raise RuntimeTimeout(late[0].call, timeout_s, ranks, hosts=hosts)
-        found = _read_values(ready, by_ref)
-        values.update(found)
-        failed = [value for value in found.values() if isinstance(value, WorkerError)]
-        if failed:
-            raise _find_first_cause(failed, waiting, by_ref)
+        new_values = _read_values(ready, by_ref)
+        values.update(new_values)
+        failures = [value for value in new_values.values() if isinstance(value, WorkerError)]
+        if failures:
+            raise _find_first_cause(failures, waiting, by_ref)
     return [values[call.reply] for call in calls]
 
 
@@ -219,9 +222,13 @@ def as_worker_error(error: RayError, call: RankCall) -> WorkerError:
         cause = cause.cause
     if isinstance(cause, WorkerError):
         return cause
-    lost = getattr(cause, "object_ref_hex", None) or getattr(cause, "actor_id", None)
-    ids = ((i, {i.rows.hex(), i.reply.task_id().actor_id().hex()}) for i in call.inputs)
-    origin = next((each for each, known in ids if lost in known), call).origin
+    lost_id = getattr(cause, "object_ref_hex", None) or getattr(cause, "actor_id", None)
+    origin = call.origin
+    for input_call in call.inputs:
+        actor_id = input_call.reply.task_id().actor_id()
+        if lost_id in (input_call.rows.hex(), actor_id.hex()):
+            origin = input_call.origin
+            break
     text = describe_end(cause)
     if not text.startswith(DIED):
         return origin.make_error(text)
@@ -268,7 +275,8 @@ class RayCall:
     """A method submitted to pool ranks; implements `Call`."""
 
     def __init__(self, handles: Sequence[RankCall], timeout_s: float) -> None:
-        self.handles, self._timeout_s = handles, timeout_s
+        self.handles = handles
+        self._timeout_s = timeout_s
 
     def wait(self) -> list[Reply]:
         """Wait for all ranks' replies, from now; return them in order.
@@ -304,9 +312,13 @@ class RayPool:
         log_dir: Path | None,
         timeout_s: float,
     ) -> None:
-        self.name, self.world_size, self.timeout_s = name, len(actors), timeout_s
-        self.actors, self.places = actors, places
-        self._placement_group, self._log_dir = placement_group, log_dir
+        self.name = name
+        self.world_size = len(actors)
+        self.timeout_s = timeout_s
+        self.actors = actors
+        self.places = places
+        self._placement_group = placement_group
+        self._log_dir = log_dir
         self._origins: dict[tuple[str, str], list[Origin]] = {}  # of all ranks, by role and method
         self._run = [actor.run_request.remote for actor in actors]
 
@@ -322,10 +334,11 @@ class RayPool:
             pickler = ray.cloudpickle if request.factory else pickle
             message = pickler.dumps(request._replace(args=args))
             rows, reply = self._run[rank](message, *[call.rows for call in inputs])
-            role, method = request.role.value, request.method
+            role = request.role.value
+            method = request.method
             if (role, method) not in self._origins:  # of all ranks, for later calls too
-                every = range(self.world_size)
-                self._origins[role, method] = [self.origin(i, role, method) for i in every]
+                ranks = range(self.world_size)
+                self._origins[role, method] = [self.origin(i, role, method) for i in ranks]
             calls.append(RankCall(self._origins[role, method][rank], reply, rows, inputs))
         return RayCall(calls, self.timeout_s)
 

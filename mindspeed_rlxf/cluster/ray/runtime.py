@@ -55,15 +55,20 @@ class RayRuntime:
         Raises:
             UserError: The cluster cannot be joined.
         """
-        self._resource, self._threads = resource_name(device), device.cpu_threads
-        own = {} if self._resource in FOUND_BY_RAY else {self._resource: float(num_devices)}
-        self.cluster: RayCluster = open_cluster(settings.address, own)
+        self._resource = resource_name(device)
+        self._threads = device.cpu_threads
+        declared: dict[str, float] = {}
+        if self._resource not in FOUND_BY_RAY:
+            declared[self._resource] = float(num_devices)
+        self.cluster: RayCluster = open_cluster(settings.address, declared)
         # Only now: Ray reads its environment, which depends on the cluster, when it is imported.
         from mindspeed_rlxf.cluster.ray.node_tools import DeviceClaim
 
         pool_settings = pool_settings or PoolSettings(wait_s=settings.start_timeout_s)
-        self.timeout_s, self.start_timeout_s = settings.timeout_s, settings.start_timeout_s
-        self.log_dir, self._without_megatron = log_dir, without_megatron
+        self.timeout_s = settings.timeout_s
+        self.start_timeout_s = settings.start_timeout_s
+        self.log_dir = log_dir
+        self._without_megatron = without_megatron
         self._kind = resolve_kind(device.kind)
         environment = worker_environment(pool_settings.env, inherits=self.cluster.own)
         # Ray shows and logs what it sets itself.
@@ -150,16 +155,17 @@ class RayRuntime:
         for name, shape in shapes.items():
             actors[name] = []
             for entry, count in enumerate(shape):
-                where = PlacementGroupSchedulingStrategy(groups[name], entry)
-                made = ray.remote(RayWorker).options(scheduling_strategy=where, **options)
+                strategy = PlacementGroupSchedulingStrategy(groups[name], entry)
+                worker = ray.remote(RayWorker).options(scheduling_strategy=strategy, **options)
                 for _ in range(count):
                     origin = Origin(name, len(actors[name]), "a host not known yet", "start")
-                    actors[name].append(made.remote())
-                    starts.append(RankCall(origin, actors[name][-1].report_place.remote(entry)))
+                    actor = worker.remote()
+                    actors[name].append(actor)
+                    starts.append(RankCall(origin, actor.report_place.remote(entry)))
         places = iter(gather(starts, self.start_timeout_s))
         pools = {}
-        for name, found in actors.items():
-            ordered = order_ranks([(actor, next(places)) for actor in found])
+        for name, pool_actors in actors.items():
+            ordered = order_ranks([(actor, next(places)) for actor in pool_actors])
             pools[name] = RayPool(name, *ordered, groups[name], self.log_dir, self.timeout_s)
             if not self.cluster.own:
                 logger.info("pool %s: %s", name, describe_places(pools[name].places))
@@ -174,16 +180,14 @@ class RayRuntime:
         """Make each pool, or each pool part, a torch.distributed world, and wait."""
         from mindspeed_rlxf.cluster.ray.pool import RankCall, gather
 
-        limit = self.start_timeout_s
-        ips = {n: LOOPBACK if self.cluster.own else p.places[0].ip for n, p in pools.items()}
-        opening = [
-            RankCall(
-                pool.origin(0, name, "start"),
-                pool.actors[0].open_store.remote(ips[name], pool.world_size, limit),
-            )
-            for name, pool in pools.items()
-        ]
-        ports = gather(opening, limit)
+        limit_s = self.start_timeout_s
+        store_ips = {}
+        opening = []
+        for name, pool in pools.items():
+            store_ips[name] = LOOPBACK if self.cluster.own else pool.places[0].ip
+            store = pool.actors[0].open_store.remote(store_ips[name], pool.world_size, limit_s)
+            opening.append(RankCall(pool.origin(0, name, "start"), store))
+        ports = gather(opening, limit_s)
         joining = []
         for (name, pool), port in zip(pools.items(), ports, strict=True):
             for rank, actor in enumerate(pool.actors):
@@ -195,14 +199,14 @@ class RayRuntime:
                     threads=self._threads,
                     parts=parts.get(name) or [pool.world_size],
                     timeout_s=self.timeout_s,
-                    deadline_s=max(self.timeout_s, limit) + COLLECTIVE_MARGIN_S,
-                    store_ip=ips[name],
+                    deadline_s=max(self.timeout_s, limit_s) + COLLECTIVE_MARGIN_S,
+                    store_ip=store_ips[name],
                     store_port=port,
                     secrets=self._secrets,
                     megatron=name not in self._without_megatron,
                 )
                 joining.append(RankCall(origin, reply))
-        gather(joining, limit)
+        gather(joining, limit_s)
 
     def shutdown(self) -> None:
         """Kill all pool processes and leave the cluster, which ends if it is private."""
