@@ -39,6 +39,9 @@ class OutputHead(Protocol):
     def output_weight(self) -> Tensor:
         """This rank's rows of a language-model head."""
 
+    def score(self, states: Tensor, /) -> Tensor:
+        """Score hidden states: [tokens, hidden] -> [tokens] fp32; of a score head."""
+
     def full_hidden(self, hidden: Tensor, partial_gradient: bool) -> Tensor:
         """Return the tokens of all tensor-parallel ranks, see `TransformerModel.full_hidden`."""
 
@@ -105,8 +108,8 @@ def read_log_probs_and_kl(
     settings = head.vocab_size, head.tp_group, temperature, head.linear
 
     def compute(states: Tensor, numbers: Tensor) -> Tensor:
-        theirs = policy_states[numbers].to(hidden.device)
-        return full_kl(theirs, policy_weight, states, weight, *settings)
+        of_policy = policy_states[numbers].to(hidden.device)
+        return full_kl(of_policy, policy_weight, states, weight, *settings)
 
     full = head.full_hidden(hidden, partial_gradient=False)
     kl = compute_at(full, batch.prediction_places(batch.trained_mask), batch.cp, compute)
