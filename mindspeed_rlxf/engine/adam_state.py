@@ -50,10 +50,12 @@ def held_slots(optimizer: MegatronOptimizer) -> Iterator[HeldSlots]:
     Skips parameters without a distributed-optimizer slice on this rank. The tensors are the
     optimizer's own, detached; missing moments are new zeros.
     """
-    for each in single_optimizers(optimizer):
-        for parameter, main, start in _held_mains(each):
-            state = each.optimizer.state.get(main, {})
-            slots = {k: state[k] if k in state else torch.zeros_like(main) for k in MOMENTS}
+    for single in single_optimizers(optimizer):
+        for parameter, main, start in _held_mains(single):
+            state = single.optimizer.state.get(main, {})
+            slots: Slots = {}
+            for name in MOMENTS:
+                slots[name] = state[name] if name in state else torch.zeros_like(main)
             if parameter.dtype is not torch.float32:
                 slots[MAIN] = main
             yield HeldSlots(parameter, {k: slot.detach() for k, slot in slots.items()}, start)
@@ -61,17 +63,18 @@ def held_slots(optimizer: MegatronOptimizer) -> Iterator[HeldSlots]:
 
 def make_slots(optimizer: MegatronOptimizer, step: int) -> None:
     """Add missing zero moments to main parameters; set the step count to `step`."""
-    for each in single_optimizers(optimizer):
-        for _, main, _ in _held_mains(each):
-            state = each.optimizer.state[main]
+    for single in single_optimizers(optimizer):
+        adam = single.optimizer
+        for _, main, _ in _held_mains(single):
+            state = adam.state[main]
             for name in MOMENTS:
                 if name not in state:
                     state[name] = torch.zeros_like(main.data)
-        if isinstance(each.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-            for state in each.optimizer.state.values():
+        if isinstance(adam, (torch.optim.Adam, torch.optim.AdamW)):
+            for state in adam.state.values():
                 state["step"] = torch.tensor(float(step), dtype=torch.float32)
         else:
-            for group in each.optimizer.param_groups:
+            for group in adam.param_groups:
                 group["step"] = step
 
 
@@ -80,9 +83,12 @@ def count_steps(optimizer: MegatronOptimizer) -> int:
 
     Raises AssertionError if it differs between parameters.
     """
-    adams = [each.optimizer for each in single_optimizers(optimizer)]
-    holders = [each for adam in adams for each in (*adam.state.values(), *adam.param_groups)]
-    steps = {int(each["step"]) for each in holders if "step" in each}
+    steps = set()
+    for single in single_optimizers(optimizer):
+        adam = single.optimizer
+        for entry in (*adam.state.values(), *adam.param_groups):
+            if "step" in entry:
+                steps.add(int(entry["step"]))
     assert len(steps) <= 1, f"parameters have taken different numbers of steps: {sorted(steps)}"
     return steps.pop() if steps else 0
 
@@ -96,8 +102,9 @@ def _held_mains(optimizer: Any) -> Iterator[tuple[Tensor, Tensor, int | None]]:
     if not isinstance(optimizer, DistributedOptimizer):
         groups: list[Any] = [(g["params"], g["params"]) for g in optimizer.optimizer.param_groups]
         if optimizer.config.bf16:  # the optimizer updates fp32 copies
-            halves, copies = optimizer.float16_groups, optimizer.fp32_from_float16_groups
-            groups = list(zip(halves, copies, strict=True))
+            groups = list(
+                zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True)
+            )
             groups += [(group, group) for group in optimizer.fp32_from_fp32_groups]
         for parameters, mains in groups:
             for parameter, main in zip(parameters, mains, strict=True):

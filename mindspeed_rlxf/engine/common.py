@@ -62,10 +62,10 @@ class CommonEngine:
         keys = self.role.offload
         movable = [Part.WEIGHTS] if keys.weights else []
         movable += [Part.GRADIENTS, Part.OPTIMIZER] if keys.optimizer else []
-        made = Offload(tensors, movable)
-        offload.register(made)
-        made.offload(made.movable)
-        return made
+        moved = Offload(tensors, movable)
+        offload.register(moved)
+        moved.offload(moved.movable)
+        return moved
 
     def offload(self) -> None:
         """Move the parts named by the role's `offload` key to host memory."""
@@ -126,8 +126,8 @@ class CommonEngine:
         starts = (counts.cumsum(0) - counts).tolist()
 
         def read(head: OutputHead, batch: MicroBatch, hidden: Tensor) -> Tensor:
-            first = starts[batch.rows[0]]
-            batch_states = policy_states[first : first + len(batch.trained_ids)]
+            start = starts[batch.rows[0]]
+            batch_states = policy_states[start : start + len(batch.trained_ids)]
             policy_outputs = policy_weight, batch_states, temperature
             return read_log_probs_and_kl(head, batch, hidden, *policy_outputs)
 
@@ -166,14 +166,14 @@ class CommonEngine:
                 flop_counter.add(flop_counter.Work(tokens, passes * flops))
 
     def _step_metrics(
-        self, micro_batches: Sequence[MicroBatch], outputs: Sequence[LossOutput], done: StepResult
+        self, micro_batches: Sequence[MicroBatch], outputs: Sequence[LossOutput], result: StepResult
     ) -> dict[str, float]:
         """Count a step's work; return its metrics, over the mini-batch of all replicas."""
         metrics = average_metrics(outputs, self.sum_over_replicas)
         self._count(micro_batches, flop_counter.ADAPT if self.lora.rank else flop_counter.TRAIN)
-        metrics["grad_norm"] = done.grad_norm
+        metrics["grad_norm"] = result.grad_norm
         if self.skipped.policy == "skip":
-            metrics["skipped_steps"] = float(bool(done.wrong))
+            metrics["skipped_steps"] = float(bool(result.wrong))
         return metrics
 
     def sum_over_replicas(self, tensor: Tensor) -> Tensor:
@@ -192,7 +192,8 @@ class CommonEngine:
         Raises OSError on all ranks if one could not write.
         """
         assert self.state.saving is not None, "no save has begun"
-        (folder, writing), self.state.saving = self.state.saving, None
+        folder, writing = self.state.saving
+        self.state.saving = None
         with fail_together(folder):
-            mine = writing.result()  # waits
-        return max(gather_all([mine]))
+            seconds = writing.result()  # waits
+        return max(gather_all([seconds]))

@@ -103,21 +103,34 @@ class MegatronEngine(CommonEngine):
         megatron_versions.apply_patches()
         device.set_deterministic(deterministic)
         device.seed_all(seed + dist.get_rank())  # else Python and numpy draw seeds from the system
-        self.role, self.head = role, head
+        self.role = role
+        self.head = head
         self.source = find_description(role.load, tokenizer) if tokenizer else Path(role.load)
         self.skipped = skipped or SkippedSteps("raise", 0, role.model)
         self._mini_batch = 0  # steps of this iteration
-        sizes = role.tensor_model_parallel_size, role.pipeline_model_parallel_size
-        experts = role.expert_model_parallel_size
-        cp = role.context_parallel_size
-        self.groups = ParallelGroups(*sizes, seed, role.model_chunks, experts, cp)
+        self.groups = ParallelGroups(
+            role.tensor_model_parallel_size,
+            role.pipeline_model_parallel_size,
+            seed,
+            role.model_chunks,
+            role.expert_model_parallel_size,
+            role.context_parallel_size,
+        )
         self.dtype = torch.bfloat16 if role.bf16 else torch.float32
         self.lora = role.adapters
         with self.groups.active():
             self.chunks = build_chunks(role, head, self.groups, self.dtype)
-            groups = self.groups.tp, self.groups.pp, self.groups.ep
-            more = role.model_chunks, role.trust_files, self.lora
-            self.weights = StageWeights(self.module, role.architecture, head, *groups, *more)
+            self.weights = StageWeights(
+                self.module,
+                role.architecture,
+                head,
+                self.groups.tp,
+                self.groups.pp,
+                self.groups.ep,
+                role.model_chunks,
+                role.trust_files,
+                self.lora,
+            )
             self._load_weights(seed)
             self.weights.reset_adapters(seed)
             self.optimizer: MegatronOptimizer | None = None
@@ -145,17 +158,17 @@ class MegatronEngine(CommonEngine):
             self._shares = self._agree_on_sharing()
         self._brings_together = brings_together
         optimizers = single_optimizers(self.optimizer) if self.optimizer else []
-        adams = [each.optimizer for each in optimizers]
+        adams = [single.optimizer for single in optimizers]
         self._offload = self._make_offload(tensors_of(self.module, self.models, adams))
 
     def _agree_on_sharing(self) -> bool:
         if not (self.role.share_prompts and self.role.packed_sequences):
             return False
         attention = self.chunks[0].decoder.layers[0].self_attention.core_attention
-        able = all(gather_all([shares_prompts(attention)]))
-        if not able:
+        is_able = all(gather_all([shares_prompts(attention)]))
+        if not is_able:
             logger.warning("%s: prompts are not shared, no operator does it here", self.role.model)
-        return able
+        return is_able
 
     @property
     def module(self) -> torch.nn.Module:
@@ -165,8 +178,8 @@ class MegatronEngine(CommonEngine):
     @property
     def output_weight(self) -> Tensor | None:
         """This rank's rows of the output layer; None before the last pipeline stage."""
-        last = self.chunks[-1]
-        return last.output_weight if last.post_process else None
+        chunk = self.chunks[-1]
+        return chunk.output_weight if chunk.post_process else None
 
     @property
     def config(self) -> TransformerConfig:
@@ -260,9 +273,9 @@ class MegatronEngine(CommonEngine):
             outputs = run_schedule(self.models, self.chunks[-1], micro_batches, read)
             self._offload.mark_changed(Part.WEIGHTS, Part.OPTIMIZER)
             self._offload.await_copies(Part.OPTIMIZER)
-            done = self._guarded.step([output.loss.detach() for output in outputs])
-            self.skipped.judge(done, self.state.scheduler.num_steps + 1, self._mini_batch)
-            return self._step_metrics(micro_batches, outputs, done)
+            result = self._guarded.step([output.loss.detach() for output in outputs])
+            self.skipped.judge(result, self.state.scheduler.num_steps + 1, self._mini_batch)
+            return self._step_metrics(micro_batches, outputs, result)
 
     def end_iteration(self) -> float:
         """Advance the learning-rate schedule; return the ending iteration's rate."""

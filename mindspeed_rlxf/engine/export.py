@@ -43,8 +43,11 @@ def export_adapters(
 
     The first rank holds them all on the host. `chunks` counts those of a virtual pipeline.
     """
-    writes, stream = dist.get_rank() == 0, trained_tensors(weights, groups, chunks)
-    tensors = {name: tensor.cpu() for name, tensor in stream if writes}
+    writes = dist.get_rank() == 0
+    tensors = {}
+    for name, tensor in trained_tensors(weights, groups, chunks):
+        if writes:
+            tensors[name] = tensor.cpu()
     with fail_together(folder):
         if writes:
             linears = linear_modules(weights.architecture)
@@ -77,15 +80,15 @@ def export_megatron(
 
 def _merge_adapters(shards: dict[str, dict[str, Any]], weights: StageWeights) -> None:
     """Replace adapted weights by merged copies on the host, and remove the adapters."""
-    merged = {
-        weights.tensors[parameter.name].data_ptr(): weights.merged_shard(parameter)
-        for parameter in weights.table
-        if weights.is_adapted(parameter)
-    }
+    merged = {}  # by the address of the weight
+    for parameter in weights.table:
+        if weights.is_adapted(parameter):
+            address = weights.tensors[parameter.name].data_ptr()
+            merged[address] = weights.merged_shard(parameter)
     for state in shards.values():
         for key in [key for key in state if f".{ADAPTERS}." in key]:
             del state[key]
-        for each in state.values():
-            data = getattr(each, "data", None)
-            if isinstance(data, torch.Tensor) and data.data_ptr() in merged:
-                each.data = merged[data.data_ptr()]
+        for sharded in state.values():
+            tensor = getattr(sharded, "data", None)
+            if isinstance(tensor, torch.Tensor) and tensor.data_ptr() in merged:
+                sharded.data = merged[tensor.data_ptr()]

@@ -1,5 +1,6 @@
 """A role's weights as whole Hugging Face tensors, one parameter at a time."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -56,38 +57,36 @@ def _stream(
 
     choose: called with the parameters of a rank, and of the whole model.
     """
-    architecture, pp, ep = weights.architecture, groups.pp, groups.ep
+    architecture = weights.architecture
+    head = weights.head
+    pp = groups.pp
+    ep = groups.ep
     dtype = next(iter(weights.tensors.values())).dtype
-    held = {p.sources: p for p in choose(weights.table) if not p.is_tied_output_layer}
-    owners = {
-        p.sources: (pp_rank, ep_rank)
-        for pp_rank in range(pp.size())
-        for ep_rank in range(ep.size())
-        for p in choose(
-            list(
-                rank_parameters(
-                    architecture, weights.head, pp_rank, pp.size(), chunks, ep_rank, ep.size()
-                )
-            )
+    on_this_rank = {p.sources: p for p in choose(weights.table) if not p.is_tied_output_layer}
+    owners: dict[tuple[str, ...], tuple[int, int]] = {}  # sources -> (pp, ep) rank
+    for pp_rank, ep_rank in itertools.product(range(pp.size()), range(ep.size())):
+        table = list(
+            rank_parameters(architecture, head, pp_rank, pp.size(), chunks, ep_rank, ep.size())
         )
-        if p.is_first_copy(0, ep_rank)
-    }
-    for parameter in choose(list(stage_parameters(architecture, weights.head))):
-        (pp_rank, ep_rank), is_expert = owners[parameter.sources], parameter.expert is not None
-        if parameter.sources in held:
-            whole = weights.gather(held[parameter.sources])
+        for parameter in choose(table):
+            if parameter.is_first_copy(0, ep_rank):
+                owners[parameter.sources] = (pp_rank, ep_rank)
+    for parameter in choose(list(stage_parameters(architecture, head))):
+        pp_rank, ep_rank = owners[parameter.sources]
+        is_expert = parameter.expert is not None
+        if parameter.sources in on_this_rank:
+            tensors = weights.gather(on_this_rank[parameter.sources])
         else:  # to receive a broadcast
-            where = device.current_device()
-            whole = {
-                name: torch.empty(parameter.hf_shape(name, architecture), dtype=dtype, device=where)
-                for name in parameter.sources
-            }
-        for tensor in whole.values():
+            tensors = {}
+            for name in parameter.sources:
+                shape = parameter.hf_shape(name, architecture)
+                tensors[name] = torch.empty(shape, dtype=dtype, device=device.current_device())
+        for tensor in tensors.values():
             if pp.size() > 1 and (not is_expert or ep_rank == ep.rank()):
                 dist.broadcast(tensor, dist.get_global_rank(pp, pp_rank), group=pp)
             if ep.size() > 1 and is_expert:
                 dist.broadcast(tensor, dist.get_global_rank(ep, ep_rank), group=ep)
-        yield from whole.items()
+        yield from tensors.items()
 
 
 @dataclass(frozen=True)
@@ -114,11 +113,12 @@ class Shard:
         """
         shape = tuple(self.parameter.shape)
         for rows in flat_chunks(flat, shape):
-            for part in self.chunks:
-                shared = rows.overlap(part.place)
-                if shared is not None:
-                    numbers = view_chunk(tensor, flat.start, shared, shape)
-                    yield HeldChunk(slot, part.source, shared.move(part.place, part.chunk), numbers)
+            for chunk in self.chunks:
+                overlap = rows.overlap(chunk.place)
+                if overlap is not None:
+                    elements = view_chunk(tensor, flat.start, overlap, shape)
+                    in_source = overlap.move(chunk.place, chunk.chunk)
+                    yield HeldChunk(slot, chunk.source, in_source, elements)
 
 
 def shards(weights: StageWeights, groups: ParallelGroups) -> Iterator[Shard]:
@@ -129,19 +129,24 @@ def shards(weights: StageWeights, groups: ParallelGroups) -> Iterator[Shard]:
     other parameters, which have dp x cp. The range is empty where another rank has the first copy
     of the shard.
     """
-    copies, rank, ep = groups.dp_cp.size(), groups.dp_cp.rank(), groups.ep.size()
-    counts = {False: 0, True: 0}  # is an expert -> elements so far
-    totals, table = dict(counts), weights.trained_of(weights.table)
+    rank = groups.dp_cp.rank()
+    num_copies = groups.dp_cp.size()
+    ep = groups.ep.size()
+    tp_rank = groups.tp.rank()
+    table = weights.trained_of(weights.table)
+    totals = {False: 0, True: 0}  # is an expert -> elements
     for parameter in table:
         totals[parameter.expert is not None] += weights.tensors[parameter.name].numel()
+    num_before = {False: 0, True: 0}  # is an expert -> elements of the parameters before
     for parameter in table:
-        tensor, expert = weights.tensors[parameter.name], parameter.expert is not None
-        replica, replicas = (rank // ep, copies // ep) if expert else (rank, copies)
-        first, total = counts[expert], totals[expert]
-        counts[expert] += tensor.numel()
-        start, stop = (total * n // replicas - first for n in (replica, replica + 1))
+        tensor = weights.tensors[parameter.name]
+        is_expert = parameter.expert is not None
+        replica = rank // ep if is_expert else rank
+        num_replicas = num_copies // ep if is_expert else num_copies
+        start = totals[is_expert] * replica // num_replicas - num_before[is_expert]
+        stop = totals[is_expert] * (replica + 1) // num_replicas - num_before[is_expert]
+        num_before[is_expert] += tensor.numel()
         written = range(max(0, start), max(0, min(stop, tensor.numel())))
-        tp_rank = groups.tp.rank()
         chunks = shard_chunks(parameter, weights.architecture, tp_rank, groups.tp.size())
         is_written = parameter.is_first_copy(tp_rank)
         yield Shard(tensor, tuple(chunks), is_written, written if is_written else range(0))

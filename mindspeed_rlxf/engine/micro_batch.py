@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from itertools import accumulate, groupby, pairwise
+from functools import cached_property
+from itertools import chain, groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,10 +53,10 @@ class MicroBatch:
 
         if self.lengths is None:
             return None
-        whole: Attend = PackedSequences(lengths=self.lengths)
+        attend: Attend = PackedSequences(lengths=self.lengths)
         if any(prompt is not None for prompt in self.prompts):
-            whole = SharedPrompts(lengths=self.lengths, prompts=self.prompts)
-        return whole if self.cp is None else AcrossRanks(whole=whole, group=self.cp)
+            attend = SharedPrompts(lengths=self.lengths, prompts=self.prompts)
+        return attend if self.cp is None else AcrossRanks(whole=attend, group=self.cp)
 
     @property
     def own_token_ids(self) -> Tensor:
@@ -85,26 +85,33 @@ class MicroBatch:
 
     def last_places(self) -> Tensor:
         """Return the flat index of each row's last token, [rows], on the host."""
-        last = self.prompt_lengths + self.response_lengths - 1
-        return self._flat_places(torch.arange(len(last)), last)
+        last_tokens = self.prompt_lengths + self.response_lengths - 1
+        return self._flat_places(torch.arange(len(last_tokens)), last_tokens)
 
     def _flat_places(self, row: Tensor, token: Tensor) -> Tensor:
-        response = token - self.prompt_lengths[row]
-        own = self.response_starts[row] + response * self.stride
-        return torch.where(response < 0, self.starts[row] + token * self.stride, own)
+        response_token = token - self.prompt_lengths[row]
+        in_prompt = self.starts[row] + token * self.stride
+        in_response = self.response_starts[row] + response_token * self.stride
+        return torch.where(response_token < 0, in_prompt, in_response)
 
     def work(self, a: ArchitectureConfig, reads_logits: bool) -> Work:
         """Return the work in a forward pass; value and reward models read no logits."""
-        tokens = flops = 0
-        starts, before = self.starts.tolist(), None
-        lengths = zip(self.prompt_lengths.tolist(), self.response_lengths.tolist(), strict=True)
-        for start, (prompt, response) in zip(starts, lengths, strict=True):
+        tokens = 0
+        flops = 0
+        previous_start = None
+        rows = zip(
+            self.starts.tolist(),
+            self.prompt_lengths.tolist(),
+            self.response_lengths.tolist(),
+            strict=True,
+        )
+        for start, prompt, response in rows:
             tokens += prompt + response
             flops += sample_flops(a, prompt + response, response if reads_logits else 0)
-            if start == before:  # its prompt is that of the row before
+            if start == previous_start:  # its prompt is that of the row before
                 tokens -= prompt
                 flops -= sample_flops(a, prompt, 0)
-            before = start
+            previous_start = start
         return Work(tokens, flops)
 
 
@@ -124,22 +131,26 @@ def make_micro_batches(
     `numbers` (from `number_prompts`) neighbouring rows share an equal prompt, which needs packed
     rows.
     """
-    prompts, responses = rollouts.prompt_lengths.tolist(), rollouts.response_lengths.tolist()
+    prompt_lengths = rollouts.prompt_lengths.tolist()
+    response_lengths = rollouts.response_lengths.tolist()
     batches = []
     for rows in map(list, groups):
-        sequences = [
-            torch.cat(
-                (rollouts.prompt_ids[i, : prompts[i]], rollouts.response_ids[i, : responses[i]])
-            )
-            for i in rows
-        ]
+        sequences = []
+        for row in rows:
+            prompt = rollouts.prompt_ids[row, : prompt_lengths[row]]
+            response = rollouts.response_ids[row, : response_lengths[row]]
+            sequences.append(torch.cat((prompt, response)))
+        prompts = [prompt_lengths[row] for row in rows]
+        if packed:
+            prompt_numbers = [numbers[row] for row in rows] if numbers else rows
+            layout = _pack_rows(prompt_numbers, sequences, prompts, multiple_of, device)
+        else:
+            layout = _pad_rows(sequences, prompts, multiple_of, device)
         trained = rollouts.trained_mask[rows]
-        lengths, of = [prompts[i] for i in rows], [numbers[i] if numbers else i for i in rows]
-        build = partial(_pack_rows, of) if packed else _pad_rows
         batches.append(
             MicroBatch(
                 rows=rows,
-                **build(sequences, lengths, multiple_of, device),
+                **layout,
                 prompt_lengths=rollouts.prompt_lengths[rows],
                 response_lengths=rollouts.response_lengths[rows],
                 trained_mask=trained,
@@ -159,27 +170,39 @@ def _pack_rows(
 ) -> dict[str, Any]:
     sequences: list[Tensor] = []
     prompt_of: list[int | None] = []  # number of the sequence that has a response's prompt
-    end, starts, response_starts = 0, [], []
+    starts: list[int] = []
+    response_starts: list[int] = []
+    num_tokens = 0
     for _, run in groupby(range(len(rows)), key=numbers.__getitem__):
-        shared = list(run)
-        prompt, first = prompts[shared[0]], len(sequences)
-        starts += [end] * len(shared)
-        if len(shared) == 1:
-            response_starts.append(end + prompt)
-            sequences.append(rows[shared[0]])
+        sharing = list(run)  # rows with one prompt
+        prompt_length = prompts[sharing[0]]
+        starts += [num_tokens] * len(sharing)
+        if len(sharing) == 1:
+            row = rows[sharing[0]]
+            response_starts.append(num_tokens + prompt_length)
+            sequences.append(row)
             prompt_of.append(None)
-        else:
-            ends = accumulate((len(rows[i]) - prompt for i in shared), initial=end + prompt)
-            response_starts += list(ends)[:-1]
-            sequences += [rows[shared[0]][:prompt], *(rows[i][prompt:] for i in shared)]
-            prompt_of += [None, *[first] * len(shared)]
-        end += sum(map(len, sequences[first:]))
-    if fill := -end % multiple_of:  # one more sequence, which is never read
-        sequences.append(torch.zeros(fill, dtype=torch.long))
+            num_tokens += len(row)
+            continue
+        prompt_number = len(sequences)
+        sequences.append(rows[sharing[0]][:prompt_length])
         prompt_of.append(None)
-    lengths = tuple(len(s) for s in sequences)
-    begins = [0 if of is None else lengths[of] for of in prompt_of]
-    positions = [torch.arange(b, b + n) for b, n in zip(begins, lengths, strict=True)]
+        num_tokens += prompt_length
+        for i in sharing:
+            response = rows[i][prompt_length:]
+            response_starts.append(num_tokens)
+            sequences.append(response)
+            prompt_of.append(prompt_number)
+            num_tokens += len(response)
+    num_fill = -num_tokens % multiple_of
+    if num_fill > 0:  # one more sequence, which is never read
+        sequences.append(torch.zeros(num_fill, dtype=torch.long))
+        prompt_of.append(None)
+    lengths = tuple(len(sequence) for sequence in sequences)
+    positions = []
+    for length, number in zip(lengths, prompt_of, strict=True):
+        first_position = 0 if number is None else lengths[number]
+        positions.append(torch.arange(first_position, first_position + length))
     return {
         "token_ids": torch.cat(sequences)[None, :].to(device),
         "positions": torch.cat(positions).to(device),
@@ -194,7 +217,8 @@ def _pack_rows(
 def _pad_rows(
     rows: list[Tensor], prompts: list[int], multiple_of: int, device: torch.device
 ) -> dict[str, Any]:
-    token_ids, count = pad_sequence(rows, batch_first=True), len(rows)
+    count = len(rows)
+    token_ids = pad_sequence(rows, batch_first=True)
     token_ids = torch.nn.functional.pad(token_ids, (0, -token_ids.size(1) % multiple_of))
     return {
         "token_ids": token_ids.to(device),
@@ -212,25 +236,32 @@ def number_prompts(rollouts: Rollouts) -> list[int]:
 
     A row without a response has its own number.
     """
-    numbers: dict[Any, int] = {}
-    lengths = rollouts.prompt_lengths.tolist(), rollouts.response_lengths.tolist()
-    rows = zip(rollouts.prompt_ids, *lengths, strict=True)
-    keys = [ids[:n].numpy().tobytes() if m else i for i, (ids, n, m) in enumerate(rows)]
-    return [numbers.setdefault(key, len(numbers)) for key in keys]
+    numbers: dict[Any, int] = {}  # by token ids, or by row
+    prompt_lengths = rollouts.prompt_lengths.tolist()
+    response_lengths = rollouts.response_lengths.tolist()
+    number_of_row = []
+    for row, prompt_ids in enumerate(rollouts.prompt_ids):
+        key: Any = row
+        if response_lengths[row]:
+            key = prompt_ids[: prompt_lengths[row]].numpy().tobytes()
+        number_of_row.append(numbers.setdefault(key, len(numbers)))
+    return number_of_row
 
 
 def bring_together(rows: Rows, prompts: Sequence[int]) -> Rows:
     """Return the rows with equal prompts next to each other, otherwise in their order."""
-    first: dict[int, int] = {}
-    for place, row in enumerate(rows):
-        first.setdefault(prompts[row], place)
-    return sorted(rows, key=lambda row: first[prompts[row]])
+    first_index: dict[int, int] = {}
+    for i, row in enumerate(rows):
+        first_index.setdefault(prompts[row], i)
+    return sorted(rows, key=lambda row: first_index[prompts[row]])
 
 
 def saved_tokens(rows: Rows, prompts: Sequence[int], lengths: Sequence[int]) -> list[int]:
     """Return `saved` for `group_rows`; `lengths` has the prompt tokens of each row in the batch."""
-    same = [prompts[a] == prompts[b] for a, b in pairwise(rows)]
-    return [0, *(lengths[row] * equal for row, equal in zip(rows[1:], same, strict=True))]
+    saved = [0]
+    for previous, row in pairwise(rows):
+        saved.append(lengths[row] if prompts[row] == prompts[previous] else 0)
+    return saved
 
 
 def group_rows(
@@ -328,25 +359,22 @@ def pack_by_tokens(
     returned.
     """
     consecutive = group_by_tokens(rows, lengths, limit, saved)
-    pieces, tokens = [[row] for row in rows], [lengths[row] for row in rows]
-    if saved:
-        pieces, tokens = [], []
-        for place, row in enumerate(rows):
-            if saved[place] and tokens[-1] + lengths[row] - saved[place] <= limit:
-                pieces[-1].append(row)
-                tokens[-1] += lengths[row] - saved[place]
-            else:
-                pieces.append([row])
-                tokens.append(lengths[row])
-    least = -(-sum(min(n, limit) for n in tokens) // limit)
-    for count in range(max(1, least), len(consecutive) + 1):
+    runs: list[list[int]] = []  # rows that share a prompt, or one row
+    tokens: list[int] = []  # of each run
+    for i, row in enumerate(rows):
+        num_saved = saved[i] if saved else 0
+        if num_saved and tokens[-1] + lengths[row] - num_saved <= limit:
+            runs[-1].append(row)
+            tokens[-1] += lengths[row] - num_saved
+        else:
+            runs.append([row])
+            tokens.append(lengths[row])
+    fewest = -(-sum(min(n, limit) for n in tokens) // limit)
+    for count in range(max(1, fewest), len(consecutive) + 1):
         filled = fill_cheapest(tokens, count, part_size=len(tokens))
-        places = [group for group in filled if group]
-        if all(len(group) == 1 or sum(tokens[p] for p in group) <= limit for group in places):
-            return [
-                [row for place in group for row in pieces[place]]
-                for group in sorted(map(sorted, places))
-            ]
+        groups = [sorted(group) for group in filled if group]  # indices of runs
+        if all(len(group) == 1 or sum(tokens[i] for i in group) <= limit for group in groups):
+            return [list(chain.from_iterable(runs[i] for i in group)) for group in sorted(groups)]
     return consecutive
 
 

@@ -48,12 +48,15 @@ class _Storage:
 
     def read(self, start: int, stop: int) -> Tensor:
         """Return a copy of host elements `start` to `stop`, [stop - start]."""
-        copied, at = torch.empty(stop - start, dtype=self.tensor.dtype), 0
-        for piece in (piece.view(self.tensor.dtype) for piece in self.pieces):
-            first, last = max(start, at), min(stop, at + piece.numel())
-            if first < last:
-                copied[first - start : last - start] = piece[first - at : last - at]
-            at += piece.numel()
+        copied = torch.empty(stop - start, dtype=self.tensor.dtype)
+        offset = 0  # of the piece in the storage
+        for piece in self.pieces:
+            host = piece.view(self.tensor.dtype)
+            begin = max(start, offset)
+            end = min(stop, offset + host.numel())
+            if begin < end:
+                copied[begin - start : end - start] = host[begin - offset : end - offset]
+            offset += host.numel()
         return copied
 
 
@@ -62,7 +65,7 @@ class _HostMemory:
 
     def __init__(self) -> None:
         self._chunks: list[Tensor] = []
-        self._free = 0  # bytes of the last chunk
+        self._num_free = 0  # bytes of the last chunk
 
     def assign(self, storages: list[_Storage]) -> None:
         """Append host memory, as many bytes as each storage has, to its `pieces`.
@@ -70,19 +73,20 @@ class _HostMemory:
         Allocates chunks as needed. A storage gets several pieces if a chunk is used up before its
         end.
         """
-        wanted = sum(_round_to_alignment(each.num_bytes) for each in storages) - self._free
-        for each in storages:
-            missing = each.num_bytes
-            while missing > 0:
-                if not self._free:
-                    self._free = min(wanted, CHUNK_BYTES)
-                    wanted -= self._free
-                    self._chunks.append(host_buffer(self._free))
-                start = len(self._chunks[-1]) - self._free
-                size = min(missing, self._free)
-                each.pieces.append(self._chunks[-1][start : start + size])
-                self._free -= min(_round_to_alignment(size), self._free)
-                missing -= size
+        num_needed = sum(_round_to_alignment(storage.num_bytes) for storage in storages)
+        num_to_allocate = num_needed - self._num_free
+        for storage in storages:
+            num_missing = storage.num_bytes
+            while num_missing > 0:
+                if self._num_free == 0:
+                    self._num_free = min(num_to_allocate, CHUNK_BYTES)
+                    num_to_allocate -= self._num_free
+                    self._chunks.append(host_buffer(self._num_free))
+                start = len(self._chunks[-1]) - self._num_free
+                size = min(num_missing, self._num_free)
+                storage.pieces.append(self._chunks[-1][start : start + size])
+                self._num_free -= min(_round_to_alignment(size), self._num_free)
+                num_missing -= size
 
 
 def _round_to_alignment(size: int) -> int:
@@ -97,11 +101,14 @@ class _MovedPart:
     """
 
     def __init__(self, tensors: Tensors, copies: CopyStream, is_copied: bool) -> None:
-        self._tensors, self._copies, self._is_copied = tensors, copies, is_copied
+        self._tensors = tensors
+        self._copies = copies
+        self._is_copied = is_copied
         self._host = _HostMemory()
         self.storages: dict[int, _Storage] = {}
-        self._arrived: Any = None  # event of the last copies to the device
-        self.is_away, self.is_changed = False, True  # changed: the host copy is out of date
+        self._arrival: Any = None  # event of the last copies to the device
+        self.is_away = False
+        self.is_changed = True  # the host copy is out of date
 
     def offload(self) -> None:
         """Copy the part to the host if it has changed, wait, and free it on the device.
@@ -114,12 +121,13 @@ class _MovedPart:
         self._copies.finish()  # copies to the device may still run
         if self._is_copied and self.is_changed:
             with self._copies.copying():
-                for each in self.storages.values():
-                    for on_device, host in each.pairs():
+                for storage in self.storages.values():
+                    for on_device, host in storage.pairs():
                         host.copy_(on_device, non_blocking=True)
             self._copies.finish()
         self._free()
-        self.is_away, self.is_changed = True, False
+        self.is_away = True
+        self.is_changed = False
 
     def onload(self) -> None:
         """Allocate the storages on the device and start copying them back.
@@ -131,20 +139,20 @@ class _MovedPart:
         if not self.is_away:
             return
         try:
-            for each in self.storages.values():
-                each.resize(each.num_bytes)
+            for storage in self.storages.values():
+                storage.resize(storage.num_bytes)
         except RuntimeError:  # out of memory: the copies on the host stay valid
             self._free()
             raise
         if self._is_copied:
             with self._copies.copying():
-                for each in self.storages.values():
-                    for on_device, host in each.pairs():
+                for storage in self.storages.values():
+                    for on_device, host in storage.pairs():
                         on_device.copy_(host, non_blocking=True)
-            self._arrived = self._copies.mark()
+            self._arrival = self._copies.mark()
         else:
-            for each in self.storages.values():
-                each.on_device().zero_()
+            for storage in self.storages.values():
+                storage.on_device().zero_()
         self.is_away = False
 
     def await_copies(self) -> None:
@@ -152,9 +160,9 @@ class _MovedPart:
 
         Does nothing if there were none, or in a second call for the same copies.
         """
-        arrived, self._arrived = self._arrived, None
-        if arrived is not None:
-            self._copies.join(arrived)
+        if self._arrival is not None:
+            self._copies.join(self._arrival)
+            self._arrival = None
 
     def _add_new_storages(self) -> None:
         """Add storages for tensors made since the last time; skip empty storages."""
@@ -169,8 +177,8 @@ class _MovedPart:
         self.storages |= new
 
     def _free(self) -> None:
-        for each in self.storages.values():
-            each.resize(0)
+        for storage in self.storages.values():
+            storage.resize(0)
 
 
 def _key(tensor: Tensor) -> int:
@@ -188,8 +196,8 @@ class Offload:
         copies = CopyStream()
         self.movable = frozenset(movable) & frozenset(tensors)
         self._parts = {
-            part: _MovedPart(found, copies, is_copied=part is not Part.GRADIENTS)
-            for part, found in tensors.items()
+            kind: _MovedPart(list_tensors, copies, is_copied=kind is not Part.GRADIENTS)
+            for kind, list_tensors in tensors.items()
         }
 
     def offload(self, parts: Collection[Part]) -> None:
@@ -197,26 +205,26 @@ class Offload:
 
         Gradients are not copied. Skips parts the engine lacks or that are on the host already.
         """
-        for part in self._own_parts(parts):
-            self._parts[part].offload()
+        for moved in self._moved_parts(parts):
+            moved.offload()
 
     def onload(self, parts: Collection[Part]) -> None:
         """Allocate these parts on the device and start copying them back; gradients become zeros.
 
         Skips parts the engine lacks or that are there. `await_copies` waits for the copies.
         """
-        for part in self._own_parts(parts):
-            self._parts[part].onload()
+        for moved in self._moved_parts(parts):
+            moved.onload()
 
     def await_copies(self, *parts: Part) -> None:
         """Make device work launched from now on wait for these parts to arrive."""
-        for part in self._own_parts(parts):
-            self._parts[part].await_copies()
+        for moved in self._moved_parts(parts):
+            moved.await_copies()
 
     def mark_changed(self, *parts: Part) -> None:
         """Mark these parts' host copies as out of date; skip parts the engine lacks."""
-        for part in self._own_parts(parts):
-            self._parts[part].is_changed = True
+        for moved in self._moved_parts(parts):
+            moved.is_changed = True
 
     def read(self, tensor: Tensor, start: int, stop: int) -> Tensor:
         """Return a host copy of elements `start` to `stop` in a contiguous tensor.
@@ -224,15 +232,16 @@ class Offload:
         The tensor may be on the device or on the host; it stays there. Device work launched later
         waits for copies still on their way.
         """
-        for part in self._parts.values():
-            if part.is_away and (storage := part.storages.get(_key(tensor))) is not None:
+        for moved in self._parts.values():
+            storage = moved.storages.get(_key(tensor))
+            if moved.is_away and storage is not None:
                 offset = int(tensor.storage_offset())
                 return storage.read(offset + start, offset + stop)
-            part.await_copies()
+            moved.await_copies()
         return tensor.view(-1)[start:stop].to("cpu", copy=True)
 
-    def _own_parts(self, parts: Collection[Part]) -> list[Part]:
-        return [part for part in Part if part in parts and part in self._parts]
+    def _moved_parts(self, parts: Collection[Part]) -> list[_MovedPart]:
+        return [self._parts[kind] for kind in Part if kind in parts and kind in self._parts]
 
 
 def tensors_of(
@@ -251,18 +260,23 @@ def tensors_of(
 
     def optimizer() -> Iterator[Tensor]:
         """Yield moments and main weights on the device, except those that are model weights."""
-        own = {_key(parameter) for parameter in module.parameters()}
+        weights = {_key(parameter) for parameter in module.parameters()}
         for adam in adams:
-            mains = (main for group in adam.param_groups for main in group["params"])
-            slots = (slot for state in adam.state.values() for slot in state.values())
-            for tensor in (*mains, *slots):
-                held = isinstance(tensor, Tensor) and tensor.dim() > 0
-                if held and tensor.device == device.current_device() and _key(tensor) not in own:
+            tensors: list[Any] = []
+            for group in adam.param_groups:
+                tensors += group["params"]
+            for state in adam.state.values():
+                tensors += state.values()
+            for tensor in tensors:
+                if not isinstance(tensor, Tensor) or tensor.dim() == 0:
+                    continue
+                if tensor.device == device.current_device() and _key(tensor) not in weights:
                     yield tensor
 
     def gradients() -> Iterator[Tensor]:
         for model in models:
-            yield from (each.grad_data for each in model.buffers + model.expert_parallel_buffers)
+            for buffer in model.buffers + model.expert_parallel_buffers:
+                yield buffer.grad_data
 
     return {
         Part.WEIGHTS: module.parameters,
@@ -313,8 +327,11 @@ def holding(
     _holds.extend(holds)
     try:
         for offload in list(_known):  # make room
-            held = frozenset[Part]().union(*(parts for o, parts in _holds if o is offload))
-            offload.offload(offload.movable - held)
+            movable = set(offload.movable)
+            for holder, parts in _holds:
+                if holder is offload:
+                    movable -= parts
+            offload.offload(movable)
         for offload, parts in holds:
             offload.onload(parts)
         for offload, parts in holds:

@@ -19,10 +19,14 @@ def average_metrics(
     if not outputs:
         return {}
     names = list(outputs[0].metrics)
-    found = [[output.metrics[name] for output in outputs] for name in names]
-    sums = torch.stack([torch.stack([m.total.cpu() for m in of]).sum() for of in found])
-    weights = torch.tensor([float(sum(m.weight for m in of)) for of in found])
-    totals, counts = sum_over_replicas(torch.stack((sums, weights.double())))
+    sums = []
+    weights = []
+    for name in names:
+        metrics = [output.metrics[name] for output in outputs]
+        sums.append(torch.stack([metric.total.cpu() for metric in metrics]).sum())
+        weights.append(float(sum(metric.weight for metric in metrics)))
+    local = torch.stack((torch.stack(sums), torch.tensor(weights).double()))
+    totals, counts = sum_over_replicas(local)
     return dict(zip(names, (totals / counts.clamp(min=1)).tolist(), strict=True))
 
 
@@ -34,5 +38,5 @@ def scatter_rows(flat: Sequence[Tensor], mask: Tensor) -> Tensor:
         mask: [all rows, width] bool.
     """
     out = torch.zeros(mask.shape, dtype=torch.float32)
-    out[mask] = torch.cat([part.cpu() for part in flat]).float()
+    out[mask] = torch.cat([values.cpu() for values in flat]).float()
     return out

@@ -17,12 +17,12 @@ from mindspeed_rlxf.device import worlds
 
 
 def _globals() -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in vars(parallel_state).items()
-        if name == "_global_process_group_list"
-        or (name.startswith("_") and name.upper() == name and not name.startswith("__"))
-    }
+    state = {}
+    for name, value in vars(parallel_state).items():
+        is_constant = name.startswith("_") and name.upper() == name and not name.startswith("__")
+        if is_constant or name == "_global_process_group_list":
+            state[name] = value
+    return state
 
 
 _PRISTINE = _globals()
@@ -40,11 +40,12 @@ def _set_globals(state: dict[str, Any], random_states: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _restored() -> Iterator[None]:
-    outside, outside_random = _globals(), _random_states()
+    outer_state = _globals()
+    outer_random_states = _random_states()
     try:
         yield
     finally:
-        _set_globals(outside, outside_random)
+        _set_globals(outer_state, outer_random_states)
 
 
 class ParallelGroups:
@@ -67,8 +68,8 @@ class ParallelGroups:
         effect: seeds the device generator, on a CPU torch's own, with `seed`, which also seeds the
         role's Megatron random streams. `chunks` counts model chunks on a pipeline rank.
         """
-        replicas, rest = divmod(dist.get_world_size(), tp * pp * cp)
-        assert rest == 0, "the world holds no whole replicas"
+        replicas, num_spare_ranks = divmod(dist.get_world_size(), tp * pp * cp)
+        assert num_spare_ranks == 0, "the world holds no whole replicas"
         assert replicas * cp % ep == 0, "the replicas cannot share the experts equally"
         with _restored():
             make = partial(_make_groups, tp, pp, ep, cp)
@@ -82,7 +83,8 @@ class ParallelGroups:
                     _VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE=chunks,
                 )
             tensor_parallel.model_parallel_cuda_manual_seed(seed)
-            self._state, self.random_states = _globals(), _random_states()
+            self._state = _globals()
+            self.random_states = _random_states()
             self.tp = parallel_state.get_tensor_model_parallel_group()
             self.pp = parallel_state.get_pipeline_model_parallel_group()
             self.dp = parallel_state.get_data_parallel_group()
@@ -104,7 +106,8 @@ class ParallelGroups:
             try:
                 yield
             finally:
-                self._state, self.random_states = _globals(), _random_states()
+                self._state = _globals()
+                self.random_states = _random_states()
 
     @property
     def is_first_stage(self) -> bool:
@@ -137,9 +140,10 @@ def _make_groups(tp: int, pp: int, ep: int, cp: int) -> dict[str, Any]:
         expert_tensor_parallel_size=tp,
         distributed_timeout_minutes=worlds.timeout_minutes(),
     )
-    made = _globals() | {EP_HOST: _ep_host_group(tp, ep)}
-    worlds.set_timeout(process_groups(made))
-    return made
+    state = _globals()
+    state[EP_HOST] = _ep_host_group(tp, ep)
+    worlds.set_timeout(process_groups(state))
+    return state
 
 
 def _ep_host_group(tp: int, ep: int) -> dist.ProcessGroup:
@@ -148,18 +152,18 @@ def _ep_host_group(tp: int, ep: int) -> dist.ProcessGroup:
     This is the expert-parallel group itself if it uses gloo or has one rank; otherwise all ranks in
     the world must call together, because new groups are made.
     """
-    own = parallel_state.get_expert_model_parallel_group()
-    if ep == 1 or dist.get_backend(own) == "gloo":
-        return own
-    found = own
-    for first in range(0, dist.get_world_size(), tp * ep):
+    ep_group = parallel_state.get_expert_model_parallel_group()
+    if ep == 1 or dist.get_backend(ep_group) == "gloo":
+        return ep_group
+    host_group = ep_group
+    for first_rank in range(0, dist.get_world_size(), tp * ep):
         for tp_rank in range(tp):
-            ranks = list(range(first + tp_rank, first + tp * ep, tp))
+            ranks = list(range(first_rank + tp_rank, first_rank + tp * ep, tp))
             group = dist.new_group(ranks, backend="gloo")
             if dist.get_rank() in ranks:
-                assert ranks == dist.get_process_group_ranks(own), "Megatron's order of ranks"
-                found = group
-    return found
+                assert ranks == dist.get_process_group_ranks(ep_group), "Megatron's order of ranks"
+                host_group = group
+    return host_group
 
 
 def process_groups(state: dict[str, Any]) -> Iterator[dist.ProcessGroup]:

@@ -80,7 +80,8 @@ def load_checked(folder: Path, load_share: Callable[[], bool]) -> Loaded:
 
     def check() -> None:  # each rank hashes a part of all files
         files = role_entries(folder)[dist.get_rank() :: dist.get_world_size()]
-        if damage := find_damage(folder, files):
+        damage = find_damage(folder, files)
+        if damage:
             raise ValueError("; ".join(f"{folder.name}/{problem}" for problem in damage))
 
     checked = _agree(check)
@@ -92,8 +93,7 @@ def load_checked(folder: Path, load_share: Callable[[], bool]) -> Loaded:
 
 
 def _agree(step: Callable[[], None]) -> Loaded:
-    found = gather_all([attempt(step)])
-    return Loaded(
-        "; ".join(dict.fromkeys(each.problem for each in found if each.problem)),
-        "; ".join(dict.fromkeys(each.unreadable for each in found if each.unreadable)),
-    )
+    results = gather_all([attempt(step)])
+    problems = dict.fromkeys(result.problem for result in results if result.problem)
+    unreadable = dict.fromkeys(result.unreadable for result in results if result.unreadable)
+    return Loaded("; ".join(problems), "; ".join(unreadable))

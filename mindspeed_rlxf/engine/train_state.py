@@ -138,13 +138,13 @@ def _copy_share(state: TrainState) -> Iterator[HeldChunk]:
         by_parameter[id(shard.parameter)] = shard
         weights = shard.parameter.detach()
         yield from _copy_range(state.read, WEIGHT, shard, weights, 0, shard.written)
-    for held in held_slots(state.optimizer):
-        shard = by_parameter[id(held.parameter)]
-        flat, start = shard.written, held.start or 0
-        if held.start is not None:  # only this rank has the slice
-            flat = held.flat if shard.is_written else range(0)
-        for name, tensor in held.slots.items():
-            yield from _copy_range(state.read, name, shard, tensor, start, flat)
+    for adam in held_slots(state.optimizer):
+        shard = by_parameter[id(adam.parameter)]
+        flat = shard.written
+        if adam.start is not None:  # only this rank has the slice
+            flat = adam.flat if shard.is_written else range(0)
+        for name, tensor in adam.slots.items():
+            yield from _copy_range(state.read, name, shard, tensor, adam.start or 0, flat)
 
 
 def _copy_range(
@@ -163,17 +163,17 @@ def _load_tensors(state: TrainState, folder: Path, step: int) -> None:
     ones OSError; some tensors may have been read then.
     """
     make_slots(state.optimizer, step)
-    ours = state.weights
-    reader = open_state(folder, ours.architecture, ours.trained_shapes, ours.trust_files)
+    stage = state.weights
+    reader = open_state(folder, stage.architecture, stage.trained_shapes, stage.trust_files)
     by_parameter = {}
     for shard in shards(state.weights, state.groups):
         by_parameter[id(shard.parameter)] = shard
         weights = shard.parameter.detach().view(-1)
         _read_range(reader, WEIGHT, shard, weights, range(weights.numel()))
-    for held in held_slots(state.optimizer):
-        for name, tensor in held.slots.items():
-            shard = by_parameter[id(held.parameter)]
-            _read_range(reader, name, shard, tensor.view(-1), held.flat)
+    for adam in held_slots(state.optimizer):
+        shard = by_parameter[id(adam.parameter)]
+        for name, tensor in adam.slots.items():
+            _read_range(reader, name, shard, tensor.view(-1), adam.flat)
 
 
 def _read_range(reader: StateReader, slot: str, shard: Shard, tensor: Tensor, flat: range) -> None:
@@ -181,17 +181,19 @@ def _read_range(reader: StateReader, slot: str, shard: Shard, tensor: Tensor, fl
 
     Raises ValueError if the folder lacks a tensor, or has it in another dtype.
     """
-    filled, stored = 0, reader(slot)
-    for held in shard.held_chunks(slot, tensor, flat):
-        if held.name not in stored or stored[held.name].dtype != tensor.dtype:
+    stored = reader(slot)
+    num_read = 0
+    for target in shard.held_chunks(slot, tensor, flat):
+        if target.name not in stored or stored[target.name].dtype != tensor.dtype:
             raise ValueError(
-                f"the checkpoint must have {slot} of {held.name} in {tensor.dtype}, as this run "
+                f"the checkpoint must have {slot} of {target.name} in {tensor.dtype}, as this run "
                 "has it; set the role's bf16 as it was in the run that wrote the checkpoint"
             )
-        for rows in held.chunk.split(BUFFER_BYTES // tensor.itemsize):
-            held.tensor[rows.relative_to(held.chunk).slices] = stored[held.name].read(rows)
-        filled += held.chunk.numel
-    tensor[filled:].zero_()
+        for rows in target.chunk.split(BUFFER_BYTES // tensor.itemsize):
+            elements = stored[target.name].read(rows)
+            target.tensor[rows.relative_to(target.chunk).slices] = elements
+        num_read += target.chunk.numel
+    tensor[num_read:].zero_()
 
 
 def saved_numbers(state: TrainState) -> dict[str, Any]:
