@@ -101,8 +101,8 @@ class RunConfig(Section):
 
         AUTO as a result means no pass before the update: its own log-probs are the old ones, at
         ratio 1. Log-prob gap limits and importance weights rule it out, and so do, except in online
-        DPO (its loss has no ratio), several optimizer steps per iteration and a KL penalty in the
-        reward; then RECOMPUTE.
+        DPO (its loss has no ratio), several optimizer steps per iteration, a KL penalty in the
+        reward and samples of older weights; then RECOMPUTE.
         """
         algorithm, actor = self.algorithm, self.actor_rollout
         if algorithm.old_log_probs is not OldLogProbs.AUTO:
@@ -110,7 +110,8 @@ class RunConfig(Section):
         steps = actor.ppo_epochs * self.samples_per_iteration // actor.ppo_mini_batch_size
         penalised = algorithm.kl_in == "reward" and algorithm.kl_ctrl.kl_coef > 0
         compared = (algorithm.rollout_is_threshold or algorithm.max_log_prob_gap) is not None
-        reads = compared or (not self.compares_pairs and (steps > 1 or penalised))
+        reuses = steps > 1 or penalised or self.rollout.max_staleness > 0
+        reads = compared or (reuses and not self.compares_pairs)
         return OldLogProbs.RECOMPUTE if reads else OldLogProbs.AUTO
 
     @property

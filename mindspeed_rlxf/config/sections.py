@@ -345,6 +345,7 @@ class RolloutConfig(Section):
         "most updates between the weights that sampled a token and those that train it; "
         "0 = synchronous",
         ge=0,
+        only_if="!actor_rollout.fixed_responses",
     )
     slice_steps: int = key(
         256,

@@ -62,6 +62,9 @@ class GenerateReport:
     sampled_tokens: int
     sync_s: float  # seconds that the rollout waited for its weights
     device: str = ""  # model of the device, empty on CPU
+    # Weights versions of each sample's tokens: the oldest, and the mean over the tokens.
+    oldest_versions: list[int] = field(default_factory=list)
+    mean_versions: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mindspeed_rlxf.reporting.health_rules import Finding, Health, runaway_limit
+from mindspeed_rlxf.reporting.health_rules import (
+    Finding,
+    Health,
+    rules_without_meaning,
+    runaway_limit,
+)
 from mindspeed_rlxf.reporting.metric_table import validation_score
 from mindspeed_rlxf.reporting.report.records import Iteration, curve_of
 
@@ -37,7 +42,9 @@ def judge(
         level, text = ("bad", "") if each.get("last") else ("watch", ", then started again")
         text = f"failed{text}: {each.get('message', '')}"
         problems.append(_problem(level, each.get("iteration"), text, "see the files in logs/"))
-    health, active, missing = Health(kl_limit=kl_limit), dict[str, Finding](), dict[str, int]()
+    excluded = rules_without_meaning(config.get("rollout.max_staleness") or 0)
+    health = Health(kl_limit=kl_limit, excluded=excluded)
+    active, missing = dict[str, Finding](), dict[str, int]()
     for iteration in iterations:
         found = health.check(iteration.number, iteration.metrics) if iteration.number > 0 else []
         for event in found:
