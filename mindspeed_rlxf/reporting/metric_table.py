@@ -143,8 +143,8 @@ SPEED = (
     Metric("timing/update_actor", "s", "all optimizer steps of the policy"),
     Metric("timing/sync", "s", "time that generation waits for weights"),
     Metric("timing/wait_rollout", "s", "time that training waits for the next batch, where both "
-           "run at the same time", None, "give generation more devices; raise rollout.max_staleness "
-           "where few long responses are waited for"),
+           "run at the same time", None, "give generation more devices; raise "
+           "rollout.max_staleness where few long responses are waited for"),
     Metric("timing/wait_trainer", "s", "time that generation waits for the updates, where both run "
            "at the same time", None, "give training more devices"),
     Metric("timing/all", "s", "the iteration, without validation and saving"),
