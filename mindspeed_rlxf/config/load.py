@@ -74,8 +74,6 @@ AUTO = "auto"
 """A role's `model` that takes the architecture from config.json in its `load` folder."""
 
 MAX_DEVICES = 100_000
-CAP_OF_STALE = 2.0
-"""Default of `rollout_is_threshold` where generation runs ahead."""
 
 
 def resolve(tree: Mapping[str, Any], name: str) -> RunConfig:
@@ -422,12 +420,12 @@ def _set_stage_defaults(training: Tree, algorithm: Tree, actor: Tree) -> None:
 
 
 def _set_correction(payload: Tree) -> None:
-    """Give importance weights to samples of older weights. An explicit null stays, as an error."""
+    """Correct for samples of older weights (decoupled PPO). An explicit null stays, as an error."""
     algorithm, staleness = payload["algorithm"], payload["rollout"].get("max_staleness")
     runs_ahead = type(staleness) is int and staleness > 0
     has_ratio = payload["training"].get("stage") != Stage.RAY_ONLINE_DPO.value
     if runs_ahead and has_ratio and algorithm.get("old_log_probs") != OldLogProbs.ROLLOUT.value:
-        algorithm.setdefault("rollout_is_threshold", CAP_OF_STALE)
+        algorithm.setdefault("rollout_is_threshold", 2.0)
 
 
 def _problems_of(errors: list[ErrorDetails], given: Given) -> Iterator[Problem]:
