@@ -149,8 +149,8 @@ SPEED = (
            "at the same time", None, "give training more devices"),
     Metric("timing/all", "s", "the iteration, without validation and saving"),
     Metric("timing/save", "s", "time that the iteration waits for its checkpoint"),
-    Metric("timing/save_wait", "s", "time that generation waits for a checkpoint, with "
-           "rollout.max_staleness", None, "set training.async_save=true, or save less often"),
+    Metric("timing/save_wait", "s", "time that the iteration waits until the "
+           "checkpoint before is complete, with rollout.max_staleness", None, "save less often"),
     Metric("timing/val", "s", "validation"),
     Metric("throughput/tokens_per_s", "tokens/s", "prompt and response tokens per second of "
            "the iteration"),

@@ -56,7 +56,7 @@ def staleness_metrics(reports: Sequence[GenerateReport], version: int) -> dict[s
     lengths = [length for report in reports for length in report.response_lengths]
     means = [mean for report in reports for mean in report.mean_versions]
     total = sum(length * mean for length, mean in zip(lengths, means, strict=True))
-    oldest = min(min(report.oldest_versions) for report in reports)
+    oldest = min(each for report in reports for each in report.oldest_versions)
     return {
         "staleness/mean": version - total / sum(lengths),
         "staleness/max": float(version - oldest),
