@@ -21,10 +21,11 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from mindspeed_rlxf.compat.verl.files import read_verl
+from mindspeed_rlxf.compat.verl.translate import translate_verl
 from mindspeed_rlxf.config.keys import Given
 from mindspeed_rlxf.config.load import resolve_given
 from mindspeed_rlxf.config.problems import ConfigError, UserError
-from mindspeed_rlxf.config.verl import read_verl, translate_verl
 from mindspeed_rlxf.ops.planning.plan import plan
 
 NUM_ROWS, TIMEOUT_S, NUM_SHOWN = 100_000, 5, 40

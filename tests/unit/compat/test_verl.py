@@ -5,21 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from mindspeed_rlxf.compat.verl.files import is_verl, read_verl
+from mindspeed_rlxf.compat.verl.table import ACTOR, NO_EFFECT, RENAMED, ROLLOUT, TABLE
+from mindspeed_rlxf.compat.verl.translate import translate_verl
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.keys import Given, find_field
 from mindspeed_rlxf.config.load import resolve_given
 from mindspeed_rlxf.config.problems import ConfigError
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.config.verl import (
-    ACTOR,
-    NO_EFFECT,
-    RENAMED,
-    ROLLOUT,
-    TABLE,
-    is_verl,
-    read_verl,
-    translate_verl,
-)
 from mindspeed_rlxf.data.files import count_rows
 from mindspeed_rlxf.ops.planning.plan import plan
 from tests.registries import restored_registries
