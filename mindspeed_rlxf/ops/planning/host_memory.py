@@ -154,10 +154,11 @@ def _processes_on_one_host(config: RunConfig, processes: Sequence[int]) -> int:
 def _begun_bytes(config: RunConfig) -> int:
     """Return the largest size of a response that generation holds until its batch is trained.
 
-    Python numbers: 36 bytes for the id of a token, 32 for its log-prob and 8 for its version.
+    Python numbers: 36 bytes for the id of a token, 32 for its log-prob and 8 for its version. Each
+    tensor-parallel rank has a copy.
     """
     actor = config.actor_rollout
-    return 8 * actor.max_prompt_length + 76 * actor.max_new_tokens
+    return config.rollout_tp * (8 * actor.max_prompt_length + 76 * actor.max_new_tokens)
 
 
 def _numbers(config: RunConfig, role: Role) -> int:

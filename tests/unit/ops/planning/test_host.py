@@ -51,6 +51,8 @@ def test_batches_ahead_of_training_are_held_too(make_tree):
     assert part(needed(make_tree, {}), "ahead") == 0
     held = part(needed(make_tree, {"rollout.max_staleness": 3}), "responses of 3 batches ahead")
     assert held == 3 * 96 * (8 * 8 + 76 * 16)
+    tp2 = {"rollout.max_staleness": 3, "actor_rollout.tensor_model_parallel_size": 2}
+    assert part(needed(make_tree, tp2), "ahead") == 2 * held
 
 
 def test_copies_of_offloaded_parts_and_of_a_checkpoint_are_on_the_host(make_tree):
