@@ -63,6 +63,10 @@ VLLM, HF = {"rollout.engine": "vllm"}, {"rollout.engine": "transformers"}
     ("changes", "keys"),
     [
         ({**AHEAD, "algorithm.rollout_is_threshold": None}, ["algorithm.rollout_is_threshold"]),
+        (
+            {**TOGETHER, **AHEAD, "algorithm.rollout_is_threshold": None},  # not the update's own
+            ["algorithm.rollout_is_threshold"],
+        ),
         ({**AHEAD, "algorithm.max_log_prob_gap": 1.0}, ["algorithm.max_log_prob_gap=1.0"]),
         ({**AHEAD, "logging.stop_on": ["log_prob_gap"]}, ["logging.stop_on="]),
         ({"rollout.lead": 1}, ["rollout.lead=1"]),
