@@ -27,7 +27,6 @@ SIDEWAYS = {
     ("mindspeed_rlxf.config.section_rules", "mindspeed_rlxf.device"),
     ("mindspeed_rlxf.device.npu_versions", "mindspeed_rlxf.config.packages"),
     ("mindspeed_rlxf.device.npu_versions", "mindspeed_rlxf.config"),
-    ("mindspeed_rlxf.config.key_reference", "mindspeed_rlxf.compat"),
 }
 DEVICE_WORDS = re.compile(r"torch\.cuda|torch\.npu|torch_npu|nccl|hccl")
 
@@ -106,7 +105,7 @@ def test_imports_point_down() -> None:
 def test_only_commands_and_the_library_import_what_serves_other_toolkits() -> None:
     outside = [name for name in FILES if layer(name) not in ("cli", "api", "compat")]
     users = [name for name in outside if any(layer(m) == "compat" for m in imports_of(name))]
-    assert {*users} <= {f"{PACKAGE}.config.key_reference"}
+    assert users == []
 
 
 def test_no_imports_make_a_circle() -> None:

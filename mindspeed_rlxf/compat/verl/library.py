@@ -355,7 +355,7 @@ def _printer(manager: Any) -> Callable[[Sequence[Sample]], Any] | None:
         return None
     printer = RewardManager(None, getattr(manager, "num_examine", 0))
     scores = overrides_call(type(manager)) or not isinstance(manager, RewardManager)
-    return printer if scores else manager  # type: ignore[no-any-return]
+    return printer if scores else manager
 
 
 def _read_arguments(given: Given, of_verl: Mapping[str, Any]) -> None:

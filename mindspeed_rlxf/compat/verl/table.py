@@ -33,6 +33,8 @@ def _complete(entry: Tree | str, section: str, role: str) -> Tree:
         found[part] = {name(k): v for k, v in found[part].items()}
     if "times" in found:
         found["times"] = [name(key) for key in found["times"]]
+    if "equal" in found:
+        found["equal"] = name(found["equal"])
     return found
 
 

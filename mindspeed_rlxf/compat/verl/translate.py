@@ -57,6 +57,7 @@ def _convert(keys: Translation, count_rows: Callable[[str], int]) -> None:
     names = [name for name in _as_list(get("trainer.logger")) if name != "console"]
     put("logging.trackers", ["jsonl", *names], "trainer.logger")
     _convert_batches(keys)
+    _convert_rejection(keys)
     if not keys.given.sections["resource_pool"]:
         _make_pool(keys, POOL, "trainer")
         _split_pool(keys)
@@ -99,6 +100,46 @@ def _convert_batches(keys: Translation) -> None:
             keys.note("the filter draws the prompts that are missing, batch by batch", generated)
     elif get(generated) is not None and not is_fully_asynchronous(keys):
         keys.put("training.global_batch_size", get(generated), generated)
+
+
+def _convert_rejection(keys: Translation) -> None:
+    """Set the bounds outside of which tokens and responses are rejected."""
+    section = "algorithm.rollout_correction"
+    statistics, limits = f"{section}.rollout_rs", f"{section}.rollout_rs_threshold"
+    names = [name.strip() for name in str(keys.get(statistics) or "").split(",") if name.strip()]
+    veto = keys.get(f"{section}.rollout_token_veto_threshold")
+    if not names and veto is None:
+        return
+    bypass = f"{section}.bypass_mode"
+    if keys.get(bypass):
+        rule = f"needs log-probs that are computed again, with {ref(bypass)}=false"
+        keys.refuse(statistics, rule, "change that")
+        return
+    texts = [text.strip() for text in str(keys.get(limits)).split(",")]
+    if len(texts) == 1:
+        texts = texts * len(names)
+    bounds = {}
+    try:
+        for name, text in zip(names, texts, strict=True):
+            statistic = OLDER_REJECTIONS.get(name, name)
+            numbers = [float(number) for number in text.split("_")]
+            if statistic.endswith("k1") and len(numbers) == 1:
+                least = keys.get(f"{limits}_lower")  # of versions whose ratio is training / rollout
+                numbers = [1 / numbers[0], numbers[0] if least is None else 1 / float(least)]
+            bounds[statistic] = numbers
+        if veto is not None:
+            bounds["seq_max_k1"] = [1e-9, 1 / float(veto)]
+    except (ValueError, ZeroDivisionError):
+        keys.refuse(limits, f"must have a number for each of {ref(statistics)}", "correct it")
+        return
+    keys.put("algorithm.rollout_rejection", bounds, statistics)
+    if "critic" in keys.roles or str(keys.get("algorithm.adv_estimator")).startswith("reinforce"):
+        meaning = "advantages are whitened, and the critic is trained, with rejected tokens too"
+        keys.note(meaning, statistics)
+
+
+OLDER_REJECTIONS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+"""Statistic in verl 0.6 and 0.7 -> its name since."""
 
 
 def _choose_scorer(keys: Translation, model: str, function: str) -> None:

@@ -178,11 +178,11 @@ def test_a_changed_tokenizer_is_used_and_an_unchanged_one_is_its_folder(make, tm
 
 
 def test_a_run_joins_the_cluster_of_its_script_whose_cpus_count(make, monkeypatch):
-    monkeypatch.setattr(api, "connected_address", lambda: "10.0.0.1:6379")
-    monkeypatch.setattr(api, "has_resource", lambda name: False)
+    monkeypatch.setattr(library, "connected_address", lambda: "10.0.0.1:6379")
+    monkeypatch.setattr(library, "has_resource", lambda name: False)
     config = make(config={"+device.kind": "cpu"}).config
     assert (config.runtime.address, config.device.resource_name) == ("10.0.0.1:6379", "CPU")
-    monkeypatch.setattr(api, "has_resource", lambda name: True)
+    monkeypatch.setattr(library, "has_resource", lambda name: True)
     assert make(config={"+device.kind": "cpu"}).config.device.resource_name == "rlxf_cpu"
 
 
