@@ -114,6 +114,17 @@ class RunConfig(Section):
         return OldLogProbs.RECOMPUTE if reads else OldLogProbs.AUTO
 
     @property
+    def lead(self) -> int:
+        """Batches that generation completes before the previous one's update starts: 0 or 1.
+
+        With 1, batch i + 1 is generated while update i runs. `rollout.lead` if set; else 1 in
+        disaggregated placement with `rollout.max_staleness` of 1 or more, and otherwise 0.
+        """
+        if self.rollout.lead is not None:
+            return self.rollout.lead
+        return min(self.rollout.max_staleness, 1) if self.parts else 0
+
+    @property
     def roles(self) -> list[Role]:
         """Running roles with a section (those in `placement`), in fixed order."""
         return [role for role in CONFIGURED if role in self.placement]

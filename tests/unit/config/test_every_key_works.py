@@ -336,11 +336,13 @@ PLAN: dict[str, Any] = {
     "disk_gib": Case(0.25, base=ON_NPU), "mfu": Case(0.5, base={"plan.peak_tflops": 989}),
     "peak_tflops": Case(313),
 }  # fmt: skip
+STALE = {"rollout.max_staleness": 2}
 ROLLOUT = {
     "engine": Shown("trainer/test_bad_files.py",
      "test_an_unknown_or_unsuitable_rollout_engine_is_refused"),
     "tensor_model_parallel_size": Case(2, base=SPLIT),
     "expert_model_parallel_size": Case(2, base={**SPLIT, **EXPERTS}),
+    "max_staleness": Case(1), "slice_steps": Case(16, base=STALE), "lead": Case(1, base=STALE),
 }  # fmt: skip
 SERVED = {"rollout.engine": "vllm"}
 VLLM = {
