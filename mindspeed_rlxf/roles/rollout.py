@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from mindspeed_rlxf.config.schema import ActorConfig, RunConfig, ValidationConfi
 from mindspeed_rlxf.data.batch import Prompts, RoleOutput, Rollouts
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
 from mindspeed_rlxf.roles.actor import ActorGroup, ActorRole
+from mindspeed_rlxf.roles.ahead import read_ahead, save_sample, write_ahead
 from mindspeed_rlxf.roles.drawn_samples import DrawnSample, DrawnSamples
 from mindspeed_rlxf.roles.engines import device_model, keep, let_stay
 from mindspeed_rlxf.roles.own_roles import role_factory
@@ -204,6 +206,18 @@ class RolloutGroup:
                 self._replica_of.pop((sample_id, sampling), None)
         return self.group.call(RolloutRole.forget, list(sample_ids))
 
+    def save_ahead(self, folder: str) -> Pending:
+        """Have each replica write what it knows; comes after `forget`.
+
+        Reports: manifest entries, with paths relative to `folder`.
+        """
+        replicas = Sharded(list(range(self.group.layout.dp)))
+        return self.group.call(RolloutRole.save_ahead, folder, replicas)
+
+    def load_ahead(self, folder: str) -> Pending:
+        """Have all ranks read what `save_ahead` wrote in any layout, for samples added later."""
+        return self.group.call(RolloutRole.load_ahead, folder)
+
 
 class RolloutRole:
     """One rank in a rollout replica, in the actor's process or its own."""
@@ -363,6 +377,8 @@ class RolloutRole:
         they were added.
         """
         ended = self.samples.pop_ended_before()
+        for sample in ended:
+            self._start_scoring(sample)
         with self._awake() as engine:
             for result in self._draw(engine, steps):
                 ended.append(self.samples.end(result))
@@ -424,6 +440,37 @@ class RolloutRole:
         self.samples.forget(sample_ids)
         if self.scorer is not None:
             self.scorer.forget(sample_ids)
+        return RoleOutput()
+
+    def save_ahead(self, folder: str, replica: int) -> RoleOutput:
+        """Write all known samples that have tokens to `folder`; only leaders do.
+
+        Unfinished responses leave the engine first, as `withdraw` says. Report: the files' manifest
+        entries, with paths relative to `folder`.
+        """
+        self._withdraw()
+        if not self.replica.is_leader:
+            return RoleOutput()
+        saved = []
+        for sample in self.samples.known:
+            outcomes = None
+            if self.scorer is not None and sample.result is not None:
+                sample_id, response = sample.request.sample_id, sample.result.tokens
+                outcomes = self.scorer.save_outcomes(sample_id, response)
+            saved.append(save_sample(sample, outcomes))
+        known = [sample for sample in saved if sample is not None]
+        return RoleOutput(report=write_ahead(Path(folder), replica, known))
+
+    def load_ahead(self, folder: str) -> RoleOutput:
+        """Read the samples of all replicas, in whatever layout they were written.
+
+        Those that are added later have what was sampled of their responses, and their scores.
+        """
+        for saved in read_ahead(Path(folder)):
+            self.samples.saved[saved.key] = saved.response
+            if self.scorer is not None and saved.outcomes is not None:
+                response = saved.response.begun.tokens
+                self.scorer.restore_outcomes(saved.key[0], response, saved.outcomes)
         return RoleOutput()
 
 

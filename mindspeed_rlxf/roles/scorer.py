@@ -1,6 +1,7 @@
 """The scorer role: scores responses as they finish, in the process that generates them."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -11,7 +12,14 @@ from mindspeed_rlxf.data.decoding import RewardTexts
 from mindspeed_rlxf.data.prompt_store import reward_style
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
 from mindspeed_rlxf.rewards.outcome import Outcome, Sample
-from mindspeed_rlxf.rewards.plans import Scoring, StreamingRewards, join_scoring, scores_row
+from mindspeed_rlxf.rewards.plans import (
+    Scoring,
+    StreamingRewards,
+    join_scoring,
+    restore_scoring,
+    save_scoring,
+    scores_row,
+)
 from mindspeed_rlxf.rewards.verifiers import find_answers
 from mindspeed_rlxf.roles.reports import FailedSample, ScoreReport
 from mindspeed_rlxf.rollout.rollout_engine import FinishReason, GenerationResult
@@ -49,6 +57,18 @@ class ScorerRole:
         response = tuple(result.tokens)
         if response not in scorings and self._scores(prompt, 0):
             scorings[response] = self._submit_result(prompt, 0, result)
+
+    def save_outcomes(self, sample_id: int, response: Sequence[int]) -> list[Any] | None:
+        """Return the outcomes of a scoring that was started (JSON); None if it has not ended."""
+        scoring = self._started.get(sample_id, {}).get(tuple(response))
+        return None if scoring is None else save_scoring(scoring)
+
+    def restore_outcomes(
+        self, sample_id: int, response: Sequence[int], saved: Sequence[Any]
+    ) -> None:
+        """Keep outcomes of an earlier run, as if `start` had been called, until `forget`."""
+        scorings = self._started.setdefault(sample_id, {})
+        scorings[tuple(response)] = restore_scoring(saved)
 
     def forget(self, sample_ids: Sequence[int]) -> None:
         """Forget what `start` has kept of these samples; unknown ids are ignored."""

@@ -234,3 +234,96 @@ def test_at_staleness_0_prompts_are_not_cut_where_replicas_cannot_have_equal_par
     group.add(prompts_of(3, 5, 7), SEED)
     has = [[s.request.sample_id for s in role.samples.known] for role in pool.roles]
     assert sorted(has) == [[], [6, 7], [10, 11], [14, 15]]
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_resumed_run_goes_on_with_what_was_sampled_in_any_layout(make_role, tmp_path, replicas):
+    run = config()
+    prompts = prompts_of(0, 1, 2, 3)
+    whole: Any = make_role().generate(prompts, SEED).rows
+    group, pool = make_group(run, *(make_role(run) for _ in range(2)))
+    group.add(prompts, SEED)
+    group.add(prompts_of(1, size=1), SEED, Sampling.GREEDY)
+    (first, second) = group.advance(3).result()
+    ended = {response[:2]: response for response in (*first.ended, *second.ended)}
+    assert ended and first.unfinished and second.unfinished
+    entries = [entry for report in group.save_ahead(str(tmp_path)).result() for entry in report]
+    assert {entry["path"] for entry in entries} == {file.name for file in tmp_path.iterdir()}
+
+    resumed, pool = make_group(run, *(make_role(run) for _ in range(replicas)))
+    resumed.load_ahead(str(tmp_path))
+    resumed.add(prompts, SEED)
+    resumed.add(prompts_of(1, size=1), SEED, Sampling.GREEDY)
+    reports = resumed.advance(0).result()
+    assert {each[:2]: each for report in reports for each in report.ended} == ended
+    assert sum(report.unfinished for report in reports) == first.unfinished + second.unfinished
+    resumed.advance(None)
+    taken = resumed.take(prompts.sample_ids)
+    same_rows(pool.read(taken.rows()), whole)
+    sampled = sum(len(sample.request.begun.tokens) for role in pool.roles
+                  for sample in role.samples.known if sample.request.begun)  # fmt: skip
+    counts = [*taken.result(), *resumed.take([2], Sampling.GREEDY).result()]
+    new = sum(whole.response_lengths.tolist()) - sampled
+    new -= sum(response.response_length for response in ended.values())
+    new += sum(r.response_lengths[0] for r in counts[replicas:] if r.response_lengths)
+    assert sum(report.sampled_tokens for report in counts) == new, "nothing is sampled twice"
+
+
+def test_a_run_that_resumes_at_a_point_generates_as_the_unfailed_one(make_role, tmp_path):
+    """To the bit: it adds at once, and in another order, what was added over time."""
+    unfailed = make_role(max_rows=2)
+    unfailed.add(prompts_of(1, 2), SEED)
+    unfailed.advance(3)
+    unfailed.add(prompts_of(1, size=1), SEED, Sampling.GREEDY)
+    unfailed.add(prompts_of(3), SEED)
+    unfailed.advance(1)
+    unfailed.save_ahead(str(tmp_path), 0)
+    unfailed.add(prompts_of(4), SEED)
+    resumed = make_role(max_rows=2)
+    resumed.load_ahead(str(tmp_path))
+    resumed.add(prompts_of(1, size=1), SEED, Sampling.GREEDY)
+    resumed.add(prompts_of(1, 2, 3, 4), SEED)
+    ids = prompts_of(1, 2, 3, 4).sample_ids
+    rows = []
+    for role in (unfailed, resumed):
+        reports = run_slices(role, 2)
+        rows.append((role.take(ids).rows, role.take([2], Sampling.GREEDY).rows))
+        assert len(reports) > 3
+    for ours, theirs in zip(*rows, strict=True):
+        assert ours.response_tokens() == theirs.response_tokens()
+        assert ours.rollout_log_probs.tolist() == theirs.rollout_log_probs.tolist()
+        assert ours.weights_version.tolist() == theirs.weights_version.tolist()
+
+
+class Started:
+    """A scorer that notes what it starts; outcomes are numbers."""
+
+    is_leader = True
+
+    def __init__(self) -> None:
+        self.outcomes: dict[tuple[int, ...], Any] = {}
+        self.started: list[int] = []
+
+    def start(self, prompt: Prompts, result: Any) -> None:
+        if (prompt.sample_ids[0], *result.tokens) not in self.outcomes:
+            self.started.append(prompt.sample_ids[0])
+
+    def save_outcomes(self, sample_id: int, response: Any) -> Any:
+        return [sample_id] if sample_id != 1 else None  # that of sample 1 is not there yet
+
+    def restore_outcomes(self, sample_id: int, response: Any, saved: Any) -> None:
+        assert saved == [sample_id]
+        self.outcomes[(sample_id, *response)] = saved
+
+
+def test_a_resumed_run_scores_what_had_no_score(make_role, tmp_path):
+    role = make_role(scorer=Started())
+    role.add(prompts_of(0), SEED)
+    run_slices(role, None)
+    role.save_ahead(str(tmp_path), 0)
+    scorer: Any = Started()
+    resumed = make_role(scorer=scorer)
+    resumed.load_ahead(str(tmp_path))
+    resumed.add(prompts_of(0), SEED)
+    assert len(resumed.advance(None).report.ended) == 2
+    assert scorer.started == [1]
