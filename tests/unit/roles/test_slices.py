@@ -141,6 +141,7 @@ def test_an_engine_that_leaves_the_device_goes_on_later(make_role):
     role.add(prompts, SEED)
     role.advance(2)
     role.leave_device()
+    assert role.samples.are_withdrawn, "their cache would stay on the device"
     run_slices(role, None)
     same_rows(role.take(prompts.sample_ids).rows, whole)
 
@@ -247,6 +248,9 @@ def test_a_resumed_run_goes_on_with_what_was_sampled_in_any_layout(make_role, tm
     (first, second) = group.advance(3).result()
     ended = {response[:2]: response for response in (*first.ended, *second.ended)}
     assert ended and first.unfinished and second.unfinished
+    group.withdraw()
+    known = [sample for role in pool.roles for sample in role.samples.known]
+    sampled = sum(len(sample.request.begun.tokens) for sample in known if sample.request.begun)
     entries = [entry for report in group.save_ahead(str(tmp_path)).result() for entry in report]
     assert {entry["path"] for entry in entries} == {file.name for file in tmp_path.iterdir()}
 
@@ -260,8 +264,6 @@ def test_a_resumed_run_goes_on_with_what_was_sampled_in_any_layout(make_role, tm
     resumed.advance(None)
     taken = resumed.take(prompts.sample_ids)
     same_rows(pool.read(taken.rows()), whole)
-    sampled = sum(len(sample.request.begun.tokens) for role in pool.roles
-                  for sample in role.samples.known if sample.request.begun)  # fmt: skip
     counts = [*taken.result(), *resumed.take([2], Sampling.GREEDY).result()]
     new = sum(whole.response_lengths.tolist()) - sampled
     new -= sum(response.response_length for response in ended.values())
@@ -278,9 +280,11 @@ def test_a_run_that_resumes_at_a_point_generates_as_the_unfailed_one(make_role, 
     unfailed.add(prompts_of(3), SEED)
     unfailed.advance(1)
     unfailed.save_ahead(str(tmp_path), 0)
+    unfailed.update_weights(1, with_base=True)
     unfailed.add(prompts_of(4), SEED)
     resumed = make_role(max_rows=2)
     resumed.load_ahead(str(tmp_path))
+    resumed.update_weights(1, with_base=True)
     resumed.add(prompts_of(1, size=1), SEED, Sampling.GREEDY)
     resumed.add(prompts_of(1, 2, 3, 4), SEED)
     ids = prompts_of(1, 2, 3, 4).sample_ids
