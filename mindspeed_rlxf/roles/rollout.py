@@ -380,9 +380,12 @@ class RolloutRole:
         for sample in ended:
             self._start_scoring(sample)
         with self._awake() as engine:
-            for result in self._draw(engine, steps):
+            entering = self._answer_fixed(engine, self.samples.enter_engine(), ended)
+            engine.add([sample.request for sample in entering])
+            for result in engine.advance(steps):
                 ended.append(self.samples.end(result))
                 self._start_scoring(ended[-1])
+            self._stats += engine.stats()
         if not self.replica.is_leader:
             return RoleOutput()
         ended.sort(key=lambda sample: sample.order)
@@ -390,18 +393,20 @@ class RolloutRole:
             report=SliceReport(list(map(_name_ended, ended)), self.samples.num_unfinished)
         )
 
-    def _draw(self, engine: RolloutEngine, steps: int | None) -> Iterator[GenerationResult]:
-        """Give the waiting samples to the engine, and yield responses as they end."""
-        entering = self.samples.enter_engine()
-        if self._has_fixed:  # all ranks that share experts score then, some perhaps nothing
-            fixed = [sample for sample in entering if sample.fixed_response]
-            given = {sample.request.sample_id: sample.fixed_response for sample in fixed}
-            yield from answer_from_table(engine, given, [sample.request for sample in fixed])
-            self._stats += engine.stats()
-            entering = [sample for sample in entering if not sample.fixed_response]
-        engine.add([sample.request for sample in entering])
-        yield from engine.advance(steps)
+    def _answer_fixed(
+        self, engine: RolloutEngine, samples: list[DrawnSample], ended: list[DrawnSample]
+    ) -> list[DrawnSample]:
+        """Score the fixed responses and append their samples to `ended`; return the others."""
+        if not self._has_fixed:
+            return samples
+        # All ranks that share experts score then, some perhaps nothing.
+        fixed = [sample for sample in samples if sample.fixed_response]
+        given = {sample.request.sample_id: sample.fixed_response for sample in fixed}
+        for result in answer_from_table(engine, given, [sample.request for sample in fixed]):
+            ended.append(self.samples.end(result))
+            self._start_scoring(ended[-1])
         self._stats += engine.stats()
+        return [sample for sample in samples if not sample.fixed_response]
 
     def _start_scoring(self, sample: DrawnSample) -> None:
         if self.scorer is not None:

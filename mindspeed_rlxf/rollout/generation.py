@@ -26,7 +26,7 @@ from mindspeed_rlxf.rollout.kv_cache import CacheShape, DecodeStep, KvCache, Pre
 from mindspeed_rlxf.rollout.rollout_engine import GenerationRequest, GenerationStats
 from mindspeed_rlxf.rollout.rounds import Rounds
 from mindspeed_rlxf.rollout.rows import GrowingSample, RowGroup, RowStates
-from mindspeed_rlxf.rollout.sampling import check_log_probs
+from mindspeed_rlxf.rollout.sampling import check_log_probs, draw_tokens
 
 REFILLED = 8  # while others decode, samples enter once they would be 1 in REFILLED of the rows
 
@@ -135,7 +135,9 @@ class Generation:
             enough = min(len(self.waiting), (rows + entering) // REFILLED)
             refills = not rows or (entering > 0 and entering >= enough)
             if refills:
-                self._admit()
+                for pack in self._admit():
+                    self._prefill(pack)
+                self._drop_unused_states()
             else:
                 num_steps += self._decode(None if steps is None else steps - num_steps)
             finished = self._remove_ended(decoded=not refills)
@@ -159,11 +161,11 @@ class Generation:
                 return rows - 1 - len(self.active)
         return rows - len(self.active)
 
-    def _admit(self) -> None:
-        """Move the first waiting samples into the batch, all that fit, at least one; prefill them.
+    def _admit(self) -> Iterator[dict[int, int]]:
+        """Move the first waiting samples into the batch, all that fit, at least one.
 
-        The prefill also draws each sample's next token. Afterwards drops the states for prompts
-        that no waiting sample has.
+        Returns:
+            The packs to prefill (`_make_packs`). The prefill also draws each sample's next token.
         """
         first, rows = len(self.active), max(self._count_admissible(), 1)
         entering = [self.waiting.popleft() for _ in range(rows)]
@@ -174,8 +176,10 @@ class Generation:
         self.cache.fit(len(self.active), self._longest_row(self.steps))
         self.states.set_up(first, entering)
         donors = {row.key: slot for slot, row in enumerate(kept) if row.key in self._prompt_states}
-        for pack in self._make_packs(first, donors):
-            self._prefill(pack)
+        return self._make_packs(first, donors)
+
+    def _drop_unused_states(self) -> None:
+        """Drop the states for prompts that no waiting sample has."""
         still = {row.key for row in self.waiting}
         self._prompt_states = {
             key: state for key, state in self._prompt_states.items() if key in still
@@ -286,7 +290,13 @@ class Generation:
         model = self.model
         weight, vocab, group = model.output_weight, model.architecture.vocab_size, model.tp_group
         logits = full_logits(hidden, weight, vocab, group, linear)
-        tokens, log_probs = self.states.draw(logits, slots, groups)
+        uniforms, count = self.states.next_uniforms(slots)
+        tokens, log_probs = torch.zeros_like(count), torch.zeros_like(uniforms)
+        for row_group in groups:
+            at = row_group.rows
+            tokens[at], log_probs[at] = draw_tokens(
+                logits[at], uniforms[at], count[at], row_group.settings, row_group.ends
+            )
         broadcast_from_first(tokens, group)
         self.states.append(tokens, log_probs, slots, groups)
 

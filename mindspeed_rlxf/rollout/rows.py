@@ -19,7 +19,7 @@ from mindspeed_rlxf.rollout.rollout_engine import (
     GenerationRequest,
     GenerationResult,
 )
-from mindspeed_rlxf.rollout.sampling import SamplingSettings, draw_tokens, uniform_numbers
+from mindspeed_rlxf.rollout.sampling import SamplingSettings, uniform_numbers
 
 
 class GrowingSample:
@@ -156,20 +156,13 @@ class RowStates:
             for settings, group in indices.items()
         ]
 
-    def draw(self, logits: Tensor, slots: slice, groups: Sequence[RowGroup]) -> tuple[Tensor, ...]:
-        """Draw each row's next token by its group's settings, from logits [rows, vocab] fp32.
+    def next_uniforms(self, slots: slice) -> tuple[Tensor, Tensor]:
+        """Return each row's random number for its next token, and its response's tokens.
 
-        Changes no state. Returns tokens [rows] int64 and log-probs [rows] fp32 (see `draw_tokens`).
+        [rows] fp32 and [rows] int64, on the device.
         """
         count = self.count[slots]
-        uniforms = self.uniforms[slots].gather(1, count[:, None]).squeeze(1)
-        tokens, log_probs = torch.zeros_like(count), torch.zeros_like(uniforms)
-        for group in groups:
-            at = group.rows
-            tokens[at], log_probs[at] = draw_tokens(
-                logits[at], uniforms[at], count[at], group.settings, group.ends
-            )
-        return tokens, log_probs
+        return self.uniforms[slots].gather(1, count[:, None]).squeeze(1), count
 
     def append(
         self, tokens: Tensor, log_probs: Tensor, slots: slice, groups: Sequence[RowGroup]
