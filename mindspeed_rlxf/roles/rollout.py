@@ -31,7 +31,7 @@ from mindspeed_rlxf.rollout.rollout_engine import (
     GenerationRequest,
     GenerationResult,
     GenerationStats,
-    RolloutEngine,
+    StepwiseEngine,
     answer_from_table,
 )
 from mindspeed_rlxf.rollout.sampling import Sampling, SamplingSettings, StopStrings
@@ -290,7 +290,7 @@ class RolloutRole:
         return RoleOutput(report=log_probs)
 
     @contextmanager
-    def _awake(self) -> Iterator[RolloutEngine]:
+    def _awake(self) -> Iterator[StepwiseEngine]:
         """Yield the engine, awake. After the block it sleeps when training needs the device."""
         keep(self)
         engine = self.replica.engine
@@ -394,7 +394,7 @@ class RolloutRole:
         )
 
     def _answer_fixed(
-        self, engine: RolloutEngine, samples: list[DrawnSample], ended: list[DrawnSample]
+        self, engine: StepwiseEngine, samples: list[DrawnSample], ended: list[DrawnSample]
     ) -> list[DrawnSample]:
         """Score the fixed responses and append their samples to `ended`; return the others."""
         if not self._has_fixed:

@@ -112,13 +112,13 @@ class NativeRollout:
             self._added, self._generation = [], None
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
-        """Append requests to the queue, as `RolloutEngine.add` says."""
+        """Append requests to the queue, as `StepwiseEngine.add` says."""
         is_fixed = self.capacities is not None or self._generation is None
         assert is_fixed, "requests are added to unfinished ones only with `capacities`"
         self._added += requests
 
     def advance(self, steps: int | None) -> Iterator[GenerationResult]:
-        """Generate as `RolloutEngine.advance` says.
+        """Generate as `StepwiseEngine.advance` says.
 
         After the last result, or when the iterator is closed after the first, computes this rank's
         experts for other ranks until all have finished. A generation ends with its last sample: the
@@ -161,7 +161,7 @@ class NativeRollout:
         self._added = []
 
     def withdraw(self) -> list[GenerationRequest]:
-        """Return the unfinished requests and drop the cache, as `RolloutEngine.withdraw` says."""
+        """Return the unfinished requests and drop the cache, as `StepwiseEngine.withdraw` says."""
         begun = self._generation.withdraw() if self._generation is not None else []
         requests = begun + self._added
         self._added, self._generation = [], None

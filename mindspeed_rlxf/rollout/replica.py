@@ -25,7 +25,7 @@ from mindspeed_rlxf.rollout.rollout_engine import (
     TRANSFORMERS,
     VLLM,
     RolloutEngine,
-    WholeResponseEngine,
+    StepwiseEngine,
 )
 from mindspeed_rlxf.rollout.whole_responses import WholeResponses
 
@@ -48,7 +48,7 @@ class Replica:
         take_receipts: Returns the receipts of syncs since the last call; [] for engines in process.
     """
 
-    engine: RolloutEngine
+    engine: StepwiseEngine
     take_weights: Callable[[int, bool], None]
     is_leader: bool
     make_room: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -92,7 +92,7 @@ def build_replica(config: RunConfig, trained: TrainEngine | None, folder: str = 
         if name == TRANSFORMERS:
             from mindspeed_rlxf.rollout.hf_rollout import TransformersRollout  # imports for seconds
 
-            engine: WholeResponseEngine = TransformersRollout(config)
+            engine: RolloutEngine = TransformersRollout(config)
         else:
             engine = ENGINES[name](config, trained)
         return Replica(
@@ -131,7 +131,7 @@ def build_replica(config: RunConfig, trained: TrainEngine | None, folder: str = 
     )
 
 
-def in_slices(engine: WholeResponseEngine) -> RolloutEngine:
+def in_slices(engine: RolloutEngine) -> StepwiseEngine:
     """Return an engine that can `advance`: itself, or an adapter to whole responses."""
     if hasattr(engine, "advance"):
         slicing: Any = engine

@@ -4,7 +4,7 @@ An engine holds one replica's policy weights. All replica ranks make the same ca
 arguments, and take the same number of results from `generate` and `advance`.
 
 An engine may stop in the middle of responses, after a given number of decode steps, and go on later
-(`RolloutEngine`), or only generate whole responses (`WholeResponseEngine`).
+(`StepwiseEngine`), or only generate whole responses (`RolloutEngine`).
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class GenerationStats:
         )
 
 
-class WholeResponseEngine(Protocol):
+class RolloutEngine(Protocol):
     """This rank's part in one replica of the generating policy; generates whole responses."""
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -172,7 +172,7 @@ class WholeResponseEngine(Protocol):
         """Version of the loaded weights, as given to `update_weights`."""
 
 
-class RolloutEngine(WholeResponseEngine, Protocol):
+class StepwiseEngine(RolloutEngine, Protocol):
     """An engine whose requests outlive calls, so that generation stops and goes on.
 
     `generate` is `add` and `advance(None)`, while nothing else is unfinished. Weights change, and
@@ -198,7 +198,7 @@ class RolloutEngine(WholeResponseEngine, Protocol):
 
 
 def answer_from_table(
-    engine: WholeResponseEngine,
+    engine: RolloutEngine,
     responses: Mapping[int, Sequence[int]],
     requests: Sequence[GenerationRequest],
 ) -> Iterator[GenerationResult]:
@@ -228,7 +228,7 @@ TRANSFORMERS = "transformers"
 VLLM = "vllm"
 """Name of the engine in `rollout.vllm`, which generates in vLLM servers."""
 
-EngineFactory: TypeAlias = Callable[[RunConfig, TrainEngine], WholeResponseEngine]
+EngineFactory: TypeAlias = Callable[[RunConfig, TrainEngine], RolloutEngine]
 """(configuration, the actor's training engine in the same process) -> the engine of this rank.
 
 The new engine has no weights yet. Before the first generation its `update_weights` gets all of

@@ -9,17 +9,17 @@ from mindspeed_rlxf.rollout.rollout_engine import (
     GenerationRequest,
     GenerationResult,
     GenerationStats,
-    WholeResponseEngine,
+    RolloutEngine,
 )
 
 
 class WholeResponses:
-    """Makes a `WholeResponseEngine` a `RolloutEngine`: a slice runs until nothing is left.
+    """Makes a `RolloutEngine` a `StepwiseEngine`: a slice runs until nothing is left.
 
     A part of a response that another engine began is not used: the response is generated anew.
     """
 
-    def __init__(self, engine: WholeResponseEngine) -> None:
+    def __init__(self, engine: RolloutEngine) -> None:
         self.engine = engine
         self._queue: list[GenerationRequest] = []
 
@@ -38,19 +38,19 @@ class WholeResponses:
         return requests
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """See `WholeResponseEngine.update_weights`."""
+        """See `RolloutEngine.update_weights`."""
         self.engine.update_weights(tensors, version)
 
     def wake(self) -> None:
-        """See `WholeResponseEngine.wake`."""
+        """See `RolloutEngine.wake`."""
         self.engine.wake()
 
     def sleep(self) -> None:
-        """See `WholeResponseEngine.sleep`."""
+        """See `RolloutEngine.sleep`."""
         self.engine.sleep()
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
-        """See `WholeResponseEngine.generate`."""
+        """See `RolloutEngine.generate`."""
         assert not self._queue, "other requests are unfinished"
         return self.engine.generate(requests)
 
@@ -60,14 +60,14 @@ class WholeResponses:
         responses: Sequence[Sequence[int]],
         temperature: float = 1.0,
     ) -> list[list[float]]:
-        """See `WholeResponseEngine.score`."""
+        """See `RolloutEngine.score`."""
         return self.engine.score(prompts, responses, temperature)
 
     def stats(self) -> GenerationStats:
-        """See `WholeResponseEngine.stats`."""
+        """See `RolloutEngine.stats`."""
         return self.engine.stats()
 
     @property
     def weights_version(self) -> int:
-        """See `WholeResponseEngine.weights_version`."""
+        """See `RolloutEngine.weights_version`."""
         return self.engine.weights_version

@@ -13,12 +13,13 @@ from mindspeed_rlxf.rollout.rollout_engine import (
     GenerationRequest,
     GenerationResult,
     GenerationStats,
+    RolloutEngine,
 )
 from mindspeed_rlxf.rollout.whole_responses import WholeResponses
 from tests.unit.rollout.test_native import TinyModel, engine, requests, settings
 
 
-class OneToken:
+class OneToken(RolloutEngine):
     """Each response is the token 7."""
 
     weights_version = 4
