@@ -41,7 +41,7 @@ def save_sample(sample: DrawnSample, outcomes: Any) -> SavedSample | None:
     """Return what is saved of a sample; None if nothing is sampled."""
     if sample.result is not None:
         result = sample.result
-        begun = Begun(result.tokens, result.log_probs, result.versions)
+        begun = Begun(result.tokens, result.log_probs, result.token_versions)
         return SavedSample(sample.key, SavedResponse(begun, result.finish_reason), outcomes)
     if sample.request.begun is None:
         return None

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -354,8 +355,8 @@ class RolloutRole:
             sampled_tokens=stats.sampled_tokens,
             sync_s=sync_s,
             device=device_model(),
-            oldest_versions=[min(result.versions) for result in ordered],
-            mean_versions=[sum(r.versions) / len(r.versions) for r in ordered],
+            oldest_versions=[min(result.token_versions) for result in ordered],
+            mean_versions=[fmean(result.token_versions) for result in ordered],
         )
         return RoleOutput(rows, report)
 
@@ -539,7 +540,7 @@ def gather_rollouts(prompts: Prompts, results: Iterable[GenerationResult]) -> Ro
     ordered = [by_place[place] for place in range(prompts.num_rows)]
     mask = _pad([torch.ones(len(result.tokens)) for result in ordered], torch.bool)
     stopped = [result.finish_reason is FinishReason.STOP for result in ordered]
-    versions = [torch.tensor(result.versions) for result in ordered]
+    versions = [torch.tensor(result.token_versions) for result in ordered]
     return Rollouts(
         sample_ids=prompts.sample_ids,
         prompt_ids=_pad([torch.from_numpy(ids) for ids in prompts.token_ids]),

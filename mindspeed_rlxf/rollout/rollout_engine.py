@@ -10,7 +10,7 @@ An engine may stop in the middle of responses, after a given number of decode st
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, TypeAlias
 
@@ -82,7 +82,7 @@ class GenerationResult:
         tokens: Response token ids, EOS included.
         log_probs: One per token, at the request's temperature, before top-k and top-p.
         weights_version: Number of actor updates in the weights that sampled the last token.
-        versions: That of each token; absent = `weights_version` for all.
+        versions: That of each token; None = `weights_version` for all (see `token_versions`).
     """
 
     place: int
@@ -90,11 +90,14 @@ class GenerationResult:
     log_probs: list[float]
     finish_reason: FinishReason
     weights_version: int
-    versions: list[int] = field(default_factory=list)
+    versions: list[int] | None = None
 
-    def __post_init__(self) -> None:
-        if not self.versions:
-            object.__setattr__(self, "versions", [self.weights_version] * len(self.tokens))
+    @property
+    def token_versions(self) -> list[int]:
+        """Weights version of each token."""
+        if self.versions is None:
+            return [self.weights_version] * len(self.tokens)
+        return self.versions
 
 
 @dataclass

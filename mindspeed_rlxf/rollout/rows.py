@@ -35,7 +35,7 @@ class GrowingSample:
         log_probs: Copied when the sample leaves the batch.
     """
 
-    def __init__(self, request: GenerationRequest, number: int) -> None:
+    def __init__(self, request: GenerationRequest, number: int = 0) -> None:
         """Make a request's sample, with the response that has begun, if any."""
         self.request, self.number, self.settings = request, number, request.settings
         self.sampling = replace(request.settings, max_new_tokens=0, stop=None)

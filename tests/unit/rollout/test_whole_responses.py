@@ -42,7 +42,7 @@ def test_a_slice_generates_all_that_was_added_and_nothing_is_left() -> None:
     first, second, third = requests([np.array([1])] * 3, range(3), settings())
     rollout.add([first, replace(second, begun=Begun([5], [-0.1], [2]))])
     found = list(rollout.advance(1))
-    assert [(r.place, r.tokens, r.versions) for r in found] == [(0, [7], [4]), (1, [7], [4])]
+    assert [(r.place, r.tokens, r.token_versions) for r in found] == [(0, [7], [4]), (1, [7], [4])]
     assert rollout.withdraw() == [] and rollout.stats().sampled_tokens == 2
     rollout.add([third])
     assert rollout.withdraw() == [third], "nothing has begun to generate it"
