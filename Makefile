@@ -114,7 +114,7 @@ format: $(STAMP)  ## apply ruff
 
 docs: $(STAMP)  ## build the documentation in outputs/site; Python 3.11 or newer
 	@$(LOCK) constraints/docs.txt > $(LOCKED) && $(INSTALL) $(LOCKED_SET)
-	$(BIN)/python -m mindspeed_rlxf.config.key_reference docs/configuration.md docs/migrating.md
+	$(BIN)/python -m docs.key_reference docs/configuration.md docs/migrating.md
 	$(BIN)/python -m sphinx --builder html --fail-on-warning --nitpicky --fresh-env --quiet \
 	  --doctree-dir outputs/site-cache docs outputs/site
 

@@ -70,7 +70,7 @@ setup(
     package_data={
         "mindspeed_rlxf": ["py.typed"],
         "mindspeed_rlxf.reporting.report": ["*.css", "*.html", "*.js"],
-        "mindspeed_rlxf.config": ["*.yaml"],
+        "mindspeed_rlxf.compat.verl": ["*.yaml"],
         "mindspeed_rlxf.reporting": ["vendor/*"],
         "mindspeed_rlxf.configs": ["rlxf/*.yaml", "rlxf/*/*.yaml"],
     },

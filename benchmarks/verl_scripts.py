@@ -4,9 +4,10 @@
     python benchmarks/verl_scripts.py verl
 
 Each shell script in the folder runs in bash's restricted mode, without programs, files and
-environment: a call of Python only reports its arguments. A list counts once, however many scripts
-have it. Models are stand-ins: Qwen3 8B, its kind with experts, or one with images, so memory is not
-judged. Files of data have 100,000 rows. Prints a table by kind, and the most frequent problems.
+environment: a call of Python only reports its arguments. A list counts for each script that has it,
+in each release of the folder, and once among the distinct ones. Models are stand-ins: Qwen3 8B, its
+kind with experts, or one with images, so memory is not judged. Files of data have 100,000 rows.
+Prints a table by kind, and the most frequent problems.
 """
 
 import argparse
@@ -21,10 +22,11 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from mindspeed_rlxf.compat.verl.files import read_verl
+from mindspeed_rlxf.compat.verl.translate import translate_verl
 from mindspeed_rlxf.config.keys import Given
 from mindspeed_rlxf.config.load import resolve_given
 from mindspeed_rlxf.config.problems import ConfigError, UserError
-from mindspeed_rlxf.config.verl import read_verl, translate_verl
 from mindspeed_rlxf.ops.planning.plan import plan
 
 NUM_ROWS, TIMEOUT_S, NUM_SHOWN = 100_000, 5, 40
@@ -58,6 +60,7 @@ REDIRECTION = re.compile(r"(?:\d|&)?>{1,2}\s*(?:&\d|\S+)|\|\s*tee\b[^\n\\]*|<<<\
 IMAGES = re.compile(r"image|[-_.]?VL\b|-VL-|vl[-_]|_vl|omni|video|vision|diffusion|wan2", re.I)
 EXPERTS = re.compile(r"A3B|A22B|moe|mixtral|671b|deepseek-?v|expert_model_p\w+=[2-9]", re.I)
 KINDS = {
+    "generation without training": re.compile(r"data\.output_path="),
     "images": IMAGES,
     "SGLang or TensorRT-LLM": re.compile(r"rollout\.name=(sglang|trtllm)|engine_kwargs\.sglang"),
     "several turns, tools, agents": re.compile(r"multi_turn\.enable=[Tt]rue|agent_loop_config"),
@@ -75,23 +78,36 @@ def main() -> None:
     folder = parser.parse_args().folder.resolve()
     scripts = sorted(folder.rglob("*.sh"))
     lists = Counter(options for script in scripts for options in option_lists(script))
+    counts = list(lists.values())
     with tempfile.TemporaryDirectory() as empty:
         os.chdir(empty)
         os.environ["HOME"] = empty
         judged = [(kind_of(options), *judge(options)) for options in lists]
-    print(f"{len(scripts)} scripts, {len(lists)} different option lists\n")
-    print("| kind | lists | translate and plan |\n| --- | --- | --- |")
-    for kind in KINDS:
-        problems = [found for of_kind, found, _ in judged if of_kind == kind]
-        print(f"| {kind} | {len(problems)} | {problems.count([])} |")
-    others = [found for kind, found, _ in judged if kind not in ("images", [*KINDS][1])]
-    print(f"\nWithout the first two kinds: {others.count([])} of {len(others)}")
+    print(f"{len(scripts)} scripts, {sum(counts)} option lists, {len(lists)} distinct ones\n")
+    print("| kind | lists | translate and plan | distinct | translate and plan |")
+    print("| --- | --- | --- | --- | --- |")
+    rows = {kind: (kind,) for kind in KINDS}
+    rows["without the first three"] = tuple([*KINDS][3:])
+    for title, kinds in rows.items():
+        chosen = [
+            (number, not problems)
+            for number, (kind, problems, _) in zip(counts, judged, strict=True)
+            if kind in kinds
+        ]
+        figures = [
+            sum(number for number, _ in chosen),
+            sum(number for number, is_right in chosen if is_right),
+            len(chosen),
+            sum(is_right for _, is_right in chosen),
+        ]
+        print(f"| {title} | {' | '.join(map(str, figures))} |")
+    others = [problems for kind, problems, _ in judged if kind in [*KINDS][3:]]
     silent = [1 for kind, found, notes in judged if kind == "images" and not (found or notes)]
     print(f"Lists with images that are neither refused nor noted: {len(silent)}")
     keys = Counter(
         re.sub(r"=.*", "", problem.split(" ")[0]) for found in others for problem in {*found}
     )
-    print("\nKeys with problems, without the first two kinds:")
+    print("\nKeys with problems, without the first three kinds:")
     for key, number in keys.most_common(NUM_SHOWN):
         print(f"{number:5} {key}")
 

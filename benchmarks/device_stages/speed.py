@@ -31,7 +31,7 @@ def update(settings: Settings, shape: str, engine: str) -> Figures:
             flops = work.take().flops / len(times) / statistics.median(times)
             figures |= {
                 f"{name}_s": round(statistics.median(times), 4),
-                f"{name}_tflops": round(flops / 1e12, 3),
+                f"{name}_tflops": round(flops / 1e12, 6),
                 f"{name}_mfu": peak_flops and round(flops / peak_flops, 4),
             }
             if device.active_library() is not None:  # a CPU counts no memory of tensors

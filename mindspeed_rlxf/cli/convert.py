@@ -13,10 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from mindspeed_rlxf.cli.command_line import (
-    CONVERT_FLAGS,
     Parser,
-    add_flags,
-    check_flags,
     command,
     fail,
     option,
@@ -24,6 +21,7 @@ from mindspeed_rlxf.cli.command_line import (
     progress_bar,
     unknown_options,
 )
+from mindspeed_rlxf.compat.mindspeed_llm.flags import CONVERT_FLAGS, add_flags, check_flags
 from mindspeed_rlxf.config.problems import Problem, UserError
 from mindspeed_rlxf.weights.formats import FAMILIES
 

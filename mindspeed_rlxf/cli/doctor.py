@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 
 from mindspeed_rlxf.cli.command_line import Parser, command, option
+from mindspeed_rlxf.compat.mindspeed_llm.translate import translate
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.load import resolve_with_notes
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         tree = compose(name, arguments.overrides, arguments.config_dir)
         try:
             stem = name.removesuffix(".yaml")
-            config, _ = resolve_with_notes(tree, stem, arguments.overrides)
+            config, _ = resolve_with_notes(translate(tree), stem, arguments.overrides)
             found = [ok("config", name)]
         except ConfigError as problem:
             remedy = "correct it: its run directory and devices are not looked at"

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import yaml
 
 from mindspeed_rlxf.cli.command_line import Parser, command, fail, option, program_name
+from mindspeed_rlxf.compat.verl.files import read_verl
+from mindspeed_rlxf.compat.verl.translate import translate_verl
 from mindspeed_rlxf.config.load import find_wrong_values
-from mindspeed_rlxf.config.verl import read_verl, translate_verl
 from mindspeed_rlxf.data.files import count_rows
 
 OPTIONS = (

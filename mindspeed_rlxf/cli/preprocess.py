@@ -12,10 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures.process import BrokenProcessPool
 
 from mindspeed_rlxf.cli.command_line import (
-    PREPROCESS_FLAGS,
     Parser,
-    add_flags,
-    check_flags,
     command,
     fail,
     number,
@@ -24,6 +21,7 @@ from mindspeed_rlxf.cli.command_line import (
     progress_bar,
     unknown_options,
 )
+from mindspeed_rlxf.compat.mindspeed_llm.flags import PREPROCESS_FLAGS, add_flags, check_flags
 from mindspeed_rlxf.config.enums import OverlongPrompts
 from mindspeed_rlxf.config.problems import Problem, UserError, closest
 from mindspeed_rlxf.data.files import fault

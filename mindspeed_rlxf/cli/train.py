@@ -12,13 +12,15 @@ from pathlib import Path
 from mindspeed_rlxf.checkpoint.supervised import EXIT_STOPPED
 from mindspeed_rlxf.cli.command_line import Parser, command, fail, option, program_name
 from mindspeed_rlxf.cluster.errors import StorageUnreadable
+from mindspeed_rlxf.compat.mindspeed_llm.translate import translate
+from mindspeed_rlxf.compat.verl.files import read_verl
+from mindspeed_rlxf.compat.verl.translate import translate_verl
 from mindspeed_rlxf.config.compose import builtin_config_dir, compose, config_names
 from mindspeed_rlxf.config.keys import NESTED_ROLES, to_yaml
 from mindspeed_rlxf.config.load import resolve_given, resolve_with_notes
 from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.config.starter import list_warnings
-from mindspeed_rlxf.config.verl import read_verl, translate_verl
 from mindspeed_rlxf.data.files import count_rows
 from mindspeed_rlxf.reporting.console import opened
 from mindspeed_rlxf.reporting.live import make_console
@@ -66,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             tree = compose(arguments.config_name, arguments.overrides, arguments.config_dir)
             name = arguments.config_name.removesuffix(".yaml")
-            config, notes = resolve_with_notes(tree, name, arguments.overrides)
+            config, notes = resolve_with_notes(translate(tree), name, arguments.overrides)
         for note in notes:
             print(f"note: {note}", file=sys.stderr if arguments.cfg else sys.stdout, flush=True)
         for warning in list_warnings(config):

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, PositiveFloat, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from mindspeed_rlxf.config.enums import (
@@ -12,6 +12,7 @@ from mindspeed_rlxf.config.enums import (
     KlPenalty,
     LossNormalizer,
     OldLogProbs,
+    Rejection,
     Verifier,
 )
 from mindspeed_rlxf.config.estimator_traits import TRAITS, EstimatorTraits
@@ -147,6 +148,12 @@ class AlgorithmConfig(Section):
         gt=0,
         only_if=f"{NOT_DPO}; old_log_probs!=rollout",
     )
+    rollout_rejection: dict[Rejection, Annotated[tuple[PositiveFloat, ...], Word]] = key(
+        {},
+        "statistic of training / rollout probability -> its bounds, outside of which tokens are "
+        "not trained: `seq_mean_k1: [0.999, 1.001]`",
+        only_if=f"{NOT_DPO}; old_log_probs!=rollout",
+    )
     max_log_prob_gap: float | None = free(
         None,
         "stop where a token's log-probs of generation and training differ by more",
@@ -182,3 +189,9 @@ class AlgorithmConfig(Section):
             yield Problem(
                 "verifier_function", "must name each function once", remedy="add up their weights"
             )
+        for name, bounds in self.rollout_rejection.items():
+            is_ratio = name.endswith("k1")
+            if len(bounds) != 1 + is_ratio or bounds[0] > bounds[-1]:
+                rule = "must be the least and the largest ratio" if is_ratio else "must be a limit"
+                remedy = "use [0.5, 2.0]" if is_ratio else "use [0.01]"
+                yield Problem(f"rollout_rejection.{name}", rule, list(bounds), remedy)

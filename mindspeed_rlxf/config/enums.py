@@ -1,6 +1,7 @@
 """Configuration choices; each value is the word in the YAML."""
 
 from enum import Enum
+from typing import Literal, TypeAlias
 
 
 class Role(str, Enum):
@@ -136,3 +137,10 @@ class HealthRule(str, Enum):
     EQUAL_SCORES = "equal_scores"  # prompts whose responses all score the same
     LOG_PROB_GAP = "log_prob_gap"  # generation and training disagree
     LAGGING_RANK = "lagging_rank"  # one rank is the slowest all the time
+
+
+Rejection: TypeAlias = Literal[
+    "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1",
+    "seq_mean_k2", "seq_mean_k3", "seq_max_k1", "seq_max_k2", "seq_max_k3",
+]  # fmt: skip
+"""Statistics of `algorithms.rejection`."""

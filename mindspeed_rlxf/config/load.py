@@ -45,7 +45,6 @@ from mindspeed_rlxf.config.keys import (
     set_default,
     unknown_key,
 )
-from mindspeed_rlxf.config.mindspeed_llm import translate
 from mindspeed_rlxf.config.plugins import complete_function, complete_plugin, read_entries
 from mindspeed_rlxf.config.problems import (
     ConfigError,
@@ -75,13 +74,13 @@ AUTO = "auto"
 MAX_DEVICES = 100_000
 
 
-def resolve(tree: Mapping[str, Any], name: str) -> RunConfig:
+def resolve(tree: Mapping[str, Any] | Given, name: str) -> RunConfig:
     """Return the typed, checked configuration for a composed tree (see `compose`).
 
     Runs the user's plugins and reward functions.
 
     Args:
-        tree: Composed YAML with our keys or MindSpeed-LLM's.
+        tree: Composed YAML with our keys, or what a translation of `compat` returned.
         name: Config name, the default for `training.run_name`.
 
     Raises:
@@ -92,15 +91,14 @@ def resolve(tree: Mapping[str, Any], name: str) -> RunConfig:
 
 
 def resolve_with_notes(
-    tree: Mapping[str, Any], name: str, overrides: Sequence[str] = ()
+    tree: Mapping[str, Any] | Given, name: str, overrides: Sequence[str] = ()
 ) -> tuple[RunConfig, list[str]]:
     """Return the configuration, and lines about legal but surprising keys; see `resolve`.
 
     `overrides` are those of the command line, which the tree has already: one that chooses FSDP
     resets keys of the YAML that only Megatron has.
     """
-    given = Given(tree)
-    translate(given)
+    given = tree if isinstance(tree, Given) else Given(tree)
     reset_megatron_keys(given, overrides)
     return resolve_given(given, name)
 

@@ -3,6 +3,7 @@
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Annotated, Any
 
@@ -23,12 +24,37 @@ OF_VERL = "solution_str"
 """verl's parameter for the response; a function with it is called as verl does."""
 STRUCTURED = "structured_ground_truth"
 """Entry of `extra_info` with a ground truth that is a list or an object, for functions."""
-SELECT = "_select_rm_score_fn"
-"""verl's function, or a manager's method, from a data source to the function that scores it."""
 BY_SOURCE = "rule"
 """Replaces a function name: the rule belonging to the sample's data source."""
 RULES_OF_PROGRAMS = frozenset({"code", "code_all"})
 """Rules running programs from responses in a sandbox."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """How functions and classes with another toolkit's signature score.
+
+    Attributes:
+        keywords: Function or class -> keywords that it must accept when the file is read; None if
+            it is not of that toolkit.
+        adapt: Called where samples are scored, with function or class and the YAML's `arguments`;
+            returns a function that takes the keywords of the run and these arguments.
+    """
+
+    keywords: Callable[[Any], tuple[str, ...] | None]
+    adapt: Callable[[Any, Mapping[str, Any]], Callable[..., Any]]
+
+
+ADAPTERS: list[Adapter] = []
+"""Registered by modules that the scoring processes import too, as a plan names them."""
+
+
+def find_adapter(function: Any) -> Adapter | None:
+    """Return the adapter of a function or a class, None if it has our signature."""
+    for adapter in ADAPTERS:
+        if adapter.keywords(function) is not None:
+            return adapter
+    return None
 
 
 def split_name(function: str) -> tuple[str, str] | None:
@@ -43,8 +69,7 @@ def split_name(function: str) -> tuple[str, str] | None:
 def find_function(module: ModuleType, name: str) -> Callable[..., Any]:
     """Return the module's function `name`, or its static method `Class.method`.
 
-    Any callable but a class will do, and a class with the parameter `tokenizer`: a reward manager
-    of verl.
+    Any callable but a class will do, and a class that an adapter takes.
 
     Raises:
         ValueError: It is missing, another class or not callable.
@@ -52,16 +77,11 @@ def find_function(module: ModuleType, name: str) -> Callable[..., Any]:
     found: Any = module
     for part in name.split("."):
         found = getattr(found, part, None)
-    if not callable(found) or (inspect.isclass(found) and not is_manager(found)):
+    if not callable(found) or (inspect.isclass(found) and find_adapter(found) is None):
         own = [n for n, v in vars(module).items() if inspect.isfunction(v) and n[0] != "_"]
         has = ", ".join(own) or "none"
         raise ValueError(f"the file must have a function {name}, and no class; it has {has}")
     return found  # type: ignore[no-any-return]
-
-
-def is_manager(found: type) -> bool:
-    """Return whether a class is a reward manager of verl: it is made with a tokenizer."""
-    return "tokenizer" in inspect.signature(found).parameters
 
 
 def keywords_of(function: Callable[..., Any]) -> tuple[str, ...]:
@@ -88,11 +108,9 @@ def check_call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> No
     """
     if taken := sorted({*arguments} & {*GIVEN, DATA_SOURCE}):
         raise ValueError(f"arguments must not have {', '.join(taken)}, which the run gives")
-    keywords = keywords_of(function)
-    if inspect.isclass(function):
-        keywords = ()
-    elif getattr(function, "__name__", "") == SELECT:
-        keywords = (DATA_SOURCE,)
+    adapter = find_adapter(function)
+    adapted = None if adapter is None else adapter.keywords(function)
+    keywords = keywords_of(function) if adapted is None else adapted
     try:
         inspect.signature(function).bind(**dict.fromkeys((*keywords, *arguments)))
     except (TypeError, ValueError) as error:

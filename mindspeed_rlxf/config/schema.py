@@ -100,16 +100,17 @@ class RunConfig(Section):
         """Source for the old log-probs, with the key's value `auto` decided for this run.
 
         AUTO as a result means no pass before the update: its own log-probs are the old ones, at
-        ratio 1. Log-prob gap limits and importance weights rule it out, and so do, except in online
-        DPO (its loss has no ratio), several optimizer steps per iteration and a KL penalty in the
-        reward; then RECOMPUTE.
+        ratio 1. Log-prob gap limits, importance weights and rejection rule it out, and so do,
+        except in online DPO (its loss has no ratio), several optimizer steps per iteration and a
+        KL penalty in the reward; then RECOMPUTE.
         """
         algorithm, actor = self.algorithm, self.actor_rollout
         if algorithm.old_log_probs is not OldLogProbs.AUTO:
             return algorithm.old_log_probs
         steps = actor.ppo_epochs * self.samples_per_iteration // actor.ppo_mini_batch_size
         penalised = algorithm.kl_in == "reward" and algorithm.kl_ctrl.kl_coef > 0
-        compared = (algorithm.rollout_is_threshold or algorithm.max_log_prob_gap) is not None
+        limits = algorithm.rollout_is_threshold, algorithm.max_log_prob_gap
+        compared = algorithm.rollout_rejection or any(limit is not None for limit in limits)
         reads = compared or (not self.compares_pairs and (steps > 1 or penalised))
         return OldLogProbs.RECOMPUTE if reads else OldLogProbs.AUTO
 

@@ -116,13 +116,7 @@ def equal_parts(costs: Sequence[float], num_parts: int) -> list[list[int]]:
     """
     size, rest = divmod(len(costs), num_parts)
     assert rest == 0, f"{len(costs)} items do not make {num_parts} equal parts"
-    parts: list[list[int]] = [[] for _ in range(num_parts)]
-    open_parts = [(0.0, number) for number in range(num_parts)]
-    for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
-        total, number = heapq.heappop(open_parts)
-        parts[number].append(item)
-        if len(parts[number]) < size:
-            heapq.heappush(open_parts, (total + costs[item], number))
+    parts = fill_cheapest(costs, num_parts, size)
     items = np.array(parts, dtype=np.int64).reshape(num_parts, size)
     exact = np.asarray(costs, dtype=np.float64)
     _swap_items(items, exact[items])
@@ -131,6 +125,21 @@ def equal_parts(costs: Sequence[float], num_parts: int) -> list[list[int]]:
     owner[np.argsort(exact, kind="stable")] = owner[np.lexsort((owner, exact))]
     by_part = np.argsort(owner, kind="stable").reshape(num_parts, size)
     return sorted(by_part.tolist())
+
+
+def fill_cheapest(costs: Sequence[float], num_parts: int, part_size: int) -> list[list[int]]:
+    """Assign the most expensive item first, each to the cheapest part with room.
+
+    A part has room for `part_size` items. Returns each part's indices in the order of assignment.
+    """
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    open_parts = [(0.0, number) for number in range(num_parts)]
+    for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
+        total, number = heapq.heappop(open_parts)
+        parts[number].append(item)
+        if len(parts[number]) < part_size:
+            heapq.heappush(open_parts, (total + costs[item], number))
+    return parts
 
 
 def _swap_items(items: np.ndarray, costs: np.ndarray) -> None:

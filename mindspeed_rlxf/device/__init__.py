@@ -125,10 +125,11 @@ def setup(
 
             cpu_adaptor.apply()
     elif kind is DeviceKind.CUDA:
-        seen = torch.cuda.device_count()
+        num_visible = torch.cuda.device_count()
+        variable = FACTS[kind].visible_devices
         if assigned is not None:
-            local_rank = visible.index_within(assigned, FACTS[kind].visible_devices, seen)
-        torch.cuda.set_device(visible.check_index(local_rank, FACTS[kind].visible_devices, seen))
+            local_rank = visible.index_within(assigned, variable, num_visible)
+        torch.cuda.set_device(visible.check_index(local_rank, variable, num_visible))
     else:
         npu.start(local_rank, assigned, deadline_s, megatron)
     _active = kind
@@ -214,7 +215,7 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def set_deterministic(wanted: bool | None) -> None:
+def set_deterministic(deterministic: bool | None) -> None:
     """Make this process's kernels and collectives bitwise reproducible.
 
     Sets missing environment variables and torch's deterministic mode, in which operators without a
@@ -222,11 +223,11 @@ def set_deterministic(wanted: bool | None) -> None:
     read their variables when they start.
 
     Args:
-        wanted: None = only on CPU and before `setup`.
+        deterministic: None = only on CPU and before `setup`.
     """
-    if wanted is None:
-        wanted = _active in (None, DeviceKind.CPU)
-    if not wanted:
+    if deterministic is None:
+        deterministic = _active in (None, DeviceKind.CPU)
+    if not deterministic:
         return
     variables = {DeviceKind.CUDA: DETERMINISTIC_CUDA, DeviceKind.NPU: npu.DETERMINISTIC}
     for name, value in variables.get(_active or DeviceKind.CPU, {}).items():
@@ -292,8 +293,10 @@ def memory_total() -> int:
 def smallest_device_memory(kind: DeviceKind) -> int | None:
     """Return the smallest device memory on this host, in bytes; None = unknown, or CPU."""
     view = driver.query_driver(resolve_kind(kind))
-    sizes = [each.memory_mib for each in view.devices if each.memory_mib] if view else []
-    return min(sizes) * MIB if sizes else None
+    if view is None:
+        return None
+    sizes_mib = [device.memory_mib for device in view.devices if device.memory_mib]
+    return min(sizes_mib) * MIB if sizes_mib else None
 
 
 def network_environment(kind: DeviceKind, ip: str) -> dict[str, str]:
@@ -312,10 +315,10 @@ def network_environment(kind: DeviceKind, ip: str) -> dict[str, str]:
     ]
     if not names:
         return {}
-    found = {"GLOO_SOCKET_IFNAME": names[0], "TP_SOCKET_IFNAME": names[0]}
+    variables = {"GLOO_SOCKET_IFNAME": names[0], "TP_SOCKET_IFNAME": names[0]}
     if resolve_kind(kind) is DeviceKind.NPU and "HCCL_SOCKET_IFNAME" not in os.environ:
-        found["HCCL_IF_IP"] = ip
-    return found
+        variables["HCCL_IF_IP"] = ip
+    return variables
 
 
 def second_ports(kind: DeviceKind) -> dict[str, str]:
@@ -367,14 +370,14 @@ def process_state() -> dict[str, Any]:
 def load_process_state(state: dict[str, Any]) -> bool:
     """Restore `process_state`; False, changing nothing, if it is from another device kind."""
     library = active_library()
-    own = "" if library is None else to_text(library.get_rng_state())
-    if len(own) != len(state["device"] or ""):
+    device_state = "" if library is None else to_text(library.get_rng_state())
+    if len(device_state) != len(state["device"] or ""):
         return False
     if library is not None:
         library.set_rng_state(from_text(state["device"]))
     torch.set_rng_state(from_text(state["torch"]))
-    words, *place = state["numpy"]
-    np.random.set_state(("MT19937", np.array(words, dtype=np.uint32), *place))
+    words, *position = state["numpy"]
+    np.random.set_state(("MT19937", np.array(words, dtype=np.uint32), *position))
     version, words, normal = state["python"]
     random.setstate((version, tuple(words), normal))
     return True

@@ -61,7 +61,7 @@ def _uneven_reduce_scatter(scatter: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(scatter)
     def wrapper(output: Tensor, inputs: list[Tensor], group: Any = None, **kwargs: Any) -> Any:
-        if len({each.shape for each in inputs}) <= 1:
+        if len({tensor.shape for tensor in inputs}) <= 1:
             try:
                 return scatter(output, inputs, group=group, **kwargs)
             except RuntimeError as error:  # gloo of torch 2.7 has none
@@ -69,9 +69,10 @@ def _uneven_reduce_scatter(scatter: Callable[..., Any]) -> Callable[..., Any]:
                     raise
         assert not kwargs.get("async_op"), "inputs are summed and scattered synchronously"
         assert kwargs.get("op", dist.ReduceOp.SUM) == dist.ReduceOp.SUM, "only sums are supported"
-        whole = torch.cat(inputs)
-        dist.all_reduce(whole, group=group)
-        output.copy_(whole.split([len(each) for each in inputs])[dist.get_rank(group)])
+        summed = torch.cat(inputs)
+        dist.all_reduce(summed, group=group)
+        slices = summed.split([len(tensor) for tensor in inputs])
+        output.copy_(slices[dist.get_rank(group)])
         return None
 
     return wrapper
@@ -84,7 +85,8 @@ def share_device() -> None:
 
     def init(self: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         options = gloo._Options()
-        options._timeout, options._devices = timeout, _make_devices()
+        options._timeout = timeout
+        options._devices = _make_devices()
         options._threads = 2 * len(options._devices)  # as torch does
         make(self, store, rank, size, options)
 

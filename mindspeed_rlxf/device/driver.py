@@ -114,7 +114,8 @@ def parse_nvidia(text: str) -> Parsed:
 
     The columns are index, name, total and used memory (MiB), and version.
     """
-    version, devices = "", []
+    version = ""
+    devices = []
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
         if len(cells) == 5 and cells[0].isdigit():
@@ -130,22 +131,24 @@ def parse_ascend(text: str) -> Parsed:
     A chip has two rows. Its index is the second row's second number (`Phy-ID`), counted across
     cards; if missing, the card number.
     """
-    found = re.search(r"Version:\s*(\S+)", text)
-    table, devices = text.partition("Process id")[0], []
-    first: list[str] = []
+    match = re.search(r"Version:\s*(\S+)", text)
+    version = match[1] if match else ""
+    table = text.partition("Process id")[0]
+    devices = []
+    upper_row: list[str] = []
     for line in table.splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
         if len(cells) != 3 or not cells[0][:1].isdigit():
-            first = []
-        elif not first:
-            first = cells
+            upper_row = []
+        elif not upper_row:
+            upper_row = cells
         else:
-            card, name = first[0].split(maxsplit=1)
+            card, name = upper_row[0].split(maxsplit=1)
             index = cells[0].split()[1] if " " in cells[0] else card
             used, total = (PAIR.findall(cells[2]) or [(0, 0)])[-1]
-            devices.append(DriverDevice(int(index), name, first[1], int(total), int(used)))
-            first = []
-    return (found[1] if found else ""), devices
+            devices.append(DriverDevice(int(index), name, upper_row[1], int(total), int(used)))
+            upper_row = []
+    return version, devices
 
 
 TOOLS: dict[DeviceKind, tuple[Sequence[str], Callable[[str], Parsed]]] = {

@@ -64,21 +64,21 @@ def find(operator: Operator, *shape: int) -> Any:
     backward adds in any order), or if every probe fails. Logs each attempt. `shape` has the model
     sizes for the probe, since kernels refuse some; () = the probe's own.
     """
-    tried = device.tries_kernels() or (
-        device.fuses_layers() and operator is Operator.SHARED_PROMPTS
-    )
-    if not tried or torch.are_deterministic_algorithms_enabled():
+    is_tried = device.tries_kernels()
+    if device.fuses_layers() and operator is Operator.SHARED_PROMPTS:
+        is_tried = True
+    if not is_tried or torch.are_deterministic_algorithms_enabled():
         return None
     for source in (row for row in TABLE if row.operator is operator):
         try:
-            found = source.load()
-            source.probe(found, device.current_device(), *shape)
+            implementation = source.load()
+            source.probe(implementation, device.current_device(), *shape)
         except Exception as error:  # whatever a library of the device raises
-            why = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
-            logger.info("%s: %s does not work here (%s)", operator.value, source.name, why)
+            cause = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+            logger.info("%s: %s does not work here (%s)", operator.value, source.name, cause)
             continue
         logger.info("%s: %s", operator.value, source.name)
-        return found
+        return implementation
     logger.info("%s: plain torch", operator.value)
     return None
 
@@ -89,9 +89,10 @@ def _varlen_attention(module: str, name: str, **causal: Any) -> Any:
     def attend(
         query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, key_lengths: Lengths
     ) -> Tensor:
-        ends = [_ends(each, query.device) for each in (lengths, key_lengths)]
+        ends = _ends(lengths, query.device)
+        key_ends = _ends(key_lengths, query.device)
         longest = max(lengths), max(key_lengths)
-        out: Tensor = operator(query, key, value, *ends, *longest, **causal)
+        out: Tensor = operator(query, key, value, ends, key_ends, *longest, **causal)
         return out
 
     return attend
@@ -115,13 +116,15 @@ def noise(device: torch.device, *shape: int) -> Tensor:
     return numbers.to(device=device, dtype=HALF).requires_grad_()
 
 
-def assert_close(found: Tensor, expected: Tensor, inputs: Sequence[Tensor]) -> None:
+def assert_close(actual: Tensor, expected: Tensor, inputs: Sequence[Tensor]) -> None:
     """Raise AssertionError unless both are equal, and their gradients of `inputs`, by TOLERANCE."""
-    ours, theirs = (
-        (out, *torch.autograd.grad(out.float().sum(), inputs)) for out in (found, expected)
-    )
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one.float(), other.float(), rtol=TOLERANCE, atol=TOLERANCE)
+    actual_gradients = torch.autograd.grad(actual.float().sum(), inputs)
+    expected_gradients = torch.autograd.grad(expected.float().sum(), inputs)
+    pairs = [(actual, expected), *zip(actual_gradients, expected_gradients, strict=True)]
+    for tensor, reference in pairs:
+        torch.testing.assert_close(
+            tensor.float(), reference.float(), rtol=TOLERANCE, atol=TOLERANCE
+        )
 
 
 def _probe_attention(attend: Any, device: torch.device, *shape: int) -> None:
@@ -146,18 +149,20 @@ def _compare_attention(
     width: int = 64,
 ) -> None:
     """Compare with plain torch. rows, seen: each sequence's token and key indices."""
-    where = rows[0].device
-    query, key, value = (noise(where, 24, count, width) for count in (heads, groups, groups))
-    lengths, key_lengths = (tuple(map(len, each)) for each in (rows, seen))
-    found = attend(query, *(x[torch.cat(list(seen))] for x in (key, value)), lengths, key_lengths)
+    device = rows[0].device
+    query, key, value = (noise(device, 24, count, width) for count in (heads, groups, groups))
+    lengths = tuple(map(len, rows))
+    key_lengths = tuple(map(len, seen))
+    all_keys = torch.cat(list(seen))
+    actual = attend(query, key[all_keys], value[all_keys], lengths, key_lengths)
     outs = []
-    for own, keys in zip(rows, seen, strict=True):
-        q, k, v = (x.transpose(0, 1)[None] for x in (query[own], key[keys], value[keys]))
-        mask = torch.ones(len(own), len(keys), dtype=torch.bool, device=where)
-        mask = mask.tril(len(keys) - len(own))
+    for queries, keys in zip(rows, seen, strict=True):
+        q, k, v = (x.transpose(0, 1)[None] for x in (query[queries], key[keys], value[keys]))
+        mask = torch.ones(len(queries), len(keys), dtype=torch.bool, device=device)
+        mask = mask.tril(len(keys) - len(queries))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
         outs.append(out[0].transpose(0, 1))
-    assert_close(found, torch.cat(outs), (query, key, value))
+    assert_close(actual, torch.cat(outs), (query, key, value))
 
 
 def _probe_norm(norm: Any, device: torch.device) -> None:
@@ -169,11 +174,12 @@ def _probe_norm(norm: Any, device: torch.device) -> None:
 
 def _probe_rotary(rotate: Any, device: torch.device) -> None:
     angles = torch.arange(8.0, device=device)[:, None] / torch.arange(1.0, 65.0, device=device)
-    for shape, of in (((8, 1, 2, 64), (8, 1, 1, 64)), ((8, 2, 64), (8, 1, 64))):
-        query, each = noise(device, *shape), angles.view(of)
-        turned = torch.cat((-query[..., 32:], query[..., :32]), dim=-1)
-        expected = query * each.cos().to(HALF) + turned * each.sin().to(HALF)
-        assert_close(rotate(query, each), expected, (query,))
+    for shape, angle_shape in (((8, 1, 2, 64), (8, 1, 1, 64)), ((8, 2, 64), (8, 1, 64))):
+        query = noise(device, *shape)
+        angle = angles.view(angle_shape)
+        rotated_half = torch.cat((-query[..., 32:], query[..., :32]), dim=-1)
+        expected = query * angle.cos().to(HALF) + rotated_half * angle.sin().to(HALF)
+        assert_close(rotate(query, angle), expected, (query,))
 
 
 def _probe_swiglu(activate: Any, device: torch.device) -> None:
@@ -183,7 +189,8 @@ def _probe_swiglu(activate: Any, device: torch.device) -> None:
 
 
 def _probe_gradient(accumulate_fp32: Any, device: torch.device) -> None:
-    inputs, grads = noise(device, 16, 32).detach(), noise(device, 16, 8).detach()
+    inputs = noise(device, 16, 32).detach()
+    grads = noise(device, 16, 8).detach()
     total = torch.ones(8, 32, device=device)
     expected = total + grads.float().t() @ inputs.float()
     accumulate_fp32(inputs, grads, total)

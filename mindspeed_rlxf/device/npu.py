@@ -137,8 +137,8 @@ def count_npus() -> int:
         problem = view.problem or f"{view.tool} lists no device"
         logger.info("%s: torch_npu counts the devices in a separate process", problem)
         return count_by_torch(problem)
-    listed = visible.list_visible(VISIBLE)
-    return min(len(listed), len(view.devices)) if listed else len(view.devices)
+    num_visible = len(visible.list_visible(VISIBLE)) or len(view.devices)
+    return min(num_visible, len(view.devices))
 
 
 def check_installed() -> None:
@@ -175,15 +175,19 @@ def set_timeouts(environment: Any, deadline_s: float) -> None:
     deadline = math.ceil(deadline_s)
     environment.setdefault(CONNECT, str(min(max(deadline, CONNECT_S[0]), CONNECT_S[1])))
     event = int(environment.get(EVENT) or 0)
-    execute = int(environment.get(EXECUTE) or (min(deadline, event - 1) if event else deadline))
+    if environment.get(EXECUTE):
+        execute = int(environment[EXECUTE])
+    else:
+        execute = min(deadline, event - 1) if event else deadline
     environment.setdefault(EXECUTE, str(execute))
     environment.setdefault(EVENT, str(max(EVENT_S, execute + EVENT_MARGIN_S) if execute else 0))
 
 
 def communicator_mib(environment: Mapping[str, str]) -> int:
     """Return the device memory for one communicator, in MiB: twice HCCL_BUFFSIZE."""
-    given = environment.get("HCCL_BUFFSIZE", "")
-    return 2 * (int(given) if given.isdigit() else BUFFER_MIB)
+    variable = environment.get("HCCL_BUFFSIZE", "")
+    buffer_mib = int(variable) if variable.isdigit() else BUFFER_MIB
+    return 2 * buffer_mib
 
 
 def _patch_megatron() -> None:
@@ -192,8 +196,11 @@ def _patch_megatron() -> None:
     Meanwhile sys.argv has only the program name, since MindSpeed would parse Ray's arguments. The
     root logger, modified by MindSpeed, gets its handlers and level back.
     """
-    all_reduce, argv, root = dist.all_reduce, sys.argv, logging.getLogger()
-    handlers, level = root.handlers[:], root.level
+    all_reduce = dist.all_reduce
+    argv = sys.argv
+    root = logging.getLogger()
+    handlers = root.handlers[:]
+    level = root.level
     sys.argv = [argv[0] if argv else "mindspeed_rlxf"]
     try:
         adaptor = importlib.import_module("mindspeed.megatron_adaptor")

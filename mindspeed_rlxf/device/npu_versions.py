@@ -91,8 +91,8 @@ CANN_PYTHON = (
 TRITON_INDEX = "https://triton-ascend.osinfra.cn/pypi/simple"
 TRITON = "3.2.1"  # the first version that can be installed beside triton
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-TAGS = " or ".join(each.megatron_tag for each in SETS)
-BRANCHES = " or ".join(each.mindspeed_branch for each in SETS)
+TAGS = " or ".join(versions.megatron_tag for versions in SETS)
+BRANCHES = " or ".join(versions.mindspeed_branch for versions in SETS)
 TORCH_NPU = "torch_npu"
 PAIRS = "versions.pairs"
 PACKAGES = (
@@ -149,21 +149,26 @@ def read_versions() -> Installed:
 
 def cann_version() -> str | None:
     """Return the first version in CANN's files; None if there is none."""
-    named = [os.environ.get(name) for name in reversed(HOME)]
-    for root in (*filter(None, named), *CANN_ROOTS):
+    homes = [os.environ.get(name) for name in reversed(HOME)]
+    for root in (*filter(None, homes), *CANN_ROOTS):
         for pattern in CANN_FILES:
             for file in sorted(Path(root).glob(pattern)):
-                if found := CANN_VERSION.search(_read_text(file)):
-                    return found[1]
+                match = CANN_VERSION.search(_read_text(file))
+                if match:
+                    return match[1]
     return None
 
 
 def require_versions() -> list[str]:
     """Return warnings about versions; raise ValueError listing all errors if there are any."""
-    found = find_problems()
-    if errors := [f"{f.value}; {f.remedy}" for f in found if f.status is Status.ERROR]:
+    errors = []
+    warnings = []
+    for finding in find_problems():
+        texts = errors if finding.status is Status.ERROR else warnings
+        texts.append(f"{finding.value}; {finding.remedy}")
+    if errors:
         raise ValueError("; ".join(errors))
-    return [f"{each.value}; {each.remedy}" for each in found]
+    return warnings
 
 
 def find_problems() -> list[Finding]:
@@ -173,7 +178,8 @@ def find_problems() -> list[Finding]:
 
 def source_problems() -> Iterator[Finding]:
     """Yield errors about the Megatron-LM and MindSpeed packages on the path."""
-    core, training = (packages.folder_of(f"megatron.{part}") for part in ("core", "training"))
+    core = packages.folder_of("megatron.core")
+    training = packages.folder_of("megatron.training")
     if training is None:
         yield error(
             PAIRS,
@@ -209,10 +215,12 @@ def find_set(megatron_core: str, torch: str | None = None) -> VersionSet | None:
 
     Of several, that with this torch, else the first.
     """
-    wanted = Version(megatron_core).release[:2]
-    found = [s for s in SETS if Version(s.megatron_core).release[:2] == wanted]
-    base = Version(torch).base_version if torch else ""
-    return next((s for s in found if base in s.torch), found[0] if found else None)
+    minor_version = Version(megatron_core).release[:2]
+    matches = [s for s in SETS if Version(s.megatron_core).release[:2] == minor_version]
+    if not matches:
+        return None
+    torch_version = Version(torch).base_version if torch else ""
+    return next((s for s in matches if torch_version in s.torch), matches[0])
 
 
 def pair_problems(versions: Installed) -> Iterator[Finding]:
@@ -227,8 +235,8 @@ def pair_problems(versions: Installed) -> Iterator[Finding]:
     chosen = find_set(core, torch) if core else None
     use_tag = f"use a whole checkout of Megatron-LM {TAGS}"
     if chosen is None:
-        found = f"Megatron-LM {core}" if core else "Megatron-LM, whose version is not known,"
-        yield warning(PAIRS, f"{found} is in no set of constraints/", use_tag)
+        subject = f"Megatron-LM {core}" if core else "Megatron-LM, whose version is not known,"
+        yield warning(PAIRS, f"{subject} is in no set of constraints/", use_tag)
     elif torch and Version(torch).base_version not in chosen.torch:
         rule = f"torch {torch} is not that of {chosen.name}"
         yield warning(PAIRS, rule, f"use torch {' or '.join(chosen.torch)}")
@@ -244,11 +252,13 @@ def pair_problems(versions: Installed) -> Iterator[Finding]:
     elif core and Version(core).release[:2] != Version(mindspeed).release[:2]:
         remedy = f"check out MindSpeed {chosen.mindspeed_branch}" if chosen else use_tag
         yield error(PAIRS, f"MindSpeed {mindspeed} must pair with Megatron-LM {core}", remedy)
-    wanted = CANNS.get(_minor(cann or ""), Cann(())).torch_npu
-    if torch_npu and cann and Version(torch_npu).public not in wanted:
+    compatible = CANNS.get(_minor(cann or ""), Cann(())).torch_npu
+    if torch_npu and cann and Version(torch_npu).public not in compatible:
         rule = f"torch_npu {torch_npu} with CANN {cann} is not in torch_npu's own table of pairs"
-        fitting = f"install torch_npu {' or '.join(wanted)}" if wanted else ""
-        yield warning(PAIRS, rule, fitting or f"use CANN {', '.join(CANNS)}")
+        remedy = f"use CANN {', '.join(CANNS)}"
+        if compatible:
+            remedy = f"install torch_npu {' or '.join(compatible)}"
+        yield warning(PAIRS, rule, remedy)
 
 
 def _minor(version: str) -> str:
@@ -261,17 +271,18 @@ def _read_text(file: Path) -> str:
 
 def check_driver(host: Host) -> Iterator[Finding]:
     """Yield results for driver version and device files."""
-    found = re.search(r"^Version=(\S+)", _read_text(host.path(DRIVER_VERSION)), re.M)
+    match = re.search(r"^Version=(\S+)", _read_text(host.path(DRIVER_VERSION)), re.M)
     yield judge(
-        found is not None,
+        match is not None,
         "npu.driver",
-        f"{DRIVER_VERSION}: {found[1] if found else 'missing'}",
+        f"{DRIVER_VERSION}: {match[1] if match else 'missing'}",
         f"install the driver on the host, then the firmware; {IN_CONTAINER}",
         Status.ERROR,
     )
     missing = [name for name in DEVICE_FILES if not host.path(name).exists()]
     devices = list(host.path("/dev").glob("davinci[0-9]*"))
-    missing += [] if devices else ["/dev/davinci<N>"]
+    if not devices:
+        missing.append("/dev/davinci<N>")
     yield judge(
         not missing,
         "npu.device_files",
@@ -286,10 +297,11 @@ def check_cann(host: Host) -> Iterator[Finding]:
 
     The environment passes if the HOME variables name one folder, links followed.
     """
-    given = host.environment
-    homes = {name: given[name] for name in HOME if given.get(name)}
-    user = f"{given.get('HOME', '~')}/Ascend"  # where one who is not root installs
-    scripts = (*SET_ENV, *(name.replace("/usr/local/Ascend", user) for name in SET_ENV))
+    environment = host.environment
+    homes = {name: environment[name] for name in HOME if environment.get(name)}
+    user = f"{environment.get('HOME', '~')}/Ascend"  # where one who is not root installs
+    user_scripts = [name.replace("/usr/local/Ascend", user) for name in SET_ENV]
+    scripts = [*SET_ENV, *user_scripts]
     script = next((name for name in scripts if host.path(name).is_file()), SET_ENV[0])
     yield judge(
         len({Path(home).resolve() for home in homes.values()}) == 1,
@@ -302,17 +314,17 @@ def check_cann(host: Host) -> Iterator[Finding]:
         return
     home = Path(next(iter(homes.values())))
     python = home / "python" / "site-packages"
-    path = [Path(name).resolve() for name in given.get("PYTHONPATH", "").split(os.pathsep) if name]
-    kept = python.resolve() in path
+    folders = environment.get("PYTHONPATH", "").split(os.pathsep)
+    is_on_path = python.resolve() in [Path(name).resolve() for name in folders if name]
     yield judge(
-        kept or not python.is_dir(),
+        is_on_path or not python.is_dir(),
         "npu.cann_python",
-        f"{python} {'is' if kept else 'is not'} on PYTHONPATH",
+        f"{python} {'is' if is_on_path else 'is not'} on PYTHONPATH",
         f"`source {script}` again, and keep $PYTHONPATH at the end of your own",
         Status.ERROR,
     )
-    kernels = Path(given.get("ASCEND_OPP_PATH") or home / "opp", KERNELS)
-    chips = {each.name for each in kernels.glob("*")} - {"config"}
+    kernels = Path(environment.get("ASCEND_OPP_PATH") or home / "opp", KERNELS)
+    chips = {folder.name for folder in kernels.glob("*")} - {"config"}
     yield judge(
         bool(chips),
         "npu.operators",
@@ -321,17 +333,15 @@ def check_cann(host: Host) -> Iterator[Finding]:
         "version: Ascend-cann-910b-ops (910B) or Ascend-cann-A3-ops (A3); before 8.5 "
         "Ascend-cann-kernels-<chip>",
     )
-    atb = given.get("ATB_HOME_PATH", "")
+    atb = environment.get("ATB_HOME_PATH", "")
+    remedy = f"`source {SET_ENV_ATB}` after CANN's set_env.sh"
+    if not host.path(SET_ENV_ATB).is_file():
+        remedy += "; install CANN's NNAL first, of the same version"
     yield judge(
         bool(atb) and Path(atb).is_dir(),
         "npu.atb",
         f"ATB_HOME_PATH={atb}" if atb else "ATB_HOME_PATH is not set",
-        f"`source {SET_ENV_ATB}` after CANN's set_env.sh"
-        + (
-            ""
-            if host.path(SET_ENV_ATB).is_file()
-            else "; install CANN's NNAL first, of the same version"
-        ),
+        remedy,
     )
 
 
@@ -340,33 +350,38 @@ def check_python(versions: Installed) -> Iterator[Finding]:
 
     triton-ascend is checked only for core 0.16, whose MindSpeed imports it at startup.
     """
-    core, torch_found = versions.megatron_core, versions.torch
-    chosen = (find_set(core, torch_found) if core else None) or DEFAULT
-    here = _minor(platform.python_version())
+    chosen = None
+    if versions.megatron_core:
+        chosen = find_set(versions.megatron_core, versions.torch)
+    chosen = chosen or DEFAULT
+    python = _minor(platform.python_version())
     yield judge(
-        here in chosen.python,
+        python in chosen.python,
         "npu.python",
-        f"{here}; {chosen.name} was tested with {' and '.join(chosen.python)}",
+        f"{python}; {chosen.name} was tested with {' and '.join(chosen.python)}",
         f"make the environment with Python {chosen.python[-1]}",
     )
-    torch, x86 = versions.torch or "", platform.machine() == "x86_64"
-    number, _, build = (torch or DEFAULT.torch[0]).partition("+")
+    is_x86 = platform.machine() == "x86_64"
+    number, _, build = (versions.torch or DEFAULT.torch[0]).partition("+")
+    is_for_npu = build == "cpu" if is_x86 else not build.startswith("cu")
     yield judge(
-        bool(torch) and (build == "cpu" if x86 else not build.startswith("cu")),
+        bool(versions.torch) and is_for_npu,
         "npu.torch_build",
         f"torch {versions.torch} on {platform.machine()}",
-        f"pip install torch=={number}{'+cpu' if x86 else ''} --index-url {TORCH_INDEX}",
+        f"pip install torch=={number}{'+cpu' if is_x86 else ''} --index-url {TORCH_INDEX}",
     )
     cann = _minor(versions.cann or DEFAULT.cann)
     limits = CANNS[cann].python if cann in CANNS else ()
-    wanted = list(map(Requirement, (*CANN_PYTHON, *limits)))
-    found = {each.name: packages.version(each.name) for each in wanted}
-    missing = [name for name, version in found.items() if version is None]
-    wrong = [
-        f"{each.name} {version}, not {each.specifier}"
-        for each in wanted
-        if (version := found[each.name]) and not each.specifier.contains(version, True)
-    ]
+    missing = []
+    wrong = []
+    for line in (*CANN_PYTHON, *limits):
+        requirement = Requirement(line)
+        version = packages.version(requirement.name)
+        if version is None:
+            if requirement.name not in missing:
+                missing.append(requirement.name)
+        elif not requirement.specifier.contains(version, True):
+            wrong.append(f"{requirement.name} {version}, not {requirement.specifier}")
     yield judge(
         not missing,
         "npu.cann_packages",
@@ -381,7 +396,8 @@ def check_python(versions: Installed) -> Iterator[Finding]:
         f"use CANN {DEFAULT.cann}, which takes the versions of constraints/",
     )
     if chosen in SETS[1:]:
-        ascend, stock = packages.version("triton-ascend"), packages.version("triton")
+        ascend = packages.version("triton-ascend")
+        stock = packages.version("triton")
         install = f"pip install triton-ascend=={TRITON} --extra-index-url={TRITON_INDEX}"
         yield judge(
             bool(ascend) and (stock is None or Version(str(ascend)) >= Version(TRITON)),
@@ -390,6 +406,7 @@ def check_python(versions: Installed) -> Iterator[Finding]:
             f"pip uninstall -y triton triton-ascend; {install}" if ascend else install,
             Status.ERROR,
         )
-    if (engine := packages.folder_of("transformer_engine")) is not None:
+    engine = packages.folder_of("transformer_engine")
+    if engine is not None:
         remedy = "pip uninstall transformer_engine: MindSpeed imports it, and it asks for CUDA"
         yield warning("npu.transformer_engine", str(engine), remedy)

@@ -37,16 +37,16 @@ def open_store(
     listener.listen(world_size or 1024)
     port = int(listener.getsockname()[1])
 
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "is_master": True,
         "timeout": timeout,
         "wait_for_workers": False,
         "master_listen_fd": listener.fileno(),
     }
     try:
-        store = dist.TCPStore(ip, port, world_size, **how)
+        store = dist.TCPStore(ip, port, world_size, **options)
     except NotImplementedError:  # with libuv, torch 2.7 takes no socket that is open
-        store = dist.TCPStore(ip, port, world_size, use_libuv=False, **how)
+        store = dist.TCPStore(ip, port, world_size, use_libuv=False, **options)
     listener.detach()
     return store, port
 
@@ -85,8 +85,9 @@ def join(
         timeout=timeout,
     )
     if len(parts) > 1 and (part > 0 or rank == 0):
-        own_rank, size = max(0, rank - parts[0] + 1), 1 + sum(parts[1:])
-        _weights_group = _group_across(backend, store, own_rank, size, timeout)
+        group_rank = max(0, rank - parts[0] + 1)
+        size = 1 + sum(parts[1:])
+        _weights_group = _group_across(backend, store, group_rank, size, timeout)
 
 
 def _group_across(

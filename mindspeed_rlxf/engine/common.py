@@ -17,6 +17,14 @@ from mindspeed_rlxf.config.schema import LoraConfig, RoleConfig
 from mindspeed_rlxf.data.batch import LogProbs, LogProbsWithKl, Rollouts, Scores, Values
 from mindspeed_rlxf.engine import offload, work
 from mindspeed_rlxf.engine.finite import SkippedSteps, Step
+from mindspeed_rlxf.engine.head_outputs import (
+    OutputHead,
+    read_log_probs,
+    read_log_probs_and_kl,
+    read_scores,
+    read_states,
+    read_values,
+)
 from mindspeed_rlxf.engine.micro_batch import MicroBatch
 from mindspeed_rlxf.engine.offload import Offload
 from mindspeed_rlxf.engine.outputs import average_metrics, scatter_rows
@@ -30,9 +38,8 @@ class CommonEngine:
 
     Attributes:
         groups: Process groups; `dp_host` has the data-parallel ranks, for host tensors.
-        reads: Module with `read_log_probs` and the other functions from a model, a micro-batch and
-            its last hidden states to results, see `engine.schedule`.
-        output_layer: What `read_log_probs_and_kl` gets of the policy.
+        output_weight: This rank's rows of the output layer, for `read_log_probs_and_kl`; None if it
+            has none.
         state: The training state, of a trained role.
     """
 
@@ -42,8 +49,7 @@ class CommonEngine:
     skipped: SkippedSteps
     groups: Any
     state: Any
-    reads: Any
-    output_layer: Any  # a property
+    output_weight: Any  # a property
     without_adapters: Callable[[], AbstractContextManager[None]]
     is_leader: Any  # a property
     micro_batches: Callable[..., list[MicroBatch]]
@@ -90,21 +96,19 @@ class CommonEngine:
         return self.forward(self.micro_batches(rollouts, rows, in_order=True), read)
 
     def _loss(
-        self, step: PolicyStep | ValueStep, model: Any, batch: MicroBatch, hidden: Tensor
+        self, step: PolicyStep | ValueStep, head: OutputHead, batch: MicroBatch, hidden: Tensor
     ) -> LossOutput:
         """Compute a step's loss from a micro-batch's hidden states."""
         if isinstance(step, PolicyStep):
-            found = self.reads.read_log_probs(model, batch, hidden, step.temperature)
-            return step.loss(batch.rows, found)
+            return step.loss(batch.rows, read_log_probs(head, batch, hidden, step.temperature))
         slots = step.slots[batch.rows]
-        return step.loss(batch.rows, self.reads.read_values(model, batch, hidden, slots))
+        return step.loss(batch.rows, read_values(head, batch, hidden, slots))
 
     def log_probs(self, rollouts: Rollouts, temperature: float) -> LogProbs | None:
         """Compute log-probs for the trained response tokens, 0 elsewhere."""
 
-        def read(*given: Any) -> Tensor:
-            found: Tensor = self.reads.read_log_probs(*given, temperature).log_probs
-            return found
+        def read(head: OutputHead, batch: MicroBatch, hidden: Tensor) -> Tensor:
+            return read_log_probs(head, batch, hidden, temperature).log_probs
 
         flat = self._read_all(rollouts, read)
         return LogProbs(scatter_rows(flat, rollouts.trained_mask)) if self.is_leader else None
@@ -121,18 +125,18 @@ class CommonEngine:
         counts = mask.sum(1)
         starts = (counts.cumsum(0) - counts).tolist()
 
-        def read(model: Any, batch: MicroBatch, hidden: Tensor) -> Any:
+        def read(head: OutputHead, batch: MicroBatch, hidden: Tensor) -> Tensor:
             first = starts[batch.rows[0]]
-            own = states[first : first + len(batch.trained_ids)]
-            theirs = output, own, temperature
-            return self.reads.read_log_probs_and_kl(model, batch, hidden, *theirs)
+            batch_states = policy_states[first : first + len(batch.trained_ids)]
+            policy_outputs = policy_weight, batch_states, temperature
+            return read_log_probs_and_kl(head, batch, hidden, *policy_outputs)
 
         weights = [Part.WEIGHTS]
         with offload.holding((self._offload, weights), (policy._offload, weights)):
             # Row after row, as the two engines may make different micro-batches.
-            parts = policy._read_all(rollouts, self.reads.read_states)
-            states = torch.cat(parts) if parts else torch.empty(0)
-            output = policy.output_layer
+            chunks = policy._read_all(rollouts, read_states)
+            policy_states = torch.cat(chunks) if chunks else torch.empty(0)
+            policy_weight = policy.output_weight
             with self.without_adapters():  # where the policy is this engine
                 flat = self._read_all(rollouts, read)
         if not self.is_leader:
@@ -143,15 +147,15 @@ class CommonEngine:
         """Compute values for the slots marked by `readable_slots`."""
         slots = readable_slots(rollouts.trained_mask, rollouts.response_mask)
 
-        def read(model: Any, batch: MicroBatch, hidden: Tensor) -> Any:
-            return self.reads.read_values(model, batch, hidden, slots[batch.rows])
+        def read(head: OutputHead, batch: MicroBatch, hidden: Tensor) -> Tensor:
+            return read_values(head, batch, hidden, slots[batch.rows])
 
         flat = self._read_all(rollouts, read)
         return Values(scatter_rows(flat, slots)) if self.is_leader else None
 
     def scores(self, rollouts: Rollouts) -> Scores | None:
         """Compute the score at each response's last token."""
-        flat = self._read_all(rollouts, self.reads.read_scores)
+        flat = self._read_all(rollouts, read_scores)
         return Scores(torch.cat(flat).float().cpu()) if self.is_leader else None
 
     def _count(self, micro_batches: Sequence[MicroBatch], passes: int) -> None:

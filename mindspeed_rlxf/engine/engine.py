@@ -26,7 +26,7 @@ from mindspeed_rlxf.config.schema import (
 )
 from mindspeed_rlxf.data.batch import Rollouts
 from mindspeed_rlxf.device import megatron_versions
-from mindspeed_rlxf.engine import schedule, work
+from mindspeed_rlxf.engine import work
 from mindspeed_rlxf.engine.adam_state import single_optimizers
 from mindspeed_rlxf.engine.build import (
     build_chunks,
@@ -51,10 +51,7 @@ from mindspeed_rlxf.engine.micro_batch import (
 )
 from mindspeed_rlxf.engine.offload import tensors_of
 from mindspeed_rlxf.engine.parallel import ParallelGroups
-from mindspeed_rlxf.engine.schedule import (
-    Read,
-    run_schedule,
-)
+from mindspeed_rlxf.engine.schedule import Read, run_schedule
 from mindspeed_rlxf.engine.together import gather_all
 from mindspeed_rlxf.engine.train_engine import Part, PolicyStep, ValueStep
 from mindspeed_rlxf.engine.train_state import TrainState, load_state
@@ -62,7 +59,6 @@ from mindspeed_rlxf.models.adapter_parameters import switched_off
 from mindspeed_rlxf.models.adapters import LinearAdapters
 from mindspeed_rlxf.models.attention import shares_prompts
 from mindspeed_rlxf.models.parameters import Head
-from mindspeed_rlxf.models.transformer import TransformerModel
 from mindspeed_rlxf.weights.folders import copy_side_files, find_description, open_weights
 from mindspeed_rlxf.weights.stage_loader import StageWeights
 from mindspeed_rlxf.weights.state_files import Loaded
@@ -75,8 +71,6 @@ class MegatronEngine(CommonEngine):
 
     With a virtual pipeline the stage has several model chunks.
     """
-
-    reads = schedule
 
     def __init__(
         self,
@@ -169,9 +163,10 @@ class MegatronEngine(CommonEngine):
         return self.chunks[0] if len(self.chunks) == 1 else torch.nn.ModuleList(self.chunks)
 
     @property
-    def output_layer(self) -> TransformerModel:
-        """The last chunk, which has the output layer."""
-        return self.chunks[-1]
+    def output_weight(self) -> Tensor | None:
+        """This rank's rows of the output layer; None before the last pipeline stage."""
+        last = self.chunks[-1]
+        return last.output_weight if last.post_process else None
 
     @property
     def config(self) -> TransformerConfig:

@@ -6,7 +6,6 @@ flattened; packed: b = 1).
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -20,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mindspeed_rlxf.config.schema import ArchitectureConfig, LearningConfig, RoleConfig
 from mindspeed_rlxf.data.batch import Rollouts
-from mindspeed_rlxf.data.mini_batches import sample_flops
+from mindspeed_rlxf.data.mini_batches import fill_cheapest, sample_flops
 from mindspeed_rlxf.engine.work import Work
 
 if TYPE_CHECKING:
@@ -341,23 +340,14 @@ def pack_by_tokens(
                 tokens.append(lengths[row])
     least = -(-sum(min(n, limit) for n in tokens) // limit)
     for count in range(max(1, least), len(consecutive) + 1):
-        places = _group_longest_first(tokens, count)
+        filled = fill_cheapest(tokens, count, part_size=len(tokens))
+        places = [group for group in filled if group]
         if all(len(group) == 1 or sum(tokens[p] for p in group) <= limit for group in places):
             return [
                 [row for place in group for row in pieces[place]]
                 for group in sorted(map(sorted, places))
             ]
     return consecutive
-
-
-def _group_longest_first(tokens: Sequence[int], count: int) -> list[list[int]]:
-    groups: list[list[int]] = [[] for _ in range(count)]
-    shortest = [(0, number) for number in range(count)]
-    for place in sorted(range(len(tokens)), key=lambda place: -tokens[place]):
-        total, number = heapq.heappop(shortest)
-        groups[number].append(place)
-        heapq.heappush(shortest, (total + tokens[place], number))
-    return [group for group in groups if group]
 
 
 def split_groups(groups: Sequence[Rows], count: int) -> list[Rows]:

@@ -1,8 +1,4 @@
-"""Run Megatron's schedule over micro-batches, and compute results from their hidden states.
-
-Results exist on the last pipeline stage only. Axes: tokens = the micro-batch's trained tokens, row
-after row; slots = positions with a value.
-"""
+"""Run Megatron's schedule over micro-batches; results exist on the last pipeline stage only."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -14,10 +10,7 @@ from torch import Tensor
 from mindspeed_rlxf.algorithms.losses import LossOutput
 from mindspeed_rlxf.engine.build import await_gathers
 from mindspeed_rlxf.engine.micro_batch import MicroBatch
-from mindspeed_rlxf.engine.train_engine import TokenLogProbs
-from mindspeed_rlxf.models.context_parallel import compute_at
 from mindspeed_rlxf.models.experts import set_balance_loss_weight
-from mindspeed_rlxf.models.heads import full_kl, token_log_probs
 from mindspeed_rlxf.models.transformer import TransformerModel
 
 
@@ -68,86 +61,3 @@ def run_schedule(
 
 Read: TypeAlias = Callable[[TransformerModel, MicroBatch, Tensor], Tensor]
 """(last chunk of the model, micro-batch, its hidden states) -> result of the micro-batch."""
-
-
-def read_log_probs(
-    model: TransformerModel, batch: MicroBatch, hidden: Tensor, temperature: float
-) -> TokenLogProbs:
-    """Compute the trained tokens' log-probs and entropies, [tokens] each.
-
-    A collective over the tensor- and context-parallel ranks.
-    """
-    vocab_size, group = model.architecture.vocab_size, model.tp_group
-
-    def compute(states: Tensor, numbers: Tensor) -> Tensor:
-        labels = batch.trained_ids[numbers.to(states.device)]
-        settings = vocab_size, group, temperature
-        return torch.stack(token_log_probs(states, model.output_weight, labels, *settings), dim=-1)
-
-    full = model.full_hidden(hidden, partial_gradient=True)
-    places = batch.prediction_places(batch.trained_mask)
-    log_probs, entropies = compute_at(full, places, batch.cp, compute).unbind(-1)
-    return TokenLogProbs(log_probs, entropies)
-
-
-def read_values(
-    model: TransformerModel, batch: MicroBatch, hidden: Tensor, slots: Tensor
-) -> Tensor:
-    """Compute the values for the slots marked in [rows, slots] bool, row after row, fp32.
-
-    A slot's value is the score head's output one token before it (`prediction_places`). A
-    collective over the context-parallel ranks, with sequence parallelism also over the
-    tensor-parallel ones.
-    """
-    full = model.full_hidden(hidden, partial_gradient=False)
-    places = batch.prediction_places(slots)
-    return compute_at(full, places, batch.cp, lambda states, _: model.score(states))
-
-
-def read_scores(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
-    """Compute the score at each row's last token, [rows] fp32.
-
-    A collective like `read_values`.
-    """
-    full = model.full_hidden(hidden, partial_gradient=False)
-    return compute_at(full, batch.last_places(), batch.cp, lambda states, _: model.score(states))
-
-
-def read_states(model: TransformerModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
-    """Return the hidden states that predict the trained tokens, [tokens, hidden], on the host.
-
-    A collective like `read_values`.
-    """
-    full = model.full_hidden(hidden, partial_gradient=False)
-    places = batch.prediction_places(batch.trained_mask)
-    return compute_at(full, places, batch.cp, lambda states, _: states).cpu()
-
-
-def read_log_probs_and_kl(
-    model: TransformerModel,
-    batch: MicroBatch,
-    hidden: Tensor,
-    policy: TransformerModel,
-    states: Tensor,
-    temperature: float,
-) -> Tensor:
-    """Compute [2, tokens]: the trained tokens' log-probs, and KL(policy || model) at each.
-
-    `policy` is the policy's last model chunk; `states`, [tokens, hidden], are its `read_states` for
-    this micro-batch.
-    """
-
-    def compute(own_states: Tensor, numbers: Tensor) -> Tensor:
-        return full_kl(
-            states[numbers].to(hidden.device),
-            policy.output_weight,
-            own_states,
-            model.output_weight,
-            model.architecture.vocab_size,
-            model.tp_group,
-            temperature,
-        )
-
-    full = model.full_hidden(hidden, partial_gradient=False)
-    kl = compute_at(full, batch.prediction_places(batch.trained_mask), batch.cp, compute)
-    return torch.stack((read_log_probs(model, batch, hidden, temperature).log_probs, kl))

@@ -72,6 +72,8 @@ class ScoreHead(MegatronModule):
 class TransformerModel(LanguageModule):
     """One pipeline stage, or a model chunk in one."""
 
+    linear = staticmethod(F.linear)  # computes logits
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -185,6 +187,11 @@ class TransformerModel(LanguageModule):
             rotary_pos_emb=angles if attend is None else angles.squeeze(1),  # as query and key
             packed_seq_params=attend,
         )
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens; the embedding may have more rows."""
+        return self.architecture.vocab_size
 
     @property
     def output_weight(self) -> Tensor:

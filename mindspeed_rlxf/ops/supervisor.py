@@ -56,7 +56,7 @@ class Restarts:
 
     def __init__(self) -> None:
         self.used = 0  # since the newest checkpoint, or since the first failure
-        self._last: Failure | None = None
+        self._previous: Failure | None = None
 
     @property
     def pause_s(self) -> float:
@@ -76,21 +76,21 @@ class Restarts:
         Returns:
             Whether to restart, and the reason; "" if restarts are off.
         """
-        last = self._last
-        if last is not None and failure.saved > last.saved:
+        previous = self._previous
+        if previous is not None and failure.saved > previous.saved:
             self.used = 0
-        if failure.cause is not None or last is None:
-            self._last = failure
-        if last is not None and last.cause is not None and last[:2] == failure[:2]:
-            place = "" if failure.iteration is None else f" in iteration {failure.iteration}"
-            return False, f"it failed twice{place} with the same cause"
+        if failure.cause is not None or previous is None:
+            self._previous = failure
+        if previous is not None and previous.cause is not None and previous[:2] == failure[:2]:
+            when = "" if failure.iteration is None else f" in iteration {failure.iteration}"
+            return False, f"it failed twice{when} with the same cause"
         if not allowed:
             return False, ""
         if self.used >= allowed:
             return False, f"training.max_restarts={allowed} are used up since the last checkpoint"
         self.used += 1
-        place = f"the checkpoint of iteration {failure.saved}" if failure.saved else "the start"
-        return True, f"{self.used} of {allowed} (training.max_restarts), from {place}"
+        start = f"the checkpoint of iteration {failure.saved}" if failure.saved else "the start"
+        return True, f"{self.used} of {allowed} (training.max_restarts), from {start}"
 
 
 SHUTDOWN_S = 60.0  # beyond the grace, until a training process that does not stop is killed
@@ -107,12 +107,13 @@ def supervise() -> int | None:
     arguments (the YAML is not read) ask for one process (runtime=local), no restarts or no training
     (dry_run, --cfg, --help). The kernel kills the child when its parent ends (Linux).
     """
-    if given := read_supervision():
+    supervision = read_supervision()
+    if supervision:
         # Until training watches signals: an end without a traceback.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != given[0]:  # it has ended already
+        if os.getppid() != supervision[0]:  # it has ended already
             os._exit(EXIT_STOPPED)
         return None
     is_plain = any(word.lstrip("+").lower() in UNSUPERVISED for word in sys.argv[1:])
@@ -126,7 +127,8 @@ class Supervisor:
 
     def __init__(self, command: Sequence[str]) -> None:
         """Keep the command, to which a restart appends key=value arguments."""
-        self._command, self._started = list(command), time.monotonic()
+        self._command = list(command)
+        self._started = time.monotonic()
         self._signals: list[int] = []  # received, and not forwarded yet
         self._stops = False  # a signal has asked for an end
         self._kill_at = float("inf")
@@ -154,8 +156,7 @@ class Supervisor:
         changes: list[str] = []
         while True:
             write_facts(self._file, {})
-            mark = f"{os.getpid()}:{self._started}:{self._file}"
-            environment = {**os.environ, CHILD_OF: mark}
+            environment = {**os.environ, CHILD_OF: f"{os.getpid()}:{self._started}:{self._file}"}
             command = [*self._command, *changes]
             code = self._wait_for(subprocess.Popen(command, env=environment))
             reported = read_facts(self._file)
@@ -184,14 +185,15 @@ class Supervisor:
 
     def _restart_overrides(self) -> list[str]:
         """Return overrides that resume the run; on a joined cluster it waits for good nodes."""
-        facts = self._facts
-        wait_s = f"++resource_pool.wait_s={facts['node_wait_s']}"
-        return [
+        overrides = [
             "training.new_run=false",
             "training.resume=auto",
-            f"training.output_dir={quote(facts['directory'])}",
-            *([wait_s, "++resource_pool.bad_nodes=exclude"] if facts.get("joined") else []),
+            f"training.output_dir={quote(self._facts['directory'])}",
         ]
+        if self._facts.get("joined"):
+            overrides.append(f"++resource_pool.wait_s={self._facts['node_wait_s']}")
+            overrides.append("++resource_pool.bad_nodes=exclude")
+        return overrides
 
     def _wait_for(self, child: subprocess.Popen[bytes]) -> int:
         """Wait for a process; return its exit code, negative = a signal.
@@ -242,9 +244,9 @@ class Supervisor:
         if code == EXIT_MISTAKE:
             return Failure(None, None, saved)
         file = directory / "failure.json"
-        found = read_facts(file) if "directory" in reported else {}
-        if not found:
-            found = {
+        record = read_facts(file) if "directory" in reported else {}
+        if not record:
+            record = {
                 "message": f"driver: {end}",
                 "error": end,
                 "role": "driver",
@@ -252,11 +254,11 @@ class Supervisor:
                 "cause": end,
                 "iteration": current_iteration(directory / "metrics.jsonl"),
             }
-            _say(f"failed: {found['message']}")
+            _say(f"failed: {record['message']}")
             with contextlib.suppress(OSError):  # a full disk
-                write_facts(file, found)
-        cause = tuple(found.get(key) for key in ("role", "phase", "error", "errno"))
-        return Failure(found.get("iteration"), cause, saved)
+                write_facts(file, record)
+        cause = tuple(record.get(key) for key in ("role", "phase", "error", "errno"))
+        return Failure(record.get("iteration"), cause, saved)
 
 
 def _say(line: str) -> None:

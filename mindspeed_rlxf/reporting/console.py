@@ -31,8 +31,10 @@ class Console:
         self._stream = sys.stdout if stream is None else stream
         use_utf8(self._stream)
         self._clock = clock
-        self._total, self._names = 0, tuple[str, ...]()
-        self._start_s, self._before = clock(), 0
+        self._total = 0  # iterations
+        self._names: tuple[str, ...] = ()
+        self._start_s = clock()
+        self._num_done_before = 0  # iterations of earlier starts
         self._warned: set[str] = set()
 
     def begin(self, total: int, names: Sequence[str], done: int = 0, title: str = "") -> None:
@@ -44,26 +46,28 @@ class Console:
             done: iterations finished earlier.
             title: shown only by a live view.
         """
-        self._total, self._names = total, tuple(names)
-        self._start_s, self._before = self._clock(), done
+        self._total = total
+        self._names = tuple(names)
+        self._start_s = self._clock()
+        self._num_done_before = done
 
     def update(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Print a finished iteration's chosen metrics and the time left."""
-        parts = [f"iteration: {iteration} / {self._total}"]
-        parts += [
-            f"{name} : {format_number(metrics[name])}" for name in self._names if name in metrics
-        ]
-        parts.append(f"eta : {self.time_left(iteration)}")
-        self.note(" | ".join(parts))
+        columns = [f"iteration: {iteration} / {self._total}"]
+        for name in self._names:
+            if name in metrics:
+                columns.append(f"{name} : {format_number(metrics[name])}")
+        columns.append(f"eta : {self.time_left(iteration)}")
+        self.note(" | ".join(columns))
 
     def note(self, text: str) -> None:
         """Print a line after a timestamp in brackets."""
         self._print(f"[{datetime.now():%Y-%m-%d %H:%M:%S}] {text}")
 
-    def warn_once(self, what: str, text: str) -> None:
-        """Print a warning, unless `what` was warned about before."""
-        if what not in self._warned:
-            self._warned.add(what)
+    def warn_once(self, subject: str, text: str) -> None:
+        """Print a warning, unless there was one with this subject before."""
+        if subject not in self._warned:
+            self._warned.add(subject)
             self.note(f"{WARNING} {text}")
 
     def close(self) -> None:
@@ -74,7 +78,8 @@ class Console:
 
         Before the first iteration ends, the time since `begin` counts as its duration.
         """
-        mean_s = (self._clock() - self._start_s) / max(iteration - self._before, 1)
+        num_done = iteration - self._num_done_before
+        mean_s = (self._clock() - self._start_s) / max(num_done, 1)
         return timedelta(seconds=round(mean_s * (self._total - iteration)))
 
     def _print(self, line: str) -> None:
@@ -103,7 +108,8 @@ def opened(console: Console) -> Iterator[Console]:
         yield console
     finally:
         console.close()
-        _open, PHASES.write = None, None
+        _open = None
+        PHASES.write = None
 
 
 def use_utf8(stream: TextIO) -> None:

@@ -46,13 +46,18 @@ class History:
         without any).
         """
         for name in WATCHED:
-            if (value := metrics.get(name)) is not None and math.isfinite(value):
+            value = metrics.get(name)
+            if value is not None and math.isfinite(value):
                 self.values[name].append(value)
-        scores = [v for k, v in metrics.items() if k.startswith("val/") and k.endswith("/score")]
-        if validated := [v for v in scores if v is not None and math.isfinite(v)]:
-            self.values[VALIDATION].append(statistics.fmean(validated))
-            trained = self.values[SCORE][-BASELINE:]
-            self.values[SCORE_THEN].append(statistics.fmean(trained or [math.nan]))
+        validation_scores = []
+        for name, score in metrics.items():
+            is_score = name.startswith("val/") and name.endswith("/score")
+            if is_score and score is not None and math.isfinite(score):
+                validation_scores.append(score)
+        if validation_scores:
+            self.values[VALIDATION].append(statistics.fmean(validation_scores))
+            training_scores = self.values[SCORE][-BASELINE:]
+            self.values[SCORE_THEN].append(statistics.fmean(training_scores or [math.nan]))
         self._follow_ranks(metrics)
 
     def first(self, name: str) -> float:
@@ -66,16 +71,17 @@ class History:
 
     def _follow_ranks(self, metrics: Mapping[str, float | None]) -> None:
         """Update `lagging`; a phase's skews restart when another rank becomes slowest."""
-        whole = metrics.get("timing/all") or math.inf
+        iteration_s = metrics.get("timing/all") or math.inf
         for name, rank in metrics.items():
             kind, _, phase = name.partition("/")
             if kind != "slowest_rank" or rank is None:
                 continue
-            skew, seconds = metrics.get(f"skew/{phase}"), metrics.get(f"timing/{phase}") or 0.0
-            before, skews = self.lagging.get(phase, (-1, []))
-            if skew is None or skew < 0.2 or seconds < 0.1 * whole:
+            skew = metrics.get(f"skew/{phase}")
+            phase_s = metrics.get(f"timing/{phase}") or 0.0
+            previous_rank, skews = self.lagging.get(phase, (-1, []))
+            if skew is None or skew < 0.2 or phase_s < 0.1 * iteration_s:
                 self.lagging[phase] = (-1, [])
-            elif before == int(rank):
+            elif previous_rank == int(rank):
                 skews.append(skew)
                 del skews[:-LAG_ITERATIONS]
             else:
@@ -84,96 +90,105 @@ class History:
 
 Rule = Callable[[History], Reading | None]
 
-ENTROPY, KL, SCORE = "actor/entropy", "critic/kl", "critic/score/mean"
-CUT, FIT = "response_length/truncated_fraction", "critic/explained_variance"
-EQUAL, GAP = "rollout/equal_score_groups", "rollout/log_prob_gap_mean"
-WATCHED = (ENTROPY, KL, SCORE, CUT, FIT, EQUAL, GAP)
-VALIDATION, SCORE_THEN = "val/<data_source>/score", "score of training at validations"
+ENTROPY = "actor/entropy"
+KL = "critic/kl"
+SCORE = "critic/score/mean"
+TRUNCATED = "response_length/truncated_fraction"
+EXPLAINED_VARIANCE = "critic/explained_variance"
+EQUAL_SCORES = "rollout/equal_score_groups"
+LOG_PROB_GAP = "rollout/log_prob_gap_mean"
+WATCHED = (ENTROPY, KL, SCORE, TRUNCATED, EXPLAINED_VARIANCE, EQUAL_SCORES, LOG_PROB_GAP)
+VALIDATION = "val/<data_source>/score"
+SCORE_THEN = "score of training at validations"
 
 
 def _entropy_collapse(history: History) -> Reading | None:
-    if not (recent := history.last(ENTROPY, 5)):
+    recent = history.last(ENTROPY, 5)
+    if not recent:
         return None
-    value, first = statistics.fmean(recent), history.first(ENTROPY)
-    unhealthy = value < 0.02 and value < 0.1 * first  # a policy that still explores has more
-    return Reading(
-        unhealthy,
-        ENTROPY,
-        value,
-        f"the policy's entropy is {value:.3g} nats per token, {first:.3g} at the start",
-    )
+    entropy = statistics.fmean(recent)
+    start = history.first(ENTROPY)
+    unhealthy = entropy < 0.02 and entropy < 0.1 * start  # a policy that still explores has more
+    text = f"the policy's entropy is {entropy:.3g} nats per token, {start:.3g} at the start"
+    return Reading(unhealthy, ENTROPY, entropy, text)
 
 
 def measure_kl_runaway(history: History, limit: float = KL_LIMIT) -> Reading | None:
     """Read the mean KL over 3 iterations; fires if each exceeds the limit, in nats per token."""
-    if not (recent := history.last(KL, 3)):
+    recent = history.last(KL, 3)
+    if not recent:
         return None
-    value = statistics.fmean(recent)
-    return Reading(
-        min(recent) > limit,
-        KL,
-        value,
-        f"the KL to the reference is {value:.3g} nats per token (limit {limit:g})",
-    )
+    kl = statistics.fmean(recent)
+    text = f"the KL to the reference is {kl:.3g} nats per token (limit {limit:g})"
+    return Reading(min(recent) > limit, KL, kl, text)
 
 
 def _falling_validation(history: History) -> Reading | None:
-    validated, trained = history.last(VALIDATION, 4), history.last(SCORE_THEN, 4)
-    if not validated or not trained:
+    validation_scores = history.last(VALIDATION, 4)
+    training_scores = history.last(SCORE_THEN, 4)
+    if not validation_scores or not training_scores:
         return None
-    falls = all(later < earlier for earlier, later in itertools.pairwise(validated))
-    everything = history.values[VALIDATION]
-    best, now = max(everything), validated[-1]
-    large = best - now >= 0.1 * max(best - min(everything), abs(best))
+    falls = all(later < earlier for earlier, later in itertools.pairwise(validation_scores))
+    best = max(history.values[VALIDATION])
+    worst = min(history.values[VALIDATION])
+    now = validation_scores[-1]
+    falls_far = best - now >= 0.1 * max(best - worst, abs(best))
+    training_rises = training_scores[-1] > training_scores[0]
     text = (
-        f"the validation score went from {validated[0]:.3g} to {now:.3g} over three validations, "
-        f"the score of training from {trained[0]:.3g} to {trained[-1]:.3g}"
+        f"the validation score went from {validation_scores[0]:.3g} to {now:.3g} over three "
+        f"validations, the score of training from {training_scores[0]:.3g} to "
+        f"{training_scores[-1]:.3g}"
     )
-    return Reading(falls and large and trained[-1] > trained[0], VALIDATION, now, text)
+    return Reading(falls and falls_far and training_rises, VALIDATION, now, text)
 
 
 def _mean_fraction(history: History, name: str, text: str) -> Reading | None:
-    if not (recent := history.last(name, 5)):
+    recent = history.last(name, 5)
+    if not recent:
         return None
-    value = statistics.fmean(recent)
-    return Reading(value >= 0.9, name, value, text.format(value=value))
+    fraction = statistics.fmean(recent)
+    return Reading(fraction >= 0.9, name, fraction, text.format(value=fraction))
 
 
 def _idle_critic(history: History) -> Reading | None:
-    if not (recent := history.last(FIT, 30)):
+    recent = history.last(EXPLAINED_VARIANCE, 30)
+    if not recent:
         return None
-    value = statistics.median(recent)
-    return Reading(
-        value < 0.0, FIT, value, f"the critic explains {value:.1%} of the variance of returns"
-    )
+    explained = statistics.median(recent)
+    text = f"the critic explains {explained:.1%} of the variance of returns"
+    return Reading(explained < 0.0, EXPLAINED_VARIANCE, explained, text)
 
 
 def _growing_gap(history: History) -> Reading | None:
-    if not (recent := history.last(GAP, 3)):
+    recent = history.last(LOG_PROB_GAP, 3)
+    if not recent:
         return None
-    value, first = statistics.median(recent), history.first(GAP)
+    gap = statistics.median(recent)
+    start = history.first(LOG_PROB_GAP)
     # In nats: bf16 rounds to about 0.01, below which the gap may grow.
-    unhealthy = value > 0.05 or (value > 0.01 and value > 10.0 * first)
+    unhealthy = gap > 0.05 or (gap > 0.01 and gap > 10.0 * start)
     text = (
-        f"log-probs of generation and training differ by {value:.3g} nats on average, "
-        f"{first:.3g} at the start"
+        f"log-probs of generation and training differ by {gap:.3g} nats on average, "
+        f"{start:.3g} at the start"
     )
-    return Reading(unhealthy, GAP, value, text)
+    return Reading(unhealthy, LOG_PROB_GAP, gap, text)
 
 
 def _lagging_rank(history: History) -> Reading | None:
     """Read the phase with the longest streak for one slowest rank."""
     if not history.lagging:
         return None
-    phase, (rank, skews) = max(history.lagging.items(), key=lambda item: len(item[1][1]))
-    value = statistics.fmean(skews) if skews else 0.0
-    text = "no rank is the slowest of a long phase by far"
-    if skews:
-        text = (
-            f"rank {rank} was the slowest of {phase} in {len(skews)} iterations in a row, "
-            f"{value:.0%} over the mean of ranks"
-        )
-    return Reading(len(skews) >= LAG_ITERATIONS, f"skew/{phase}", value, text)
+    phase = max(history.lagging, key=lambda phase: len(history.lagging[phase][1]))
+    rank, skews = history.lagging[phase]
+    if not skews:
+        text = "no rank is the slowest of a long phase by far"
+        return Reading(False, f"skew/{phase}", 0.0, text)
+    mean_skew = statistics.fmean(skews)
+    text = (
+        f"rank {rank} was the slowest of {phase} in {len(skews)} iterations in a row, "
+        f"{mean_skew:.0%} over the mean of ranks"
+    )
+    return Reading(len(skews) >= LAG_ITERATIONS, f"skew/{phase}", mean_skew, text)
 
 
 RULES: dict[HealthRule, tuple[Rule, str]] = {
@@ -193,7 +208,7 @@ RULES: dict[HealthRule, tuple[Rule, str]] = {
     HealthRule.ALL_CUT: (
         functools.partial(
             _mean_fraction,
-            name=CUT,
+            name=TRUNCATED,
             text="{value:.0%} of the responses are cut at the limit",
         ),
         "raise actor_rollout.max_new_tokens, or set algorithm.missing_eos_penalty or "
@@ -206,7 +221,7 @@ RULES: dict[HealthRule, tuple[Rule, str]] = {
     HealthRule.EQUAL_SCORES: (
         functools.partial(
             _mean_fraction,
-            name=EQUAL,
+            name=EQUAL_SCORES,
             text="for {value:.0%} of the prompts all responses score the same: estimators that "
             "compare responses learn nothing from them",
         ),
@@ -261,8 +276,9 @@ class Health:
     def __init__(self, stop_on: Sequence[HealthRule] = (), kl_limit: float = KL_LIMIT) -> None:
         """stop_on: rules whose findings stop the run; kl_limit: nats per token."""
         self.active: dict[str, Finding] = {}
-        self._stop_on, self._history = tuple(stop_on), History()
-        self._clear: dict[str, int] = {}
+        self._stop_on = tuple(stop_on)
+        self._history = History()
+        self._num_healthy: dict[str, int] = {}  # rule -> iterations in a row
         measure_kl = functools.partial(measure_kl_runaway, limit=kl_limit)
         remedy = RULES[HealthRule.KL_RUNAWAY][1]
         self._rules = RULES | {HealthRule.KL_RUNAWAY: (measure_kl, remedy)}
@@ -270,18 +286,20 @@ class Health:
     def check(self, iteration: int, metrics: Mapping[str, float | None]) -> list[Finding]:
         """Add an iteration's metrics; return problems starting or ending with it."""
         self._history.add(metrics)
-        found = []
+        findings = []
         for rule, (measure, remedy) in self._rules.items():
             reading = measure(self._history)
             if reading is None:
                 continue
-            name, measured = rule.value, (reading.metric, reading.value, reading.text)
-            self._clear[name] = 0 if reading.unhealthy else self._clear.get(name, 0) + 1
+            name = rule.value
+            measurement = (reading.metric, reading.value, reading.text)
+            num_healthy = 0 if reading.unhealthy else self._num_healthy.get(name, 0) + 1
+            self._num_healthy[name] = num_healthy
             if reading.unhealthy and name not in self.active:
                 stops = rule in self._stop_on
-                self.active[name] = Finding(iteration, name, "began", *measured, remedy, stops)
-                found.append(self.active[name])
-            elif name in self.active and self._clear[name] >= CLEAR:
+                self.active[name] = Finding(iteration, name, "began", *measurement, remedy, stops)
+                findings.append(self.active[name])
+            elif name in self.active and num_healthy >= CLEAR:
                 del self.active[name]
-                found.append(Finding(iteration, name, "ended", *measured, ""))
-        return found
+                findings.append(Finding(iteration, name, "ended", *measurement, ""))
+        return findings

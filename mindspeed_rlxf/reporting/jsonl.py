@@ -41,8 +41,11 @@ class Sample:
 
     def record(self, iteration: int) -> dict[str, Any]:
         """Return the line for samples.jsonl."""
-        fields = {name: value for name, value in vars(self).items() if value is not None}
-        return {"iteration": iteration, **fields}
+        record: dict[str, Any] = {"iteration": iteration}
+        for name, value in vars(self).items():
+            if value is not None:
+                record[name] = value
+        return record
 
 
 def shorten_columns(columns: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -66,8 +69,8 @@ class JsonlWriter:
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one line; non-finite numbers become null, objects that JSON lacks strings."""
-        record = null_non_finite(record)
-        line = json.dumps(record, ensure_ascii=False, allow_nan=False, default=str)
+        finite = null_non_finite(record)
+        line = json.dumps(finite, ensure_ascii=False, allow_nan=False, default=str)
         self._stream.write(line + "\n")
         self._stream.flush()
 
@@ -109,8 +112,10 @@ def read_jsonl(file: Path) -> Iterator[dict[str, Any]]:
 def read_metrics(file: Path) -> Iterator[tuple[int, dict[str, float | None]]]:
     """Yield (iteration, metrics) per metrics.jsonl line; None stands for a non-finite metric."""
     for record in read_jsonl(file):
-        if isinstance(record.get("iteration"), int) and isinstance(record.get("metrics"), dict):
-            yield record["iteration"], record["metrics"]
+        iteration = record.get("iteration")
+        metrics = record.get("metrics")
+        if isinstance(iteration, int) and isinstance(metrics, dict):
+            yield iteration, metrics
 
 
 def null_non_finite(value: Any) -> Any:
@@ -119,7 +124,9 @@ def null_non_finite(value: Any) -> Any:
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
         return {name: null_non_finite(item) for name, item in value.items()}
-    return [null_non_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        return [null_non_finite(item) for item in value]
+    return value
 
 
 ITERATION = re.compile(rb'\{"iteration": (\d+),')
@@ -148,22 +155,24 @@ def write_tokens(
         lines += json.dumps(record).encode("ascii") + b"\n"
     with open(folder / f"rank_{rank:05d}.jsonl", "ab+") as stream:
         size = stream.seek(0, os.SEEK_END)
-        if size and stream.seek(size - 1) is not None and stream.read(1) != b"\n":
-            lines = b"\n" + lines
+        if size > 0:
+            stream.seek(size - 1)
+            if stream.read(1) != b"\n":
+                lines = b"\n" + lines
         stream.write(lines)
 
 
 def cut_token_files(folder: Path, iteration: int) -> None:
     """Truncate each rank's file at its first incomplete line, or first line after `iteration`."""
     for file in token_files(folder):
-        kept = 0
+        num_kept_bytes = 0
         with open(file, "rb+") as stream:
             for line in stream:
-                found = ITERATION.match(line)
-                if not line.endswith(b"\n") or (found and int(found[1]) > iteration):
+                match = ITERATION.match(line)
+                if not line.endswith(b"\n") or (match and int(match[1]) > iteration):
                     break
-                kept += len(line)
-            stream.truncate(kept)
+                num_kept_bytes += len(line)
+            stream.truncate(num_kept_bytes)
 
 
 def token_files(folder: Path) -> list[Path]:

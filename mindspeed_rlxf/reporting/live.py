@@ -51,9 +51,12 @@ class LiveConsole(Console):
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(stream, clock)
-        self._title, self._iteration, self._warnings = "", 0, 0
+        self._title = ""
+        self._iteration = 0
+        self._num_warnings = 0
         self._metrics: dict[str, float] = {}
-        self._left, self._validated = "", ""
+        self._time_left = ""
+        self._validation = ""
         self._curves = {name: list[float]() for name in CURVES.values()}
         self._terminal = Terminal(file=stream, force_terminal=True, highlight=False)
         self._live = Live(self, console=self._terminal, refresh_per_second=2)
@@ -63,20 +66,24 @@ class LiveConsole(Console):
     def begin(self, total: int, names: Sequence[str], done: int = 0, title: str = "") -> None:
         """Start a run, see `Console.begin`."""
         super().begin(total, names, done, title)
-        self._title, self._iteration = printable(title), done
+        self._title = printable(title)
+        self._iteration = done
 
     def update(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Show a finished iteration's metrics.
 
         The mean validation score stays until the next validation.
         """
-        self._iteration, self._metrics = iteration, dict(metrics)
-        self._left = f", {self.time_left(iteration)} left"
+        self._iteration = iteration
+        self._metrics = dict(metrics)
+        self._time_left = f", {self.time_left(iteration)} left"
         for name, curve in self._curves.items():
-            if math.isfinite(value := metrics.get(name, math.nan)):
+            value = metrics.get(name, math.nan)
+            if math.isfinite(value):
                 curve.append(value)
-        if (score := validation_score(metrics, "score")) is not None:
-            self._validated = f"validation {format_short(score)} (iteration {iteration})"
+        score = validation_score(metrics, "score")
+        if score is not None:
+            self._validation = f"validation {format_short(score)} (iteration {iteration})"
 
     def close(self) -> None:
         """Stop redrawing and restore stdout and stderr; may be called twice."""
@@ -85,53 +92,64 @@ class LiveConsole(Console):
 
     def _print(self, line: str) -> None:
         is_warning = line.split("] ", 1)[-1].startswith(WARNING)
-        self._warnings += is_warning
+        self._num_warnings += is_warning
         text = Text(printable(line), style="yellow" if is_warning else "")
         self._terminal.print(text, soft_wrap=True)
 
     def __rich_console__(self, console: Terminal, options: ConsoleOptions) -> RenderResult:
-        rows, metrics = Table.grid(padding=(0, 1)), self._metrics
+        rows = Table.grid(padding=(0, 1))
         rows.add_column(style="dim", min_width=9, no_wrap=True)
         rows.add_column(no_wrap=True, overflow="ellipsis")
         if self._total:
             passed = timedelta(seconds=int(self._clock() - self._start_s))
-            counted = f"{self._iteration} / {self._total}  {self._iteration / self._total:.0%}"
-            text = f"{counted}  {passed} passed{self._left}  {self._title}"
+            progress = f"{self._iteration} / {self._total}  {self._iteration / self._total:.0%}"
+            text = f"{progress}  {passed} passed{self._time_left}  {self._title}"
             rows.add_row("iteration", Text(text, "bold"))
         for label, name in CURVES.items():
-            if curve := self._curves[name]:
-                value, drawn = (
-                    (f"{format_short(curve[-1]):<8}", "bold"),
-                    (draw_curve(curve, CURVE_WIDTH), "cyan"),
-                )
-                more = self._validated if label == "score" else ""
-                rows.add_row(label, Text.assemble(value, drawn, "  ", more))
-        for label, facts in FACTS.items() if metrics else ():
-            shown = (
-                f"{fact} {metrics[name]:.0%}"
-                if name.endswith(("_fraction", "/mfu"))
-                else f"{fact} {format_short(metrics[name])}"
-                for fact, name in facts.items()
-                if name in metrics
-            )
-            rows.add_row(label, "  ".join(shown))
+            curve = self._curves[name]
+            if curve:
+                newest = (f"{format_short(curve[-1]):<8}", "bold")
+                blocks = (draw_curve(curve, CURVE_WIDTH), "cyan")
+                validation = self._validation if label == "score" else ""
+                rows.add_row(label, Text.assemble(newest, blocks, "  ", validation))
+        if self._metrics:
+            for label, facts in FACTS.items():
+                rows.add_row(label, self._format_facts(facts))
         for label, prefix in FAMILIES.items():
-            found = {k.removeprefix(prefix): v for k, v in metrics.items() if k.startswith(prefix)}
-            largest = sorted(found, key=lambda name: -found[name])[:LARGEST]
-            rows.add_row(
-                label, "  ".join(f"{name} {format_short(found[name])}" for name in largest)
-            )
-        warned = f"  warnings above: {self._warnings}" if self._warnings else ""
-        rows.add_row("now", printable(str(PHASES.current or "-")) + warned)
+            rows.add_row(label, self._format_family(prefix))
+        phase = printable(str(PHASES.current or "-"))
+        warnings = f"  warnings above: {self._num_warnings}" if self._num_warnings else ""
+        rows.add_row("now", phase + warnings)
         yield from console.render(rows, options.update_width(min(options.max_width, MAX_WIDTH) - 1))
+
+    def _format_facts(self, facts: Mapping[str, str]) -> str:
+        """Return the metrics among `facts`, label -> metric, on one line."""
+        texts = []
+        for label, name in facts.items():
+            if name not in self._metrics:
+                continue
+            value = self._metrics[name]
+            is_fraction = name.endswith(("_fraction", "/mfu"))
+            text = f"{value:.0%}" if is_fraction else format_short(value)
+            texts.append(f"{label} {text}")
+        return "  ".join(texts)
+
+    def _format_family(self, prefix: str) -> str:
+        """Return the largest metrics whose names have the prefix on one line."""
+        names = [name for name in self._metrics if name.startswith(prefix)]
+        names.sort(key=lambda name: -self._metrics[name])
+        return "  ".join(
+            f"{name.removeprefix(prefix)} {format_short(self._metrics[name])}"
+            for name in names[:LARGEST]
+        )
 
 
 def make_console(mode: str, stream: TextIO | None = None) -> Console:
     """Make a live view for a single rank on a terminal with cursor control, else a line console."""
     stream = stream or sys.stdout
-    alone = os.environ.get("WORLD_SIZE", "1") == "1"  # ranks of torchrun print there too
-    can_move = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb" and alone
-    if mode == "line" or not can_move:
+    is_single = os.environ.get("WORLD_SIZE", "1") == "1"  # ranks of torchrun print there too
+    can_move_cursor = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+    if mode == "line" or not can_move_cursor or not is_single:
         return Console(stream)
     return LiveConsole(stream)
 

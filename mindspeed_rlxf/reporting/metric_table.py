@@ -31,8 +31,10 @@ class Metric:
     @functools.cached_property
     def pattern(self) -> re.Pattern[str]:
         """Return a regular expression for matching names."""
-        parts = re.split(r"(<[^>]+>)", self.name)
-        return re.compile("".join(".+" if p.startswith("<") else re.escape(p) for p in parts))
+        pattern = ""
+        for piece in re.split(r"(<[^>]+>)", self.name):
+            pattern += ".+" if piece.startswith("<") else re.escape(piece)
+        return re.compile(pattern)
 
 
 def _spread(name: str, unit: str, meaning: str) -> tuple[Metric, ...]:
@@ -124,6 +126,8 @@ SAMPLES = (
     Metric("rollout/log_prob_gap_max", "nats", "largest distance of a token", None,
            "algorithm.max_log_prob_gap stops the run there"),
     *_spread("rollout/is_weight", "", "weight of a token by algorithm.rollout_is_threshold"),
+    Metric("rollout/rejected_tokens", "share", "tokens that algorithm.rollout_rejection leaves "
+           "out", (0.0, 0.5), "widen its bounds, or compare precision and layout"),
     Metric("val/<data_source>/score", "", "mean score of the validation prompts of this source"),
     Metric("val/<data_source>/response_length", "tokens", "mean length of the responses"),
     Metric("val/<data_source>/<metric>", "", "another metric of validation, see running.md"),
@@ -179,8 +183,8 @@ def find_metric(name: str) -> Metric | None:
 
     If several rows match, the one with the most literal characters wins.
     """
-    found = [metric for metric in METRICS if metric.pattern.fullmatch(name)]
-    return max(found, key=lambda metric: len(re.sub("<[^>]+>", "", metric.name)), default=None)
+    matches = [metric for metric in METRICS if metric.pattern.fullmatch(name)]
+    return max(matches, key=lambda metric: len(re.sub("<[^>]+>", "", metric.name)), default=None)
 
 
 def validation_score(measured: Mapping[str, float | None], metric: str) -> float | None:
@@ -190,21 +194,23 @@ def validation_score(measured: Mapping[str, float | None], metric: str) -> float
     """
     if metric.startswith("val/"):
         return measured.get(metric)
-    named = (v for k, v in measured.items() if k.startswith("val/") and k.endswith(f"/{metric}"))
-    found = [value for value in named if value is not None]
-    return sum(found) / len(found) if found else None
+    scores = []
+    for name, score in measured.items():
+        is_named = name.startswith("val/") and name.endswith(f"/{metric}")
+        if is_named and score is not None:
+            scores.append(score)
+    return sum(scores) / len(scores) if scores else None
 
 
 def tables() -> str:
     """Return one Markdown table per section."""
-    parts = []
+    paragraphs = []
     for title, metrics in SECTIONS.items():
         rows = [_row("metric", "unit", "meaning", "healthy", "otherwise"), "|---|---|---|---|---|"]
-        rows += [
-            _row(f"`{m.name}`", m.unit, m.meaning, show_range(m.healthy), m.remedy) for m in metrics
-        ]
-        parts += [f"## {title}", "\n".join(rows)]
-    return "\n\n".join(parts) + "\n"
+        for m in metrics:
+            rows.append(_row(f"`{m.name}`", m.unit, m.meaning, show_range(m.healthy), m.remedy))
+        paragraphs += [f"## {title}", "\n".join(rows)]
+    return "\n\n".join(paragraphs) + "\n"
 
 
 def replace_tables(text: str) -> str:

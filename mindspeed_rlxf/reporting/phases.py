@@ -47,17 +47,17 @@ class Phases:
 
         With `prints` False only the live view shows it.
         """
-        each = Phase(what, total)
+        phase = Phase(what, total)
         if threading.current_thread() is not threading.main_thread():
-            yield each
+            yield phase
             return
         if prints and not self._stack and self.write is not None:
             self.write(f"{what} ...")
-        self._stack.append(each)
+        self._stack.append(phase)
         try:
-            yield each
+            yield phase
         finally:
-            self._stack.remove(each)
+            self._stack.remove(phase)
 
 
 PHASES = Phases()  # those of this process

@@ -54,38 +54,47 @@ class Timeline:
 
         A new file replaces the oldest one if there are KEPT already.
         """
-        first = (iteration - 1) // ITERATIONS * ITERATIONS + 1
-        file = self._folder / f"iterations_{first:07d}.json"
+        first_iteration = (iteration - 1) // ITERATIONS * ITERATIONS + 1
+        file = self._folder / f"iterations_{first_iteration:07d}.json"
         if file != self._file:
-            self._file, self._named = file, set()
+            self._file = file
+            self._named = set()
             self._folder.mkdir(parents=True, exist_ok=True)
-            others = [old for old in self._folder.glob("iterations_*.json") if old != file]
-            for old in sorted(others)[: 1 - KEPT]:
+            older_files = [old for old in self._folder.glob("iterations_*.json") if old != file]
+            for old in sorted(older_files)[: 1 - KEPT]:
                 old.unlink()
         events: list[dict[str, Any]] = []
         for span in spans:
-            role = "" if span.pool == DRIVER else span.name.partition(".")[0]
-            pid = self._pools.setdefault(span.pool, len(self._pools))
-            tid = self._roles.setdefault(role, len(self._roles)) * MOST_RANKS + span.rank
-            place = {"pid": pid, "tid": tid}
-            if (pid, tid) not in self._named:
-                self._named.add((pid, tid))
-                lane = f"{role} rank {span.rank}".strip()
-                names = {"process_name": span.pool, "thread_name": lane}
-                events += [
-                    {"name": kind, "ph": "M", **place, "args": {"name": name}}
-                    for kind, name in names.items()
-                ]
-            event = {
-                "name": span.name, "cat": span.kind or span.name.partition(".")[0], "ph": "X",
-                "ts": round(span.started * 1e6), "dur": round(span.seconds * 1e6), **place,
-                "args": {"iteration": iteration, "rank": span.rank},
-            }  # fmt: skip
-            events.append(event)
-        new = BETWEEN.join(json.dumps(event, ensure_ascii=False).encode() for event in events)
+            events += self._make_events(iteration, span)
+        lines = BETWEEN.join(json.dumps(event, ensure_ascii=False).encode() for event in events)
         file.touch()
         with open(file, "r+b") as stream:
             size = stream.seek(0, os.SEEK_END)
             # One write over the closing bracket: a kill leaves the old end or the new one.
             stream.seek(max(size - len(TAIL), 0))
-            stream.write((BETWEEN if size else HEAD) + new + TAIL)
+            stream.write((BETWEEN if size else HEAD) + lines + TAIL)
+
+    def _make_events(self, iteration: int, span: Span) -> list[dict[str, Any]]:
+        """Return a span's event, after the names of its process and thread if the file lacks them.
+
+        For example {"name": "critic.values", "ph": "X", "ts": 1769860800000000, "dur": 250000,
+        "pid": 0, "tid": 65, ...}: rank 1 of the second role, for 0.25 s.
+        """
+        role = "" if span.pool == DRIVER else span.name.partition(".")[0]
+        pid = self._pools.setdefault(span.pool, len(self._pools))
+        tid = self._roles.setdefault(role, len(self._roles)) * MOST_RANKS + span.rank
+        thread = {"pid": pid, "tid": tid}
+        events: list[dict[str, Any]] = []
+        if (pid, tid) not in self._named:
+            self._named.add((pid, tid))
+            thread_name = f"{role} rank {span.rank}".strip()
+            names = {"process_name": span.pool, "thread_name": thread_name}
+            for kind, name in names.items():
+                events.append({"name": kind, "ph": "M", **thread, "args": {"name": name}})
+        event = {
+            "name": span.name, "cat": span.kind or span.name.partition(".")[0], "ph": "X",
+            "ts": round(span.started * 1e6), "dur": round(span.seconds * 1e6), **thread,
+            "args": {"iteration": iteration, "rank": span.rank},
+        }  # fmt: skip
+        events.append(event)
+        return events

@@ -93,7 +93,8 @@ def register_tracker(
 
 def find_problems(names: Sequence[str]) -> list[Problem]:
     """Return a problem for each unknown tracker or missing package."""
-    problems, known = [], [JSONL, *TRACKERS]
+    known = [JSONL, *TRACKERS]
+    problems = []
     for name in names:
         if name not in known:
             remedy = f"use {closest(name, known) or JSONL}, or add its file to training.plugins"
@@ -117,9 +118,10 @@ class Trackers:
 
         `warn_once` is called with (key, message) on failures and prints one message per key.
         """
-        self._warn_once, self._run = warn_once, run
+        self._warn_once = warn_once
+        self._run = run
         self._trackers: dict[str, Tracker] = {}
-        self._last: dict[str, int] = {}  # iteration that each tracker got in an earlier start
+        self._last_recorded: dict[str, int] = {}  # the iteration, from an earlier start
         for name in dict.fromkeys(names):
             if name == JSONL:
                 continue
@@ -128,7 +130,7 @@ class Trackers:
             recorded = folder / RECORDED
             if recorded.exists():
                 numbers = recorded.read_text(encoding="ascii").split()
-                self._last[name] = max(map(int, numbers), default=-1)
+                self._last_recorded[name] = max(map(int, numbers), default=-1)
             with self._warning_of(name):
                 self._trackers[name] = TRACKERS[name].factory(replace(run, folder=folder))
 
@@ -136,7 +138,7 @@ class Trackers:
         """Send finite metrics to each tracker, except iterations it received before a restart."""
         finite = {name: float(v) for name, v in metrics.items() if math.isfinite(v)}
         for name, tracker in self._trackers.items():
-            if iteration > self._last.get(name, -1):
+            if iteration > self._last_recorded.get(name, -1):
                 with self._warning_of(name):
                     tracker.log(iteration, finite)
                     recorded = self._run.folder / name / RECORDED
@@ -241,8 +243,10 @@ def _choose_mode(run: TrackedRun, prefix: str) -> str:
     An explicit offline mode wins over the variable. With `auto` and no variable, the tracker is
     online if <prefix>_API_KEY is set.
     """
-    asked = os.environ.get(f"{prefix}_MODE")
+    variable = os.environ.get(f"{prefix}_MODE")
     if run.offline:
-        return "disabled" if asked == "disabled" else "offline"
-    online = run.offline is False or os.environ.get(f"{prefix}_API_KEY")
-    return asked or ("online" if online else "offline")
+        return "disabled" if variable == "disabled" else "offline"
+    if variable:
+        return variable
+    is_online = run.offline is False or os.environ.get(f"{prefix}_API_KEY")
+    return "online" if is_online else "offline"

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from mindspeed_rlxf.config.enums import RewardKind
 from mindspeed_rlxf.config.plugins import find_carried, loaded
 from mindspeed_rlxf.config.problems import Problem, closest
-from mindspeed_rlxf.config.reward_section import BY_SOURCE, split_name
+from mindspeed_rlxf.config.reward_section import ADAPTERS, BY_SOURCE, split_name
 from mindspeed_rlxf.config.schema import RewardConfig
 from mindspeed_rlxf.data.prompt_store import reward_style
 from mindspeed_rlxf.rewards.outcome import Cause, Outcome, Sample
@@ -43,7 +43,7 @@ def make_plan(reward: RewardConfig) -> Plan:
     sandbox = reward.sandbox if reward.runs_programs else None
     # With a reward model and no functions, the rules score validation samples.
     by_default = reward.kind is RewardKind.RULE or not reward.parts
-    return Plan(tuple(parts), rules, plugins, by_default, sandbox)
+    return Plan(tuple(parts), rules, plugins, by_default, sandbox, tuple(ADAPTERS))
 
 
 def scores_row(reward: RewardConfig, extra_info: Mapping[str, Any]) -> bool:

@@ -84,6 +84,13 @@ def _same_number(answer: Fraction | None, ground_truth: str) -> float:
     return float(answer is not None and answer == final_number(ground_truth))
 
 
+def math_dapo_verl(response: str, ground_truth: str) -> RewardResult:
+    """Score 1 if verl's rule for `math_dapo` finds the response right, else -1, with its answer."""
+    is_right, answer = verl_rules.math_dapo_verl(response, ground_truth)
+    parts: dict[str, float | str] = {"accuracy": float(is_right), "pred": answer or ""}
+    return RewardResult(1.0 if is_right else -1.0, parts)
+
+
 RULES: dict[str, Rule] = {
     "exact_match": exact_match,
     "gsm8k": gsm8k,
@@ -92,6 +99,7 @@ RULES: dict[str, Rule] = {
     "gsm8k_verl": _as_rule(verl_rules.gsm8k_verl),
     "math": _as_rule(math_score),
     "math_verl": _as_rule(verl_rules.math_verl),
+    "math_dapo_verl": math_dapo_verl,
     "multiple_choice": _as_rule(multiple_choice),
     "search_qa": _as_rule(search_score),
     "format": _as_rule(format_score),
@@ -135,6 +143,7 @@ ACCEPTS: dict[str, Callable[[str], object]] = {
     "gsm8k_verl": verl_rules.accepts_gsm8k_truth,
     "math": accepts_math_truth,
     "math_verl": verl_rules.accepts_math_truth,
+    "math_dapo_verl": verl_rules.accepts_math_dapo_truth,
     "search_qa": search_targets,
 }
 """Name of a rule that does not score a ground truth as a response -> whether it accepts one.

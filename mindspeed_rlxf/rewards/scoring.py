@@ -25,15 +25,16 @@ from mindspeed_rlxf.config.reward_section import (
     BY_SOURCE,
     RULES_OF_PROGRAMS,
     STRUCTURED,
+    Adapter,
     FunctionConfig,
     SandboxConfig,
+    find_adapter,
     find_function,
     keywords_of,
     split_name,
 )
 from mindspeed_rlxf.rewards.outcome import Cause, Sample, ScoreFailure, ScoringBroken, to_result
 from mindspeed_rlxf.rewards.rules import RULES, RewardResult
-from mindspeed_rlxf.rewards.verl_managers import as_function
 
 MAX_TRACEBACK = 4000  # characters, the last ones
 
@@ -48,6 +49,8 @@ class Plan:
         plugins: Files that register plugin rules.
         defaults: Whether the data source's rule scores a sample that no part applies to.
         sandbox: None if no rule runs programs.
+        adapters: Those of this process. A process that reads the plan imports their modules, which
+            register them there.
     """
 
     parts: tuple[tuple[FunctionConfig, Source | None], ...]
@@ -55,6 +58,7 @@ class Plan:
     plugins: tuple[Source, ...] = ()
     defaults: bool = True
     sandbox: SandboxConfig | None = None
+    adapters: tuple[Adapter, ...] = ()
 
 
 class SampleScorer:
@@ -70,8 +74,10 @@ class SampleScorer:
             named = split_name(part.function or "")
             function = None
             if source and named:
-                found = find_function(run_as_module(source), named[1])
-                function = as_function(found, part.arguments)
+                function = find_function(run_as_module(source), named[1])
+                adapter = find_adapter(function)
+                if adapter is not None:
+                    function = adapter.adapt(function, part.arguments)
             self._parts.append((part, function))
 
     def score(self, sample: Sample) -> RewardResult:

@@ -15,7 +15,11 @@ from mindspeed_rlxf.rewards.expressions import is_same, read_answer
 from mindspeed_rlxf.rewards.latex import after_thoughts, find_boxed, find_said
 from mindspeed_rlxf.rewards.numbers import final_number, last_number, marked_number
 from mindspeed_rlxf.rewards.rules import BUILTIN_SOURCES, RewardResult
-from mindspeed_rlxf.rewards.verl_rules import gsm8k_verl_answer, math_verl_answer
+from mindspeed_rlxf.rewards.verl_rules import (
+    gsm8k_verl_answer,
+    math_dapo_answer,
+    math_verl_answer,
+)
 
 _TAGS = ("<think>", "</think>", "<answer>", "\\boxed{", "</answer>")
 _STEP = re.compile(r"Step \d+:|^\d+\.|\n-|\n\*|First,|Second,|Next,|Finally,", re.MULTILINE)
@@ -132,6 +136,7 @@ OF_RULES: dict[str, Extract] = {
     "math": final_answer,
     "gsm8k_verl": gsm8k_verl_answer,
     "math_verl": math_verl_answer,
+    "math_dapo_verl": math_dapo_answer,
     "multiple_choice": partial(find_choice, choices=CHOICES),
 }
 """Name of a rule -> function that finds the answer it reads; `whole_text` for other rules."""

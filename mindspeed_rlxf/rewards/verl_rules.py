@@ -1,7 +1,7 @@
-r"""The rules that verl applies to GSM8K and MATH, with its scores.
+r"""The rules that verl applies to GSM8K, MATH and DAPO's data, with its scores.
 
 They compare texts, so they are stricter than `gsm8k` and `math`: `18.` is not `18`, `4.0` not `4`.
-MATH's answers are normalised as in arXiv:2103.03874.
+MATH's answers are normalised as in arXiv:2103.03874, DAPO's as in arXiv:2206.14858.
 """
 
 import re
@@ -71,12 +71,80 @@ def math_verl_answer(response: str) -> str | None:
     start = response.rfind("\\boxed")
     if start < 0 or not response.startswith("\\boxed{", start):
         return None
+    return _read_box(response[start:])
+
+
+def _read_box(text: str) -> str | None:
+    """Return what is between the braces of the box with which a text begins; None if it is open."""
     depth = 0
-    for brace in re.finditer("[{}]", response[start:]):
+    for brace in re.finditer("[{}]", text):
         depth += 1 if brace[0] == "{" else -1
         if depth == 0:
-            return response[start + len("\\boxed{") : start + brace.start()]
+            return text[len("\\boxed{") : brace.start()]
     return None
+
+
+DAPO_TAIL, DAPO_BOX_TAIL = 300, 100
+"""Characters at the end of a response in which verl looks for DAPO's answer, and for its box."""
+
+_STATED = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
+
+
+def math_dapo_verl(response: str, ground_truth: str) -> tuple[bool, str | None]:
+    r"""Return whether verl's rule for `math_dapo` and AIME finds a response right, and its answer.
+
+    The answer is the text after the last `Answer:`, which is normalised as the ground truth is;
+    without one the last \boxed{}, which must be equal to it (in verl since August 2026).
+    """
+    answer = math_dapo_answer(response)
+    if _STATED.search(response[-DAPO_TAIL:]):
+        return answer == _normalise_dapo(ground_truth), answer
+    return answer == ground_truth, answer
+
+
+def math_dapo_answer(response: str) -> str | None:
+    """Return what verl's rule for `math_dapo` takes as a response's answer, None without one."""
+    stated = _STATED.findall(response[-DAPO_TAIL:])
+    if stated:
+        return _normalise_dapo(stated[-1])
+    tail = response[-DAPO_BOX_TAIL:]
+    start = tail.rfind("\\boxed{")
+    return None if start < 0 else _read_box(tail[start:])
+
+
+def accepts_math_dapo_truth(ground_truth: str) -> bool:
+    """Whether some response of `math_dapo_verl` can equal a ground truth."""
+    return math_dapo_verl(f"Answer: {ground_truth}", ground_truth)[0]
+
+
+# Appendix D.1 of arXiv:2206.14858: what is replaced, then what is dropped.
+_REPLACED = (
+    ("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text"),
+    (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
+)  # fmt: skip
+_WORDS = r"""
+square ways integers dollars mph inches hours km units \ldots sue points feet minutes digits cents
+degrees cm gm pounds meters meals edges students childrentickets multiples \text{s} \text{.}
+"""
+_SIGNS = r"""\text{} \mathrm{th} ^\circ ^{\circ} \; ,\! {,} " \dots"""
+_BREAKS = "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}"
+_DROPPED = (*_WORDS.split(), *_BREAKS, *_SIGNS.split())
+
+
+def _normalise_dapo(text: str) -> str:
+    text = text.rpartition("=")[2]
+    for old, new in _REPLACED:
+        text = text.replace(old, new)
+    for dropped in _DROPPED:
+        text = text.replace(dropped, "")
+    text = re.sub(r".*?\$(.*?)\$.*", r"$\1$", text)
+    for command in ("text", "textbf", "overline"):
+        text = re.sub(rf"\\{command}{{(.*?)}}", r"\1", text)
+    text = re.sub(r"\\boxed{(.*)}", r"\1", text)
+    text = re.sub(r"frac([^{])(.)", r"frac{\1}{\2}", text)
+    text = re.sub(r"sqrt([^{])", r"sqrt{\1}", text).replace("$", "")
+    digits = text.replace(",", "")
+    return digits if digits.isdigit() else text.strip()
 
 
 def _is_same(answer: str, ground_truth: str) -> bool:

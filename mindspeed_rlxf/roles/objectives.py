@@ -6,6 +6,7 @@ Each replica computes its own samples; whitening sums over all replicas.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from math import isfinite
 from typing import TypeAlias
@@ -32,6 +33,7 @@ from mindspeed_rlxf.algorithms.losses import (
     truncated_importance,
 )
 from mindspeed_rlxf.algorithms.masked import AllReduce, masked_mean, masked_whiten
+from mindspeed_rlxf.algorithms.rejection import keep_near_rollout
 from mindspeed_rlxf.algorithms.slots import value_mask
 from mindspeed_rlxf.config.enums import AdvantageWhiten, KlPenalty, OldLogProbs, Role, Stage
 from mindspeed_rlxf.config.registry import add_to
@@ -290,6 +292,13 @@ class ExperienceMaker:
         estimate = self.objective.estimate(given)
         if self.algorithm.mask_truncated:
             trained = trained & rollouts.has_eos[:, None]
+        rejected = None
+        if self.algorithm.rollout_rejection:
+            assert old is not None, "compared with the rollout's"
+            log_ratio = old - fit_columns(rollouts.rollout_log_probs, width)
+            kept = keep_near_rollout(log_ratio, trained, self.algorithm.rollout_rejection)
+            rejected = Summary.of((~kept)[trained])
+            trained = kept
         none = trained.new_zeros(len(trained), 0)
         reads_reference = self.objective.reads_reference or self.measures_kl
         experience = Experience(
@@ -302,6 +311,7 @@ class ExperienceMaker:
             value_mask=none if given.values is None else given.value_mask,
         )
         report = _summarize(experience, given, kl, rollouts.trained_mask)
+        report = replace(report, rejected=rejected)
         token_rows = None
         if inputs.token_log is not None:
             token_rows = TokenRows(

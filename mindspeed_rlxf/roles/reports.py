@@ -179,6 +179,7 @@ class ExperienceReport:
         values: The critic's values.
         fit: `value_fit`; None without a critic.
         num_masked: Samples that could not be scored; only `kl` counts them.
+        rejected: Over tokens, 1 where `rollout_rejection` leaves one out; None without it.
     """
 
     kl: list[float]
@@ -189,6 +190,7 @@ class ExperienceReport:
     values: Summary | None
     fit: list[float] | None = None  # of `value_fit`
     num_masked: int = 0
+    rejected: Summary | None = None
 
 
 @dataclass(frozen=True)

@@ -120,6 +120,9 @@ def experience_metrics(reports: Sequence[ExperienceReport], kl_coef: float) -> d
     metrics["critic/kl_coeff"] = kl_coef
     if num_masked := sum(report.num_masked for report in reports):
         metrics["reward/masked"] = float(num_masked)
+    rejected = [report.rejected for report in reports if report.rejected is not None]
+    if any(part.count for part in rejected):
+        metrics["rollout/rejected_tokens"] = Summary.merge(rejected).mean
     for name in ("score", "rewards", "advantages", "returns", "values"):
         parts = [getattr(report, name) for report in reports]
         if None not in parts:  # only a critic reports returns and values

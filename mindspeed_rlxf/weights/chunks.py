@@ -60,8 +60,10 @@ class Chunk:
 
     def narrow(self, dim: int, start: int, size: int) -> Chunk:
         """Restrict one axis to `size` indices from `start`, counted within the chunk."""
-        starts, shape = list(self.starts), list(self.shape)
-        starts[dim], shape[dim] = starts[dim] + start, size
+        starts = list(self.starts)
+        shape = list(self.shape)
+        starts[dim] += start
+        shape[dim] = size
         return Chunk(tuple(starts), tuple(shape))
 
     def overlap(self, other: Chunk) -> Chunk | None:
@@ -97,14 +99,22 @@ def flat_chunks(flat: range, shape: Shape) -> Iterator[Chunk]:
     At most three: a row's end, whole rows, a row's start.
     """
     assert 1 <= len(shape) <= 2, f"a parameter has one axis or two, not {shape}"
-    start, stop, width = flat.start, flat.stop, shape[-1]
-    while start < stop:
-        row, left = divmod(start, width)
-        rows = (stop - start) // width if left == 0 else 0
-        columns = width if rows else min(width - left, stop - start)
-        chunk = Chunk((row, left), (rows or 1, columns))
-        yield chunk if len(shape) == 2 else Chunk((left,), (columns,))
-        start += chunk.numel
+    start = flat.start
+    width = shape[-1]
+    while start < flat.stop:
+        row, column = divmod(start, width)
+        num_left = flat.stop - start
+        if column == 0 and num_left >= width:
+            num_rows = num_left // width
+            num_columns = width
+        else:
+            num_rows = 1
+            num_columns = min(width - column, num_left)
+        if len(shape) == 2:
+            yield Chunk((row, column), (num_rows, num_columns))
+        else:
+            yield Chunk((column,), (num_columns,))
+        start += num_rows * num_columns
 
 
 def view_chunk(elements: Tensor, start: int, chunk: Chunk, shape: Shape) -> Tensor:
@@ -138,12 +148,14 @@ def shard_chunks(
     `vocab_rows` are the embedding rows per rank; None = padded vocabulary / tp.
     """
     offset = 0
-    for part in shard_slices(parameter, architecture, tp_rank, tp, vocab_rows):
-        if part.size:
-            source = whole(parameter.hf_shape(part.source, architecture))
-            chunk, place = (source.narrow(part.dim, i, part.size) for i in (part.start, offset))
-            yield ShardChunk(part.source, chunk, place)
-            offset += part.size
+    for hf_slice in shard_slices(parameter, architecture, tp_rank, tp, vocab_rows):
+        dim = hf_slice.dim
+        size = hf_slice.size
+        if size > 0:
+            source = whole(parameter.hf_shape(hf_slice.source, architecture))
+            chunk = source.narrow(dim, hf_slice.start, size)
+            yield ShardChunk(hf_slice.source, chunk, source.narrow(dim, offset, size))
+            offset += size
 
 
 @dataclass(frozen=True)
@@ -184,22 +196,24 @@ class StoredTensor:
         Raises:
             ValueError: the stored chunks do not cover it.
         """
-        wanted = Chunk(self.index + chunk.starts, (1,) * len(self.index) + chunk.shape)
-        result = torch.zeros(wanted.shape, dtype=self.dtype)
-        filled = 0
+        requested = Chunk(self.index + chunk.starts, (1,) * len(self.index) + chunk.shape)
+        joined = torch.zeros(requested.shape, dtype=self.dtype)
+        num_read = 0
         for stored, place, read in self.chunks:
-            if shared := wanted.overlap(stored):
-                part = read(shared.move(stored, place))
-                if shared == wanted:
-                    return part.view(chunk.shape)
-                result[shared.relative_to(wanted).slices] = part
-                filled += shared.numel
-        if filled != chunk.numel:
+            overlap = requested.overlap(stored)
+            if overlap is None:
+                continue
+            elements = read(overlap.move(stored, place))
+            if overlap == requested:
+                return elements.view(chunk.shape)
+            joined[overlap.relative_to(requested).slices] = elements
+            num_read += overlap.numel
+        if num_read != chunk.numel:
             raise ValueError(
-                f"{self.name} must be complete, {filled} of {chunk.numel} elements of {chunk} are "
-                "there; copy the whole folder again"
+                f"{self.name} must be complete, {num_read} of {chunk.numel} elements of {chunk} "
+                "are there; copy the whole folder again"
             )
-        return result.view(chunk.shape)
+        return joined.view(chunk.shape)
 
 
 def is_full_precision(dtype: torch.dtype) -> bool:
@@ -259,7 +273,8 @@ def add_rank(
     layer is added where the model is tied too, to compare it with the embedding. Returns a line per
     missing, misshapen or unknown tensor.
     """
-    problems, used = [], set()
+    problems = []
+    used_names = set()
     of_model = [parameter for parameter in parameters if parameter.name != OUTPUT_LAYER.name]
     for parameter in (*of_model, OUTPUT_LAYER):
         name = next((name for name in spellings(parameter.name) if name in tensors), None)
@@ -268,7 +283,7 @@ def add_rank(
             if parameter.name not in (OUTPUT_LAYER.name, RM_HEAD.name):
                 problems.append(f"{parameter.name} is missing")
             continue
-        used.add(name)
+        used_names.add(name)
         stored = tensors[name]
         rows = sum(stored.shape[:1]) if parameter.split is Split.VOCAB else None
         expected = shard_shape(parameter, architecture, tp, rows)
@@ -281,14 +296,16 @@ def add_rank(
         elif stored.shape != expected:
             problems.append(f"{name} is {list(stored.shape)}, the model needs {list(expected)}")
         elif parameter.is_first_copy(tp_rank, ep_rank):
-            for part in shard_chunks(parameter, architecture, tp_rank, tp, rows):
-                where, shape = f"{part.source} in {folder}", hf_shape(part.source, architecture)
-                empty = StoredTensor(where, stored.dtype, shape, [])
-                known = weights.setdefault(part.source, empty)
-                known.chunks.append((part.chunk, part.place, stored.read))
+            for shard_chunk in shard_chunks(parameter, architecture, tp_rank, tp, rows):
+                source = shard_chunk.source
+                if source not in weights:
+                    shape = hf_shape(source, architecture)
+                    weights[source] = StoredTensor(f"{source} in {folder}", stored.dtype, shape, [])
+                weights[source].chunks.append((shard_chunk.chunk, shard_chunk.place, stored.read))
     if RM_HEAD_BIAS in tensors:
         weights[RM_HEAD_BIAS] = tensors[RM_HEAD_BIAS]
-    return problems + [f"{name} is not in the model" for name in unknown_names(tensors, used)]
+    problems += [f"{name} is not in the model" for name in unknown_names(tensors, used_names)]
+    return problems
 
 
 def spellings(name: str) -> list[str]:
@@ -310,16 +327,19 @@ def spellings(name: str) -> list[str]:
 
 def unknown_names(names: Iterable[str], used: set[str]) -> list[str]:
     """Return, sorted, the names neither in `used` nor expected beside the weights."""
-    known = used | {RM_HEAD_BIAS, OUTPUT_LAYER.name}
-    return sorted(name for name in names if name not in known and not IGNORED.search(name))
+    expected = used | {RM_HEAD_BIAS, OUTPUT_LAYER.name}
+    return sorted(name for name in names if name not in expected and not IGNORED.search(name))
 
 
 def refuse(folder: Path, problems: list[str]) -> None:
     """Raise a ValueError listing the first MAX_PROBLEMS problems, if there are any."""
-    if problems:
-        more = len(problems) - MAX_PROBLEMS
-        shown = problems[:MAX_PROBLEMS] + ([f"and {more} more"] if more > 0 else [])
-        raise ValueError(
-            f"{folder} holds another model than config.json describes: {'; '.join(shown)}; give "
-            "the config.json of that model"
-        )
+    if not problems:
+        return
+    listed = problems[:MAX_PROBLEMS]
+    num_unlisted = len(problems) - len(listed)
+    if num_unlisted > 0:
+        listed.append(f"and {num_unlisted} more")
+    raise ValueError(
+        f"{folder} holds another model than config.json describes: {'; '.join(listed)}; give "
+        "the config.json of that model"
+    )

@@ -32,20 +32,13 @@ def plan_conversion(arguments: argparse.Namespace) -> Conversion:
     head = choose_head(hf_config, arguments.orm)
     layout = None
     if to is not Format.HF:
-        given, layer_list = arguments.num_layer_list, None
-        if given is not None:
-            try:
-                layer_list = [int(number) for number in given.split(",")]
-            except ValueError:
-                rule, remedy = "must be numbers with commas between", "write it like 8,8,7,9"
-                raise UserError(Problem("--num-layer-list", rule, given, remedy)) from None
         layout = make_layout(
             architecture,
             arguments.tp,
             arguments.pp,
             arguments.ep,
             arguments.num_layers_per_virtual_pipeline_stage,
-            layer_list,
+            _parse_layer_list(arguments.num_layer_list),
             arguments.make_vocab_size_divisible_by,
         )
     return Conversion(
@@ -62,23 +55,32 @@ def plan_conversion(arguments: argparse.Namespace) -> Conversion:
     )
 
 
+def _parse_layer_list(text: str | None) -> list[int] | None:
+    """Return the layers per pipeline rank from `8,8,7,9`; None without --num-layer-list."""
+    if text is None:
+        return None
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        rule = "must be numbers with commas between"
+        raise UserError(Problem("--num-layer-list", rule, text, "write it like 8,8,7,9")) from None
+
+
 def _check_folders(arguments: argparse.Namespace) -> tuple[Path, Path, Path]:
     """Check flags and folders; return source, target, and the config.json folder."""
-    size, ranks = arguments.shard_size_gb, vars(arguments)
-    given = [f"--{name}={ranks[name]}" for name in ("tp", "pp", "ep") if ranks[name] != 1]
-    given += ["--num-layer-list"] if arguments.num_layer_list else []
-    no_ranks = "a Hugging Face folder has no ranks"
-    checks = [
-        (
-            not 0 < size < math.inf,
-            Problem("--shard-size-gb", "must be more than 0, and finite", f"{size:g}", "use 4"),
-        ),
-        (
-            arguments.to == "hf" and bool(given),
-            Problem(", ".join(given), no_ranks, remedy="remove it", colon=True),
-        ),
-    ]
-    problems = [problem for broken, problem in checks if broken]
+    problems = []
+    size = arguments.shard_size_gb
+    if not 0 < size < math.inf:
+        rule = "must be more than 0, and finite"
+        problems.append(Problem("--shard-size-gb", rule, f"{size:g}", "use 4"))
+    if arguments.to == "hf":
+        sizes = {"--tp": arguments.tp, "--pp": arguments.pp, "--ep": arguments.ep}
+        rank_flags = [f"{flag}={value}" for flag, value in sizes.items() if value != 1]
+        if arguments.num_layer_list:
+            rank_flags.append("--num-layer-list")
+        if rank_flags:
+            rule = "a Hugging Face folder has no ranks"
+            problems.append(Problem(", ".join(rank_flags), rule, remedy="remove it", colon=True))
     for role, flag in (("source", "load_dir"), ("target", "save_dir")):
         if (getattr(arguments, role) is None) == (getattr(arguments, flag) is None):
             rule = f"or --{flag.replace('_', '-')} must be given, once"
@@ -88,8 +90,7 @@ def _check_folders(arguments: argparse.Namespace) -> tuple[Path, Path, Path]:
     source = Path(arguments.source or arguments.load_dir)
     is_hf = _check_source(arguments, source)
     config, target = _find_config_and_target(arguments, source, is_hf)
-    here, there = source.resolve(), target.resolve()
-    if here == there or there in here.parents:
+    if target.resolve() in (source.resolve(), *source.resolve().parents):
         raise _error(target, f"must not be the source {source} or hold it", "give another folder")
     return source, target, config
 
@@ -98,18 +99,19 @@ def _check_source(arguments: argparse.Namespace, source: Path) -> bool:
     """Check the source; return whether it is a Hugging Face folder, or has no weights."""
     if not source.is_dir():
         raise _error(source, "must be a folder", "give the folder of the weights")
-    kind, place = find_weights(source)
+    kind, weights = find_weights(source)
     is_hf = kind is Format.HF
-    roles = [name for name in SAVED_AS.values() if (place / name).is_dir()]
-    if roles and (place / "manifest.json").is_file():
-        remedy = f"give {' or '.join(str(place / role) for role in roles)}"
-        raise _error(place, f"is a checkpoint of a run, which holds {' and '.join(roles)}", remedy)
-    wanted = arguments.load_model_type
-    if wanted is not None and (wanted == "hf") != is_hf:
+    roles = [name for name in SAVED_AS.values() if (weights / name).is_dir()]
+    if roles and (weights / "manifest.json").is_file():
+        rule = f"is a checkpoint of a run, which holds {' and '.join(roles)}"
+        remedy = f"give {' or '.join(str(weights / role) for role in roles)}"
+        raise _error(weights, rule, remedy)
+    model_type = arguments.load_model_type
+    if model_type is not None and (model_type == "hf") != is_hf:
         rule = f"must be that of {source}, a {'Hugging Face' if is_hf else 'Megatron'} folder"
-        raise UserError(Problem("--load-model-type", rule, wanted, "correct one of them"))
-    is_safe = (place / SINGLE).exists() or (place / INDEX).exists()
-    if is_hf and is_safe and arguments.to == "hf":
+        raise UserError(Problem("--load-model-type", rule, model_type, "correct one of them"))
+    has_safetensors = (weights / SINGLE).exists() or (weights / INDEX).exists()
+    if is_hf and has_safetensors and arguments.to == "hf":
         raise _error(source, "is a Hugging Face folder already", "use --to mg")
     return is_hf
 
@@ -124,14 +126,14 @@ def _find_config_and_target(
     """
     target = Path(arguments.target or arguments.save_dir)
     config = Path(arguments.hf_config) if arguments.hf_config else source
-    described = (source / "config.json").exists()
+    has_config = (source / "config.json").exists()
     if arguments.to == "hf" and arguments.save_dir and not arguments.hf_config:
         if (target / "config.json").exists():
             return target, target / "mg2hf"
-        if not described:
+        if not has_config:
             rule = "must be the original Hugging Face folder, with config.json"
             raise UserError(Problem("--save-dir", rule, target, "give that, or --hf-config"))
-    if config == source and not is_hf and not described:
+    if config == source and not is_hf and not has_config:
         remedy = "give the original Hugging Face folder as --hf-config"
         raise _error(source, "must have a config.json that describes the model", remedy)
     return config, target
@@ -141,31 +143,23 @@ def _check_model(
     arguments: argparse.Namespace, architecture: ArchitectureConfig, model_type: str
 ) -> None:
     """Raise UserError for model flags that are unknown or contradict config.json."""
-    family, true_size = arguments.model_type_hf, arguments.true_vocab_size
-    guess = closest(family or "", FAMILIES)
-    families = f"did you mean {guess}?" if guess else f"use {', '.join(FAMILIES)}"
-    agree = f"must agree with config.json, whose model_type is {model_type}"
-    rows = f"must be the vocab_size={architecture.vocab_size} of config.json"
-    no_bias, leave_out = f"model_type {model_type} has none", "leave it out"
-    checks = [
-        (
-            family not in (None, *FAMILIES),
-            Problem("--model-type-hf", "cannot be converted", family, families),
-        ),
-        (
-            family in FAMILIES and model_type not in FAMILIES[family],
-            Problem("--model-type-hf", agree, family, leave_out),
-        ),
-        (
-            arguments.add_qkv_bias and not architecture.add_qkv_bias,
-            Problem("--add-qkv-bias", no_bias, remedy=leave_out, colon=True),
-        ),
-        (
-            true_size not in (None, architecture.vocab_size),
-            Problem("--true-vocab-size", rows, true_size, leave_out),
-        ),
-    ]
-    if problems := [problem for broken, problem in checks if broken]:
+    problems = []
+    remedy = "leave it out"
+    family = arguments.model_type_hf
+    if family is not None and family not in FAMILIES:
+        guess = closest(family, FAMILIES)
+        use_known = f"did you mean {guess}?" if guess else f"use {', '.join(FAMILIES)}"
+        problems.append(Problem("--model-type-hf", "cannot be converted", family, use_known))
+    elif family is not None and model_type not in FAMILIES[family]:
+        rule = f"must agree with config.json, whose model_type is {model_type}"
+        problems.append(Problem("--model-type-hf", rule, family, remedy))
+    if arguments.add_qkv_bias and not architecture.add_qkv_bias:
+        rule = f"model_type {model_type} has none"
+        problems.append(Problem("--add-qkv-bias", rule, remedy=remedy, colon=True))
+    if arguments.true_vocab_size not in (None, architecture.vocab_size):
+        rule = f"must be the vocab_size={architecture.vocab_size} of config.json"
+        problems.append(Problem("--true-vocab-size", rule, arguments.true_vocab_size, remedy))
+    if problems:
         raise UserError(problems)
 
 

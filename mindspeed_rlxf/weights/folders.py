@@ -60,13 +60,13 @@ def open_weights(
         ValueError: missing or damaged files, code in files, or another model.
         OSError: an unreadable tracker file or run checkpoint.
     """
-    kind, place = find_weights(Path(folder))
+    kind, weights = find_weights(Path(folder))
     if kind is Format.RUN_STATE:
-        return read_slots(place)[WEIGHT]
+        return read_slots(weights)[WEIGHT]
     if kind is Format.LEGACY:
-        return read_legacy(place, architecture, trust_files)
+        return read_legacy(weights, architecture, trust_files)
     if kind is Format.TORCH_DIST:
-        return read_torch_dist(place, read_metadata_tensors(place, trust_files), architecture)
+        return read_torch_dist(weights, read_metadata_tensors(weights, trust_files), architecture)
     return open_hf_folder(folder, trust_files)
 
 
@@ -82,13 +82,14 @@ def copy_side_files(
     if head is Head.SCORE:
         kind = (config.get("architectures") or ["LlamaForCausalLM"])[0].split("For")[0]
         config["architectures"] = [f"{kind}ForSequenceClassification"]
-        config["num_labels"], config["id2label"] = 1, {"0": "LABEL_0"}
+        config["num_labels"] = 1
+        config["id2label"] = {"0": "LABEL_0"}
         config["label2id"] = {"LABEL_0": 0}
     if dtype is not None:
         key = "torch_dtype" if "torch_dtype" in config else "dtype"
         config[key] = str(dtype).removeprefix("torch.")
     replace_file(target / CONFIG, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
-    beside = [file for file in SIDE_FILES if (source / file).exists()]
-    for file in beside:
+    side_files = [file for file in SIDE_FILES if (source / file).exists()]
+    for file in side_files:
         replace_file(target / file, (source / file).read_bytes())
-    return [target / file for file in (CONFIG, *beside)]
+    return [target / file for file in (CONFIG, *side_files)]

@@ -67,10 +67,10 @@ def _find_iteration(folder: Path) -> Path | None:
                 "give the folder of an iteration, or copy it again"
             )
         return folder / name
-    found = sorted(path for path in folder.glob("iter_*") if path.is_dir())
-    if len(found) > 1:
+    iterations = sorted(path for path in folder.glob("iter_*") if path.is_dir())
+    if len(iterations) > 1:
         raise ValueError(
-            f"{folder} holds {', '.join(path.name for path in found[:5])} and no {TRACKER}; "
+            f"{folder} holds {', '.join(path.name for path in iterations[:5])} and no {TRACKER}; "
             "give the folder of one of them"
         )
-    return found[0] if found else None
+    return iterations[0] if iterations else None

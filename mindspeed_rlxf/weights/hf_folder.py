@@ -45,32 +45,36 @@ def open_hf_folder(folder: str | Path, trust_files: bool = False) -> StoredWeigh
     Raises:
         ValueError: folder, index or a file is missing or damaged.
     """
-    place = Path(folder)
-    if not place.is_dir():
-        raise ValueError(f"{place} is not a folder; give the folder of a model")
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder; give the folder of a model")
     for index, single in ((INDEX, SINGLE), (PICKLED_INDEX, PICKLED)):
-        if (place / index).exists():
-            return _open_all(place / index, trust_files)
-        if (place / single).exists():
-            return _open_file(place / single, trust_files)
-    raise ValueError(f"{place} holds neither {SINGLE} nor {INDEX}; give the folder of a model")
+        if (folder / index).exists():
+            return _open_all(folder / index, trust_files)
+        if (folder / single).exists():
+            return _open_file(folder / single, trust_files)
+    raise ValueError(f"{folder} holds neither {SINGLE} nor {INDEX}; give the folder of a model")
 
 
 def _open_all(index: Path, trust_files: bool) -> StoredWeights:
     try:
         weight_map = dict(json.loads(index.read_bytes())["weight_map"])
-        found = {str(name): str(file) for name, file in weight_map.items()}
+        file_of_tensor = {str(name): str(file) for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError) as error:
         rule = f"{index} has no readable weight_map ({error!r})"
         raise ValueError(f"{rule}; copy it again") from None
-    files = sorted({*found.values()})
-    if missing := [file for file in files if not (index.parent / file).exists()]:
-        raise ValueError(f"{index} names files that are missing: {', '.join(missing)}")
-    opened = {file: _open_file(index.parent / file, trust_files) for file in files}
-    if lost := [name for name, file in found.items() if name not in opened[file]]:
-        rule = f"{index.parent / found[lost[0]]} lacks {lost[0]}, which the index has there"
-        raise ValueError(f"{rule}; copy it again")
-    return {name: opened[file][name] for name, file in found.items()}
+    files = sorted(set(file_of_tensor.values()))
+    missing_files = [file for file in files if not (index.parent / file).exists()]
+    if missing_files:
+        raise ValueError(f"{index} names files that are missing: {', '.join(missing_files)}")
+    tensors_of_file = {file: _open_file(index.parent / file, trust_files) for file in files}
+    weights: StoredWeights = {}
+    for name, file in file_of_tensor.items():
+        if name not in tensors_of_file[file]:
+            rule = f"{index.parent / file} lacks {name}, which the index has there"
+            raise ValueError(f"{rule}; copy it again")
+        weights[name] = tensors_of_file[file][name]
+    return weights
 
 
 def _open_file(path: Path, trust_files: bool) -> StoredWeights:
@@ -87,13 +91,14 @@ def open_safetensors(path: Path) -> StoredWeights:
     """Map a safetensors file. Raises ValueError if it is missing or damaged."""
     try:
         file = safe_open(path, framework="pt")
-        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, no dict
-        return {
-            name: StoredTensor.of(name, each, OF_NAME[each.get_dtype()], tuple(each.get_shape()))
-            for name, each in slices.items()
-        }
+        weights: StoredWeights = {}
+        for name in file.keys():  # noqa: SIM118, no dict
+            lazy = file.get_slice(name)
+            dtype = OF_NAME[lazy.get_dtype()]
+            weights[name] = StoredTensor.of(name, lazy, dtype, tuple(lazy.get_shape()))
     except (OSError, SafetensorError, KeyError) as error:
         raise ValueError(f"{path} is damaged or truncated ({error!r}); copy it again") from None
+    return weights
 
 
 def shape_problems(weights: StoredWeights, expected: Mapping[str, tuple[int, ...]]) -> list[str]:
@@ -130,14 +135,14 @@ def write_safetensors(
     """
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
+    offset = 0
     for name, planned in tensors.items():
-        start, end = end, end + planned.num_bytes
         header[name] = {
             "dtype": DTYPES[planned.dtype],
             "shape": list(planned.shape),
-            "data_offsets": [start, end],
+            "data_offsets": [offset, offset + planned.num_bytes],
         }
+        offset += planned.num_bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data is aligned
     path.unlink(missing_ok=True)
@@ -177,13 +182,13 @@ def write_stream(
     for number, names in enumerate(groups):
         planned: dict[str, PlannedTensor] = {}
         for name in names:
-            found, tensor = next(tensors)
-            assert found == name, "the stream has the order of the shapes"
+            stream_name, tensor = next(tensors)
+            assert stream_name == name, "the stream has the order of the shapes"
             if writes and failed is None:
                 # A copy on CPU too: offloading cannot free a storage that numpy has read.
                 planned[name] = PlannedTensor.of(tensor.to("cpu", copy=True))
         file = hf_file_name(number, len(groups))
-        written[file] = {name: each.num_bytes for name, each in planned.items()}
+        written[file] = {name: tensor.num_bytes for name, tensor in planned.items()}
         try:
             if planned:
                 folder.mkdir(parents=True, exist_ok=True)

@@ -55,11 +55,13 @@ def read_legacy(
     weights: StoredWeights = {}
     problems: list[str] = []
     for (tp, pp, ep), chunks in grid.items():
+        rank_folder = layout.rank_folder(tp, pp, ep)
         for chunk, tensors in enumerate(chunks):
             parameters = layout.parameters_of_any_head(architecture, pp, chunk, ep)
-            ranks = tp, layout.tp, ep
-            found = add_rank(weights, folder, architecture, parameters, tensors, *ranks)
-            problems += [f"{layout.rank_folder(tp, pp, ep)}: {problem}" for problem in found]
+            chunk_problems = add_rank(
+                weights, folder, architecture, parameters, tensors, tp, layout.tp, ep
+            )
+            problems += [f"{rank_folder}: {problem}" for problem in chunk_problems]
     refuse(folder, problems)
     return weights
 
@@ -70,58 +72,66 @@ def _read_ranks(folder: Path, architecture: ArchitectureConfig, trust_files: boo
     A rank missing in a folder name is 0. A name's only suffix is the pipeline rank, or the expert
     rank if the files hold different experts.
     """
-    matches = [(RANK_FOLDER.fullmatch(path.name), path) for path in sorted(folder.iterdir())]
-    files = {
-        match.groups(): _read_chunks(path / RANK_FILE, trust_files)
-        for match, path in matches
-        if match is not None
-    }
-    suffixes = {sum(part is not None for part in parts[1:]) for parts in files}
-    if len(suffixes) != 1:
+    chunks_of: dict[tuple[str, str | None, str | None], list[StoredWeights]] = {}
+    for path in sorted(folder.iterdir()):
+        match = RANK_FOLDER.fullmatch(path.name)
+        if match is not None:
+            chunks_of[match[1], match[2], match[3]] = _read_chunks(path / RANK_FILE, trust_files)
+    num_suffixes = {(second is not None) + (third is not None) for _, second, third in chunks_of}
+    if len(num_suffixes) != 1:
         raise ValueError(f"{folder} mixes checkpoints of different layouts; remove one of them")
-    experts_only = False
-    if suffixes == {1} and architecture.num_experts is not None:
+    suffix_is_expert = False
+    if num_suffixes == {1} and architecture.num_experts is not None:
         # Expert rank 1 has the embedding; pipeline rank 1 does not.
-        first = next((chunks for parts, chunks in files.items() if int(parts[1]) == 1), None)
-        experts_only = first is not None and EMBEDDING.name in first[0]
+        for (_, second, _), chunks in chunks_of.items():
+            if int(second or 0) == 1:
+                suffix_is_expert = EMBEDDING.name in chunks[0]
+                break
     grid: Grid = {}
-    for (tp_rank, second, third), chunks in files.items():
-        pp_rank, ep_rank = (None, second) if experts_only else (second, third)
-        grid[int(tp_rank or 0), int(pp_rank or 0), int(ep_rank or 0)] = chunks
-    sizes = [max(rank[axis] for rank in grid) + 1 for axis in range(3)]
-    absent = (  # looked for no longer than it takes to list a few: a name may have any number
-        f"tp {t} pp {p} ep {e}"
-        for t in range(sizes[0])
-        for p, e in product(range(sizes[1]), range(sizes[2]))
-        if (t, p, e) not in grid
-    )
-    if missing := list(islice(absent, 8)):
-        raise ValueError(f"{folder} lacks ranks: {', '.join(missing)}; copy the whole folder")
+    for (tp_rank, second, third), chunks in chunks_of.items():
+        if suffix_is_expert:
+            grid[int(tp_rank), 0, int(second or 0)] = chunks
+        else:
+            grid[int(tp_rank), int(second or 0), int(third or 0)] = chunks
+    missing_ranks = list(islice(_missing_ranks(grid), 8))
+    if missing_ranks:
+        raise ValueError(f"{folder} lacks ranks: {', '.join(missing_ranks)}; copy the whole folder")
     return grid
+
+
+def _missing_ranks(grid: Grid) -> Iterator[str]:
+    """Yield the ranks that the grid lacks; take only a few, as a folder's name has any number."""
+    tp, pp, ep = (max(rank[axis] for rank in grid) + 1 for axis in range(3))
+    for tp_rank in range(tp):
+        for pp_rank, ep_rank in product(range(pp), range(ep)):
+            if (tp_rank, pp_rank, ep_rank) not in grid:
+                yield f"tp {tp_rank} pp {pp_rank} ep {ep_rank}"
 
 
 def _read_chunks(file: Path, trust_files: bool) -> list[StoredWeights]:
     content = read_torch_file(file, trust_files)
-    names = content if isinstance(content, dict) else {}
-    keys = [k for k in names if type(k) is str and re.fullmatch(r"model\d{0,4}", k, re.ASCII)]
+    keys = []
+    if isinstance(content, dict):
+        keys = [k for k in content if type(k) is str and re.fullmatch(r"model\d{0,4}", k, re.ASCII)]
     if not keys or not all(isinstance(content[key], dict) for key in keys):
         raise ValueError(f"{file} holds no model; give the folder of a Megatron checkpoint")
     keys.sort(key=lambda key: int(key.removeprefix("model") or 0))
-    return [
-        {
-            name: StoredTensor.of(name, t.detach(), t.dtype, tuple(t.shape))
-            for name, t in content[key].items()
-            if type(name) is str and isinstance(t, torch.Tensor)
-        }
-        for key in keys
-    ]
+    chunks = []
+    for key in keys:
+        chunk: StoredWeights = {}
+        for name, tensor in content[key].items():
+            if type(name) is str and isinstance(tensor, torch.Tensor):
+                shape = tuple(tensor.shape)
+                chunk[name] = StoredTensor.of(name, tensor.detach(), tensor.dtype, shape)
+        chunks.append(chunk)
+    return chunks
 
 
 def _find_layout(grid: Grid, folder: Path, a: ArchitectureConfig) -> MegatronLayout:
     """Return the parallel layout, with the layer count per pipeline stage."""
     tp, pp, ep = (max(rank[axis] for rank in grid) + 1 for axis in range(3))
     chunks = len(grid[0, 0, 0])
-    if any(len(found) != chunks for found in grid.values()):
+    if any(len(rank_chunks) != chunks for rank_chunks in grid.values()):
         raise ValueError(f"{folder}: ranks differ in their chunks; copy the whole folder again")
     counts = []
     for chunk in range(chunks):

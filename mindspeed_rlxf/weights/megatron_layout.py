@@ -58,17 +58,22 @@ class MegatronLayout:
     ) -> Iterator[StageParameter]:
         """Yield the parameters in a rank's model chunk, by GPTModel names."""
         layers = self.stages[pp_rank][chunk]
-        place = (chunk * self.pp + pp_rank, self.chunks * self.pp, ep_rank, self.ep)
-        for parameter in stage_parameters(architecture, head, *place, layers):
+        stage = chunk * self.pp + pp_rank
+        num_stages = self.chunks * self.pp
+        for parameter in stage_parameters(
+            architecture, head, stage, num_stages, ep_rank, self.ep, layers
+        ):
             yield RM_HEAD if parameter == SCORE_HEAD else parameter
 
     def parameters_of_any_head(
         self, architecture: ArchitectureConfig, pp_rank: int, chunk: int, ep_rank: int
     ) -> list[StageParameter]:
         """Return the parameters in a rank's model chunk, with all heads."""
-        place = pp_rank, chunk, ep_rank
-        found = [p for head in Head for p in self.parameters(architecture, head, *place)]
-        return list({parameter.name: parameter for parameter in found}.values())
+        by_name: dict[str, StageParameter] = {}
+        for head in Head:
+            for parameter in self.parameters(architecture, head, pp_rank, chunk, ep_rank):
+                by_name[parameter.name] = parameter
+        return list(by_name.values())
 
 
 def make_layout(
@@ -101,11 +106,13 @@ def make_layout(
 
 def layout_of(counts: list[int], tp: int, pp: int, ep: int, vocab_multiple: int) -> MegatronLayout:
     """Make a layout from the layer count per pipeline stage, in model order, unchecked."""
-    starts = [sum(counts[:stage]) for stage in range(len(counts))]
-    layers = [range(start, start + n) for start, n in zip(starts, counts, strict=True)]
-    return MegatronLayout(
-        tp, ep, tuple(tuple(layers[rank::pp]) for rank in range(pp)), vocab_multiple
-    )
+    layers = []
+    start = 0
+    for count in counts:
+        layers.append(range(start, start + count))
+        start += count
+    stages = tuple(tuple(layers[rank::pp]) for rank in range(pp))
+    return MegatronLayout(tp, ep, stages, vocab_multiple)
 
 
 def _find_size_problems(
@@ -118,17 +125,16 @@ def _find_size_problems(
         "rows of the MLP": a.mlp_hidden_size,
         "hidden size": a.hidden_size,
     }
-    named = {TP: tp, EP: ep, "--make-vocab-size-divisible-by": vocab_multiple}
-    for flag, value in named.items():
+    for flag, value in ((TP, tp), (EP, ep), ("--make-vocab-size-divisible-by", vocab_multiple)):
         if value < 1:
             yield Problem(flag, "must be at least 1", value, "use 1 or more")
             return
-    wrong = [f"{name} {size}" for name, size in sizes.items() if size % tp]
+    undivided = [f"{name} {size}" for name, size in sizes.items() if size % tp]
     if not whole_groups(a, tp):
-        wrong.insert(0, f"query groups {a.kv_heads} (or be a multiple of them)")
-    if wrong:
-        good = [n for n in possible_sizes(a) if a.hidden_size % n == 0]
-        yield Problem(TP, f"must divide the model's {', '.join(wrong)}", tp, use(good))
+        undivided.insert(0, f"query groups {a.kv_heads} (or be a multiple of them)")
+    if undivided:
+        legal_sizes = [n for n in possible_sizes(a) if a.hidden_size % n == 0]
+        yield Problem(TP, f"must divide the model's {', '.join(undivided)}", tp, use(legal_sizes))
     if ep > 1 and (a.num_experts or 1) % ep:
         rule = f"must divide the model's {a.num_experts or 'one (dense)'} experts"
         yield Problem(EP, rule, ep, use(divisors(a.num_experts or 1)))
@@ -148,14 +154,15 @@ def _find_layer_problems(
         if len(layer_list) != pp or sum(layer_list) != num_layers or min(layer_list) < 1:
             numbers = f"{pp} positive numbers (one for each pipeline rank)"
             rule = f"must be {numbers} with the sum {num_layers}"
-            yield Problem("--num-layer-list", rule, ",".join(map(str, layer_list)), "correct it")
+            value = ",".join(map(str, layer_list))
+            yield Problem("--num-layer-list", rule, value, "correct it")
     elif layers_per_chunk is not None:
         if pp < 2:
             yield Problem(CHUNK, f"needs {PP} of at least 2, not {pp}", remedy="remove it")
         elif layers_per_chunk < 1 or num_layers % (pp * layers_per_chunk):
             rule = f"times {pp} pipeline ranks must divide the model's {num_layers} layers"
-            good = divisors(num_layers // pp) if num_layers % pp == 0 else []
-            yield Problem(CHUNK, rule, layers_per_chunk, use(good))
+            legal_counts = divisors(num_layers // pp) if num_layers % pp == 0 else []
+            yield Problem(CHUNK, rule, layers_per_chunk, use(legal_counts))
     elif num_layers % pp:
         remedy = f"{use(divisors(num_layers))}, or give --num-layer-list"
         yield Problem(PP, f"must divide the model's {num_layers} layers", pp, remedy)

@@ -37,16 +37,16 @@ def write_adapter(
     folder.mkdir(parents=True, exist_ok=True)
     planned = {PREFIX + name: PlannedTensor.of(tensor) for name, tensor in tensors.items()}
     write_safetensors(folder / "adapter_model.safetensors", planned)
-    scores = head is Head.SCORE
+    has_score_head = head is Head.SCORE
     content = {
         "peft_type": "LORA",
-        "task_type": "SEQ_CLS" if scores else "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if has_score_head else "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
         "target_modules": _targets(tensors, linears),
-        "modules_to_save": [SCORE_HEAD.sources[0].split(".")[0]] if scores else None,
+        "modules_to_save": [SCORE_HEAD.sources[0].split(".")[0]] if has_score_head else None,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,

@@ -69,9 +69,9 @@ class StandIn:
 
     def __new__(cls, *arguments: Any, **_: Any) -> StandIn:
         """Keep the arguments."""
-        made = object.__new__(cls)
-        made.arguments = arguments
-        return made
+        stand_in = object.__new__(cls)
+        stand_in.arguments = arguments
+        return stand_in
 
     def __setstate__(self, state: Any) -> None:
         """Keep the state."""
@@ -105,24 +105,24 @@ def read_torch_file(path: Path, trust_files: bool = False) -> Any:
     return load_pickled(str(path), path, trust_files, mmap=zipfile.is_zipfile(path))
 
 
-def load_pickled(source: Any, path: Path, trust_files: bool, **how: Any) -> Any:
-    """Like `read_torch_file`, from any `source`; `path` is for messages."""
+def load_pickled(source: Any, path: Path, trust_files: bool, **options: Any) -> Any:
+    """Like `read_torch_file`, from any `source`; `path` is for messages, `options` for torch."""
     if not trust_files and Version(torch.__version__) < Version(SAFE_TORCH):
         raise ValueError(
             f"{path} is a pickled file, which torch {torch.__version__} cannot read safely "
             f"(CVE-2026-24747); convert the weights with torch {SAFE_TORCH} or newer, or set "
             "trust_files: true (convert: --trust-files) if you trust who made it"
         )
-    others = torch.serialization.get_safe_globals()
+    previous_globals = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()  # of the classes that Megatron allows
     try:
         with torch.serialization.safe_globals(_SAFE), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # on protocols, which the errors tell too
-            return torch.load(source, map_location="cpu", weights_only=True, **how)
+            return torch.load(source, map_location="cpu", weights_only=True, **options)
     except Exception as error:  # whatever torch raises for damage
         raise _refusal(path, error) from None
     finally:
-        torch.serialization.add_safe_globals(others)
+        torch.serialization.add_safe_globals(previous_globals)
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -148,9 +148,10 @@ def read_metadata(path: Path) -> Any:
 
 
 def _refusal(path: Path, error: Exception) -> ValueError:
-    if found := re.search(r"GLOBAL ([\w.]+)|function <?([\w. ]+)", str(error)):
+    match = re.search(r"GLOBAL ([\w.]+)|function <?([\w. ]+)", str(error))
+    if match:
         return ValueError(
-            f"{path} must hold nothing but data, and it has {found[1] or found[2]}; if you made "
+            f"{path} must hold nothing but data, and it has {match[1] or match[2]}; if you made "
             "it, take that out and save it again"
         )
     text = " ".join(str(error).rpartition("WeightsUnpickler error: ")[2].split())[:200]

@@ -58,14 +58,13 @@ def write_chunks(file: Path, chunks: Iterable[HeldChunk]) -> list[Row]:
     Returns:
         Index rows (name, dtype, shape).
     """
-    planned = {
-        f"{held.slot}/{held.name}@{','.join(map(str, held.chunk.starts))}": PlannedTensor.of(
-            held.tensor
-        )
-        for held in chunks
-    }
+    planned = {}
+    for tensor_chunk in chunks:
+        corner = ",".join(map(str, tensor_chunk.chunk.starts))
+        key = f"{tensor_chunk.slot}/{tensor_chunk.name}@{corner}"
+        planned[key] = PlannedTensor.of(tensor_chunk.tensor)
     write_safetensors(file, planned)
-    return [(key, DTYPES[each.dtype], each.shape) for key, each in planned.items()]
+    return [(key, DTYPES[tensor.dtype], tensor.shape) for key, tensor in planned.items()]
 
 
 def read_slots(folder: Path) -> dict[str, StoredWeights]:
@@ -82,24 +81,29 @@ def read_slots(folder: Path) -> dict[str, StoredWeights]:
         return open_once(file)[key].read(chunk)
 
     index = read_index(folder)
-    tensors: dict[str, list[Row]] = index["tensors"] if index else {}
-    for path in [] if index else sorted(folder.glob(STATE_FILES)):
-        header = open_once(path.name).items()
-        tensors[path.name] = [(key, DTYPES[each.dtype], each.shape) for key, each in header]
-    rows = [(file, row) for file, of_file in tensors.items() for row in of_file]
+    rows: list[tuple[str, Row]] = []  # with the file of each
+    if index:
+        for file, file_rows in index["tensors"].items():
+            rows += [(file, row) for row in file_rows]
+    else:
+        for path in sorted(folder.glob(STATE_FILES)):
+            for key, tensor in open_once(path.name).items():
+                rows.append((path.name, (key, DTYPES[tensor.dtype], tensor.shape)))
     slots: dict[str, StoredWeights] = defaultdict(dict)
-    for file, (key, kind, shape, *_) in rows:  # older versions have the first byte too
-        slot, _, place = key.partition("/")
-        name, _, corner = place.rpartition("@")
+    for file, (key, dtype_name, shape, *_) in rows:  # older versions have the first byte too
+        slot, _, chunk_name = key.partition("/")
+        name, _, corner = chunk_name.rpartition("@")
         try:
             chunk = Chunk(tuple(map(int, corner.split(","))), tuple(shape))
         except ValueError:
             rule = f"{folder / file} is damaged or truncated ({key[:100]!r})"
             raise ValueError(f"{rule}; copy it again") from None
-        known = slots[slot].get(name) or StoredTensor(f"{slot} of {name}", OF_NAME[kind], (), [])
-        known.chunks.append((chunk, whole(chunk.shape), partial(read, file, key)))
-        size = tuple(map(max, known.size or chunk.stops, chunk.stops))  # the largest end
-        slots[slot][name] = replace(known, size=size)
+        stored = slots[slot].get(name)
+        if stored is None:
+            stored = StoredTensor(f"{slot} of {name}", OF_NAME[dtype_name], (), [])
+        stored.chunks.append((chunk, whole(chunk.shape), partial(read, file, key)))
+        size = tuple(map(max, stored.size or chunk.stops, chunk.stops))  # the largest end
+        slots[slot][name] = replace(stored, size=size)
     return slots
 
 

@@ -3,6 +3,7 @@
 Both directions use the parameter map in `models.parameters`.
 """
 
+import itertools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -55,17 +56,20 @@ class StageWeights:
         `module` is the stage, or a ModuleList with its chunks if there are several. `trust_files`
         is for source folders, see `open_weights`. `lora` describes its adapters, if it has any.
         """
-        self.architecture, self.head = architecture, head
-        self.tp_group, self.pp_group, self.ep_group = tp_group, pp_group, ep_group
+        self.architecture = architecture
+        self.head = head
+        self.tp_group = tp_group
+        self.pp_group = pp_group
+        self.ep_group = ep_group
         self.trust_files = trust_files
         self.tensors = dict(module.named_parameters())
-        place = (pp_group.rank(), pp_group.size(), chunks, ep_group.rank(), ep_group.size())
-        self.table = list(rank_parameters(architecture, head, *place))
+        position = (pp_group.rank(), pp_group.size(), chunks, ep_group.rank(), ep_group.size())
+        self.table = list(rank_parameters(architecture, head, *position))
         self.lora = lora or LoraConfig()
         self.adapters = self.adapters_of(self.table)
         self._adapters = {parameter.sources[0]: parameter for parameter in self.adapters}
-        mapped = {p.name for p in (*self.table, *self.adapters)}
-        assert mapped == set(self.tensors), f"map and module differ: {mapped ^ set(self.tensors)}"
+        names = {p.name for p in (*self.table, *self.adapters)}
+        assert names == set(self.tensors), f"map and module differ: {names ^ set(self.tensors)}"
 
     def adapters_of(self, table: Iterable[StageParameter]) -> list[StageParameter]:
         """Return the adapter parameters of these parameters' modules."""
@@ -80,8 +84,11 @@ class StageWeights:
     @property
     def trained_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the whole model's trained tensors by Hugging Face name."""
-        whole = self.trained_of(list(stage_parameters(self.architecture, self.head)))
-        return {s: p.hf_shape(s, self.architecture) for p in whole for s in p.sources}
+        shapes = {}
+        for parameter in self.trained_of(list(stage_parameters(self.architecture, self.head))):
+            for source in parameter.sources:
+                shapes[source] = parameter.hf_shape(source, self.architecture)
+        return shapes
 
     def is_adapted(self, parameter: StageParameter) -> bool:
         """Whether a source of the parameter has an adapter."""
@@ -93,8 +100,9 @@ class StageWeights:
         for parameter in self.adapters:
             values = initial_values(parameter.sources[0], parameter.shape, seed)
             target = self.tensors[parameter.name].data
-            for part in shard_chunks(parameter, self.architecture, *ranks):
-                target[part.place.slices] = values[part.chunk.slices].to(target)
+            for shard_chunk in shard_chunks(parameter, self.architecture, *ranks):
+                values_of_chunk = values[shard_chunk.chunk.slices]
+                target[shard_chunk.place.slices] = values_of_chunk.to(target)
 
     def load(self, folder: StoredWeights) -> list[str]:
         """Overwrite the model's own parameters from the folder; read only this rank's slices.
@@ -102,16 +110,19 @@ class StageWeights:
         Returns:
             Names left unchanged: a score head, if the folder has a language model without one.
         """
-        absent, ranks = [], (self.tp_group.rank(), self.tp_group.size())
+        absent = []
+        ranks = self.tp_group.rank(), self.tp_group.size()
         for parameter in self.table:
             if parameter.sources == SCORE_HEAD.sources and parameter.sources[0] not in folder:
                 absent.append(parameter.name)
                 continue
-            target, rows = self.tensors[parameter.name].data, 0
-            for part in shard_chunks(parameter, self.architecture, *ranks):
-                target[part.place.slices] = folder[part.source].read(part.chunk)
-                rows = part.place.stops[0]
-            target[rows:].zero_()  # padding of the vocabulary
+            target = self.tensors[parameter.name].data
+            num_rows = 0
+            for shard_chunk in shard_chunks(parameter, self.architecture, *ranks):
+                stored = folder[shard_chunk.source]
+                target[shard_chunk.place.slices] = stored.read(shard_chunk.chunk)
+                num_rows = shard_chunk.place.stops[0]
+            target[num_rows:].zero_()  # padding of the vocabulary
         return absent
 
     def gather_merged(self, parameter: StageParameter, keep: bool = True) -> dict[str, Tensor]:
@@ -122,19 +133,26 @@ class StageWeights:
         full = self.gather(parameter, keep)
         for source in parameter.sources:
             module = source.removesuffix("weight")
-            pair = [self._adapters.get(f"{module}{part}.weight") for part in (A, B)]
-            parts = [self.gather(each, keep) for each in pair if each is not None]
-            if parts and keep:
-                a, b = (tensor for part in parts for tensor in part.values())
-                merge(full[source], a, b, self.lora.scale)
+            a = self._adapters.get(f"{module}{A}.weight")
+            b = self._adapters.get(f"{module}{B}.weight")
+            if a is None or b is None:
+                continue
+            a_tensors = self.gather(a, keep)
+            b_tensors = self.gather(b, keep)
+            if keep:
+                a_tensor = a_tensors[a.sources[0]]
+                b_tensor = b_tensors[b.sources[0]]
+                merge(full[source], a_tensor, b_tensor, self.lora.scale)
         return full
 
     def merged_shard(self, parameter: StageParameter) -> Tensor:
         """Return this rank's part of `gather_merged` on the host; a collective like it."""
-        full, ranks = self.gather_merged(parameter), (self.tp_group.rank(), self.tp_group.size())
+        full = self.gather_merged(parameter)
+        ranks = self.tp_group.rank(), self.tp_group.size()
         shard = torch.empty_like(self.tensors[parameter.name], device="cpu")
-        for part in shard_chunks(parameter, self.architecture, *ranks):
-            shard[part.place.slices] = full[part.source][part.chunk.slices]
+        for shard_chunk in shard_chunks(parameter, self.architecture, *ranks):
+            source = full[shard_chunk.source]
+            shard[shard_chunk.place.slices] = source[shard_chunk.chunk.slices]
         return shard
 
     def gather(self, parameter: StageParameter, keep: bool = True) -> dict[str, Tensor]:
@@ -147,15 +165,22 @@ class StageWeights:
             parameter: the parameter to gather.
             keep: False = only participate, and return {}.
         """
-        shard, tp, a = self.tensors[parameter.name].detach(), self.tp_group, self.architecture
-        names = parameter.sources if keep else ()
-        full = {name: shard.new_empty(parameter.hf_shape(name, a)) for name in names}
+        own_shard = self.tensors[parameter.name].detach()
+        tp = self.tp_group
+        full: dict[str, Tensor] = {}
+        if keep:
+            for name in parameter.sources:
+                full[name] = own_shard.new_empty(parameter.hf_shape(name, self.architecture))
         for rank in range(tp.size()):
-            piece = shard.contiguous() if rank == tp.rank() else torch.empty_like(shard)
+            is_own = rank == tp.rank()
+            shard = own_shard.contiguous() if is_own else torch.empty_like(own_shard)
             if tp.size() > 1:
-                dist.broadcast(piece, dist.get_global_rank(tp, rank), tp)
-            for part in shard_chunks(parameter, a, rank, tp.size()) if keep else ():
-                full[part.source][part.chunk.slices] = piece[part.place.slices]
+                dist.broadcast(shard, dist.get_global_rank(tp, rank), tp)
+            if not keep:
+                continue
+            for shard_chunk in shard_chunks(parameter, self.architecture, rank, tp.size()):
+                source = full[shard_chunk.source]
+                source[shard_chunk.chunk.slices] = shard[shard_chunk.place.slices]
         return full
 
     def export(
@@ -177,9 +202,10 @@ class StageWeights:
         Returns:
             This rank's error, if any. Raised at once, it would leave other ranks waiting.
         """
-        pp, ep = self.pp_group, self.ep_group
-        name = hf_file_name(pp.rank() * ep.size() + ep.rank(), pp.size() * ep.size())
-        first = ep.rank() == 0
+        pp = self.pp_group
+        ep = self.ep_group
+        file_name = hf_file_name(pp.rank() * ep.size() + ep.rank(), pp.size() * ep.size())
+        is_first_expert_rank = ep.rank() == 0
         failed: Exception | None = None
         dtypes: dict[str, torch.dtype] = {}
         try:
@@ -193,20 +219,20 @@ class StageWeights:
         for parameter in self.table:
             if parameter.is_tied_output_layer:
                 continue  # the first stage writes the embedding
-            keep = writes and (first or parameter.expert is not None)
+            keep = writes and (is_first_expert_rank or parameter.expert is not None)
             for hf_name, tensor in self.gather_merged(parameter, keep).items():
                 tensors[hf_name] = tensor.cpu().to(dtypes.get(hf_name, tensor.dtype))
         planned = {hf_name: PlannedTensor.of(tensors[hf_name]) for hf_name in sorted(tensors)}
-        files = [(name, {hf_name: t.num_bytes for hf_name, t in planned.items()})]
+        files = [(file_name, {hf_name: t.num_bytes for hf_name, t in planned.items()})]
         for group in (ep, pp):
-            parts: list[Any] = [[]] * group.size()
-            dist.all_gather_object(parts, files, group=group)
-            files = [file for part in parts for file in part]
+            files_of_rank: list[Any] = [[]] * group.size()
+            dist.all_gather_object(files_of_rank, files, group=group)
+            files = list(itertools.chain.from_iterable(files_of_rank))
         try:
             if writes and failed is None:
                 target.mkdir(parents=True, exist_ok=True)
-                write_safetensors(target / name, planned)
-                if first and pp.rank() == 0:
+                write_safetensors(target / file_name, planned)
+                if is_first_expert_rank and pp.rank() == 0:
                     write_index(target, dict(files))
                     copy_side_files(described or source, target, self.head)
         except Exception as error:

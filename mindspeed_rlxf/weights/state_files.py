@@ -63,8 +63,11 @@ def entry_of(folder: Path, file: Path) -> Entry:
     digest = hashlib.sha256()
     with open(file, "rb") as stream:
         os.fsync(stream.fileno())
-        while data := stream.read(READ_BYTES):
-            digest.update(data)
+        while True:
+            block = stream.read(READ_BYTES)
+            if not block:
+                break
+            digest.update(block)
         size = stream.tell()
     path = file.relative_to(folder).as_posix()
     return {"path": path, "size": size, "sha256": digest.hexdigest()}
@@ -95,12 +98,13 @@ def merge_parts(folder: Path, ranks: int) -> Entry:
 
     A loading rank then opens one file to find its tensors, not one per rank.
     """
-    parts = [json.loads(_part(folder, rank).read_bytes()) for rank in range(ranks)]
-    index = {
-        "files": [entry for part in parts for entry in part["files"]],
-        "tensors": {name: rows for part in parts for name, rows in part["tensors"].items()},
-    }
-    write_text(folder / INDEX, json.dumps(index))
+    files: list[Entry] = []
+    tensors: dict[str, Any] = {}
+    for rank in range(ranks):
+        rank_index = json.loads(_part(folder, rank).read_bytes())
+        files += rank_index["files"]
+        tensors |= rank_index["tensors"]
+    write_text(folder / INDEX, json.dumps({"files": files, "tensors": tensors}))
     for rank in range(ranks):
         _part(folder, rank).unlink()
     return entry_of(folder, folder / INDEX)
@@ -123,7 +127,8 @@ def role_entries(folder: Path) -> list[Entry]:
 
     From its INDEX, else from an older version's manifest, whose hashes the driver has checked.
     """
-    if (index := read_index(folder)) is not None:
+    index = read_index(folder)
+    if index is not None:
         return list(index["files"])
     try:
         tree = json.loads((folder.parent / MANIFEST).read_bytes())

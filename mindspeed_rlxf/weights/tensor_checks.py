@@ -73,18 +73,19 @@ def tensor_problems(
     Raises:
         ValueError: Quantized weights, or a tied tensor with other elements.
     """
-    others = sorted(name for name in weights if name not in expected and name not in tied)
-    if rule := find_quantized(folder, weights, expected):
+    rule = find_quantized(folder, weights, expected)
+    if rule is not None:
         raise ValueError(rule)
     _refuse_untied(folder, weights, tied)
     permitted = [IGNORED, OTHER_HEADS[head], NEXT_TOKENS, *map(re.compile, ignored)]
-    unknown = [
-        f"{name} is not in the model"
-        for name in others
-        if weights[name].dtype.is_floating_point
-        and not any(pattern.search(name) for pattern in permitted)
-    ]
-    return shape_problems(weights, expected) + unknown
+    problems = shape_problems(weights, expected)
+    for name in sorted(weights):
+        if name in expected or name in tied:
+            continue
+        is_permitted = any(pattern.search(name) for pattern in permitted)
+        if weights[name].dtype.is_floating_point and not is_permitted:
+            problems.append(f"{name} is not in the model")
+    return problems
 
 
 def find_quantized(folder: str | Path, weights: StoredWeights, names: Iterable[str]) -> str | None:
@@ -93,13 +94,14 @@ def find_quantized(folder: str | Path, weights: StoredWeights, names: Iterable[s
     The folder's other tensors are searched for scales.
     """
     used = [name for name in names if name in weights]
+    unused = sorted(set(weights) - set(used))
     quantized = [name for name in used if not is_full_precision(weights[name].dtype)]
-    quantized += [name for name in sorted({*weights} - {*used}) if SCALES.search(name)]
+    quantized += [name for name in unused if SCALES.search(name)]
     if not quantized:
         return None
     name = quantized[0]
-    found = f"{name} is {str(weights[name].dtype).removeprefix('torch.')}"
-    return f"{folder} holds quantized weights ({found}), which are not read; {FULL_WEIGHTS}"
+    example = f"{name} is {str(weights[name].dtype).removeprefix('torch.')}"
+    return f"{folder} holds quantized weights ({example}), which are not read; {FULL_WEIGHTS}"
 
 
 def _refuse_untied(folder: str | Path, weights: StoredWeights, tied: Mapping[str, str]) -> None:
@@ -115,5 +117,7 @@ def _refuse_untied(folder: str | Path, weights: StoredWeights, tied: Mapping[str
 def _equal(one: StoredTensor, other: StoredTensor) -> bool:
     if one.shape != other.shape:
         return False
-    chunks = whole(one.shape).split(COMPARED_ELEMENTS)
-    return all(torch.equal(one.read(c).float(), other.read(c).float()) for c in chunks)
+    for chunk in whole(one.shape).split(COMPARED_ELEMENTS):
+        if not torch.equal(one.read(chunk).float(), other.read(chunk).float()):
+            return False
+    return True

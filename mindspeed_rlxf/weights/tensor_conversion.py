@@ -75,15 +75,20 @@ def read_architecture(folder: Path) -> tuple[ArchitectureConfig, dict[str, Any]]
         ValueError: it is unreadable, invalid, or describes an unsupported model.
     """
     config = read_hf_config(folder)
-    if found := find_unsupported(config):
-        rule = f"must ask for a known model (field: possible, config.json): {'; '.join(found)}"
+    unsupported = find_unsupported(config)
+    if unsupported:
+        listed = "; ".join(unsupported)
+        rule = f"must ask for a known model (field: possible, config.json): {listed}"
         raise UserError(Problem(f"{folder}/config.json", rule, remedy="use another model"))
+    fields = {name: v for name, v in parse_architecture(config).items() if v is not None}
     try:
-        fields = {k: v for k, v in parse_architecture(config).items() if v is not None}
         return ArchitectureConfig(**fields), config
     except ValidationError as error:
-        wrong = [f"{'.'.join(map(str, each['loc']))} {each['msg']}" for each in error.errors()]
-        rule = f"must describe a model: {'; '.join(wrong)}"
+        faults = []
+        for fault in error.errors():
+            field = ".".join(map(str, fault["loc"]))
+            faults.append(f"{field} {fault['msg']}")
+        rule = f"must describe a model: {'; '.join(faults)}"
         raise UserError(Problem(f"{folder}/config.json", rule, remedy="correct it")) from None
 
 
@@ -100,10 +105,10 @@ def open_source(
     """Open the weights to convert. Raises ValueError unless they are exactly the model's."""
     weights = open_weights(source, architecture, trust_files)
     expected = hf_shapes(architecture, head)
-    scored = "score.weight" in weights
-    if scored and head is Head.LANGUAGE_MODEL:
+    has_score_head = "score.weight" in weights
+    if has_score_head and head is Head.LANGUAGE_MODEL:
         raise ValueError(f"{source} holds a reward model; add --orm")
-    if not scored and head is Head.SCORE:
+    if not has_score_head and head is Head.SCORE:
         raise ValueError(f"{source} holds no score head; leave --orm out")
     tied = tied_names(architecture, head)
     refuse(source, tensor_problems(source, weights, expected, head, tied))
@@ -120,44 +125,45 @@ def convert(conversion: Conversion, progress: Progress) -> None:
             joined differ in dtype, or the source is damaged.
         OSError: an unreadable file, or a failed write.
     """
-    c, groups = conversion, dict[str, dict[str, PlannedTensor]]()
+    c = conversion
     dtype = c.dtype or c.weights["model.norm.weight"].dtype  # named in Megatron's arguments
-    model, folder_name = (c.architecture, c.head, dtype), f"iter_{ITERATION:07d}"
+    model = (c.architecture, c.head, dtype)
+    folder_name = f"iter_{ITERATION:07d}"
+    hf_sizes: dict[str, dict[str, int]] = {}  # file -> tensor -> bytes
     if c.layout is None:
-        groups = _hf_groups(c)
-        files = [
-            PlannedFile(
-                path,
-                sum(planned.num_bytes for planned in tensors.values()),
-                partial(write_safetensors, tensors=tensors),
-            )
-            for path, tensors in groups.items()
-        ]
+        files = []
+        for path, tensors in _hf_groups(c).items():
+            hf_sizes[path] = {name: tensor.num_bytes for name, tensor in tensors.items()}
+            write = partial(write_safetensors, tensors=tensors)
+            files.append(PlannedFile(path, sum(hf_sizes[path].values()), write))
     elif c.to is Format.LEGACY:
         shard = partial(_plan_shard, c, c.layout)
         files = list(legacy_files(c.layout, *model, shard, folder_name))
     else:  # whole tensors, padded as for all ranks of the layout
         flat = single_rank(c.architecture, c.layout.vocab_multiple * c.layout.tp)
         files = [plan_torch_dist(flat, *model, partial(_plan_shard, c, flat), folder_name)]
-    done, total = 0, sum(file.num_bytes for file in files)
+    num_written_bytes = 0
+    num_bytes = sum(file.num_bytes for file in files)
 
     def wrote(count: int) -> None:
-        nonlocal done
-        done += count
-        progress(done, total)
+        nonlocal num_written_bytes
+        num_written_bytes += count
+        progress(num_written_bytes, num_bytes)
 
     with new_folder(c.target, c.replace) as folder:
-        free = shutil.disk_usage(folder).free
-        if total + (1 << 20) > free:  # 1 MiB for everything beside the tensors
-            rule = f"needs {total / 1e9:.2f} GB, its disk has {free / 1e9:.2f} GB free"
+        num_free_bytes = shutil.disk_usage(folder).free
+        if num_bytes + (1 << 20) > num_free_bytes:  # 1 MiB for everything beside the tensors
+            rule = (
+                f"needs {num_bytes / 1e9:.2f} GB, its disk has {num_free_bytes / 1e9:.2f} GB free"
+            )
             remedy = "free some space or give a folder on another disk"
             raise UserError(Problem(f"{c.target}", rule, remedy=remedy))
-        progress(0, total)
+        progress(0, num_bytes)
         for file in files:
             (folder / file.path).parent.mkdir(parents=True, exist_ok=True)
             file.write(folder / file.path, wrote=wrote)
         if c.layout is None:
-            write_index(folder, {f: {n: t.num_bytes for n, t in groups[f].items()} for f in groups})
+            write_index(folder, hf_sizes)
         else:
             (folder / TRACKER).write_text(str(ITERATION), encoding="utf-8")
         copy_side_files(c.config, folder, c.head, c.dtype)
@@ -175,16 +181,18 @@ def _plan_shard(
     shape = shard_shape(parameter, a, layout.tp, rows)
     dtypes = {source: c.weights[source].dtype for source in parameter.sources}
     if c.dtype is None and len(set(dtypes.values())) > 1:
-        named = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
-        rule, remedy = f"joins tensors of one dtype, not {named}", "choose one with --params-dtype"
+        listed = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+        rule = f"joins tensors of one dtype, not {listed}"
+        remedy = "choose one with --params-dtype"
         raise UserError(Problem(parameter.name, rule, remedy=remedy))
     dtype = c.dtype or dtypes[parameter.sources[0]]
     chunks = list(shard_chunks(parameter, a, tp_rank, layout.tp, rows))
 
     def make() -> Tensor:
         shard = torch.zeros(shape, dtype=dtype)
-        for part in chunks:
-            shard[part.place.slices] = c.weights[part.source].read(part.chunk)
+        for shard_chunk in chunks:
+            elements = c.weights[shard_chunk.source].read(shard_chunk.chunk)
+            shard[shard_chunk.place.slices] = elements
         return shard
 
     return PlannedTensor(shape, dtype, make)
@@ -193,7 +201,7 @@ def _plan_shard(
 def _hf_groups(c: Conversion) -> dict[str, dict[str, PlannedTensor]]:
     """Plan the Hugging Face files: file name -> tensor name -> planned tensor."""
     groups: list[dict[str, PlannedTensor]] = [{}]
-    held = 0
+    num_bytes = 0  # of the last group
 
     def read(name: str, dtype: torch.dtype) -> Tensor:
         return c.weights[name].read(whole(c.weights[name].shape)).to(dtype)
@@ -201,11 +209,11 @@ def _hf_groups(c: Conversion) -> dict[str, dict[str, PlannedTensor]]:
     for name, shape in hf_shapes(c.architecture, c.head).items():
         dtype = c.dtype or c.weights[name].dtype
         planned = PlannedTensor(shape, dtype, partial(read, name, dtype))
-        if groups[-1] and held + planned.num_bytes > c.shard_size:
+        if groups[-1] and num_bytes + planned.num_bytes > c.shard_size:
             groups.append({})
-            held = 0
+            num_bytes = 0
         groups[-1][name] = planned
-        held += planned.num_bytes
+        num_bytes += planned.num_bytes
     return {hf_file_name(i, len(groups)): tensors for i, tensors in enumerate(groups)}
 
 

@@ -77,12 +77,12 @@ def read_metadata_tensors(folder: Path, trust_files: bool = False) -> StoredWeig
             data = io.BytesIO(stream.read(length))
         return load_pickled(data, folder / file, trust_files)
 
-    def read(place: Place, shape: Shape, dtype: torch.dtype, part: Chunk) -> Tensor:
+    def read(place: Place, shape: Shape, dtype: torch.dtype, chunk: Chunk) -> Tensor:
         stored = load(*place)
         if not isinstance(stored, Tensor) or (stored.shape, stored.dtype) != (shape, dtype):
             rule = f"{folder / place[0]}: no tensor of shape {list(shape)} where {METADATA} has one"
             raise ValueError(f"{rule}; copy the folder again")
-        return stored[part.slices].clone()
+        return stored[chunk.slices].clone()
 
     tensors: StoredWeights = {}
     try:
@@ -92,11 +92,12 @@ def read_metadata_tensors(folder: Path, trust_files: bool = False) -> StoredWeig
                 properties = entry.state["properties"].state
                 dtype = properties[0] if isinstance(properties, tuple) else properties["dtype"]
                 size = tuple(entry.state["size"])
-                tensors[name] = StoredTensor(f"{name} of {folder}", dtype, size, [])
-                for each in entry.state["chunks"]:
-                    chunk = Chunk(tuple(each.state["offsets"]), tuple(each.state["sizes"]))
+                stored = StoredTensor(f"{name} of {folder}", dtype, size, [])
+                for metadata in entry.state["chunks"]:
+                    chunk = Chunk(tuple(metadata.state["offsets"]), tuple(metadata.state["sizes"]))
                     reader = partial(read, places[name, chunk.starts], chunk.shape, dtype)
-                    tensors[name].chunks.append((chunk, whole(chunk.shape), reader))
+                    stored.chunks.append((chunk, whole(chunk.shape), reader))
+                tensors[name] = stored
     except (AttributeError, TypeError, KeyError, ValueError, IndexError) as error:
         raise ValueError(
             f"{folder / METADATA} is not as torch.distributed.checkpoint writes it "
@@ -114,13 +115,17 @@ def read_metadata_tensors(folder: Path, trust_files: bool = False) -> StoredWeig
 
 def _read_place(entry: tuple[Any, Any]) -> tuple[tuple[str, Shape], Place]:
     """Return ((tensor name, first element), place) for an entry."""
-    index, info = (each.state for each in entry)
+    index = entry[0].state
+    info = entry[1].state
     if info.get("transform_descriptors"):
         raise ValueError("compressed entries are not read")
-    name, offset, length = info["relative_path"], info["offset"], info["length"]
-    if Path(name).name != name or min(offset, length) < 0:
-        raise ValueError(f"no place: {name!r:.80}, {offset}, {length}")
-    return (index["fqn"], tuple(index.get("offset") or ())), (name, offset, length)
+    file = info["relative_path"]
+    offset = info["offset"]
+    length = info["length"]
+    if Path(file).name != file or min(offset, length) < 0:
+        raise ValueError(f"no place: {file!r:.80}, {offset}, {length}")
+    first_element = tuple(index.get("offset") or ())
+    return (index["fqn"], first_element), (file, offset, length)
 
 
 def read_torch_dist(
@@ -130,13 +135,14 @@ def read_torch_dist(
 
     Raises ValueError for another model.
     """
-    found: StoredWeights = {}
+    unstacked: StoredWeights = {}
     for name, stored in tensors.items():
-        if name.startswith(prefix) if prefix else "optimizer" not in name:
-            found.update(_unstack(name.removeprefix(prefix), stored, architecture))
+        is_chosen = name.startswith(prefix) if prefix else "optimizer" not in name
+        if is_chosen:
+            unstacked.update(_unstack(name.removeprefix(prefix), stored, architecture))
     weights: StoredWeights = {}
     parameters = single_rank(architecture).parameters_of_any_head(architecture, 0, 0, 0)
-    refuse(folder, add_rank(weights, folder, architecture, parameters, found))
+    refuse(folder, add_rank(weights, folder, architecture, parameters, unstacked))
     return weights
 
 
@@ -150,12 +156,15 @@ def _unstack(
     if not name.startswith("decoder.layers.") or LAYER.match(name):
         yield name, stored
         return
-    most = (a.num_layers, a.num_experts or 0)[: 2 if ".experts.experts." in name else 1]
-    for index in product(*(range(min(n, m + 1)) for n, m in zip(stored.size, most, strict=False))):
-        each = name.replace("layers.", f"layers.{index[0]}.", 1)
+    limits = [a.num_layers]
+    if ".experts.experts." in name:
+        limits.append(a.num_experts or 0)
+    counts = [min(size, limit + 1) for size, limit in zip(stored.size, limits, strict=False)]
+    for index in product(*map(range, counts)):
+        unstacked = name.replace("layers.", f"layers.{index[0]}.", 1)
         for expert in index[1:]:
-            each = each.replace(".experts.experts.", f".experts.local_experts.{expert}.")
-        yield each, replace(stored, index=index)
+            unstacked = unstacked.replace(".experts.experts.", f".experts.local_experts.{expert}.")
+        yield unstacked, replace(stored, index=index)
 
 
 def _stacked(name: str, expert: int | None) -> tuple[str, Shape]:
@@ -166,7 +175,9 @@ def _stacked(name: str, expert: int | None) -> tuple[str, Shape]:
     layer = LAYER.match(name)
     if layer is None:
         return name, ()
-    index = (int(layer.group(1)), *(() if expert is None else (expert,)))
+    index: Shape = (int(layer.group(1)),)
+    if expert is not None:
+        index += (expert,)
     key = EXPERT.sub(".experts.", LAYER.sub("decoder.layers.", name))
     return spellings(key)[-1], index
 
@@ -176,16 +187,18 @@ class _Planner(DefaultSavePlanner):
 
     def __init__(self, makers: dict[MetadataIndex, Callable[[], Tensor]]) -> None:
         super().__init__()
-        self.makers, self.last = makers, torch.empty(0)
+        self.makers = makers
+        self.previous = torch.empty(0)
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         # Older versions of torch keep what they saved until the garbage collector comes.
-        self.last.untyped_storage().resize_(0)
+        self.previous.untyped_storage().resize_(0)
         if write_item.type == WriteItemType.BYTE_IO:
-            torch.save([None], empty := io.BytesIO())
-            return empty
-        self.last = self.makers[write_item.index]()
-        return self.last
+            stream = io.BytesIO()
+            torch.save([None], stream)
+            return stream
+        self.previous = self.makers[write_item.index]()
+        return self.previous
 
 
 def plan_torch_dist(
@@ -206,14 +219,14 @@ def plan_torch_dist(
     def add(name: str, index: Shape, sizes: Shape, tensor: PlannedTensor) -> None:
         starts = torch.Size(index + (0,) * len(tensor.shape))
         shape = (1,) * len(index) + tensor.shape
-        where = MetadataIndex(name, starts)
-        data = TensorWriteData(
+        key = MetadataIndex(name, starts)
+        tensor_data = TensorWriteData(
             chunk=ChunkStorageMetadata(starts, torch.Size(shape)),
             properties=TensorProperties(dtype=tensor.dtype),
             size=torch.Size(sizes + tensor.shape),
         )
-        items.append(WriteItem(index=where, type=WriteItemType.SHARD, tensor_data=data))
-        planned[where] = PlannedTensor(shape, tensor.dtype, lambda: tensor.make().view(shape))
+        items.append(WriteItem(index=key, type=WriteItemType.SHARD, tensor_data=tensor_data))
+        planned[key] = PlannedTensor(shape, tensor.dtype, lambda: tensor.make().view(shape))
 
     for parameter in layout.parameters(a, head, 0, 0, 0):
         name, index = _stacked(parameter.name, parameter.expert)
@@ -223,8 +236,8 @@ def plan_torch_dist(
         if parameter.name == RM_HEAD.name:
             add(RM_HEAD_BIAS, (), (), zero_bias(tensor.dtype))
         if LINEAR.search(name):  # Megatron's linear layers have an empty extra state each
-            where = f"{'.'.join(map(str, index))}_{'.'.join(map(str, sizes))}"
-            key = MetadataIndex(f"{name.removesuffix('weight')}_extra_state/shard_{where}")
+            shard_number = f"{'.'.join(map(str, index))}_{'.'.join(map(str, sizes))}"
+            key = MetadataIndex(f"{name.removesuffix('weight')}_extra_state/shard_{shard_number}")
             items.append(WriteItem(index=key, type=WriteItemType.BYTE_IO))
 
     def write(path: Path, wrote: Wrote) -> None:
@@ -232,7 +245,7 @@ def plan_torch_dist(
             wrote(tensor.num_bytes)
             return tensor.make()
 
-        planner = _Planner({where: partial(make, tensor) for where, tensor in planned.items()})
+        planner = _Planner({key: partial(make, tensor) for key, tensor in planned.items()})
         # Without looking for a device, of which its loader would make use.
         writer = FileSystemWriter(path, per_thread_copy_ahead=0)
         plans, metadata = create_default_global_save_plan([SavePlan(items)])
@@ -246,8 +259,12 @@ def plan_torch_dist(
             "iteration": ITERATION,
         }
         torch.save(common, path / COMMON)
-        backend: dict[str, Any] = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-        backend |= {"common_backend": "torch", "common_backend_version": 1}
-        (path / "metadata.json").write_text(json.dumps(backend), encoding="utf-8")
+        backends = {
+            "sharded_backend": "torch_dist",
+            "sharded_backend_version": 1,
+            "common_backend": "torch",
+            "common_backend_version": 1,
+        }
+        (path / "metadata.json").write_text(json.dumps(backends), encoding="utf-8")
 
-    return PlannedFile(folder, sum(each.num_bytes for each in planned.values()), write)
+    return PlannedFile(folder, sum(tensor.num_bytes for tensor in planned.values()), write)

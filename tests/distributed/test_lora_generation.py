@@ -18,7 +18,8 @@ LORA = {"rank": 3, "alpha": 12.0}
 WIDE = TIED.model_copy(update={"hidden_size": 64, "ffn_hidden_size": 96})
 SIZES = 1e-5, 1e-4, 1e-3
 """Of the elements of B. Merged into bf16 weights of WIDE they left gaps of 6e-3, 1e-2 and 1.7e-2
-between log-probs; rounding alone leaves 3e-3 to 5e-3 in steps, and none in one pass."""
+between log-probs; rounding alone leaves 2e-3 to 5e-3 in steps, and in one pass up to 3e-4 (AVX2;
+none with bf16 units)."""
 
 
 def check_gaps(runtime: Any, config: RunConfig, owns: bool = False) -> None:
@@ -32,11 +33,11 @@ def check_gaps(runtime: Any, config: RunConfig, owns: bool = False) -> None:
         gaps.append([float((trained - each).abs().mean()) for each in (drawn, scored)])
     print("mean gaps without an update and with each size:", gaps)
     unchanged, *updated = gaps
-    limit = 2e-2 if config.actor_rollout.bf16 else 1e-5
+    limit, one_pass = (2e-2, 1e-3) if config.actor_rollout.bf16 else (1e-5, 1e-5)
     assert 0 < max(unchanged) < limit
     for size, (drawn, scored) in zip(SIZES, updated, strict=True):
-        assert drawn < 1.7 * unchanged[0], size
-        assert scored < 1.7 * unchanged[1] + 1e-5, size
+        assert drawn < 2 * unchanged[0], size
+        assert scored < 1.7 * unchanged[1] + one_pass, size
 
 
 @pytest.mark.parametrize(

@@ -52,11 +52,12 @@ def values_of(config: RunConfig) -> dict[str, Any]:
 
 
 def main() -> None:
+    from mindspeed_rlxf.compat.mindspeed_llm.translate import translate
     from mindspeed_rlxf.config.load import resolve
 
     FOLDER.mkdir(exist_ok=True)
     for name in [*SHIPPED, *OLDER]:
-        values = values_of(resolve(tree_of(name), name))
+        values = values_of(resolve(translate(tree_of(name)), name))
         text = json.dumps(values, indent=1, sort_keys=True)
         (FOLDER / f"{name}.json").write_text(f"{text}\n", encoding="utf-8")
 

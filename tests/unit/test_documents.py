@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rlxf.config import key_reference
+from docs import key_reference
+from docs.key_reference import document, put_into
+from mindspeed_rlxf.compat.verl.table import NO_EFFECT, RENAMED, TABLE
 from mindspeed_rlxf.config.compose import builtin_config_dir, config_names
-from mindspeed_rlxf.config.key_reference import document, put_into
 from mindspeed_rlxf.config.keys import known_keys
-from mindspeed_rlxf.config.verl import NO_EFFECT, RENAMED, TABLE
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -56,7 +56,7 @@ def test_configs_and_tests_that_a_document_names_exist(document: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "made", "command"),
     [
-        ("migrating.md", put_into, "mindspeed_rlxf.config.key_reference docs/migrating.md"),
+        ("migrating.md", put_into, "docs.key_reference docs/migrating.md"),
         (
             "configuration.md",
             lambda _: document(),

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -11,9 +12,9 @@ PACKAGE = "mindspeed_rlxf"
 
 # From the top down; packages of one line import each other only where SIDEWAYS says so.
 LAYERS = [
-    {"cli", "api"}, {"ops"}, {"trainer"}, {"checkpoint"}, {"roles"}, {"cluster"}, {"rollout"},
-    {"engine"}, {"rewards"}, {"weights"}, {"models"}, {"data"}, {"reporting"}, {"algorithms"},
-    {"config", "device"},
+    {"cli", "api"}, {"compat"}, {"ops"}, {"trainer"}, {"checkpoint"}, {"roles"}, {"cluster"},
+    {"rollout"}, {"engine"}, {"rewards"}, {"weights"}, {"models"}, {"data"}, {"reporting"},
+    {"algorithms"}, {"config", "device"},
 ]  # fmt: skip
 HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}
 
@@ -66,9 +67,11 @@ def package_files() -> dict[str, Path]:
 FILES = package_files()
 
 
-def imports_of(name: str) -> set[str]:
+@cache
+def imports_of(name: str) -> frozenset[str]:
     file = FILES[name]
-    return set(modules(file.read_text(encoding="utf-8"), name, file.name == "__init__.py"))
+    is_package = file.name == "__init__.py"
+    return frozenset(modules(file.read_text(encoding="utf-8"), name, is_package))
 
 
 def layer(module: str) -> str | None:
@@ -99,8 +102,14 @@ def test_imports_point_down() -> None:
     assert [pair for pair in pairs if points_up(*pair)] == []
 
 
+def test_only_commands_and_the_library_import_what_serves_other_toolkits() -> None:
+    outside = [name for name in FILES if layer(name) not in ("cli", "api", "compat")]
+    users = [name for name in outside if any(layer(m) == "compat" for m in imports_of(name))]
+    assert users == []
+
+
 def test_no_imports_make_a_circle() -> None:
-    graph = {name: imports_of(name) & FILES.keys() for name in FILES}
+    graph = {name: {*imports_of(name)} & FILES.keys() for name in FILES}
     for name, found in graph.items():  # `from package import module` is no import of the package
         graph[name] = {m for m in found - {name} if not any(n.startswith(f"{m}.") for n in found)}
     TopologicalSorter(graph).prepare()

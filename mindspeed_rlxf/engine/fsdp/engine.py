@@ -25,9 +25,10 @@ from mindspeed_rlxf.data.batch import Rollouts
 from mindspeed_rlxf.engine import offload, work
 from mindspeed_rlxf.engine.common import CommonEngine
 from mindspeed_rlxf.engine.finite import SkippedSteps
-from mindspeed_rlxf.engine.fsdp import attention, reads, weights
-from mindspeed_rlxf.engine.fsdp.model import Groups, build, linear_of, packs, runs_rows_alone, shard
+from mindspeed_rlxf.engine.fsdp import attention, weights
+from mindspeed_rlxf.engine.fsdp.model import Groups, build, packs, runs_rows_alone, shard
 from mindspeed_rlxf.engine.fsdp.optimizer import ShardedAdam
+from mindspeed_rlxf.engine.fsdp.output_head import ShardedOutputHead
 from mindspeed_rlxf.engine.fsdp.probe import probe
 from mindspeed_rlxf.engine.fsdp.state import ShardedState
 from mindspeed_rlxf.engine.micro_batch import MicroBatch, group_rows, make_micro_batches
@@ -44,8 +45,8 @@ from mindspeed_rlxf.weights.state_files import Loaded
 
 logger = logging.getLogger(__name__)
 
-Read = Callable[["FsdpEngine", MicroBatch, Tensor], Any]
-"""(engine, micro-batch, last hidden states of this rank's tokens) -> its result."""
+Read = Callable[[ShardedOutputHead, MicroBatch, Tensor], Any]
+"""(the model's head, micro-batch, last hidden states of this rank's tokens) -> its result."""
 
 
 class FsdpEngine(CommonEngine):
@@ -53,8 +54,6 @@ class FsdpEngine(CommonEngine):
 
     A replica is a context-parallel group: its ranks compute the same rows.
     """
-
-    reads = reads
 
     def __init__(
         self,
@@ -91,7 +90,7 @@ class FsdpEngine(CommonEngine):
                 f"{type(self.model).__name__} has layers that need all tokens; use "
                 "context_parallel_size=1"
             )
-        self.linear = linear_of(self.model)
+        self.output_head = ShardedOutputHead(self.model)
         self._pieces = weights.pieces_of(self.model, head)
         self._shapes = weights.file_shapes(self.model, self._pieces)
         self._linears = adapters.linear_modules(self.model)
@@ -181,18 +180,20 @@ class FsdpEngine(CommonEngine):
         """Run the passes without gradients; return `read`'s result per micro-batch."""
         self.model.eval()
         with self.holding(Part.WEIGHTS):
-            found = [self.run(batch, partial(read, self, batch)) for batch in micro_batches]
+            outputs = [
+                self.run(batch, partial(read, self.output_head, batch)) for batch in micro_batches
+            ]
             self.model.reshard()
         self._count(micro_batches, work.FORWARD)
-        return found
+        return outputs
 
     @property
-    def output_layer(self) -> Tensor:
+    def output_weight(self) -> Tensor:
         """The whole output layer, or the embedding that it is tied to; a collective."""
         weight = self.model.lm_head.weight
         names = (name for name, each in self.model.named_parameters() if each is weight)
-        found = {each.name: each for each in self.held}[next(names)]
-        return found.gather().to(self.dtype)
+        tensor = {each.name: each for each in self.held}[next(names)]
+        return tensor.gather().to(self.dtype)
 
     def train_step(
         self, micro_batches: Sequence[MicroBatch], step: PolicyStep | ValueStep
@@ -208,7 +209,7 @@ class FsdpEngine(CommonEngine):
         with self.holding(*Part):
             for number, batch in enumerate(micro_batches, start=1):
                 self.model.set_requires_gradient_sync(number == len(micro_batches))
-                outputs.append(self.run(batch, partial(self._loss, step, self, batch)))
+                outputs.append(self.run(batch, partial(self._loss, step, self.output_head, batch)))
                 outputs[-1].loss.backward()
             weight = torch.tensor(float(sum(output.weight for output in outputs)))
             losses = [output.loss.detach() for output in outputs]

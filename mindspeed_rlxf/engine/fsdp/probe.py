@@ -106,8 +106,10 @@ def _outputs(engine: Any, rows: list[Tensor], probed: int, training: bool = Fals
         batch = replace(batch, positions=positions)
     places = batch.prediction_places(mask & (torch.arange(len(rows)) == probed)[:, None])
 
+    head = engine.output_head
+
     def compute(states: Tensor, _: Tensor) -> Tensor:
-        return engine.linear(states, engine.model.lm_head.weight).float()
+        return head.linear(states, head.output_weight).float()
 
     engine.model.train(training)
     found: Tensor = engine.run(batch, lambda hidden: compute_at(hidden, places, batch.cp, compute))

@@ -1,5 +1,6 @@
 """Host checks; each cluster host runs the same."""
 
+import contextlib
 import math
 import os
 import platform
@@ -73,14 +74,14 @@ def check_host(subject: Subject) -> list[Finding]:
         checks["npu.driver"] = partial(npu_versions.check_driver, host)
         checks["npu.cann"] = partial(npu_versions.check_cann, host)
         checks["npu.python"] = lambda: npu_versions.check_python(npu_versions.read_versions())
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for name, check in checks.items():
         try:
-            found += check()
+            findings += check()
         except Exception as problem:
             cause = f"the check itself failed ({describe(problem)})"
-            found.append(warning(name, cause, "check it by hand"))
-    return found
+            findings.append(warning(name, cause, "check it by hand"))
+    return findings
 
 
 def describe(problem: BaseException) -> str:
@@ -95,41 +96,47 @@ def check_software(kind: DeviceKind) -> Iterator[Finding]:
     """
     yield ok("versions.python", f"{platform.python_version()}, {sys.executable}")
     is_npu = kind is DeviceKind.NPU
-    try:
-        parsed = [Requirement(line) for line in requires("mindspeed-rlxf") or []]
-    except PackageNotFoundError:  # run from its sources
-        parsed = []
-    wanted = {each.name: each for each in parsed if not each.marker or each.marker.evaluate()}
+    requirements = {}
+    with contextlib.suppress(PackageNotFoundError):  # run from its sources
+        for line in requires("mindspeed-rlxf") or []:
+            requirement = Requirement(line)
+            if not requirement.marker or requirement.marker.evaluate():
+                requirements[requirement.name] = requirement
     for name in npu_versions.PACKAGES:
-        check, version = f"versions.{name}", packages.version(name)
-        requirement = wanted.get(name)
-        remedy = f"pip install '{requirement or name}' (tested sets: constraints/)"
+        check = f"versions.{name}"
+        version = packages.version(name)
+        needed = requirements.get(name)
+        remedy = f"pip install '{needed or name}' (tested sets: constraints/)"
         if version is None:
-            if requirement or (is_npu and name == npu_versions.TORCH_NPU):
+            if needed or (is_npu and name == npu_versions.TORCH_NPU):
                 yield error(check, "not installed", remedy)
-        elif requirement and not requirement.specifier.contains(version, prereleases=True):
-            yield warning(check, f"{version}, outside of {requirement.specifier}", remedy)
+        elif needed and not needed.specifier.contains(version, prereleases=True):
+            yield warning(check, f"{version}, outside of {needed.specifier}", remedy)
         else:
             yield ok(check, version)
     if is_npu:
-        cann, remedy = npu_versions.cann_version(), "install CANN, and source its set_env.sh"
+        cann = npu_versions.cann_version()
+        remedy = "install CANN, and source its set_env.sh"
         yield judge(bool(cann), "versions.cann", cann or "no CANN found", remedy, Status.ERROR)
-        modules = ("megatron.core", "megatron.training", "mindspeed")
-        folders = {module: packages.folder_of(module) for module in modules}
-        yield ok("versions.sources", ", ".join(f"{m} from {f}" for m, f in folders.items() if f))
+        sources = []
+        for module in ("megatron.core", "megatron.training", "mindspeed"):
+            folder = packages.folder_of(module)
+            if folder is not None:
+                sources.append(f"{module} from {folder}")
+        yield ok("versions.sources", ", ".join(sources))
         yield from npu_versions.find_problems()
 
 
 def check_devices(kind: DeviceKind) -> Iterator[Finding]:
     """Compare what the driver's tool and torch say about this host's accelerators."""
     try:
-        counted = device.count_by_torch(kind)
+        num_by_torch = device.count_by_torch(kind)
     except Exception as problem:
         remedy = "repair the installation, or set device.kind=cpu"
         yield error("devices.torch", describe(problem), remedy)
         return
     view = query_driver(kind)
-    if counted is None or view is None:  # a CPU
+    if num_by_torch is None or view is None:  # a CPU
         unused = list_device_files()
         value = f"cpu, though there are {', '.join(unused)}" if unused else "cpu, no accelerator"
         remedy = "install the build of torch (and its plug-in) for these devices"
@@ -138,14 +145,20 @@ def check_devices(kind: DeviceKind) -> Iterator[Finding]:
     yield ok("devices.kind", kind.value)
     yield from driver_findings(view)
     variable = device.facts(kind).visible_devices or ""
-    wanted, shown = len(view.devices), f"torch sees {counted}"
-    if (visible := os.environ.get(variable)) is not None:
-        shown += f" ({variable}={visible})"
-        wanted = min(wanted, sum(bool(word.strip()) for word in visible.split(",")))
-    fine = counted > 0 and (bool(view.problem) or counted == wanted)
-    shown += "" if fine or view.problem else f", the driver offers {wanted}"
+    num_by_driver = len(view.devices)
+    value = f"torch sees {num_by_torch}"
+    visible = os.environ.get(variable)
+    if visible is not None:
+        value += f" ({variable}={visible})"
+        num_visible = sum(bool(word.strip()) for word in visible.split(","))
+        num_by_driver = min(num_by_driver, num_visible)
+    fine = num_by_torch > 0
+    if not view.problem and num_by_torch != num_by_driver:
+        fine = False
+    if not fine and not view.problem:
+        value += f", the driver offers {num_by_driver}"
     remedy = f"look at the installation; driver, /dev of the container and {variable} must agree"
-    yield judge(fine, "devices.torch", shown, remedy, Status.ERROR)
+    yield judge(fine, "devices.torch", value, remedy, Status.ERROR)
 
 
 def driver_findings(view: DriverView) -> Iterator[Finding]:
@@ -154,21 +167,20 @@ def driver_findings(view: DriverView) -> Iterator[Finding]:
         remedy = "install the driver's tool, or mount it and /dev into the container"
         yield warning("devices.driver", view.problem, remedy)
         return
-    names = ", ".join(dict.fromkeys(each.name for each in view.devices)) or "no device"
+    names = ", ".join(dict.fromkeys(chip.name for chip in view.devices)) or "no device"
     value = f"{len(view.devices)} x {names}, driver {view.version}"
     remedy = f"{view.tool} lists none: look at the driver's log"
     yield judge(bool(view.devices), "devices.driver", value, remedy, Status.ERROR)
-    sick = [
-        f"{each.index}: {each.health}" for each in view.devices if each.health not in ("OK", "")
-    ]
-    if sick:
+    unhealthy = []
+    busy = []
+    for chip in view.devices:
+        if chip.health not in ("OK", ""):
+            unhealthy.append(f"{chip.index}: {chip.health}")
+        if chip.used_mib > max(BUSY_MIB, chip.memory_mib // 10):
+            busy.append(f"{chip.index}: {chip.used_mib} of {chip.memory_mib} MiB")
+    if unhealthy:
         remedy = "reset or replace the device, and exclude this host until then"
-        yield error("devices.health", ", ".join(sick), remedy)
-    busy = [
-        f"{each.index}: {each.used_mib} of {each.memory_mib} MiB"
-        for each in view.devices
-        if each.used_mib > max(BUSY_MIB, each.memory_mib // 10)
-    ]
+        yield error("devices.health", ", ".join(unhealthy), remedy)
     if busy:
         remedy = "end the processes that hold them, unless they are a run of yours"
         yield warning("devices.memory", f"in use on {', '.join(busy)}", remedy)
@@ -176,43 +188,50 @@ def driver_findings(view: DriverView) -> Iterator[Finding]:
 
 def check_limits(folder: Path = FOLDER) -> Iterator[Finding]:
     """Check limits on open files and processes, also the container's."""
-    found = (
-        *resource.getrlimit(resource.RLIMIT_NOFILE),
-        *resource.getrlimit(resource.RLIMIT_NPROC),
-    )
-    files, most, own, _ = (math.inf if n == resource.RLIM_INFINITY else n for n in found)
+    open_files, open_files_hard = map(_limit, resource.getrlimit(resource.RLIMIT_NOFILE))
     remedy = (
         f"`ulimit -n {OPEN_FILES}` before `ray start` and before the run; the hard limit, now "
-        f"{_shown(most)}, is set in limits.conf or for the container"
+        f"{_format_limit(open_files_hard)}, is set in limits.conf or for the container"
     )
-    value = f"{_shown(files)}, {OPEN_FILES} are wanted"
-    yield judge(files >= OPEN_FILES, "limits.open_files", value, remedy)
-    used = read_amount(Amount.PIDS_USED, folder)
-    allowed = read_amount(Amount.PIDS_LIMIT, folder)
-    left = min(allowed - (used if used < math.inf else 0), own)
-    value = f"{_shown(left)} processes and threads, {PROCESSES} are wanted"
+    value = f"{_format_limit(open_files)}, {OPEN_FILES} are wanted"
+    yield judge(open_files >= OPEN_FILES, "limits.open_files", value, remedy)
+    num_used = read_amount(Amount.PIDS_USED, folder)
+    if num_used == math.inf:  # unknown
+        num_used = 0
+    num_free = read_amount(Amount.PIDS_LIMIT, folder) - num_used
+    user_limit = _limit(resource.getrlimit(resource.RLIMIT_NPROC)[0])
+    num_free = min(num_free, user_limit)
+    value = f"{_format_limit(num_free)} processes and threads, {PROCESSES} are wanted"
     remedy = f"`ulimit -u {PROCESSES}`; start a container with --pids-limit {2 * PROCESSES}"
-    yield judge(left >= PROCESSES, "limits.processes", value, remedy)
+    yield judge(num_free >= PROCESSES, "limits.processes", value, remedy)
 
 
-def _shown(limit: float) -> str:
+def _limit(value: int) -> float:
+    return math.inf if value == resource.RLIM_INFINITY else value
+
+
+def _format_limit(limit: float) -> str:
     return f"{limit:.0f}".replace("inf", "unlimited")
 
 
 def check_disk(output_dir: Path) -> Iterator[Finding]:
     """Check permissions and free space for the run directory and Ray's objects."""
-    spilled = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
-    ray_stops = shutil.disk_usage(existing_folder(spilled)).total // 20  # at 95% full
-    moves = "free some space, or set {} to another disk"
-    shared = "give the container --shm-size=16g, or remount /dev/shm larger; Ray uses /tmp else"
-    for check, path, wanted, remedy in (
-        ("disk.free", output_dir.absolute(), LITTLE_FREE, moves.format("training.output_dir")),
-        ("disk.ray_folder", spilled, max(ray_stops, GIB), moves.format("RAY_TMPDIR")),
-        ("memory.shared", Path("/dev/shm"), object_store_bytes(), shared),
-    ):
-        folder = existing_folder(path)
-        free = shutil.disk_usage(folder).free
-        value = f"{format_bytes(free)} free in {folder}, {format_bytes(wanted)} are wanted"
-        yield judge(free >= wanted, check, value, remedy)
-        if not os.access(folder, os.W_OK | os.X_OK):
-            yield error(check, f"{folder} cannot be written", remedy)
+    move = "free some space, or set {} to another disk"
+    remedy = move.format("training.output_dir")
+    yield from _check_folder("disk.free", output_dir.absolute(), LITTLE_FREE, remedy)
+    ray_folder = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
+    ray_stops_at = shutil.disk_usage(existing_folder(ray_folder)).total // 20  # 95% full
+    remedy = move.format("RAY_TMPDIR")
+    yield from _check_folder("disk.ray_folder", ray_folder, max(ray_stops_at, GIB), remedy)
+    remedy = "give the container --shm-size=16g, or remount /dev/shm larger; Ray uses /tmp else"
+    yield from _check_folder("memory.shared", Path("/dev/shm"), object_store_bytes(), remedy)
+
+
+def _check_folder(check: str, path: Path, needed: int, remedy: str) -> Iterator[Finding]:
+    """Check a folder, or its nearest existing parent, for `needed` bytes and write permission."""
+    folder = existing_folder(path)
+    free = shutil.disk_usage(folder).free
+    value = f"{format_bytes(free)} free in {folder}, {format_bytes(needed)} are wanted"
+    yield judge(free >= needed, check, value, remedy)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        yield error(check, f"{folder} cannot be written", remedy)

@@ -1,5 +1,6 @@
 """Check every Ray host, compare the hosts, and try an all-reduce in each group."""
 
+import itertools
 import os
 import platform
 from collections import Counter, defaultdict
@@ -68,22 +69,23 @@ def _check_joined(subject: Subject) -> list[Finding]:
     forwarded = forwarded_environment(os.environ).items()
     environment = reveal({name: value for name, value in forwarded if value.is_open})
     replies = run_tasks([Task(n.id, survey_host, (subject,)) for n in nodes], environment, SURVEY_S)
-    answered: dict[Node, dict[str, str]] = {}
-    own: list[Finding] = []
+    max_devices = max((node.count for node in nodes), default=0)
+    versions: dict[Node, dict[str, str]] = {}  # of the hosts that answered
+    host_findings: list[Finding] = []
     for node, reply in zip(nodes, replies, strict=True):
         if isinstance(reply, Failed):
             remedy = "install the same mindspeed_rlxf there, start Ray there again, or exclude it"
-            own.append(error("cluster.host", reply.cause, remedy).on(node.host))
+            host_findings.append(error("cluster.host", reply.cause, remedy).on(node.host))
             continue
-        findings, answered[node] = reply
-        own += [finding.on(node.host) for finding in findings]
+        findings, versions[node] = reply
+        host_findings += [finding.on(node.host) for finding in findings]
         if kind is not DeviceKind.CPU:
-            own.append(ray_finding(resource, node.count, max(n.count for n in nodes)).on(node.host))
+            host_findings.append(ray_finding(resource, node.count, max_devices).on(node.host))
     return [
-        ok("cluster.hosts", f"{len(answered)} of {len(nodes)} hosts answered"),
-        *merge(own),
-        *version_findings({node.host: there for node, there in answered.items()}),
-        *_check_collectives(kind, resource, list(answered), environment),
+        ok("cluster.hosts", f"{len(versions)} of {len(nodes)} hosts answered"),
+        *merge(host_findings),
+        *version_findings({node.host: of_node for node, of_node in versions.items()}),
+        *_check_collectives(kind, resource, list(versions), environment),
     ]
 
 
@@ -99,16 +101,22 @@ def ray_finding(resource: str, count: int, most: int) -> Finding:
 
 def version_findings(by_host: Mapping[str, Mapping[str, str]]) -> list[Finding]:
     """Report each version that differs from most hosts as an error; else return one `ok`."""
-    check, remedy = "cluster.versions", "install the same there, and start Ray there again"
-    names = dict.fromkeys(name for there in by_host.values() for name in there)
-    counts = {n: Counter(v.get(n, cluster_nodes.NONE) for v in by_host.values()) for n in names}
-    usual = {name: count.most_common(1)[0][0] for name, count in counts.items()}
-    odd = defaultdict[str, list[str]](list)
-    for host, there in by_host.items():
-        for name, value, wanted in cluster_nodes.find_differences(there, usual):
-            odd[f"{name} {value}, on most hosts {wanted}"].append(host)
-    found = [Finding(check, Status.ERROR, value, remedy, tuple(odd[value])) for value in odd]
-    return found or [ok(check, f"the same on {len(by_host)} hosts")]
+    check = "cluster.versions"
+    remedy = "install the same there, and start Ray there again"
+    usual: dict[str, str] = {}
+    for name in dict.fromkeys(itertools.chain.from_iterable(by_host.values())):
+        counts = Counter(versions.get(name, cluster_nodes.NONE) for versions in by_host.values())
+        usual[name] = counts.most_common(1)[0][0]
+    differing_hosts = defaultdict[str, list[str]](list)
+    for host, versions in by_host.items():
+        for name, version, usual_version in cluster_nodes.find_differences(versions, usual):
+            differing_hosts[f"{name} {version}, on most hosts {usual_version}"].append(host)
+    if not differing_hosts:
+        return [ok(check, f"the same on {len(by_host)} hosts")]
+    return [
+        Finding(check, Status.ERROR, value, remedy, tuple(hosts))
+        for value, hosts in differing_hosts.items()
+    ]
 
 
 def _check_collectives(
@@ -126,22 +134,24 @@ def _check_collectives(
         groups += [[node] * count] if count else []
     causes = _all_reduce_groups(kind, resource, groups, environment)
     remedy = "look at the devices and the library's log there, or exclude the host"
-    found = [
-        error("collectives.inside", cause, remedy).on(group[0].host)
-        for group, cause in zip(groups, causes, strict=True)
-        if cause
-    ]
-    working = [group for group, cause in zip(groups, causes, strict=True) if not cause]
-    together = [node for group in working for node in group]
-    value = f"{len(together)} ranks on {len(working)} of {len(nodes)} hosts"
-    if working:
-        found.append(ok("collectives.inside", value))
-    if len(working) > 1:
-        (cause,) = _all_reduce_groups(kind, resource, [together], environment)
+    findings = []
+    num_working = 0
+    working_ranks: list[Node] = []
+    for group, cause in zip(groups, causes, strict=True):
+        if cause:
+            findings.append(error("collectives.inside", cause, remedy).on(group[0].host))
+        else:
+            num_working += 1
+            working_ranks += group
+    value = f"{len(working_ranks)} ranks on {num_working} of {len(nodes)} hosts"
+    if num_working > 0:
+        findings.append(ok("collectives.inside", value))
+    if num_working > 1:
+        (cause,) = _all_reduce_groups(kind, resource, [working_ranks], environment)
         value += f" together: {cause}" if cause else " together"
         remedy = "look at network, firewall and GLOO/HCCL_SOCKET_IFNAME, at `ulimit -n` and ports"
-        found.append(judge(not cause, "collectives.all", value, remedy, Status.ERROR))
-    return merge(found)
+        findings.append(judge(not cause, "collectives.all", value, remedy, Status.ERROR))
+    return merge(findings)
 
 
 def _all_reduce_groups(
@@ -157,7 +167,8 @@ def _all_reduce_groups(
     from mindspeed_rlxf.cluster.ray.node_tools import Failed, Task, driver_address, run_tasks
 
     ip = driver_address()
-    stores, tasks = [], []
+    stores = []
+    tasks = []
     for group in groups:
         store, port = worlds.open_store(ip)
         stores.append(store)
@@ -166,18 +177,22 @@ def _all_reduce_groups(
             arguments = (kind, ip, port, rank, len(group), GROUP_S - 5.0)
             tasks.append(Task(node.id, all_reduce, arguments, resource if node.count else None))
     replies = iter(run_tasks(tasks, environment, GROUP_S))
-    found = []
+    failures = []
     for group, store in zip(groups, stores, strict=True):
-        results = [next(replies) for _ in group]
-        causes = [each.cause if isinstance(each, Failed) else each for each in results]
-        absent = [
-            f"rank {rank} on {node.host}"
-            for rank, node in enumerate(group)
-            if not store.check([arrival_key(rank)])
-        ]
-        parts = [f"{', '.join(absent[:8])} never came"] if absent else []
-        found.append("; ".join(parts + [cause for cause in causes if cause][:1]))
-    return found
+        causes = []
+        absent = []
+        for rank, node in enumerate(group):
+            reply = next(replies)
+            cause = reply.cause if isinstance(reply, Failed) else reply
+            if cause:
+                causes.append(cause)
+            if not store.check([arrival_key(rank)]):
+                absent.append(f"rank {rank} on {node.host}")
+        texts = causes[:1]
+        if absent:
+            texts.insert(0, f"{', '.join(absent[:8])} never came")
+        failures.append("; ".join(texts))
+    return failures
 
 
 def arrival_key(rank: int) -> str:
@@ -199,7 +214,7 @@ def all_reduce(
         timeout = timedelta(seconds=timeout_s)
         store = dist.TCPStore(ip, port, is_master=False, timeout=timeout)
         store.set(arrival_key(rank), "")
-        place = device.select_first_device(kind)
+        first_device = device.select_first_device(kind)
         dist.init_process_group(
             device.facts(kind).backend,
             store=dist.PrefixStore("group", store),
@@ -207,14 +222,14 @@ def all_reduce(
             world_size=world_size,
             timeout=timeout,
         )
-        wanted = world_size * (world_size + 1) // 2  # 1 + 2 + ... + world_size
-        elements = torch.empty(2**20, device=place)
+        expected = world_size * (world_size + 1) // 2  # 1 + 2 + ... + world_size
+        elements = torch.empty(2**20, device=first_device)
         for _ in range(4):
             elements.fill_(rank + 1)
             dist.all_reduce(elements)
-            if not bool((elements == wanted).all()):
+            if not bool((elements == expected).all()):
                 raise ValueError(
-                    f"the sum is wrong: {elements.min():g} to {elements.max():g}, not {wanted}"
+                    f"the sum is wrong: {elements.min():g} to {elements.max():g}, not {expected}"
                 )
         return ""
     except Exception as error:

@@ -15,10 +15,11 @@ SHOWN_HOSTS = 4
 
 def merge(findings: Iterable[Finding]) -> list[Finding]:
     """Join findings that differ only in their hosts, in order."""
-    together: dict[Finding, dict[str, None]] = {}
+    hosts_of: dict[Finding, dict[str, None]] = {}
     for finding in findings:
-        together.setdefault(replace(finding, hosts=()), {}).update(dict.fromkeys(finding.hosts))
-    return [replace(finding, hosts=tuple(hosts)) for finding, hosts in together.items()]
+        hosts = hosts_of.setdefault(replace(finding, hosts=()), {})
+        hosts.update(dict.fromkeys(finding.hosts))
+    return [replace(finding, hosts=tuple(hosts)) for finding, hosts in hosts_of.items()]
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
@@ -28,7 +29,8 @@ def exit_code(findings: Iterable[Finding]) -> int:
 
 def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
     """Build the report for `json.dump`; keys may be added, not removed or redefined."""
-    host, counts = socket.gethostname(), Counter(finding.status for finding in findings)
+    host = socket.gethostname()
+    counts = Counter(finding.status for finding in findings)
     return {
         "schema": 1,  # rises when a field changes its meaning or goes away
         "host": host,
@@ -36,7 +38,9 @@ def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "exit_code": exit_code(findings),
         "counts": {status.value: counts[status] for status in Status},
-        "findings": [{**asdict(each), "hosts": list(each.hosts) or [host]} for each in findings],
+        "findings": [
+            {**asdict(finding), "hosts": list(finding.hosts) or [host]} for finding in findings
+        ],
     }
 
 
@@ -46,13 +50,21 @@ def as_text(findings: Sequence[Finding]) -> str:
     margin = max((len(finding.check) for finding in ranked), default=0) + 11
     lines = []
     for finding in ranked:
-        more = len(finding.hosts) - SHOWN_HOSTS
-        hosts = [*finding.hosts[:SHOWN_HOSTS], *([f"and {more} more"] if more > 0 else [])]
-        head = f"{finding.status.value:<7}  {finding.check}".ljust(margin)
-        lines.append(head + finding.value + (f"  [{', '.join(hosts)}]" if hosts else ""))
+        hosts = list(finding.hosts[:SHOWN_HOSTS])
+        num_unlisted = len(finding.hosts) - len(hosts)
+        if num_unlisted > 0:
+            hosts.append(f"and {num_unlisted} more")
+        line = f"{finding.status.value:<7}  {finding.check}".ljust(margin) + finding.value
+        if hosts:
+            line += f"  [{', '.join(hosts)}]"
+        lines.append(line)
         if finding.remedy:
             lines.append(f"{'':{margin}}-> {finding.remedy}")
     counts = Counter(finding.status for finding in findings)
-    bad, doubtful, good = (counts[status] for status in reversed(Status))
-    total = f"{bad} error{'s' * (bad != 1)}, {doubtful} warning{'s' * (doubtful != 1)}, {good} ok"
-    return "\n".join([*lines, "", f"{socket.gethostname()}: {total}  ({build_id()})"])
+    errors = counts[Status.ERROR]
+    warnings = counts[Status.WARNING]
+    summary = (
+        f"{errors} error{'s' * (errors != 1)}, {warnings} warning{'s' * (warnings != 1)}, "
+        f"{counts[Status.OK]} ok"
+    )
+    return "\n".join([*lines, "", f"{socket.gethostname()}: {summary}  ({build_id()})"])

@@ -218,26 +218,27 @@ def _describe_decoding(do_sample: bool, temperature: float) -> str:
 def _roles_table(config: RunConfig) -> list[list[object]]:
     """Build the role table, titles first: model, pool, sizes, precision, weights."""
     rows: list[list[object]] = [
-        ["role", "model", "pool", "ranks", "TP", "PP", "DP", "EP", "precision", "engine",
+        ["role", "model", "pool", "ranks", "TP", "CP", "PP", "DP", "EP", "precision", "engine",
          "parameters", "weights"]
     ]  # fmt: skip
     for role in config.roles:
         section, layout = config.role(role), config.layout(role)
         where: list[object] = [config.placement[role], layout.world_size]
         if not has_model(config, role):
-            rows.append([role.value, "rule", *where, NONE, NONE, layout.dp, *[NONE] * 5])
+            rows.append([role.value, "rule", *where, *[NONE] * 3, layout.dp, *[NONE] * 5])
             continue
         precision = "bf16" if section.bf16 else "fp32"
         chunks = f" x {section.model_chunks} chunks" if section.model_chunks > 1 else ""
         ep = section.expert_model_parallel_size
-        sizes = [layout.tp, f"{layout.pp}{chunks}", layout.dp, ep]
+        sizes = [layout.tp, layout.cp, f"{layout.pp}{chunks}", layout.dp, ep]
         weights = _describe_weights(config, role)
         count = f"{model_elements(section.architecture, HEADS[role]) / 1e9:.3g} G"
         about = [precision, section.backend, count, weights]
         rows.append([role.value, section.model, *where, *sizes, *about])
         if role is Role.ACTOR_ROLLOUT and config.parts:
             generating = config.rollout_layout
-            sizes = [generating.world_size, generating.tp, generating.pp, generating.dp]
+            sizes = [generating.world_size, generating.tp, generating.cp]
+            sizes += [generating.pp, generating.dp]
             ends = [config.rollout_ep, precision, config.rollout.engine, count]
             ends.append("the actor's, after each update")
             rows.append(["rollout", section.model, config.placement[role], *sizes, *ends])

@@ -32,29 +32,11 @@ def judge(
     target = config.get("algorithm.kl_ctrl.target_kl")
     adapts = config.get("algorithm.kl_ctrl.type") == "adaptive"
     kl_limit = runaway_limit(adapts, float(target) if isinstance(target, (int, float)) else 0.0)
-    problems = []
-    for each in failures or ():
-        level, text = ("bad", "") if each.get("last") else ("watch", ", then started again")
-        text = f"failed{text}: {each.get('message', '')}"
-        problems.append(_problem(level, each.get("iteration"), text, "see the files in logs/"))
-    health, active, missing = Health(kl_limit=kl_limit), dict[str, Finding](), dict[str, int]()
-    for iteration in iterations:
-        found = health.check(iteration.number, iteration.metrics) if iteration.number > 0 else []
-        for event in found:
-            if event.event == "began":
-                active[event.rule] = event
-            else:
-                began = active.pop(event.rule)
-                text = f"{began.rule}: {began.text} (ended in iteration {event.iteration})"
-                problems.append(_problem("watch", began.iteration, text, began.remedy))
-        for name, value in iteration.metrics.items():
-            if value is None:
-                missing.setdefault(name, iteration.number)
-    for event in active.values():
-        text = f"{event.rule}: {event.text}"
-        problems.append(_problem("bad", event.iteration, text, event.remedy))
-    for name, number in missing.items():
-        problems.append(_problem("bad", number, f"{name} is not finite", "training.nan_policy"))
+    problems = [
+        *_failure_problems(failures or ()),
+        *_health_problems(iterations, kl_limit),
+        *_non_finite_problems(iterations),
+    ]
     return {
         "answers": [
             did_it_learn(iterations, str(config.get("validation.best_metric", "score"))),
@@ -65,38 +47,93 @@ def judge(
     }
 
 
+def _failure_problems(failures: Sequence[Mapping[str, Any]]) -> Rows:
+    problems = []
+    for failure in failures:
+        is_last = failure.get("last")
+        text = f"failed{'' if is_last else ', then started again'}: {failure.get('message', '')}"
+        level = "bad" if is_last else "watch"
+        problems.append(_problem(level, failure.get("iteration"), text, "see the files in logs/"))
+    return problems
+
+
+def _health_problems(iterations: Sequence[Iteration], kl_limit: float) -> Rows:
+    """Apply the health rules to a run; problems that have ended come first."""
+    health = Health(kl_limit=kl_limit)
+    active: dict[str, Finding] = {}
+    problems = []
+    for iteration in iterations:
+        if iteration.number == 0:  # a validation before training
+            continue
+        for finding in health.check(iteration.number, iteration.metrics):
+            if finding.event == "began":
+                active[finding.rule] = finding
+                continue
+            began = active.pop(finding.rule)
+            text = f"{began.rule}: {began.text} (ended in iteration {finding.iteration})"
+            problems.append(_problem("watch", began.iteration, text, began.remedy))
+    for finding in active.values():
+        text = f"{finding.rule}: {finding.text}"
+        problems.append(_problem("bad", finding.iteration, text, finding.remedy))
+    return problems
+
+
+def _non_finite_problems(iterations: Sequence[Iteration]) -> Rows:
+    """Return a problem per metric that was not finite, in the first such iteration."""
+    first_iterations: dict[str, int] = {}
+    for iteration in iterations:
+        for name, value in iteration.metrics.items():
+            if value is None:
+                first_iterations.setdefault(name, iteration.number)
+    return [
+        _problem("bad", number, f"{name} is not finite", "training.nan_policy")
+        for name, number in first_iterations.items()
+    ]
+
+
 def did_it_learn(iterations: Sequence[Iteration], metric: str) -> dict[str, str]:
     """Answer whether the score rose; two or more validations override the training score."""
-    question, text, clear, rise = "Did it learn?", "", False, 0.0
-    scores = ((each.number, validation_score(each.metrics, metric)) for each in iterations)
-    validated = [(number, score) for number, score in scores if score is not None]
-    trained = [value for _, value in curve_of(iterations, "critic/score/mean")]
-    if len(trained) >= 6:
-        count = min(WINDOW, len(trained) // 3)
-        ends = trained[:count], trained[-count:]
-        start, end = map(statistics.fmean, ends)
-        error = math.hypot(*(statistics.stdev(part) / math.sqrt(count) for part in ends))
-        rise, clear = (
-            end - start,
-            abs(end - start) > (CLEARLY * error or SMALL * max(abs(start), 1.0)),
+    question = "Did it learn?"
+    text = ""
+    is_clear = False
+    rise = 0.0
+    training_scores = [value for _, value in curve_of(iterations, "critic/score/mean")]
+    if len(training_scores) >= 6:
+        count = min(WINDOW, len(training_scores) // 3)
+        start_scores = training_scores[:count]
+        end_scores = training_scores[-count:]
+        start = statistics.fmean(start_scores)
+        end = statistics.fmean(end_scores)
+        error = math.hypot(
+            statistics.stdev(start_scores) / math.sqrt(count),
+            statistics.stdev(end_scores) / math.sqrt(count),
         )
+        rise = end - start
+        is_clear = abs(rise) > (CLEARLY * error or SMALL * max(abs(start), 1.0))
         text = (
             f"Training score: {start:.3g} at first, {end:.3g} at last (means of {count} "
             f"iterations, standard error of the difference {error:.3g})."
         )
-    if len(validated) > 1:
-        (begin, first), (final, last) = validated[0], validated[-1]
-        best_at, best = max(validated, key=lambda point: (point[1], -point[0]))
-        rise = last - first
-        clear = abs(rise) > SMALL * max(abs(first), abs(last)) and (clear or len(trained) < 6)
-        at_first = f"after iteration {begin}" if begin else "before training"
+    validations = []  # (iteration, score)
+    for iteration in iterations:
+        score = validation_score(iteration.metrics, metric)
+        if score is not None:
+            validations.append((iteration.number, score))
+    if len(validations) > 1:
+        start_iteration, start = validations[0]
+        end_iteration, end = validations[-1]
+        best_iteration, best = max(validations, key=lambda point: (point[1], -point[0]))
+        rise = end - start
+        is_clear = is_clear or len(training_scores) < 6
+        is_clear = is_clear and abs(rise) > SMALL * max(abs(start), abs(end))
+        at_start = f"after iteration {start_iteration}" if start_iteration else "before training"
         text = (
-            f"Validation {metric}: {first:.3g} {at_first}, {last:.3g} after iteration {final}; "
-            f"best {best:.3g}, iteration {best_at}. {text}"
+            f"Validation {metric}: {start:.3g} {at_start}, {end:.3g} after iteration "
+            f"{end_iteration}; best {best:.3g}, iteration {best_iteration}. {text}"
         )
     if not text:
         return _answer(question, "too early to say", "Under six iterations and one validation.")
-    if not clear:
+    if not is_clear:
         return _answer(question, "no clear change", text)
     if rise > 0:
         return _answer(question, "yes", text, "good")
@@ -105,42 +142,52 @@ def did_it_learn(iterations: Sequence[Iteration], metric: str) -> dict[str, str]
 
 def what_takes_the_time(iterations: Sequence[Iteration]) -> dict[str, str]:
     """Answer which role takes most time, and list the others."""
-    question, wall = "Which role takes the time?", wall_seconds(iterations)
-    seconds = {
-        role: sum(v for name in names for _, v in curve_of(iterations, f"timing/{name}"))
-        for role, names in PHASES.items()
-    }
-    order = sorted((role for role in seconds if seconds[role] > 0), key=lambda r: -seconds[r])
-    if not order or not wall:
+    question = "Which role takes the time?"
+    wall_s = wall_seconds(iterations)
+    role_s = {}
+    for role, phases in PHASES.items():
+        curves = [curve_of(iterations, f"timing/{phase}") for phase in phases]
+        role_s[role] = sum(seconds for curve in curves for _, seconds in curve)
+    measured_roles = [role for role in role_s if role_s[role] > 0]
+    if not measured_roles or not wall_s:
         return _answer(question, "not measured", "No phase has its time.")
-    parts = ", ".join(f"{role} {seconds[role] / wall:.0%}" for role in order)
-    text = f"Of {wall / 60:.3g} min: {parts}. Phases of different devices may overlap."
-    return _answer(question, f"{order[0]}, {seconds[order[0]] / wall:.0%}", text)
+    measured_roles.sort(key=lambda role: -role_s[role])
+    fractions = [f"{role_s[role] / wall_s:.0%}" for role in measured_roles]
+    listed = ", ".join(map(" ".join, zip(measured_roles, fractions, strict=True)))
+    text = f"Of {wall_s / 60:.3g} min: {listed}. Phases of different devices may overlap."
+    return _answer(question, f"{measured_roles[0]}, {fractions[0]}", text)
 
 
 def how_far_from_the_reference(iterations: Sequence[Iteration], limit: float) -> dict[str, str]:
     """Answer how large the KL to the reference is. limit: nats per token."""
-    question, curve = "How far from the reference?", curve_of(iterations, "critic/kl")
+    question = "How far from the reference?"
+    curve = curve_of(iterations, "critic/kl")
     if not curve:
         return _answer(question, "not measured", "The run has no reference (logging.reference_kl).")
-    last = [value for _, value in curve[-WINDOW:]]
-    mean, (at, most) = statistics.fmean(last), max(curve, key=lambda point: point[1])
-    word, level = ("healthy", "good") if mean <= limit else ("too far", "watch")
+    recent = [value for _, value in curve[-WINDOW:]]
+    mean = statistics.fmean(recent)
+    peak_iteration, peak = max(curve, key=lambda point: point[1])
     text = (
-        f"KL {mean:.3g} nats per token, mean of the last {len(last)} iterations; "
-        f"{curve[0][1]:.3g} in the first, {last[-1]:.3g} in the last; "
-        f"largest {most:.3g} in iteration {at}. Healthy: at most {limit:g}."
+        f"KL {mean:.3g} nats per token, mean of the last {len(recent)} iterations; "
+        f"{curve[0][1]:.3g} in the first, {recent[-1]:.3g} in the last; "
+        f"largest {peak:.3g} in iteration {peak_iteration}. Healthy: at most {limit:g}."
     )
-    return _answer(question, f"KL {mean:.3g}, {word}", text, level)
+    if mean <= limit:
+        return _answer(question, f"KL {mean:.3g}, healthy", text, "good")
+    return _answer(question, f"KL {mean:.3g}, too far", text, "watch")
 
 
 def wall_seconds(iterations: Sequence[Iteration]) -> float:
     """Return the total seconds, validation and saves included."""
-    return sum(
-        sum(each.metrics.get(name) or 0.0 for name in ("timing/val", "timing/save"))
-        + (each.metrics.get("timing/all") or (each.time_s if each.number else 0.0))
-        for each in iterations
-    )
+    total_s = 0.0
+    for iteration in iterations:
+        training_s = iteration.metrics.get("timing/all")
+        if not training_s and iteration.number > 0:
+            training_s = iteration.time_s
+        total_s += training_s or 0.0
+        total_s += iteration.metrics.get("timing/val") or 0.0
+        total_s += iteration.metrics.get("timing/save") or 0.0
+    return total_s
 
 
 def _answer(question: str, short: str, text: str, level: str = "plain") -> dict[str, str]:

@@ -11,7 +11,7 @@ import html
 import itertools
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -96,10 +96,12 @@ def make_report(
 
 def _gather(run: RunFolder) -> dict[str, Any]:
     """Return everything the page shows about a run, except samples."""
-    iterations, configs = read_iterations(run.path), read_configs(run.path)
+    iterations = read_iterations(run.path)
+    configs = read_configs(run.path)
     config = configs[-1][1] if configs else {}
     curves = make_curves(iterations)
-    stage, estimator = config.get("training.stage"), config.get("algorithm.adv_estimator")
+    stage = config.get("training.stage")
+    estimator = config.get("algorithm.adv_estimator")
     method = METHODS.get(str(stage)) or METHODS.get(str(estimator), estimator)
     model = config.get("actor_rollout.model")
     return {
@@ -111,33 +113,54 @@ def _gather(run: RunFolder) -> dict[str, Any]:
         "subject": printable(f"{method}, model {model}") if model and method else "",
         **judge(iterations, config, read_failures(run.path)),
         "curves": curves,
-        "about": {
-            name: {"unit": metric.unit, "meaning": metric.meaning, "healthy": metric.healthy,
-                   "range": show_range(metric.healthy), "remedy": metric.remedy}
-            for name in curves if (metric := find_metric(name))
-        },
+        "about": _describe_metrics(curves),
         "config": config,
-        "changes": [
-            {"file": file, "key": key, "before": before.get(key), "after": after.get(key)}
-            for (_, before), (file, after) in itertools.pairwise(configs)
-            for key in sorted({*before, *after}) if before.get(key) != after.get(key)
-        ],
-    }  # fmt: skip
+        "changes": _config_changes(configs),
+    }
+
+
+def _describe_metrics(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return name -> row of the metric table, for the names that it has."""
+    rows = {}
+    for name in names:
+        metric = find_metric(name)
+        if metric is not None:
+            rows[name] = {
+                "unit": metric.unit,
+                "meaning": metric.meaning,
+                "healthy": metric.healthy,
+                "range": show_range(metric.healthy),
+                "remedy": metric.remedy,
+            }
+    return rows
+
+
+def _config_changes(configs: Sequence[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the keys that each file of the configuration changed in the one before it."""
+    changes = []
+    for (_, before), (file, after) in itertools.pairwise(configs):
+        for key in sorted({*before, *after}):
+            change = {"file": file, "key": key, "before": before.get(key), "after": after.get(key)}
+            if change["before"] != change["after"]:
+                changes.append(change)
+    return changes
 
 
 def _pack_samples(runs: Sequence[RunFolder], max_samples: int, room: int) -> bytes:
     """Return compressed samples, repeatedly halving their number until they fit `room` bytes."""
     limit = max_samples // len(runs)
     while True:
-        chosen = [choose_samples(run.path, limit) for run in runs]
-        parts: list[dict[str, Any]] = [
-            {"samples": cut_for_page(each, run.path, run.split), "seen": each.seen}
-            for run, each in zip(runs, chosen, strict=True)
-        ]
-        blob = _pack(parts)
+        packed_runs = []
+        num_samples = []
+        for run in runs:
+            chosen = choose_samples(run.path, limit)
+            samples = cut_for_page(chosen, run.path, run.split)
+            packed_runs.append({"samples": samples, "seen": chosen.seen})
+            num_samples.append(len(samples))
+        blob = _pack(packed_runs)
         if len(blob) <= room or not limit:
             return blob
-        limit = min(limit, max(len(part["samples"]) for part in parts)) // 2
+        limit = min(limit, max(num_samples)) // 2
 
 
 def _pack(value: Any) -> bytes:

@@ -34,20 +34,26 @@ def choose_samples(run: Path, limit: int = MAX_SAMPLES) -> Chosen:
     A selected validation prompt keeps all its responses. Validation gets at most half the samples
     if there are training samples.
     """
-    file, validations = run / "samples.jsonl", run / "val_samples.jsonl"
-    counts = Counter(_prompt_of(sample) for sample in read_jsonl(validations))
-    seen = sum(1 for _ in read_jsonl(file))
-    prompts = sorted(counts)
-    while sum(counts[prompt] for prompt in prompts) > (limit // 2 if seen else limit):
+    training_file = run / "samples.jsonl"
+    validation_file = run / "val_samples.jsonl"
+    num_of_prompt = Counter(_prompt_of(sample) for sample in read_jsonl(validation_file))
+    num_training = sum(1 for _ in read_jsonl(training_file))
+    prompts = sorted(num_of_prompt)
+    validation_limit = limit // 2 if num_training else limit
+    while sum(num_of_prompt[prompt] for prompt in prompts) > validation_limit:
         prompts = prompts[::2] if len(prompts) > 1 else []
-    wanted = set(prompts)
-    validation = [each for each in read_jsonl(validations) if _prompt_of(each) in wanted]
+    chosen_prompts = set(prompts)
+    validation = [
+        sample for sample in read_jsonl(validation_file) if _prompt_of(sample) in chosen_prompts
+    ]
     training: Records = []
-    step = max(seen / max(limit - len(validation), 1), 1.0)
-    for i, sample in enumerate(read_jsonl(file) if limit > len(validation) else ()):
-        if int(i / step) == len(training):
-            training.append(sample)
-    return Chosen(training, validation, seen + counts.total())
+    training_limit = limit - len(validation)
+    if training_limit > 0:
+        step = max(num_training / training_limit, 1.0)
+        for i, sample in enumerate(read_jsonl(training_file)):
+            if int(i / step) == len(training):
+                training.append(sample)
+    return Chosen(training, validation, num_training + num_of_prompt.total())
 
 
 def cut_for_page(chosen: Chosen, run: Path, split: TokenSplitter | None = None) -> Records:
@@ -55,25 +61,29 @@ def cut_for_page(chosen: Chosen, run: Path, split: TokenSplitter | None = None) 
 
     Without `split` they have no tokens and numbers.
     """
-    wanted = {(s.get("iteration"), s.get("sample_id")) for s in chosen.training}
-    numbers = _read_token_numbers(run, wanted) if split else {}
-    cut = [_make_entry(sample, "training", split, numbers) for sample in chosen.training]
-    return cut + [_make_entry(sample, "validation", None, {}) for sample in chosen.validation]
+    sample_keys = {(s.get("iteration"), s.get("sample_id")) for s in chosen.training}
+    numbers = _read_token_numbers(run, sample_keys) if split else {}
+    entries = [_make_entry(sample, "training", split, numbers) for sample in chosen.training]
+    entries += [_make_entry(sample, "validation", None, {}) for sample in chosen.validation]
+    return entries
 
 
-def _read_token_numbers(run: Path, wanted: set[tuple[Any, Any]]) -> dict[Any, dict[str, Any]]:
-    """Return (iteration, sample id) -> name -> one number per response token."""
-    found = {}
+def _read_token_numbers(run: Path, sample_keys: set[tuple[Any, Any]]) -> dict[Any, dict[str, Any]]:
+    """Return (iteration, sample id) -> name -> one number per response token, for these keys."""
+    numbers = {}
     for file in token_files(run / "samples_tokens"):
         with open(file, "rb") as lines:
             for line in lines:
-                key = KEY.match(line)
-                if key is None or (place := (int(key[1]), int(key[2]))) not in wanted:
+                match = KEY.match(line)
+                if match is None:
                     continue
-                with contextlib.suppress(ValueError):  # cut by a kill
+                sample_key = (int(match[1]), int(match[2]))
+                if sample_key not in sample_keys:
+                    continue
+                with contextlib.suppress(ValueError):  # truncated by a kill
                     record = json.loads(line)
-                    found[place] = {name: record[name] for name in NUMBERS if name in record}
-    return found
+                    numbers[sample_key] = {name: record[name] for name in NUMBERS if name in record}
+    return numbers
 
 
 def _prompt_of(sample: dict[str, Any]) -> int:
@@ -97,12 +107,19 @@ def _make_entry(
     columns = sample.get("extra_info")
     if isinstance(columns, dict):
         entry["x"] = {printable(str(name)): _shorten_text(value) for name, value in columns.items()}
-    found = numbers.get((sample.get("iteration"), sample.get("sample_id")))
-    if split and found and len(entry["r"]) < MAX_TEXT:
-        entry["t"] = [printable(piece) for piece in split(ids)]
-        entry["num"] = {name: [None if v is None else float(f"{v:.3g}") for v in values]
-                        for name, values in found.items() if len(values) == len(ids)}  # fmt: skip
+    token_numbers = numbers.get((sample.get("iteration"), sample.get("sample_id")))
+    if split and token_numbers and len(entry["r"]) < MAX_TEXT:
+        entry["t"] = [printable(token) for token in split(ids)]
+        entry["num"] = {
+            name: [_round(value) for value in values]
+            for name, values in token_numbers.items()
+            if len(values) == len(ids)
+        }
     return entry
+
+
+def _round(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.3g}")
 
 
 def _shorten_text(value: Any) -> str:

@@ -10,10 +10,10 @@ import yaml
 
 from mindspeed_rlxf.cli import main
 from mindspeed_rlxf.cli.train import main as train
+from mindspeed_rlxf.compat.verl.table import ACTOR
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.config.verl import ACTOR
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rlxf.cli.command_line import PREPROCESS_FLAGS
 from mindspeed_rlxf.cli.preprocess import main
+from mindspeed_rlxf.compat.mindspeed_llm.flags import PREPROCESS_FLAGS
 from tests.unit.data.byte_tokenizer import write_tokenizer
 
 # Typed from the parser of the older toolkit, not taken from our lists.

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from mindspeed_rlxf.compat.mindspeed_llm.translate import translate
 from mindspeed_rlxf.config import packages, ray_cluster
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.problems import ConfigError
@@ -72,11 +73,14 @@ def make_tree() -> Callable[..., Tree]:
 
 @pytest.fixture
 def problems(make_tree: Callable[..., Tree]) -> Callable[..., list[str]]:
-    """Return the problems of the tree with these changes, as text; [] = it is valid."""
+    """Return the problems of the tree with these changes, as text; [] = it is valid.
+
+    It may have MindSpeed-LLM's keys, as on the command line.
+    """
 
     def run(changes: Tree | None = None, drop: tuple[str, ...] = ()) -> list[str]:
         try:
-            resolve(make_tree(changes, drop), "test")
+            resolve(translate(make_tree(changes, drop)), "test")
         except ConfigError as error:
             return [str(problem) for problem in error.problems]
         return []

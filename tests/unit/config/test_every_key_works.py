@@ -136,6 +136,8 @@ ALGORITHM: dict[str, Any] = {
     "score_slot_limit": Case("batch_width", see.driven), "advantage_whiten": Case("none", see.loss),
     "loss_normalizer": Case("sequence_means", see.loss),
     "old_log_probs": Case("rollout", see.driven), "rollout_is_threshold": Case(1.5, see.loss),
+    "rollout_rejection": Shown("roles/test_experience.py",
+     "test_rejected_tokens_count_for_their_group_and_are_not_trained"),
     "max_log_prob_gap": Shown("roles/test_gap.py",
      "test_a_gap_over_the_limit_names_the_worst_token"),
 }  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mindspeed_rlxf.compat.mindspeed_llm.translate import translate
 from mindspeed_rlxf.config.keys import REMOVED
 from mindspeed_rlxf.config.load import resolve
 from tests.golden.resolved_configs import FOLDER, OLDER, SHIPPED, tree_of, values_of
@@ -23,7 +24,7 @@ def test_resolved_values_are_those_recorded(name: str) -> None:
     file = FOLDER / f"{name}.json"
     assert file.exists(), "record it: python -m tests.golden.resolved_configs"
     expected = flatten(json.loads(file.read_text(encoding="utf-8")))
-    found = flatten(values_of(resolve(tree_of(name), name)))
+    found = flatten(values_of(resolve(translate(tree_of(name)), name)))
     for key, (recorded, now) in CHANGED.items():
         if expected.get(key) == recorded:
             expected[key] = now

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rlxf.config.key_reference import MARK
+from docs.key_reference import MARK
 from tests.unit.documents.commands import FENCE, ROOT, SHELL, blocks, commands, spans
 
 PAIRS = [(ROOT / "README.md", ROOT / "README.zh.md")]

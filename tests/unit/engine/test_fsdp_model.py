@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from mindspeed_rlxf.engine.fsdp import model as built, reads
+from mindspeed_rlxf.engine import head_outputs
+from mindspeed_rlxf.engine.fsdp import model as built
 from mindspeed_rlxf.engine.fsdp.attention import Layout
 from mindspeed_rlxf.models.parameters import Head
 from tests.distributed.fsdp_models import make_family
@@ -57,8 +58,9 @@ def test_the_states_of_a_policy_wait_on_the_host() -> None:
     batch: Any = SimpleNamespace(
         trained_mask=None, prediction_places=lambda _: torch.arange(5), cp=None
     )
+    head: Any = SimpleNamespace(full_hidden=lambda hidden, partial_gradient: hidden)
     with FakeTensorMode():
-        states = reads.read_states(None, batch, torch.zeros(5, 3, device="cuda"))
+        states = head_outputs.read_states(head, batch, torch.zeros(5, 3, device="cuda"))
     assert states.device.type == "cpu"
 
 

@@ -166,6 +166,10 @@ def test_answers_of_a_search_by_hand(response, truth, score):
     assert search_score(response, truth) == score
 
 
+def test_the_answer_that_dapos_rule_read_is_a_part_of_its_score():
+    assert RULES["math_dapo_verl"]("Answer: $2$", "3").parts == {"accuracy": 0.0, "pred": "2"}
+
+
 def test_a_search_without_expected_answers_has_none():
     assert search_targets('{"target": []}') == search_targets("null") == search_targets("") == []
     assert search_targets("7") == ["7"]

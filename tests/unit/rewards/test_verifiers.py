@@ -159,6 +159,7 @@ def test_truths_that_no_response_can_equal_are_found_before_the_run() -> None:
         "math": ["12:00", r"\frac{1}{2}", r"\text{Evelyn}", r"\frac{1}{", r"\boxed{}", "$ $"],
         "gsm8k_verl": ["18", "-1.5", "1,234", "eighteen"],
         "math_verl": [r"\frac{1}{2}", "}"],
+        "math_dapo_verl": [r"\frac{1}{2}", "3\n4"],
     }
     prompts = [
         prompt(place, truth, rule)
@@ -172,6 +173,7 @@ def test_truths_that_no_response_can_equal_are_found_before_the_run() -> None:
         "data source 'math' (3 rows)",
         "data source 'gsm8k_verl' (2 rows)",
         "data source 'math_verl' (1 rows)",
+        "data source 'math_dapo_verl' (1 rows)",
     ]
 
 

@@ -57,6 +57,7 @@ def output_of(
     policy: str = "raise",
     group_size: int = 2,
     token_log: TokenLog | None = None,
+    old: LogProbs | None = None,  # else those of the rollout
     **keys: Any,
 ) -> tuple[RoleOutput, torch.Tensor]:
     keys = {"advantage_whiten": AdvantageWhiten.NONE, **keys}
@@ -75,7 +76,7 @@ def output_of(
     rows = scores if isinstance(scores, Scores) else Scores(torch.tensor(scores))
     has_critic = (estimator, stage) == (AdvEstimator.GAE, Stage.RAY_PPO)
     values = Values(torch.linspace(-1, 1, 28).view(4, 7)) if has_critic else None
-    given = rollouts, None, ref, rows, values, *greedy
+    given = rollouts, old, ref, rows, values, *greedy
     maker = ExperienceMaker(config, make_objective(config, alone), alone)
     output = maker.make(ExperienceInputs(*given, KL_COEF, LIMIT, token_log))
     mask = length_mask(rollouts.response_lengths, rollouts.response_ids.size(1))
@@ -154,6 +155,17 @@ def test_truncated_responses_count_in_their_group_and_are_not_trained():
     assert masked.trained_mask.any(1).tolist() == HAS_EOS
     assert torch.equal(masked.advantages[0], usual.advantages[0])
     assert usual.advantages[1].any() and not masked.advantages[1].any()
+
+
+def test_rejected_tokens_count_for_their_group_and_are_not_trained():
+    usual, _, _ = made(AdvEstimator.GRPO)
+    old = LogProbs(rollouts_of(LENGTHS, HAS_EOS).rollout_log_probs.clone())
+    old.log_probs[0, 0] += 1.0
+    near, report, _ = made(AdvEstimator.GRPO, old=old, rollout_rejection={"token_k2": [0.1]})
+    changed = usual.trained_mask ^ near.trained_mask
+    assert changed.nonzero().tolist() == [[0, 0]]
+    assert torch.equal(near.advantages[0, 1:], usual.advantages[0, 1:])
+    assert near.advantages[0, 0] == 0.0 and report.rejected.mean == 1 / sum(LENGTHS)
 
 
 def test_rewards_are_scaled_to_variance_one_and_keep_their_mean():

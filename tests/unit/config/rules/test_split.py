@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from mindspeed_rlxf.compat.mindspeed_llm.translate import translate
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.rank_layout import ParallelLayout, count_per_node
@@ -107,7 +108,7 @@ def test_a_split_that_cannot_run_is_refused(check_case, changes, expected):
 
 @pytest.mark.parametrize("key", [ROLLOUT_TP, OLDER_TP, OLDER_TP.replace("_tensor", "-tensor")])
 def test_the_rollout_has_a_tensor_parallel_size_of_its_own(make_tree, key):
-    config = resolve(make_tree(SPLIT | {key: 4}), "t")
+    config = resolve(translate(make_tree(SPLIT | {key: 4})), "t")
     assert config.rollout_layout == ParallelLayout(4, 4)
 
 

@@ -48,8 +48,8 @@ CHUNKS = {
             # The rollout has no pipeline, so 4 replicas of TP 2 generate 24 each.
             SPLIT,
             [
-                "actor_rollout small main 8 2 2 2 1 fp32 ",
-                "reward rule main 8 - - 8 - - - - -",
+                "actor_rollout small main 8 2 1 2 2 1 fp32 ",
+                "reward rule main 8 - - - 8 - - - - -",
                 "main 1 2 6 0,1,1 0,0,6 0,0,6 0,0,6",
                 "prompts (global_batch_size) 96",
                 "samples per actor replica 48",
@@ -61,7 +61,8 @@ CHUNKS = {
             ],
         ),
         # DP 4: 24 samples by 5 are 5 micro-batches, 6 for two stages
-        (CHUNKS, ["ref small main 8 1 2 x 2 chunks 4 1 fp32 ", "ref 24 5 6"]),
+        (CHUNKS, ["ref small main 8 1 1 2 x 2 chunks 4 1 fp32 ", "ref 24 5 6"]),
+        ({"ref.context_parallel_size": 4}, ["ref small main 8 1 4 1 2 1 fp32 "]),
         (
             # 50 tokens hold two of the longest samples of 24, so DP 8 with 96 / 8 = 12 makes 6 at
             # most; a mini-batch has 48 / 8 = 6 a rank, 3 at most

@@ -22,6 +22,7 @@ from mindspeed_rlxf.api import (
     RLHFDataset,
     Role,
 )
+from mindspeed_rlxf.compat.verl import library
 from mindspeed_rlxf.config import enums
 from mindspeed_rlxf.config.plugins import complete_function, find_carried
 from mindspeed_rlxf.config.problems import ConfigError
@@ -30,9 +31,9 @@ from mindspeed_rlxf.reporting.jsonl import Sample
 from mindspeed_rlxf.rewards.outcome import Sample as reward_inputs
 from mindspeed_rlxf.rewards.scoring import Plan, SampleScorer
 from mindspeed_rlxf.roles.reference import ReferenceRole
-from tests.unit import verl_script
+from tests.unit.compat import verl_script
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 START = "tests/golden/start"
 ACTOR, REF = Role.ActorRollout, Role.RefPolicy
 PPO = {ACTOR: ActorRolloutRefWorker, Role.Critic: CriticWorker, REF: ActorRolloutRefWorker}
@@ -105,7 +106,7 @@ def test_a_function_of_a_file_scores(make):
 
 def score_by(manager, response, truth, source, **extra_info):
     """Score as a scoring process does, which makes the manager again."""
-    key = api._reward_key(manager)
+    key = library._reward_key(manager)
     assert key is not None
     if "tokenizer" in key.get("arguments", {}):
         key["arguments"]["tokenizer"] = str(ROOT / START)
@@ -177,11 +178,11 @@ def test_a_changed_tokenizer_is_used_and_an_unchanged_one_is_its_folder(make, tm
 
 
 def test_a_run_joins_the_cluster_of_its_script_whose_cpus_count(make, monkeypatch):
-    monkeypatch.setattr(api, "connected_address", lambda: "10.0.0.1:6379")
-    monkeypatch.setattr(api, "has_resource", lambda name: False)
+    monkeypatch.setattr(library, "connected_address", lambda: "10.0.0.1:6379")
+    monkeypatch.setattr(library, "has_resource", lambda name: False)
     config = make(config={"+device.kind": "cpu"}).config
     assert (config.runtime.address, config.device.resource_name) == ("10.0.0.1:6379", "CPU")
-    monkeypatch.setattr(api, "has_resource", lambda name: True)
+    monkeypatch.setattr(library, "has_resource", lambda name: True)
     assert make(config={"+device.kind": "cpu"}).config.device.resource_name == "rlxf_cpu"
 
 
@@ -252,5 +253,5 @@ def test_a_call_prints_the_first_samples_of_each_data_source(capsys):
 def test_ours_and_verls_yaml_are_told_apart(make):
     config = make().config
     mine = {"training": {"run_name": "x"}, "actor_rollout": {"load": START}}
-    assert api._read(mine).sections["training"] == {"run_name": "x"}
-    assert api._read(config).sections["training"]["run_name"] == "library_ppo"
+    assert library._read(mine).sections["training"] == {"run_name": "x"}
+    assert library._read(config).sections["training"]["run_name"] == "library_ppo"

@@ -1,12 +1,14 @@
 """Translate MindSpeed-LLM's Ray PPO YAML to our keys, before anything is validated.
 
-`mindspeed_llm_keys` lists keys without effect and refused keys.
+`keys` lists keys without effect and refused keys.
 """
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mindspeed_rlxf.compat.mindspeed_llm.keys import NO_OPS, REFUSED, allows
 from mindspeed_rlxf.config.enums import (
     AdvantageWhiten,
     AdvEstimator,
@@ -17,7 +19,6 @@ from mindspeed_rlxf.config.enums import (
 )
 from mindspeed_rlxf.config.hf_config import read_hf_config
 from mindspeed_rlxf.config.keys import ROLES, WITHOUT_MODEL, Given, Tree, set_default
-from mindspeed_rlxf.config.mindspeed_llm_keys import NO_OPS, REFUSED, allows
 from mindspeed_rlxf.config.problems import Problem, format_value, ref
 
 ACTOR = "actor_rollout"
@@ -47,12 +48,20 @@ TAKEN = (
 """Keys in MOVED whose value is only moved, from where `_take` finds it."""
 
 
-def translate(given: Given) -> None:
-    """Replace the older toolkit's keys in place; note keys without effect, refuse others.
+def translate(tree: Mapping[str, Any]) -> Given:
+    """Return a tree with the older toolkit's keys replaced by ours; ours are kept.
 
-    For a YAML from that toolkit (it nests roles, or has its keys) also note keys with another
-    meaning here.
+    Keys without effect are noted, others refused. For a YAML from that toolkit (it nests roles, or
+    has its keys) also notes keys with another meaning here.
     """
+    given = Given(tree)
+    _replace_keys(given)
+    if given.nested or given.notes:
+        _note_other_meanings(given)
+    return given
+
+
+def _replace_keys(given: Given) -> None:
     training = given.sections["training"]
     for name, values in given.sections["model"].items():
         if "padded_vocab_size" in values:  # the rows of the checkpoint's embedding
@@ -90,9 +99,10 @@ def translate(given: Given) -> None:
         for key in sorted(values.keys() & (NO_OPS.keys() | REFUSED.keys())):
             _note_or_refuse(given, f"{section}.{key}", key, values.pop(key))
     _add_vocab_sizes(given)
-    if not given.nested and not given.notes:
-        return
-    actor = given.sections[ACTOR]
+
+
+def _note_other_meanings(given: Given) -> None:
+    actor, training = given.sections[ACTOR], given.sections["training"]
     if coefficient := actor.get("entropy_coeff", training.get("entropy_coeff")):
         meaning = "the loss has an entropy bonus of this weight, which MindSpeed-LLM left out"
         given.note(meaning, f"entropy_coeff={coefficient}")

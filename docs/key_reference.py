@@ -1,6 +1,6 @@
 """Make `docs/configuration.md` from the schema, and the tables in `docs/migrating.md`.
 
-`python -m mindspeed_rlxf.config.key_reference docs/configuration.md docs/migrating.md` writes them,
+`python -m docs.key_reference docs/configuration.md docs/migrating.md` writes them,
 as `make docs` does. `docs/migrating.md` keeps its text above MARK.
 """
 
@@ -15,11 +15,12 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from mindspeed_rlxf.compat.mindspeed_llm.keys import ANY, NO_OP_LIST, REFUSED_LIST
+from mindspeed_rlxf.compat.mindspeed_llm.translate import MOVED
+from mindspeed_rlxf.compat.verl.table import RENAMED, TABLE
 from mindspeed_rlxf.config.enums import CONFIGURED, Role
 from mindspeed_rlxf.config.fields import extra_of, key
 from mindspeed_rlxf.config.keys import PLAIN_SECTIONS, ROLE_SECTIONS, Tree
-from mindspeed_rlxf.config.mindspeed_llm import MOVED
-from mindspeed_rlxf.config.mindspeed_llm_keys import ANY, NO_OP_LIST, REFUSED_LIST
 from mindspeed_rlxf.config.problems import format_value
 from mindspeed_rlxf.config.schema import (
     ArchitectureConfig,
@@ -35,12 +36,11 @@ from mindspeed_rlxf.config.schema import (
     TrainingConfig,
     VllmConfig,
 )
-from mindspeed_rlxf.config.verl import RENAMED, TABLE
 
 HEAD = """\
 # Configuration reference
 
-<!-- Made by: python -m mindspeed_rlxf.config.key_reference docs/configuration.md -->
+<!-- Made by: python -m docs.key_reference docs/configuration.md -->
 
 Every key of the YAML. [Configuring and running](running.md) says how files and the command line are
 put together. An unknown key is an error that names the nearest known one.
@@ -54,7 +54,7 @@ The column "resume" says what happens when a run is resumed with another value o
 | free | allowed, and logged |
 """
 
-MARK = "<!-- Everything below is made by: python -m mindspeed_rlxf.config.key_reference -->"
+MARK = "<!-- Everything below is made by: python -m docs.key_reference -->"
 
 POOL = key(
     ..., "processes of the pool of that name: a count, or a list with one for each node", "reshard"

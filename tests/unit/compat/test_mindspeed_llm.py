@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from mindspeed_rlxf.compat.mindspeed_llm.keys import NO_OPS, REFUSED
+from mindspeed_rlxf.compat.mindspeed_llm.translate import MOVED, translate
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.enums import (
     AdvantageWhiten,
@@ -20,8 +22,6 @@ from mindspeed_rlxf.config.enums import (
 )
 from mindspeed_rlxf.config.keys import known_keys
 from mindspeed_rlxf.config.load import resolve, resolve_with_notes
-from mindspeed_rlxf.config.mindspeed_llm import MOVED
-from mindspeed_rlxf.config.mindspeed_llm_keys import NO_OPS, REFUSED
 from mindspeed_rlxf.config.problems import ConfigError
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.ops.planning.plan import plan
@@ -97,10 +97,10 @@ def test_every_older_key_exists_here_or_is_moved_or_on_one_list(section):
 def test_a_no_op_changes_nothing_and_is_noted_once(make_tree, key):
     entry = NO_OPS[key]
     values = [7] if isinstance(entry.allowed, str) else entry.allowed
-    base = resolve(make_tree(), "test")
+    base = resolve(translate(make_tree()), "test")
     for value in values:
         tree = make_tree({f"training.{key}": value, f"critic.{key}": value})
-        config, notes = resolve_with_notes(tree, "test")
+        config, notes = resolve_with_notes(translate(tree), "test")
         assert config == base
         (note,) = [note for note in notes if note.startswith(f"{key}=")]
         assert note.endswith(entry.meaning)
@@ -172,13 +172,13 @@ MOVES: list[tuple[dict[str, Any], Callable[[RunConfig], Any], Any]] = [
 
 @pytest.mark.parametrize(("changes", "read", "value"), MOVES)
 def test_a_moved_key_arrives(make_tree, changes, read, value):
-    assert read(resolve(make_tree(changes), "test")) == value
+    assert read(resolve(translate(make_tree(changes)), "test")) == value
 
 
 def test_the_data_path_of_the_actor_is_that_of_the_data(make_tree, problems):
     for given, meant in {"a/b": ["a/b"], "1,a/b": ["a/b"], "a, b": ["a", "b"]}.items():
         tree = make_tree({"actor_rollout.data_path": given}, ("data.train_files",))
-        config, notes = resolve_with_notes(tree, "test")
+        config, notes = resolve_with_notes(translate(tree), "test")
         assert config.data.data_path == tuple(map(os.path.abspath, meant))
         assert config.data.default_data_source == "prompts"
         assert any(note.startswith("data.overlong_prompts=drop: ") for note in notes)
@@ -190,12 +190,14 @@ GROUP_NORM = {**GRPO, "algorithm.adv_estimator": "group_norm", "algorithm.kl_pen
 
 
 def test_group_norm_means_grpo_with_whitening_and_kl_in_the_loss(make_tree):
-    algorithm = resolve(make_tree(GROUP_NORM, WITHOUT_CRITIC_KEYS), "test").algorithm
+    algorithm = resolve(translate(make_tree(GROUP_NORM, WITHOUT_CRITIC_KEYS)), "test").algorithm
     assert algorithm.adv_estimator == AdvEstimator.GRPO
     assert algorithm.advantage_whiten is AdvantageWhiten.BATCH
     assert (algorithm.kl_in, algorithm.kl_penalty) == ("loss", KlPenalty.LOW_VAR_KL)
     plain = {**GROUP_NORM, "algorithm.advantage_whiten": False}
-    whiten = resolve(make_tree(plain, WITHOUT_CRITIC_KEYS), "test").algorithm.advantage_whiten
+    whiten = resolve(
+        translate(make_tree(plain, WITHOUT_CRITIC_KEYS)), "test"
+    ).algorithm.advantage_whiten
     assert whiten is AdvantageWhiten.NONE
 
 
@@ -228,7 +230,7 @@ def test_contradictory_keys_are_refused(check_case, changes, start):
 
 def resolved(name: str, folder: Path) -> tuple[RunConfig, list[str]]:
     tree = compose(name, ["device.kind=cpu", "runtime.address=head:6379"], folder)
-    return resolve_with_notes(tree, name)
+    return resolve_with_notes(translate(tree), name)
 
 
 @pytest.fixture
@@ -285,7 +287,7 @@ def test_their_configurations_without_a_critic_plan(in_their_folder, name, sampl
     assert (config.samples_per_iteration, config.parts) == (samples, (1, 1))
     shown = [" ".join(line.split()) for line in plan(config).text.splitlines()]
     assert f"samples {samples}" in shown
-    start = "rollout llama32-1b actor_rollout 1 1 1 1 1 bf16 "
+    start = "rollout llama32-1b actor_rollout 1 1 1 1 1 1 bf16 "
     assert any(line.startswith(start) for line in shown)
     assert [note for note in notes if ": no effect " in note] == idle
 
@@ -314,13 +316,13 @@ def test_no_key_of_a_whole_file_is_lost(in_their_folder, name):
     write(in_their_folder / "theirs")
     changes = ["device.kind=cpu", "runtime.address=head:6379"]
     tree = compose(name, changes, in_their_folder / "theirs")
-    whole, lost = resolve_with_notes(tree, name), []
+    whole, lost = resolve_with_notes(translate(tree), name), []
     for section, key in leaves({k: v for k, v in tree.items() if k not in ("device", "runtime")}):
         value = section[key]
         section[key] = altered(value)
         with contextlib.suppress(ConfigError):
             under = section in tree["model"].values() and key in tree["training"]
-            if resolve_with_notes(tree, name) == whole and not under:
+            if resolve_with_notes(translate(tree), name) == whole and not under:
                 lost.append(key)
         section[key] = value
-    assert lost == [] and resolve_with_notes(tree, name) == whole
+    assert lost == [] and resolve_with_notes(translate(tree), name) == whole

@@ -5,21 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from mindspeed_rlxf.compat.verl.files import is_verl, read_verl
+from mindspeed_rlxf.compat.verl.table import ACTOR, NO_EFFECT, RENAMED, ROLLOUT, TABLE
+from mindspeed_rlxf.compat.verl.translate import translate_verl
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.keys import Given, find_field
 from mindspeed_rlxf.config.load import resolve_given
 from mindspeed_rlxf.config.problems import ConfigError
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.config.verl import (
-    ACTOR,
-    NO_EFFECT,
-    RENAMED,
-    ROLLOUT,
-    TABLE,
-    is_verl,
-    read_verl,
-    translate_verl,
-)
 from mindspeed_rlxf.data.files import count_rows
 from mindspeed_rlxf.ops.planning.plan import plan
 from tests.registries import restored_registries
@@ -28,6 +21,7 @@ from tests.registries import restored_registries
 SCRIPTS: dict[str, list[str]] = json.loads(
     Path(__file__).with_name("verl_options.json").read_text("utf-8")
 )
+CORRECTION = "algorithm.rollout_correction"
 ROWS = 7473  # of gsm8k's training split
 QWEN = {"model_type": "qwen2", "rms_norm_eps": 1e-6, "max_position_embeddings": 32768}
 QWEN2 = {
@@ -104,6 +98,7 @@ def refused(translate):
 def test_data_sources_of_verl_are_scored_by_its_rules_where_no_function_is(translate):
     rules = translate(*PPO).sections["reward"]["rules"]
     assert rules["openai/gsm8k"] == "gsm8k_verl" and rules["lighteval/MATH"] == "math_verl"
+    assert rules["math_dapo"] == rules["aime24"] == "math_dapo_verl"
     by_function = translate(*PPO, "custom_reward_function.path=f.py").sections["reward"]
     assert "rules" not in by_function
 
@@ -387,6 +382,21 @@ CASES = {
         (*GRPO, "algorithm.adv_estimator=opo", f"{ACTOR}.loss_agg_mode=seq-mean-token-sum"),
         {"algorithm.adv_estimator": "opo", "algorithm.loss_normalizer": "sequence_totals"},
     ),
+    "rejection": (
+        (*GRPO, f"{CORRECTION}.rollout_rs='token_k1,seq_max_k2'",
+         f"{CORRECTION}.rollout_rs_threshold='0.6_1.6,2.5'"),
+        {"algorithm.rollout_rejection": {"token_k1": [0.6, 1.6], "seq_max_k2": [2.5]}},
+    ),
+    "rejection in verl 0.6": (
+        (*GRPO, f"{CORRECTION}.rollout_rs=geometric", f"{CORRECTION}.rollout_rs_threshold=1.25",
+         f"{CORRECTION}.rollout_rs_threshold_lower=0.5",
+         f"{CORRECTION}.rollout_token_veto_threshold=1e-4"),
+        {"algorithm.rollout_rejection": {"seq_mean_k1": [0.8, 2.0], "seq_max_k1": [1e-9, 1e4]}},
+    ),
+    "one limit of a ratio": (
+        (*GRPO, f"{CORRECTION}.rollout_rs=seq_sum_k1", f"{CORRECTION}.rollout_rs_threshold=2.0"),
+        {"algorithm.rollout_rejection": {"seq_sum_k1": [0.5, 2.0]}},
+    ),
     "devices that only generate": (
         (*GRPO, f"{ACTOR}.strategy=megatron", "trainer.n_gpus_per_node=6", "rollout.nnodes=1",
          "rollout.n_gpus_per_node=2"),
@@ -466,6 +476,8 @@ REFUSALS = [
     (("trainer.nodes=2",), "trainer.nodes: unknown key of verl; did you mean trainer.nnodes?"),
     (("traner.nnodes=2",), "traner: unknown key of verl; did you mean trainer?"),
     (("~critic.model.path",), "critic.model.path is required"),
+    ((f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=2",
+      f"{CORRECTION}.bypass_mode=true"), f"{CORRECTION}.rollout_rs='token_k1' needs log-probs"),
     (("trainer.resume_mode=resume_path",), "trainer.resume_mode='resume_path' must be one of"),
 ]  # fmt: skip
 
@@ -473,6 +485,31 @@ REFUSALS = [
 @pytest.mark.parametrize(("options", "start"), REFUSALS)
 def test_what_cannot_be_translated_is_one_problem_at_verls_key(refused, options, start):
     assert refused(*options).startswith(start)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        f"+{ACTOR}.megatron.override_transformer_config.num_layers_in_last_pipeline_stage=6",
+        f"+{ACTOR}.megatron.override_transformer_config.account_for_loss_in_pipeline_split=true",
+        f"{ACTOR}.megatron.use_megatron_fsdp=true",
+        "reward_model.megatron.context_parallel_size=2",
+        "reward_model.sandbox_fusion.url=http://h/run_code",
+    ],
+)
+def test_a_place_that_changes_no_number_is_noted(translate, option):
+    given = translate(*PPO, *MEGATRON, option)
+    key = option.lstrip("+").partition("=")[0]
+    noted = [item for items in given.notes.values() for item in items]
+    assert given.problems == [] and any(key.startswith(i.partition("=")[0]) for i in noted)
+
+
+def test_a_size_that_is_given_twice_must_be_the_same(translate):
+    twice = f"+{ACTOR}.megatron.override_transformer_config.context_parallel_size"
+    options = *PPO, *MEGATRON, f"{ACTOR}.megatron.context_parallel_size=2"
+    assert translate(*options, f"{twice}=2").problems == []
+    (problem,) = translate(*options, f"{twice}=4").problems
+    assert problem.key == twice[1:]
 
 
 def test_a_problem_of_ours_names_verls_key(translate):

@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mindspeed_rlxf.config.reward_section import SELECT, find_function
+from mindspeed_rlxf.config.reward_section import ADAPTERS, DATA_SOURCE, Adapter, find_function
 
 Score = Callable[..., Any]
+
+SELECT = "_select_rm_score_fn"
+"""verl's function, or a manager's method, from a data source to the function that scores it."""
 
 
 @dataclass
@@ -42,17 +45,28 @@ class DataProto:
         return (self[row] for row in range(len(self)))
 
 
+def keywords_of(given: Any) -> tuple[str, ...] | None:
+    """Return the keywords of a manager's class or of `_select_rm_score_fn`, None for others.
+
+    A manager is made with a tokenizer, which the run gives.
+    """
+    if inspect.isclass(given):
+        return () if "tokenizer" in inspect.signature(given).parameters else None
+    return (DATA_SOURCE,) if getattr(given, "__name__", "") == SELECT else None
+
+
 def as_function(given: Any, arguments: Mapping[str, Any]) -> Score:
-    """Return a reward function for what `find_function` returned.
+    """Return a reward function for a manager's class or `_select_rm_score_fn`.
 
     A manager's class is made once, with `arguments`: `tokenizer` is the folder of one, and
     `compute_score` the name of a function in the manager's file.
     """
     if inspect.isclass(given):
         return _ManagerScore(given, arguments)
-    if getattr(given, "__name__", "") == SELECT:
-        return _SelectedScore(given)
-    return given  # type: ignore[no-any-return]
+    return _SelectedScore(given)
+
+
+ADAPTERS.append(Adapter(keywords_of, as_function))
 
 
 class _SelectedScore:

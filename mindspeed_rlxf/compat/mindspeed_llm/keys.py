@@ -1,6 +1,6 @@
 """MindSpeed-LLM's keys without a counterpart here, and how each is treated.
 
-Each key is in exactly one place: the schema, `mindspeed_llm.MOVED`, NO_OPS or REFUSED. All other
+Each key is in exactly one place: the schema, `translate.MOVED`, NO_OPS or REFUSED. All other
 keys are unknown.
 """
 

@@ -1,0 +1,1 @@
+"""verl: its YAML, its reward managers and the classes of its tutorial."""

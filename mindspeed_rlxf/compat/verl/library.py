@@ -1,0 +1,463 @@
+"""The classes of verl's tutorial over this package: roles, pools, rewards and the trainer.
+
+A script that imports these names in place of verl's runs as it is; the loop is `PpoTrainer.fit`.
+Classes of the user reach the workers by pickle. Files of reward functions are read again where they
+score, so a script stands under `if __name__ == "__main__":`.
+"""
+
+import ast
+import functools
+import inspect
+import json
+import os
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from mindspeed_rlxf import device as device_facade
+from mindspeed_rlxf.cluster.ray.cluster import connected_address, has_resource
+from mindspeed_rlxf.compat.mindspeed_llm.translate import translate
+from mindspeed_rlxf.compat.verl.files import is_verl
+from mindspeed_rlxf.compat.verl.managers import SELECT, DataProto as DataProto, overrides_call
+from mindspeed_rlxf.compat.verl.translate import translate_verl
+from mindspeed_rlxf.config import enums
+from mindspeed_rlxf.config.keys import Given, to_tree
+from mindspeed_rlxf.config.load import resolve_given
+from mindspeed_rlxf.config.problems import ConfigError, Problem
+from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.data.files import count_rows
+from mindspeed_rlxf.data.tokenizer import save_changed_tokenizer
+from mindspeed_rlxf.reporting.console import opened
+from mindspeed_rlxf.reporting.jsonl import Sample
+from mindspeed_rlxf.reporting.live import make_console
+from mindspeed_rlxf.rewards.rules import RULES
+from mindspeed_rlxf.roles.actor import ActorRole
+from mindspeed_rlxf.roles.critic import CriticRole
+from mindspeed_rlxf.roles.own_roles import OWN_ROLES
+from mindspeed_rlxf.roles.reference import ReferenceRole
+from mindspeed_rlxf.roles.reward import RewardRole
+from mindspeed_rlxf.roles.rollout import RolloutRole
+from mindspeed_rlxf.trainer.ppo import PpoTrainer
+
+ActorRolloutRefWorker = ActorRole
+"""verl's name; it stands for the rollout and the reference too."""
+CriticWorker = CriticRole
+RewardModelWorker = RewardRole
+
+ACTOR, ROLLOUT, RULE = enums.Role.ACTOR_ROLLOUT, enums.Role.ROLLOUT, enums.RewardKind.RULE
+CLASSES: dict[enums.Role, type] = {
+    ACTOR: ActorRole, ROLLOUT: RolloutRole, enums.Role.CRITIC: CriticRole,
+    enums.Role.REF: ReferenceRole, enums.Role.REWARD: RewardRole,
+}  # fmt: skip
+
+
+RENAMED_METHODS = {
+    "update_actor": "loss(log_probs, old_log_probs, advantages, clip, lengths)",
+    "compute_log_prob": "log_probs(rollouts)",
+    "compute_ref_log_prob": "log_probs(rollouts)",
+    "generate_sequences": "generate of a class registered with register_rollout_engine",
+    "compute_values": "values(rollouts)",
+    "update_critic": "loss(experience, rows, values)",
+    "compute_rm_score": "score(rollouts)",
+}
+"""Method of verl's workers, which nothing calls here -> what to override."""
+
+
+class Role(Enum):
+    """What a group of workers does; the value says which of our roles. `Role(3)` is verl's."""
+
+    Actor = (ACTOR,)
+    Rollout = (ROLLOUT,)
+    ActorRollout = (ACTOR, ROLLOUT)
+    Critic = (enums.Role.CRITIC,)
+    RefPolicy = (enums.Role.REF,)
+    RewardModel = (enums.Role.REWARD,)
+    ActorRolloutRef = (ACTOR, ROLLOUT, enums.Role.REF)
+
+    @classmethod
+    def _missing_(cls, value: object) -> "Role | None":
+        members = list(cls)
+        if isinstance(value, int) and 0 <= value < len(members):
+            return members[value]
+        return None
+
+
+class RayWorkerGroup:
+    """A name for `ray_worker_group_cls`; the configuration chooses engines and runtime."""
+
+
+class NVMegatronRayWorkerGroup(RayWorkerGroup):
+    """The same for Megatron, which the actor must then have as `backend`."""
+
+
+@dataclass(frozen=True)
+class ResourcePoolManager:
+    """Pools by name, each with the processes of its nodes, and each role's pool."""
+
+    resource_pool_spec: Mapping[str, Sequence[int]]
+    mapping: Mapping[Role, str]
+
+
+class RewardManager:
+    """A reward by functions or rules.
+
+    A subclass may have `_select_rm_score_fn(self, data_source)`, or a `__call__` that scores a
+    `DataProto`. Both run in the scoring processes, in an instance made there with the same
+    arguments. The function `_select_rm_score_fn` of the script chooses too.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        num_examine: int,
+        compute_score: Callable[..., Any] | None = None,
+        reward_fn_key: str = "data_source",
+    ) -> None:
+        """Score by functions or rules.
+
+        Args:
+            tokenizer: The policy's.
+            num_examine: Samples of each data source that a call prints.
+            compute_score: A function with verl's or our arguments, or a partial one; None = the
+                function that the script selects, else the data source's rule.
+            reward_fn_key: Column of the data source.
+        """
+        self.tokenizer, self.num_examine = tokenizer, num_examine
+        self.compute_score, self.reward_fn_key = compute_score, reward_fn_key
+        frame = inspect.currentframe()
+        while frame is not None and frame.f_code.co_filename == __file__:
+            frame = frame.f_back
+        self.script = "" if frame is None else frame.f_code.co_filename
+
+    def __call__(self, samples: Sequence[Sample]) -> list[float]:
+        """Print the first samples of each data source, after scoring; return all scores."""
+        shown: Counter[str | None] = Counter()
+        for sample in samples:
+            shown[sample.data_source] += 1
+            if shown[sample.data_source] <= self.num_examine:
+                for name in ("prompt", "response", "ground_truth", "score"):
+                    if (value := getattr(sample, name)) is not None:
+                        print(f"[{name}] {value}")
+        return [sample.score for sample in samples]
+
+
+class RLHFDataset:
+    """The rows of data files, which the run reads itself.
+
+    The files take the place of `data.train_files` or `val_files`; other arguments are verl's, and
+    the configuration has what they say.
+    """
+
+    def __init__(self, data_files: str | Sequence[str], *_: Any, **__: Any) -> None:
+        self.data_files = [data_files] if isinstance(data_files, str) else list(data_files)
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return sum(count_rows(os.path.expanduser(file)) for file in self.data_files)
+
+
+def collate_fn(*_: Any) -> None:
+    """Stand for verl's function of this name, which batches rows; the run does it itself."""
+
+
+def _namespace(name: str) -> SimpleNamespace:
+    def compute_score(solution_str: str, ground_truth: str, **_: Any) -> float:
+        """Return the score of the rule with the module's name."""
+        return RULES[name](solution_str, str(ground_truth)).score or 0.0
+
+    return SimpleNamespace(compute_score=compute_score)
+
+
+gsm8k, math = _namespace("gsm8k"), _namespace("math")
+"""verl's modules of these names in reward_score."""
+
+
+class RayPPOTrainer:
+    """The run that a configuration describes, with roles, pools and rewards of a script."""
+
+    def __init__(
+        self,
+        config: Any,
+        tokenizer: Any,
+        role_worker_mapping: Mapping[Role, type],
+        resource_pool_manager: ResourcePoolManager,
+        ray_worker_group_cls: type = RayWorkerGroup,
+        reward_fn: Any = None,
+        val_reward_fn: Any = None,
+        **of_verl: Any,
+    ) -> None:
+        """Resolve the configuration; starts nothing. Raises ConfigError with the problems.
+
+        A tokenizer that was changed since it was loaded is saved beside the run directory.
+
+        Args:
+            config: A RunConfig, or a mapping (OmegaConf's too) with keys of verl or ours.
+            tokenizer: One of transformers, from a folder.
+            role_worker_mapping: The class of each role's workers.
+            resource_pool_manager: The pools.
+            ray_worker_group_cls: `NVMegatronRayWorkerGroup` asks for Megatron.
+            reward_fn: A RewardManager, or a class with verl's methods of it.
+            val_reward_fn: Likewise, with the same functions.
+            **of_verl: verl's `processor`, `train_dataset`, `val_dataset`, `collate_fn`,
+                `train_sampler`, `device_name`: what they ask for must be possible here.
+        """
+        given = _read(config)
+        _read_arguments(given, of_verl)
+        training = given.sections["training"]
+        if getattr(tokenizer, "name_or_path", None):
+            folder = training.get("output_dir") or f"outputs/{training.get('run_name', 'library')}"
+            saved = Path(os.path.expanduser(f"{folder}.tokenizer")).absolute()
+            training["tokenizer_name_or_path"] = save_changed_tokenizer(tokenizer, saved)
+        function, other = map(_reward_key, (reward_fn, val_reward_fn))
+        if function:
+            if "tokenizer" in function.get("arguments", {}):
+                function["arguments"]["tokenizer"] = training["tokenizer_name_or_path"]
+                if other and other["function"] == function["function"]:
+                    other = function  # whose num_examine may differ
+            given.sections["reward"]["function"] = function
+        self.reward_fns = tuple(map(_printer, (reward_fn, val_reward_fn)))
+        _join_connected(given)
+        self.classes = _assign(given, role_worker_mapping, resource_pool_manager)
+        self.config, notes = resolve_given(given, "library")
+        rules = [
+            f"role_worker_mapping must have a worker for {role.value}"
+            for role in self.config.roles
+            if role not in self.classes
+            and not (role is enums.Role.REWARD and self.config.reward.kind is RULE)
+        ]
+        if other not in (None, function):
+            rules.append("val_reward_fn must have the compute_score of reward_fn, or none")
+        is_megatron = issubclass(ray_worker_group_cls, NVMegatronRayWorkerGroup)
+        if is_megatron and self.config.actor_rollout.backend == "fsdp":
+            rules.append("ray_worker_group_cls must be RayWorkerGroup with FSDP")
+        if rules:
+            raise ConfigError([Problem("", rule) for rule in rules])
+        for note in notes:
+            print(f"note: {note}", flush=True)
+
+    def init_workers(self) -> None:
+        """Check files, make the run directory, start the workers; UserError for mistakes before.
+
+        A run that is finished already, or only validates, ends here. Raises SystemExit as `fit`.
+        """
+        own = {role: c for role, c in self.classes.items() if c is not CLASSES[role]}
+        OWN_ROLES.update(own)
+        self._steps = self._run()
+        try:
+            self.trainer = next(self._steps, None)
+        finally:
+            for role in own:
+                del OWN_ROLES[role]
+
+    def fit(self) -> None:
+        """Train, export the final weights and end the workers.
+
+        Raises:
+            SystemExit: The run failed or was stopped, with its exit code; stderr has the reason.
+        """
+        next(self._steps, None)
+
+    def _run(self) -> Iterator[PpoTrainer]:
+        warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
+        from mindspeed_rlxf.trainer.preflight import prepare
+        from mindspeed_rlxf.trainer.run import Ending, run_in_steps
+
+        with opened(make_console(self.config.logging.console)):
+            prepared = prepare(self.config)
+            ending = Ending(self.config, prepared)
+            for trainer in run_in_steps(self.config, prepared, ending):
+                trainer.recorder.show_samples = self.reward_fns
+                yield trainer
+        if ending.exit_code:
+            raise SystemExit(ending.exit_code)
+
+
+def _reward_key(manager: Any) -> dict[str, Any] | None:
+    """Return what a manager scores by as `reward.function`, None for the rules of data sources.
+
+    Raises:
+        ConfigError: It cannot be made again where it scores.
+    """
+    if manager is None:
+        return None
+    own = type(manager)
+    select: Any = getattr(own, SELECT, None)
+    if own is not RewardManager and (overrides_call(own) or select is not None):
+        method = own.__call__ if overrides_call(own) else inspect.unwrap(select)
+        file = method.__code__.co_filename
+        return {"function": f"{file}:{own.__qualname__}", "arguments": _constructor(manager, file)}
+    if not isinstance(manager, RewardManager):
+        rule = "must be a RewardManager, or a class with its methods __call__ or "
+        raise ConfigError(Problem("reward_fn", rule + SELECT, own.__name__, "use one"))
+    function = manager.compute_score
+    if function is not None:
+        partly = (
+            function if isinstance(function, functools.partial) else functools.partial(function)
+        )
+        if partly.args:
+            rule, remedy = "must have its arguments by name", "use partial(function, name=value)"
+            raise ConfigError(Problem("compute_score", rule, remedy=remedy))
+        return {"function": _file_of(partly.func), "arguments": dict(partly.keywords)}
+    if _defines(manager.script, SELECT):
+        return {"function": f"{manager.script}:{SELECT}"}
+    return None
+
+
+def _file_of(function: Callable[..., Any]) -> str:
+    """Return a function as `file.py:name`; ConfigError if it is in no file."""
+    unwrapped = inspect.unwrap(function)
+    name, code = getattr(unwrapped, "__qualname__", "<"), getattr(unwrapped, "__code__", None)
+    if "<" in name or code is None or not code.co_filename.endswith(".py"):
+        rule = "must be a function of a Python file, at its top level"
+        raise ConfigError(Problem("compute_score", rule, name, "write it there"))
+    return f"{code.co_filename}:{name}"
+
+
+def _defines(file: str, name: str) -> bool:
+    if not file.endswith(".py"):
+        return False
+    body = ast.parse(Path(file).read_text("utf-8")).body
+    return any(isinstance(node, ast.FunctionDef) and node.name == name for node in body)
+
+
+def _constructor(manager: Any, file: str) -> dict[str, Any]:
+    """Return the arguments that make a manager again: its attributes of these names."""
+    arguments: dict[str, Any] = {}
+    for name, parameter in inspect.signature(type(manager)).parameters.items():
+        if name == "tokenizer" or parameter.kind is parameter.VAR_KEYWORD:
+            arguments["tokenizer"] = None  # the run's, set later
+            continue
+        value = getattr(manager, name, parameter.default)
+        if name == "compute_score" and value is not None:
+            where, _, value = _file_of(value).rpartition(":")
+            if where != file:
+                value = inspect.Parameter.empty
+        try:
+            json.dumps(value)
+        except TypeError:
+            rule = f"must be a number, text or list in the attribute {name}, to be made again"
+            remedy = "keep it there, or write the score as a function"
+            raise ConfigError(Problem("reward_fn", rule, remedy=remedy)) from None
+        arguments[name] = value
+    return arguments
+
+
+def _printer(manager: Any) -> Callable[[Sequence[Sample]], Any] | None:
+    """Return what prints samples for a manager, whose own call scores."""
+    if manager is None:
+        return None
+    printer = RewardManager(None, getattr(manager, "num_examine", 0))
+    scores = overrides_call(type(manager)) or not isinstance(manager, RewardManager)
+    return printer if scores else manager
+
+
+def _read_arguments(given: Given, of_verl: Mapping[str, Any]) -> None:
+    """Set our keys for verl's further arguments of the trainer; ConfigError for what is missing."""
+    for name, value in of_verl.items():
+        if value is None or value is collate_fn:
+            continue
+        kind, data = type(value).__name__, given.sections["data"]
+        if name in ("train_dataset", "val_dataset") and type(value) is RLHFDataset:
+            data[name.replace("dataset", "files")] = value.data_files
+        elif name == "train_sampler" and kind in ("RandomSampler", "SequentialSampler"):
+            data["shuffle"] = kind == "RandomSampler"
+        elif name == "device_name":
+            given.sections["device"].setdefault("kind", value)
+        else:
+            remedy = REMEDIES.get(name, "remove it")
+            raise ConfigError(Problem(name, "is not supported", kind, remedy))
+
+
+REMEDIES = {
+    "processor": "remove it: there are no images",
+    "train_dataset": "use RLHFDataset, or data.train_files: rows are read from files",
+    "val_dataset": "use RLHFDataset, or data.val_files: rows are read from files",
+    "train_sampler": "use data.shuffle, and data.train_weights",
+}
+"""verl's argument of the trainer -> what to do where it asks for something else."""
+
+
+def _join_connected(given: Given) -> None:
+    """Join the cluster that the script has connected to; without our resource its CPUs count."""
+    address = connected_address()
+    if address is None or given.sections["runtime"].get("kind") == "local":
+        return
+    given.sections["runtime"]["address"] = address
+    device = given.sections["device"]
+    kind = device_facade.resolve_kind(enums.DeviceKind(device.get("kind", "auto")))
+    if kind is enums.DeviceKind.CPU and device.get("resource_name") is None:
+        ours = device_facade.facts(kind).ray_resource
+        device["resource_name"] = ours if has_resource(ours) else "CPU"
+
+
+def _read(config: Any) -> Given:  # of verl, MindSpeed-LLM or ours
+    if isinstance(config, RunConfig):
+        return Given(to_tree(config))
+    tree: Any = OmegaConf.to_container(config) if isinstance(config, DictConfig) else dict(config)
+    if is_verl(tree):
+        return translate_verl(tree, count_rows)
+    return translate(tree)
+
+
+def _assign(
+    given: Given, workers: Mapping[Role, type], manager: ResourcePoolManager
+) -> dict[enums.Role, type]:
+    """Return the class of each of our roles, and set our keys for their pools and places.
+
+    Actor and rollout on two pools split one. A reward class of the user scores alone.
+    """
+    key, found, places = "role_worker_mapping", dict[enums.Role, type](), dict[enums.Role, str]()
+    if foreign := [str(role) for role in workers if not isinstance(role, Role)]:
+        remedy = "use one; a reward of your own is Role.RewardModel with reward.kind=role"
+        raise ConfigError(Problem(key, "must have roles of mindspeed_rlxf.api", foreign[0], remedy))
+    pools = {name: list(sizes) for name, sizes in manager.resource_pool_spec.items()}
+    for role, named in workers.items():
+        worker = getattr(named, "__ray_actor_class__", named)  # verl's scripts have ray.remote(...)
+        if (pool := manager.mapping.get(role)) not in pools:
+            rule = f"must name a pool of resource_pool_spec for {role}"
+            raise ConfigError(Problem("mapping", rule, pool, f"use {', '.join(pools)}"))
+        for part in role.value:
+            if part in found:
+                rule = f"must have {part.value} once, {role} has it again"
+                raise ConfigError(Problem(key, rule, remedy=f"remove {role}"))
+            is_actor = issubclass(worker, ActorRole) and part in (ROLLOUT, enums.Role.REF)
+            found[part], places[part] = CLASSES[part] if is_actor else worker, str(pool)
+            if not issubclass(found[part], CLASSES[part]):
+                rule = f"must have a subclass of {CLASSES[part].__name__} for {role}"
+                raise ConfigError(Problem(key, rule, worker.__name__, "use one"))
+            _check_methods(worker)
+    if missing := [role.value for role in (ACTOR, ROLLOUT) if role not in found]:
+        rule = f"must have a worker for {' and '.join(missing)}"
+        raise ConfigError(Problem(key, rule, remedy="use Role.ActorRollout"))
+    reward, sections = found.get(enums.Role.REWARD, RewardRole), given.sections
+    if reward is not RewardRole and sections["reward"].get("kind") == RULE.value:
+        sections["reward"]["kind"] = enums.RewardKind.ROLE.value
+    if (first := places[ACTOR]) != (second := places.pop(ROLLOUT)):
+        trains, generates = sum(pools.pop(first)), sum(pools.pop(second))
+        sections[ACTOR.value].update(num_gpus_for_train=trains, num_gpus_for_infer=generates)
+        places[ACTOR], pools[f"{first}+{second}"] = f"{first}+{second}", [trains + generates]
+    placement = {role.value: pool for role, pool in places.items()}
+    sections.update(resource_pool=pools, placement=placement)
+    return found
+
+
+def _check_methods(worker: type) -> None:
+    """Raise ConfigError if a class overrides a method of verl's workers, which is not called."""
+    for home in worker.__mro__:
+        if home.__module__.startswith("mindspeed_rlxf."):
+            return
+        for method in sorted(RENAMED_METHODS.keys() & vars(home).keys()):
+            ours = getattr(CriticRole, method, None)
+            own = inspect.signature(vars(home)[method]).parameters
+            if ours is not None and [*own] == [*inspect.signature(ours).parameters]:
+                continue
+            rule = f"must not override {method}, which is never called"
+            remedy = f"override {RENAMED_METHODS[method]}"
+            raise ConfigError(Problem("role_worker_mapping", rule, worker.__name__, remedy))

@@ -1,0 +1,112 @@
+"""Compute log-probs, values and scores from a micro-batch's last hidden states.
+
+Axes: tokens = the micro-batch's trained tokens, row after row; slots = positions with a value. The
+functions are collectives over the tensor- and context-parallel ranks, and all of these get all
+results.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mindspeed_rlxf.engine.micro_batch import MicroBatch
+from mindspeed_rlxf.engine.train_engine import TokenLogProbs
+from mindspeed_rlxf.models.context_parallel import compute_at
+from mindspeed_rlxf.models.heads import full_kl, token_log_probs
+
+
+class OutputHead(Protocol):
+    """A model's language-model or score head: a `TransformerModel`, or `fsdp.output_head`.
+
+    Attributes:
+        score: [tokens, hidden] -> scores, [tokens] fp32; of a score head.
+        tp_group: Ranks that share the rows of `output_weight`, [vocab, hidden].
+        linear: Computes logits from states and rows, see `heads.shard_logits`.
+    """
+
+    score: Callable[[Tensor], Tensor]
+    tp_group: Any
+    linear: Callable[[Tensor, Tensor], Tensor]
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids from here on are padding."""
+
+    @property
+    def output_weight(self) -> Tensor:
+        """This rank's rows of a language-model head."""
+
+    def full_hidden(self, hidden: Tensor, partial_gradient: bool) -> Tensor:
+        """Return the tokens of all tensor-parallel ranks, see `TransformerModel.full_hidden`."""
+
+
+def read_log_probs(
+    head: OutputHead, batch: MicroBatch, hidden: Tensor, temperature: float
+) -> TokenLogProbs:
+    """Compute the trained tokens' log-probs and entropies, [tokens] each."""
+    weight = head.output_weight
+    settings = head.vocab_size, head.tp_group, temperature, head.linear
+
+    def compute(states: Tensor, numbers: Tensor) -> Tensor:
+        labels = batch.trained_ids[numbers.to(states.device)]
+        return torch.stack(token_log_probs(states, weight, labels, *settings), dim=-1)
+
+    full = head.full_hidden(hidden, partial_gradient=True)
+    places = batch.prediction_places(batch.trained_mask)
+    log_probs, entropies = compute_at(full, places, batch.cp, compute).unbind(-1)
+    return TokenLogProbs(log_probs, entropies)
+
+
+def read_values(head: OutputHead, batch: MicroBatch, hidden: Tensor, slots: Tensor) -> Tensor:
+    """Compute the values for the slots marked in [rows, slots] bool, row after row, fp32.
+
+    A slot's value is the score head's output one token before it (`prediction_places`).
+    """
+    return _score(head, batch, hidden, batch.prediction_places(slots))
+
+
+def read_scores(head: OutputHead, batch: MicroBatch, hidden: Tensor) -> Tensor:
+    """Compute the score at each row's last token, [rows] fp32."""
+    return _score(head, batch, hidden, batch.last_places())
+
+
+def _score(head: OutputHead, batch: MicroBatch, hidden: Tensor, places: Tensor) -> Tensor:
+    full = head.full_hidden(hidden, partial_gradient=False)
+    return compute_at(full, places, batch.cp, lambda states, _: head.score(states))
+
+
+def read_states(head: OutputHead, batch: MicroBatch, hidden: Tensor) -> Tensor:
+    """Return the hidden states that predict the trained tokens, [tokens, hidden].
+
+    On the host, where the policy's states of a whole batch wait for the other model's.
+    """
+    full = head.full_hidden(hidden, partial_gradient=False)
+    places = batch.prediction_places(batch.trained_mask)
+    return compute_at(full, places, batch.cp, lambda states, _: states).cpu()
+
+
+def read_log_probs_and_kl(
+    head: OutputHead,
+    batch: MicroBatch,
+    hidden: Tensor,
+    policy_weight: Tensor,
+    policy_states: Tensor,
+    temperature: float,
+) -> Tensor:
+    """Compute [2, tokens]: the trained tokens' log-probs, and KL(policy || model) at each.
+
+    `policy_weight` has this rank's rows of the policy's output layer; `policy_states`, [tokens,
+    hidden], are its `read_states` for this micro-batch.
+    """
+    weight = head.output_weight
+    settings = head.vocab_size, head.tp_group, temperature, head.linear
+
+    def compute(states: Tensor, numbers: Tensor) -> Tensor:
+        theirs = policy_states[numbers].to(hidden.device)
+        return full_kl(theirs, policy_weight, states, weight, *settings)
+
+    full = head.full_hidden(hidden, partial_gradient=False)
+    kl = compute_at(full, batch.prediction_places(batch.trained_mask), batch.cp, compute)
+    return torch.stack((read_log_probs(head, batch, hidden, temperature).log_probs, kl))
