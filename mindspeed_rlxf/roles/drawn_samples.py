@@ -6,12 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mindspeed_rlxf.data.batch import Prompts
-from mindspeed_rlxf.rollout.rollout_engine import (
-    Begun,
-    FinishReason,
-    GenerationRequest,
-    GenerationResult,
-)
+from mindspeed_rlxf.rollout.ahead import SavedResponse
+from mindspeed_rlxf.rollout.rollout_engine import Begun, GenerationRequest, GenerationResult
 from mindspeed_rlxf.rollout.sampling import Sampling, SamplingSettings
 
 Key = tuple[int, Sampling]  # sample id, and how its tokens are chosen
@@ -48,13 +44,15 @@ class DrawnSample:
         tokens: list[int] = self.prompt.responses[0]
         return tokens
 
-
-@dataclass(frozen=True)
-class SavedResponse:
-    """What an earlier run sampled of a response; `finish_reason` None = it has not ended."""
-
-    begun: Begun
-    finish_reason: FinishReason | None
+    @property
+    def saved_response(self) -> SavedResponse | None:
+        """What a resumed run goes on with; None if nothing is sampled."""
+        if self.result is not None:
+            result = self.result
+            begun = Begun(result.tokens, result.log_probs, result.token_versions)
+            return SavedResponse(begun, result.finish_reason)
+        begun_before = self.request.begun
+        return None if begun_before is None else SavedResponse(begun_before, None)
 
 
 class DrawnSamples:

@@ -20,13 +20,13 @@ from mindspeed_rlxf.config.schema import ActorConfig, RunConfig, ValidationConfi
 from mindspeed_rlxf.data.batch import Prompts, RoleOutput, Rollouts
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
 from mindspeed_rlxf.roles.actor import ActorGroup, ActorRole
-from mindspeed_rlxf.roles.ahead import read_ahead, save_sample, write_ahead
 from mindspeed_rlxf.roles.drawn_samples import DrawnSample, DrawnSamples
 from mindspeed_rlxf.roles.engines import device_model, keep, let_stay
 from mindspeed_rlxf.roles.own_roles import role_factory
 from mindspeed_rlxf.roles.reports import EndedResponse, GenerateReport, SliceReport
 from mindspeed_rlxf.roles.scorer import ScorerRole
 from mindspeed_rlxf.roles.weights_probe import PROBE, ProbeReport, probe_rows
+from mindspeed_rlxf.rollout.ahead import SavedSample, read_ahead, write_ahead
 from mindspeed_rlxf.rollout.rollout_engine import (
     FinishReason,
     GenerationRequest,
@@ -459,13 +459,15 @@ class RolloutRole:
             return RoleOutput()
         saved = []
         for sample in self.samples.known:
+            response = sample.saved_response
+            if response is None:
+                continue
             outcomes = None
             if self.scorer is not None and sample.result is not None:
-                sample_id, response = sample.request.sample_id, sample.result.tokens
-                outcomes = self.scorer.save_outcomes(sample_id, response)
-            saved.append(save_sample(sample, outcomes))
-        known = [sample for sample in saved if sample is not None]
-        return RoleOutput(report=write_ahead(Path(folder), replica, known))
+                sample_id, tokens = sample.request.sample_id, sample.result.tokens
+                outcomes = self.scorer.save_outcomes(sample_id, tokens)
+            saved.append(SavedSample(*sample.key, response, outcomes))
+        return RoleOutput(report=write_ahead(Path(folder), replica, saved))
 
     def load_ahead(self, folder: str) -> RoleOutput:
         """Read the samples of all replicas, in whatever layout they were written.
@@ -473,10 +475,10 @@ class RolloutRole:
         Those that are added later have what was sampled of their responses, and their scores.
         """
         for saved in read_ahead(Path(folder)):
-            self.samples.saved[saved.key] = saved.response
+            self.samples.saved[saved.sample_id, saved.sampling] = saved.response
             if self.scorer is not None and saved.outcomes is not None:
                 response = saved.response.begun.tokens
-                self.scorer.restore_outcomes(saved.key[0], response, saved.outcomes)
+                self.scorer.restore_outcomes(saved.sample_id, response, saved.outcomes)
         return RoleOutput()
 
 

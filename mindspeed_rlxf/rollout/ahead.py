@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from mindspeed_rlxf.roles.drawn_samples import DrawnSample, Key, SavedResponse
 from mindspeed_rlxf.rollout.rollout_engine import Begun, FinishReason
 from mindspeed_rlxf.rollout.sampling import Sampling
 from mindspeed_rlxf.weights.state_files import Entry, entry_of, write_text
@@ -29,23 +28,28 @@ NAMES = ("tokens", "log_probs", "versions")  # of the tensors, as in `Begun`
 
 
 @dataclass(frozen=True)
-class SavedSample:
-    """A sample with some tokens, and the outcomes of its scoring (JSON), None = not finished."""
+class SavedResponse:
+    """What an earlier run sampled of a response; `finish_reason` None = it has not ended."""
 
-    key: Key
+    begun: Begun
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True)
+class SavedSample:
+    """A sample with some tokens.
+
+    Attributes:
+        sample_id: With `sampling` it identifies the sample within a run.
+        sampling: How its tokens are chosen.
+        response: The tokens.
+        outcomes: Those of its scoring (JSON); None = not finished.
+    """
+
+    sample_id: int
+    sampling: Sampling
     response: SavedResponse
     outcomes: Any
-
-
-def save_sample(sample: DrawnSample, outcomes: Any) -> SavedSample | None:
-    """Return what is saved of a sample; None if nothing is sampled."""
-    if sample.result is not None:
-        result = sample.result
-        begun = Begun(result.tokens, result.log_probs, result.token_versions)
-        return SavedSample(sample.key, SavedResponse(begun, result.finish_reason), outcomes)
-    if sample.request.begun is None:
-        return None
-    return SavedSample(sample.key, SavedResponse(sample.request.begun, None), None)
 
 
 def write_ahead(folder: Path, replica: int, samples: Sequence[SavedSample]) -> list[Entry]:
@@ -58,8 +62,8 @@ def write_ahead(folder: Path, replica: int, samples: Sequence[SavedSample]) -> l
         columns[name] = torch.tensor(values, dtype=dtype)
     about = [
         {
-            "sample_id": sample.key[0],
-            "sampling": sample.key[1].value,
+            "sample_id": sample.sample_id,
+            "sampling": sample.sampling.value,
             "num_tokens": len(sample.response.begun.tokens),
             "finish_reason": sample.response.finish_reason,
             "outcomes": sample.outcomes,
@@ -85,5 +89,5 @@ def read_ahead(folder: Path) -> Iterator[SavedSample]:
             begun = Begun(*(column[start:end] for column in columns))
             reason = sample["finish_reason"]
             response = SavedResponse(begun, FinishReason(reason) if reason else None)
-            key = sample["sample_id"], Sampling(sample["sampling"])
-            yield SavedSample(key, response, sample["outcomes"])
+            sampling = Sampling(sample["sampling"])
+            yield SavedSample(sample["sample_id"], sampling, response, sample["outcomes"])
