@@ -288,11 +288,12 @@ def test_a_run_that_resumes_at_a_point_generates_as_the_unfailed_one(make_role, 
     resumed.add(prompts_of(1, size=1), SEED, Sampling.GREEDY)
     resumed.add(prompts_of(1, 2, 3, 4), SEED)
     ids = prompts_of(1, 2, 3, 4).sample_ids
-    rows = []
+    rows, ended = [], []
     for role in (unfailed, resumed):
-        reports = run_slices(role, 2)
+        ended.append([report.ended for report in run_slices(role, 2)])
         rows.append((role.take(ids).rows, role.take([2], Sampling.GREEDY).rows))
-        assert len(reports) > 3
+    assert len(ended[0]) > 3 and ended[1][1:] == ended[0][1:]
+    assert set(ended[0][0]) <= set(ended[1][0]), "which also has what had ended before"
     for ours, theirs in zip(*rows, strict=True):
         assert ours.response_tokens() == theirs.response_tokens()
         assert ours.rollout_log_probs.tolist() == theirs.rollout_log_probs.tolist()
