@@ -124,7 +124,7 @@ def build_replica(config: RunConfig, trained: TrainEngine | None, folder: str = 
     memory_gib = config.device.memory_gib
     memory = int(memory_gib * 2**30) if memory_gib else None
     native = NativeRollout(
-        source, actor.num_samples_per_step, memory, capacities=_find_capacities(config)
+        source, actor.num_samples_per_step, memory, capacities=find_capacities(config)
     )
     return Replica(
         native, lambda version, base: native.update_weights(stream(base), version), leads
@@ -139,16 +139,17 @@ def in_slices(engine: RolloutEngine) -> StepwiseEngine:
     return WholeResponses(engine)
 
 
-def _find_capacities(config: RunConfig) -> Capacities | None:
+def find_capacities(config: RunConfig) -> Capacities | None:
     """Return the sizes of a replica's generation, for runs whose responses go on over updates.
 
-    More samples than its usual part of those under way wait in the queue.
+    A replica that has more than its part of the samples under way lets some wait.
     """
     staleness, actor = config.rollout.max_staleness, config.actor_rollout
     if staleness == 0:
         return None
-    under_way = (staleness - config.lead + 1) * config.samples_per_iteration
-    samples = -(-under_way // config.rollout_layout.dp)
+    num_batches = staleness - config.lead + 1
+    num_prompts = num_batches * config.training.global_batch_size
+    samples = -(-num_prompts // config.rollout_layout.dp) * actor.n_samples_per_prompt
     return Capacities(actor.max_prompt_length, actor.max_new_tokens, samples)
 
 

@@ -2,14 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from mindspeed_rlxf.config.generation_memory import CACHE_SHARE
-from mindspeed_rlxf.rollout.native import Capacities, NativeRollout
+from mindspeed_rlxf.config.generation_memory import CACHE_SHARE, Capacities
+from mindspeed_rlxf.config.rank_layout import ParallelLayout
+from mindspeed_rlxf.rollout import replica
+from mindspeed_rlxf.rollout.native import NativeRollout
 from mindspeed_rlxf.rollout.rollout_engine import GenerationRequest, GenerationResult
 from tests.unit.rollout.test_generation import small_pages
 from tests.unit.rollout.test_native import (
@@ -188,3 +191,22 @@ def test_without_capacities_requests_are_not_added_to_unfinished_ones(prompts):
     list(rollout.advance(0))
     with pytest.raises(AssertionError, match="capacities"):
         rollout.add(asked[1:])
+
+
+@pytest.mark.parametrize(
+    ("staleness", "lead", "replicas", "samples"), [(1, 1, 1, 12), (3, 1, 2, 20), (3, 0, 5, 12)]
+)
+def test_capacities_are_those_of_the_configuration(staleness, lead, replicas, samples):
+    """K - lead + 1 batches of 3 prompts with 4 samples are under way; a prompt is not shared."""
+    config: Any = SimpleNamespace(
+        rollout=SimpleNamespace(max_staleness=staleness),
+        lead=lead,
+        training=SimpleNamespace(global_batch_size=3),
+        actor_rollout=SimpleNamespace(
+            max_prompt_length=8, max_new_tokens=12, n_samples_per_prompt=4
+        ),
+        rollout_layout=ParallelLayout(replicas, 1),
+    )
+    assert replica.find_capacities(config) == Capacities(8, 12, samples)
+    config.rollout.max_staleness = 0
+    assert replica.find_capacities(config) is None, "those of the requests at hand"
