@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-MOST = 14  # frames of this package, that of `PpoTrainer.fit` and the last function included
+MOST = 12  # frames of this package, that of `PpoTrainer.fit` and the last function included
 
 
 def test_loss_and_token_are_near_the_loop(tmp_path: Path) -> None:

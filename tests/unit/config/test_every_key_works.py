@@ -39,7 +39,7 @@ MakeTree = Callable[..., dict[str, Any]]
 Changes = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[3]
 CHECKPOINTS, STORE = "checkpoint/test_checkpoints.py", "checkpoint/test_store.py"
-RUN_DIR, COLLECTOR = "checkpoint/test_directory.py", "trainer/test_collector.py"
+RUN_DIR, STREAM = "checkpoint/test_directory.py", "trainer/test_stream.py"
 CONSOLE, RECORDER = "reporting/test_console.py", "checkpoint/test_recorder.py"
 PROMPT_KEYS, PROMPTS = "data/test_prompt_keys.py", "data/test_prompts.py"
 FUNCTIONS, MODEL_REWARD = "config/test_reward_functions.py", "roles/test_model_reward.py"
@@ -130,8 +130,8 @@ ALGORITHM: dict[str, Any] = {
     "overlong_penalty_factor": Case(2.0, see.experience, OVERLONG),
     "mask_truncated": Shown("roles/test_experience.py",
      "test_truncated_responses_count_in_their_group_and_are_not_trained"),
-    "filter_groups": Shown(COLLECTOR, "test_prompts_with_equal_scores_are_drawn_anew"),
-    "max_num_gen_batches": Shown(COLLECTOR, "test_after_the_last_batch_alike_groups_fill_the_rest"),
+    "filter_groups": Shown(STREAM, "test_without_staleness_only_missing_groups_are_drawn_again"),
+    "max_num_gen_batches": Shown(STREAM, "test_after_the_last_batch_alike_groups_fill_the_rest"),
     "score_position": Case("eos", see.experience),
     "score_slot_limit": Case("batch_width", see.driven), "advantage_whiten": Case("none", see.loss),
     "loss_normalizer": Case("sequence_means", see.loss),
