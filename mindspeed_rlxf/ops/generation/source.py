@@ -188,8 +188,11 @@ def _make_actor(folder: Path, keys: Mapping[str, Any]) -> tuple[ActorConfig, boo
         raise UserError(Problem("SOURCE", str(error), colon=True)) from None
     try:
         backend = "megatron" if is_native else "fsdp"
-        model = {"model": folder.name, "architecture": architecture, "backend": backend}
-        return ActorConfig(**model, **{"load": str(folder), **keys}), is_native
+        fields = {
+            "model": folder.name, "architecture": architecture, "backend": backend,
+            "load": str(folder), **keys,
+        }  # fmt: skip
+        return ActorConfig(**fields), is_native
     except ValidationError as error:
         raise UserError(_describe(error, "")) from None
 
