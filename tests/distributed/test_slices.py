@@ -19,6 +19,7 @@ from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.trainer.ppo import Iteration, PpoTrainer
 from tests import training
 from tests.chaos.same_run import lines_of
+from tests.distributed.resume_run import flip
 from tests.golden.runs import GROUPS, PPO, SMALL
 
 ITERATIONS = 6
@@ -119,6 +120,23 @@ def test_ranks_that_generate_beside_training_give_the_run_of_one_process(
     assert bool(mixed) == (staleness > 1), "responses go on over a change of weights"
 
 
+@LONG
+@pytest.mark.parametrize("name", ["ppo", "filter_groups"])
+def test_two_ranks_of_each_kind_give_the_run_of_two_that_do_both(
+    warm_runtime: Any, tmp_path: Path, name: str
+) -> None:
+    """Each sample is generated on the replica that its id says, in both."""
+    ahead = {"rollout.max_staleness": 3, "resource_pool.main": 2}
+    apart = {
+        **APART,
+        "+resource_pool.actor": 4,
+        "actor_rollout.num_gpus_for_train": 2,
+        "actor_rollout.num_gpus_for_infer": 2,
+    }
+    one = run(name, tmp_path / "one", warm_runtime, **ahead, **{"rollout.lead": 1})
+    assert_same(run(name, tmp_path / "other", warm_runtime, **ahead, **apart), one)
+
+
 class Killed(Exception):
     """Ends a run in the middle, as a kill would."""
 
@@ -161,8 +179,9 @@ def test_a_run_that_generates_ahead_resumes_as_the_unfailed_one(
     assert any(s["weights_version"][0] < s["weights_version"][1] for s in whole.samples)
 
 
+@pytest.mark.parametrize("loss", ["removed", pytest.param("changed", marks=LONG)])
 def test_without_what_was_saved_ahead_every_sample_is_trained_once(
-    warm_runtime: Any, tmp_path: Path
+    warm_runtime: Any, tmp_path: Path, loss: str
 ) -> None:
     keys = {"rollout.max_staleness": 3, "training.save_interval": 1, "rollout.lead": 1}
     hooks = PpoTrainer._run_hooks
@@ -174,7 +193,11 @@ def test_without_what_was_saved_ahead_every_sample_is_trained_once(
 
     with patch.object(PpoTrainer, "_run_hooks", killed), suppress(Killed):
         run("grpo", tmp_path / "run", warm_runtime, **keys)
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "iter_0000003" / "ahead")
+    ahead = tmp_path / "run" / "checkpoints" / "iter_0000003" / "ahead"
+    if loss == "removed":
+        shutil.rmtree(ahead)
+    else:
+        flip(next(ahead.glob("*.safetensors")), offset=300)
     found = run("grpo", tmp_path / "run", warm_runtime, **keys)
     assert [s["sample_id"] for s in found.samples] == list(range(8 * 4 * ITERATIONS))
     assert [line["first_sample_id"] for line in found.consumed] == list(range(0, 192, 32))
