@@ -34,7 +34,16 @@ AHEAD = {
 FEW = {"training.global_batch_size": 16, "actor_rollout.ppo_mini_batch_size": 16}
 PAIRS = {"training.global_batch_size": 16, "actor_rollout.ppo_mini_batch_size": 16}
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "ppo": ("ppo_trainer_tiny", {**PPO, **FEW, "critic.critic_mini_batch_size": 16}),
+    "ppo": (
+        "ppo_trainer_tiny",
+        {
+            **PPO,
+            **FEW,
+            "actor_rollout.micro_batch_size": 8,
+            "critic.critic_mini_batch_size": 16,
+            "critic.micro_batch_size": 8,
+        },
+    ),
     "grpo": ("grpo_trainer_tiny", {**GROUPS, "training.global_batch_size": 8}),
     "remax": (
         "grpo_trainer_tiny",
