@@ -93,7 +93,7 @@ def make_engines(config: RunConfig, folder: Path, bf16: bool) -> dict[str, Any]:
     return {
         "vllm": VllmRollout(config, str(folder)),
         "native": NativeRollout(source, max_rows=ROWS),
-        "transformers": TransformersRollout(config),
+        "transformers": TransformersRollout(config.actor_rollout),
     }
 
 

@@ -19,10 +19,12 @@ Ends with an error if their log-probs differ before the measurement. Prints one 
     python benchmarks/update.py --model outputs/smollm2/model --prompts 16 --prompt 40 --response 16
 
 With `--prompts` there are so many prompts of `--prompt` tokens, each with `--samples` responses of
-half to one and a half of `--response` tokens, all samples of a prompt in one micro-batch. With
-`--cp` the side `cp` is ours on so many processes that share the tokens of each micro-batch
-(`context_parallel_size`); on a CPU they share its threads. `apart`
-is then our side with `share_prompts: false`. `--model` takes the weights of a Hugging Face folder.
+half to one and a half of `--response` tokens, all samples of a prompt in one micro-batch; `apart`
+is then our side with `share_prompts: false`. With `--cp` the sides `cp` and `fsdp_cp` are ours on
+so many processes that share the tokens of each micro-batch (`context_parallel_size`); on a CPU they
+share its threads. `alone` is ours in a process of its own, and `peak_mib` the most memory during an
+update, of the device or on a CPU of the whole process, on the rank with most.
+`--model` takes the weights of a Hugging Face folder.
 `matrix_products_share` is the part of our update's time, on the CPU, in matrix products and
 attention, by torch's profiler. `ppo_step.py` says how to install TRL into a folder.
 """
@@ -38,6 +40,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, redirect_stdout
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,7 +58,7 @@ from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Experience, Rollouts
-from mindspeed_rlxf.engine.together import gather_all
+from mindspeed_rlxf.engine.collective_errors import gather_all
 
 LIMIT, CLIP, LR = 512, 0.2, 1e-6
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product_flash_attention_for_cpu")
@@ -85,23 +88,26 @@ def main() -> None:
     if arguments.prompts:
         arguments.batch = arguments.prompts * arguments.samples
         arguments.micro, arguments.limit = arguments.samples, 3 * arguments.response // 2
-    side, folder = arguments.serves or ("ours", "")
-    if side.isdecimal():
+    served, folder = arguments.serves or ("ours", "")
+    side, _, rank_of_cp = served.partition(".")
+    if rank_of_cp:
         arguments.threads = max(1, arguments.threads // arguments.cp)
-    device.setup(arguments.device, arguments.threads, megatron=side not in ("fsdp", "trl"))
+    is_megatron = side not in ("fsdp", "fsdp_cp", "trl")
+    device.setup(arguments.device, arguments.threads, megatron=is_megatron)
     if side == "trl":  # has no process group
         serve(Trl, arguments)
         return
     rank, size, store = 0, 1, dist.HashStore()
-    if side.isdecimal():  # a rank of several
-        rank, size = int(side), arguments.cp
-        store = dist.FileStore(str(Path(folder) / "store"), size)
+    if rank_of_cp:  # a rank of several
+        rank, size = int(rank_of_cp), arguments.cp
+        store = dist.FileStore(str(Path(folder) / f"{side} store"), size)
     dist.init_process_group(
         device.facts(arguments.device).backend, store=store, rank=rank, world_size=size,
         timeout=timedelta(minutes=5),
     )  # fmt: skip
     if arguments.serves:
-        serve(make_context if side.isdecimal() else make_fsdp, arguments)
+        backend = "megatron" if is_megatron else "fsdp"
+        serve(partial(make_actor, backend, size), arguments)
     else:
         with tempfile.TemporaryDirectory() as name:
             print(json.dumps(measure(Path(name), arguments)))
@@ -122,8 +128,12 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         for name in names:
             others[name] = stack.enter_context(Served(name, folder, arguments))
         if arguments.cp > 1:
-            ranks = [Served(str(rank), folder, arguments) for rank in range(arguments.cp)]
-            others["cp"] = Together([stack.enter_context(rank) for rank in ranks])
+            others["alone"] = stack.enter_context(Served("alone", folder, arguments))
+            for name in ("cp", "fsdp_cp"):
+                served = [
+                    Served(f"{name}.{rank}", folder, arguments) for rank in range(arguments.cp)
+                ]
+                others[name] = Together([stack.enter_context(rank) for rank in served])
         return compare(folder, rollouts, lengths, others, arguments)
 
 
@@ -170,6 +180,9 @@ def compare(
     for part in ("forward", "update"):
         sides = {name: getattr(side, part) for name, side in all_sides.items()}
         found |= race(part, sides, arguments.repeats)
+    if arguments.cp > 1:
+        for name in ("alone", "cp", "fsdp", "fsdp_cp"):
+            found[f"update_{name}_peak_mib"] = others[name].peak_mib()
     if arguments.device is DeviceKind.CPU:
         found["matrix_products_share"] = products_share(ours.update)
     return found
@@ -242,7 +255,7 @@ class Served:
         words = [sys.executable, "-W", "ignore", *sys.argv, "--serves", side, str(folder)]
         paths = [str(arguments.trl.resolve())] if side == "trl" else []
         environment = {"PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
-        if side.isdigit():  # a rank of `--cp`
+        if "." in side:  # a rank of `--cp`
             environment["WORLD_SIZE"] = str(arguments.cp)
         self.process: Any = subprocess.Popen(
             words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -263,15 +276,22 @@ class Served:
         self.process.stdin.write(f"{part}\n")
         self.process.stdin.flush()
 
-    def wait(self, part: str) -> None:
-        while (said := self.process.stdout.readline()) != f"{part} done\n":
+    def wait(self, part: str) -> str:
+        """Return what the process says about its result, mostly nothing."""
+        while True:
+            said = self.process.stdout.readline()
             assert said, "a process that was asked has ended"
+            if said.startswith(f"{part} done"):
+                return str(said.removeprefix(f"{part} done").strip())
 
     def forward(self) -> None:
         Together([self]).forward()
 
     def update(self) -> None:
         Together([self]).update()
+
+    def peak_mib(self) -> int:
+        return Together([self]).peak_mib()
 
 
 class Together:
@@ -286,11 +306,13 @@ class Together:
     def update(self) -> None:
         self._run("update")
 
-    def _run(self, part: str) -> None:
+    def peak_mib(self) -> int:
+        return max(int(said) for said in self._run("peak_mib"))
+
+    def _run(self, part: str) -> list[str]:
         for process in self.processes:
             process.ask(part)
-        for process in self.processes:
-            process.wait(part)
+        return [process.wait(part) for process in self.processes]
 
 
 def serve(make: Callable[..., Any], arguments: argparse.Namespace) -> None:
@@ -298,8 +320,9 @@ def serve(make: Callable[..., Any], arguments: argparse.Namespace) -> None:
     side = make(Path(arguments.serves[1]), rollouts, arguments)
     for line in sys.stdin:
         with redirect_stdout(sys.stderr):
-            getattr(side, line.strip())()
-        print(f"{line.strip()} done", flush=True)
+            result = getattr(side, line.strip())()
+        shown = result if isinstance(result, int) else ""
+        print(f"{line.strip()} done {shown}", flush=True)
 
 
 def actor_config(
@@ -323,7 +346,6 @@ def actor_config(
         "seq_length": arguments.prompt + arguments.limit, "model": "auto", "backend": backend,
         "context_parallel_size": cp,
     }  # fmt: skip
-    tree["resource_pool"] = {"main": actor_keys.get("context_parallel_size", 1)}
     tree["algorithm"] = {"kl_ctrl": {"kl_coef": 0.0}, "old_log_probs": "recompute"}
     tree["resource_pool"] = {"main": cp}
     return resolve(tree, "update")
@@ -357,13 +379,22 @@ class Ours:
     def update(self) -> None:
         self.role.update_policy(self.rollouts, self.experience, self.all_rows)
 
+    def peak_mib(self) -> int:
+        """Return the most memory during an update: the device's, on a CPU the process's."""
+        if device.current_device().type == "cpu":
+            Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+            self.update()
+            status = Path("/proc/self/status").read_text()
+            return int(status.partition("VmHWM:")[2].split()[0]) // 1024
+        device.reset_peak_memory()
+        self.update()
+        return device.peak_memory() // 1024**2
 
-def make_fsdp(folder: Path, rollouts: Rollouts, arguments: argparse.Namespace) -> Ours:
-    return Ours(actor_config(folder, arguments, backend="fsdp"), rollouts)
 
-
-def make_context(folder: Path, rollouts: Rollouts, arguments: argparse.Namespace) -> Ours:
-    return Ours(actor_config(folder, arguments, cp=arguments.cp), rollouts)
+def make_actor(
+    backend: str, cp: int, folder: Path, rollouts: Rollouts, arguments: argparse.Namespace
+) -> Ours:
+    return Ours(actor_config(folder, arguments, backend, cp), rollouts)
 
 
 class Plain:

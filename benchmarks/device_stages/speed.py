@@ -14,8 +14,8 @@ from .settings import GIB, Figures, Settings
 def update(settings: Settings, shape: str, engine: str) -> Figures:
     """Measure log-probs and updates of the actor: seconds, MFU and peak memory."""
     from mindspeed_rlxf import device
-    from mindspeed_rlxf.engine import work
-    from mindspeed_rlxf.trainer.metrics import find_peak
+    from mindspeed_rlxf.device.peaks import find_peak
+    from mindspeed_rlxf.engine import flop_counter
 
     with joined(settings, megatron=engine == "megatron"):
         actor, planned = build_actor(settings, shape, engine)
@@ -26,9 +26,9 @@ def update(settings: Settings, shape: str, engine: str) -> Figures:
         for name, run in {"update": actor.update, "log_probs": actor.forward}.items():
             device.synchronize()
             device.reset_peak_memory()
-            work.take()
+            flop_counter.take()
             times = [seconds(run) for _ in range(settings.sizes.repeats)]
-            flops = work.take().flops / len(times) / statistics.median(times)
+            flops = flop_counter.take().flops / len(times) / statistics.median(times)
             figures |= {
                 f"{name}_s": round(statistics.median(times), 4),
                 f"{name}_tflops": round(flops / 1e12, 6),

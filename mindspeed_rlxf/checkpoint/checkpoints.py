@@ -20,6 +20,7 @@ from mindspeed_rlxf.checkpoint.store import (
     POINTER,
     STATE,
     TRAINER,
+    WENT_BACK,
     Checkpoint,
     Manifest,
     RunStore,
@@ -230,30 +231,40 @@ class RunCheckpoints:
         return max(scores, key=lambda n: (scores[n], -n)) if scores else None
 
     def restore(self, note: Note) -> dict[str, Any] | None:
-        """Load the newest undamaged checkpoint into the roles; return the driver's state.
+        """Load the newest undamaged checkpoint, or that of `training.resume_from`, into the roles.
 
-        Returns None without checkpoints. Truncates line files to their checkpointed length (else
-        0), drops later iterations from token files, renames later checkpoints, removes unfinished
-        ones.
+        Truncates line files to their checkpointed length (else 0), drops later iterations from
+        token files, removes unfinished checkpoints. Renames later ones; with `training.resume_from`
+        they are set aside, with copies of the line files.
 
         Args:
             note: Prints a line per skipped checkpoint, and the one resumed from.
+
+        Returns:
+            The driver's state; None without checkpoints.
 
         Raises:
             UserError: The prompts differ, or all checkpoints are damaged.
             StorageUnreadable: Files cannot be read; nothing is changed.
         """
-        older, loaded = self._load_first(note, resumes=True)
+        resume_from = self.config.training.resume_from
+        chosen = self.store.goes_back_to(resume_from)
+        if resume_from is not None and chosen is None:
+            file = self.store.folder / WENT_BACK
+            note(
+                f"note: an earlier start went back to training.resume_from={resume_from}, so this "
+                f"one goes on; remove {file} to go back again"
+            )
+        older, loaded = self._load_first(note, resumes=True, chosen=chosen)
         for each in older:
             self._note_score(each.state)
         state = older[0].state if older else None
         iteration, positions = (state["iteration"], state["positions"]) if state else (0, {})
         if self.writes:
             self.store.clear_unfinished()
-            for other in self.store.newest_first():
-                if other.iteration > iteration:
-                    aside = self.store.move_aside(other)
-                    note(f"note: {other.path.name} is not resumed from; renamed to {aside.name}")
+            self._set_newer_aside(iteration, chosen is not None, note)
+            self.store.point(EXPORTED, None)  # the final weights will be others
+            self.store.point(WENT_BACK, resume_from)
             self.store.point(POINTER, iteration or None)
             self.store.point(BEST, self._find_best())
             if not older and any(line_positions(self.directory).values()):
@@ -270,26 +281,47 @@ class RunCheckpoints:
             )
         return state
 
-    def load_newest(self, note: Note) -> int:
+    def _set_newer_aside(self, iteration: int, goes_back: bool, note: Note) -> None:
+        """Set aside the checkpoints after `iteration`; all together if the user `goes_back`."""
+        if goes_back:
+            copied = [self.directory.config, *self.directory.line_files]
+            aside = self.store.set_aside_after(iteration, copied)
+            if aside is not None:
+                note(f"note: checkpoints after iteration {iteration} and their records: {aside}")
+            return
+        for other in self.store.newest_first():
+            if other.iteration > iteration:
+                renamed = self.store.move_aside(other)
+                note(f"note: {other.path.name} is not resumed from; renamed to {renamed.name}")
+
+    def load_newest(self, note: Note, chosen: int | None = None) -> int:
         """Load the newest usable checkpoint into the roles; return its iteration, 0 without any.
 
         For commands beside the run: changes nothing in the run directory. Notes the loaded folder,
-        and a warning per unusable checkpoint. Raises UserError if none can be loaded.
+        and a warning per unusable checkpoint. With `chosen` it is the checkpoint of that iteration.
+        Raises UserError if none can be loaded.
         """
-        older, _ = self._load_first(note, resumes=False)
+        older, _ = self._load_first(note, resumes=False, chosen=chosen)
         if not older:
             return 0
         note(f"weights of {older[0].path}")
         return older[0].iteration
 
-    def _load_first(self, note: Note, resumes: bool) -> tuple[list[Checkpoint], Loaded]:
+    def _load_first(
+        self, note: Note, resumes: bool, chosen: int | None = None
+    ) -> tuple[list[Checkpoint], Loaded]:
         """Load the newest usable checkpoint; return it with all older ones, and how it was loaded.
 
         To resume (`resumes`), the prompts must be the run's and no line file may be shorter than at
-        the checkpoint. Raises UserError for other prompts, or if none can be loaded.
+        the checkpoint. With `chosen` only the checkpoint of that iteration is tried. Raises
+        UserError for other prompts, or if none can be loaded.
         """
         whole, problems = find_whole_checkpoints(self.config, self.store)
+        if chosen is not None:
+            problems = []  # of others
         for i, found in enumerate(whole):
+            if chosen is not None and found.iteration != chosen:
+                continue
             lacking = resumes and find_shortened_file(self.directory, found.state["positions"])
             if lacking:
                 problems.append(f"{found.path} cannot be resumed from: {lacking}")
@@ -305,6 +337,8 @@ class RunCheckpoints:
                     note(f"warning: {problem}; resuming from an older checkpoint")
                 return whole[i:], loaded
             problems.append(loaded.problem)
+        if chosen is not None and not problems:
+            problems = [f"{self.store.path(chosen)} is missing or damaged"]
         if problems:  # a new start would remove the checkpoints and records
             raise UserError(no_whole_checkpoint(self.directory, problems))
         return [], Loaded()

@@ -25,7 +25,7 @@ from mindspeed_rlxf.weights.atomic import replace_file
 from mindspeed_rlxf.weights.state_files import patiently
 
 ABSENT = object()
-COMMAND_KEYS = {"training.new_run", "training.resume", "dry_run"}
+COMMAND_KEYS = {"training.new_run", "training.resume", "training.resume_from", "dry_run"}
 """Keys that belong to one command, not to the run."""
 
 

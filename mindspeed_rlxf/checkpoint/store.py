@@ -16,11 +16,12 @@ import secrets
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 from mindspeed_rlxf.checkpoint.directory import RunDirectory, readable
-from mindspeed_rlxf.config.problems import Problem
+from mindspeed_rlxf.config.problems import Problem, neighbours, use
 from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.weights.atomic import sync_folder
@@ -39,6 +40,7 @@ FORMAT_VERSION = 1
 POINTER = "latest_checkpointed_iteration.txt"
 BEST = "best_checkpointed_iteration.txt"
 EXPORTED = "exported_iteration.txt"
+WENT_BACK = "resumed_from_iteration.txt"
 NAME = re.compile(r"iter_(\d{7,})")
 REMOVED = ".removed"  # at the end of the hidden name of what is being removed
 UNUSED = ".unused"  # behind the name of a checkpoint that was set aside
@@ -111,7 +113,11 @@ class Manifest:
 
 
 class RunStore:
-    """A run's checkpoint folder, with files naming the latest, best and exported iteration."""
+    """A run's checkpoint folder, with files that name iterations.
+
+    These are the latest, the best, the exported one, and the one that `training.resume_from` went
+    back to.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -184,7 +190,7 @@ class RunStore:
         return final
 
     def point(self, name: str, iteration: int | None) -> None:
-        """Write an iteration to the file POINTER, BEST or EXPORTED; None removes the file."""
+        """Write an iteration to POINTER, BEST, EXPORTED or WENT_BACK; None removes the file."""
         if iteration is None:
             (self.folder / name).unlink(missing_ok=True)
         else:
@@ -196,6 +202,27 @@ class RunStore:
         if aside.exists():
             self._remove(aside)
         os.replace(checkpoint.path, aside)
+        return aside
+
+    def set_aside_after(self, iteration: int, copied: Sequence[Path]) -> Path | None:
+        """Move the checkpoints after an iteration into a new folder beside them, which is kept.
+
+        The folder gets copies of the files `copied` that exist. Returns it; None if there is no
+        such checkpoint.
+        """
+        newer = [each for each in self.newest_first() if each.iteration > iteration]
+        if not newer:
+            return None
+        path = self.folder / f"after_{iteration:07d}"
+        names = chain([path], (path.with_name(f"{path.name}-{n}") for n in count(2)))
+        aside = next(name for name in names if not name.exists())
+        aside.mkdir()
+        for file in copied:
+            if file.exists():
+                shutil.copy2(file, aside / file.name)
+        for checkpoint in newer:
+            os.replace(checkpoint.path, aside / checkpoint.path.name)
+        sync_folder(self.folder)
         return aside
 
     def prune(self, keep_last: int, keep_every: int, best: int | None = None) -> None:
@@ -216,9 +243,19 @@ class RunStore:
 
     def exported(self) -> int | None:
         """Return the iteration whose weights were exported; None if unknown."""
+        return self._read(EXPORTED)
+
+    def goes_back_to(self, resume_from: int | None) -> int | None:
+        """Return the iteration of `training.resume_from`; None if an earlier start went back to it.
+
+        So the same command, given again after a stop, goes on.
+        """
+        return None if resume_from == self._read(WENT_BACK) else resume_from
+
+    def _read(self, name: str) -> int | None:
         try:
-            return int(readable((self.folder / EXPORTED).read_text))
-        except (FileNotFoundError, ValueError):
+            return int(readable((self.folder / name).read_text))
+        except (FileNotFoundError, NotADirectoryError, ValueError):
             return None
 
 
@@ -261,12 +298,35 @@ def no_whole_checkpoint(directory: RunDirectory, problems: Sequence[str]) -> Pro
     return Problem(f"no checkpoint of {directory.path}", rule, remedy=remedy)
 
 
+def check_chosen(config: RunConfig) -> list[Problem]:
+    """Return a problem if `training.resume_from` or `validation.checkpoint` names no checkpoint."""
+    directory = RunDirectory.of_run(config)
+    store = RunStore(directory.checkpoints)
+    key, iteration = "training.resume_from", store.goes_back_to(config.training.resume_from)
+    if config.validation.only:
+        key, iteration = "validation.checkpoint", config.validation.checkpoint
+    if iteration is None or config.training.new_run:
+        return []
+    whole, damaged = find_whole_checkpoints(config, store)
+    known = [checkpoint.iteration for checkpoint in reversed(whole)]
+    if iteration in known:
+        return []
+    rule = f"must be the iteration of a whole checkpoint in {store.folder}"
+    reasons = [line for line in damaged if line.startswith(f"{store.path(iteration)} ")]
+    remedy = use(neighbours(iteration, known)) if known else "remove it, there is none"
+    return [Problem(key, "; ".join([rule, *reasons]), iteration, remedy)]
+
+
 def check_resume(config: RunConfig, directory: RunDirectory) -> list[Problem]:
-    """Return a problem if all checkpoints are damaged, or `train_iters` is below the newest."""
-    whole, problems = find_whole_checkpoints(config, RunStore(directory.checkpoints))
-    wanted = config.training.train_iters
-    if whole and whole[0].iteration > wanted:
-        done = whole[0].iteration
+    """Return a problem if all checkpoints are damaged, or `train_iters` is below the one to resume.
+
+    That is the newest, or the one of `training.resume_from`.
+    """
+    store = RunStore(directory.checkpoints)
+    whole, problems = find_whole_checkpoints(config, store)
+    wanted, chosen = config.training.train_iters, store.goes_back_to(config.training.resume_from)
+    if whole and (chosen or whole[0].iteration) > wanted:
+        done = chosen or whole[0].iteration
         rule = f"must be at least the {done} iterations that the run in {directory.path} has done"
         remedy = f"use {done} or more, or training.new_run=true"
         return [Problem("training.train_iters", rule, wanted, remedy)]
@@ -276,11 +336,35 @@ def check_resume(config: RunConfig, directory: RunDirectory) -> list[Problem]:
 def is_finished(config: RunConfig, directory: RunDirectory) -> bool:
     """Return whether the newest checkpoint has `train_iters` iterations and was exported.
 
-    `check_resume` refuses a run with more iterations.
+    A run that `training.resume_from` takes back is not finished. `check_resume` refuses a run with
+    more iterations.
     """
     store = RunStore(directory.checkpoints)
+    if store.goes_back_to(config.training.resume_from) is not None:
+        return False
     whole, _ = find_whole_checkpoints(config, store)
     return bool(whole) and whole[0].iteration == store.exported() == config.training.train_iters
+
+
+def describe_start(config: RunConfig) -> list[str]:
+    """Return how a command for training begins: anew, or where it resumes and the changed keys.
+
+    Raises UserError if the last configuration of the run cannot be read.
+    """
+    directory = RunDirectory.choose(config)
+    if not directory.is_used:
+        return [f"starts at iteration 1, in {directory.path}"]
+    if is_finished(config, directory):
+        done = config.training.train_iters
+        return [f"{directory.path} has its {done} iterations already, so nothing is done"]
+    store = RunStore(directory.checkpoints)
+    whole, _ = find_whole_checkpoints(config, store)
+    iteration = store.goes_back_to(config.training.resume_from)
+    if iteration is None and whole:
+        iteration = whole[0].iteration
+    place = "as there is no checkpoint" if iteration is None else f"from {store.path(iteration)}"
+    changes = [f"changed since the last start: {each}" for each in directory.compare_with(config)]
+    return [f"resumes at iteration {(iteration or 0) + 1}, {place}", *changes]
 
 
 def hash_prompts(

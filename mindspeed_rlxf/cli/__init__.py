@@ -12,6 +12,7 @@ COMMANDS = {
     "preprocess": "make a prompt data set from rows of files",
     "convert": "convert weights between Hugging Face and Megatron",
     "doctor": "find what keeps a run from working",
+    "generate": "answer prompts with a run's policy or another model",
     "report": "write a run's report as one HTML file",
     "watch": "serve the report of a run while it goes on",
     "from-verl": "print a YAML of verl in the keys used here",
@@ -39,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             convert,
             doctor,
             from_verl,
+            generate,
             new,
             preprocess,
             report,
@@ -46,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             watch,
         )
 
-        commands = (train, new, preprocess, convert, doctor, report, watch, from_verl)
+        commands = (train, new, preprocess, convert, doctor, generate, report, watch, from_verl)
         return dict(zip(COMMANDS, commands, strict=True))[name].main(arguments[1:])
     use_utf8_output()
     usage = f"usage: mindspeed-rlxf {{{','.join(COMMANDS)}}} ..."

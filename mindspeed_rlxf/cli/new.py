@@ -50,6 +50,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     resolve({**yaml.safe_load(text), "dry_run": True}, name)
     file.write_text(text, encoding="utf-8")
-    run = f"python ray_gpt.py --config-dir {file.parent} --config-name {file.name}"
+    run = f"mindspeed-rlxf train --config-dir {file.parent} --config-name {name}"
     print(f"wrote {file}; its plan: {run} dry_run=true")
     return 0

@@ -99,6 +99,7 @@ def _dry_run(config: RunConfig, nested: bool) -> int:
     What this host lacks is a note, as a plan is mostly made for another machine. `nested`: the YAML
     has actor and reference under one key.
     """
+    from mindspeed_rlxf.checkpoint.store import describe_start
     from mindspeed_rlxf.config.section_rules import check_devices, check_launch
     from mindspeed_rlxf.ops.planning.plan import plan
     from mindspeed_rlxf.trainer.preflight import prepare
@@ -109,6 +110,8 @@ def _dry_run(config: RunConfig, nested: bool) -> int:
         print(f"note: this host cannot run it: {problem}", flush=True)
     problems = [*check_launch(config), *planned.problems]
     try:
+        for line in () if config.validation.only else describe_start(config):
+            print(f"note: {line}", flush=True)
         prepared = prepare(config)
         if prompts := len(prepared.train_prompts):
             drawn = config.training.train_iters * config.training.global_batch_size

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from mindspeed_rlxf.cluster.refs import Handle
 from mindspeed_rlxf.config.enums import Role
-from mindspeed_rlxf.engine.work import NONE, Work
+from mindspeed_rlxf.engine.flop_counter import NONE, Work
 
 BUILD = "build"
 COLLECTIVE_MARGIN_S = 60.0  # the driver's deadline passes first, and its message names the ranks

@@ -21,7 +21,7 @@ from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.config.secrets import Secret, variable_secret
 from mindspeed_rlxf.data.batch import RoleOutput, Rows
-from mindspeed_rlxf.engine import work
+from mindspeed_rlxf.engine import flop_counter
 from mindspeed_rlxf.reporting.jsonl import write_tokens
 
 FORWARDED = ("HCCL_", "ASCEND_", "GLOO_", "TP_", "NCCL_")  # settings of communication libraries
@@ -60,7 +60,7 @@ class RoleHost:
             args = resolve_refs(request.args, self._fetch)
             args = [self._get_role(arg.role) if isinstance(arg, Peer) else arg for arg in args]
             device.reset_peak_memory()
-            work.take()
+            flop_counter.take()
             began, started = time.time(), time.perf_counter()
             if request.factory is not None:
                 self._roles[request.role], output = request.factory(*args), RoleOutput()
@@ -74,7 +74,7 @@ class RoleHost:
                 )
             device.synchronize()
             seconds = time.perf_counter() - started
-            memory, done = device.peak_memory(), work.take()
+            memory, done = device.peak_memory(), flop_counter.take()
             if not request.keeps_rows:
                 return None, Reply(None, None, seconds, self._rank, began, memory, done)
             if (tokens := output.token_rows) is not None:

@@ -132,6 +132,7 @@ class HealthRule(str, Enum):
     ENTROPY_COLLAPSE = "entropy_collapse"  # the policy has become certain of nearly every token
     KL_RUNAWAY = "kl_runaway"  # the policy has left the reference
     VALIDATION_FALLS = "validation_falls"  # scores of training rise while those of validation fall
+    VALIDATION_PLATEAU = "validation_plateau"  # no new best; read only where it ends the run
     ALL_CUT = "all_cut"  # nearly all responses are cut at the limit
     CRITIC_EXPLAINS_NOTHING = "critic_explains_nothing"
     EQUAL_SCORES = "equal_scores"  # prompts whose responses all score the same

@@ -48,6 +48,7 @@ from mindspeed_rlxf.config.keys import (
 from mindspeed_rlxf.config.plugins import complete_function, complete_plugin, read_entries
 from mindspeed_rlxf.config.problems import (
     ConfigError,
+    MissingFile,
     Problem,
     closest,
     explain,
@@ -113,9 +114,32 @@ def resolve_given(given: Given, name: str) -> tuple[RunConfig, list[str]]:
     except ValidationError as error:
         given.problems += _problems_of(error.errors(include_url=False), given)
     if given.problems:
+        _add_missing_files(given)
         # Without repeats, as of a key that several roles share.
         raise ConfigError([*{str(problem): problem for problem in given.problems}.values()])
     return config, given.list_notes()
+
+
+def _add_missing_files(given: Given) -> None:
+    """Add the run's other missing files, if one that is read first is missing."""
+    known = {problem.key for problem in given.problems if isinstance(problem, MissingFile)}
+    if not known:
+        return
+    data = given.sections["data"]
+    named = [(f"{role.value}.load", given.value(role.value, "load")) for role in CONFIGURED]
+    name = "tokenizer_name_or_path"
+    named.append((f"training.{name}", given.sections["training"].get(name)))
+    for key in ("train_files", "val_files"):
+        files = data.get(key)
+        named += [(f"data.{key}", file) for file in (files if isinstance(files, list) else [files])]
+    for key, name in named:
+        if not isinstance(name, str) or key in known:
+            continue
+        path = os.path.abspath(os.path.expanduser(name))
+        if not os.path.exists(path):
+            given.problems.append(
+                MissingFile(given.written(key), "must exist", path, "correct the path")
+            )
 
 
 def find_wrong_values(given: Given) -> list[Problem]:
@@ -261,8 +285,10 @@ def _read_architecture(given: Given, role: Role, chosen: Any) -> Tree | None:
             raise ValueError(f"{rule}: {'; '.join(found)}; use another model")
         return {k: value for k, value in parse_architecture(config).items() if value is not None}
     except ValueError as error:
+        is_missing = isinstance(load, str) and not Path(os.path.expanduser(load)).is_dir()
+        kind = MissingFile if is_missing else Problem
         key = given.written(f"{role.value}.load")
-        given.problems.append(Problem(key, str(error), f"{load}", colon=True))
+        given.problems.append(kind(key, str(error), f"{load}", colon=True))
         return None
 
 

@@ -17,7 +17,7 @@ from traceback import extract_tb
 from types import ModuleType
 from typing import Any, TypeVar
 
-from mindspeed_rlxf.config.problems import Problem, UserError
+from mindspeed_rlxf.config.problems import MissingFile, Problem, UserError
 from mindspeed_rlxf.config.reward_section import check_call, find_function, split_name
 
 MODULES = "rlxf_plugin_"
@@ -78,7 +78,8 @@ def _run_file(key: str, path: str, expected: str | None) -> tuple[Source, Module
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         rule = f"must be a Python file that can be read: {reason}"
-        raise UserError(Problem(key, rule, file, "correct the path")) from error
+        kind = MissingFile if isinstance(error, FileNotFoundError) else Problem
+        raise UserError(kind(key, rule, file, "correct the path")) from error
     if expected not in (None, source.sha256):
         rule = f"must be the file of sha256 {expected}, its sha256 is {source.sha256}"
         raise UserError(Problem(key, rule, file, "put it back, or remove sha256"))

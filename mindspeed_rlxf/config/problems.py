@@ -132,6 +132,10 @@ class Problem:
         return printable(" ".join(text.replace(REF, "").split()))
 
 
+class MissingFile(Problem):
+    """A file or folder that the run needs, and that is not there."""
+
+
 def at_most(key: str, value: float, what: str, limit: float) -> Iterator[Problem]:
     """Yield a problem if a key's value is above `limit`, named by `what`."""
     if value > limit:  # .15g shows integers in full

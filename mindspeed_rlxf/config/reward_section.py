@@ -241,6 +241,14 @@ class RewardConfig(RoleConfig):
         return (self.function,) if self.function is not None else self.functions
 
     @property
+    def needs_data_source(self) -> bool:
+        """Whether a row's data source decides by what it is scored."""
+        if self.kind is not RewardKind.RULE:
+            return False
+        chooses = any(part.data_sources or part.function == BY_SOURCE for part in self.parts)
+        return chooses or not self.parts
+
+    @property
     def runs_code(self) -> bool:
         """Whether a rule or function scores, alone or beside a model."""
         return self.kind is RewardKind.RULE or bool(self.parts)

@@ -119,6 +119,13 @@ class TrainingConfig(Section):
         10, "most optimizer steps skipped in a row", ge=0, used_if="nan_policy=skip"
     )
     new_run: bool = free(False, "take the next free name when the run directory is used")
+    resume_from: int | None = free(
+        None,
+        "go back to the checkpoint of this iteration, once; newer ones are set aside; null = the "
+        "newest",
+        ge=1,
+        used_if="!new_run",
+    )
 
     @property
     def saves_during_training(self) -> bool:
@@ -236,6 +243,12 @@ class ValidationConfig(Section):
         False,
         "validate the run's newest checkpoint, or the weights of `load` if there is none, and end",
         only_if="has_validation_prompts",
+    )
+    checkpoint: int | None = free(
+        None,
+        "with only: the iteration of the checkpoint; null = the newest",
+        ge=1,
+        used_if="only; !training.new_run",
     )
     max_samples: int | None = free(None, "prompts used; null = all", ge=1, used_if=SCORES)
     n_samples: int = free(1, "responses per prompt", ge=1, used_if=SCORES, only_if="do_sample")

@@ -33,7 +33,7 @@ from mindspeed_rlxf.data.tokenizer import SpecialTokens, begin_once, prepended_i
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Prompt", "load_prompts", "num_appended_eos"]
+__all__ = ["Prompt", "encode_prompts", "load_prompts", "num_appended_eos"]
 logger = logging.getLogger(__name__)
 
 ENCODE_CHUNK = 1024  # texts per tokenizer call; fast tokenizers share a call between threads
@@ -103,6 +103,21 @@ def load_prompts(
     return prompts
 
 
+def encode_prompts(
+    prompts: Sequence[str | list[dict[str, Any]]],
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataConfig,
+) -> list[tuple[str, list[int]]]:
+    """Return (text, token ids) of each string or chat, as `load_prompts` reads those of rows.
+
+    Raises:
+        UserError: A string is blank, or the chat template does not accept the messages.
+    """
+    reader = _Reader(tokenizer, data, 0, False)
+    rows = [TextRow(number, prompt, Labels("", "")) for number, prompt in enumerate(prompts, 1)]
+    return reader.encode(rows)
+
+
 class _Reader:
     """Tokenizes prompts, a chunk of rows at a time."""
 
@@ -153,6 +168,14 @@ class _Reader:
                 num_spelled,
                 num_rows,
             )
+
+    def encode(self, rows: list[TextRow]) -> list[tuple[str, list[int]]]:
+        """Return (text, token ids) of each row; UserError if one cannot be tokenized."""
+        found = [self._fill_template(row) for row in rows]
+        if problems := [problem for problem in found if problem]:
+            raise UserError(problems)
+        texts = [self._special.restore(row.text) for row in rows]
+        return list(zip(texts, self._tokenize(rows), strict=True))
 
     def _fill_template(self, row: TextRow) -> Problem | None:
         """Set the row's `text`; return a problem if it cannot be tokenized."""
@@ -230,12 +253,14 @@ def read_text_rows(file: str, data: DataConfig, problems: FileProblems) -> Itera
     nothing here. Raises UserError for a broken file.
     """
     absent = set(data.extra_columns or ())
+    has_truths = "ground_truth_key" not in data.model_fields_set
     without_effect: set[str] = set()
     for number, row in read_rows(file):
         if isinstance(row, UnusableRow):
             problems.add(number, row.problem)
             continue
         absent = {key for key in absent if look_up(row, key) is None}
+        has_truths = has_truths or look_up(row, data.ground_truth_key) is not None
         without_effect.update(name for name in WITHOUT_EFFECT if row.get(name))
         prompt = read_messages(look_up(row, data.prompt_key))
         problem = _prompt_problem(prompt, data) or media_problem(row, data.extra_columns or ())
@@ -256,6 +281,9 @@ def read_text_rows(file: str, data: DataConfig, problems: FileProblems) -> Itera
             yield TextRow(number, prompt, labels)
     if absent:
         logger.warning("%s: no row has data.extra_columns=%s", file, sorted(absent))
+    if not has_truths:
+        rule = "%s: no row has data.ground_truth_key=%s, so all ground truths are empty"
+        logger.warning(rule, file, data.ground_truth_key)
     if without_effect:
         rule = (
             "%s: the columns %s change no prompt and call no tool; only reward functions get them"

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.device import control_group, driver, megatron_imports, npu, visible
+from mindspeed_rlxf.device.peaks import find_peak
 
 
 @dataclass(frozen=True)
@@ -297,6 +298,16 @@ def smallest_device_memory(kind: DeviceKind) -> int | None:
         return None
     sizes_mib = [device.memory_mib for device in view.devices if device.memory_mib]
     return min(sizes_mib) * MIB if sizes_mib else None
+
+
+def lowest_peak(kind: DeviceKind) -> float | None:
+    """Return the lowest dense bf16 peak of this host's devices, FLOP/s; None = one is unknown."""
+    kind = resolve_kind(kind)
+    view = driver.query_driver(kind)
+    prefix = "Ascend" if kind is DeviceKind.NPU else ""  # which npu-smi leaves out
+    peaks = [find_peak(f"{prefix}{each.name}") for each in view.devices] if view else []
+    known = [peak for peak in peaks if peak is not None]
+    return min(known) if known and len(known) == len(peaks) else None
 
 
 def network_environment(kind: DeviceKind, ip: str) -> dict[str, str]:

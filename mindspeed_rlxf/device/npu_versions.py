@@ -161,8 +161,8 @@ def cann_version() -> str | None:
 
 def require_versions() -> list[str]:
     """Return warnings about versions; raise ValueError listing all errors if there are any."""
-    errors = []
-    warnings = []
+    errors: list[str] = []
+    warnings: list[str] = []
     for finding in find_problems():
         texts = errors if finding.status is Status.ERROR else warnings
         texts.append(f"{finding.value}; {finding.remedy}")

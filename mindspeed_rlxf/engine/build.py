@@ -23,8 +23,8 @@ from torch import Tensor
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.schema import LearningConfig, OptimizerConfig, RoleConfig
 from mindspeed_rlxf.device import megatron_versions
-from mindspeed_rlxf.engine.finite import gradient_norm
 from mindspeed_rlxf.engine.parallel import ParallelGroups
+from mindspeed_rlxf.engine.step_guard import gradient_norm
 from mindspeed_rlxf.models.adapters import attach_adapters
 from mindspeed_rlxf.models.grouped_experts import stack_experts
 from mindspeed_rlxf.models.parameters import Head, stage_parameters

@@ -15,8 +15,8 @@ from mindspeed_rlxf.algorithms.losses import LossOutput
 from mindspeed_rlxf.algorithms.slots import readable_slots
 from mindspeed_rlxf.config.schema import LoraConfig, RoleConfig
 from mindspeed_rlxf.data.batch import LogProbs, LogProbsWithKl, Rollouts, Scores, Values
-from mindspeed_rlxf.engine import offload, work
-from mindspeed_rlxf.engine.finite import SkippedSteps, Step
+from mindspeed_rlxf.engine import flop_counter, offload
+from mindspeed_rlxf.engine.collective_errors import fail_together, gather_all
 from mindspeed_rlxf.engine.head_outputs import (
     OutputHead,
     read_log_probs,
@@ -28,7 +28,7 @@ from mindspeed_rlxf.engine.head_outputs import (
 from mindspeed_rlxf.engine.micro_batch import MicroBatch
 from mindspeed_rlxf.engine.offload import Offload
 from mindspeed_rlxf.engine.outputs import average_metrics, scatter_rows
-from mindspeed_rlxf.engine.together import fail_together, gather_all
+from mindspeed_rlxf.engine.step_guard import SkippedSteps, StepResult
 from mindspeed_rlxf.engine.train_engine import Part, PolicyStep, ValueStep
 from mindspeed_rlxf.models.parameters import Head
 
@@ -163,14 +163,14 @@ class CommonEngine:
             reads_logits = self.head is Head.LANGUAGE_MODEL
             for batch in micro_batches:
                 tokens, flops = batch.work(self.role.architecture, reads_logits)
-                work.add(work.Work(tokens, passes * flops))
+                flop_counter.add(flop_counter.Work(tokens, passes * flops))
 
     def _step_metrics(
-        self, micro_batches: Sequence[MicroBatch], outputs: Sequence[LossOutput], done: Step
+        self, micro_batches: Sequence[MicroBatch], outputs: Sequence[LossOutput], done: StepResult
     ) -> dict[str, float]:
         """Count a step's work; return its metrics, over the mini-batch of all replicas."""
         metrics = average_metrics(outputs, self.sum_over_replicas)
-        self._count(micro_batches, work.ADAPT if self.lora.rank else work.TRAIN)
+        self._count(micro_batches, flop_counter.ADAPT if self.lora.rank else flop_counter.TRAIN)
         metrics["grad_norm"] = done.grad_norm
         if self.skipped.policy == "skip":
             metrics["skipped_steps"] = float(bool(done.wrong))

@@ -26,7 +26,7 @@ from mindspeed_rlxf.config.schema import (
 )
 from mindspeed_rlxf.data.batch import Rollouts
 from mindspeed_rlxf.device import megatron_versions
-from mindspeed_rlxf.engine import work
+from mindspeed_rlxf.engine import flop_counter
 from mindspeed_rlxf.engine.adam_state import single_optimizers
 from mindspeed_rlxf.engine.build import (
     build_chunks,
@@ -37,9 +37,9 @@ from mindspeed_rlxf.engine.build import (
     set_gather_in_forward,
     wrap,
 )
+from mindspeed_rlxf.engine.collective_errors import gather_all
 from mindspeed_rlxf.engine.common import CommonEngine
 from mindspeed_rlxf.engine.export import export_adapters, export_hf, export_megatron
-from mindspeed_rlxf.engine.finite import GuardedOptimizer, SkippedSteps
 from mindspeed_rlxf.engine.hf_stream import adapter_tensors, hf_tensors
 from mindspeed_rlxf.engine.micro_batch import (
     MicroBatch,
@@ -52,7 +52,7 @@ from mindspeed_rlxf.engine.micro_batch import (
 from mindspeed_rlxf.engine.offload import tensors_of
 from mindspeed_rlxf.engine.parallel import ParallelGroups
 from mindspeed_rlxf.engine.schedule import Read, run_schedule
-from mindspeed_rlxf.engine.together import gather_all
+from mindspeed_rlxf.engine.step_guard import GuardedOptimizer, SkippedSteps
 from mindspeed_rlxf.engine.train_engine import Part, PolicyStep, ValueStep
 from mindspeed_rlxf.engine.train_state import TrainState, load_state
 from mindspeed_rlxf.models.adapter_parameters import switched_off
@@ -236,7 +236,7 @@ class MegatronEngine(CommonEngine):
             outputs = run_schedule(
                 self.models, self.chunks[-1], [*micro_batches, *fill], read, forward_only=True
             )
-        self._count(micro_batches, work.FORWARD)
+        self._count(micro_batches, flop_counter.FORWARD)
         return outputs[: len(micro_batches)]
 
     def train_step(

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_rlxf.config.lora import linear_modules
+from mindspeed_rlxf.engine.collective_errors import fail_together
 from mindspeed_rlxf.engine.hf_stream import trained_tensors
 from mindspeed_rlxf.engine.parallel import ParallelGroups
 from mindspeed_rlxf.engine.sharded_files import save_sharded
-from mindspeed_rlxf.engine.together import fail_together
 from mindspeed_rlxf.models.adapter_parameters import ADAPTERS
 from mindspeed_rlxf.models.transformer import TransformerModel
 from mindspeed_rlxf.weights.peft_folder import write_adapter

@@ -21,14 +21,15 @@ class OutputHead(Protocol):
     """A model's language-model or score head: a `TransformerModel`, or `fsdp.output_head`.
 
     Attributes:
-        score: [tokens, hidden] -> scores, [tokens] fp32; of a score head.
         tp_group: Ranks that share the rows of `output_weight`, [vocab, hidden].
         linear: Computes logits from states and rows, see `heads.shard_logits`.
     """
 
-    score: Callable[[Tensor], Tensor]
     tp_group: Any
     linear: Callable[[Tensor, Tensor], Tensor]
+
+    def score(self, states: Tensor, /) -> Tensor:
+        """Return the scores of a score head: [tokens, hidden] -> [tokens] fp32."""
 
     @property
     def vocab_size(self) -> int:

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from mindspeed_rlxf.config.schema import ArchitectureConfig, LearningConfig, RoleConfig
 from mindspeed_rlxf.data.batch import Rollouts
 from mindspeed_rlxf.data.mini_batches import fill_cheapest, sample_flops
-from mindspeed_rlxf.engine.work import Work
+from mindspeed_rlxf.engine.flop_counter import Work
 
 if TYPE_CHECKING:
     from mindspeed_rlxf.models.attention import Attend

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mindspeed_rlxf import device
-from mindspeed_rlxf.engine.together import gather_all
+from mindspeed_rlxf.engine.collective_errors import gather_all
 from mindspeed_rlxf.weights.atomic import sync_folder
 from mindspeed_rlxf.weights.state_files import (
     Loaded,

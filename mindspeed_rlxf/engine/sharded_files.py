@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.core import dist_checkpointing
 
-from mindspeed_rlxf.engine.together import raise_os_errors
+from mindspeed_rlxf.engine.collective_errors import raise_os_errors
 
 
 def save_sharded(state: dict[str, Any], folder: Path) -> None:

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.engine.adam_state import count_steps, held_slots, make_slots
-from mindspeed_rlxf.engine.finite import SkippedSteps
 from mindspeed_rlxf.engine.hf_stream import Shard, shards
 from mindspeed_rlxf.engine.parallel import ParallelGroups
 from mindspeed_rlxf.engine.role_files import (
@@ -37,6 +36,7 @@ from mindspeed_rlxf.engine.role_files import (
     load_checked,
     write_files,
 )
+from mindspeed_rlxf.engine.step_guard import SkippedSteps
 from mindspeed_rlxf.weights.chunks import HeldChunk
 from mindspeed_rlxf.weights.role_state import (
     BUFFER_BYTES,

@@ -375,8 +375,10 @@ class AcrossRanks(Attend):
         fused: PackedKernel | None = None,
     ) -> Tensor:
         """Exchange tokens for heads, attend, and exchange back; a collective over the group."""
-        query, key, value = exchange_for_heads(query, key, value, self.group, tokens=0, heads=1)
-        attended = self.whole.attend(layer, query, key, value, fused)
+        # Without names, so that in a pass without gradients they are freed before the way back.
+        attended = self.whole.attend(
+            layer, *exchange_for_heads(query, key, value, self.group, tokens=0, heads=1), fused
+        )
         return exchange_for_tokens(attended, self.group, tokens=0, heads=1)
 
 

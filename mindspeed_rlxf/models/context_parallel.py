@@ -59,6 +59,7 @@ class _AllToAll(torch.autograd.Function):
         sent = torch.stack(tensor.chunk(group.size(), dim=cut))
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
+        del sent  # makes room for the result
         return torch.cat(received.unbind(0), dim=join)
 
     @staticmethod

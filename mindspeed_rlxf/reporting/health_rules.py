@@ -20,6 +20,7 @@ BASELINE = 5  # first iterations that later ones are compared with
 
 KL_LIMIT = 1.0  # nats per token
 LAG_ITERATIONS = 10
+PATIENCE = 5  # validations without a new best
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,15 @@ def _falling_validation(history: History) -> Reading | None:
     return Reading(falls and falls_far and training_rises, VALIDATION, now, text)
 
 
+def _validation_plateau(history: History) -> Reading | None:
+    validated = history.values[VALIDATION]
+    if len(validated) <= PATIENCE:
+        return None
+    best, recent = max(validated[:-PATIENCE]), max(validated[-PATIENCE:])
+    text = f"no validation of the last {PATIENCE} was better than {best:.3g}, the best before"
+    return Reading(recent <= best, VALIDATION, recent, text)
+
+
 def _mean_fraction(history: History, name: str, text: str) -> Reading | None:
     recent = history.last(name, 5)
     if not recent:
@@ -204,6 +214,10 @@ RULES: dict[HealthRule, tuple[Rule, str]] = {
         _falling_validation,
         "the policy may exploit the reward: read samples.jsonl, raise algorithm.kl_ctrl.kl_coef, "
         "or take the best checkpoint",
+    ),
+    HealthRule.VALIDATION_PLATEAU: (
+        _validation_plateau,
+        "checkpoints/best_checkpointed_iteration.txt names the best checkpoint",
     ),
     HealthRule.ALL_CUT: (
         functools.partial(
@@ -282,6 +296,8 @@ class Health:
         measure_kl = functools.partial(measure_kl_runaway, limit=kl_limit)
         remedy = RULES[HealthRule.KL_RUNAWAY][1]
         self._rules = RULES | {HealthRule.KL_RUNAWAY: (measure_kl, remedy)}
+        if HealthRule.VALIDATION_PLATEAU not in stop_on:  # a run that has learnt all is not ill
+            del self._rules[HealthRule.VALIDATION_PLATEAU]
 
     def check(self, iteration: int, metrics: Mapping[str, float | None]) -> list[Finding]:
         """Add an iteration's metrics; return problems starting or ending with it."""

@@ -1,7 +1,18 @@
 """Format aligned text tables."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+NONE = "-"
+
+
+def named_table(rows: Sequence[Mapping[str, object]]) -> str:
+    """Format rows of title -> cell as `table`; a cell that a row lacks is "-".
+
+    The first row has every title, in their order.
+    """
+    titles = list(rows[0])
+    return table([titles, *([row.get(title, NONE) for title in titles] for row in rows)])
 
 
 def table(rows: Sequence[Sequence[object]], indent: int = 2) -> str:

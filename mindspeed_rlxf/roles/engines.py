@@ -93,7 +93,7 @@ def _model(config: RunConfig, role: Role) -> tuple[RoleConfig, Head, int]:
 
 def _learning(config: RunConfig, role: Role) -> dict[str, Any]:
     """Return an engine's arguments for training; {} for a frozen role."""
-    from mindspeed_rlxf.engine.finite import SkippedSteps
+    from mindspeed_rlxf.engine.step_guard import SkippedSteps
 
     section, training = config.role(role), config.training
     if not isinstance(section, LearningConfig):

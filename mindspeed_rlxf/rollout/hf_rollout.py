@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.hf_config import read_text_config
 from mindspeed_rlxf.config.lora import LoraConfig
-from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.config.schema import ActorConfig
 from mindspeed_rlxf.models.adapter_parameters import A, B
 from mindspeed_rlxf.models.hf_adapters import linear_modules
 from mindspeed_rlxf.models.hf_names import Piece, find_pieces, stored_tensors
@@ -35,9 +35,8 @@ MOST_ROWS = 64  # in a batch, where `num_samples_per_step` sets none
 class TransformersRollout:
     """One rank with the whole model; the ranks of a replica all compute the same."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, actor: ActorConfig) -> None:
         """Build the model of the actor's `load` on the host, without its weights."""
-        actor = config.actor_rollout
         described = read_text_config(Path(actor.load or ""))
         dtype = torch.bfloat16 if actor.bf16 else torch.float32
         self.model = AutoModelForCausalLM.from_config(described, dtype=dtype).eval()
@@ -45,7 +44,7 @@ class TransformersRollout:
         tensors, pieces = stored_tensors(self.model), find_pieces(self.model)
         # Name in a file -> that part of the model, which shares its memory.
         self._places = {piece.name: (name, piece) for name in tensors for piece in pieces[name]}
-        self._base_names = {*self._places}
+        self.base_names = {*self._places}  # of the tensors in a folder of the model
         self._has_base = False  # whether a whole model was sent
         for name in attach_adapters(self.model, actor.lora):
             self._places[name] = name, Piece(name)
@@ -73,7 +72,7 @@ class TransformersRollout:
             place.copy_(tensor)
             sent.add(name)
         missing = self._places.keys() - sent
-        adapters_alone = self._has_base and missing == self._base_names
+        adapters_alone = self._has_base and missing == self.base_names
         if missing and not adapters_alone:
             raise ValueError(f"{min(missing)} was not sent; send each tensor of the model once")
         self._has_base = True

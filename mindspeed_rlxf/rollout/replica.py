@@ -92,7 +92,7 @@ def build_replica(config: RunConfig, trained: TrainEngine | None, folder: str = 
         if name == TRANSFORMERS:
             from mindspeed_rlxf.rollout.hf_rollout import TransformersRollout  # imports for seconds
 
-            engine: RolloutEngine = TransformersRollout(config)
+            engine: RolloutEngine = TransformersRollout(actor)
         else:
             engine = ENGINES[name](config, trained)
         return Replica(

@@ -1,7 +1,6 @@
 """Iteration metrics under their names in metrics.jsonl, including rank metrics and MFU."""
 
 import math
-import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -11,7 +10,7 @@ from mindspeed_rlxf.algorithms.estimators import groups_that_differ
 from mindspeed_rlxf.cluster.group import Pending
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.mini_batches import sample_flops
-from mindspeed_rlxf.engine.work import Work
+from mindspeed_rlxf.engine.flop_counter import Work
 from mindspeed_rlxf.roles.reports import (
     ExperienceReport,
     GenerateReport,
@@ -204,26 +203,6 @@ def done_work(phases: Phases) -> Work:
     """
     replies = [r.work for calls in phases.values() for call in calls for r in call.replies()]
     return Work(sum(work.tokens for work in replies), sum(work.flops for work in replies))
-
-
-# Pattern of the name in lower case -> dense bf16 TFLOPS. NVIDIA's PCIe cards are clocked lower.
-# Ascend 910B: JiusiServe/light-llm-simulator, conf/hardware_config.py at 5df25c7; 910_93 is a die
-# of the A3: arXiv:2506.12708, section 3. NVIDIA: data sheets of the SXM cards.
-PEAK_TFLOPS = {
-    r"ascend ?910b2": 353.8,
-    r"ascend ?910b3": 294.9,
-    r"ascend ?910b4": 245.7,
-    r"ascend ?910_93": 376,
-    r"\ba100\b.*80gb(?!.*pcie)|\ba100-sxm4-80gb": 312,
-    r"\bh100\b(?!.*(pcie|nvl))": 989,
-    r"\bh200\b(?!.*nvl)": 989,
-}
-
-
-def find_peak(name: str) -> float | None:
-    """Return a device's peak bf16 FLOP/s; None if unknown."""
-    found = (peak for pattern, peak in PEAK_TFLOPS.items() if re.search(pattern, name.lower()))
-    return next((peak * 1e12 for peak in found), None)
 
 
 def phase_metrics(phases: Phases) -> dict[str, float]:

@@ -13,6 +13,7 @@ from mindspeed_rlxf.cluster.refs import as_rows_field
 from mindspeed_rlxf.config.enums import OldLogProbs
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import ExperienceInputs
+from mindspeed_rlxf.device.peaks import find_peak
 from mindspeed_rlxf.reporting.metric_table import validation_score
 from mindspeed_rlxf.roles.all_roles import RoleGroups
 from mindspeed_rlxf.trainer import metrics as names
@@ -154,7 +155,7 @@ class PpoTrainer:
         driver = {"iteration": (time.time() - all_s, all_s)}
         reports, work = collected.generate_reports(), done_work(phases)
         flops = generation_flops(self.config, reports) + work.flops
-        peak = names.find_peak(reports[0].device) if self.config.actor_rollout.bf16 else None
+        peak = find_peak(reports[0].device) if self.config.actor_rollout.bf16 else None
         sizes = {pool: sum(processes) for pool, processes in self.config.resource_pool.items()}
         # Pools of a local runtime are the same processes and count once.
         is_local = self.config.runtime.kind == "local"

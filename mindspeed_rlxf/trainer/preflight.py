@@ -5,12 +5,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from glob import glob
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
 from mindspeed_rlxf.checkpoint.directory import RunDirectory, check_save_folders
-from mindspeed_rlxf.checkpoint.store import check_resume
+from mindspeed_rlxf.checkpoint.store import check_chosen, check_resume
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.hf_config import OF_WEIGHTS, find_disagreements, read_hf_config
 from mindspeed_rlxf.config.problems import Problem, UserError, closest
@@ -66,15 +67,17 @@ def prepare(config: RunConfig) -> Prepared:
     """Load tokenizer, prompts and fixed responses; check all files the run reads or writes.
 
     Writes nothing but temporary prompt files (`PromptStore`); may run a program in the sandbox.
-    Raises UserError with all problems; only those found before the tokenizer if it cannot be
-    loaded.
+    Raises UserError with all problems; if the tokenizer cannot be loaded, only those found before,
+    and missing files.
     """
     directory, data = RunDirectory.choose(config), config.data
     problems = [*RunDirectory.check(config), *check_resume(config, directory)]
+    problems += check_chosen(config)
     if not config.validation.only:
         problems += check_save_folders(config, directory)
-    shared = {Role.REF} if config.shares_reference else set()
-    for role in [role for role in config.roles if role not in shared]:
+    unread = {Role.REF} if config.shares_reference else set()
+    unread |= {Role.CRITIC, Role.REF} if config.validation.only else set()
+    for role in [role for role in config.roles if role not in unread]:
         problems += check_weights(config, role)
     problems += [*_check_engine(config), *trackers.find_problems(config.logging.trackers)]
     actor, prepared = config.actor_rollout, Prepared()
@@ -83,6 +86,7 @@ def prepare(config: RunConfig) -> Prepared:
         problems, lambda: load_tokenizer(config.training.tokenizer_name_or_path)
     )
     if prepared.tokenizer is None:  # nothing can be tokenized
+        problems += _missing_data(config)
         raise UserError(problems)
     problems += check_vocabulary(prepared.tokenizer, vocab_size)
     training = _load_prompts(config, prepared, data.train_files, data.data_path, problems)
@@ -131,10 +135,20 @@ def _list_notices(config: RunConfig) -> list[str]:
             "actor_rollout.top_k/top_p filter the sampled tokens; log-probs are of the unfiltered "
             "distribution"
         )
-    critic = config.critic
+    critic = None if config.validation.only else config.critic
     if critic and critic.load and "score.weight" not in _open_weights(critic):
         notices.append(f"critic.load={critic.load} has no score head: it starts untrained")
     return notices
+
+
+def _missing_data(config: RunConfig) -> list[Problem]:
+    """Return a problem for each data file, or indexed data set, that is not there."""
+    data, remedy = config.data, "correct the path"
+    files = [name for name in (*data.train_files, *data.val_files) if not Path(name).exists()]
+    prefixes = [name for name in (*data.data_path, *data.val_data_path) if not glob(f"{name}*")]
+    problems = [Problem(name, "no such file", remedy=remedy, colon=True) for name in files]
+    rule = "no such indexed data set"
+    return problems + [Problem(name, rule, remedy=remedy, colon=True) for name in prefixes]
 
 
 def _open_weights(section: RoleConfig) -> StoredWeights:
@@ -193,8 +207,8 @@ def _load_prompts(
     Only indexed data sets have stop tokens. Errors are added to `problems`, with an empty result.
     """
     data = config.data
-    if config.reward.kind is not RewardKind.RULE and data.default_data_source is None:
-        data = data.model_copy(update={"default_data_source": "unnamed"})  # a model needs none
+    if not config.reward.needs_data_source and data.default_data_source is None:
+        data = data.model_copy(update={"default_data_source": "unnamed"})
     arguments = prepared.tokenizer, data, config.actor_rollout.max_prompt_length
     if prefixes:
         indexed = _attempt(problems, lambda: load_indexed_prompts(prefixes, *arguments))

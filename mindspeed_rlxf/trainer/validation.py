@@ -4,7 +4,7 @@ import contextlib
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -239,6 +239,15 @@ def build_roles(
     return RoleGroups.build(config, pools, ends, processes, str(directory.logs))
 
 
+def without_unused_roles(config: RunConfig) -> RunConfig:
+    """Return the configuration of a validation alone: without critic, reference and their pools."""
+    unused = (Role.CRITIC, Role.REF)
+    placement = {role: pool for role, pool in config.placement.items() if role not in unused}
+    pools = {n: size for n, size in config.resource_pool.items() if n in placement.values()}
+    changes = {"critic": None, "placement": placement, "resource_pool": pools}
+    return config.model_copy(update=changes)
+
+
 def validate_only(
     config: RunConfig,
     prepared: Prepared,
@@ -248,23 +257,26 @@ def validate_only(
 ) -> int:
     """Start the workers, validate the newest undamaged checkpoint, and return its iteration.
 
-    Without a checkpoint, or with training.new_run, validates the weights in `load`, and returns 0.
-    Metrics and samples go to `directory` if this process `writes`; the run's own folder is only
-    read, so it may be in use. Raises UserError if all checkpoints are damaged.
+    With `validation.checkpoint` it is the checkpoint of that iteration. Without a checkpoint, or
+    with training.new_run, validates the weights in `load`, and returns 0. Metrics and samples go to
+    `directory` if this process `writes`; the run's own folder is only read, so it may be in use.
+    Raises UserError if all checkpoints are damaged. Critic and reference are not built.
     """
+    updates = config.count_updates
+    config = without_unused_roles(config)
     roles = build_roles(config, prepared, runtime, directory)
     recorder = Recorder(config, directory, prepared.tokenizer, writes)
     roles.rollout.write_receipt = recorder.write_receipt
     with contextlib.closing(recorder):
         iteration = 0
         if not config.training.new_run:
-            run, actor_alone = RunDirectory.of_run(config), replace(roles, critic=None)
-            checkpoints = RunCheckpoints(config, actor_alone, run, "", writes=False)
-            iteration = checkpoints.load_newest(recorder.note)
+            run = RunDirectory.of_run(config)
+            checkpoints = RunCheckpoints(config, roles, run, "", writes=False)
+            iteration = checkpoints.load_newest(recorder.note, config.validation.checkpoint)
         if not iteration:
             recorder.note(f"weights of {config.actor_rollout.load}")
         validator = Validator(config, roles, prepared.val_prompts, recorder)
-        version = config.count_updates(iteration)
+        version = updates(iteration)
         measured = validator.validate(iteration, version, own_line=True)
     if writes:
         rows = [(name, f"{value:.6g}") for name, value in sorted(measured.items())]

@@ -41,6 +41,7 @@ from mindspeed_rlxf.config.schema import ArchitectureConfig, OptimizerConfig, Ru
 from mindspeed_rlxf.data.batch import Rollouts
 from mindspeed_rlxf.data.mini_batches import rank_steps
 from mindspeed_rlxf.engine import offload
+from mindspeed_rlxf.engine.collective_errors import gather_all
 from mindspeed_rlxf.engine.fsdp import (
     engine as fsdp_engine,
     model as fsdp_model,
@@ -50,7 +51,6 @@ from mindspeed_rlxf.engine.fsdp import (
 )
 from mindspeed_rlxf.engine.fsdp.optimizer import MOMENTS
 from mindspeed_rlxf.engine.fsdp.state import WEIGHT
-from mindspeed_rlxf.engine.together import gather_all
 from mindspeed_rlxf.engine.train_engine import Part
 from mindspeed_rlxf.models import heads
 from mindspeed_rlxf.models.hf_adapters import plain_name

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 
 from mindspeed_rlxf.config.rank_layout import ParallelLayout
@@ -47,7 +48,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2-ep2": (4, EP2 | PP2),
 }  # fmt: skip
 VIRTUAL = {"virtual-pp2-ep2": (4, {**EP2, **PP2, "num_layers_per_virtual_pipeline_stage": 1})}
-CONTEXT = {"cp2": (2, {"context_parallel_size": 2})}  # whose first rank has all experts
+CONTEXT = {"cp2-ep2": (2, {"context_parallel_size": 2, **EP2})}  # its first rank reports
 LONG = pytest.mark.long
 
 
@@ -165,6 +166,9 @@ class GradientProbe:
         named: dict[str, Any] = {}
         for parameter in weights.table:
             named |= weights.gather(parameter)
+        by_rank: list[Any] = [None] * self.engine.groups.ep.size()
+        dist.all_gather_object(by_rank, named, group=self.engine.groups.ep)
+        named = {name: gradient for gradients in by_rank for name, gradient in gradients.items()}
         return RoleOutput(report=({k: v.tolist() for k, v in named.items()}, norm["grad_norm"]))
 
 
@@ -224,7 +228,7 @@ def test_gradients_of_both_losses_equal_transformers(
     whole = sum(float(g.square().sum()) for g in expected.values()) ** 0.5
     routers = [gradient for name, gradient in expected.items() if name.endswith(".gate.weight")]
     assert len(routers) == 2 and all(gradient.norm() > 1e-3 for gradient in routers)
-    for name in ("ep1", "ep2", "tp2-sp", "tp2-ep2-sp", "cp2"):
+    for name in ("ep1", "ep2", "tp2-sp", "tp2-ep2-sp", "cp2-ep2"):
         size, keys = (LAYOUTS | CONTEXT)[name]
         role = role_of(tmp_path / "lm", balanced, micro_batch_size=ROWS, **keys)
         layout = layout_of(role, size)

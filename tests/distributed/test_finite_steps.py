@@ -24,7 +24,7 @@ from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import RoleOutput, Rollouts
 from mindspeed_rlxf.device import megatron_versions
 from mindspeed_rlxf.engine.engine import MegatronEngine
-from mindspeed_rlxf.engine.finite import SkippedSteps
+from mindspeed_rlxf.engine.step_guard import SkippedSteps
 from mindspeed_rlxf.engine.train_engine import PolicyStep, TokenLogProbs
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.weights.torch_dist import read_metadata_tensors

@@ -15,10 +15,14 @@ from mindspeed_rlxf.roles.reference import ReferenceRole
 from tests.distributed.groups import build_group
 from tests.distributed.llamas import PLAIN, make_llama, run_config
 from tests.distributed.samples import make_rollouts, sequences
-from tests.distributed.test_layout_invariance import PP2, TP2
+from tests.distributed.test_layout_invariance import CP2, PP2, TP2
 
 TEMPERATURE = 0.8
-LAYOUTS: dict[str, tuple[int, Any]] = {"one process": (1, {}), "tp2 pp2": (4, {**TP2, **PP2})}
+LAYOUTS: dict[str, tuple[int, Any]] = {
+    "one process": (1, {}),
+    "tp2 pp2": (4, {**TP2, **PP2}),
+    "cp2 tp2": (4, {**CP2, **TP2}),
+}
 
 
 class ReportingReference(ReferenceRole):
@@ -27,7 +31,10 @@ class ReportingReference(ReferenceRole):
         return RoleOutput(report=rows and (rows.kl.tolist(), rows.log_probs.tolist()))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    ["one process", "tp2 pp2", pytest.param("cp2 tp2", marks=pytest.mark.long)],
+)
 def test_kl_is_the_sum_over_the_vocabulary(warm_runtime: Any, tmp_path: Path, layout: str) -> None:
     policy = make_llama(tmp_path / "policy", PLAIN, seed=1)
     reference = make_llama(tmp_path / "reference", PLAIN, seed=2)

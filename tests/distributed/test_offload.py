@@ -16,7 +16,7 @@ from mindspeed_rlxf.config.roles import OffloadConfig
 from mindspeed_rlxf.config.schema import OptimizerConfig
 from mindspeed_rlxf.data.batch import Experience, RoleOutput, Rollouts
 from mindspeed_rlxf.engine import offload
-from mindspeed_rlxf.engine.finite import GuardedOptimizer
+from mindspeed_rlxf.engine.step_guard import GuardedOptimizer
 from mindspeed_rlxf.roles.actor import ActorRole
 from mindspeed_rlxf.weights.state_files import entry_of
 from tests.chaos.same_run import differences

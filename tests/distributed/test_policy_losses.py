@@ -17,7 +17,7 @@ from mindspeed_rlxf.roles.actor import ActorRole
 from tests.distributed.groups import build_group, update
 from tests.distributed.llamas import MAX_NEW_TOKENS, TIED, make_llama, run_config
 from tests.distributed.samples import make_experience, make_rollouts, sequences
-from tests.distributed.test_layout_invariance import PP2, SP2, TP2
+from tests.distributed.test_layout_invariance import CP2, PP2, SP2, TP2
 from tests.unit.weights.folders_of import read_folder
 
 EPSILON = 1e8  # of Adam, and its rate: the first step is then the gradient itself
@@ -26,6 +26,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one process": (1, {"micro_batch_size": 4}),
     "tp2 pp2": (4, {**SP2, **PP2, "micro_batch_size": 2}),
     "tp2 dp2": (4, {**TP2, "micro_batch_size": 2}),
+    "cp2 tp2": (4, {**SP2, **CP2, "micro_batch_size": 2}),
+    "cp4 row by row": (4, {"context_parallel_size": 4, "micro_batch_size": 1}),
 }
 
 
@@ -137,6 +139,10 @@ LOST = [2, 3]  # a whole micro-batch of responses that could not be scored
         ("gspo", "tp2 pp2", LOST),
         ("dual clip", "tp2 dp2", LOST),
         ("online dpo", "tp2 dp2", LOST),
+        pytest.param("gspo", "cp2 tp2", [], marks=pytest.mark.long),
+        pytest.param("online dpo", "cp2 tp2", [], marks=pytest.mark.long),
+        # Ranks whose tokens are all of a prompt, and a micro-batch without trained tokens.
+        pytest.param("kl and entropy", "cp4 row by row", LOST, marks=pytest.mark.long),
     ],
 )
 def test_gradient_equals_a_loop_over_transformers(warm_runtime, tmp_path, case, layout_name, lost):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mindspeed_rlxf.checkpoint.directory import RunDirectory
-from mindspeed_rlxf.checkpoint.store import RunStore
+from mindspeed_rlxf.checkpoint.store import Checkpoint, RunStore
 from mindspeed_rlxf.cli.convert import main as convert
 from mindspeed_rlxf.config.enums import KlPenalty
 from mindspeed_rlxf.config.problems import UserError
@@ -119,6 +119,19 @@ def resumed(run: Run, folder: Path, iterations: int, **how: Any) -> tuple[RunDir
     lines = lines_of(cut.metrics)
     assert lines == lines_of(whole.metrics) and lines_of(cut.samples) == lines_of(whole.samples)
     return whole, [line["metrics"] for line in lines]
+
+
+def test_a_run_that_goes_back_does_the_same_iterations_again(run, tmp_path):
+    """With `training.resume_from`; the checkpoint that it leaves is kept with its records."""
+    first = run(tmp_path, train_iters=2)
+    before = state_of(first, 2), [lines_of(f) for f in (first.metrics, first.samples)]
+    back = run(tmp_path, train_iters=2, resume_from=1)
+    after = state_of(back, 2), [lines_of(f) for f in (back.metrics, back.samples)]
+    assert after == before and len(after[1][0]) == 2
+    aside = RunDirectory(back.checkpoints / "after_0000001")
+    assert lines_of(aside.metrics) == before[1][0]
+    assert Checkpoint(aside.path / "iter_0000002", 2).read().files
+    assert [line["iteration"] for line in lines_of(back.consumed)] == [1, 2]
 
 
 @pytest.mark.long

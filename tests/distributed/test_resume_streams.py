@@ -20,7 +20,7 @@ from mindspeed_rlxf.config.schema import OptimizerConfig
 from mindspeed_rlxf.data.batch import RoleOutput
 from mindspeed_rlxf.engine import role_files, train_state
 from mindspeed_rlxf.engine.engine import MegatronEngine
-from mindspeed_rlxf.engine.finite import SkippedSteps, Step
+from mindspeed_rlxf.engine.step_guard import SkippedSteps, StepResult
 from mindspeed_rlxf.engine.train_engine import TrainEngine
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.weights import stage_loader, state_files
@@ -62,7 +62,7 @@ class Drawer:
 
     def wrong_steps(self, count: int) -> RoleOutput:
         for _ in range(count):
-            self.engine.skipped.judge(Step(math.nan, ("loss",)), 1, 1)
+            self.engine.skipped.judge(StepResult(math.nan, ("loss",)), 1, 1)
         return RoleOutput()
 
     def save_wrongly(self, folder: Path, rank: int) -> RoleOutput:

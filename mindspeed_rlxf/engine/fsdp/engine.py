@@ -22,9 +22,9 @@ from mindspeed_rlxf.algorithms.losses import LossOutput
 from mindspeed_rlxf.config.hf_config import read_hf_config, read_text_config
 from mindspeed_rlxf.config.schema import OptimizerConfig, RoleConfig
 from mindspeed_rlxf.data.batch import Rollouts
-from mindspeed_rlxf.engine import offload, work
+from mindspeed_rlxf.engine import flop_counter, offload
+from mindspeed_rlxf.engine.collective_errors import fail_together
 from mindspeed_rlxf.engine.common import CommonEngine
-from mindspeed_rlxf.engine.finite import SkippedSteps
 from mindspeed_rlxf.engine.fsdp import attention, weights
 from mindspeed_rlxf.engine.fsdp.model import Groups, build, packs, runs_rows_alone, shard
 from mindspeed_rlxf.engine.fsdp.optimizer import ShardedAdam
@@ -33,7 +33,7 @@ from mindspeed_rlxf.engine.fsdp.probe import probe
 from mindspeed_rlxf.engine.fsdp.state import ShardedState
 from mindspeed_rlxf.engine.micro_batch import MicroBatch, group_rows, make_micro_batches
 from mindspeed_rlxf.engine.offload import Offload
-from mindspeed_rlxf.engine.together import fail_together
+from mindspeed_rlxf.engine.step_guard import SkippedSteps
 from mindspeed_rlxf.engine.train_engine import Part, PolicyStep, ValueStep
 from mindspeed_rlxf.models import hf_adapters as adapters
 from mindspeed_rlxf.models.adapter_parameters import switched_off
@@ -184,7 +184,7 @@ class FsdpEngine(CommonEngine):
                 self.run(batch, partial(read, self.output_head, batch)) for batch in micro_batches
             ]
             self.model.reshard()
-        self._count(micro_batches, work.FORWARD)
+        self._count(micro_batches, flop_counter.FORWARD)
         return outputs
 
     @property

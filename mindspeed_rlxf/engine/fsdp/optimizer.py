@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.schema import OptimizerConfig
-from mindspeed_rlxf.engine.finite import Step, gradient_norm
 from mindspeed_rlxf.engine.fsdp.model import sums_gradients
+from mindspeed_rlxf.engine.step_guard import StepResult, gradient_norm
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 EPSILON = 1e-6  # added to the norm that clips gradients, as Megatron does
@@ -84,7 +84,7 @@ class ShardedAdam:
         for group in self.adam.param_groups:
             group["lr"] = rate
 
-    def step(self, losses: Sequence[Tensor], weight: float) -> Step:
+    def step(self, losses: Sequence[Tensor], weight: float) -> StepResult:
         """Take a step, or skip it if a loss or the norm is not finite on any rank; a collective.
 
         Divides the gradients by `weight`, the sum over the mini-batch, and removes them afterwards.
@@ -110,7 +110,7 @@ class ShardedAdam:
                 torch._foreach_mul_(grads, clip)
             self.adam.step()
         self.adam.zero_grad()
-        return Step(norm, wrong)
+        return StepResult(norm, wrong)
 
     def slots(self) -> dict[str, Tensor]:
         """Return the moments by `SLOT/NAME`; new ones are zeros, and are the optimizer's own."""

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from mindspeed_rlxf import device
-from mindspeed_rlxf.engine.finite import SkippedSteps
+from mindspeed_rlxf.engine.collective_errors import fail_together, gather_all, raise_os_errors
 from mindspeed_rlxf.engine.fsdp.model import Groups
 from mindspeed_rlxf.engine.fsdp.optimizer import ShardedAdam
 from mindspeed_rlxf.engine.fsdp.weights import Held
@@ -36,7 +36,7 @@ from mindspeed_rlxf.engine.role_files import (
     load_checked,
     write_files,
 )
-from mindspeed_rlxf.engine.together import fail_together, gather_all, raise_os_errors
+from mindspeed_rlxf.engine.step_guard import SkippedSteps
 from mindspeed_rlxf.weights.chunks import Chunk
 from mindspeed_rlxf.weights.state_files import Loaded
 from mindspeed_rlxf.weights.torch_dist import read_metadata_tensors

@@ -22,6 +22,8 @@ def look_once(config: RunConfig) -> RunConfig:
         config = config.model_copy(update={"runtime": config.runtime.model_copy(update=address)})
     plan = {"host_memory_gib": host_memory(config), "disk_gib": free_disk(config)}
     known = {name: size / GIB for name, size in plan.items() if size is not None}
+    if (peak := peak_tflops(config)) is not None:
+        known["peak_tflops"] = peak
     config = config.model_copy(update={"plan": config.plan.model_copy(update=known)})
     if (memory := device_memory(config)) is not None:
         size = {"memory_gib": memory / GIB}
@@ -59,6 +61,17 @@ def device_memory(config: RunConfig) -> int | None:
     if config.device.memory_gib is not None:
         return int(config.device.memory_gib * GIB)
     return None if is_joined(config) else device.smallest_device_memory(config.device.kind)
+
+
+def peak_tflops(config: RunConfig) -> float | None:
+    """Return a device's dense bf16 peak: `plan.peak_tflops`, else that of this host's devices.
+
+    None = unknown, as for another machine or an unlisted device.
+    """
+    if config.plan.peak_tflops is not None or is_elsewhere(config):
+        return config.plan.peak_tflops
+    peak = device.lowest_peak(config.device.kind)
+    return None if peak is None else peak / 1e12
 
 
 def rollout_memory(config: RunConfig) -> int | None:

@@ -1,5 +1,6 @@
 """Compare required with available memory and disk: plan sections, and problems."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from mindspeed_rlxf.checkpoint.directory import RunDirectory
@@ -15,7 +16,7 @@ from mindspeed_rlxf.ops.planning.host_memory import (
 from mindspeed_rlxf.ops.planning.memory import PoolMemory, pool_memories
 from mindspeed_rlxf.ops.planning.stage_memory import Phase, State
 from mindspeed_rlxf.ops.sizes import format_bytes
-from mindspeed_rlxf.reporting.table import pairs, table
+from mindspeed_rlxf.reporting.table import NONE, named_table, pairs, table
 
 
 def check_fit(config: RunConfig) -> tuple[dict[str, str], list[Problem]]:
@@ -48,7 +49,7 @@ def check_fit(config: RunConfig) -> tuple[dict[str, str], list[Problem]]:
         subject = f"a device {f'of the {pool.part} ' if pool.part else ''}"
         compare(
             f"Memory per device, pool {pool.pool}{part} (rank {pool.rank}, which needs most)",
-            table(_pool_rows(pool)),
+            named_table([*_pool_rows(pool)]),
             pool.total,
             available.device_memory(config),
             "it comes from the host's memory, see below"
@@ -88,26 +89,25 @@ def check_fit(config: RunConfig) -> tuple[dict[str, str], list[Problem]]:
     return sections, problems
 
 
-def _pool_rows(pool: PoolMemory) -> list[list[object]]:
-    """Build a pool's memory table: titles, each role's phases, then all roles together."""
-    rows: list[list[object]] = [
-        ["role", "phase", "weights", "gradients", "optimizer", "activations", "KV cache", "other",
-         "sum"]
-    ]  # fmt: skip
-
-    def add_row(name: str, state: State, other: int, phase: Phase) -> None:
-        needs = [*state, phase.activations, phase.kv_cache, other + phase.other]
-        rows.append([name, phase.name, *map(format_bytes, [*needs, sum(needs)])])
-
+def _pool_rows(pool: PoolMemory) -> Iterator[dict[str, object]]:
+    """Yield a pool's memory: each role's phases, then all roles together."""
     for role in pool.roles:
         for phase in role.phases:
-            add_row(role.role.value, role.on_device(phase), role.other, phase)
+            yield _memory_row(role.role.value, role.on_device(phase), role.other, phase)
     other = pool.process + sum(role.other for role in pool.roles)
-    if pool.peak is None:
-        add_row("together", State(0, 0, 0), other, Phase("-"))
-    else:
-        add_row("together", pool.on_device(*pool.peak), other, pool.peak[1])
-    return rows
+    state, phase = State(0, 0, 0), Phase(NONE)
+    if pool.peak is not None:
+        state, phase = pool.on_device(*pool.peak), pool.peak[1]
+    yield _memory_row("together", state, other, phase)
+
+
+def _memory_row(name: str, state: State, other: int, phase: Phase) -> dict[str, object]:
+    sizes = state._asdict() | {
+        "activations": phase.activations, "KV cache": phase.kv_cache, "other": other + phase.other,
+    }  # fmt: skip
+    sizes["sum"] = sum(sizes.values())
+    shown = {title: format_bytes(size) for title, size in sizes.items()}
+    return {"role": name, "phase": phase.name, **shown}
 
 
 def _host_table(host: HostMemory) -> str:

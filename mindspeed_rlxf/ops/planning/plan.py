@@ -1,6 +1,6 @@
 """The plan printed by `dry_run=true`: placement, sizes, batches, memory, disk."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -14,10 +14,10 @@ from mindspeed_rlxf.models.parameter_counts import HEADS, model_elements
 from mindspeed_rlxf.ops.planning import available
 from mindspeed_rlxf.ops.planning.fit import check_fit
 from mindspeed_rlxf.ops.planning.memory import cache_rows, has_model
-from mindspeed_rlxf.ops.planning.stage_memory import is_split, micro_batches
+from mindspeed_rlxf.ops.planning.stage_memory import is_split, micro_batches, mini_batch_size
 from mindspeed_rlxf.ops.planning.suggest import suggest, usable_bytes
 from mindspeed_rlxf.ops.planning.work import describe_work
-from mindspeed_rlxf.reporting.table import pairs, table
+from mindspeed_rlxf.reporting.table import named_table, pairs, table
 
 
 def topology(config: RunConfig) -> str:
@@ -49,31 +49,25 @@ def _topology_table(
 
     devices: Each rank's host and number.
     """
-    rows: list[list[object]] = [
-        [
-            "pool",
-            "hosts",
-            "devices",
-            "ranks",
-            *(f"{role} {_axes(layout)}" for role, layout in layouts.items()),
-        ]
-    ]
+    rows: list[dict[str, object]] = []
 
     def line_of(place: tuple[int, int, int]) -> object:
         return place if by_device else [layout.pp_rank(place[2]) for layout in layouts.values()]
 
     for _, group in groupby(((*each, rank) for rank, each in enumerate(devices)), line_of):
         hosts, numbers, ranks = zip(*group, strict=True)
-        coordinates = [
-            ",".join(
+        first_and_last = hosts, numbers, [first + rank for rank in ranks]
+        titles = "hosts", "devices", "ranks"
+        row: dict[str, object] = {"pool": pool}
+        row |= dict(zip(titles, map(_span, first_and_last), strict=True))
+        for role, layout in layouts.items():
+            axes = _axes(layout)
+            row[f"{role} {axes}"] = ",".join(
                 _span([getattr(layout, f"{axis.lower()}_rank")(rank) for rank in ranks])
-                for axis in _axes(layout).split(",")
+                for axis in axes.split(",")
             )
-            for layout in layouts.values()
-        ]
-        spans = map(_span, (hosts, numbers, [first + rank for rank in ranks]))
-        rows.append([pool, *spans, *coordinates])
-    return table(rows)
+        rows.append(row)
+    return named_table(rows)
 
 
 def _axes(layout: ParallelLayout) -> str:
@@ -85,7 +79,6 @@ def _span(numbers: Sequence[int]) -> str:
     return str(low) if low == high else f"{low}-{high}"
 
 
-NONE = "-"
 OLD_LOG_PROBS = {
     OldLogProbs.AUTO: "of the update, without a pass before it",
     OldLogProbs.RECOMPUTE: "a pass before the update",
@@ -157,16 +150,14 @@ def plan(config: RunConfig, nested: bool = False) -> Plan:
                 ),
             ]
         ),
-        "Roles": table(_roles_table(config)),
+        "Roles": named_table([*_role_rows(config)]),
         "Places of the ranks": topology(config),
-        "Environment of the workers": table(
-            [["variable", "value", "source"], *map(list, variables)]
-        )
+        "Environment of the workers": table([("variable", "value", "source"), *variables])
         if variables
         else pairs([("no variables", "add some with resource_pool.env")]),
         "Batch of an iteration": pairs(_batch_sizes(config)),
-        "Forward passes": table(_forwards_table(config)),
-        "Optimizer": table(_updates_table(config)),
+        "Forward passes": named_table([*_forward_rows(config)]),
+        "Optimizer": named_table([*_update_rows(config)]),
         "Work of an iteration": describe_work(config),
         **fitting,
     }
@@ -188,7 +179,8 @@ def _describe_validation(config: RunConfig) -> str:
     keys = config.validation
     interval = f"{_every(keys.interval)}, " if keys.interval else ""
     return (
-        f"{'and no training, ' if keys.only else interval}{keys.n_samples} responses per prompt, "
+        f"{'and no training, ' if keys.only else interval}{keys.n_samples} "
+        f"response{'s' if keys.n_samples > 1 else ''} per prompt, "
         f"{_describe_decoding(keys.do_sample, keys.temperature)}, scored by {keys.reward.value}"
     )
 
@@ -215,34 +207,36 @@ def _describe_decoding(do_sample: bool, temperature: float) -> str:
     return f"sample, temperature {temperature:g}" if do_sample else "greedy"
 
 
-def _roles_table(config: RunConfig) -> list[list[object]]:
-    """Build the role table, titles first: model, pool, sizes, precision, weights."""
-    rows: list[list[object]] = [
-        ["role", "model", "pool", "ranks", "TP", "CP", "PP", "DP", "EP", "precision", "engine",
-         "parameters", "weights"]
-    ]  # fmt: skip
+def _role_rows(config: RunConfig) -> Iterator[dict[str, object]]:
+    """Yield a row for each role, and one for ranks that only generate."""
     for role in config.roles:
         section, layout = config.role(role), config.layout(role)
-        where: list[object] = [config.placement[role], layout.world_size]
+        row: dict[str, object] = {
+            "role": role.value, "model": "rule", "pool": config.placement[role],
+            "ranks": layout.world_size,
+        }  # fmt: skip
         if not has_model(config, role):
-            rows.append([role.value, "rule", *where, *[NONE] * 3, layout.dp, *[NONE] * 5])
+            yield row | {"DP": layout.dp}
             continue
-        precision = "bf16" if section.bf16 else "fp32"
         chunks = f" x {section.model_chunks} chunks" if section.model_chunks > 1 else ""
-        ep = section.expert_model_parallel_size
-        sizes = [layout.tp, layout.cp, f"{layout.pp}{chunks}", layout.dp, ep]
-        weights = _describe_weights(config, role)
-        count = f"{model_elements(section.architecture, HEADS[role]) / 1e9:.3g} G"
-        about = [precision, section.backend, count, weights]
-        rows.append([role.value, section.model, *where, *sizes, *about])
+        elements = model_elements(section.architecture, HEADS[role])
+        count = f"{elements / 1e9:.3g} G" if elements >= 1e9 else f"{elements / 1e6:.3g} M"
+        row |= {
+            "model": section.model, "TP": layout.tp, "CP": layout.cp, "PP": f"{layout.pp}{chunks}",
+            "DP": layout.dp, "EP": section.expert_model_parallel_size,
+            "precision": "bf16" if section.bf16 else "fp32", "engine": section.backend,
+            "parameters": count,
+            "weights": _describe_weights(config, role),
+        }  # fmt: skip
+        yield row
         if role is Role.ACTOR_ROLLOUT and config.parts:
             generating = config.rollout_layout
-            sizes = [generating.world_size, generating.tp, generating.cp]
-            sizes += [generating.pp, generating.dp]
-            ends = [config.rollout_ep, precision, config.rollout.engine, count]
-            ends.append("the actor's, after each update")
-            rows.append(["rollout", section.model, config.placement[role], *sizes, *ends])
-    return rows
+            yield row | {
+                "role": "rollout", "ranks": generating.world_size, "TP": generating.tp,
+                "CP": generating.cp, "PP": generating.pp, "DP": generating.dp,
+                "EP": config.rollout_ep, "engine": config.rollout.engine,
+                "weights": "the actor's, after each update",
+            }  # fmt: skip
 
 
 def _describe_weights(config: RunConfig, role: Role) -> str:
@@ -274,18 +268,19 @@ def _batch_sizes(config: RunConfig) -> list[tuple[str, object]]:
     ]
 
 
-def _forwards_table(config: RunConfig) -> list[list[object]]:
-    """Build the forward-pass table: titles, then each role with a model."""
-    groups = config.actor_rollout.n_samples_per_prompt > 1
-    titles = ["role", "samples per rank", "micro-batch", "micro-batches"]
-    rows: list[list[object]] = [[*titles, *["a prompt is computed"] * groups]]
+def _forward_rows(config: RunConfig) -> Iterator[dict[str, object]]:
+    """Yield the micro-batches of each role with a model in a pass over an iteration's samples."""
     for role in config.roles:
         if has_model(config, role):
             samples = config.samples_per_iteration // config.layout(role).dp
-            sizes = _describe_micro_batches(config, role, samples)
-            sharing = [_describe_sharing(config, role, samples)] * groups
-            rows.append([role.value, samples, *sizes, *sharing])
-    return rows
+            size, count = _describe_micro_batches(config, role, samples)
+            row: dict[str, object] = {
+                "role": role.value, "samples per rank": samples, "micro-batch": size,
+                "micro-batches": count,
+            }  # fmt: skip
+            if config.actor_rollout.n_samples_per_prompt > 1:
+                row["a prompt is computed"] = _describe_sharing(config, role, samples)
+            yield row
 
 
 def _describe_micro_batches(config: RunConfig, role: Role, samples: int) -> tuple[str, str]:
@@ -313,24 +308,19 @@ def _describe_sharing(config: RunConfig, role: Role, samples: int) -> str:
     return f"once for {together} responses, in updates for fewer: {key}"
 
 
-def _updates_table(config: RunConfig) -> list[list[object]]:
-    """Build the update table: titles, the actor, and the critic if any."""
-    actor = config.actor_rollout
-    rows: list[list[object]] = [
-        ["role", "mini-batch", "mini-batches", "epochs", "steps per iteration",
-         "micro-batches per rank and step", "steps in the run", "learning rate"]
-    ]  # fmt: skip
-    updates = {
-        Role.ACTOR_ROLLOUT: (actor.ppo_mini_batch_size, actor.ppo_epochs, actor.optimizer.lr),
-    }
-    if critic := config.critic:
-        updates[Role.CRITIC] = (
-            critic.critic_mini_batch_size, critic.critic_update_epochs, critic.optimizer.lr,
-        )  # fmt: skip
-    for role, (size, epochs, lr) in updates.items():
+def _update_rows(config: RunConfig) -> Iterator[dict[str, object]]:
+    """Yield the optimizer steps of the actor, and of the critic if any."""
+    actor, critic = config.actor_rollout, config.critic
+    updates = [(Role.ACTOR_ROLLOUT, actor.ppo_epochs, actor.optimizer.lr)]
+    if critic is not None:
+        updates.append((Role.CRITIC, critic.critic_update_epochs, critic.optimizer.lr))
+    for role, epochs, lr in updates:
+        size = mini_batch_size(config, role)
         count = config.samples_per_iteration // size
         _, micro = _describe_micro_batches(config, role, size // config.layout(role).dp)
-        steps = count * epochs
-        total = steps * config.learning_iters(role)
-        rows.append([role.value, size, count, epochs, steps, micro, total, f"{lr:g}"])
-    return rows
+        yield {
+            "role": role.value, "mini-batch": size, "mini-batches": count, "epochs": epochs,
+            "steps per iteration": count * epochs, "micro-batches per rank and step": micro,
+            "steps in the run": count * epochs * config.learning_iters(role),
+            "learning rate": f"{lr:g}",
+        }  # fmt: skip

@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 
 from mindspeed_rlxf import device
-from mindspeed_rlxf.config.enums import KlPenalty, Recompute, Role
+from mindspeed_rlxf.config.enums import Recompute, Role
 from mindspeed_rlxf.config.hf_config import read_text_config
 from mindspeed_rlxf.config.lora import LoraConfig, can_adapt
 from mindspeed_rlxf.config.schema import ArchitectureConfig, LearningConfig, RunConfig
@@ -26,9 +26,12 @@ from mindspeed_rlxf.ops.planning.stage_memory import (
     LayerBytes,
     Phase,
     State,
+    head_bytes,
     itemsize,
     micro_batch_tokens,
     micro_batches,
+    mini_batch_size,
+    role_beside,
 )
 from mindspeed_rlxf.weights.hf_folder import open_hf_folder
 
@@ -162,20 +165,15 @@ class ShardedModel:
 
     def phases(self) -> Iterator[Phase]:
         """Yield forward and, for a trained role, update and optimizer step."""
-        config = self.config
-        compares = config.algorithm.kl_penalty is KlPenalty.FULL or self.is_shared
-        beside = Role.ACTOR_ROLLOUT if self.role is Role.REF and compares else None
-        samples = config.samples_per_iteration // self.layout.dp
+        beside = role_beside(self.config, self.role)
+        samples = self.config.samples_per_iteration // self.layout.dp
         layer, (_, busy) = self._layer(samples), self._scores(samples)
         layer = replace(layer, attention=layer.attention + busy)
         held = max(layer.forward, self._head_bytes(samples))
         yield Phase("forward", held, other=self._whole_weights(), beside=beside)
         if not self.learnt or self.is_shared:
             return
-        mini_batch = config.actor_rollout.ppo_mini_batch_size
-        if self.role is Role.CRITIC:
-            mini_batch = config.value_model.critic_mini_batch_size
-        yield self._update(mini_batch // self.layout.dp)
+        yield self._update(mini_batch_size(self.config, self.role) // self.layout.dp)
         yield Phase("optimizer step", other=-(-self.learnt // self.ranks) * FP32, learns=True)
 
     def _whole_weights(self) -> int:
@@ -226,22 +224,20 @@ class ShardedModel:
         busy = at_once * heads * (2 * FP32 + narrow) + mask
         return rows * heads * pairs * kept, pairs * busy
 
-    def _layer(self, samples: int) -> LayerBytes:
+    def _own_tokens(self, samples: int) -> int:
         tokens = micro_batch_tokens(self.section, samples, self.length)
-        own = -(-tokens // self.section.context_parallel_size)
-        return layer_bytes(self.section.architecture, own, self.item, self.lora.rank > 0)
+        return -(-tokens // self.section.context_parallel_size)
+
+    def _layer(self, samples: int) -> LayerBytes:
+        adapted = self.lora.rank > 0
+        return layer_bytes(self.section.architecture, self._own_tokens(samples), self.item, adapted)
 
     def _read(self, samples: int) -> int:
+        # The responses are at the end of their rows, so one rank may have most of a row's.
         slots = self.response if self.head is Head.LANGUAGE_MODEL else self.response + 1
         read = micro_batch_tokens(self.section, samples, slots)
-        return -(-read // self.section.context_parallel_size)
+        return min(read, self._own_tokens(samples))
 
     def _head_bytes(self, samples: int) -> int:
-        """Return a micro-batch's last hidden states and head, as for Megatron's last stage."""
-        a, read = self.section.architecture, self._read(samples)
-        tokens = micro_batch_tokens(self.section, samples, self.length)
-        tokens = -(-tokens // self.section.context_parallel_size)
-        held = a.hidden_size * (tokens * (FP32 + 2 * self.item) + read * self.item)
-        if self.head is Head.SCORE:
-            return held + FP32 * read * a.hidden_size
-        return held + 4 * FP32 * min(read, CHUNK_TOKENS) * a.vocab_size
+        a, tokens = self.section.architecture, self._own_tokens(samples)
+        return head_bytes(a, self.head, tokens, self._read(samples), self.item, a.vocab_size)

@@ -62,6 +62,7 @@ class LayerBytes:
     Attributes:
         sent: Hidden-state copies on the way to experts and back, 0 if dense.
         entry: Hidden states entering the layer.
+        exchange: Beside `attention` while context-parallel ranks exchange tokens for heads.
     """
 
     norm: int
@@ -69,6 +70,7 @@ class LayerBytes:
     mlp: int
     sent: int
     entry: int
+    exchange: int = 0
 
     @property
     def kept(self) -> int:
@@ -78,7 +80,7 @@ class LayerBytes:
     @property
     def forward(self) -> int:
         """Return the peak without gradients: attention is freed before the MLP begins."""
-        return self.entry + self.norm + max(self.attention, self.mlp)
+        return self.entry + self.norm + max(self.attention + self.exchange, self.mlp)
 
 
 def layer_bytes(
@@ -88,8 +90,9 @@ def layer_bytes(
     sequence_parallel: bool,
     itemsize: int,
     frozen_norms: bool = False,
+    cp: int = 1,
 ) -> LayerBytes:
-    """Compute a layer's activations for `tokens`, on one tensor-parallel rank."""
+    """Compute a layer's activations on one rank, which has `tokens` outside attention."""
     own = tokens // tp if sequence_parallel else tokens
     # A norm keeps its input in fp32, the normed value for the gradient of its weight, the output,
     # and a root per token.
@@ -99,8 +102,19 @@ def layer_bytes(
     queries = a.num_attention_heads * a.head_dim // tp
     keys = groups_per_rank(a.kv_heads, tp) * a.head_dim
     projected = qkv_rows(a) if tp > a.kv_heads else queries + 2 * keys
-    attention = itemsize * (projected + 3 * queries + keys + 4 * a.head_dim)
-    attention += FP32 * a.num_attention_heads // tp
+    attention = projected + 3 * queries + keys
+    exchange = 0
+    if cp > 1:
+        # What is exchanged takes the place of projections and rotated queries and keys. They are
+        # all there while values are exchanged, which takes a copy to send or to join, and while the
+        # output is. Ranks that share a key-value group have a copy of its keys and values each.
+        own_keys = groups_per_rank(a.kv_heads, tp * cp) * cp * a.head_dim
+        copies = 2 * own_keys if own_keys > keys else 0
+        largest = max(queries + 3 * own_keys + copies + own_keys, 3 * queries)
+        before = projected + queries + keys
+        attention = 3 * queries + 2 * own_keys
+        exchange = tokens * itemsize * (before + largest - attention)
+    attention = itemsize * (attention + 4 * a.head_dim) + FP32 * a.num_attention_heads // tp
     if a.qk_layernorm:
         attention += (FP32 + itemsize) * (queries + keys)
     # Both halves of the first matrix's output, the activated gate, the other half, their product.
@@ -113,7 +127,23 @@ def layer_bytes(
         mlp = pairs * itemsize * (a.hidden_size + 6 * a.mlp_hidden_size // tp)
         mlp += tokens * (5 * a.num_experts + 12 * a.moe_router_topk)
         sent = 3 * pairs * a.hidden_size * itemsize
-    return LayerBytes(norm, tokens * attention, mlp, sent, own * a.hidden_size * itemsize)
+    entry = own * a.hidden_size * itemsize
+    return LayerBytes(norm, tokens * attention, mlp, sent, entry, exchange)
+
+
+def head_bytes(
+    a: ArchitectureConfig, head: Head, tokens: int, read: int, itemsize: int, vocab: int
+) -> int:
+    """Compute the last hidden states of `tokens`, and the head for those of them that it reads.
+
+    These are the final norm's input in fp32, its normed value and output, and a copy for the
+    tokens read. A score head copies those in fp32; log-probs need logits, shifted logits,
+    exponentials and a product in fp32, for one chunk at a time, with `vocab` rows on this rank.
+    """
+    held = a.hidden_size * (tokens * (FP32 + 2 * itemsize) + read * itemsize)
+    if head is Head.SCORE:
+        return held + FP32 * read * a.hidden_size
+    return held + 4 * FP32 * min(read, CHUNK_TOKENS) * vocab
 
 
 def recompute_bytes(role: LearningConfig, layer: LayerBytes) -> tuple[int, int]:
@@ -190,6 +220,22 @@ def in_flight(pp_rank: int, pp: int, micro_batches: int, chunks: int = 1) -> int
 def is_split(config: RunConfig, pool: str) -> bool:
     """Return whether some pool ranks train the actor and the others only generate."""
     return config.parts is not None and pool == config.placement[Role.ACTOR_ROLLOUT]
+
+
+def role_beside(config: RunConfig, role: Role) -> Role | None:
+    """Return the role whose weights must be on the device too while this one works.
+
+    A reference that computes the full KL, or is the actor without its adapters, needs the actor's.
+    """
+    compares = config.algorithm.kl_penalty is KlPenalty.FULL or config.shares_reference
+    return Role.ACTOR_ROLLOUT if role is Role.REF and compares else None
+
+
+def mini_batch_size(config: RunConfig, role: Role) -> int:
+    """Return the samples of a step of a trained role."""
+    if role is Role.CRITIC:
+        return config.value_model.critic_mini_batch_size
+    return config.actor_rollout.ppo_mini_batch_size
 
 
 class PipelineStage:
@@ -269,24 +315,15 @@ class PipelineStage:
         return held
 
     def phases(self) -> Iterator[Phase]:
-        """Yield forward and, for a trained role, update and optimizer step.
-
-        A reference that computes the full KL, or is the actor without its adapters, needs the
-        actor's weights on the device.
-        """
-        config = self.config
-        compares = config.algorithm.kl_penalty is KlPenalty.FULL or self.is_shared
-        beside = Role.ACTOR_ROLLOUT if self.role is Role.REF and compares else None
+        """Yield forward and, for a trained role, update and optimizer step."""
+        beside = role_beside(self.config, self.role)
         yield max(
             (self._forward(shared, beside) for shared in self._sharing(updates=False)),
             key=lambda phase: phase.total,
         )
         if self.optimizer is None:
             return
-        mini_batch = config.actor_rollout.ppo_mini_batch_size
-        if self.role is Role.CRITIC:
-            mini_batch = config.value_model.critic_mini_batch_size
-        samples = mini_batch // self.layout.dp
+        samples = mini_batch_size(self.config, self.role) // self.layout.dp
         yield max(
             (self._update(samples, shared) for shared in self._sharing(updates=True)),
             key=lambda phase: phase.total,
@@ -309,7 +346,7 @@ class PipelineStage:
 
     def _forward(self, shared: bool, beside: Role | None) -> Phase:
         layer = self._layer(self.samples, shared)
-        forward = layer.forward + self._exchange_bytes(self.samples, shared)
+        forward = layer.forward
         if self.lora.rank:  # of the widest linear the output, what adapters add, and parts of that
             tokens = self._own_tokens(self.samples, shared)
             forward += tokens * self.architecture.mlp_hidden_size // self.layout.tp * self.itemsize
@@ -372,7 +409,7 @@ class PipelineStage:
         tokens = self._own_tokens(samples, shared)
         a, tp, cp = self.architecture, self.layout.tp, self.layout.cp
         adapted = self.lora.rank > 0
-        layer = layer_bytes(a, tokens, tp, self.sequence_parallel, self.itemsize, adapted)
+        layer = layer_bytes(a, tokens, tp, self.sequence_parallel, self.itemsize, adapted, cp)
         # Products with A of each adapter.
         pairs = len(self.adapters) // (
             2 * self.section.model_chunks * self.section.layers_per_chunk
@@ -382,37 +419,14 @@ class PipelineStage:
         keys = rows * self.length * groups_per_rank(a.kv_heads, tp * cp)
         queries = rows * self.response * a.num_attention_heads // (tp * cp)
         copies = 2 * (keys + queries) * a.head_dim * self.itemsize
-        if cp > 1:
-            # What is exchanged, with all tokens of this rank's heads: keys, which several ranks may
-            # share, and values. Queries and the output take the place of those of all heads.
-            own = groups_per_rank(a.kv_heads, tp * cp) * cp
-            copies += 2 * tokens * own * a.head_dim * self.itemsize
         return replace(layer, attention=layer.attention + copies, mlp=layer.mlp + inner)
 
-    def _exchange_bytes(self, samples: int, shared: bool) -> int:
-        """Return what is sent, received and joined when context-parallel ranks exchange heads."""
-        a, tp, cp = self.architecture, self.layout.tp, self.layout.cp
-        if cp == 1:
-            return 0
-        keys = groups_per_rank(a.kv_heads, tp * cp) * cp
-        heads = a.num_attention_heads // tp + 2 * keys
-        return 3 * self._own_tokens(samples, shared) * heads * a.head_dim * self.itemsize
-
     def _head_bytes(self, samples: int, shared: bool) -> int:
-        """Return a micro-batch's last hidden states and head, in bytes; 0 before the last stage.
-
-        These are the final norm's input in fp32, its normed value and output, and a copy for the
-        tokens read. A score head copies those in fp32; log-probs need logits, shifted logits,
-        exponentials and a product in fp32, for one chunk at a time.
-        """
+        """Return a micro-batch's last hidden states and head; 0 before the last stage."""
         if not self.last:
             return 0
-        hidden, read = self.architecture.hidden_size, self._head_tokens(samples)
-        tokens = self._own_tokens(samples, shared)
-        held = hidden * (tokens * (FP32 + 2 * self.itemsize) + read * self.itemsize)
-        if self.head is Head.SCORE:
-            return held + FP32 * read * hidden
-        return held + 4 * FP32 * min(read, CHUNK_TOKENS) * self.vocab
+        tokens, read = self._own_tokens(samples, shared), self._head_tokens(samples)
+        return head_bytes(self.architecture, self.head, tokens, read, self.itemsize, self.vocab)
 
     def _head_tokens(self, samples: int) -> int:
         # The responses are at the end of their rows, so one rank may have most of a row's.

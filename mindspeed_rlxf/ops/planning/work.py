@@ -3,7 +3,7 @@
 from mindspeed_rlxf.config.enums import OldLogProbs, Role
 from mindspeed_rlxf.config.schema import LearningConfig, RunConfig
 from mindspeed_rlxf.data.mini_batches import sample_flops
-from mindspeed_rlxf.engine.work import ADAPT, FORWARD, TRAIN
+from mindspeed_rlxf.engine.flop_counter import ADAPT, FORWARD, TRAIN
 from mindspeed_rlxf.ops.planning.memory import has_model
 from mindspeed_rlxf.reporting.table import table
 

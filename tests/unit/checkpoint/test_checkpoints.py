@@ -22,11 +22,15 @@ from mindspeed_rlxf.checkpoint.store import (
     MANIFEST,
     POINTER,
     Manifest,
+    check_chosen,
     check_resume,
+    describe_start,
     hash_prompts,
     is_finished,
 )
 from mindspeed_rlxf.cluster.errors import StorageUnreadable
+from mindspeed_rlxf.config.keys import to_yaml
+from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.weights import state_files
@@ -271,6 +275,86 @@ def test_validation_alone_reads_the_newest_whole_checkpoint_and_changes_nothing(
     (case.store.path(1) / "actor" / "state").write_text("wrong")
     with pytest.raises(UserError, match=r"no checkpoint of .* can be resumed from"):
         found.load_newest(case.notes.append)
+
+
+def test_validation_alone_reads_the_chosen_checkpoint_or_names_those_there_are(new_case):
+    case = new_case(keep_last=9)
+    case.iterate(2, 4, 6)
+    (case.store.path(6) / "actor" / "state").write_text("actor 9")
+    roles: Any = SimpleNamespace(actor=case.actor, critic=None)
+    beside = RunCheckpoints(case.config, roles, case.directory, "", writes=False)
+    assert beside.load_newest(case.notes.append, 2) == 2 and case.actor.loaded == "actor 2"
+    with pytest.raises(UserError, match="iter_0000006 cannot be resumed from"):
+        beside.load_newest(case.notes.append, 6)
+
+    def check(checkpoint: int) -> list[str]:
+        changes = {"only": True, "checkpoint": checkpoint}
+        validation = case.config.validation.model_copy(update=changes)
+        return [*map(str, check_chosen(case.config.model_copy(update={"validation": validation})))]
+
+    assert check(4) == []
+    (problem,) = check(3)
+    assert "validation.checkpoint=3" in problem and problem.endswith("; use 2 or 4")
+
+
+def test_a_run_goes_back_once_and_loses_nothing(new_case):
+    """The same command again, after a stop, goes on."""
+    case = new_case(keep_last=9)
+    case.iterate(1, 2, score=0.5)
+    case.iterate(3, 4, score=0.75)
+    (case.store.path(4) / "actor" / "state").unlink()  # no warning, as it is not wanted
+    case.store.point(EXPORTED, 4)
+    back = new_case(keep_last=9, resume_from=2, train_iters=4)
+    assert not is_finished(back.config, back.directory)
+    assert check_chosen(back.config) == check_resume(back.config, back.directory) == []
+    assert back.resume() == 2 and back.actor.loaded == "actor 2"
+    assert back.lines == [1, 2] and back.kept == [2, 1]
+    aside = back.store.folder / "after_0000002"
+    assert sorted(path.name for path in aside.iterdir()) == [
+        "config.yaml", "iter_0000003", "iter_0000004", "metrics.jsonl",
+    ]  # fmt: skip
+    assert (aside / "metrics.jsonl").read_text().count("\n") == 4
+    assert (back.store.folder / BEST).read_text() == "1\n", "the others are gone"
+    assert not any("warning" in note for note in back.notes)
+    back.iterate(3)
+    assert back.resume() == 3, "the same command goes on"
+    back.iterate(4)
+    assert not is_finished(back.config, back.directory), "killed during the export"
+    again = new_case(keep_last=9)
+    assert again.resume() == 4
+    again = new_case(keep_last=9, resume_from=2)
+    assert again.resume() == 2 and (again.store.folder / "after_0000002-2").is_dir()
+    assert (aside / "iter_0000003").is_dir() and again.lines == [1, 2]
+
+
+def test_a_plan_says_where_a_run_begins_and_what_has_changed(new_case, make_tree, tmp_path):
+    fresh = resolve(make_tree({"training.output_dir": str(tmp_path / "new")}), "test")
+    assert describe_start(fresh) == [f"starts at iteration 1, in {tmp_path / 'new'}"]
+    case = new_case(keep_last=9)
+    case.directory.config.write_text(to_yaml(case.config))
+    assert describe_start(case.config)[0].startswith("resumes at iteration 1, as there is no")
+    case.iterate(2, 3, 4)
+    assert describe_start(case.config) == [f"resumes at iteration 5, from {case.store.path(4)}"]
+    changed = new_case(keep_last=9, resume_from=2, keep_every=7).config
+    assert describe_start(changed) == [
+        f"resumes at iteration 3, from {case.store.path(2)}",
+        "changed since the last start: training.keep_every: 0 -> 7",
+    ]
+    case.store.point(EXPORTED, 4)
+    assert "nothing is done" in describe_start(new_case(keep_last=9, train_iters=4).config)[0]
+
+
+def test_a_run_goes_back_to_none_but_a_whole_checkpoint(new_case):
+    new_case(keep_last=9).iterate(2, 4)
+    lacking = new_case(resume_from=3)
+    (problem,) = check_chosen(lacking.config)
+    assert "training.resume_from=3" in str(problem) and str(problem).endswith("; use 2 or 4")
+    damaged = new_case(resume_from=4)
+    (damaged.store.path(4) / "trainer" / "state.json").write_text("")
+    (problem,) = check_chosen(damaged.config)
+    assert "iter_0000004 is damaged" in str(problem) and str(problem).endswith("; use 2")
+    late = new_case(resume_from=4, train_iters=3)
+    assert "must be at least the 4" in str(check_resume(late.config, late.directory)[0])
 
 
 def test_a_checkpoint_with_more_metrics_than_the_file_has_is_not_resumed(case):

@@ -28,7 +28,7 @@ from mindspeed_rlxf.data.batch import ExperienceInputs, LogProbs, Scores, Values
 from mindspeed_rlxf.data.indexed_prompts import IndexedPrompts
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.engine import build, engine
-from mindspeed_rlxf.engine.finite import SkippedSteps
+from mindspeed_rlxf.engine.step_guard import SkippedSteps
 from mindspeed_rlxf.engine.train_engine import TokenLogProbs
 from mindspeed_rlxf.models.adapters import LinearAdapters
 from mindspeed_rlxf.models.attention import inverse_frequencies

@@ -112,6 +112,7 @@ TRAINING: dict[str, Any] = {
     "keep_every": Shown(STORE, "test_prune_keeps_the_newest_the_multiples_and_the_best"),
     "resume": Shown(RUN_DIR, "test_a_folder_of_another_run_is_refused"),
     "new_run": Shown(RUN_DIR, "test_new_run_takes_the_next_free_name"),
+    "resume_from": Shown(CHECKPOINTS, "test_a_run_goes_back_once_and_loses_nothing"),
     "nan_policy": Case("skip", see.experience, WRONG_SCORE),
     "max_skipped": Case(3, see.learnt, {"training.nan_policy": "skip"}),
     "deterministic": Case(True, see.learnt),
@@ -306,6 +307,8 @@ VALIDATION: dict[str, Any] = {
     "reward": Case("model", see.measured, REWARD_MODEL), "pass_score": Case(0.9, see.measured),
     "best_metric": Case("mean@1", see.compared),
     "only": Shown("trainer/test_run.py", "test_validation_only_trains_nothing"),
+    "checkpoint": Shown(CHECKPOINTS,
+     "test_validation_alone_reads_the_chosen_checkpoint_or_names_those_there_are"),
 }  # fmt: skip
 LOGGING: dict[str, Any] = {
     "samples": Case(5, see.recorded), "sample_tokens": Case(False, see.recorded),

@@ -111,7 +111,8 @@ def test_a_function_that_cannot_be_called_is_the_users_mistake(make_tree, file, 
     elif isinstance(function, str):
         given = function.format(file=file)
     for key, value in (("function", given), ("functions", [given])):
-        (problem,) = problems(make_tree, {f"reward.{key}": value})
+        problem, *missing = problems(make_tree, {f"reward.{key}": value})
+        assert all("must exist" in line for line in missing)
         assert said in problem and problem.startswith(f"reward.{key}")
 
 

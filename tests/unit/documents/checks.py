@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import pytest
 
-from mindspeed_rlxf.cli import COMMANDS, preprocess
+from mindspeed_rlxf.cli import COMMANDS, generate, preprocess
 from mindspeed_rlxf.cli.command_line import Parser
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.load import resolve
@@ -100,6 +100,8 @@ def _check_command(name: str, arguments: list[str], folder: Path) -> None:
         resolve_configuration(parsed.config_name, parsed.overrides, parsed.config_dir, folder)
     if name == "preprocess":
         preprocess._check_options(parsed)
+    if name == "generate":
+        generate._check(parsed)
 
 
 def resolve_configuration(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mindspeed_rlxf.engine import role_files, together, train_state
+from mindspeed_rlxf.engine import collective_errors, role_files, train_state
 from mindspeed_rlxf.engine.engine import MegatronEngine
 
 
@@ -22,7 +22,9 @@ def test_ranks_meet_before_they_write(monkeypatch: pytest.MonkeyPatch, tmp_path:
     engine.role, engine.source = SimpleNamespace(load="start"), tmp_path
     engine.weights = SimpleNamespace(export=lambda *args: calls.append("write"))
     monkeypatch.setattr(dist, "barrier", lambda: calls.append("meet"))
-    monkeypatch.setattr(together, "gather_all", lambda items: calls.append("meet") or items)
+    monkeypatch.setattr(
+        collective_errors, "gather_all", lambda items: calls.append("meet") or items
+    )
     engine.export(tmp_path / "hf", None)
     assert calls == ["meet", "write", "meet"]
 

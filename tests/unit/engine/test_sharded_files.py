@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mindspeed_rlxf.engine.together import raise_os_errors
+from mindspeed_rlxf.engine.collective_errors import raise_os_errors
 
 
 def test_a_failed_write_names_rank_and_cause(tmp_path: Path) -> None:

@@ -86,6 +86,22 @@ def test_validation_that_falls_while_training_rises_is_found():
     assert made(lambda i: run(i, 0.01, -1e-5), 40) == [], "a fall within noise"
 
 
+def test_a_plateau_is_found_after_five_validations_without_a_new_best():
+    """Scores at 5, 10, ... are 1, 2, 3, 3, 3, 2, 3, 3: the fifth that is not over 3 is at 40."""
+    scores = [1, 2, 3, 3, 3, 2, 3, 3, 3]
+
+    def found(stop_on: tuple[HealthRule, ...]) -> list[tuple[int, str, bool]]:
+        health = Health(stop_on)
+        events = []
+        for i in range(1, 46):
+            metrics = {} if i % 5 else {"val/a/score": scores[i // 5 - 1]}
+            events += health.check(i, metrics)
+        return [(each.iteration, each.rule, each.stops) for each in events]
+
+    assert found((HealthRule.VALIDATION_PLATEAU,)) == [(40, "validation_plateau", True)]
+    assert found(()) == [], "a run that has learnt all is not ill"
+
+
 FIT, GAP, KL = "critic/explained_variance", "rollout/log_prob_gap_mean", "critic/kl"
 
 

@@ -38,7 +38,7 @@ def pair(request: Any, tmp_path: Path, monkeypatch: Any) -> tuple[TransformersRo
         parameter.data.normal_(std=0.3)
     model.eval().save_pretrained(tmp_path)
     actor = SimpleNamespace(load=tmp_path, bf16=False, num_samples_per_step=3, lora=LoraConfig())
-    engine = TransformersRollout(SimpleNamespace(actor_rollout=actor))
+    engine = TransformersRollout(actor)  # type: ignore[arg-type]
     engine.update_weights(model.named_parameters(), 7)
     engine.wake()
     return engine, model

@@ -21,6 +21,7 @@ from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from mindspeed_rlxf.cli.convert import main as convert_main
 from mindspeed_rlxf.cli.train import main
 from mindspeed_rlxf.config.compose import compose
+from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.config.schema import RunConfig
@@ -29,6 +30,7 @@ from mindspeed_rlxf.data.preprocessing.pipeline import PreprocessOptions, prepro
 from mindspeed_rlxf.data.sampler import PromptSampler
 from mindspeed_rlxf.rollout.rollout_engine import ENGINES
 from mindspeed_rlxf.trainer.preflight import prepare
+from mindspeed_rlxf.trainer.validation import without_unused_roles
 
 VOCAB = 12
 Problems = Callable[..., list[str]]
@@ -125,6 +127,19 @@ def test_missing_files_are_named(problems, key, rule):
     assert "absent.jsonl" in line and rule in line
 
 
+@pytest.mark.parametrize(
+    "first", ["training.tokenizer_name_or_path=./no1", "+training.plugins=no1"]
+)
+def test_all_missing_files_are_named_at_once(problems, first):
+    """Also where one is missing that is read before the others."""
+    lines = problems(first, "ref.load=./no2", "data.train_files=[./no3.jsonl, ./no4.jsonl]")
+    named = ["".join(n for n in "1234" if f"no{n}" in line) for line in lines]
+    assert sorted(named) == ["1", "2", "3", "4"]
+    if "tokenizer" in first:
+        indexed = problems(first, "data.train_files=[]", "data.data_path=./no5")
+        assert sum("no5" in line for line in indexed) == 1
+
+
 def test_stop_tokens_of_indexed_data_sets_end_responses(good, tmp_path):
     """1 is the tokenizer's EOS, 2 the model's; each data set brings one, that of validation too."""
     files, keys = (str(good / "train.jsonl"),), MapKeys(prompt="prompt")
@@ -190,6 +205,24 @@ def test_a_row_for_the_model_needs_a_prompt_and_a_labelled_one_its_rule(tmp_path
     assert prepare(load_config(good, *keys)).scores_in_processes
 
 
+def test_rows_need_a_data_source_where_it_chooses_what_scores(tmp_path, good, problems):
+    (tmp_path / "mine.py").write_text(
+        "def score(prompt, response, ground_truth, extra_info):\n    1"
+    )
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1"}')
+    keys = [
+        "reward={kind: rule}",
+        "~resource_pool.reward",
+        f"data.train_files={tmp_path}/rows.jsonl",
+    ]
+    part = f"function: '{tmp_path}/mine.py:score'"
+    config = load_config(good, *keys, f"+reward.functions=[{{{part}}}]")
+    assert [prompt.data_source for prompt in prepare(config).train_prompts] == ["unnamed"]
+    for parts in (f"{{{part}, data_sources: [a]}}", f"{{{part}}}, {{function: rule, name: b}}"):
+        (line,) = problems(*keys, f"+reward.functions=[{parts}]")
+        assert "must name its data source" in line
+
+
 def test_functions_beside_a_model_score_every_data_source_of_validation(tmp_path, good, problems):
     file = tmp_path / "rows.jsonl"
     rows = [{"prompt": "1", "ground_truth": "3", "data_source": source} for source in "ab"]
@@ -200,6 +233,18 @@ def test_functions_beside_a_model_score_every_data_source_of_validation(tmp_path
     assert line.startswith("error: data source 'b' of the validation prompts must have a function")
     assert line.endswith("or use validation.reward=model")
     prepare(load_config(good, *keys, "validation.reward=model"))
+
+
+def test_validation_alone_reads_no_critic_and_no_reference(good):
+    keys = [f"data.val_files={good / 'train.jsonl'}", "validation.reward=model"]
+    critic = f"critic.load={good / 'lm'} has no score head: it starts untrained"
+    assert critic in prepare(load_config(good, *keys)).notices
+    gone = ["ref.load=./gone", "critic.load=./gone", "validation.only=true"]
+    config = load_config(good, *keys, *gone)
+    assert not any("critic" in notice for notice in prepare(config).notices)
+    built = without_unused_roles(config)
+    assert built.roles == [Role.ACTOR_ROLLOUT, Role.REWARD] and built.critic is None
+    assert {*built.resource_pool} == {*built.placement.values()} < {*config.resource_pool}
 
 
 def test_the_best_metric_is_of_a_data_source_that_there_is(good, problems):

@@ -8,11 +8,11 @@ import pytest
 from mindspeed_rlxf.cluster.group import Pending
 from mindspeed_rlxf.cluster.interface import Reply
 from mindspeed_rlxf.config.load import resolve
-from mindspeed_rlxf.engine.work import Work
+from mindspeed_rlxf.device.peaks import find_peak
+from mindspeed_rlxf.engine.flop_counter import Work
 from mindspeed_rlxf.roles.reports import GenerateReport
 from mindspeed_rlxf.trainer.metrics import (
     done_work,
-    find_peak,
     generation_flops,
     idle_metrics,
     phase_metrics,

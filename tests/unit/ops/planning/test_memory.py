@@ -144,6 +144,18 @@ def test_a_micro_batch_takes_the_limit_of_tokens(config):
         assert phase(run, Role.CRITIC, "forward").activations == max(layer, head)
 
 
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+def test_the_tokens_of_a_context_parallel_rank_may_all_be_of_responses(config, backend):
+    """Responses are at the end of their rows, here 16 of 24 tokens; each of two ranks has 12."""
+    run = config({
+        "model.small.vocab_size": 4096, "actor_rollout.context_parallel_size": 2,
+        "ref.context_parallel_size": 2, "training.backend": backend,
+        "actor_rollout.micro_batch_size": 1,
+    })  # fmt: skip
+    head = 64 * (12 * (4 + 4 + 4) + 12 * 4) + 4 * 4 * 12 * 4096
+    assert phase(run, Role.ACTOR_ROLLOUT, "forward").activations == head
+
+
 def test_a_gradient_reduced_early_needs_a_sum_of_the_heads_beside_it(config):
     """On the last of two stages, in bf16, where responses of 16 tokens fill more than one chunk."""
     keys = {**PP2, "resource_pool.main": 2, "training.global_batch_size": 384}

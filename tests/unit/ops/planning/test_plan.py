@@ -7,6 +7,9 @@ import pytest
 
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.data.mini_batches import sample_flops
+from mindspeed_rlxf.device import driver
+from mindspeed_rlxf.device.driver import DriverDevice, DriverView
+from mindspeed_rlxf.ops.planning import available
 from mindspeed_rlxf.ops.planning.plan import plan, topology
 from mindspeed_rlxf.ops.planning.work import describe_work
 from tests.unit.ops.planning.test_memory import SPLIT_POOL
@@ -22,6 +25,23 @@ def test_an_iteration_has_tokens_flops_and_minutes(make_tree: Callable[..., Any]
     assert actor[2:4] == ["6", str(96 * 24)] and actor[5] == "8"
     assert float(actor[4]) == pytest.approx(flops / 1e15, rel=1e-2)
     assert float(actor[6]) == pytest.approx(flops / (8 * 1e9 * 0.5) / 60, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("names", "peak"),
+    [(["NVIDIA H200", "NVIDIA H100 80GB HBM3"], 989.0), (["NVIDIA H200", "other"], None)],
+)
+def test_the_peak_is_that_of_the_devices_of_this_host(make_tree, monkeypatch, names, peak):
+    """Unless the plan is for another machine, or a device is not in the table."""
+    devices = tuple(DriverDevice(i, name, "OK", 80000, 0) for i, name in enumerate(names))
+    view = DriverView("nvidia-smi", "550", devices)
+    monkeypatch.setattr(driver, "query_driver", lambda _: view)
+    monkeypatch.setattr(available, "check_devices", lambda _: [])
+    keys = {"device.kind": "cuda", "dry_run": True, "plan.disk_gib": 99.0}
+    config = resolve(make_tree(keys), "test")
+    assert available.look_once(config).plan.peak_tflops == peak
+    other = resolve(make_tree({**keys, "device.memory_gib": 64.0}), "test")
+    assert available.look_once(other).plan.peak_tflops is None
 
 
 SPLIT = {

@@ -62,6 +62,18 @@ CASES = {
     "ranks that share a group keep the projections of all": (
         layer_bytes(MODEL, 10, 8, False, 2).kept, 10 * (2056 + 772 + 120)
     ),
+    # attention: 2 x (3 x 128 + 2 x 64 + 4 x 16) + 32 = 1184
+    "context parallelism keeps what it exchanges in place of projections": (
+        layer_bytes(MODEL, 10, 1, False, 2, cp=2).kept, 10 * (2056 + 1184 + 960)
+    ),
+    # projected and rotated 256 + 128 + 64, and then 3 x 128 of queries or 128 + 4 x 64 with values
+    "beside what is kept while heads are exchanged": (
+        layer_bytes(MODEL, 10, 1, False, 2, cp=2).exchange, 10 * 2 * (448 + 384 - 512)
+    ),
+    # CP 8: 8 x 16 columns of keys; 128 + 3 x 128 with values, another 128, and 2 x 128 repeated
+    "repeated keys are there beside their copies": (
+        layer_bytes(MODEL, 10, 1, False, 2, cp=8).exchange, 10 * 2 * (448 + 896 - 640)
+    ),
     # (4 + 2) x (128 + 64) = 1152
     "normed queries and keys are kept twice": (
         layer_bytes(NORMED, 10, 1, False, 2).kept, 10 * (2056 + 1568 + 960 + 1152)

@@ -15,6 +15,9 @@ from mindspeed_rlxf.ops.sizes import GIB, format_bytes
 
 CLUSTER = ["device.kind=npu", "device.memory_gib=64", "runtime.address=head:6379"]
 REAL = [name for name in config_names([builtin_config_dir()]) if "tiny" not in name]
+ONE_RANK = (
+    "tensor_model_parallel_size=1", "context_parallel_size=1", "sequence_parallel=false",
+)  # fmt: skip
 SUGGESTED = re.compile(r"\d\. ([\d.]+ GiB) of a device, rounds of generation: (\d+)$")
 
 
@@ -45,6 +48,23 @@ def test_every_suggestion_is_accepted_when_it_is_pasted_and_reaches_its_figures(
         actor = pasted.actor_rollout
         sizes.append(actor.tensor_model_parallel_size * actor.pipeline_model_parallel_size)
     assert sizes == sorted(sizes), "the plainest come first"
+
+
+def test_sequences_that_fit_no_rank_are_divided_among_context_parallel_ranks() -> None:
+    """Two layers with a small vocabulary, so that activations of 33792 tokens weigh most."""
+    devices = [
+        "resource_pool.main=2",
+        "device.memory_gib=18",
+        "actor_rollout.num_samples_per_step=1",
+    ]
+    shape = ["model.qwen3-8b.num_layers=2", "model.qwen3-8b.vocab_size=8000"]
+    alone = [f"{role}.{key}" for role in ("actor_rollout", "ref") for key in ONE_RANK]
+    name = "grpo_trainer_qwen3_8b_32k_1node"
+    text = plan(configured(name, *devices, *shape, *alone, "plan.suggest=true")).text
+    suggested = text.partition("Suggested layouts\n")[2].splitlines()[1::2]
+    divided = [line for line in suggested if "actor_rollout.context_parallel_size=2" in line]
+    assert len(divided) == 1
+    assert all("_parallel_size=2" in line for line in suggested), "none has one rank"
 
 
 def test_suggestions_need_the_memory_of_a_device() -> None:

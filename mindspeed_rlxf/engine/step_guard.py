@@ -41,8 +41,8 @@ def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Step:
-    """An optimizer step's result."""
+class StepResult:
+    """An optimizer step's gradient norm, and why it was skipped, if it was."""
 
     grad_norm: float  # before clipping
     wrong: tuple[str, ...] = ()  # non-finite numbers, which skipped the step
@@ -51,8 +51,8 @@ class Step:
 class _Stopped(Exception):
     """Leaves Megatron's step after the gradient norm and before weights change."""
 
-    def __init__(self, step: Step) -> None:
-        self.step = step
+    def __init__(self, result: StepResult) -> None:
+        self.result = result
 
 
 class GuardedOptimizer:
@@ -66,9 +66,10 @@ class GuardedOptimizer:
         self.optimizer = optimizer
         self._measure = optimizer.get_grad_norm
         optimizer.get_grad_norm = self._checked_norm  # type: ignore[method-assign]
-        self._losses_finite, self._checked = True, False
+        self._losses_finite = True
+        self._checked = False
 
-    def step(self, losses: Sequence[Tensor]) -> Step:
+    def step(self, losses: Sequence[Tensor]) -> StepResult:
         """Take an optimizer step, or skip it if a number is not finite; a collective.
 
         The losses are scalars from this rank's micro-batches. Returns the gradient norm, and the
@@ -79,22 +80,22 @@ class GuardedOptimizer:
         try:
             updated, grad_norm, _ = self.optimizer.step()
         except _Stopped as stopped:
-            return stopped.step
+            return stopped.result
         assert updated, "the optimizer skipped its step"
         assert self._checked, "the optimizer changed weights without measuring its gradients"
-        return Step(float(grad_norm))
+        return StepResult(float(grad_norm))
 
     def _checked_norm(self) -> float:
         """Return the gradient norm; a collective."""
         norm = float(self._measure())
         self._checked = True
-        found = {"loss": not self._losses_finite, "gradient norm": not math.isfinite(norm)}
-        flags = torch.tensor(list(found.values()), dtype=torch.float32)
+        is_wrong = {"loss": not self._losses_finite, "gradient norm": not math.isfinite(norm)}
+        flags = torch.tensor(list(is_wrong.values()), dtype=torch.float32)
         flags = flags.to(device.current_device())
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        wrong = tuple(n for n, flag in zip(found, flags.tolist(), strict=True) if flag)
+        wrong = tuple(name for name, flag in zip(is_wrong, flags.tolist(), strict=True) if flag)
         if wrong:
-            raise _Stopped(Step(norm, wrong))
+            raise _Stopped(StepResult(norm, wrong))
         return norm
 
 
@@ -102,10 +103,12 @@ class SkippedSteps:
     """Counts consecutive skipped steps and decides whether the run goes on."""
 
     def __init__(self, policy: str, max_skipped: int, role: str) -> None:
-        self.policy, self.max_skipped, self.role = policy, max_skipped, role
+        self.policy = policy
+        self.max_skipped = max_skipped
+        self.role = role
         self.in_a_row = 0
 
-    def judge(self, step: Step, iteration: int, mini_batch: int) -> None:
+    def judge(self, step: StepResult, iteration: int, mini_batch: int) -> None:
         """Count a skipped step; a taken step resets the count.
 
         Raises FloatingPointError for a skipped step if `training.nan_policy` is `raise`, or if more
@@ -116,16 +119,16 @@ class SkippedSteps:
             self.in_a_row = 0
             return
         self.in_a_row += 1
-        what = " and ".join(step.wrong)
-        where = f"{self.role}: the {what} of mini-batch {mini_batch} of iteration {iteration}"
+        numbers = " and ".join(step.wrong)
+        subject = f"{self.role}: the {numbers} of mini-batch {mini_batch} of iteration {iteration}"
         if self.policy == "raise":
             raise FloatingPointError(
-                f"{where} must be finite (gradient norm {step.grad_norm}); its step was not taken, "
-                f"the weights are those before it; {REMEDY}, or set training.nan_policy=skip"
+                f"{subject} must be finite (gradient norm {step.grad_norm}); its step was not "
+                f"taken, the weights are those before it; {REMEDY}, or set training.nan_policy=skip"
             )
         if self.in_a_row > self.max_skipped:
             raise FloatingPointError(
-                f"{where} must be finite (gradient norm {step.grad_norm}), as those of the "
+                f"{subject} must be finite (gradient norm {step.grad_norm}), as those of the "
                 f"{self.in_a_row - 1} steps before, over training.max_skipped={self.max_skipped}; "
                 f"none of these steps was taken; {REMEDY}"
             )

@@ -5,13 +5,18 @@ import math
 import pytest
 import torch
 
-from mindspeed_rlxf.engine import finite
-from mindspeed_rlxf.engine.finite import GuardedOptimizer, SkippedSteps, Step, gradient_norm
+from mindspeed_rlxf.engine import step_guard
+from mindspeed_rlxf.engine.step_guard import (
+    GuardedOptimizer,
+    SkippedSteps,
+    StepResult,
+    gradient_norm,
+)
 
 
 def test_small_gradients_count_beside_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """`torch.norm` on one thread is 0.2% too small here."""
-    monkeypatch.setattr(finite.device, "current_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(step_guard.device, "current_device", lambda: torch.device("cpu"))
     gradient = torch.full((1025, 4097), 0.1)
     gradient.view(-1)[:8] = 1000.0
     scalar = torch.tensor(2000.0)
@@ -21,10 +26,10 @@ def test_small_gradients_count_beside_large_ones(monkeypatch: pytest.MonkeyPatch
 
 def test_raise_names_role_iteration_mini_batch_and_number() -> None:
     judge = SkippedSteps("raise", 5, "critic").judge
-    judge(Step(1.0), 7, 1)
+    judge(StepResult(1.0), 7, 1)
     message = r"critic: the gradient norm of mini-batch 2 of iteration 7 must be finite .*nan"
     with pytest.raises(FloatingPointError, match=message):
-        judge(Step(math.nan, ("gradient norm",)), 7, 2)
+        judge(StepResult(math.nan, ("gradient norm",)), 7, 2)
 
 
 class Optimizer:
@@ -55,8 +60,8 @@ class Optimizer:
 def test_a_step_on_numbers_that_are_not_finite_changes_no_weights(
     norm: float, loss: float, wrong: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(finite.device, "current_device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(finite.dist, "all_reduce", lambda *_, **__: None)
+    monkeypatch.setattr(step_guard.device, "current_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(step_guard.dist, "all_reduce", lambda *_, **__: None)
     optimizer = Optimizer(norm)
     step = GuardedOptimizer(optimizer).step([torch.tensor(loss)])  # type: ignore[arg-type]
     assert step.wrong == wrong and optimizer.changed is (not wrong)

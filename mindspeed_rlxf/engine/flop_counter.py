@@ -1,9 +1,11 @@
-"""Count the work in training engine passes in this process, until `take` is called."""
+"""Count tokens and FLOPs of training engine passes in this process, until `take` is called."""
 
 from typing import NamedTuple
 
 # Operations of a pass, in those of a forward pass; frozen weights have no gradients.
-FORWARD, TRAIN, ADAPT = 1, 3, 2
+FORWARD = 1
+TRAIN = 3
+ADAPT = 2
 
 
 class Work(NamedTuple):
@@ -24,6 +26,7 @@ def add(work: Work) -> None:
 
 def take() -> Work:
     """Return the work since the last call."""
-    found = Work(*map(sum, zip(*_done, strict=True))) if _done else NONE
+    tokens = sum(work.tokens for work in _done)
+    flops = sum(work.flops for work in _done)
     _done.clear()
-    return found
+    return Work(tokens, flops)

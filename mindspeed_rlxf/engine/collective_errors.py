@@ -1,6 +1,7 @@
-"""Errors and items that all ranks of a role must agree on."""
+"""Raise one rank's error on all ranks of a role; gather items of all ranks."""
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -13,9 +14,9 @@ T = TypeVar("T")
 
 def gather_all(items: list[T]) -> list[T]:
     """Return all ranks' items as one list, by rank; a collective over the world."""
-    gathered: list[list[T]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(gathered, items)
-    return [item for part in gathered for item in part]
+    items_of_rank: list[list[T]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(items_of_rank, items)
+    return list(itertools.chain.from_iterable(items_of_rank))
 
 
 @contextlib.contextmanager
@@ -31,9 +32,12 @@ def fail_together(folder: Path) -> Iterator[None]:
         yield
     except Exception as error:
         failed = error
-    mine = [] if failed is None else [f"rank {dist.get_rank()}: {_describe(failed)}"]
-    if named := gather_all(mine):
-        raise OSError(f"{folder}: {'; '.join(named)}") from failed
+    own_failures = []
+    if failed is not None:
+        own_failures.append(f"rank {dist.get_rank()}: {_describe(failed)}")
+    failures = gather_all(own_failures)
+    if failures:
+        raise OSError(f"{folder}: {'; '.join(failures)}") from failed
 
 
 @contextlib.contextmanager
@@ -47,9 +51,11 @@ def raise_os_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except CheckpointException as error:
-        causes = [f"rank {n}: {_describe(e)}" for n, (e, _) in sorted(error.failures.items())]
-        said = causes[0] if causes else "another rank could not write, see the first rank"
-        raise OSError(f"{folder}: {said}") from None
+        cause = "another rank could not write, see the first rank"
+        if error.failures:
+            rank = min(error.failures)
+            cause = f"rank {rank}: {_describe(error.failures[rank][0])}"
+        raise OSError(f"{folder}: {cause}") from None
     except RuntimeError as error:
         if not isinstance(error.__cause__, OSError):
             raise

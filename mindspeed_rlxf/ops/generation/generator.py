@@ -1,0 +1,243 @@
+"""Generate responses in one process, with the engines of training."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mindspeed_rlxf import device
+from mindspeed_rlxf.cluster.local import LocalRuntime
+from mindspeed_rlxf.config.enums import DeviceKind
+from mindspeed_rlxf.config.problems import Problem, UserError
+from mindspeed_rlxf.data.decoding import RewardTexts
+from mindspeed_rlxf.data.prompts import encode_prompts, load_prompts
+from mindspeed_rlxf.data.tokenizer import check_vocabulary, eos_token_ids, load_tokenizer
+from mindspeed_rlxf.models.parameters import Head, hf_shapes
+from mindspeed_rlxf.ops.generation.source import ModelSource
+from mindspeed_rlxf.roles.rollout import sampling_settings
+from mindspeed_rlxf.rollout.rollout_engine import GenerationRequest, RolloutEngine
+from mindspeed_rlxf.rollout.sampling import StopStrings
+from mindspeed_rlxf.weights.chunks import StoredWeights, whole
+from mindspeed_rlxf.weights.folders import open_weights
+from mindspeed_rlxf.weights.role_state import WEIGHT, read_slots
+from mindspeed_rlxf.weights.tensor_conversion import open_source
+
+TEXT_FILE = ".txt"
+CHUNK = 256  # responses generated between two writes
+Messages = list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class TokenizedPrompt:
+    """A prompt to answer; `fields` are written beside its responses."""
+
+    text: str
+    token_ids: np.ndarray
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Response:
+    """A response; `finish_reason` is stop (an EOS or a stop string) or length."""
+
+    text: str
+    num_tokens: int
+    finish_reason: str
+
+
+class Generator:
+    """A model with its tokenizer, and how it samples."""
+
+    def __init__(self, source: ModelSource, engine: RolloutEngine, tokenizer: Any) -> None:
+        actor = source.actor
+        assert actor.load is not None
+        self.source, self.tokenizer, self._engine = source, tokenizer, engine
+        ends = eos_token_ids(tokenizer, actor.load, actor.stop_token_ids)
+        stop = StopStrings(actor.stop_strings, tokenizer) if actor.stop_strings else None
+        self._settings = sampling_settings(actor, ends, actor.do_sample, stop)
+        self._texts = RewardTexts(tokenizer, actor.stop_strings)
+        self._longest = actor.architecture.max_position_embeddings
+
+    def read_texts(self, prompts: Sequence[str | Messages]) -> list[TokenizedPrompt]:
+        """Tokenize strings and chats as training does. Raises UserError (`encode_prompts`)."""
+        data, longest = self.source.data, self._longest - self._settings.max_new_tokens
+        encoded = encode_prompts(prompts, self.tokenizer, data)
+        found = [TokenizedPrompt(text, np.array(ids, dtype=np.int64)) for text, ids in encoded]
+        for prompt in found:
+            if len(prompt.token_ids) > longest:
+                rule = (
+                    f"with max_new_tokens={self._settings.max_new_tokens} must be at most the "
+                    f"model's {self._longest} positions"
+                )
+                remedy = "shorten it (a chat: begin anew), or lower --max-new-tokens"
+                raise UserError(
+                    Problem("length of the prompt", rule, len(prompt.token_ids), remedy)
+                )
+        return found
+
+    def read_file(self, file: str, as_chat: bool) -> list[TokenizedPrompt]:
+        """Tokenize the lines of a .txt file, or the rows of a data file as training reads them.
+
+        Args:
+            file: .txt, or what `data.train_files` may name.
+            as_chat: Lines are messages of the user; rows say themselves what they are.
+
+        Raises:
+            UserError: The problems of the file.
+        """
+        if Path(file).suffix.lower() == TEXT_FILE:
+            try:
+                lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
+            except (OSError, ValueError) as error:
+                remedy = "correct the path, or write it in UTF-8"
+                raise UserError(
+                    Problem("--file", f"cannot be read: {error}", file, remedy)
+                ) from None
+            return self.read_texts(
+                [self.as_message(line, as_chat) for line in lines if line.strip()]
+            )
+        if as_chat:
+            remedy = "leave --chat out: a row with messages gets the template by itself"
+            raise UserError(Problem("--chat", "is for texts, not for rows", file, remedy))
+        longest = self._longest - self._settings.max_new_tokens
+        return [
+            TokenizedPrompt(
+                prompt.text,
+                prompt.token_ids,
+                {
+                    "data_source": prompt.data_source,
+                    "ground_truth": prompt.ground_truth,
+                    "extra_info": prompt.extra_info,
+                },
+            )
+            for prompt in load_prompts(file, self.tokenizer, self.source.data, longest)
+        ]
+
+    def as_message(self, text: str, as_chat: bool) -> str | Messages:
+        """Return the text, or with `as_chat` it as the user's message of a new chat."""
+        return [*self.begin_chat(), {"role": "user", "content": text}] if as_chat else text
+
+    def begin_chat(self) -> Messages:
+        """Return the messages before the user's first one."""
+        system = self.source.data.system_prompt
+        return [] if system is None else [{"role": "system", "content": system}]
+
+    def answer(
+        self, prompts: Sequence[TokenizedPrompt], seed: int, count: int, first_id: int = 0
+    ) -> Iterator[list[Response]]:
+        """Yield each prompt's `count` responses, in order.
+
+        Response i to prompt p is sample `first_id` + p * count + i, which with the seed determines
+        its random numbers.
+        """
+        per_chunk = max(1, CHUNK // count)
+        for start in range(0, len(prompts), per_chunk):
+            chunk = prompts[start : start + per_chunk]
+            rows = [prompt.token_ids for prompt in chunk for _ in range(count)]
+            first = first_id + start * count
+            requests = [
+                GenerationRequest(place, first + place, row, self._settings, seed)
+                for place, row in enumerate(rows)
+            ]
+            responses: dict[int, Response] = {}
+            for result in self._engine.generate(requests):
+                reason = result.finish_reason.value
+                text = self._texts.response(result.tokens, reason == "stop")
+                responses[result.place] = Response(text, len(result.tokens), reason)
+            for number in range(len(chunk)):
+                yield [responses[number * count + i] for i in range(count)]
+
+
+def record(prompt_id: int, prompt: TokenizedPrompt, response: Response) -> str:
+    """Return the line of a response in a jsonl file."""
+    about = {
+        "prompt_id": prompt_id,
+        "prompt": prompt.text,
+        "response": response.text,
+        "finish_reason": response.finish_reason,
+        "num_tokens": response.num_tokens,
+        **prompt.fields,
+    }
+    return json.dumps(about, ensure_ascii=False, default=str) + "\n"
+
+
+@contextlib.contextmanager
+def open_generator(source: ModelSource, kind: DeviceKind, engine: str) -> Iterator[Generator]:
+    """Load the model, and yield its generator; a torch world of one process meanwhile.
+
+    Args:
+        source: The model.
+        kind: Device to compute on.
+        engine: native, transformers, or auto = native where it knows the model.
+
+    Raises:
+        UserError: Tokenizer or device cannot be used, or the engine does not know the model.
+        ValueError: Weights are missing or damaged.
+    """
+    is_native = source.is_native if engine == "auto" else engine == "native"
+    if is_native and not source.is_native:
+        rule, remedy = "does not know this model", "use --engine transformers"
+        raise UserError(Problem("--engine", rule, engine, remedy))
+    tokenizer = load_tokenizer(source.tokenizer, "SOURCE")
+    vocab_size = source.actor.architecture.vocab_size
+    if problems := check_vocabulary(tokenizer, vocab_size):
+        raise UserError([replace(problem, remedy="give its own tokenizer") for problem in problems])
+    threads = len(os.sched_getaffinity(0))
+    runtime = LocalRuntime(kind, threads, megatron=is_native)
+    try:
+        made = _native_engine(source) if is_native else _transformers_engine(source)
+        made.wake()
+        yield Generator(source, made, tokenizer)
+    finally:
+        runtime.shutdown()
+
+
+def _native_engine(source: ModelSource) -> RolloutEngine:
+    from mindspeed_rlxf.device import megatron_versions
+    from mindspeed_rlxf.rollout.native import NativeRollout
+    from mindspeed_rlxf.rollout.weights import OwnWeights
+
+    megatron_versions.apply_patches()
+    actor, head = source.actor, Head.LANGUAGE_MODEL
+    assert actor.load is not None
+    folder = open_source(Path(actor.load), actor.architecture, head, actor.trust_files)
+    dtype = torch.bfloat16 if actor.bf16 else torch.float32
+    weights = OwnWeights(actor.architecture, 1, dtype, source.seed, lora=actor.lora)
+    engine = NativeRollout(weights, actor.num_samples_per_step)
+    engine.update_weights(_stream(folder, hf_shapes(actor.architecture, head), source), 0)
+    return engine
+
+
+def _transformers_engine(source: ModelSource) -> RolloutEngine:
+    from mindspeed_rlxf.engine.fsdp.weights import plain_names
+    from mindspeed_rlxf.rollout.hf_rollout import TransformersRollout
+
+    actor = source.actor
+    assert actor.load is not None
+    engine = TransformersRollout(actor)
+    folder = plain_names(open_weights(actor.load, actor.architecture, actor.trust_files))
+    if missing := [name for name in engine.base_names if name not in folder]:
+        raise ValueError(f"{actor.load} lacks {missing[0]}; give the folder of a whole model")
+    engine.update_weights(_stream(folder, engine.base_names, source), 0)
+    return engine
+
+
+def _stream(
+    folder: StoredWeights, names: Iterable[str], source: ModelSource
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of the model, then those of its adapters."""
+    where = device.current_device()
+    for name in names:
+        yield name, folder[name].read(whole(folder[name].shape)).to(where)
+    if source.adapters is not None:
+        for name, stored in read_slots(source.adapters)[WEIGHT].items():
+            yield name, stored.read(whole(stored.shape)).to(where)
