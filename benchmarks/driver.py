@@ -54,7 +54,7 @@ from mindspeed_rlxf.roles.reports import (
     Summary,
     UpdateReport,
 )
-from mindspeed_rlxf.trainer.ppo import PpoTrainer
+from mindspeed_rlxf.trainer.ppo import Iteration, PpoTrainer
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
 
 SAMPLES, RANKS_PER_PROCESS = 4, 64  # samples of a worker; stand-ins in a process
@@ -169,8 +169,8 @@ class Measured(PpoTrainer):
             self.bytes_in += sum(len(self.ray.cloudpickle.dumps(each)) for each in replies)
         return replies
 
-    def _finish_iteration(self, *arguments: Any) -> None:
-        super()._finish_iteration(*arguments)
+    def _run_hooks(self, finished: Iteration) -> None:
+        super()._run_hooks(finished)
         self.cpu.append((cpu_s() - self._began[0]) / self.num_calls)
         self.main_cpu.append((time.thread_time() - self._began[1]) / self.num_calls)
         self._bare_calls()

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from .settings import GIB, QUICK, ROOT, Figures, Settings
 
@@ -114,7 +113,7 @@ def train_tiny(settings: Settings, folder: Path, killed_in: int) -> None:
 
     killed_in: iteration in which this process kills itself, before anything of it is written
     """
-    from mindspeed_rlxf.trainer.ppo import PpoTrainer
+    from mindspeed_rlxf.trainer.ppo import Iteration, PpoTrainer
     from mindspeed_rlxf.trainer.preflight import prepare
     from mindspeed_rlxf.trainer.run import run
     from tests.golden.runs import golden_config
@@ -132,13 +131,13 @@ def train_tiny(settings: Settings, folder: Path, killed_in: int) -> None:
         "ref.offload.weights": True,
         "logging.samples": "all",  # of the ledger's check
     }
-    finish = PpoTrainer._finish_iteration
+    finish = PpoTrainer._run_hooks
 
-    def finish_or_die(trainer: PpoTrainer, *arguments: Any) -> None:
+    def finish_or_die(trainer: PpoTrainer, finished: Iteration) -> None:
         if trainer.iteration == killed_in:
             os.kill(os.getpid(), signal.SIGKILL)
-        finish(trainer, *arguments)
+        finish(trainer, finished)
 
-    PpoTrainer._finish_iteration = finish_or_die  # type: ignore[method-assign]
+    PpoTrainer._run_hooks = finish_or_die  # type: ignore[method-assign]
     config = golden_config("grpo", folder, keys)
     sys.exit(run(config, prepare(config)))

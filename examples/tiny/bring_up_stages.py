@@ -190,12 +190,13 @@ def collective(kind: str, _work: Path) -> Numbers:
 
 def forward(kind: str, work: Path, task: Task = TINY) -> Numbers:
     """Load weights from a Hugging Face folder; return log-probs for fixed responses."""
-    _runtime, roles, source, _ = start(kind, work, task)
+    _runtime, roles, source, config = start(kind, work, task)
     from mindspeed_rlxf.cluster.refs import resolve
     from mindspeed_rlxf.roles.reports import ResponseLengths
 
     roles.rollout.update_weights(roles.actor, 0)
-    generated = roles.rollout.generate(source.next_prompts(), seed=1)
+    prompts = source.next_groups(config.training.global_batch_size)
+    generated = roles.rollout.generate(prompts, seed=1)
 
     def lengths() -> ResponseLengths:
         (report,) = generated.result()
@@ -224,12 +225,13 @@ def resume(kind: str, work: Path) -> Numbers:
 
 def generate(kind: str, work: Path, task: Task = TINY) -> Numbers:
     """Return greedy responses, generated with the KV cache."""
-    _runtime, roles, source, _ = start(kind, work, task, fixed=False)
+    _runtime, roles, source, config = start(kind, work, task, fixed=False)
     from mindspeed_rlxf.cluster.refs import resolve
     from mindspeed_rlxf.roles.rollout import Sampling
 
     roles.rollout.update_weights(roles.actor, 0)
-    pending = roles.rollout.generate(source.next_prompts(), seed=1, sampling=Sampling.GREEDY)
+    prompts = source.next_groups(config.training.global_batch_size)
+    pending = roles.rollout.generate(prompts, seed=1, sampling=Sampling.GREEDY)
     rows: Any = resolve(pending.rows(), lambda hs: [h.rows for h in hs])
     lengths = rows.response_lengths.tolist()
     responses = zip(rows.response_ids.tolist(), lengths, strict=True)

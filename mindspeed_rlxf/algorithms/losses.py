@@ -139,6 +139,19 @@ def plain_policy_loss(
     return TokenLoss(-advantages * log_probs, torch.zeros_like(log_probs).bool())
 
 
+def masked_ratio_loss(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, clip: ClipRange, _: Tensor
+) -> TokenLoss:
+    """Return -A * r for tokens whose ratio r is within [1 - low, 1 + high], and 0 for the others.
+
+    Double-sided importance sampling (SAO, arXiv:2607.07508). The sign of A does not matter, unlike
+    in PPO, so a token that moved far has no gradient in either direction. `clip.dual` is not read.
+    """
+    ratio = torch.exp(bounded_log_ratio(log_probs - old_log_probs))
+    outside = (ratio < 1.0 - clip.low) | (ratio > 1.0 + clip.high)
+    return TokenLoss((-advantages * ratio).masked_fill(outside, 0.0), outside)
+
+
 COVARIANCE_RANGE = 1.0, 5.0
 """Covariances among which Clip-Cov chooses tokens; arXiv:2505.22617, section 4.2."""
 
@@ -193,6 +206,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "geo_mean": geometric_mean_loss,
     "cispo": clipped_weight_loss,
     "gpg": plain_policy_loss,
+    "dis": masked_ratio_loss,
     "clip_cov": covariance_clipped_loss,
     "kl_cov": covariance_penalty_loss,
 }
@@ -215,15 +229,18 @@ def _clip_loss(ratio: Tensor, advantages: Tensor, clip: ClipRange) -> TokenLoss:
     return TokenLoss(loss, clipped)
 
 
-def truncated_importance(old_log_probs: Tensor, rollout_log_probs: Tensor, cap: float) -> Tensor:
-    """Return the importance weights min(exp(old_log_probs - rollout_log_probs), cap).
+def truncated_importance(
+    old_log_probs: Tensor, rollout_log_probs: Tensor, cap: float, low: float | None = None
+) -> Tensor:
+    """Return the importance weights min(r, cap), r = exp(old_log_probs - rollout_log_probs).
 
     They weigh tokens that the rollout sampled for the training model
-    (https://fengyao.notion.site/off-policy-rl). Detached, in the arguments' shape; the log-ratio is
-    clamped to +-20.
+    (https://fengyao.notion.site/off-policy-rl). Tokens with r < `low` have weight 0. Detached, in
+    the arguments' shape; the log-ratio is clamped to +-20.
     """
-    ratio = torch.exp(bounded_log_ratio(old_log_probs - rollout_log_probs))
-    return ratio.clamp(max=cap).detach()
+    ratio = torch.exp(bounded_log_ratio(old_log_probs - rollout_log_probs)).detach()
+    weight = ratio.clamp(max=cap)
+    return weight if low is None else weight.masked_fill(ratio < low, 0.0)
 
 
 def clipped_value_loss(

@@ -14,6 +14,7 @@ import mindspeed_rlxf
 from mindspeed_rlxf.checkpoint import lock
 from mindspeed_rlxf.checkpoint.directory import RunDirectory, export_folders
 from mindspeed_rlxf.checkpoint.store import (
+    AHEAD,
     BEST,
     CONFIG,
     EXPORTED,
@@ -43,8 +44,11 @@ from mindspeed_rlxf.roles.actor import ActorGroup
 from mindspeed_rlxf.roles.all_roles import RoleGroups
 from mindspeed_rlxf.roles.critic import CriticGroup
 from mindspeed_rlxf.weights.state_files import (
+    Entry,
     Loaded,
+    entries_below,
     entry_of,
+    find_damage,
     has_parts,
     merge_parts,
     under,
@@ -84,6 +88,9 @@ class RunCheckpoints:
         self.trained: dict[Role, ActorGroup | CriticGroup] = {Role.ACTOR_ROLLOUT: roles.actor}
         if roles.critic is not None:
             self.trained[Role.CRITIC] = roles.critic
+        # Whose samples are saved too; None without any that are generated ahead.
+        self._rollout = roles.rollout if config.rollout.max_staleness else None
+        self._ahead_files: list[Entry] = []  # of the checkpoint that is being written
         self._clock = clock
         self._last_save = clock()
         self._scores: dict[int, float] = {}  # validation scores of the checkpoints
@@ -125,9 +132,19 @@ class RunCheckpoints:
             ]
             for call in begun:  # until the ranks have copied their state in memory
                 call.result()
+            self._ahead_files = self._write_ahead(hidden / AHEAD)
             if not self.config.training.async_save:
                 self._wait_for_ranks()
         return time.monotonic() - started
+
+    def _write_ahead(self, folder: Path) -> list[Entry]:
+        """Let the generating ranks write what is drawn and not trained; return the files."""
+        if self._rollout is None:
+            return []
+        if self.writes:
+            folder.mkdir()
+        reports = self._rollout.save_ahead(folder).result()
+        return [entry for report in reports for entry in report]
 
     def commit(
         self, iteration: int, state: dict[str, Any], score: float | None, note: Note
@@ -196,6 +213,7 @@ class RunCheckpoints:
             time.sleep(0.2)
         merged = {name: merge_parts(hidden / name, n) for name, n in ranks.items()}
         files = [entry for name, index in merged.items() for entry in under(name, [index])]
+        files += under(AHEAD, self._ahead_files)
         lock.require(self.directory.path)
         texts = {
             f"{TRAINER}/{STATE}": json.dumps(content, indent=1),
@@ -256,6 +274,8 @@ class RunCheckpoints:
                 f"one goes on; remove {file} to go back again"
             )
         older, loaded = self._load_first(note, resumes=True, chosen=chosen)
+        if older and self._rollout is not None:
+            self._load_ahead(older[0], note)
         for each in older:
             self._note_score(each.state)
         state = older[0].state if older else None
@@ -280,6 +300,21 @@ class RunCheckpoints:
                 "continue exactly, the random streams of the ranks start from the seed"
             )
         return state
+
+    def _load_ahead(self, checkpoint: Checkpoint, note: Note) -> None:
+        """Let the generating ranks read what was drawn and not trained.
+
+        Without its files these samples are drawn again, from the position of training on.
+        """
+        assert self._rollout is not None, "something is generated ahead"
+        folder = checkpoint.path / AHEAD
+        files = entries_below(AHEAD, checkpoint.read().files)
+        damage = find_damage(folder, files) if files else ["its samples were not saved"]
+        if damage:
+            checkpoint.state["trainer"].pop("stream", None)
+            note(f"note: {folder}: {'; '.join(damage)}; responses generated ahead are drawn again")
+            return
+        self._rollout.load_ahead(folder).result()
 
     def _set_newer_aside(self, iteration: int, goes_back: bool, note: Note) -> None:
         """Set aside the checkpoints after `iteration`; all together if the user `goes_back`."""

@@ -17,7 +17,12 @@ from mindspeed_rlxf.data.batch import TokenLog
 from mindspeed_rlxf.data.decoding import decode
 from mindspeed_rlxf.data.sampler import ConsumedPrompts
 from mindspeed_rlxf.reporting.console import Console, current
-from mindspeed_rlxf.reporting.health_rules import Finding, Health, runaway_limit
+from mindspeed_rlxf.reporting.health_rules import (
+    Finding,
+    Health,
+    rules_without_meaning,
+    runaway_limit,
+)
 from mindspeed_rlxf.reporting.jsonl import (
     JsonlWriter,
     Sample,
@@ -58,7 +63,8 @@ class Recorder:
         self.note = self.console.note  # prints a line beside the progress
         control = config.algorithm.kl_ctrl
         limit = runaway_limit(control.type == "adaptive", control.target_kl)
-        self.health, done = Health(config.logging.stop_on, limit), 0
+        excluded = rules_without_meaning(config.rollout.max_staleness)
+        self.health, done = Health(config.logging.stop_on, limit, excluded), 0
         for done, metrics in read_metrics(directory.metrics):
             self.health.check(done, metrics)
         for rule, finding in self.health.active.items():

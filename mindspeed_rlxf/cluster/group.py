@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from mindspeed_rlxf.cluster.interface import BUILD, Call, Pool, Reply, Request
 from mindspeed_rlxf.cluster.refs import Piece, RowsRef, find_refs, split_refs
@@ -23,6 +23,7 @@ from mindspeed_rlxf.data.batch import Rows
 from mindspeed_rlxf.reporting.phases import phase
 from mindspeed_rlxf.reporting.timeline import MOST_RANKS, Span
 
+T = TypeVar("T")
 LONGEST_UNSEEN_S = 0.001  # of a wait that is left out
 # Spans of calls that have ended, until they are written to the timeline. A process that writes none
 # keeps the newest ones only.
@@ -91,7 +92,15 @@ class Pending:
         assert None not in counts, f"{handles} returned no rows"
         pieces = zip(handles, counts, strict=True)
         rows = RowsRef(tuple(Piece(handle, n) for handle, n in pieces if n is not None))
-        return rows if self._order is None else rows.take(self._order)
+        return rows if self._order is None else rows.reordered(self._order)
+
+    def in_order(self, values: Sequence[T]) -> list[T]:
+        """Return the leaders' values, joined, in the order of `rows`; one for each of their rows.
+
+        Example: after `reorder([1, 0])`, the score of each row is
+        `in_order([score for report in result() for score in report.scores])`.
+        """
+        return list(values) if self._order is None else [values[row] for row in self._order]
 
     def result(self) -> list[Any]:
         """Wait for the call; return the leaders' reports in data-parallel order."""
@@ -214,9 +223,14 @@ def _name_calls(requests: Sequence[Request]) -> list[str]:
 
 
 def _count_rows(value: Any) -> int | None:
-    """Return the rows of an argument, those of the first reference if it is a dataclass."""
+    """Return the rows of an argument, those of the first reference if it is a dataclass.
+
+    A list has the ids of rows.
+    """
     if isinstance(value, (RowsRef, Rows)):
         return value.num_rows
+    if isinstance(value, list):
+        return len(value)
     refs = find_refs(value)
     return refs[0].num_rows if refs else None
 

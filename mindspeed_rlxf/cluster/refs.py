@@ -67,6 +67,15 @@ class RowsRef:
         is_all = selection == list(range(sum(piece.num_rows for piece in pieces)))
         return RowsRef(tuple(pieces), None if is_all else tuple(selection))
 
+    def reordered(self, rows: Sequence[int]) -> RowsRef:
+        """Return a reference as `take` does, but with all pieces if `rows` are all rows.
+
+        So pieces still tell the replicas that hold them, those with 0 rows included.
+        """
+        if self.selection is not None or sorted(rows) != list(range(self.num_rows)):
+            return self.take(rows)
+        return RowsRef(self.pieces, None if list(rows) == sorted(rows) else tuple(rows))
+
     def __reduce__(self) -> tuple[type[RowsRef], tuple[Any, ...]]:
         return RowsRef, (self.pieces, self.selection)
 

@@ -144,9 +144,17 @@ class AlgorithmConfig(Section):
     )
     rollout_is_threshold: float | None = key(
         None,
-        "cap of the weight training / rollout probability of a token; null = weight 1",
+        "cap of the weight training / rollout probability of a token; null = weight 1; absent = "
+        "2.0 with rollout.max_staleness, where null is an error",
         gt=0,
         only_if=f"{NOT_DPO}; old_log_probs!=rollout",
+    )
+    rollout_is_low: float | None = key(
+        None,
+        "tokens whose training / rollout probability is below this have weight 0; null = none",
+        gt=0,
+        lt=1,
+        only_if=f"{NOT_DPO}; rollout_is_threshold",
     )
     rollout_rejection: dict[Rejection, Annotated[tuple[PositiveFloat, ...], Word]] = key(
         {},
@@ -158,7 +166,7 @@ class AlgorithmConfig(Section):
         None,
         "stop where a token's log-probs of generation and training differ by more",
         gt=0,
-        only_if="old_log_probs!=rollout",
+        only_if="old_log_probs!=rollout; rollout.max_staleness=0",
     )
 
     @property

@@ -1,5 +1,7 @@
 """KV cache size, and how many rows generate at once; for the plan and the rollout."""
 
+from dataclasses import dataclass
+
 from mindspeed_rlxf.config.architecture import ArchitectureConfig, groups_per_rank
 
 CACHE_SHARE = 0.3  # of a device's memory, for the KV cache where the number of rows is left open
@@ -7,6 +9,15 @@ PREFILL_TOKENS = 16384  # tokens of one prefill pass at most (one row at least)
 EXCHANGE_TOKENS = 4096  # that the ranks of an expert-parallel group exchange at once, together
 PAGE = 64  # tokens by which the KV cache of a row grows
 GROWTH = 2 * PAGE  # tokens that a row has room for when it enters a cache of limited size
+
+
+@dataclass(frozen=True)
+class Capacities:
+    """The most that a replica generates at a time, whatever its requests."""
+
+    prompt: int  # tokens of a prompt
+    response: int  # tokens of a response
+    samples: int
 
 
 def round_to_pages(length: int) -> int:

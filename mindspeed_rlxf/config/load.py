@@ -19,6 +19,7 @@ from mindspeed_rlxf.config.enums import (
     AdvEstimator,
     KlPenalty,
     LossNormalizer,
+    OldLogProbs,
     RewardKind,
     Role,
     Stage,
@@ -195,6 +196,7 @@ def _build(given: Given, name: str) -> Tree:
         if role.value not in payload:
             payload[role.value] = _build_role(given, role)
     _set_stage_defaults(training, payload["algorithm"], payload["actor_rollout"])
+    _set_correction(payload)
     _place_roles(given, payload)
     _note_unread(given, payload)
     return payload
@@ -439,6 +441,15 @@ def _set_stage_defaults(training: Tree, algorithm: Tree, actor: Tree) -> None:
         set_default(algorithm, **traits.defaults)
     if algorithm.get("kl_in") == "loss":
         set_default(algorithm, kl_penalty=KlPenalty.LOW_VAR_KL.value)
+
+
+def _set_correction(payload: Tree) -> None:
+    """Correct for samples of older weights (decoupled PPO). An explicit null stays, as an error."""
+    algorithm, staleness = payload["algorithm"], payload["rollout"].get("max_staleness")
+    runs_ahead = type(staleness) is int and staleness > 0
+    has_ratio = payload["training"].get("stage") != Stage.RAY_ONLINE_DPO.value
+    if runs_ahead and has_ratio and algorithm.get("old_log_probs") != OldLogProbs.ROLLOUT.value:
+        algorithm.setdefault("rollout_is_threshold", 2.0)
 
 
 def _problems_of(errors: list[ErrorDetails], given: Given) -> Iterator[Problem]:

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 CHOICES: dict[str, list[str]] = {
     "backend": ["megatron", "fsdp"],
-    "policy_loss": ["ppo", "gspo", "geo_mean", "cispo", "gpg", "clip_cov", "kl_cov"],
+    "policy_loss": ["ppo", "gspo", "geo_mean", "cispo", "gpg", "dis", "clip_cov", "kl_cov"],
     "objective": [],
 }
 """Key -> its values, those of plugins included; their parts are registered elsewhere."""

@@ -351,8 +351,8 @@ class ActorConfig(LearningConfig):
     policy_loss: Choice = key(
         "ppo",
         "ratio of each token (ppo) or of each response (gspo, geo_mean), its clipped weight "
-        "(cispo), none (gpg), the covariant tokens left out (clip_cov) or held by a KL term "
-        "(kl_cov), or a plugin's loss",
+        "(cispo), none (gpg), tokens outside the clip range left out (dis), the covariant tokens "
+        "left out (clip_cov) or held by a KL term (kl_cov), or a plugin's loss",
         only_if=NOT_DPO,
     )
     covariance_fraction: float = key(

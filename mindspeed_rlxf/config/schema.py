@@ -101,8 +101,8 @@ class RunConfig(Section):
 
         AUTO as a result means no pass before the update: its own log-probs are the old ones, at
         ratio 1. Log-prob gap limits, importance weights and rejection rule it out, and so do,
-        except in online DPO (its loss has no ratio), several optimizer steps per iteration and a
-        KL penalty in the reward; then RECOMPUTE.
+        except in online DPO (its loss has no ratio), several optimizer steps per iteration, a KL
+        penalty in the reward and samples of older weights; then RECOMPUTE.
         """
         algorithm, actor = self.algorithm, self.actor_rollout
         if algorithm.old_log_probs is not OldLogProbs.AUTO:
@@ -111,8 +111,20 @@ class RunConfig(Section):
         penalised = algorithm.kl_in == "reward" and algorithm.kl_ctrl.kl_coef > 0
         limits = algorithm.rollout_is_threshold, algorithm.max_log_prob_gap
         compared = algorithm.rollout_rejection or any(limit is not None for limit in limits)
-        reads = compared or (not self.compares_pairs and (steps > 1 or penalised))
+        reuses = steps > 1 or penalised or self.rollout.max_staleness > 0
+        reads = compared or (reuses and not self.compares_pairs)
         return OldLogProbs.RECOMPUTE if reads else OldLogProbs.AUTO
+
+    @property
+    def lead(self) -> int:
+        """Batches that generation completes before the previous one's update starts: 0 or 1.
+
+        With 1, batch i + 1 is generated while update i runs. `rollout.lead` if set; else 1 in
+        disaggregated placement with `rollout.max_staleness` of 1 or more, and otherwise 0.
+        """
+        if self.rollout.lead is not None:
+            return self.rollout.lead
+        return min(self.rollout.max_staleness, 1) if self.parts else 0
 
     @property
     def roles(self) -> list[Role]:

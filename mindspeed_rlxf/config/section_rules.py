@@ -35,6 +35,7 @@ from mindspeed_rlxf.config.problems import (
 )
 from mindspeed_rlxf.config.rank_layout import count_per_node
 from mindspeed_rlxf.config.schema import LearningConfig, RoleConfig, RunConfig
+from mindspeed_rlxf.config.staleness_rules import check_staleness
 
 GIB = 1024**3
 PROCESS_BYTES = GIB // 2
@@ -71,6 +72,7 @@ def check_sections(config: RunConfig) -> Iterator[Problem]:
     yield from _check_stage(config)
     yield from _check_split(config)
     yield from _check_backends(config)
+    yield from check_staleness(config)
     if not sizes:
         yield from _check_nodes_of_replicas(config)
     if config.runs_vllm and not sizes:

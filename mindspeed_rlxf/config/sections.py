@@ -353,6 +353,27 @@ class RolloutConfig(Section):
         "together; null = as in training on the actor's devices, 1 on devices of its own",
         ge=1,
     )
+    max_staleness: int = key(
+        0,
+        "most updates between the weights that sampled a token and those that train it; "
+        "0 = synchronous",
+        ge=0,
+        only_if="!actor_rollout.fixed_responses",
+    )
+    slice_steps: int = key(
+        256,
+        "decode steps of a slice, after which finished responses are collected",
+        ge=1,
+        used_if="max_staleness",
+    )
+    lead: int | None = reshard(
+        None,
+        "batches completed before the update of the previous one starts; null = 1 in "
+        "disaggregated placement, else 0; meant for tests",
+        ge=0,
+        le=1,
+        only_if="max_staleness",
+    )
 
 
 class LoggingConfig(Section):

@@ -28,9 +28,6 @@ class OutputHead(Protocol):
     tp_group: Any
     linear: Callable[[Tensor, Tensor], Tensor]
 
-    def score(self, states: Tensor, /) -> Tensor:
-        """Return the scores of a score head: [tokens, hidden] -> [tokens] fp32."""
-
     @property
     def vocab_size(self) -> int:
         """Token ids from here on are padding."""

@@ -259,6 +259,14 @@ def runaway_limit(adapts: bool, target: float) -> float:
     return max(KL_LIMIT, 2.0 * target) if adapts else KL_LIMIT
 
 
+def rules_without_meaning(max_staleness: int) -> tuple[HealthRule, ...]:
+    """Return the rules that do not apply with this `rollout.max_staleness`.
+
+    Log-probs of generation are those of older weights above 0, so they differ from training's.
+    """
+    return (HealthRule.LOG_PROB_GAP,) if max_staleness > 0 else ()
+
+
 CLEAR = 5  # iterations
 
 
@@ -285,10 +293,21 @@ class Finding:
 
 
 class Health:
-    """Applies all rules to each iteration; `active` holds the ongoing problems."""
+    """Applies rules to each iteration; `active` holds the ongoing problems."""
 
-    def __init__(self, stop_on: Sequence[HealthRule] = (), kl_limit: float = KL_LIMIT) -> None:
-        """stop_on: rules whose findings stop the run; kl_limit: nats per token."""
+    def __init__(
+        self,
+        stop_on: Sequence[HealthRule] = (),
+        kl_limit: float = KL_LIMIT,
+        excluded: Sequence[HealthRule] = (),
+    ) -> None:
+        """Prepare the rules.
+
+        Args:
+            stop_on: Rules whose findings stop the run.
+            kl_limit: Nats per token.
+            excluded: Rules that are not applied.
+        """
         self.active: dict[str, Finding] = {}
         self._stop_on = tuple(stop_on)
         self._history = History()
@@ -298,6 +317,8 @@ class Health:
         self._rules = RULES | {HealthRule.KL_RUNAWAY: (measure_kl, remedy)}
         if HealthRule.VALIDATION_PLATEAU not in stop_on:  # a run that has learnt all is not ill
             del self._rules[HealthRule.VALIDATION_PLATEAU]
+        for rule in excluded:
+            del self._rules[rule]
 
     def check(self, iteration: int, metrics: Mapping[str, float | None]) -> list[Finding]:
         """Add an iteration's metrics; return problems starting or ending with it."""

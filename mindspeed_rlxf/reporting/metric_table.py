@@ -128,6 +128,10 @@ SAMPLES = (
     *_spread("rollout/is_weight", "", "weight of a token by algorithm.rollout_is_threshold"),
     Metric("rollout/rejected_tokens", "share", "tokens that algorithm.rollout_rejection leaves "
            "out", (0.0, 0.5), "widen its bounds, or compare precision and layout"),
+    Metric("staleness/mean", "updates", "mean over tokens of the updates between the weights that "
+           "sampled a token and those that train it (rollout.max_staleness)"),
+    Metric("staleness/max", "updates", "the same, of the token from the oldest weights; at most "
+           "rollout.max_staleness"),
     Metric("val/<data_source>/score", "", "mean score of the validation prompts of this source"),
     Metric("val/<data_source>/response_length", "tokens", "mean length of the responses"),
     Metric("val/<data_source>/<metric>", "", "another metric of validation, see running.md"),
@@ -142,8 +146,15 @@ SPEED = (
     Metric("timing/update_critic", "s", "all optimizer steps of the critic"),
     Metric("timing/update_actor", "s", "all optimizer steps of the policy"),
     Metric("timing/sync", "s", "time that generation waits for weights"),
+    Metric("timing/wait_rollout", "s", "time that training waits for the next batch, where both "
+           "run at the same time", None, "give generation more devices; raise "
+           "rollout.max_staleness where few long responses are waited for"),
+    Metric("timing/wait_trainer", "s", "time that generation waits for the updates, where both run "
+           "at the same time", None, "give training more devices"),
     Metric("timing/all", "s", "the iteration, without validation and saving"),
     Metric("timing/save", "s", "time that the iteration waits for its checkpoint"),
+    Metric("timing/save_wait", "s", "time that the iteration waits until the "
+           "checkpoint before is complete, with rollout.max_staleness", None, "save less often"),
     Metric("timing/val", "s", "validation"),
     Metric("throughput/tokens_per_s", "tokens/s", "prompt and response tokens per second of "
            "the iteration"),
@@ -161,6 +172,9 @@ SPEED = (
            "models_and_weights.md says what each part takes"),
     Metric("idle/<pool>", "share", "part of the iteration in which ranks of the pool ran nothing",
            (0.0, 0.6), "give the pool fewer devices, or put more roles on it"),
+    Metric("idle/<pool>/<part>", "share", "the same for the training (train) and the generating "
+           "(rollout) ranks of a disaggregated pool", (0.0, 0.6), "give that part fewer devices; "
+           "rollout.max_staleness=1 lets both work at the same time"),
     Metric("skew/<phase>", "share", "time of the slowest rank over the mean of ranks, minus 1; "
            "ranks that wait for each other in collectives are equal", (0.0, 0.5),
            "if it is always the same rank, check its host with mindspeed-rlxf doctor"),

@@ -1,6 +1,9 @@
 """Sample scoring outcomes: a result, or a failure with its cause."""
 
+from __future__ import annotations
+
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -61,6 +64,21 @@ class Outcome:
     cause: Cause | None = None
     message: str = ""
     details: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the outcome in JSON types."""
+        result = None
+        if self.result is not None:
+            result = {"score": self.result.score, "parts": dict(self.result.parts)}
+        about = {"cause": self.cause, "message": self.message, "details": self.details}
+        return {"result": result, **about}
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> Outcome:
+        """Restore what `to_json` has returned."""
+        result = RewardResult(**saved["result"]) if saved["result"] is not None else None
+        cause = Cause(saved["cause"]) if saved["cause"] is not None else None
+        return cls(result, cause, saved["message"], saved["details"])
 
 
 def to_result(value: Any) -> RewardResult:

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeAlias
 
@@ -120,6 +120,26 @@ def join_scoring(scoring: Scoring, beside_model: bool = False) -> Outcome:
     if total.score is None and not beside_model:
         return Outcome(None, Cause.WRONG_RESULT, "no score: all that score it returned None")
     return Outcome(RewardResult(total.score or 0.0, total.parts))
+
+
+def save_scoring(scoring: Scoring) -> list[Any] | None:
+    """Return the outcomes in JSON types; None if one is not there yet, or scoring is broken."""
+    saved = []
+    for name, weight, future in scoring:
+        if not future.done() or future.exception() is not None:
+            return None
+        saved.append([name, weight, future.result().to_json()])
+    return saved
+
+
+def restore_scoring(saved: Sequence[Any]) -> Scoring:
+    """Return the scoring that `save_scoring` has saved."""
+    scoring: Scoring = []
+    for name, weight, outcome in saved:
+        future: Future[Outcome] = Future()
+        future.set_result(Outcome.from_json(outcome))
+        scoring.append((name, weight, future))
+    return scoring
 
 
 class StreamingRewards:

@@ -164,7 +164,9 @@ class ActorRole:
                 "precision and layout, or raise it"
             )
         if (threshold := self.algorithm.rollout_is_threshold) is not None:
-            ratio = truncated_importance(result.log_probs, rollouts.rollout_log_probs, threshold)
+            low = self.algorithm.rollout_is_low
+            rollout = rollouts.rollout_log_probs
+            ratio = truncated_importance(result.log_probs, rollout, threshold, low)
             weight = Summary.of(ratio[mask])
         return RoleOutput(result, LogProbReport(Summary.of(gaps[mask]), weight))
 

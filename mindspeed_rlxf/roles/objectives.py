@@ -109,7 +109,8 @@ class ClippedObjective:
         # The clipped loss is proportional to the advantages, so they take the importance weights.
         if (threshold := self.algorithm.rollout_is_threshold) is not None:
             rollout = fit_columns(rollouts.rollout_log_probs, advantages.size(1))
-            ratio = truncated_importance(experience.old_log_probs, rollout, threshold)
+            low = self.algorithm.rollout_is_low
+            ratio = truncated_importance(experience.old_log_probs, rollout, threshold, low)
             advantages = advantages * ratio
         loss = partial(self.loss, experience, advantages, kl_coef)
         return PolicyStep(loss, self.actor.logit_temperature)

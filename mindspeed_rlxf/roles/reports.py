@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
+
+from mindspeed_rlxf.rollout.sampling import Sampling
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,26 @@ class GenerateReport:
     sampled_tokens: int
     sync_s: float  # seconds that the rollout waited for its weights
     device: str = ""  # model of the device, empty on CPU
+    # Weights versions of each sample's tokens: the oldest, and the mean over the tokens.
+    oldest_versions: list[int] = field(default_factory=list)
+    mean_versions: list[float] = field(default_factory=list)
+
+
+class EndedResponse(NamedTuple):
+    """A response that has ended, named by its sample."""
+
+    sample_id: int
+    sampling: Sampling
+    response_length: int  # tokens
+    has_eos: bool
+
+
+@dataclass(frozen=True)
+class SliceReport:
+    """What a slice did on a replica: the responses that ended, and how many have not."""
+
+    ended: list[EndedResponse]
+    unfinished: int
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,8 @@
 """The reward role: scores responses with a reward model, a classifier or rules."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from mindspeed_rlxf.cluster.group import Pending, RoleGroup, Sharded
@@ -71,15 +74,29 @@ class RewardGroup:
     def score(self, rollouts: RowsRef) -> Pending:
         """Submit the responses for scoring. Rows: Scores. Reports: ScoreReport per replica.
 
-        With functions beside a model, the scorers go first and the model adds its scores.
+        With functions beside a model, the scorers go first and the model adds its scores. The
+        reports' samples are in the order of `rollouts` after `Pending.in_order`.
         """
         if not self.streams:
-            return self.group.call(RewardRole.score, rollouts)
+            return self._call_model(RewardRole.score, rollouts)
         scored = self._score_by_functions(rollouts)
         if self.group is self.scorers:
             return scored
-        both = self.group.call(RewardRole.score_beside_rules, rollouts, scored.rows())
+        both = self._call_model(RewardRole.score_beside_rules, rollouts, scored.rows())
         return both.after(scored).require(self._check)
+
+    def _call_model(self, method: Callable[..., Any], *rows: RowsRef) -> Pending:
+        """Call the reward's own ranks; some rows are scored twice if the ranks do not divide them.
+
+        With `algorithm.filter_groups` any number of groups is scored at once.
+        """
+        count = rows[0].num_rows
+        missing = -count % self.group.layout.dp
+        if not missing:
+            return self.group.call(method, *rows)
+        padded = [*range(count), *(row % count for row in range(missing))]
+        pending = self.group.call(method, *(each.take(padded) for each in rows))
+        return pending.reorder(range(count))
 
     def score_by_rule(self, rollouts: RowsRef) -> Pending:
         """Submit scoring by rules or functions alone, even if the reward is a model.
@@ -92,9 +109,19 @@ class RewardGroup:
 
     def _score_by_functions(self, rollouts: RowsRef, validates: bool = False) -> Pending:
         assert self.scorers is not None
-        is_whole = rollouts.selection is None and len(rollouts.pieces) == self.scorers.layout.dp
-        pieces = Sharded([RowsRef((piece,)) for piece in rollouts.pieces]) if is_whole else rollouts
+        is_whole = (
+            len(rollouts.pieces) == self.scorers.layout.dp
+            and sum(piece.num_rows for piece in rollouts.pieces) == rollouts.num_rows
+            and len(set(rollouts.selection or ())) in (0, rollouts.num_rows)
+        )
+        if not is_whole:  # rows of a model's ranks, or some of several generations
+            scored = self.scorers.call(ScorerRole.score, rollouts, validates)
+            return scored.require(self._check)
+        # Each process scores the responses that it generated, for it has begun to.
+        pieces = Sharded([RowsRef((piece,)) for piece in rollouts.pieces])
         scored = self.scorers.call(ScorerRole.score, pieces, validates)
+        if rollouts.selection is not None:
+            scored.reorder(rollouts.selection)
         return scored.require(self._check)
 
     def _check(self, reports: list[ScoreReport]) -> None:

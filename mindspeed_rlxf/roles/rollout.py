@@ -4,7 +4,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from enum import Enum
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -19,27 +20,22 @@ from mindspeed_rlxf.config.schema import ActorConfig, RunConfig, ValidationConfi
 from mindspeed_rlxf.data.batch import Prompts, RoleOutput, Rollouts
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
 from mindspeed_rlxf.roles.actor import ActorGroup, ActorRole
+from mindspeed_rlxf.roles.drawn_samples import DrawnSample, DrawnSamples
 from mindspeed_rlxf.roles.engines import device_model, keep, let_stay
 from mindspeed_rlxf.roles.own_roles import role_factory
-from mindspeed_rlxf.roles.reports import GenerateReport
+from mindspeed_rlxf.roles.reports import EndedResponse, GenerateReport, SliceReport
 from mindspeed_rlxf.roles.scorer import ScorerRole
 from mindspeed_rlxf.roles.weights_probe import PROBE, ProbeReport, probe_rows
+from mindspeed_rlxf.rollout.ahead import SavedSample, read_ahead, write_ahead
 from mindspeed_rlxf.rollout.rollout_engine import (
     FinishReason,
     GenerationRequest,
     GenerationResult,
-    RolloutEngine,
+    GenerationStats,
+    StepwiseEngine,
     answer_from_table,
 )
-from mindspeed_rlxf.rollout.sampling import SamplingSettings, StopStrings
-
-
-class Sampling(Enum):
-    """Token selection: the actor's keys, greedy, or the validation keys."""
-
-    TRAINING = "training"
-    GREEDY = "greedy"
-    VALIDATION = "validation"
+from mindspeed_rlxf.rollout.sampling import Sampling, SamplingSettings, StopStrings
 
 
 class RolloutGroup:
@@ -56,6 +52,8 @@ class RolloutGroup:
         self._has_base = False  # whether the ranks have what the adapters belong to
         self.write_receipt: Callable[[dict[str, Any]], None] = lambda _: None
         self.moved = False  # whether the last update must have changed some weights
+        # (sample id, sampling) -> replica that generates it, until it is forgotten
+        self._replica_of: dict[tuple[int, Sampling], int] = {}
 
     def build(self, eos_token_ids: Sequence[int], scored: bool = False, logs: str = "") -> Pending:
         """Submit the role's construction, after the actor's and the scorers'.
@@ -149,6 +147,78 @@ class RolloutGroup:
         parts = Sharded(prompts.split(self.group.layout.dp))
         return self.group.call(RolloutRole.generate, parts, seed, sampling)
 
+    def add(self, prompts: Prompts, seed: int, sampling: Sampling = Sampling.TRAINING) -> Pending:
+        """Submit prompts to the replicas' queues. No rows, no report."""
+        rows_of: list[list[int]] = [[] for _ in range(self.group.layout.dp)]
+        for row, replica in enumerate(self._choose_replicas(prompts)):
+            rows_of[replica].append(row)
+            self._replica_of[prompts.sample_ids[row], sampling] = replica
+        parts = Sharded([prompts.select(rows) for rows in rows_of])
+        return self.group.call(RolloutRole.add, parts, seed, sampling)
+
+    def _choose_replicas(self, prompts: Prompts) -> list[int]:
+        """Return the replica of each row.
+
+        With `rollout.max_staleness` the sample id alone decides, so that a resumed run, which adds
+        several batches at once, generates each sample where the run before it did. Otherwise the
+        replicas get consecutive rows, equally many, or whole prompts where that is impossible.
+        """
+        dp, size = self.group.layout.dp, self.run.actor_rollout.n_samples_per_prompt
+        prompt_of = [sample_id // size for sample_id in prompts.sample_ids]
+        if self.run.rollout.max_staleness > 0:
+            return [prompt % dp for prompt in prompt_of]
+        count = prompts.num_rows
+        if count % dp == 0:
+            return [row * dp // count for row in range(count)]
+        distinct = list(dict.fromkeys(prompt_of))
+        return [distinct.index(prompt) * dp // len(distinct) for prompt in prompt_of]
+
+    def advance(self, steps: int | None) -> Pending:
+        """Submit a slice of `steps` decode steps; None = until nothing is left.
+
+        Reports: SliceReport per replica.
+        """
+        return self.group.call(RolloutRole.advance, steps)
+
+    def take(self, sample_ids: Sequence[int], sampling: Sampling = Sampling.TRAINING) -> Pending:
+        """Ask for ended samples. Rows: Rollouts, in this order. Reports: GenerateReport.
+
+        The reports have the samples of each replica in this order (`Pending.in_order`). The
+        replicas keep the samples until `forget`.
+        """
+        rows_of: list[list[int]] = [[] for _ in range(self.group.layout.dp)]
+        for row, sample_id in enumerate(sample_ids):
+            rows_of[self._replica_of[sample_id, sampling]].append(row)
+        parts = [[sample_ids[row] for row in rows] for rows in rows_of]
+        pending = self.group.call(RolloutRole.take, Sharded(parts), sampling)
+        joined = [row for rows in rows_of for row in rows]
+        if joined == sorted(joined):
+            return pending
+        return pending.reorder(sorted(range(len(joined)), key=joined.__getitem__))
+
+    def withdraw(self) -> Pending:
+        """Ask the engines to drop what is unfinished; it goes on in the next slice."""
+        return self.group.call(RolloutRole.withdraw)
+
+    def forget(self, sample_ids: Sequence[int]) -> Pending:
+        """Have the replicas forget ended samples, their greedy responses and their scores."""
+        for sample_id in sample_ids:
+            for sampling in Sampling:
+                self._replica_of.pop((sample_id, sampling), None)
+        return self.group.call(RolloutRole.forget, list(sample_ids))
+
+    def save_ahead(self, folder: Path) -> Pending:
+        """Have each replica write what it knows; comes after `forget`.
+
+        Reports: manifest entries, with paths relative to `folder`.
+        """
+        replicas = Sharded(list(range(self.group.layout.dp)))
+        return self.group.call(RolloutRole.save_ahead, folder, replicas)
+
+    def load_ahead(self, folder: Path) -> Pending:
+        """Have all ranks read what `save_ahead` wrote in any layout, for samples added later."""
+        return self.group.call(RolloutRole.load_ahead, folder)
+
 
 class RolloutRole:
     """One rank in a rollout replica, in the actor's process or its own."""
@@ -186,7 +256,11 @@ class RolloutRole:
         self.scorer = scorer
         if scorer is not None:
             scorer.is_leader = self.replica.is_leader
-        self.sync_s = 0.0  # seconds of waiting for weights since the last report
+        self.samples = DrawnSamples()
+        self._has_fixed = policy.fixed_responses is not None
+        # Since the last report: counts of slices, and seconds of waiting for weights.
+        self._stats = GenerationStats()
+        self.sync_s = 0.0
 
     def update_weights(self, version: int, with_base: bool) -> RoleOutput:
         """Give the engine the actor's weights after `version` updates.
@@ -195,6 +269,7 @@ class RolloutRole:
         `ActorRole.send_weights`. The next report includes the time as `sync_s`. Report: receipts of
         servers.
         """
+        assert self.samples.are_withdrawn, "`withdraw` comes before new weights"
         started = time.monotonic()
         keep(self)
         if self._is_awake and self._is_colocated:
@@ -216,7 +291,7 @@ class RolloutRole:
         return RoleOutput(report=log_probs)
 
     @contextmanager
-    def _awake(self) -> Iterator[RolloutEngine]:
+    def _awake(self) -> Iterator[StepwiseEngine]:
         """Yield the engine, awake. After the block it sleeps when training needs the device."""
         keep(self)
         engine = self.replica.engine
@@ -232,7 +307,11 @@ class RolloutRole:
             let_stay(self)
 
     def leave_device(self) -> None:
-        """Put the engine to sleep, for others in this process that need the device."""
+        """Put the engine to sleep, for others in this process that need the device.
+
+        Unfinished responses leave it, as their cache is on the device.
+        """
+        self._withdraw()
         self._is_awake = False
         self.replica.engine.sleep()
 
@@ -255,11 +334,18 @@ class RolloutRole:
                 results = engine.generate(requests)
             if self.scorer is not None:
                 results = self.scorer.follow(prompts, results)
-            rows = gather_rollouts(prompts, list(results))
+            output = self._make_output(prompts, list(results), engine.stats())
+        return output
+
+    def _make_output(
+        self, prompts: Prompts, results: Sequence[GenerationResult], stats: GenerationStats
+    ) -> RoleOutput:
+        """Return rows and report of these responses, on leaders; `place` is the prompt's row."""
         sync_s, self.sync_s = self.sync_s, 0.0
         if not self.replica.is_leader:
             return RoleOutput()
-        stats = engine.stats()
+        rows = gather_rollouts(prompts, results)
+        ordered = sorted(results, key=lambda result: result.place)
         report = GenerateReport(
             prompt_lengths=rows.prompt_lengths.tolist(),
             response_lengths=rows.response_lengths.tolist(),
@@ -269,8 +355,138 @@ class RolloutRole:
             sampled_tokens=stats.sampled_tokens,
             sync_s=sync_s,
             device=device_model(),
+            oldest_versions=[min(result.token_versions) for result in ordered],
+            mean_versions=[fmean(result.token_versions) for result in ordered],
         )
         return RoleOutput(rows, report)
+
+    def add(
+        self, prompts: Prompts, seed: int, sampling: Sampling = Sampling.TRAINING
+    ) -> RoleOutput:
+        """Append samples to the queue; no rows, no report.
+
+        Of those that `load_ahead` has read only the rest is generated.
+        """
+        self.samples.add(prompts, sampling, self.settings[sampling], seed)
+        return RoleOutput()
+
+    def advance(self, steps: int | None) -> RoleOutput:
+        """Generate for at most `steps` decode steps, or until nothing is left (None).
+
+        Fixed responses end at once. A scorer starts to score responses as they end. Report:
+        SliceReport, on leaders; samples that `load_ahead` found ended are in the first one after
+        they were added.
+        """
+        ended = self.samples.pop_ended_before()
+        for sample in ended:
+            self._start_scoring(sample)
+        with self._awake() as engine:
+            entering = self._answer_fixed(engine, self.samples.enter_engine(), ended)
+            engine.add([sample.request for sample in entering])
+            for result in engine.advance(steps):
+                ended.append(self.samples.end(result))
+                self._start_scoring(ended[-1])
+            self._stats += engine.stats()
+        if not self.replica.is_leader:
+            return RoleOutput()
+        ended.sort(key=lambda sample: sample.order)
+        return RoleOutput(
+            report=SliceReport(list(map(_name_ended, ended)), self.samples.num_unfinished)
+        )
+
+    def _answer_fixed(
+        self, engine: StepwiseEngine, samples: list[DrawnSample], ended: list[DrawnSample]
+    ) -> list[DrawnSample]:
+        """Score the fixed responses and append their samples to `ended`; return the others."""
+        if not self._has_fixed:
+            return samples
+        # All ranks that share experts score then, some perhaps nothing.
+        fixed = [sample for sample in samples if sample.fixed_response]
+        given = {sample.request.sample_id: sample.fixed_response for sample in fixed}
+        for result in answer_from_table(engine, given, [sample.request for sample in fixed]):
+            ended.append(self.samples.end(result))
+            self._start_scoring(ended[-1])
+        self._stats += engine.stats()
+        return [sample for sample in samples if not sample.fixed_response]
+
+    def _start_scoring(self, sample: DrawnSample) -> None:
+        if self.scorer is not None:
+            assert sample.result is not None
+            self.scorer.start(sample.prompt, sample.result)
+
+    def take(self, sample_ids: Sequence[int], sampling: Sampling = Sampling.TRAINING) -> RoleOutput:
+        """Return ended samples: rows in this order, and a report with all counts since the last.
+
+        Both only on leaders. The samples stay known until `forget`.
+        """
+        prompts = Prompts([], [], [], [], [])
+        results: list[GenerationResult] = []
+        for sample_id in sample_ids:
+            result = self.samples[sample_id, sampling].result
+            assert result is not None, f"the response of sample {sample_id} has not ended"
+            results.append(replace(result, place=len(results)))
+        if sample_ids:
+            prompts = Prompts.concat([self.samples[i, sampling].prompt for i in sample_ids])
+        stats, self._stats = self._stats, GenerationStats()
+        return self._make_output(prompts, results, stats)
+
+    def withdraw(self) -> RoleOutput:
+        """Take unfinished responses back from the engine, which drops all that it computed.
+
+        The next `advance` gives them to it again, in the order of the stream.
+        """
+        self._withdraw()
+        return RoleOutput()
+
+    def _withdraw(self) -> None:
+        self.samples.leave_engine(self.replica.engine.withdraw())
+
+    def forget(self, sample_ids: Sequence[int]) -> RoleOutput:
+        """Forget ended samples, their greedy responses and their scores."""
+        self.samples.forget(sample_ids)
+        if self.scorer is not None:
+            self.scorer.forget(sample_ids)
+        return RoleOutput()
+
+    def save_ahead(self, folder: Path, replica: int) -> RoleOutput:
+        """Write all known samples that have tokens to `folder`; only leaders do.
+
+        Unfinished responses leave the engine first, as `withdraw` says. Report: the files' manifest
+        entries, with paths relative to `folder`.
+        """
+        self._withdraw()
+        if not self.replica.is_leader:
+            return RoleOutput()
+        saved = []
+        for sample in self.samples.known:
+            response = sample.saved_response
+            if response is None:
+                continue
+            outcomes = None
+            if self.scorer is not None and sample.result is not None:
+                sample_id, tokens = sample.request.sample_id, sample.result.tokens
+                outcomes = self.scorer.save_outcomes(sample_id, tokens)
+            saved.append(SavedSample(*sample.key, response, outcomes))
+        return RoleOutput(report=write_ahead(folder, replica, saved))
+
+    def load_ahead(self, folder: Path) -> RoleOutput:
+        """Read the samples of all replicas, in whatever layout they were written.
+
+        Those that are added later have what was sampled of their responses, and their scores.
+        """
+        for saved in read_ahead(folder):
+            self.samples.saved[saved.sample_id, saved.sampling] = saved.response
+            if self.scorer is not None and saved.outcomes is not None:
+                response = saved.response.begun.tokens
+                self.scorer.restore_outcomes(saved.sample_id, response, saved.outcomes)
+        return RoleOutput()
+
+
+def _name_ended(sample: DrawnSample) -> EndedResponse:
+    result = sample.result
+    assert result is not None
+    has_eos = result.finish_reason is FinishReason.STOP
+    return EndedResponse(sample.request.sample_id, sample.sampling, len(result.tokens), has_eos)
 
 
 def sampling_settings(
@@ -326,7 +542,7 @@ def gather_rollouts(prompts: Prompts, results: Iterable[GenerationResult]) -> Ro
     ordered = [by_place[place] for place in range(prompts.num_rows)]
     mask = _pad([torch.ones(len(result.tokens)) for result in ordered], torch.bool)
     stopped = [result.finish_reason is FinishReason.STOP for result in ordered]
-    versions = [torch.full((len(r.tokens),), r.weights_version) for r in ordered]
+    versions = [torch.tensor(result.token_versions) for result in ordered]
     return Rollouts(
         sample_ids=prompts.sample_ids,
         prompt_ids=_pad([torch.from_numpy(ids) for ids in prompts.token_ids]),

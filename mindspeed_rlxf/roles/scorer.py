@@ -1,6 +1,7 @@
 """The scorer role: scores responses as they finish, in the process that generates them."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -11,7 +12,14 @@ from mindspeed_rlxf.data.decoding import RewardTexts
 from mindspeed_rlxf.data.prompt_store import reward_style
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
 from mindspeed_rlxf.rewards.outcome import Outcome, Sample
-from mindspeed_rlxf.rewards.plans import Scoring, StreamingRewards, join_scoring, scores_row
+from mindspeed_rlxf.rewards.plans import (
+    Scoring,
+    StreamingRewards,
+    join_scoring,
+    restore_scoring,
+    save_scoring,
+    scores_row,
+)
 from mindspeed_rlxf.rewards.verifiers import find_answers
 from mindspeed_rlxf.roles.reports import FailedSample, ScoreReport
 from mindspeed_rlxf.rollout.rollout_engine import FinishReason, GenerationResult
@@ -22,8 +30,8 @@ MAX_TEXT = 2000  # characters of a string of a sample without a score
 class ScorerRole:
     """Scores responses by functions and rules, in child processes.
 
-    `follow` starts scoring each finished response, and `score` waits for the results; it starts
-    rows that `follow` has not seen.
+    `start` and `follow` start scoring finished responses, and `score` waits for the results; it
+    starts rows that neither has seen.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -32,7 +40,40 @@ class ScorerRole:
         self.texts = RewardTexts(tokenizer, config.actor_rollout.stop_strings)
         self.rewards = StreamingRewards(config.reward)
         self.is_leader = True  # whether this rank scores for its replica; set by RolloutRole
-        self._started: list[dict[tuple[int, ...], Scoring]] = []  # one for each call of `follow`
+        self._followed: list[dict[tuple[int, ...], Scoring]] = []  # one for each call of `follow`
+        # Sample id -> response -> its scoring, until `forget`.
+        self._started: dict[int, dict[tuple[int, ...], Scoring]] = {}
+
+    def start(self, prompt: Prompts, result: GenerationResult) -> None:
+        """Start scoring a training response; its scoring is kept until `forget`.
+
+        Does nothing beside leaders, for rows of a model alone, and if it was started before.
+
+        Args:
+            prompt: The sample's row.
+            result: Its response.
+        """
+        scorings = self._started.setdefault(prompt.sample_ids[0], {})
+        response = tuple(result.tokens)
+        if response not in scorings and self._scores(prompt, 0):
+            scorings[response] = self._submit_result(prompt, 0, result)
+
+    def save_outcomes(self, sample_id: int, response: Sequence[int]) -> list[Any] | None:
+        """Return the outcomes of a scoring that was started (JSON); None if it has not ended."""
+        scoring = self._started.get(sample_id, {}).get(tuple(response))
+        return None if scoring is None else save_scoring(scoring)
+
+    def restore_outcomes(
+        self, sample_id: int, response: Sequence[int], saved: Sequence[Any]
+    ) -> None:
+        """Keep outcomes of an earlier run, as if `start` had been called, until `forget`."""
+        scorings = self._started.setdefault(sample_id, {})
+        scorings[tuple(response)] = restore_scoring(saved)
+
+    def forget(self, sample_ids: Sequence[int]) -> None:
+        """Forget what `start` has kept of these samples; unknown ids are ignored."""
+        for sample_id in sample_ids:
+            self._started.pop(sample_id, None)
 
     def follow(
         self, prompts: Prompts, results: Iterable[GenerationResult]
@@ -43,15 +84,36 @@ class ScorerRole:
         skipped.
         """
         begun: dict[tuple[int, ...], Scoring] = {}
-        self._started = [*self._started, begun][-2:]
+        self._followed = [*self._followed, begun][-2:]
         for result in results:
-            place = result.place
-            if self.is_leader and scores_row(self.reward, prompts.extra_infos[place]):
-                key = prompts.sample_ids[place], *result.tokens
-                prompt = prompts.token_ids[place].tolist()
-                text = self.texts.response(result.tokens, result.finish_reason is FinishReason.STOP)
-                begun[key] = self._submit(prompts, place, prompt, text)
+            if self._scores(prompts, result.place):
+                key = prompts.sample_ids[result.place], *result.tokens
+                begun[key] = self._submit_result(prompts, result.place, result)
             yield result
+
+    def _scores(self, prompts: Prompts, row: int) -> bool:
+        return self.is_leader and scores_row(self.reward, prompts.extra_infos[row])
+
+    def _submit_result(self, prompts: Prompts, row: int, result: GenerationResult) -> Scoring:
+        has_ended = result.finish_reason is FinishReason.STOP
+        text = self.texts.response(result.tokens, has_ended)
+        return self._submit(prompts, row, prompts.token_ids[row].tolist(), text)
+
+    def _find_scoring(
+        self, sample_id: int, response: Sequence[int], validates: bool
+    ) -> Scoring | None:
+        """Return what `start` has started, or what `follow` has, which is read once.
+
+        Sample ids of validation are also those of training, which `start` has.
+        """
+        started = self._started.get(sample_id, {}).get(tuple(response))
+        if started is not None and not validates:
+            return started
+        key = sample_id, *response
+        for begun in reversed(self._followed):
+            if key in begun:
+                return begun.pop(key)
+        return None
 
     def score(self, rollouts: Rollouts, validates: bool = False) -> RoleOutput:
         """Wait for each row's score; `reward.failed_score` if scoring failed, 0 for a model's rows.
@@ -68,13 +130,13 @@ class ScorerRole:
         texts = list(map(self.texts.response, responses, rollouts.has_eos.tolist()))
         scorings: list[Scoring] = []
         for row, sample_id in enumerate(rollouts.sample_ids):
-            key = sample_id, *responses[row]
             if not (validates or scores_row(self.reward, rollouts.extra_infos[row])):
                 scorings.append([])
-            elif begun := next((each for each in reversed(self._started) if key in each), None):
-                scorings.append(begun.pop(key))
-            else:
-                scorings.append(self._submit(rollouts, row, prompts[row], texts[row]))
+                continue
+            scoring = self._find_scoring(sample_id, responses[row], validates)
+            if scoring is None:
+                scoring = self._submit(rollouts, row, prompts[row], texts[row])
+            scorings.append(scoring)
         by_model = self.reward.kind is not RewardKind.RULE and not validates
         outcomes = [
             join_scoring(scoring, by_model and reward_style(extra_info) != "rule")

@@ -1,7 +1,8 @@
-"""One `generate` call in the native engine: schedule the samples and run the model.
+"""Generation in the native engine: schedule the samples and run the model.
 
 A sample waits in a queue, then is a batch row until its response ends. Rows that end leave the
-batch, and waiting samples take their slots (continuous batching). The host launches several decode
+batch, and waiting samples take their slots (continuous batching). A generation may stop after any
+decode step and go on later, with more samples. The host launches several decode
 steps before it reads the drawn tokens. It decides which samples enter, end or go back to the queue
 from numbers that are equal on all replica ranks.
 """
@@ -9,6 +10,7 @@ from numbers that are equal on all replica ranks.
 import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -24,7 +26,7 @@ from mindspeed_rlxf.rollout.kv_cache import CacheShape, DecodeStep, KvCache, Pre
 from mindspeed_rlxf.rollout.rollout_engine import GenerationRequest, GenerationStats
 from mindspeed_rlxf.rollout.rounds import Rounds
 from mindspeed_rlxf.rollout.rows import GrowingSample, RowGroup, RowStates
-from mindspeed_rlxf.rollout.sampling import check_log_probs
+from mindspeed_rlxf.rollout.sampling import check_log_probs, draw_tokens
 
 REFILLED = 8  # while others decode, samples enter once they would be 1 in REFILLED of the rows
 
@@ -40,10 +42,31 @@ def cache_shape(model: TransformerModel) -> CacheShape:
     )
 
 
-class Generation:
-    """One `generate` call's samples and batch; batch row i has KV cache slot i.
+@dataclass(frozen=True)
+class Limits:
+    """Sizes of a generation.
+
+    Attention on CPU differs in bits between cache capacities, so what is sampled depends on them.
 
     Attributes:
+        prompt: Most tokens of a prompt.
+        response: Most tokens of a response.
+        rows: Most rows in the batch.
+        tokens: Most tokens in the KV cache, counted as rows times the longest row; None = no limit.
+    """
+
+    prompt: int
+    response: int
+    rows: int
+    tokens: int | None
+
+
+class Generation:
+    """The unfinished samples and their batch; batch row i has KV cache slot i.
+
+    Attributes:
+        weights_version: Of the weights, which must not change.
+        stats: Each pass adds to its counts; those of the last `advance`.
         waiting: Samples outside the batch; the first one enters next.
         active: Samples in the batch, by row.
     """
@@ -51,60 +74,82 @@ class Generation:
     def __init__(
         self,
         model: TransformerModel,
-        requests: Sequence[GenerationRequest],
-        stats: GenerationStats,
+        weights_version: int,
         rounds: Rounds,
-        max_rows: int,
-        max_tokens: int | None,
+        limits: Limits,
         steps: int,
     ) -> None:
-        """Put all requests into the queue and allocate an empty KV cache.
+        """Allocate an empty KV cache.
 
         Args:
             model: Module with all layers, in evaluation mode.
-            requests: One for each sample.
-            stats: Each pass adds to its counts.
+            weights_version: Of the model's weights.
             rounds: Announces each pass to the ranks that share experts.
-            max_rows: Most rows in the batch.
-            max_tokens: Most tokens in the KV cache, counted as rows times the longest row; None =
-                no limit.
+            limits: Sizes; no request may be longer.
             steps: Decode steps launched before the host reads the drawn tokens.
         """
-        self.model, self.stats, self.rounds = model, stats, rounds
-        self.max_rows, self.max_tokens, self.steps = max_rows, max_tokens, steps
-        self.waiting = deque(map(GrowingSample, requests))
+        self.model, self.weights_version, self.rounds = model, weights_version, rounds
+        self.max_rows, self.max_tokens, self.steps = limits.rows, limits.tokens, steps
+        self.stats = GenerationStats()
+        self.waiting: deque[GrowingSample] = deque()
         self.active: list[GrowingSample] = []
         self.where = next(model.parameters()).device
-        width = max(request.settings.max_new_tokens for request in requests)
+        self._num_added = 0
         # the most tokens that a row can have
-        self._max_length = max(len(request.prompt) for request in requests) + width
+        self._max_length = limits.prompt + limits.response
         self._decoder = Decoder(model, self._max_length)
         self.cache = KvCache(cache_shape(model), self._max_length, self.where)
-        self.states = RowStates(max_rows, width, self.where)
+        self.states = RowStates(limits.rows, limits.response, self.where)
         self._groups: list[RowGroup] | None = None  # the rows by settings; None = to be made
         self._counts = np.zeros(0, np.int64)  # response tokens of each row, when last read
         self._prompts = np.zeros(0, np.int64)  # prompt tokens of each row
         # prompt -> hidden state of its last token [hidden], while samples wait that have it
         self._prompt_states: dict[bytes, Tensor] = {}
 
-    def advance(self) -> list[GrowingSample]:
-        """Run steps until at least one sample ends; remove and return those that ended, by slot.
+    @property
+    def is_empty(self) -> bool:
+        """Whether no sample is unfinished."""
+        return not self.waiting and not self.active
 
-        A step is a prefill if the batch is empty, or enough waiting samples fit: all, or 1 in
-        REFILLED rows in the resulting batch. Otherwise it is a decode. Call it only while samples
-        wait or run.
+    def add(self, requests: Sequence[GenerationRequest]) -> None:
+        """Append samples to the queue, each with the part of its response that has begun."""
+        for request in requests:
+            self.waiting.append(GrowingSample(request, self._num_added))
+            self._num_added += 1
+
+    def advance(self, steps: int | None, stats: GenerationStats) -> tuple[list[GrowingSample], int]:
+        """Prefill and decode until a sample ends, or for `steps` decode steps (None = no limit).
+
+        It prefills if the batch is empty, or enough waiting samples fit: all, or 1 in REFILLED rows
+        in the resulting batch. Otherwise it decodes. Call it only while samples wait or run. Adds
+        to the counts `stats`.
+
+        Returns:
+            The samples that ended, removed from the batch, by slot, and the number of decode steps.
         """
+        self.stats = stats
         finished: list[GrowingSample] = []
-        while not finished:
+        num_steps = 0
+        while not finished and num_steps != steps:
             entering, rows = self._count_admissible(), len(self.active)
             enough = min(len(self.waiting), (rows + entering) // REFILLED)
             refills = not rows or (entering > 0 and entering >= enough)
             if refills:
-                self._admit()
+                for pack in self._admit():
+                    self._prefill(pack)
+                self._drop_unused_states()
             else:
-                self._decode()
+                num_steps += self._decode(None if steps is None else steps - num_steps)
             finished = self._remove_ended(decoded=not refills)
-        return finished
+        return finished, num_steps
+
+    def withdraw(self) -> list[GenerationRequest]:
+        """Remove all samples; return the requests for their rest, in the order of `add`."""
+        if self.active:
+            self.waiting += self._remove_rows(list(range(len(self.active))))
+        samples = sorted(self.waiting, key=lambda sample: sample.number)
+        self.waiting.clear()
+        return [sample.make_request(self.weights_version) for sample in samples]
 
     # Rows that enter
 
@@ -116,11 +161,11 @@ class Generation:
                 return rows - 1 - len(self.active)
         return rows - len(self.active)
 
-    def _admit(self) -> None:
-        """Move the first waiting samples into the batch, all that fit, at least one; prefill them.
+    def _admit(self) -> Iterator[dict[int, int]]:
+        """Move the first waiting samples into the batch, all that fit, at least one.
 
-        The prefill also draws each sample's next token. Afterwards drops the states for prompts
-        that no waiting sample has.
+        Returns:
+            The packs to prefill (`_make_packs`). The prefill also draws each sample's next token.
         """
         first, rows = len(self.active), max(self._count_admissible(), 1)
         entering = [self.waiting.popleft() for _ in range(rows)]
@@ -131,8 +176,10 @@ class Generation:
         self.cache.fit(len(self.active), self._longest_row(self.steps))
         self.states.set_up(first, entering)
         donors = {row.key: slot for slot, row in enumerate(kept) if row.key in self._prompt_states}
-        for pack in self._make_packs(first, donors):
-            self._prefill(pack)
+        return self._make_packs(first, donors)
+
+    def _drop_unused_states(self) -> None:
+        """Drop the states for prompts that no waiting sample has."""
         still = {row.key for row in self.waiting}
         self._prompt_states = {
             key: state for key, state in self._prompt_states.items() if key in still
@@ -215,15 +262,17 @@ class Generation:
 
     # Rows that decode
 
-    def _decode(self) -> None:
+    def _decode(self, most: int | None) -> int:
         """Launch up to `steps` decode steps for all rows, without reading the drawn tokens.
 
-        Fewer if no row may have as many more tokens. First moves rows back to the queue if the
-        cache cannot hold these steps, and resizes it. Announces each step to the ranks that share
-        experts.
+        Fewer if no row may have as many more tokens, and at most `most`. First moves rows back to
+        the queue if the cache cannot hold these steps, and resizes it. Announces each step to the
+        ranks that share experts. Returns the number of steps.
         """
         left = [row.settings.max_new_tokens for row in self.active] - self._counts
         steps = min(self.steps, int(left.max()))
+        if most is not None:
+            steps = min(steps, most)
         self._preempt(steps)
         rows = len(self.active)
         self.cache.fit(rows, self._longest_row(steps))
@@ -235,12 +284,19 @@ class Generation:
             self.rounds.announce(rows)
             hidden = self._decoder(self.states.last[:rows], position, attend)
             self._draw_next(hidden, slice(0, rows), self._groups)
+        return steps
 
     def _draw_next(self, hidden: Tensor, slots: slice, groups: Sequence[RowGroup]) -> None:
         model = self.model
         weight, vocab, group = model.output_weight, model.architecture.vocab_size, model.tp_group
         logits = full_logits(hidden, weight, vocab, group, linear)
-        tokens, log_probs = self.states.draw(logits, slots, groups)
+        uniforms, count = self.states.next_uniforms(slots)
+        tokens, log_probs = torch.zeros_like(count), torch.zeros_like(uniforms)
+        for row_group in groups:
+            at = row_group.rows
+            tokens[at], log_probs[at] = draw_tokens(
+                logits[at], uniforms[at], count[at], row_group.settings, row_group.ends
+            )
         broadcast_from_first(tokens, group)
         self.states.append(tokens, log_probs, slots, groups)
 

@@ -13,11 +13,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_rlxf import device
-from mindspeed_rlxf.config.generation_memory import PREFILL_TOKENS, kv_cache_rows, kv_cache_tokens
+from mindspeed_rlxf.config.generation_memory import (
+    PREFILL_TOKENS,
+    Capacities,
+    kv_cache_rows,
+    kv_cache_tokens,
+)
 from mindspeed_rlxf.models.attention import PackedSequences
 from mindspeed_rlxf.models.heads import token_log_probs
 from mindspeed_rlxf.models.transformer import TransformerModel
-from mindspeed_rlxf.rollout.generation import Generation, broadcast_from_first, cache_shape
+from mindspeed_rlxf.rollout.generation import (
+    Generation,
+    Limits,
+    broadcast_from_first,
+    cache_shape,
+)
 from mindspeed_rlxf.rollout.rollout_engine import (
     GenerationRequest,
     GenerationResult,
@@ -35,6 +45,7 @@ class NativeRollout:
         max_rows: int | None = None,
         memory: int | None = None,
         steps: int | None = None,
+        capacities: Capacities | None = None,
     ) -> None:
         """Make a sleeping engine without weights.
 
@@ -44,10 +55,15 @@ class NativeRollout:
             memory: Device memory for planning the KV cache, in bytes; None = all.
             steps: Decode steps between two reads; a row that ends in between is still computed.
                 None = 1 on CPU, where reading costs nothing, else 8.
+            capacities: Sizes of every generation; requests may then be added while others are
+                unfinished. None = those of the requests at hand.
         """
         self.source, self.max_rows, self.memory = source, max_rows, memory
+        self.capacities = capacities
         self.model: TransformerModel = source.module
         self._stats = GenerationStats()
+        self._generation: Generation | None = None  # None = nothing has begun
+        self._added: list[GenerationRequest] = []  # not given to the generation yet
         self._version: int | None = None  # None = no weights, or only some were replaced
         self._awake = False
         self._device = next(source.module.parameters()).device
@@ -87,42 +103,81 @@ class NativeRollout:
             yield
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
-        """Generate as `RolloutEngine.generate` says; settings may differ between requests.
+        """Generate as `RolloutEngine.generate` says; settings may differ between requests."""
+        assert not self._added and self._generation is None, "other requests are unfinished"
+        self.add(requests)
+        try:
+            yield from self.advance(None)
+        finally:  # of an iterator that was closed early, or failed
+            self._added, self._generation = [], None
+
+    def add(self, requests: Sequence[GenerationRequest]) -> None:
+        """Append requests to the queue, as `StepwiseEngine.add` says."""
+        is_fixed = self.capacities is not None or self._generation is None
+        assert is_fixed, "requests are added to unfinished ones only with `capacities`"
+        self._added += requests
+
+    def advance(self, steps: int | None) -> Iterator[GenerationResult]:
+        """Generate as `StepwiseEngine.advance` says.
 
         After the last result, or when the iterator is closed after the first, computes this rank's
-        experts for other ranks until all have finished.
+        experts for other ranks until all have finished. A generation ends with its last sample: the
+        next one has an empty cache, so that nothing depends on how long the engine has run.
         """
         self.model.eval()
-        self._stats, version, rounds = GenerationStats(), self.weights_version, self.source.rounds
-        rounds.begin()
-        generation = None
-        if requests:
+        self._stats = GenerationStats()
+        version = self.weights_version
+        self.source.rounds.begin()
+        if self._added:
             with self._computing():
-                rows, tokens = self._choose_limits(requests)
-                generation = Generation(
-                    self.model, requests, self._stats, rounds, rows, tokens, self.steps
-                )
+                self._begin_added()
+        num_steps = 0
         try:
-            while generation and (generation.waiting or generation.active):
+            while self._generation is not None and num_steps != steps:
+                has_same_weights = self._generation.weights_version == self.weights_version
+                assert has_same_weights, "weights changed during a generation"
                 with self._computing():
-                    assert self.weights_version == version, "weights changed during a generation"
-                    finished = generation.advance()
-                for sequence in finished:
-                    yield sequence.make_result(version)
+                    left = None if steps is None else steps - num_steps
+                    finished, num_decoded = self._generation.advance(left, self._stats)
+                num_steps += num_decoded
+                if self._generation.is_empty:
+                    self._generation = None
+                for sample in finished:
+                    yield sample.make_result(version)
         except GeneratorExit:  # the caller wants no more, but other ranks need this one's experts
             if self._awake:
                 self._serve_other_ranks()
             raise
         self._serve_other_ranks()
 
+    def _begin_added(self) -> None:
+        """Give the added requests to the generation, or to a new one."""
+        if self._generation is None:
+            limits = self._choose_limits(self._added)
+            self._generation = Generation(
+                self.model, self.weights_version, self.source.rounds, limits, self.steps
+            )
+        self._generation.add(self._added)
+        self._added = []
+
+    def withdraw(self) -> list[GenerationRequest]:
+        """Return the unfinished requests and drop the cache, as `StepwiseEngine.withdraw` says."""
+        begun = self._generation.withdraw() if self._generation is not None else []
+        requests = begun + self._added
+        self._added, self._generation = [], None
+        return requests
+
     def _serve_other_ranks(self) -> None:
         with self._computing():
             self._stats.idle_passes = self.source.rounds.finish()
 
-    def _choose_limits(self, requests: Sequence[GenerationRequest]) -> tuple[int, int | None]:
-        """Return the most rows and cache tokens; a collective over the replica's ranks."""
-        prompt = max(len(request.prompt) for request in requests)
-        response = max(request.settings.max_new_tokens for request in requests)
+    def _choose_limits(self, requests: Sequence[GenerationRequest]) -> Limits:
+        """Return the generation's sizes; a collective over the replica's ranks."""
+        sizes = self.capacities or Capacities(
+            prompt=max(len(request.prompt) for request in requests),
+            response=max(request.settings.max_new_tokens for request in requests),
+            samples=len(requests),
+        )
         memory = None
         if not self.max_rows:
             # From the total memory, not the free memory, so that a repeated run has the same rows.
@@ -131,11 +186,11 @@ class NativeRollout:
             )
         token = cache_shape(self.model).token_bytes
         tokens = kv_cache_tokens(token, memory)
-        rows = kv_cache_rows(self.max_rows, len(requests), prompt, response, tokens)
+        rows = kv_cache_rows(self.max_rows, sizes.samples, sizes.prompt, sizes.response, tokens)
         agreed = torch.tensor([rows, tokens or 0], device=self._device)
         broadcast_from_first(agreed, self.model.tp_group)
         rows, tokens = agreed.tolist()
-        return rows, tokens or None
+        return Limits(sizes.prompt, sizes.response, rows, tokens or None)
 
     def score(
         self,

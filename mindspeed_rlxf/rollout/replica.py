@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_rlxf import device
+from mindspeed_rlxf.config.generation_memory import Capacities
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.device import worlds
 from mindspeed_rlxf.engine import offload
@@ -18,7 +19,15 @@ from mindspeed_rlxf.engine.train_engine import TrainEngine
 from mindspeed_rlxf.models.adapter_parameters import adapter_shapes
 from mindspeed_rlxf.models.parameters import Head, hf_shapes
 from mindspeed_rlxf.rollout import transfer
-from mindspeed_rlxf.rollout.rollout_engine import ENGINES, NATIVE, TRANSFORMERS, VLLM, RolloutEngine
+from mindspeed_rlxf.rollout.rollout_engine import (
+    ENGINES,
+    NATIVE,
+    TRANSFORMERS,
+    VLLM,
+    RolloutEngine,
+    StepwiseEngine,
+)
+from mindspeed_rlxf.rollout.whole_responses import WholeResponses
 
 Stream: TypeAlias = Callable[[bool], Iterable[tuple[str, Tensor]]]
 """(whether with the base of the adapters) -> tensors with their Hugging Face names."""
@@ -29,7 +38,7 @@ class Replica:
     """This rank's part in a rollout replica.
 
     Attributes:
-        engine: The rollout engine.
+        engine: The rollout engine; one that only generates whole responses in an adapter.
         take_weights: Gives the engine the actor's weights; its arguments are their number of
             updates, and whether they come with the base of the adapters, which else is there
             already. If other ranks train, this is a collective with them.
@@ -39,7 +48,7 @@ class Replica:
         take_receipts: Returns the receipts of syncs since the last call; [] for engines in process.
     """
 
-    engine: RolloutEngine
+    engine: StepwiseEngine
     take_weights: Callable[[int, bool], None]
     is_leader: bool
     make_room: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -87,7 +96,7 @@ def build_replica(config: RunConfig, trained: TrainEngine | None, folder: str = 
         else:
             engine = ENGINES[name](config, trained)
         return Replica(
-            engine,
+            in_slices(engine),
             lambda version, base: engine.update_weights(sent_tensors(trained, base), version),
             leads,
             offload.holding,
@@ -114,10 +123,34 @@ def build_replica(config: RunConfig, trained: TrainEngine | None, folder: str = 
         stream = partial(_receive, config, dtype, group)
     memory_gib = config.device.memory_gib
     memory = int(memory_gib * 2**30) if memory_gib else None
-    native = NativeRollout(source, actor.num_samples_per_step, memory)
+    native = NativeRollout(
+        source, actor.num_samples_per_step, memory, capacities=find_capacities(config)
+    )
     return Replica(
         native, lambda version, base: native.update_weights(stream(base), version), leads
     )
+
+
+def in_slices(engine: RolloutEngine) -> StepwiseEngine:
+    """Return an engine that can `advance`: itself, or an adapter to whole responses."""
+    if hasattr(engine, "advance"):
+        slicing: Any = engine
+        return slicing
+    return WholeResponses(engine)
+
+
+def find_capacities(config: RunConfig) -> Capacities | None:
+    """Return the sizes of a replica's generation, for runs whose responses go on over updates.
+
+    A replica that has more than its part of the samples under way lets some wait.
+    """
+    staleness, actor = config.rollout.max_staleness, config.actor_rollout
+    if staleness == 0:
+        return None
+    num_batches = staleness - config.lead + 1
+    num_prompts = num_batches * config.training.global_batch_size
+    samples = -(-num_prompts // config.rollout_layout.dp) * actor.n_samples_per_prompt
+    return Capacities(actor.max_prompt_length, actor.max_new_tokens, samples)
 
 
 def _build_vllm(config: RunConfig, trained: TrainEngine | None, folder: str) -> Replica:
@@ -133,7 +166,7 @@ def _build_vllm(config: RunConfig, trained: TrainEngine | None, folder: str) -> 
         dtype = torch.bfloat16 if actor.bf16 else torch.float32
         stream = partial(_receive, config, dtype, group)
     return Replica(
-        engine,
+        WholeResponses(engine),
         lambda version, base: engine.update_weights(stream(base), version),
         engine.is_leader,
         offload.room_for_other_processes,

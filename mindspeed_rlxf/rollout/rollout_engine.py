@@ -1,7 +1,10 @@
 """Rollout engine interface and registry: requests in, results as they finish.
 
 An engine holds one replica's policy weights. All replica ranks make the same calls with the same
-arguments, and take the same number of results from `generate`.
+arguments, and take the same number of results from `generate` and `advance`.
+
+An engine may stop in the middle of responses, after a given number of decode steps, and go on later
+(`StepwiseEngine`), or only generate whole responses (`RolloutEngine`).
 """
 
 from __future__ import annotations
@@ -32,14 +35,35 @@ class FinishReason(str, Enum):
         return cls.STOP if settings.ends_with(tokens) else cls.LENGTH
 
 
-@dataclass(frozen=True, eq=False)
-class GenerationRequest:
-    """Request for one response.
+@dataclass(frozen=True)
+class Begun:
+    """The tokens of a response that were sampled before, at least one; a part that goes on.
 
     Attributes:
-        place: Sample index in the caller's batch, repeated by the result.
+        tokens: Token ids.
+        log_probs: One per token.
+        versions: Weights version of each token.
+    """
+
+    tokens: list[int]
+    log_probs: list[float]
+    versions: list[int]
+
+
+@dataclass(frozen=True, eq=False)
+class GenerationRequest:
+    """Request for one response, or for the rest of one.
+
+    Example: sample 70 has the tokens 5 and 6, sampled after 3 and 4 updates, and goes on:
+
+        GenerationRequest(0, 70, prompt, settings, seed, Begun([5, 6], [-0.5, -0.1], [3, 4]))
+
+    Attributes:
+        place: Index chosen by the caller and repeated by the result; unique among the requests that
+            are unfinished.
         sample_id: With `seed` it determines every random number, whatever else is in the batch.
         prompt: [prompt] int64, without padding.
+        begun: The response so far; None = nothing.
     """
 
     place: int
@@ -47,6 +71,7 @@ class GenerationRequest:
     prompt: np.ndarray
     settings: SamplingSettings
     seed: int
+    begun: Begun | None = None
 
 
 @dataclass(frozen=True)
@@ -56,7 +81,8 @@ class GenerationResult:
     Attributes:
         tokens: Response token ids, EOS included.
         log_probs: One per token, at the request's temperature, before top-k and top-p.
-        weights_version: Number of actor updates in the weights.
+        weights_version: Number of actor updates in the weights that sampled the last token.
+        versions: That of each token; None = `weights_version` for all (see `token_versions`).
     """
 
     place: int
@@ -64,20 +90,37 @@ class GenerationResult:
     log_probs: list[float]
     finish_reason: FinishReason
     weights_version: int
+    versions: list[int] | None = None
+
+    @property
+    def token_versions(self) -> list[int]:
+        """Weights version of each token."""
+        if self.versions is None:
+            return [self.weights_version] * len(self.tokens)
+        return self.versions
 
 
 @dataclass
 class GenerationStats:
-    """Counts since the last `generate` or `score` began."""
+    """Counts since the last `generate`, `advance` or `score` began."""
 
     prompt_tokens: int = 0  # tokens computed in prefills, and in `score`
     decoded_tokens: int = 0  # response tokens drawn in decode steps
     sampled_tokens: int = 0  # response tokens drawn
     idle_passes: int = 0  # passes for other ranks' tokens after this rank had finished
 
+    def __add__(self, other: GenerationStats) -> GenerationStats:
+        """Return the counts of both."""
+        return GenerationStats(
+            self.prompt_tokens + other.prompt_tokens,
+            self.decoded_tokens + other.decoded_tokens,
+            self.sampled_tokens + other.sampled_tokens,
+            self.idle_passes + other.idle_passes,
+        )
+
 
 class RolloutEngine(Protocol):
-    """This rank's part in one replica of the generating policy."""
+    """This rank's part in one replica of the generating policy; generates whole responses."""
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights, or after the first time those that training changes.
@@ -125,11 +168,36 @@ class RolloutEngine(Protocol):
         """
 
     def stats(self) -> GenerationStats:
-        """Return the counts for the current or last `generate` or `score`."""
+        """Return the counts for the current or last `generate`, `advance` or `score`."""
 
     @property
     def weights_version(self) -> int:
         """Version of the loaded weights, as given to `update_weights`."""
+
+
+class StepwiseEngine(RolloutEngine, Protocol):
+    """An engine whose requests outlive calls, so that generation stops and goes on.
+
+    `generate` is `add` and `advance(None)`, while nothing else is unfinished. Weights change, and
+    the engine sleeps, only while nothing is unfinished; `withdraw` sees to that.
+    """
+
+    def add(self, requests: Sequence[GenerationRequest]) -> None:
+        """Append requests to the queue; computes nothing."""
+
+    def advance(self, steps: int | None) -> Iterator[GenerationResult]:
+        """Generate for at most `steps` decode steps; yield responses as they end.
+
+        Prefills are no steps. The rest stays unfinished, with its cache. None = until nothing is
+        left. The engine must be awake. Ranks that share experts must all call it with the same
+        `steps`, even with nothing to do, and take all results.
+        """
+
+    def withdraw(self) -> list[GenerationRequest]:
+        """Return all unfinished requests in the order of `add`, with what was sampled in `begun`.
+
+        The engine forgets them: their cache, and everything computed for them, is freed.
+        """
 
 
 def answer_from_table(

@@ -1,4 +1,4 @@
-"""Samples in one `generate` call: the host's record for each, and the row states on the device.
+"""Samples in a generation: the host's record for each, and the row states on the device.
 
 The host reads the drawn tokens only on request (`RowStates.read_progress`), so that it can launch
 several decode steps without waiting for each.
@@ -13,29 +13,36 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindspeed_rlxf.rollout.rollout_engine import FinishReason, GenerationRequest, GenerationResult
-from mindspeed_rlxf.rollout.sampling import SamplingSettings, draw_tokens, uniform_numbers
+from mindspeed_rlxf.rollout.rollout_engine import (
+    Begun,
+    FinishReason,
+    GenerationRequest,
+    GenerationResult,
+)
+from mindspeed_rlxf.rollout.sampling import SamplingSettings, uniform_numbers
 
 
 class GrowingSample:
     """One sample during its generation, as the host knows it.
 
     Attributes:
+        number: Position among all samples added to the generation.
         sampling: The settings without limit and stop strings; samples with equal ones draw their
             next tokens in one call.
         key: The prompt's token ids as bytes; equal prompts have equal keys.
         tokens: The response as far as copied from the device: when the sample leaves the batch, and
-            with stop strings at every read.
+            with stop strings at every read. It begins with the request's part.
         log_probs: Copied when the sample leaves the batch.
     """
 
-    def __init__(self, request: GenerationRequest) -> None:
-        """Make a request's sample, without a response yet."""
-        self.request, self.settings = request, request.settings
+    def __init__(self, request: GenerationRequest, number: int = 0) -> None:
+        """Make a request's sample, with the response that has begun, if any."""
+        self.request, self.number, self.settings = request, number, request.settings
         self.sampling = replace(request.settings, max_new_tokens=0, stop=None)
         self.key = request.prompt.tobytes()
-        self.tokens: list[int] = []
-        self.log_probs: list[float] = []
+        self._begun = request.begun or Begun([], [], [])
+        self.tokens: list[int] = list(self._begun.tokens)
+        self.log_probs: list[float] = list(self._begun.log_probs)
 
     @property
     def prefill_ids(self) -> np.ndarray:
@@ -51,9 +58,23 @@ class GrowingSample:
         return False
 
     def make_result(self, weights_version: int) -> GenerationResult:
-        """Make the result once the response has ended."""
+        """Make the result once the response has ended; its new tokens have this version."""
         reason, place = FinishReason.of(self.tokens, self.settings), self.request.place
-        return GenerationResult(place, self.tokens, self.log_probs, reason, weights_version)
+        versions = self._versions(weights_version)
+        return GenerationResult(
+            place, self.tokens, self.log_probs, reason, weights_version, versions
+        )
+
+    def make_request(self, weights_version: int) -> GenerationRequest:
+        """Return the request for the rest of the response; its new tokens have this version."""
+        if not self.tokens:
+            return self.request
+        begun = Begun(self.tokens, self.log_probs, self._versions(weights_version))
+        return replace(self.request, begun=begun)
+
+    def _versions(self, weights_version: int) -> list[int]:
+        num_new = len(self.tokens) - len(self._begun.tokens)
+        return self._begun.versions + [weights_version] * num_new
 
 
 @dataclass(frozen=True)
@@ -135,20 +156,13 @@ class RowStates:
             for settings, group in indices.items()
         ]
 
-    def draw(self, logits: Tensor, slots: slice, groups: Sequence[RowGroup]) -> tuple[Tensor, ...]:
-        """Draw each row's next token by its group's settings, from logits [rows, vocab] fp32.
+    def next_uniforms(self, slots: slice) -> tuple[Tensor, Tensor]:
+        """Return each row's random number for its next token, and its response's tokens.
 
-        Changes no state. Returns tokens [rows] int64 and log-probs [rows] fp32 (see `draw_tokens`).
+        [rows] fp32 and [rows] int64, on the device.
         """
         count = self.count[slots]
-        uniforms = self.uniforms[slots].gather(1, count[:, None]).squeeze(1)
-        tokens, log_probs = torch.zeros_like(count), torch.zeros_like(uniforms)
-        for group in groups:
-            at = group.rows
-            tokens[at], log_probs[at] = draw_tokens(
-                logits[at], uniforms[at], count[at], group.settings, group.ends
-            )
-        return tokens, log_probs
+        return self.uniforms[slots].gather(1, count[:, None]).squeeze(1), count
 
     def append(
         self, tokens: Tensor, log_probs: Tensor, slots: slice, groups: Sequence[RowGroup]

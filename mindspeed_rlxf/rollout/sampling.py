@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -71,6 +72,14 @@ class StopStrings:
 
 
 BLOCK = 512  # ids of the vocabulary that one sum covers
+
+
+class Sampling(Enum):
+    """Token selection: the actor's keys, greedy, or the validation keys."""
+
+    TRAINING = "training"
+    GREEDY = "greedy"
+    VALIDATION = "validation"
 
 
 @dataclass(frozen=True)

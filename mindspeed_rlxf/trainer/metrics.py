@@ -42,6 +42,42 @@ def rollout_metrics(lengths: ResponseLengths) -> dict[str, float]:
     }
 
 
+def staleness_metrics(reports: Sequence[GenerateReport], version: int) -> dict[str, float]:
+    """Return `staleness/mean` and `staleness/max`, in updates, over the tokens of the samples.
+
+    A token's staleness is `version`, that of the weights which are trained with it, minus the
+    version of those that sampled it.
+
+    Args:
+        reports: Generation of the trained samples.
+        version: Updates of the actor before this one.
+    """
+    lengths = [length for report in reports for length in report.response_lengths]
+    means = [mean for report in reports for mean in report.mean_versions]
+    total = sum(length * mean for length, mean in zip(lengths, means, strict=True))
+    oldest = min(each for report in reports for each in report.oldest_versions)
+    return {
+        "staleness/mean": version - total / sum(lengths),
+        "staleness/max": float(version - oldest),
+    }
+
+
+def wait_metrics(generated: float, trained: float) -> dict[str, float]:
+    """Return how long the earlier of generation and training waited for the other, in seconds.
+
+    As `timing/wait_rollout` (training waits for the next batch) and `timing/wait_trainer`
+    (generation waits for the updates); one of them is 0.
+
+    Args:
+        generated: When the next batch was complete, epoch seconds.
+        trained: When the updates had ended, epoch seconds.
+    """
+    return {
+        "timing/wait_rollout": max(generated - trained, 0.0),
+        "timing/wait_trainer": max(trained - generated, 0.0),
+    }
+
+
 def log_prob_metrics(reports: Sequence[LogProbReport]) -> dict[str, float]:
     """Return mean and maximum gap in nats between training and generation log-probs.
 
@@ -231,14 +267,33 @@ def phase_metrics(phases: Phases) -> dict[str, float]:
     return metrics
 
 
-def idle_metrics(phases: Phases, sizes: Mapping[str, int], seconds: float) -> dict[str, float]:
+def idle_metrics(
+    phases: Phases,
+    sizes: Mapping[str, int],
+    seconds: float,
+    parts: Mapping[str, tuple[int, int]] | None = None,
+) -> dict[str, float]:
     """Wait for the calls; return `idle/<pool>`: fraction of the iteration its ranks were idle.
 
-    Averaged over the pool's ranks (`sizes`), clamped to [0, 1]; 1 for a pool without calls. Calls
-    outside `phases`, such as weight transfer, count as idle. `seconds` is the iteration's length.
+    Averaged over the pool's ranks, clamped to [0, 1]; 1 for a pool without calls. Calls outside
+    `phases`, such as weight transfer, count as idle. A disaggregated pool also has `idle/<pool>/
+    train` and `idle/<pool>/rollout`, for its training and its generating ranks.
+
+    Args:
+        phases: The iteration's calls.
+        sizes: Ranks of each pool.
+        seconds: Length of the iteration.
+        parts: Training and generating ranks of each disaggregated pool.
     """
-    busy: dict[str, float] = dict.fromkeys(sizes, 0.0)
+    busy = {pool: [0.0] * size for pool, size in sizes.items()}  # seconds of each rank
     for call in (call for calls in phases.values() for call in calls):
-        busy[call.pool] += sum(reply.seconds for reply in call.replies())
-    shares = {pool: used / (sizes[pool] * seconds) for pool, used in busy.items()}
-    return {f"idle/{pool}": min(max(1.0 - share, 0.0), 1.0) for pool, share in shares.items()}
+        for reply in call.replies():
+            busy[call.pool][reply.rank] += reply.seconds
+    for pool, (num_training, _) in (parts or {}).items():
+        busy[f"{pool}/train"] = busy[pool][:num_training]
+        busy[f"{pool}/rollout"] = busy[pool][num_training:]
+    metrics = {}
+    for name, by_rank in busy.items():
+        share = sum(by_rank) / (len(by_rank) * seconds)
+        metrics[f"idle/{name}"] = min(max(1.0 - share, 0.0), 1.0)
+    return metrics

@@ -1,6 +1,8 @@
 """Training loop of PPO and the critic-free algorithms."""
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from mindspeed_rlxf.algorithms.kl import KlController
@@ -10,17 +12,44 @@ from mindspeed_rlxf.checkpoint.recorder import Recorder
 from mindspeed_rlxf.checkpoint.stopping import StopRequest
 from mindspeed_rlxf.cluster.group import Pending
 from mindspeed_rlxf.cluster.refs import as_rows_field
-from mindspeed_rlxf.config.enums import OldLogProbs
+from mindspeed_rlxf.config.enums import OldLogProbs, Role
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import ExperienceInputs
 from mindspeed_rlxf.device.peaks import find_peak
 from mindspeed_rlxf.reporting.metric_table import validation_score
 from mindspeed_rlxf.roles.all_roles import RoleGroups
 from mindspeed_rlxf.trainer import metrics as names
-from mindspeed_rlxf.trainer.collector import Collected, Collector
 from mindspeed_rlxf.trainer.metrics import done_work, generation_flops, idle_metrics, phase_metrics
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
+from mindspeed_rlxf.trainer.samples import Samples, SampleStream
 from mindspeed_rlxf.trainer.validation import Validator
+
+
+class StaleSamples(RuntimeError):
+    """A trained token is from older weights than `rollout.max_staleness` allows."""
+
+
+@dataclass
+class Iteration:
+    """What is known of an iteration once its updates have ended.
+
+    Attributes:
+        samples: The trained samples.
+        phases: Its calls by phase.
+        measured: Its metrics; hooks add more.
+        all_s: Seconds since its start.
+        driver: Further phases of the driver: (start in epoch seconds, duration), by name.
+        saves: Whether a checkpoint is written.
+        stops: Whether the run ends after it.
+    """
+
+    samples: Samples
+    phases: dict[str, list[Pending]]
+    measured: dict[str, float]
+    all_s: float
+    driver: dict[str, tuple[float, float]] = field(default_factory=dict)
+    saves: bool = False
+    stops: bool = False
 
 
 class PpoTrainer:
@@ -41,7 +70,7 @@ class PpoTrainer:
         checkpoints.on_publish = lambda iteration: setattr(stop, "saved", iteration)
         self.actor, self.rollout = roles.actor, roles.rollout
         self.ref, self.critic = roles.ref, roles.critic
-        self.collector = Collector(config, roles, prompts)
+        self.samples = SampleStream(config, roles, prompts)
         self.validator, self.recorder = validator, recorder
         control = config.algorithm.kl_ctrl
         self.kl = KlController(
@@ -51,16 +80,33 @@ class PpoTrainer:
             float(control.horizon),
         )
         self._recompute = config.old_log_probs is OldLogProbs.RECOMPUTE
+        # Whether other ranks generate while the actor's train.
+        self._overlaps = bool(config.parts)
         self.iteration = 0
+        self.hooks: list[Callable[[Iteration], None]] = [
+            self._record,
+            self._validate,
+            self._check_health,
+            self._begin_save,
+            self._write_lines,
+            self._commit_save,
+            self._stop,
+        ]
 
     def fit(self) -> None:
         """Train to iteration `train_iters`; write metrics, samples, validations and checkpoints.
 
         With `validation.before` a run at iteration 0 validates first. An iteration: weights ->
-        generate, score -> log-probs, values -> experience -> updates; the actor's only after the
-        warm-up iterations. Experience is made on the critic's ranks, or the actor's without a
-        critic. Raises Stopped or StoppedByRule, after saving, when the run has to end earlier;
-        WorkerError, RuntimeTimeout and RewardsFailed, without saving.
+        its samples -> log-probs, values -> experience -> updates; the actor's only after the
+        warm-up iterations; then hooks. Experience is made on the critic's ranks, or the actor's
+        without a critic.
+
+        With a lead of 1 an iteration's samples were generated beside the updates before, and those
+        of the next are generated beside its own, with the weights before them. Its own are missing
+        only at the start, and after a resume without what was generated ahead.
+
+        Raises Stopped or StoppedByRule, after saving, when the run has to end earlier; WorkerError,
+        RuntimeTimeout, RewardsFailed and StaleSamples, without saving.
         """
         if self.config.validation.before and self.iteration == 0:
             self.validator.validate(self.iteration, version=0, own_line=True)
@@ -69,81 +115,125 @@ class PpoTrainer:
             started = time.monotonic()
             self.stop.begin_iteration()
 
-            self.rollout.update_weights(self.actor, self.config.count_updates(self.iteration - 1))
-            collected = self.collector.collect()
-            rollouts, lengths = collected.rollouts, collected.responses
-            old = self.actor.log_probs(rollouts, lengths) if self._recompute else None
-            ref = self.ref.log_probs(rollouts, lengths) if self.ref else None
-            values = self.critic.values(rollouts, lengths) if self.critic else None
+            version = self.config.count_updates(self.iteration - 1)
+            self.rollout.update_weights(self.actor, version)
+            batches_left = self.config.training.train_iters - self.iteration + 1
+            self.samples.generate(batches_left)
+            samples = self.samples.next_samples()
+            leads = self.config.lead > 0 and batches_left > 1
+            if leads and not self._overlaps:  # these ranks train next, and change the weights
+                self.samples.generate(batches_left - 1)
 
-            inputs = ExperienceInputs(
-                rollouts=as_rows_field(collected.rollouts),
-                old=as_rows_field(old.rows() if old else None),
-                ref=as_rows_field(ref.rows() if ref else None),
-                scores=as_rows_field(collected.scores),
-                values=as_rows_field(values.rows() if values else None),
-                greedy=as_rows_field(collected.greedy),
-                greedy_scores=as_rows_field(collected.greedy_scores),
-                kl_coef=self.kl.value,
-                slot_limit=self._slot_limit(collected),
-                token_log=self.recorder.token_log(self.iteration, collected.sample_ids()),
-            )
-            experience = (self.critic or self.actor).make_experience(inputs)
-            for producer in (old, ref, values):
-                if producer is not None:
-                    experience.after(producer)  # whose time is no part of this phase's deadline
-            learned = experience.rows()
-            updates = {}
+            phases = self._make_experience(samples)
+            rollouts, experience = samples.rollouts, phases["adv"].rows()
+            updates: dict[str, Pending] = {}
             if self.critic:
-                updates["critic"] = self.critic.update_critic(
-                    rollouts, learned, lengths, self.iteration
+                updates["update_critic"] = self.critic.update_critic(
+                    rollouts, experience, samples.responses, self.iteration
                 )
-            if trains_actor := self.iteration > self.config.warmup_iters:
-                updates["actor"] = self.actor.update_policy(
-                    rollouts, learned, lengths, self.iteration, self.kl.value
+            if self.iteration > self.config.warmup_iters:
+                updates["update_actor"] = self.actor.update_policy(
+                    rollouts, experience, samples.responses, self.iteration, self.kl.value
                 )
-            if self.iteration < self.config.training.train_iters:
-                self.prompts.read_ahead()  # while the ranks compute
+            if batches_left > 1:
+                self.prompts.read_ahead(self.config.training.global_batch_size)
+            if leads and self._overlaps:
+                self.samples.generate(batches_left - 1)
 
-            group_size = self.config.actor_rollout.n_samples_per_prompt
-            measured = {
-                **self.collector.metrics(collected),
-                **names.rollout_metrics(collected.responses()),
-                **(names.log_prob_metrics(old.result()) if old else {}),
-                **names.score_metrics(collected.score_report()),
-                **names.source_metrics(collected.score_report(), collected.data_sources()),
-                **names.group_metrics(collected.score_report(), group_size),
-                **names.experience_metrics(experience.result(), self.kl.value),
-            }
-            for role, update in updates.items():
-                measured |= names.update_metrics(role, update.result()[0])
-            if trains_actor:
-                stood = measured["actor/lr"] == 0 or measured["actor/grad_norm"] == 0
-                self.rollout.moved = not (stood or measured.get("actor/skipped_steps"))
-            # The KL of a policy that does not change is no reason to change the coefficient.
-            if self.ref and trains_actor:
-                self.kl.update(measured["critic/kl"], self.config.samples_per_iteration)
-            calls = {
-                "old_log_prob": old,
-                "ref": ref,
-                "values": values,
-                "adv": experience,
-                **{f"update_{role}": update for role, update in updates.items()},
-            }
-            phases = {**collected.calls(), **{k: [call] for k, call in calls.items() if call}}
-            self._finish_iteration(measured, collected, phases, time.monotonic() - started)
+            measured = self._measure(samples, phases, updates)
+            calls = {name: [call] for name, call in {**phases, **updates}.items()}
+            calls = {**self.samples.pop_calls(), **calls}
+            finished = Iteration(samples, calls, measured, time.monotonic() - started)
+            self._run_hooks(finished)
         self.checkpoints.settle(self.recorder.note)
 
-    def _finish_iteration(
-        self,
-        measured: dict[str, float],
-        collected: Collected,
-        phases: dict[str, list[Pending]],
-        all_s: float,
-    ) -> None:
-        """Write the iteration's metrics, samples and prompts; validate and save when due.
+    def _make_experience(self, samples: Samples) -> dict[str, Pending]:
+        """Start log-probs, values and the experience; return the calls by phase (`adv`: rows)."""
+        rollouts, lengths = samples.rollouts, samples.responses
+        calls: dict[str, Pending] = {}
+        if self._recompute:
+            calls["old_log_prob"] = self.actor.log_probs(rollouts, lengths)
+        if self.ref:
+            calls["ref"] = self.ref.log_probs(rollouts, lengths)
+        if self.critic:
+            calls["values"] = self.critic.values(rollouts, lengths)
+        rows = {name: call.rows() for name, call in calls.items()}
+        greedy, greedy_scores = samples.greedy_rows or (None, None)
+        inputs = ExperienceInputs(
+            rollouts=as_rows_field(rollouts),
+            old=as_rows_field(rows.get("old_log_prob")),
+            ref=as_rows_field(rows.get("ref")),
+            scores=as_rows_field(samples.scores),
+            values=as_rows_field(rows.get("values")),
+            greedy=as_rows_field(greedy),
+            greedy_scores=as_rows_field(greedy_scores),
+            kl_coef=self.kl.value,
+            slot_limit=self._slot_limit(samples),
+            token_log=self.recorder.token_log(self.iteration, samples.sample_ids()),
+        )
+        experience = (self.critic or self.actor).make_experience(inputs)
+        for producer in calls.values():
+            experience.after(producer)  # whose time is no part of this phase's deadline
+        return {**calls, "adv": experience}
 
-        Adds metrics to `measured`. `phases` has the iteration's calls by name, `all_s` its seconds.
+    def _measure(
+        self, samples: Samples, phases: dict[str, Pending], updates: dict[str, Pending]
+    ) -> dict[str, float]:
+        """Wait for the updates; return the metrics of samples, experience and updates.
+
+        Adapts the KL coefficient. Raises StaleSamples.
+        """
+        self._check_staleness(samples)
+        old, scores = phases.get("old_log_prob"), samples.score_report()
+        group_size = self.config.actor_rollout.n_samples_per_prompt
+        measured = {
+            **self.samples.metrics(samples),
+            **names.rollout_metrics(samples.responses()),
+            **(names.log_prob_metrics(old.result()) if old else {}),
+            **names.score_metrics(scores),
+            **names.source_metrics(scores, samples.data_sources()),
+            **names.group_metrics(scores, group_size),
+            **names.experience_metrics(phases["adv"].result(), self.kl.value),
+        }
+        for name, update in updates.items():
+            role = name.removeprefix("update_")
+            measured |= names.update_metrics(role, update.result()[0])
+        if "update_actor" in updates:
+            stood = measured["actor/lr"] == 0 or measured["actor/grad_norm"] == 0
+            self.rollout.moved = not (stood or measured.get("actor/skipped_steps"))
+            # The KL of a policy that does not change is no reason to change the coefficient.
+            if self.ref:
+                self.kl.update(measured["critic/kl"], self.config.samples_per_iteration)
+        return measured | self._measure_lead(samples, [phases["adv"], *updates.values()])
+
+    def _measure_lead(self, samples: Samples, training: list[Pending]) -> dict[str, float]:
+        """Return how old the samples are, and whether training or generation waited."""
+        measured: dict[str, float] = {}
+        if self.config.rollout.max_staleness:
+            version = self.config.count_updates(self.iteration - 1)
+            measured |= names.staleness_metrics(samples.taken.result(), version)
+        is_last = self.iteration == self.config.training.train_iters
+        if self.config.lead and self._overlaps and not is_last:
+            replies = [reply for call in training for reply in call.replies()]
+            trained = max(reply.started + reply.seconds for reply in replies)
+            measured |= names.wait_metrics(self.samples.ended, trained)
+        return measured
+
+    def _check_staleness(self, samples: Samples) -> None:
+        """Raise StaleSamples if a trained token is of weights older than `max_staleness` allows."""
+        staleness = self.config.rollout.max_staleness
+        oldest = self.config.count_updates(self.iteration - 1 - staleness)
+        versions = samples.oldest_versions()
+        for sample_id, version in zip(samples.sample_ids(), versions, strict=True):
+            if version < oldest:
+                raise StaleSamples(
+                    f"every token of iteration {self.iteration} must be from weights of version "
+                    f"{oldest} or newer (rollout.max_staleness={staleness}), sample {sample_id} "
+                    f"has tokens of version {version}; this is an error of the program"
+                )
+
+    def _run_hooks(self, finished: Iteration) -> None:
+        """Write the iteration's metrics, samples and prompts; validate and save when due.
 
         Raises:
             Stopped: After saving, if the run has to end here (`StopRequest`); never in the last
@@ -152,8 +242,15 @@ class PpoTrainer:
             LockLost: Before anything is written.
         """
         lock.require(self.checkpoints.directory.path)  # first of all: the rest writes files there
-        driver = {"iteration": (time.time() - all_s, all_s)}
-        reports, work = collected.generate_reports(), done_work(phases)
+        for hook in self.hooks:
+            hook(finished)
+
+    def _record(self, finished: Iteration) -> None:
+        """Add metrics of time and throughput, and write the samples."""
+        phases, measured, all_s = finished.phases, finished.measured, finished.all_s
+        samples = finished.samples
+        finished.driver["iteration"] = (time.time() - all_s, all_s)
+        reports, work = samples.generate_reports(), done_work(phases)
         flops = generation_flops(self.config, reports) + work.flops
         peak = find_peak(reports[0].device) if self.config.actor_rollout.bf16 else None
         sizes = {pool: sum(processes) for pool, processes in self.config.resource_pool.items()}
@@ -161,65 +258,97 @@ class PpoTrainer:
         is_local = self.config.runtime.kind == "local"
         num_devices = max(sizes.values()) if is_local else sum(sizes.values())
         measured |= phase_metrics(phases)
-        measured |= {"timing/sync": collected.sync_s(), "timing/all": all_s}
-        measured |= idle_metrics(phases, sizes, all_s)
+        measured |= {"timing/sync": self.samples.sync_s(), "timing/all": all_s}
+        policy_pool = self.config.placement[Role.ACTOR_ROLLOUT]
+        parts = {policy_pool: self.config.parts} if self.config.parts else None
+        measured |= idle_metrics(phases, sizes, all_s, parts)
         measured["throughput/computed_tokens"] = float(work.tokens)
         measured |= names.throughput_metrics(reports, flops, all_s, num_devices, peak)
         self.recorder.write_samples(
             self.iteration,
             self.actor,
-            collected.rollouts,
-            [collected.score_report()],
-            collected.sample_fields(),
+            samples.rollouts,
+            [samples.score_report()],
+            samples.sample_fields(),
         )
-        self.recorder.warn_of_non_finite(self.iteration, measured, collected.non_finite_scores())
-        last = self.iteration == self.config.training.train_iters
+        self.recorder.warn_of_non_finite(self.iteration, measured, samples.non_finite_scores())
+
+    def _validate(self, finished: Iteration) -> None:
+        """Validate, if that is due; the rollout gets the weights of this iteration."""
         validation = self.config.validation
-        due = validation.interval and self.iteration % validation.interval == 0
-        if due or (last and validation.after):
+        is_last = self.iteration == self.config.training.train_iters
+        is_due = validation.interval and self.iteration % validation.interval == 0
+        if is_due or (is_last and validation.after):
             began = time.time()
             version = self.config.count_updates(self.iteration)
-            measured.update(self.validator.validate(self.iteration, version))
-            driver["validation"] = began, time.time() - began
-        if found := self.recorder.check_health(self.iteration, measured):
+            finished.measured.update(self.validator.validate(self.iteration, version))
+            finished.driver["validation"] = began, time.time() - began
+
+    def _check_health(self, finished: Iteration) -> None:
+        """Apply the health rules; decide whether the run stops and whether this one is saved."""
+        found = self.recorder.check_health(self.iteration, finished.measured)
+        if found:
             self.stop.request(found.rule, f"{found.text}; {found.remedy}")
         self.stop.end_iteration(self.iteration)
-        stops, note = not last and self.stop.is_due(), self.recorder.note
-        saves = self.stop.agree(self.checkpoints.is_due(self.iteration, stops))
-        self.checkpoints.settle(note)
-        if saves:
-            began = time.time()
-            measured["timing/save"] = self.checkpoints.write(self.iteration, note)
-            driver["save"] = began, measured["timing/save"]
-        self.recorder.write_consumed(self.iteration, self.prompts.pop_consumed())
-        self.recorder.write_iteration(self.iteration, measured, all_s)
-        self.recorder.write_timeline(self.iteration, driver)
-        if saves:
-            score = validation_score(measured, validation.best_metric)
-            self.checkpoints.commit(self.iteration, self.state_dict(), score, note)
-            if stops:
-                self.checkpoints.settle(note)
-            # Seconds of a save that is waited for, as the last one of a run is.
-            whole_s = measured["timing/save"] + self.checkpoints.write_s
-            self.stop.record_save(self.checkpoints.newest, whole_s)
-        if stops:
+        is_last = self.iteration == self.config.training.train_iters
+        finished.stops = not is_last and self.stop.is_due()
+        finished.saves = self.stop.agree(self.checkpoints.is_due(self.iteration, finished.stops))
+
+    def _begin_save(self, finished: Iteration) -> None:
+        """Let the ranks forget the trained samples, and write a checkpoint if it is due."""
+        self.rollout.forget(finished.samples.passed_ids())
+        settled = time.time()
+        self.checkpoints.settle(self.recorder.note)
+        began = time.time()
+        if self.config.rollout.max_staleness:
+            finished.measured["timing/save_wait"] = began - settled
+        if finished.saves:
+            seconds = self.checkpoints.write(self.iteration, self.recorder.note)
+            finished.measured["timing/save"] = seconds
+            finished.driver["save"] = began, seconds
+
+    def _write_lines(self, finished: Iteration) -> None:
+        """Write the lines of metrics.jsonl, consumed.jsonl and the timeline."""
+        self.recorder.write_consumed(self.iteration, finished.samples.consumed)
+        self.recorder.write_iteration(self.iteration, finished.measured, finished.all_s)
+        self.recorder.write_timeline(self.iteration, finished.driver)
+
+    def _commit_save(self, finished: Iteration) -> None:
+        """Publish the checkpoint."""
+        if not finished.saves:
+            return
+        measured, note = finished.measured, self.recorder.note
+        score = validation_score(measured, self.config.validation.best_metric)
+        self.checkpoints.commit(self.iteration, self.state_dict(), score, note)
+        if finished.stops:
+            self.checkpoints.settle(note)
+        # Seconds of a save that is waited for, as the last one of a run is.
+        whole_s = measured["timing/save"] + self.checkpoints.write_s
+        self.stop.record_save(self.checkpoints.newest, whole_s)
+
+    def _stop(self, finished: Iteration) -> None:
+        """Raise Stopped or StoppedByRule if the run ends here."""
+        if finished.stops:
             raise self.stop.ended()
 
-    def _slot_limit(self, collected: Collected) -> int:
+    def _slot_limit(self, samples: Samples) -> int:
         if self.config.algorithm.score_slot_limit == "batch_width":
-            return max(collected.responses().responses)
+            return max(samples.responses().responses)
         return self.config.actor_rollout.max_new_tokens
 
     def state_dict(self) -> dict[str, Any]:
-        """Return iteration, KL coefficient and prompt position, for a checkpoint (JSON)."""
+        """Return iteration, KL coefficient, prompt position and the samples begun (JSON)."""
         return {
             "iteration": self.iteration,
             "kl": {"value": self.kl.value},
             "prompts": self.prompts.state_dict(),
+            "stream": self.samples.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state_dict`."""
+        """Restore the result of `state_dict`; without "stream" all begun samples are lost."""
         self.iteration = state["iteration"]
         self.kl.value = float(state["kl"]["value"])
         self.prompts.load_state_dict(state["prompts"])
+        if "stream" in state:
+            self.samples.load_state_dict(state["stream"])

@@ -290,7 +290,8 @@ def _load_fixed_responses(config: RunConfig, prepared: Prepared) -> FixedRespons
     if prepared.train_prompts:
         source = PromptSource.from_config(config, prepared.train_prompts, fixed)
         for _ in range(training.train_iters):
-            source.next_prompts()
+            source.next_groups(training.global_batch_size)
+            source.consume(training.global_batch_size)
     return fixed
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_rlxf.config.problems import Problem, UserError
@@ -18,8 +20,32 @@ from mindspeed_rlxf.data.sampler import (
 )
 
 
+@dataclass(frozen=True)
+class SampledBatch:
+    """A batch of the sampler, read.
+
+    Attributes:
+        sampler: State of the sampler before the batch.
+        indices: Of its prompts in the data set.
+        prompts: The prompts.
+    """
+
+    sampler: dict[str, Any]
+    indices: list[int]
+    prompts: list[Prompt]
+
+
 class PromptSource:
-    """Draws training prompts in sampled order, and numbers every sample in the run."""
+    """Draws training prompts in sampled order, and numbers every sample in the run.
+
+    A group is a prompt with its `n_samples_per_prompt` samples. Groups are drawn in the sampler's
+    order, any number at a time, and consumed in the same order: once training has passed them.
+    `state_dict` is the position of the first group that is not consumed, so that a resumed run
+    draws those again that were drawn and not trained.
+
+    Example: with batches of 4, `next_groups(6)` and `consume(3)` the state is the sampler's before
+    the first batch, an offset of 3 and the sample id of the fourth group.
+    """
 
     def __init__(
         self,
@@ -28,17 +54,17 @@ class PromptSource:
         n_samples_per_prompt: int,
         fixed: FixedResponses | None = None,
     ) -> None:
-        """Start with sample id 0 and no batch drawn.
+        """Start with sample id 0 and no group drawn.
 
         Advances `sampler`, which draws indices into `prompts`. `fixed` responses replace
         generation.
         """
         self.prompts, self.sampler, self.fixed = prompts, sampler, fixed
         self.n_samples_per_prompt = n_samples_per_prompt
-        self._next_sample_id = 0
-        self._taken: list[int] = []
-        # Drawn and not returned yet: state of the sampler before, indices, prompts.
-        self._ahead: tuple[dict[str, Any], list[int], list[Prompt]] | None = None
+        self._batches: deque[SampledBatch] = deque()  # from the first group not consumed on
+        self._offset = 0  # consumed groups of the first of them
+        self._num_drawn = 0  # groups drawn and not consumed
+        self._first_sample_id = 0  # of the first group not consumed
 
     @classmethod
     def from_config(
@@ -51,49 +77,69 @@ class PromptSource:
         sampler = make_sampler(sizes, data.train_weights, batch, training.seed, data.shuffle)
         return cls(prompts, sampler, config.actor_rollout.n_samples_per_prompt, fixed)
 
-    def next_prompts(self) -> Prompts:
-        """Return the next global batch: `n_samples_per_prompt` consecutive rows for each prompt.
+    def next_groups(self, count: int) -> Prompts:
+        """Return the next `count` groups: `n_samples_per_prompt` consecutive rows for each prompt.
 
-        Takes the batch drawn by `read_ahead`, if any. Numbers the samples, and adds the prompts to
-        the next `pop_consumed`.
+        Reads as many batches of the sampler as are needed. Numbers the samples.
         """
-        _, indices, prompts = self.read_ahead()
-        self._ahead = None
-        self._taken += indices
-        chosen = [prompt for prompt in prompts for _ in range(self.n_samples_per_prompt)]
-        batch = as_rows(chosen, self._next_sample_id, self.fixed)
-        self._next_sample_id += len(chosen)
-        return batch
+        first = self._offset + self._num_drawn
+        self._read(first + count)
+        everything = [prompt for batch in self._batches for prompt in batch.prompts]
+        chosen = everything[first : first + count]
+        rows = [prompt for prompt in chosen for _ in range(self.n_samples_per_prompt)]
+        first_sample_id = self._first_sample_id + self._num_drawn * self.n_samples_per_prompt
+        self._num_drawn += count
+        return as_rows(rows, first_sample_id, self.fixed)
 
-    def read_ahead(self) -> tuple[dict[str, Any], list[int], list[Prompt]]:
-        """Draw and read the next batch of `next_prompts`; `state_dict` does not change."""
-        if self._ahead is None:
-            before, indices = self.sampler.state_dict(), self.sampler.next_batch()
-            self._ahead = before, indices, [self.prompts[i] for i in indices]
-        return self._ahead
+    def read_ahead(self, count: int) -> None:
+        """Read the prompts of the next `count` groups; `state_dict` does not change."""
+        self._read(self._offset + self._num_drawn + count)
 
-    def pop_consumed(self) -> ConsumedPrompts:
-        """Return the prompts returned by `next_prompts` since the last call.
+    def consume(self, count: int) -> ConsumedPrompts:
+        """Move the first group that is not consumed by `count`; return the prompts passed.
 
         As indices, with their first sample id and the samples per prompt.
         """
-        indices, self._taken = self._taken, []
-        first = self._next_sample_id - len(indices) * self.n_samples_per_prompt
-        return ConsumedPrompts(first, self.n_samples_per_prompt, indices)
+        assert count <= self._num_drawn, f"{self._num_drawn} groups are drawn, not {count}"
+        everything = [index for batch in self._batches for index in batch.indices]
+        indices = everything[self._offset : self._offset + count]
+        consumed = ConsumedPrompts(self._first_sample_id, self.n_samples_per_prompt, indices)
+        self._first_sample_id += count * self.n_samples_per_prompt
+        self._num_drawn -= count
+        self._offset += count
+        while self._batches and self._offset >= len(self._batches[0].indices):
+            self._offset -= len(self._batches.popleft().indices)
+        return consumed
+
+    def _read(self, num_groups: int) -> None:
+        """Read batches until they have `num_groups` groups."""
+        num_read = sum(len(batch.indices) for batch in self._batches)
+        while num_read < num_groups:
+            before, indices = self.sampler.state_dict(), self.sampler.next_batch()
+            prompts = [self.prompts[index] for index in indices]
+            self._batches.append(SampledBatch(before, indices, prompts))
+            num_read += len(indices)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return {"sampler", "next_sample_id"}: the position after the last returned batch.
+        """Return the position of the first group that is not consumed.
 
-        A batch read ahead does not count.
+        "sampler": the sampler's state before the batch that has the group, "offset": groups of that
+        batch before it, "next_sample_id": its first sample.
         """
-        sampler = self._ahead[0] if self._ahead else self.sampler.state_dict()
-        return {"sampler": sampler, "next_sample_id": self._next_sample_id}
+        sampler = self._batches[0].sampler if self._batches else self.sampler.state_dict()
+        return {
+            "sampler": sampler,
+            "offset": self._offset,
+            "next_sample_id": self._first_sample_id,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state_dict`."""
-        self._ahead = None
+        """Restore the result of `state_dict`; nothing is drawn beyond it."""
         self.sampler.load_state_dict(state["sampler"])
-        self._next_sample_id = state["next_sample_id"]
+        self._batches.clear()
+        self._num_drawn = 0
+        self._offset = state.get("offset", 0)  # older checkpoints are all between two batches
+        self._first_sample_id = state["next_sample_id"]
 
 
 def as_rows(

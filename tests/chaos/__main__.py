@@ -38,11 +38,23 @@ START_S, ITERATION_S = 20.0, 0.5
 LIMIT_S, GONE_S, LOOK_EVERY_S = 300.0, 60.0, 1.0
 SEPARATE = ("placement.critic=critic", "resource_pool.main=1", "+resource_pool.critic=1")
 ASYNC = ("training.async_save=true",)
+AHEAD = (
+    "placement.actor_rollout=actor",
+    "+resource_pool.actor=2",
+    "resource_pool.main=1",
+    "actor_rollout.num_gpus_for_train=1",
+    "actor_rollout.num_gpus_for_infer=1",
+    "actor_rollout.num_samples_per_step=5",
+    "rollout.max_staleness=3",
+    "rollout.slice_steps=2",
+)
 VARIANTS = {
     "colocated": (),
     "colocated, asynchronous saves": ASYNC,
     "separate pools": SEPARATE,
     "separate pools, asynchronous saves": SEPARATE + ASYNC,
+    "generation ahead": AHEAD,
+    "generation ahead, asynchronous saves": AHEAD + ASYNC,
     "fsdp, asynchronous saves": ("training.backend=fsdp", *ASYNC),
 }
 KINDS = {  # word of a command line -> kind of the process; the first word that matches counts

@@ -12,7 +12,7 @@ from typing import Any
 from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from mindspeed_rlxf.cluster.local import LocalRuntime
 from mindspeed_rlxf.config.enums import DeviceKind
-from mindspeed_rlxf.trainer.ppo import PpoTrainer
+from mindspeed_rlxf.trainer.ppo import Iteration, PpoTrainer
 from tests.distributed.llamas import with_local_runtime
 from tests.distributed.test_layout_invariance import ARCHITECTURES, fixed_run
 from tests.training import train
@@ -43,14 +43,14 @@ def start(
     if not fixed:
         prepared.fixed_responses = None
     directory = runtime.from_first(lambda: RunDirectory.create(config))
-    finish = PpoTrainer._finish_iteration
+    finish = PpoTrainer._run_hooks
 
-    def killed(trainer: PpoTrainer, *arguments: Any) -> None:
+    def killed(trainer: PpoTrainer, finished: Iteration) -> None:
         if trainer.iteration == killed_in:
             raise Killed
-        finish(trainer, *arguments)
+        finish(trainer, finished)
 
-    PpoTrainer._finish_iteration = killed  # type: ignore[method-assign]
+    PpoTrainer._run_hooks = killed  # type: ignore[method-assign]
     try:
         train(config, prepared, directory, runtime, writes=runtime.is_first)
     except Killed:
@@ -58,7 +58,7 @@ def start(
     else:
         assert killed_in is None, "the run ended before it was killed"
     finally:
-        PpoTrainer._finish_iteration = finish  # type: ignore[method-assign]
+        PpoTrainer._run_hooks = finish  # type: ignore[method-assign]
         directory.unlock()
     return directory
 

@@ -14,6 +14,7 @@ from mindspeed_rlxf.reporting.metric_table import METRICS, find_metric
 from mindspeed_rlxf.roles.reports import (
     ExperienceReport,
     FailedSample,
+    GenerateReport,
     LogProbReport,
     ScoreReport,
     Summary,
@@ -49,6 +50,7 @@ def of_other_runs() -> set[str]:
     gap = Summary(1, 0.0, 0.0, 0.0)
     failure = FailedSample(1, "timeout", "")
     skipped = UpdateReport([{"grad_norm": 1.0, "skipped_steps": 1.0}], 1.0)
+    generated = GenerateReport([1], [1], [True], 0, 0, 0, 0.0, "", [0], [0.0])
     experience = ExperienceReport([], gap, gap, gap, None, None, None, 1)
     found = {
         **metrics.log_prob_metrics([LogProbReport(gap, gap)]),
@@ -59,8 +61,11 @@ def of_other_runs() -> set[str]:
         **phase_metrics({"gen": [pending("main", 1.0, 2.0)]}),
         **measure([[Scored(1.0, 3)]], ["a"], ValidationConfig()),
         **metrics.experience_metrics([experience], 0.0),
+        **metrics.staleness_metrics([generated], 1),
+        **metrics.wait_metrics(1.0, 2.0),
+        **metrics.idle_metrics({}, {"main": 2}, 1.0, {"main": (1, 1)}),
     }
-    return {*found, "timing/val"}  # of `Validator.validate`
+    return {*found, "timing/val", "timing/save_wait"}  # of `Validator.validate`, of a point
 
 
 def test_the_table_has_every_metric_of_these_runs_and_no_other() -> None:

@@ -32,6 +32,7 @@ from tests.unit.models.moe import Expert, Experts, Router, one_by_one, place_wei
 
 GROUPED = hasattr(F, "grouped_mm")
 EP4 = {"expert_model_parallel_size": 4}
+SLICES = 10
 EOS, SEED = [3, 8, 17, 21, 26, 30, 34], 5
 
 
@@ -89,6 +90,28 @@ class WatchedRollout(RolloutRole):
             report=Seen(responses, awake, asleep, copies, len(announced), idle, grouped)
         )
 
+    def look_at_slices(self, prompts: Prompts) -> RoleOutput:
+        """Generate in slices of 3 decode steps, with a point after every other one.
+
+        Report: tokens and log-probs, and the passes that each slice computed or served.
+        """
+        engine, found, passes = self.replica.engine, dict[int, Any](), list[int]()
+        rounds, announced = engine.source.rounds, []  # type: ignore[attr-defined]
+        announce = type(rounds).announce
+        rounds.announce = lambda tokens: announced.append(announce(rounds, tokens))
+        engine.wake()
+        engine.add(make_requests(prompts, self.settings[Sampling.TRAINING], SEED))
+        for number in range(SLICES):
+            announced.clear()
+            found |= {result.place: result for result in engine.advance(3)}
+            passes.append(len(announced) + engine.stats().idle_passes)
+            if number % 2:
+                engine.add(engine.withdraw())
+        assert engine.withdraw() == [], "all have ended"
+        engine.sleep()
+        responses = [(found[n].tokens, found[n].log_probs) for n in range(prompts.num_rows)]
+        return RoleOutput(report=(responses, passes))
+
 
 def build(runtime: Any, folder: Path, architecture: Any, size: int, keys: Any) -> Any:
     """The group of a rollout, two rows at a time."""
@@ -110,7 +133,10 @@ def look(group: Any, prompts: Prompts, *more: Any) -> list[Seen]:
 
 
 def assert_same(found: list[Seen], expected: list[Any]) -> None:
-    responses = [response for each in found for response in each.responses]
+    assert_same_responses([response for each in found for response in each.responses], expected)
+
+
+def assert_same_responses(responses: list[Any], expected: list[Any]) -> None:
     assert [tokens for tokens, _ in responses] == [tokens for tokens, _ in expected]
     for (_, logs), (_, wanted) in zip(responses, expected, strict=True):
         assert logs == pytest.approx(wanted, abs=1e-5)
@@ -152,6 +178,14 @@ def test_ranks_that_share_experts_generate_what_one_rank_does(
     busy = next(each for each in found if each.responses)
     assert sum(each.own > 0 for each in found) == 1
     assert {each.idle for each in found[-ep:] if each is not busy} == {busy.own}
+
+    parts = several.split(shared.layout.dp)
+    sliced = shared.call(WatchedRollout.look_at_slices, Sharded(parts)).result()
+    assert_same_responses([each for responses, _ in sliced for each in responses], alone.responses)
+    assert len({len(responses) for responses, _ in sliced}) == 2, "unequal work"
+    for group in range(0, len(sliced), ep):
+        passes = [counts for _, counts in sliced[group : group + ep]]
+        assert all(counts == passes[0] for counts in passes), "they make every slice together"
 
     given = tuple([4 + i] * (1 + 2 * i) for i in range(5))
     [scored] = look(one, make_prompts(1), None, given)

@@ -106,7 +106,7 @@ def test_samples_and_metrics_are_those_of_ranks_that_do_both(warm_runtime, tmp_p
     assert all(line["timing/sync"] > 0 for line in other.metrics)
     train, infer = case[0]
     assert ranks_in_timeline(tmp_path / "split", "actor_rollout.update_policy") == {*range(train)}
-    assert ranks_in_timeline(tmp_path / "split", "rollout.generate") == {
+    assert ranks_in_timeline(tmp_path / "split", "rollout.advance") == {
         *range(train, train + infer)
     }
 

@@ -107,7 +107,7 @@ def test_responses_and_receipts_come_back(make: Make) -> None:
     assert [r.log_probs for r in results] == [[-t / 8 for t in r.tokens] for r in results]
     stops = [result.finish_reason is FinishReason.STOP for result in results]
     assert stops == [result.tokens[-1] == 3 for result in results] and not all(stops)
-    assert {result.weights_version for result in results} == {5}
+    assert all(result.token_versions == [5] * len(result.tokens) for result in results)
     assert engine.score([np.array([8, 9])], [[5, 6]]) == [[-5 / 8, -6 / 8]]
     assert engine.stats().prompt_tokens == 2
 

@@ -166,8 +166,15 @@ class RankCall:
         return [calls[ref] for ref in late]
 
 
+# Submitted role calls of this process whose end nobody has seen, by Ray's reference of the reply.
+_under_way: dict[Any, RankCall] = {}
+
+
 def gather(calls: Sequence[RankCall], timeout_s: float) -> list[Any]:
     """Wait for all calls until `timeout_s` from now; return their replies in order.
+
+    Watches all other role calls under way too: while generation runs ahead, nobody waits for the
+    updates beside it.
 
     Raises:
         WorkerError: A call failed, noticed within LONGEST_LOOK_S; see `_find_first_cause`.
@@ -183,9 +190,13 @@ def gather(calls: Sequence[RankCall], timeout_s: float) -> list[Any]:
         left_s = max(min(patience_s, deadline - time.monotonic()), 0)
         ready, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=left_s)
         patience_s = min(2 * patience_s, LONGEST_LOOK_S)
+        for reply in ready:
+            _under_way.pop(reply, None)
+        _check_others(by_ref)
         if not ready and time.monotonic() < deadline:
             continue
         if not ready:
+            _under_way.clear()  # the run ends
             late = sorted((by_ref[ref].origin for ref in waiting), key=lambda origin: origin.rank)
             ranks = [origin.rank for origin in late]
             hosts = [origin.host for origin in late]
@@ -194,8 +205,29 @@ def gather(calls: Sequence[RankCall], timeout_s: float) -> list[Any]:
         values.update(new_values)
         failures = [value for value in new_values.values() if isinstance(value, WorkerError)]
         if failures:
+            _under_way.clear()  # the run ends
             raise _find_first_cause(failures, waiting, by_ref)
     return [values[call.reply] for call in calls]
+
+
+def _check_others(waited: Mapping[Any, RankCall]) -> None:
+    """Raise the error of a call under way that is not among those `waited` for.
+
+    A failed call may be of a rank that a waited call needs, so its error may be an aftermath.
+    """
+    others = {reply: call for reply, call in _under_way.items() if reply not in waited}
+    if not others:
+        return
+    ready, waiting = ray.wait(list(others), num_returns=len(others), timeout=0)
+    for reply in ready:
+        del _under_way[reply]
+    values = _read_values(ready, others).values() if ready else ()
+    failed = [value for value in values if isinstance(value, WorkerError)]
+    if failed:
+        by_ref = {**others, **waited}
+        left = [*waiting, *waited]
+        _under_way.clear()  # the run ends
+        raise _find_first_cause(failed, left, by_ref)
 
 
 def _read_values(refs: Sequence[Any], by_ref: dict[Any, RankCall]) -> dict[Any, Any]:
@@ -340,6 +372,7 @@ class RayPool:
                 ranks = range(self.world_size)
                 self._origins[role, method] = [self.origin(i, role, method) for i in ranks]
             calls.append(RankCall(self._origins[role, method][rank], reply, rows, inputs))
+        _under_way.update((call.reply, call) for call in calls)
         return RayCall(calls, self.timeout_s)
 
     def origin(self, rank: int, role: str, phase: str) -> Origin:
@@ -354,4 +387,5 @@ class RayPool:
 
     def shutdown(self) -> None:
         """Kill the processes and release their devices; does nothing a second time."""
+        _under_way.clear()  # the calls of a run end together
         ray.util.remove_placement_group(self._placement_group)

@@ -11,6 +11,12 @@ from typing import Any
 
 import yaml
 
+from mindspeed_rlxf.compat.verl.asynchronous import (
+    UPDATES,
+    convert_staleness,
+    find_batch_size,
+    is_fully_asynchronous,
+)
 from mindspeed_rlxf.compat.verl.files import find_model
 from mindspeed_rlxf.compat.verl.table import ACTOR, LEGACY, MODELS, RENAMED, ROLLOUT, TABLE
 from mindspeed_rlxf.compat.verl.translation import Translation
@@ -18,7 +24,7 @@ from mindspeed_rlxf.config.hf_config import read_hf_config
 from mindspeed_rlxf.config.keys import Given
 from mindspeed_rlxf.config.problems import Problem, ref
 
-POOL, STEPS = "global_pool", "trainer.total_training_steps"
+POOL, STEPS, BATCH = "global_pool", "trainer.total_training_steps", "data.train_batch_size"
 
 
 def translate_verl(tree: Mapping[str, Any], count_rows: Callable[[str], int]) -> Given:
@@ -55,6 +61,7 @@ def _convert(keys: Translation, count_rows: Callable[[str], int]) -> None:
     if not keys.given.sections["resource_pool"]:
         _make_pool(keys, POOL, "trainer")
         _split_pool(keys)
+    convert_staleness(keys)
     model, own = "reward_model", "custom_reward_function"
     if get(f"{model}.enable") and get(f"{model}.enable_resource_pool"):
         _make_pool(keys, "reward_pool", model)
@@ -83,12 +90,15 @@ def _convert(keys: Translation, count_rows: Callable[[str], int]) -> None:
 def _convert_batches(keys: Translation) -> None:
     """Set the number of prompts of an iteration, and the limit of dynamic sampling."""
     get, generated = keys.get, "data.gen_batch_size"
+    if is_fully_asynchronous(keys):
+        keys.put("training.global_batch_size", find_batch_size(keys), UPDATES)
+        keys.note("not read: an iteration is what is trained between two synchronisations", BATCH)
     if get("algorithm.filter_groups.enable"):
         if not (get("algorithm.filter_groups.max_num_gen_batches") or 0) > 0:
             keys.given.sections["algorithm"].setdefault("max_num_gen_batches", None)
         if get(generated) != get("data.train_batch_size"):
             keys.note("the filter draws the prompts that are missing, batch by batch", generated)
-    elif get(generated) is not None:
+    elif get(generated) is not None and not is_fully_asynchronous(keys):
         keys.put("training.global_batch_size", get(generated), generated)
 
 
@@ -183,9 +193,8 @@ def _split_pool(keys: Translation) -> None:
 def _count_iterations(keys: Translation, count_rows: Callable[[str], int]) -> Any:
     if keys.get(STEPS) is not None or "train_iters" in keys.given.sections["training"]:
         return keys.get(STEPS)
-    batch, epochs = keys.get("data.train_batch_size"), keys.get("trainer.total_epochs")
-    if not keys.get("algorithm.filter_groups.enable"):
-        batch = keys.get("data.gen_batch_size") or batch
+    batch = find_batch_size(keys)
+    epochs = keys.get("rollout.total_epochs") or keys.get("trainer.total_epochs")
     try:
         files = [Path(name).expanduser() for name in _as_list(keys.get("data.train_files"))]
         rows = sum(count_rows(str(file)) for file in files)
@@ -195,8 +204,11 @@ def _count_iterations(keys: Translation, count_rows: Callable[[str], int]) -> An
         return 1  # a legal value, as the problem is reported
     if batch > rows:
         rule = f"must be at most the {rows} rows of the files"
-        keys.refuse("data.train_batch_size", rule, "lower it")
+        keys.refuse(UPDATES if is_fully_asynchronous(keys) else BATCH, rule, "lower it")
     steps = rows // max(1, batch) * epochs
+    samples = keys.get("rollout.total_rollout_steps")
+    if samples is not None:
+        steps = min(steps, samples // max(1, batch))
     counted = f"{epochs} epochs of {rows} rows, long prompts too, in whole batches of {batch}"
     keys.given.note(counted, f"training.train_iters={steps}")
     return steps

@@ -83,11 +83,11 @@ def host_memory_needed(config: RunConfig, pools: list[PoolMemory]) -> HostMemory
     # reference, KL, value; advantage, old and reference log-prob, return, value; two masks of 1.
     # Three arrays and a mask have one slot more. Lengths, id, flag, score: 29.
     row = 8 * actor.max_prompt_length + 50 * actor.max_new_tokens + 3 * 4 + 1 + 29
-    responses = config.samples_per_iteration
+    greedy = config.training.global_batch_size if algorithm.estimator.reads_greedy else 0
+    per_batch, responses = config.samples_per_iteration + greedy, config.samples_per_iteration
     if algorithm.filter_groups:
         responses *= algorithm.max_num_gen_batches or USUAL_GEN_BATCHES
-    if algorithm.estimator.reads_greedy:
-        responses += config.training.global_batch_size
+    responses += greedy
     prompts = 8 * config.samples_per_iteration * actor.max_prompt_length
     trained = _trained_roles(config)
     parts = [
@@ -97,6 +97,11 @@ def host_memory_needed(config: RunConfig, pools: list[PoolMemory]) -> HostMemory
         HostPart(
             "rows, and those of the iteration before",
             2 * responses * row,
+            ("iteration", "checkpoint"),
+        ),
+        HostPart(
+            f"responses of {config.rollout.max_staleness} batches ahead",
+            config.rollout.max_staleness * per_batch * _begun_bytes(config),
             ("iteration", "checkpoint"),
         ),
         *(HostPart(f"{role.value}: copies of what it offloads", n) for role, n in copies.items()),
@@ -144,6 +149,16 @@ def disk_needed(config: RunConfig) -> dict[str, int]:
 
 def _processes_on_one_host(config: RunConfig, processes: Sequence[int]) -> int:
     return max(processes) if is_joined(config) else sum(processes)
+
+
+def _begun_bytes(config: RunConfig) -> int:
+    """Return the largest size of a response that generation holds until its batch is trained.
+
+    Python numbers: 36 bytes for the id of a token, 32 for its log-prob and 8 for its version. Each
+    tensor-parallel rank has a copy.
+    """
+    actor = config.actor_rollout
+    return config.rollout_tp * (8 * actor.max_prompt_length + 76 * actor.max_new_tokens)
 
 
 def _numbers(config: RunConfig, role: Role) -> int:

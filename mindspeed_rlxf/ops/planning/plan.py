@@ -143,6 +143,11 @@ def plan(config: RunConfig, nested: bool = False) -> Plan:
                     else []
                 ),
                 ("old log-probs", OLD_LOG_PROBS[config.old_log_probs]),
+                *(
+                    [("generation", _describe_slices(config))]
+                    if config.rollout.max_staleness
+                    else []
+                ),
             ]
         ),
         "Roles": named_table([*_role_rows(config)]),
@@ -177,6 +182,15 @@ def _describe_validation(config: RunConfig) -> str:
         f"{'and no training, ' if keys.only else interval}{keys.n_samples} "
         f"response{'s' if keys.n_samples > 1 else ''} per prompt, "
         f"{_describe_decoding(keys.do_sample, keys.temperature)}, scored by {keys.reward.value}"
+    )
+
+
+def _describe_slices(config: RunConfig) -> str:
+    rollout = config.rollout
+    overlap = "while the previous batch is trained" if config.lead else "before each update"
+    return (
+        f"{overlap}, in slices of {rollout.slice_steps} decode steps, by weights up to "
+        f"{rollout.max_staleness} updates old"
     )
 
 

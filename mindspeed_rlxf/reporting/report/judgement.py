@@ -5,7 +5,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mindspeed_rlxf.reporting.health_rules import Finding, Health, runaway_limit
+from mindspeed_rlxf.reporting.health_rules import (
+    Finding,
+    Health,
+    rules_without_meaning,
+    runaway_limit,
+)
 from mindspeed_rlxf.reporting.metric_table import validation_score
 from mindspeed_rlxf.reporting.report.records import Iteration, curve_of
 
@@ -32,9 +37,11 @@ def judge(
     target = config.get("algorithm.kl_ctrl.target_kl")
     adapts = config.get("algorithm.kl_ctrl.type") == "adaptive"
     kl_limit = runaway_limit(adapts, float(target) if isinstance(target, (int, float)) else 0.0)
+    excluded = rules_without_meaning(config.get("rollout.max_staleness") or 0)
+    health = Health(kl_limit=kl_limit, excluded=excluded)
     problems = [
         *_failure_problems(failures or ()),
-        *_health_problems(iterations, kl_limit),
+        *_health_problems(iterations, health),
         *_non_finite_problems(iterations),
     ]
     return {
@@ -57,9 +64,8 @@ def _failure_problems(failures: Sequence[Mapping[str, Any]]) -> Rows:
     return problems
 
 
-def _health_problems(iterations: Sequence[Iteration], kl_limit: float) -> Rows:
+def _health_problems(iterations: Sequence[Iteration], health: Health) -> Rows:
     """Apply the health rules to a run; problems that have ended come first."""
-    health = Health(kl_limit=kl_limit)
     active: dict[str, Finding] = {}
     problems = []
     for iteration in iterations:

@@ -148,6 +148,19 @@ def test_the_failure_of_a_producer_is_reported_and_not_its_consumers(make_pools:
     assert caught.value.cause == "ValueError: no rows today"
 
 
+def test_a_wait_ends_when_another_call_under_way_fails(make_pools: MakePools, tmp_path) -> None:
+    """While generation runs ahead nobody waits for the updates, and the other way round."""
+    trains, generates = [build(pool) for pool in make_pools(1, 2)]
+    rows = Sharded([Numbers(torch.arange(1))] * 2)
+    trains.call(StandIn.fail_alone, 0)
+    running = generates.call(StandIn.make_late, rows, 60.0, str(tmp_path / "end"))
+    with pytest.raises(WorkerError) as caught:
+        running.result()
+    assert (caught.value.phase, caught.value.cause) == ("fail_alone", "ValueError: only here")
+    (tmp_path / "end").touch()
+    running.result()
+
+
 def test_a_hang_ends_and_names_the_ranks_that_did_not_arrive(make_hasty: MakePools) -> None:
     one, two = make_hasty(1, 2)
     producer, consumer = build(one), build(two, Role.CRITIC)

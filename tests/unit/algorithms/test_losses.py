@@ -158,6 +158,8 @@ def test_importance_of_a_token_is_cut_above_only() -> None:
     weights = truncated_importance(training, rollout, 2.0)
     assert_close(weights, torch.tensor([2.0, 0.25, 1.0]))  # ratios 4, 1/4, 1
     assert not weights.requires_grad
+    masked = truncated_importance(training, rollout, 2.0, 0.5)
+    assert masked.tolist() == [2.0, 0.0, 1.0]
     far = truncated_importance(torch.tensor([95.0, -95.0, math.nan]), torch.zeros(3), 1e30)
     assert_close(far, torch.tensor([20.0, -20.0, math.nan]).exp(), equal_nan=True)
 
@@ -207,6 +209,10 @@ E_HALF = math.exp(0.5)
         # the ratio is a weight: max 1.5; the loss is -A w log_prob with log_prob -1, the slope -A w
         ("cispo", [1.2, 3.0], [2.0, -1.0], [2.4, -1.5], [False, True], [-2.4, 1.5]),
         ("gpg", [1.2, 3.0], [2.0, -1.0], [2.0, -1.0], [False, False], [-2.0, 1.0]),
+        # within [0.8, 1.5] the loss and its slope are -A r, outside 0 whatever the sign of A
+        ("dis", [1.2, 1.6, 1.6, 0.7, 0.7, 0.9], [2.0, 2.0, -2.0, 2.0, -2.0, -2.0],
+         [-2.4, 0.0, 0.0, 0.0, 0.0, 1.8], [False, True, True, True, True, False],
+         [-2.4, 0.0, 0.0, 0.0, 0.0, 1.8]),
         # log-ratios 1 and 0, the first clipped to 0.5: exp(0.25) for both tokens of the response;
         # each loss has the slope -A exp(0.25) / 2 in the second token
         ("geo_mean", [math.e, 1.0], [2.0, 2.0], [-2 * math.exp(0.25)] * 2, [True, False],

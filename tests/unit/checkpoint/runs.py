@@ -112,7 +112,7 @@ class Case:
 
     def restart(self, prompts: str = "p") -> None:
         """Make new checkpoint objects, as a new process does. prompts: digest of the prompts"""
-        roles: Any = SimpleNamespace(actor=self.actor, critic=self.critic)
+        roles: Any = SimpleNamespace(actor=self.actor, critic=self.critic, rollout=None)
         self.checkpoints = RunCheckpoints(
             self.config, roles, self.directory, prompts, clock=self.clock
         )

@@ -176,6 +176,8 @@ def test_kl_of_the_loss_and_of_the_reward_become_one_term(resolved):
 
 
 MEGATRON = (f"{ACTOR}.megatron.tensor_model_parallel_size=2", "trainer.nnodes=2")
+NATIVE = (*GRPO, f"{ACTOR}.strategy=megatron", f"{ROLLOUT}.name=null")
+SPLIT = (*NATIVE, "rollout.nnodes=1", "rollout.n_gpus_per_node=8")
 CASES = {
     "batches by tokens": (
         (f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ulysses_sequence_parallel_size=2"),
@@ -401,12 +403,45 @@ CASES = {
         (*GRPO, f"{ACTOR}.strategy=megatron", "trainer.n_gpus_per_node=6", "rollout.nnodes=1",
          "rollout.n_gpus_per_node=2"),
         {"actor_rollout.num_gpus_for_train": 6, "actor_rollout.num_gpus_for_infer": 2,
-         "resource_pool.global_pool": [6, 2]},
+         "resource_pool.global_pool": [6, 2], "rollout.max_staleness": 1},
     ),
     "devices that only generate, with FSDP": (
         (*GRPO, f"{ROLLOUT}.nnodes=2", f"{ROLLOUT}.n_gpus_per_node=4", "rollout.engine=vllm"),
         {"actor_rollout.num_gpus_for_train": None, "resource_pool.global_pool": [8, 4, 4],
          "rollout.engine": "vllm"},
+    ),
+    "fully asynchronous, with parts of responses": (
+        (*SPLIT, "async_training.staleness_threshold=0.5", "async_training.require_batches=2",
+         "data.train_batch_size=0", "data.gen_batch_size=1", f"{ACTOR}.ppo_mini_batch_size=32",
+         f"{ROLLOUT}.n=4", "rollout.total_rollout_steps=2560", "rollout.test_freq=5"),
+        {"rollout.max_staleness": 2, "training.global_batch_size": 4 * 2 * 32,
+         "actor_rollout.ppo_mini_batch_size": 32 * 4, "training.train_iters": 10,
+         "validation.interval": 5},
+    ),
+    "fully asynchronous, with whole responses": (
+        (*SPLIT, "async_training.staleness_threshold=1.5", "async_training.partial_rollout=false"),
+        {"rollout.max_staleness": 2},
+    ),
+    "fully asynchronous, with servers": (
+        (*SPLIT, "async_training.staleness_threshold=1.5", f"{ROLLOUT}.name=vllm"),
+        {"rollout.max_staleness": 1, "rollout.engine": "vllm"},
+    ),
+    "synchronous, by the fully asynchronous trainer": (
+        (*SPLIT, "async_training.staleness_threshold=0"), {"rollout.max_staleness": None},
+    ),
+    "V1 on the same devices": (
+        (*NATIVE, "trainer.v1.trainer_mode=colocate_async",
+         "trainer.v1.colocate_async.num_warmup_batches=3"),
+        {"rollout.max_staleness": 3},
+    ),
+    "V1 on devices of its own": (
+        (*NATIVE, "trainer.v1.trainer_mode=separate_async",
+         f"{ROLLOUT}.nnodes=1", "trainer.v1.sampler.max_off_policy_threshold=2",
+         "trainer.v1.separate_async.num_warmup_batches=3"),
+        {"rollout.max_staleness": 2, "actor_rollout.num_gpus_for_infer": 8},
+    ),
+    "V1 with FSDP": (
+        (*GRPO, "trainer.v1.trainer_mode=colocate_async"), {"rollout.max_staleness": 0},
     ),
     "micro-batches over all devices": (
         (f"{ACTOR}.ppo_micro_batch_size=32", "critic.ppo_micro_batch_size=32",
@@ -457,8 +492,10 @@ REFUSALS = [
     (("reward_model.enable=true", "reward_model.model.path=rm", "custom_reward_function.path=x.py"),
      "reward_model.enable=true and custom_reward_function.path leave open which scores"),
     ((f"{ACTOR}.megatron.dynamic_context_parallel=true",), f"{ACTOR}.megatron.dynamic_context"),
-    (("async_training.staleness_threshold=0.5", "async_training.require_batches=4"),
-     "async_training is not supported: an iteration trains on a whole batch"),
+    (("async_flow.enable=true", "async_flow.queue=4"),
+     "async_flow is not supported: another schedule"),
+    (("trainer.v1.trainer_mode=separate",),
+     "trainer.v1.trainer_mode='separate' must be one of sync"),
     ((f"{ACTOR}.megatron.override_transformer_config.strange=1",), f"{ACTOR}.megatron.override"),
     (("reward_model.max_resp_len=7",), "reward_model.max_resp_len=7 must be"),
     (("data.max_prompt_length=long",), "data.max_prompt_length='long' must be a number"),

@@ -270,7 +270,7 @@ def validated(config: RunConfig) -> list[Any]:
     """Return the arguments of each call of the validator: the iterations with a validation."""
     trainer = loop(config)
     trainer.validator = MagicMock(validate=MagicMock(return_value={}))
-    trainer.collector = MagicMock(collect=MagicMock(side_effect=Over))
+    trainer.samples = MagicMock(generate=MagicMock(side_effect=Over))
     with contextlib.suppress(Over):
         trainer.fit()
     trainer.stop.is_due.return_value = trainer.stop.agree.return_value = False
@@ -278,7 +278,7 @@ def validated(config: RunConfig) -> list[Any]:
     with patch.object(ppo, "names"), patch.object(ppo, "generation_flops"):
         for trainer.iteration in range(1, config.training.train_iters + 1):
             with contextlib.suppress(Stopped):
-                trainer._finish_iteration({}, MagicMock(), {}, 1.0)
+                trainer._run_hooks(ppo.Iteration(MagicMock(), {}, {}, 1.0))
     return [call.args for call in trainer.validator.validate.call_args_list]
 
 

@@ -39,7 +39,7 @@ MakeTree = Callable[..., dict[str, Any]]
 Changes = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[3]
 CHECKPOINTS, STORE = "checkpoint/test_checkpoints.py", "checkpoint/test_store.py"
-RUN_DIR, COLLECTOR = "checkpoint/test_directory.py", "trainer/test_collector.py"
+RUN_DIR, STREAM = "checkpoint/test_directory.py", "trainer/test_stream.py"
 CONSOLE, RECORDER = "reporting/test_console.py", "checkpoint/test_recorder.py"
 PROMPT_KEYS, PROMPTS = "data/test_prompt_keys.py", "data/test_prompts.py"
 FUNCTIONS, MODEL_REWARD = "config/test_reward_functions.py", "roles/test_model_reward.py"
@@ -131,12 +131,13 @@ ALGORITHM: dict[str, Any] = {
     "overlong_penalty_factor": Case(2.0, see.experience, OVERLONG),
     "mask_truncated": Shown("roles/test_experience.py",
      "test_truncated_responses_count_in_their_group_and_are_not_trained"),
-    "filter_groups": Shown(COLLECTOR, "test_prompts_with_equal_scores_are_drawn_anew"),
-    "max_num_gen_batches": Shown(COLLECTOR, "test_after_the_last_batch_alike_groups_fill_the_rest"),
+    "filter_groups": Shown(STREAM, "test_without_staleness_only_missing_groups_are_drawn_again"),
+    "max_num_gen_batches": Shown(STREAM, "test_after_the_last_batch_alike_groups_fill_the_rest"),
     "score_position": Case("eos", see.experience),
     "score_slot_limit": Case("batch_width", see.driven), "advantage_whiten": Case("none", see.loss),
     "loss_normalizer": Case("sequence_means", see.loss),
     "old_log_probs": Case("rollout", see.driven), "rollout_is_threshold": Case(1.5, see.loss),
+    "rollout_is_low": Case(0.9, see.loss, {"algorithm.rollout_is_threshold": 1.5}),
     "rollout_rejection": Shown("roles/test_experience.py",
      "test_rejected_tokens_count_for_their_group_and_are_not_trained"),
     "max_log_prob_gap": Shown("roles/test_gap.py",
@@ -341,11 +342,13 @@ PLAN: dict[str, Any] = {
     "disk_gib": Case(0.25, base=ON_NPU), "mfu": Case(0.5, base={"plan.peak_tflops": 989}),
     "peak_tflops": Case(313),
 }  # fmt: skip
+STALE = {"rollout.max_staleness": 2}
 ROLLOUT = {
     "engine": Shown("trainer/test_bad_files.py",
      "test_an_unknown_or_unsuitable_rollout_engine_is_refused"),
     "tensor_model_parallel_size": Case(2, base=SPLIT),
     "expert_model_parallel_size": Case(2, base={**SPLIT, **EXPERTS}),
+    "max_staleness": Case(1), "slice_steps": Case(16, base=STALE), "lead": Case(1, base=STALE),
 }  # fmt: skip
 SERVED = {"rollout.engine": "vllm"}
 VLLM = {

@@ -9,7 +9,13 @@ import pytest
 
 from mindspeed_rlxf.config.enums import HealthRule
 from mindspeed_rlxf.config.keys import known_keys
-from mindspeed_rlxf.reporting.health_rules import CLEAR, RULES, Finding, Health
+from mindspeed_rlxf.reporting.health_rules import (
+    CLEAR,
+    RULES,
+    Finding,
+    Health,
+    rules_without_meaning,
+)
 from mindspeed_rlxf.reporting.jsonl import read_metrics
 
 RECORDINGS = Path(__file__).parent / "recordings"
@@ -120,6 +126,14 @@ def test_a_critic_worse_than_a_constant_and_a_gap_of_log_probs_are_found(values,
 
 def test_an_adaptive_target_raises_the_limit_of_the_kl():
     assert made(lambda i: {KL: 8.0}, 9, Health(kl_limit=12.0)) == []
+
+
+def test_a_gap_of_log_probs_is_no_finding_where_weights_are_older():
+    excluded = rules_without_meaning(max_staleness=1)
+    assert made(lambda i: {GAP: 0.06, KL: 8.0}, 9, Health(excluded=excluded)) == [
+        "3 kl_runaway began"
+    ]
+    assert rules_without_meaning(max_staleness=0) == ()
 
 
 def test_a_rank_that_lags_is_found_after_ten_iterations_in_a_row():

@@ -8,6 +8,7 @@ import pytest
 
 from mindspeed_rlxf.cluster.group import Pending
 from mindspeed_rlxf.cluster.interface import Peer, Reply, Request
+from mindspeed_rlxf.cluster.refs import Piece, RowsRef
 from mindspeed_rlxf.config.lora import LoraConfig
 from mindspeed_rlxf.config.rank_layout import ParallelLayout
 from mindspeed_rlxf.roles.actor import ActorGroup
@@ -108,6 +109,8 @@ def test_scores_of_a_model_wait_for_those_of_the_functions():
     group: Any = RewardGroup.__new__(RewardGroup)
     group.streams, group._check = True, lambda _: None
     group._score_by_functions = lambda _: Pending(functions, [0], [1])
-    group.scorers, group.group = object(), SimpleNamespace(call=lambda *_: Pending(model, [0], [1]))
-    group.score(None).result()
+    ranks = SimpleNamespace(dp=1)
+    answer = lambda *_: Pending(model, [0], [1])  # noqa: E731
+    group.scorers, group.group = object(), SimpleNamespace(call=answer, layout=ranks)
+    group.score(RowsRef((Piece("rows", 1),))).result()
     assert (functions.waited, model.waited) == (1, 1)

@@ -86,7 +86,7 @@ def make(
     monkeypatch: pytest.MonkeyPatch, is_leader: bool = True, is_colocated: bool = False
 ) -> tuple[RolloutRole, Scripted]:
     engine: Any = Scripted()
-    replica = replicas.Replica(engine, engine.take_weights, is_leader)
+    replica = replicas.Replica(replicas.in_slices(engine), engine.take_weights, is_leader)
     monkeypatch.setattr(replicas, "build_replica", lambda config, trained, logs: replica)
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: engine.clock))
     config: Any = SimpleNamespace(

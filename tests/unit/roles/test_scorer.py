@@ -1,6 +1,8 @@
 """Responses are scored while others are generated; a failure is that of one sample."""
 
+import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -136,6 +138,59 @@ def test_rows_that_were_not_followed_are_scored_when_they_are_asked_for(role):
         assert role.score(other).report.scores == [0.0, 1.0]
     list(role.follow(prompts, results_of(["3", "2"])))
     assert role.score(rollouts).report.scores == [1.0, 0.0], "scores of other responses"
+
+
+def test_a_scoring_that_was_started_is_kept_until_its_sample_is_forgotten(role):
+    """However many calls come in between; a validation has the same sample ids."""
+    prompts = prompts_of(["2", "3"])
+    results = sorted(results_of(["2", "3"]), key=lambda result: result.place)
+    submitted: list[Any] = []
+    submit = role.rewards.submit
+    role.rewards.submit = lambda sample: submitted.append(sample) or submit(sample)
+    for _ in range(2):  # the second time as after a resume
+        for row, result in enumerate(results):
+            role.start(prompts.select([row]), result)
+    rollouts = gather_rollouts(prompts, iter(results))
+    for _ in range(3):
+        list(role.follow(prompts, results_of(["5", "2"])))
+        assert role.score(rollouts).report.scores == [1.0, 0.0]
+    assert len(submitted) == 2 + 3 * 2
+    saved = json.loads(
+        json.dumps([role.save_outcomes(10 + n, r.tokens) for n, r in enumerate(results)])
+    )
+    role.forget([10, 77])
+    assert role.score(rollouts).report.scores == [1.0, 0.0] and len(submitted) == 9
+    assert role.save_outcomes(10, results[0].tokens) is None
+    role.restore_outcomes(10, results[0].tokens, saved[0])
+    role.restore_outcomes(11, results[1].tokens, saved[1])
+    report = role.score(rollouts).report
+    assert report.scores == [1.0, 0.0] and report.failures == [None] * 2 and len(submitted) == 9
+    assert report.parts[0] == {"mine": 1.0, "mine/said": 4.0, "mine/is_a": 1.0}
+
+
+def test_a_failed_scoring_is_saved_as_one_and_an_unfinished_one_is_not(role, tmp_path):
+    flag = tmp_path / "flag"
+    waits, fails = prompts_of(["wait"], flag=str(flag)), prompts_of(["wait"])
+    (result,) = results_of(["wait"])
+    role.start(waits, result)
+    assert role.save_outcomes(10, result.tokens) is None
+    flag.touch()
+    role.forget([10])
+    role.start(fails, result)
+    rollouts = gather_rollouts(fails, [result])
+    failures = role.score(rollouts).report.failures
+    saved = json.loads(json.dumps(role.save_outcomes(10, result.tokens)))
+    role.restore_outcomes(10, result.tokens, saved)
+    assert role.score(rollouts).report.failures == failures and failures[0].cause == "exception"
+
+
+def test_validation_reads_no_scoring_of_a_training_sample_with_its_id(role):
+    """Their prompts differ, though the responses may be equal."""
+    trained, validated = prompts_of(["2"]), replace(prompts_of(["2"]), ground_truths=["7"])
+    (result,) = results_of(["2"])
+    role.start(trained, result)
+    rollouts = gather_rollouts(validated, [result])
+    assert role.score(rollouts, validates=True).report.scores == [0.0]
 
 
 def test_rules_read_special_tokens_and_no_eos(monkeypatch):

@@ -272,12 +272,17 @@ def test_an_engine_without_weights_or_asleep_does_not_generate(prompts):
         next(rollout.generate(asked))
 
 
-@pytest.mark.parametrize("steps", [1, 5])
-def test_stop_strings_end_a_response_where_their_last_token_is(prompts, steps):
-    """Tokens are letters, so a string of two is cut by them; the rest of the batch goes on."""
+def letter_stops(*strings: str) -> StopStrings:
+    """Tokens are letters, so that a string of two is cut by them."""
     core = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate("abcdefghijk")}, "a"))
     core.decoder = decoders.Fuse()
-    stop = StopStrings(("cd", "gg", "ib", "e"), PreTrainedTokenizerFast(tokenizer_object=core))
+    return StopStrings(strings, PreTrainedTokenizerFast(tokenizer_object=core))
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+def test_stop_strings_end_a_response_where_their_last_token_is(prompts, steps):
+    """The rest of the batch goes on."""
+    stop = letter_stops("cd", "gg", "ib", "e")
     sampled: dict[str, Any] = {"do_sample": True, "eos_token_ids": (), "max_new_tokens": 12}
     free, _, *_ = generate(prompts, **sampled)
     rollout = engine(TinyModel(), 3, steps=steps)

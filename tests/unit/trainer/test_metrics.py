@@ -9,6 +9,7 @@ import torch
 from mindspeed_rlxf.roles.reports import (
     ExperienceReport,
     FailedSample,
+    GenerateReport,
     LogProbReport,
     ResponseLengths,
     ScoreReport,
@@ -24,7 +25,9 @@ from mindspeed_rlxf.trainer.metrics import (
     rollout_metrics,
     score_metrics,
     source_metrics,
+    staleness_metrics,
     update_metrics,
+    wait_metrics,
 )
 
 
@@ -48,6 +51,22 @@ def test_the_log_prob_gap_is_a_mean_over_tokens():
         **expected, "rollout/is_weight/mean": 1.0, "rollout/is_weight/max": 1.5,
         "rollout/is_weight/min": 0.5,
     }  # fmt: skip
+
+
+def test_staleness_is_a_mean_over_tokens_and_that_of_the_oldest_one():
+    """Versions 3 and 5 of two tokens each, then 6 of one; trained by weights 7."""
+    replicas = [
+        GenerateReport([1], [4], [True], 0, 0, 0, 0.0, "", [3], [4.0]),
+        GenerateReport([1], [1], [True], 0, 0, 0, 0.0, "", [6], [6.0]),
+    ]
+    assert staleness_metrics(replicas, 7) == {
+        "staleness/mean": pytest.approx((4 + 4 + 2 + 2 + 1) / 5), "staleness/max": 4.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("generated", "waits"), [(12.0, (2.0, 0.0)), (7.0, (0.0, 3.0))])
+def test_the_earlier_one_of_generation_and_training_waits(generated, waits):
+    assert (*wait_metrics(generated, 10.0).values(),) == waits
 
 
 def test_failed_samples_are_counted_by_cause_and_left_out_of_the_parts():

@@ -11,7 +11,10 @@ from mindspeed_rlxf.checkpoint.stopping import StopRequest
 from mindspeed_rlxf.cluster.refs import Piece, RowsRef
 from mindspeed_rlxf.config.enums import OldLogProbs
 from mindspeed_rlxf.config.schema import AlgorithmConfig
+from mindspeed_rlxf.data.sampler import PromptSampler
 from mindspeed_rlxf.trainer.ppo import PpoTrainer
+from mindspeed_rlxf.trainer.prompt_source import PromptSource
+from tests.virtual_roles import make_prompts
 
 
 class Waited(Exception):
@@ -25,6 +28,9 @@ class Call:
     def after(self, other: Call) -> Call:
         self.producers.append(other.name)
         return self
+
+    def with_earlier(self) -> list[Call]:
+        return [self]
 
     def rows(self) -> RowsRef:
         return RowsRef((Piece("somewhere", 4),))
@@ -55,7 +61,10 @@ def test_all_roles_have_work_before_the_driver_waits(limit):
     config: Any = SimpleNamespace(
         algorithm=AlgorithmConfig(score_slot_limit=limit),
         actor_rollout=SimpleNamespace(n_samples_per_prompt=1, max_new_tokens=8),
-        training=SimpleNamespace(train_iters=1, seed=1),
+        training=SimpleNamespace(train_iters=1, seed=1, global_batch_size=1),
+        rollout=SimpleNamespace(max_staleness=0),
+        lead=0,
+        parts=(),
         validation=SimpleNamespace(before=False),
         warmup_iters=0,
         old_log_probs=OldLogProbs.RECOMPUTE,
@@ -63,13 +72,14 @@ def test_all_roles_have_work_before_the_driver_waits(limit):
     )
     names = ("actor", "rollout", "ref", "critic", "reward")
     roles: Any = SimpleNamespace(**{name: Scripted(name, called) for name in names})
-    prompts: Any = SimpleNamespace(next_prompts=lambda: SimpleNamespace(sample_ids=[0]))
+    prompts = PromptSource(make_prompts(1), PromptSampler(1, 1, 1, False), 1)
     checkpoints: Any = SimpleNamespace()
     nobody: Any = None
     recorder: Any = SimpleNamespace(token_log=lambda *_: None)
     with pytest.raises(Waited):
         PpoTrainer(config, roles, prompts, nobody, recorder, checkpoints, StopRequest(0.0)).fit()
-    scoring = ["rollout.update_weights", "rollout.generate", "reward.score"]
+    scoring = ["rollout.update_weights", "rollout.add", "rollout.advance", "rollout.take"]
+    scoring += ["reward.score"]
     scoring += ["actor.log_probs", "ref.log_probs", "critic.values"]
     updates = ["critic.make_experience", "critic.update_critic", "actor.update_policy"]
     # TRL's limit is the length of the longest response, which has to be known first

@@ -24,41 +24,44 @@ def source(per_prompt: int = 1, shuffle: bool = False) -> PromptSource:
 
 
 def test_each_prompt_is_repeated_n_times_with_its_truth_and_source():
-    batch = source(per_prompt=3).next_prompts()
+    batch = source(per_prompt=3).next_groups(2)
     assert [ids.tolist() for ids in batch.token_ids] == [[0, 1]] * 3 + [[1, 2]] * 3
     assert batch.ground_truths == ["truth 0"] * 3 + ["truth 1"] * 3
     assert batch.data_sources == ["source 0"] * 3 + ["source 1"] * 3
     assert batch.extra_infos == [{"row": 0}] * 3 + [{"row": 1}] * 3
 
 
-def test_consumed_prompts_are_returned_once():
+def test_consumed_prompts_are_those_that_training_has_passed():
     prompts_of_run = source(per_prompt=2)
-    prompts_of_run.next_prompts()
-    prompts_of_run.next_prompts()  # an iteration may draw twice
-    assert prompts_of_run.pop_consumed() == ConsumedPrompts(0, 2, [0, 1, 2, 3])
-    prompts_of_run.next_prompts()
-    assert prompts_of_run.pop_consumed() == ConsumedPrompts(8, 2, [4, 0])
+    prompts_of_run.next_groups(3)
+    prompts_of_run.next_groups(4)  # further than is trained
+    assert prompts_of_run.consume(4) == ConsumedPrompts(0, 2, [0, 1, 2, 3])
+    assert prompts_of_run.consume(1) == ConsumedPrompts(8, 2, [4])
+    assert prompts_of_run.consume(2) == ConsumedPrompts(10, 2, [0, 1])
 
 
 @pytest.mark.parametrize("weights", [(), (1.0, 2.0)])
-def test_a_batch_that_was_read_ahead_is_the_next_and_no_part_of_the_state(weights):
+def test_the_state_is_the_first_group_that_is_not_consumed(weights):
+    """Wherever the groups drawn and consumed end inside the sampler's batches."""
+
     def start() -> PromptSource:
         return PromptSource(prompts(5), make_sampler((2, 3), weights, 3, 1, True), 2)
 
-    plain, reads, resumed = start(), start(), start()
-    for _ in range(5):
-        reads.read_ahead()
-        reads.read_ahead()
-        assert reads.state_dict() == plain.state_dict()
-        resumed.read_ahead()
-        resumed.load_state_dict(reads.state_dict())
-        expected = plain.next_prompts()
-        for source_ in (reads, resumed):
-            found = source_.next_prompts()
-            assert found.sample_ids == expected.sample_ids
-            assert found.ground_truths == expected.ground_truths
-        assert reads.pop_consumed() == plain.pop_consumed()
-        assert reads.state_dict() == plain.state_dict() == resumed.state_dict()
+    everything = start().next_groups(40)
+    run, passed = start(), 0
+    for drawn, consumed in [(1, 0), (4, 2), (3, 3), (7, 10), (2, 0), (5, 1), (0, 6)]:
+        run.next_groups(drawn)
+        run.read_ahead(drawn)
+        assert run.consume(consumed).first_sample_id == 2 * passed
+        passed += consumed
+        resumed = start()
+        resumed.read_ahead(2)
+        resumed.load_state_dict(run.state_dict())
+        again = resumed.next_groups(4)
+        rows = range(2 * passed, 2 * passed + 8)
+        assert again.sample_ids == list(rows)
+        assert again.ground_truths == [everything.ground_truths[row] for row in rows]
+        assert resumed.state_dict() == run.state_dict()
 
 
 def test_train_weights_are_shares_of_the_files(make_config):
@@ -72,7 +75,7 @@ def test_train_weights_are_shares_of_the_files(make_config):
     for weights, sources in (((3.0, 1.0), "aaba" * 2), ((), "aaaaaabb")):
         data = DataConfig(**files, train_weights=weights)
         source = PromptSource.from_config(config.model_copy(update={"data": data}), store)
-        found = [name for _ in range(2) for name in source.next_prompts().data_sources]
+        found = [name for _ in range(2) for name in source.next_groups(4).data_sources]
         assert "".join(found) == sources
 
 

@@ -69,6 +69,13 @@ def test_the_idle_share_of_a_pool_is_what_its_ranks_did_not_work():
     assert idle_metrics(phases, {"a": 2, "b": 1}, 0.5) == {"idle/a": 0.0, "idle/b": 0.0}
 
 
+def test_both_parts_of_a_disaggregated_pool_have_their_idle_share():
+    phases = {"update_actor": [pending("a", 4.0)], "gen": [pending("a", 5.0, 7.0, first=1)]}
+    found = idle_metrics(phases, {"a": 3}, 10.0, {"a": (1, 2)})
+    parts = {"idle/a/train": pytest.approx(0.6), "idle/a/rollout": pytest.approx(0.4)}
+    assert found == {"idle/a": pytest.approx(14 / 30), **parts}
+
+
 def report(prompts: list[int], responses: list[int]) -> GenerateReport:
     return GenerateReport(prompts, responses, [], 0, 0, 0, 0.0)
 

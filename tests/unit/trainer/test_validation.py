@@ -79,6 +79,7 @@ def make(tmp_path: Path, size: int, **keys: Any) -> tuple[Validator, Roles, RunD
         training=SimpleNamespace(seed=7, train_iters=1),
         logging=LoggingConfig(samples=5),
         algorithm=AlgorithmConfig(),
+        rollout=SimpleNamespace(max_staleness=0),
     )
     roles: Any = Roles(size)
     directory = RunDirectory(tmp_path)

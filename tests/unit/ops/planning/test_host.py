@@ -46,6 +46,15 @@ def test_responses_that_are_not_learnt_from_are_held_too(make_tree):
     assert rows({"algorithm.adv_estimator": "remax"}) * 4 == 5 * plain
 
 
+def test_batches_ahead_of_training_are_held_too(make_tree):
+    """Of 96 samples, with 8 prompt and 16 response tokens each."""
+    assert part(needed(make_tree, {}), "ahead") == 0
+    held = part(needed(make_tree, {"rollout.max_staleness": 3}), "responses of 3 batches ahead")
+    assert held == 3 * 96 * (8 * 8 + 76 * 16)
+    tp2 = {"rollout.max_staleness": 3, "actor_rollout.tensor_model_parallel_size": 2}
+    assert part(needed(make_tree, tp2), "ahead") == 2 * held
+
+
 def test_copies_of_offloaded_parts_and_of_a_checkpoint_are_on_the_host(make_tree):
     """fp32: weights 4 bytes, moments 8; every one of 8 ranks has a whole model."""
     config = resolve(make_tree({}), "t")

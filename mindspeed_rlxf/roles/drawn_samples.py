@@ -1,0 +1,157 @@
+"""The samples that a rank generates, from `add` until they are trained or dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from mindspeed_rlxf.data.batch import Prompts
+from mindspeed_rlxf.rollout.ahead import SavedResponse
+from mindspeed_rlxf.rollout.rollout_engine import Begun, GenerationRequest, GenerationResult
+from mindspeed_rlxf.rollout.sampling import Sampling, SamplingSettings
+
+Key = tuple[int, Sampling]  # sample id, and how its tokens are chosen
+
+
+@dataclass
+class DrawnSample:
+    """A sample, and what is sampled of its response.
+
+    Attributes:
+        prompt: One row.
+        request: With the part of the response that had begun when the engine got it.
+        result: None while the response has not ended.
+    """
+
+    prompt: Prompts
+    sampling: Sampling
+    request: GenerationRequest
+    result: GenerationResult | None = None
+
+    @property
+    def key(self) -> Key:
+        """Identity within a run."""
+        return self.request.sample_id, self.sampling
+
+    @property
+    def order(self) -> tuple[int, bool]:
+        """Position in the stream; a greedy response follows the prompt's first sample."""
+        return self.request.sample_id, self.sampling is Sampling.GREEDY
+
+    @property
+    def fixed_response(self) -> list[int]:
+        """Tokens used instead of generating; [] = none."""
+        tokens: list[int] = self.prompt.responses[0]
+        return tokens
+
+    @property
+    def saved_response(self) -> SavedResponse | None:
+        """What a resumed run goes on with; None if nothing is sampled."""
+        if self.result is not None:
+            result = self.result
+            begun = Begun(result.tokens, result.log_probs, result.token_versions)
+            return SavedResponse(begun, result.finish_reason)
+        begun_before = self.request.begun
+        return None if begun_before is None else SavedResponse(begun_before, None)
+
+
+class DrawnSamples:
+    """All samples that a rank knows, and which of them its engine has.
+
+    The engine gets samples in the order of the stream, whenever they were added. So a resumed run,
+    which adds all of them at once, generates as the run before it.
+
+    Attributes:
+        saved: Responses of an earlier run, for samples that are added later.
+    """
+
+    def __init__(self) -> None:
+        self.saved: dict[Key, SavedResponse] = {}
+        self._samples: dict[Key, DrawnSample] = {}
+        self._waiting: list[DrawnSample] = []  # unfinished, and not in the engine
+        self._in_engine: dict[int, DrawnSample] = {}  # by the place of the request
+        self._ended_before: list[DrawnSample] = []  # in an earlier run, and not reported yet
+        self._num_added = 0
+
+    def __getitem__(self, key: Key) -> DrawnSample:
+        """Return a sample. Raises KeyError for an unknown one."""
+        return self._samples[key]
+
+    @property
+    def known(self) -> list[DrawnSample]:
+        """All samples, in the order of the stream."""
+        return sorted(self._samples.values(), key=lambda sample: sample.order)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Number of samples whose response has not ended."""
+        return len(self._waiting) + len(self._in_engine)
+
+    @property
+    def are_withdrawn(self) -> bool:
+        """Whether the engine has none."""
+        return not self._in_engine
+
+    def add(
+        self, prompts: Prompts, sampling: Sampling, settings: SamplingSettings, seed: int
+    ) -> None:
+        """Add a sample for each row, with what `saved` has of its response."""
+        for row, sample_id in enumerate(prompts.sample_ids):
+            request = GenerationRequest(
+                self._num_added, sample_id, prompts.token_ids[row], settings, seed
+            )
+            self._num_added += 1
+            sample = DrawnSample(prompts.select([row]), sampling, request)
+            assert sample.key not in self._samples, f"sample {sample_id} was added twice"
+            self._samples[sample.key] = sample
+            response = self.saved.pop(sample.key, None)
+            if response is None:
+                self._waiting.append(sample)
+            elif response.finish_reason is None:
+                sample.request = replace(request, begun=response.begun)
+                self._waiting.append(sample)
+            else:
+                sample.result = GenerationResult(
+                    request.place,
+                    response.begun.tokens,
+                    response.begun.log_probs,
+                    response.finish_reason,
+                    response.begun.versions[-1],
+                    response.begun.versions,
+                )
+                self._ended_before.append(sample)
+
+    def pop_ended_before(self) -> list[DrawnSample]:
+        """Return the samples that ended in an earlier run and were added since the last call."""
+        samples, self._ended_before = self._ended_before, []
+        return samples
+
+    def enter_engine(self) -> list[DrawnSample]:
+        """Return the samples that the engine gets now, in the order of the stream."""
+        entering = sorted(self._waiting, key=lambda sample: sample.order)
+        self._waiting = []
+        self._in_engine |= {sample.request.place: sample for sample in entering}
+        return entering
+
+    def end(self, result: GenerationResult) -> DrawnSample:
+        """Return the sample in the engine whose response this is; it has ended."""
+        sample = self._in_engine.pop(result.place)
+        sample.result = result
+        return sample
+
+    def leave_engine(self, requests: Sequence[GenerationRequest]) -> None:
+        """Take back all samples in the engine, with their parts."""
+        for request in requests:
+            sample = self._in_engine.pop(request.place)
+            sample.request = request
+            self._waiting.append(sample)
+        assert self.are_withdrawn, "the engine returns all unfinished requests"
+
+    def forget(self, sample_ids: Sequence[int]) -> None:
+        """Forget ended samples and their greedy responses; unknown ids are ignored."""
+        for sample_id in sample_ids:
+            for sampling in Sampling:
+                self.saved.pop((sample_id, sampling), None)
+                sample = self._samples.pop((sample_id, sampling), None)
+                has_ended = sample is None or sample.result is not None
+                assert has_ended, f"sample {sample_id} is forgotten, but its response goes on"

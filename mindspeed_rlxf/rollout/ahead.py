@@ -1,0 +1,93 @@
+"""The folder `ahead` of a checkpoint: what was generated for later iterations.
+
+    replica_00003.json            {"samples": [{"sample_id": 70, "sampling": "training",
+                                  "num_tokens": 2, "finish_reason": null, "outcomes": null}, ...]}
+    replica_00003.safetensors     tokens, log_probs, versions: of these samples, one after the other
+
+Each replica writes what it knows, and each rank reads everything, so that the layout may change.
+Prompts are not stored, as a resumed run draws the same ones.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from mindspeed_rlxf.rollout.rollout_engine import Begun, FinishReason
+from mindspeed_rlxf.rollout.sampling import Sampling
+from mindspeed_rlxf.weights.state_files import Entry, entry_of, write_text
+
+NAMES = ("tokens", "log_probs", "versions")  # of the tensors, as in `Begun`
+
+
+@dataclass(frozen=True)
+class SavedResponse:
+    """What an earlier run sampled of a response; `finish_reason` None = it has not ended."""
+
+    begun: Begun
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True)
+class SavedSample:
+    """A sample with some tokens.
+
+    Attributes:
+        sample_id: With `sampling` it identifies the sample within a run.
+        sampling: How its tokens are chosen.
+        response: The tokens.
+        outcomes: Those of its scoring (JSON); None = not finished.
+    """
+
+    sample_id: int
+    sampling: Sampling
+    response: SavedResponse
+    outcomes: Any
+
+
+def write_ahead(folder: Path, replica: int, samples: Sequence[SavedSample]) -> list[Entry]:
+    """Write a replica's samples; return the files' manifest entries, relative to `folder`."""
+    begun = [sample.response.begun for sample in samples]
+    dtypes = (torch.int64, torch.float32, torch.int32)
+    columns = {}
+    for name, dtype in zip(NAMES, dtypes, strict=True):
+        values = [value for each in begun for value in getattr(each, name)]
+        columns[name] = torch.tensor(values, dtype=dtype)
+    about = [
+        {
+            "sample_id": sample.sample_id,
+            "sampling": sample.sampling.value,
+            "num_tokens": len(sample.response.begun.tokens),
+            "finish_reason": sample.response.finish_reason,
+            "outcomes": sample.outcomes,
+        }
+        for sample in samples
+    ]
+    file = folder / f"replica_{replica:05d}.json"
+    tensors = file.with_suffix(".safetensors")
+    write_text(file, json.dumps({"samples": about}))
+    save_file(columns, tensors)
+    return [entry_of(folder, file), entry_of(folder, tensors)]
+
+
+def read_ahead(folder: Path) -> Iterator[SavedSample]:
+    """Yield the samples of all replicas."""
+    for file in sorted(folder.glob("replica_*.json")):
+        about = json.loads(file.read_text(encoding="utf-8"))["samples"]
+        stored = load_file(file.with_suffix(".safetensors"))
+        columns = [stored[name].tolist() for name in NAMES]
+        ends = accumulate(sample["num_tokens"] for sample in about)
+        for sample, end in zip(about, ends, strict=True):
+            start = end - sample["num_tokens"]
+            begun = Begun(*(column[start:end] for column in columns))
+            reason = sample["finish_reason"]
+            response = SavedResponse(begun, FinishReason(reason) if reason else None)
+            sampling = Sampling(sample["sampling"])
+            yield SavedSample(sample["sample_id"], sampling, response, sample["outcomes"])
