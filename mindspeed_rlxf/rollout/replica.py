@@ -1,10 +1,12 @@
 """Build this rank's part in a rollout replica, and the function that gives it new weights."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config.generation_memory import Capacities
-from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.config.schema import ActorConfig, RunConfig
 from mindspeed_rlxf.device import worlds
 from mindspeed_rlxf.engine import offload
 from mindspeed_rlxf.engine.train_engine import TrainEngine
@@ -28,6 +30,10 @@ from mindspeed_rlxf.rollout.rollout_engine import (
     StepwiseEngine,
 )
 from mindspeed_rlxf.rollout.whole_responses import WholeResponses
+
+if TYPE_CHECKING:
+    from mindspeed_rlxf.rollout.hf_rollout import TransformersRollout
+    from mindspeed_rlxf.rollout.native import NativeRollout
 
 Stream: TypeAlias = Callable[[bool], Iterable[tuple[str, Tensor]]]
 """(whether with the base of the adapters) -> tensors with their Hugging Face names."""
@@ -151,6 +157,25 @@ def find_capacities(config: RunConfig) -> Capacities | None:
     num_prompts = num_batches * config.training.global_batch_size
     samples = -(-num_prompts // config.rollout_layout.dp) * actor.n_samples_per_prompt
     return Capacities(actor.max_prompt_length, actor.max_new_tokens, samples)
+
+
+def build_native_alone(actor: ActorConfig, seed: int) -> NativeRollout:
+    """Build the native engine in a world of one process, where nothing trains, without weights."""
+    from mindspeed_rlxf.device import megatron_versions
+    from mindspeed_rlxf.rollout.native import NativeRollout
+    from mindspeed_rlxf.rollout.weights import OwnWeights
+
+    megatron_versions.apply_patches()
+    dtype = torch.bfloat16 if actor.bf16 else torch.float32
+    weights = OwnWeights(actor.architecture, 1, dtype, seed, lora=actor.lora)
+    return NativeRollout(weights, actor.num_samples_per_step)
+
+
+def build_transformers_alone(actor: ActorConfig) -> TransformersRollout:
+    """Build the engine of transformers as `build_native_alone` builds the native one."""
+    from mindspeed_rlxf.rollout.hf_rollout import TransformersRollout
+
+    return TransformersRollout(actor)
 
 
 def _build_vllm(config: RunConfig, trained: TrainEngine | None, folder: str) -> Replica:

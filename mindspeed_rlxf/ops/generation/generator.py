@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from mindspeed_rlxf import device
@@ -24,6 +23,7 @@ from mindspeed_rlxf.data.tokenizer import check_vocabulary, eos_token_ids, load_
 from mindspeed_rlxf.models.parameters import Head, hf_shapes
 from mindspeed_rlxf.ops.generation.source import ModelSource
 from mindspeed_rlxf.roles.rollout import sampling_settings
+from mindspeed_rlxf.rollout.replica import build_native_alone, build_transformers_alone
 from mindspeed_rlxf.rollout.rollout_engine import GenerationRequest, RolloutEngine
 from mindspeed_rlxf.rollout.sampling import StopStrings
 from mindspeed_rlxf.weights.chunks import StoredWeights, whole
@@ -202,28 +202,20 @@ def open_generator(source: ModelSource, kind: DeviceKind, engine: str) -> Iterat
 
 
 def _native_engine(source: ModelSource) -> RolloutEngine:
-    from mindspeed_rlxf.device import megatron_versions
-    from mindspeed_rlxf.rollout.native import NativeRollout
-    from mindspeed_rlxf.rollout.weights import OwnWeights
-
-    megatron_versions.apply_patches()
     actor, head = source.actor, Head.LANGUAGE_MODEL
     assert actor.load is not None
     folder = open_source(Path(actor.load), actor.architecture, head, actor.trust_files)
-    dtype = torch.bfloat16 if actor.bf16 else torch.float32
-    weights = OwnWeights(actor.architecture, 1, dtype, source.seed, lora=actor.lora)
-    engine = NativeRollout(weights, actor.num_samples_per_step)
+    engine = build_native_alone(actor, source.seed)
     engine.update_weights(_stream(folder, hf_shapes(actor.architecture, head), source), 0)
     return engine
 
 
 def _transformers_engine(source: ModelSource) -> RolloutEngine:
     from mindspeed_rlxf.engine.fsdp.weights import plain_names
-    from mindspeed_rlxf.rollout.hf_rollout import TransformersRollout
 
     actor = source.actor
     assert actor.load is not None
-    engine = TransformersRollout(actor)
+    engine = build_transformers_alone(actor)
     folder = plain_names(open_weights(actor.load, actor.architecture, actor.trust_files))
     if missing := [name for name in engine.base_names if name not in folder]:
         raise ValueError(f"{actor.load} lacks {missing[0]}; give the folder of a whole model")
