@@ -51,7 +51,7 @@ def of_other_runs() -> set[str]:
     failure = FailedSample(1, "timeout", "")
     skipped = UpdateReport([{"grad_norm": 1.0, "skipped_steps": 1.0}], 1.0)
     generated = GenerateReport([1], [1], [True], 0, 0, 0, 0.0, "", [0], [0.0])
-    experience = ExperienceReport([], gap, gap, gap, None, None, None, 1)
+    experience = ExperienceReport([], gap, gap, gap, None, None, None, 1, rejected=gap)
     found = {
         **metrics.log_prob_metrics([LogProbReport(gap, gap)]),
         **metrics.score_metrics(ScoreReport([0.0], [{}], [failure])),

@@ -25,7 +25,6 @@ from device_stages.table import Row, table
 from device_stages.trace import Span, summarize
 
 
-@pytest.mark.long
 def test_every_stage_prints_its_line_without_ray(tmp_path: Path) -> None:
     without_ray = tmp_path / "ray"
     without_ray.mkdir()
