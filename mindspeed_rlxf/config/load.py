@@ -216,6 +216,8 @@ def _build_role(given: Given, role: Role) -> Tree:
     """Return a role's values: model < training < own, with the architecture nested."""
     own, training = given.sections[role.value], given.sections["training"]
     if role is Role.REWARD:
+        if own.get("verifier") is True:
+            set_default(own, kind=RewardKind.RULE.value)
         read_entries(given.problems, "reward.function", own, complete_function)
         read_entries(given.problems, "reward.functions", own, complete_function)
         if kept := WITHOUT_MODEL.get(str(own.get("kind"))):
