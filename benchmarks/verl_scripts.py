@@ -6,8 +6,8 @@
 Each shell script in the folder runs in bash's restricted mode, without programs, files and
 environment: a call of Python only reports its arguments. A list counts for each script that has it,
 in each release of the folder, and once among the distinct ones. Models are stand-ins: Qwen3 8B, its
-kind with experts, or one with images, so memory is not judged. Files of data have 100,000 rows.
-Prints a table by kind, and the most frequent problems.
+kind with experts, or one with images, so neither memory nor the longest sequence is judged. Files
+of data have 100,000 rows. Prints a table by kind, and the most frequent problems.
 """
 
 import argparse
@@ -34,7 +34,7 @@ ENVIRONMENT = {"PATH": "/nonexistent", "HOME": "/root"}
 DENSE = {
     "model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32,
     "num_key_value_heads": 8, "intermediate_size": 12288, "vocab_size": 151936, "head_dim": 128,
-    "rms_norm_eps": 1e-6, "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6, "max_position_embeddings": 262144,
 }  # fmt: skip
 WITH_EXPERTS = {
     **DENSE, "model_type": "qwen3_moe", "num_hidden_layers": 48, "num_experts": 128,
@@ -144,10 +144,11 @@ def judge(options: tuple[str, ...]) -> tuple[list[str], list[str]]:
     """Return the problems of translating and planning a list, and its notes about images."""
     Path("base.yaml").write_text("dry_run: true\ndevice: {kind: npu, memory_gib: 64}\n")
     notes: list[str] = []
+    options = with_stand_ins(options)
     try:
         given = translate_verl(read_verl("base.yaml", options), lambda _: NUM_ROWS)
         notes = [note for note in given.list_notes() if "images" in note]
-        add_stand_ins(given, " ".join(options))
+        add_function(given)
         config, _ = resolve_given(given, "base")
         problems = plan(config, False).problems
     except (ConfigError, UserError) as error:
@@ -155,17 +156,25 @@ def judge(options: tuple[str, ...]) -> tuple[list[str], list[str]]:
     return [str(problem) for problem in problems if "GiB" not in str(problem)], notes
 
 
-def add_stand_ins(given: Given, text: str) -> None:
-    """Make the folders of models and the file of a reward function that a list names."""
+def with_stand_ins(options: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the options with folders in place of models, which are made here."""
+    text = " ".join(options)
     config = WITH_EXPERTS if EXPERTS.search(text) else DENSE
     config = {**config, "model_type": "qwen2_5_vl"} if IMAGES.search(text) else config
-    for section in given.sections.values():
-        load = section.get("load") if isinstance(section, dict) else None
-        if isinstance(load, str):
-            folder = Path("models") / Path(load).name
+    replaced = []
+    for option in options:
+        key, _, value = option.partition("=")
+        if re.search(r"model(_|\.)path$", key) and value not in ("null", "None"):
+            folder = Path("models") / (Path(value).name or "unset")
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "config.json").write_text(json.dumps(config))
-            section["load"] = str(folder)
+            option = f"{key}={folder}"
+        replaced.append(option)
+    return tuple(replaced)
+
+
+def add_function(given: Given) -> None:
+    """Make the file of the reward function that a list names."""
     function = given.sections["reward"].get("function")
     if isinstance(function, dict):
         name = function["function"].rpartition(":")[2]

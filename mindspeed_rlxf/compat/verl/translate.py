@@ -62,6 +62,7 @@ def _convert(keys: Translation, count_rows: Callable[[str], int]) -> None:
         _make_pool(keys, POOL, "trainer")
         _split_pool(keys)
     convert_staleness(keys)
+    _fit_sizes(keys)
     model, own = "reward_model", "custom_reward_function"
     if get(f"{model}.enable") and get(f"{model}.enable_resource_pool"):
         _make_pool(keys, "reward_pool", model)
@@ -185,9 +186,50 @@ def _split_pool(keys: Translation) -> None:
         pool[POOL] = [*pool[POOL], *[generates // nodes] * nodes]
         if keys.idle == "megatron":
             keys.note("with FSDP all devices train and generate", f"{section}.nnodes")
+            for trained, role in keys.roles.items():
+                _fit_micro_batches(keys, trained, role, trains + generates)
             continue
         keys.put("actor_rollout.num_gpus_for_train", trains, "trainer.n_gpus_per_node")
         keys.put("actor_rollout.num_gpus_for_infer", generates, f"{section}.nnodes")
+
+
+def _fit_sizes(keys: Translation) -> None:
+    """Lower sizes that only place things, where ours are bound and verl's are not."""
+    per_node, servers = keys.get("trainer.n_gpus_per_node"), f"{ROLLOUT}.tensor_model_parallel_size"
+    asked, name = keys.get(servers), keys.get(f"{ROLLOUT}.name")
+    if name in ("vllm", "sglang", "trtllm") and type(asked) is int and asked > per_node:
+        keys.put("rollout.vllm.tensor_parallel_size", math.gcd(asked, per_node), servers)
+        keys.note(f"{math.gcd(asked, per_node)}, as a server is on one node", servers)
+    devices = keys.given.sections["actor_rollout"].get("num_gpus_for_train")
+    if devices is None:
+        devices = sum(keys.given.sections["resource_pool"].get(POOL, []))
+    for section, role in {**keys.roles, "actor_rollout_ref.ref": "ref"}.items():
+        experts = f"{section}.megatron.expert_model_parallel_size"
+        sizes = [
+            keys.get(f"{section}.megatron.{kind}_parallel_size") or 1
+            for kind in ("tensor_model", "pipeline_model", "context")
+        ]
+        asked, replicas = keys.get(experts), devices // math.prod(sizes)
+        if keys.idle == "megatron" or type(asked) is not int or not replicas:
+            continue
+        fitting = math.gcd(asked, replicas)
+        if fitting != asked:
+            keys.given.sections[role].setdefault("expert_model_parallel_size", fitting)
+            keys.note(f"{fitting}, which divides the data-parallel size {replicas}", experts)
+
+
+def _fit_micro_batches(keys: Translation, section: str, role: str, devices: int) -> None:
+    """Divide the mini-batch of a device, which has fewer samples than in verl, evenly."""
+    size = f"{section}.ppo_micro_batch_size_per_gpu"
+    samples = keys.get(f"{section}.ppo_mini_batch_size") * keys.get(f"{ROLLOUT}.n")
+    replicas = devices // keys.get(f"{section}.ulysses_sequence_parallel_size")
+    given = keys.get(size)
+    if keys.get(f"{section}.use_dynamic_bsz") or type(given) is not int or samples % replicas:
+        return
+    fitting = math.gcd(given, samples // replicas)
+    if fitting != given:
+        keys.put(f"{role}.micro_batch_size", fitting, size)
+        keys.note(f"{fitting}, which divides the samples of more devices", size)
 
 
 def _count_iterations(keys: Translation, count_rows: Callable[[str], int]) -> Any:

@@ -67,6 +67,8 @@ class Translation:
             if str(default).startswith("${"):  # another key's value
                 default = self.get(default[2:-1])
             value = self.written.get(key, default)
+            if value is False and type(default) is int:
+                value = 0  # as verl compares it
             name, *kinds = KINDS.get(type(default), ("", type(value)))
             if type(value) not in kinds:
                 self.refuse(key, f"must be {name}", "correct it")

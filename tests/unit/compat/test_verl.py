@@ -443,6 +443,22 @@ CASES = {
     "V1 with FSDP": (
         (*GRPO, "trainer.v1.trainer_mode=colocate_async"), {"rollout.max_staleness": 0},
     ),
+    "micro-batches of more devices than train in verl": (
+        (*GRPO, "trainer.n_gpus_per_node=6", f"{ACTOR}.ppo_mini_batch_size=192",
+         f"{ROLLOUT}.n=5", f"{ACTOR}.ppo_micro_batch_size_per_gpu=32", "rollout.nnodes=1",
+         "rollout.n_gpus_per_node=2"),
+        {"actor_rollout.micro_batch_size": 8},  # of 960 / 8 samples
+    ),
+    "servers over several nodes": (
+        (*GRPO, f"{ROLLOUT}.tensor_model_parallel_size=16", "trainer.nnodes=4"),
+        {"rollout.vllm": {"tensor_parallel_size": 8}},
+    ),
+    "experts over ranks of tensor parallelism": (
+        (*GRPO, *MEGATRON, f"{ACTOR}.megatron.pipeline_model_parallel_size=2",
+         f"{ACTOR}.megatron.expert_model_parallel_size=8"),
+        {"actor_rollout.expert_model_parallel_size": 4, "ref.expert_model_parallel_size": 4},
+    ),
+    "a frequency that is off": (("trainer.test_freq=false",), {"validation.interval": 0}),
     "micro-batches over all devices": (
         (f"{ACTOR}.ppo_micro_batch_size=32", "critic.ppo_micro_batch_size=32",
          "critic.ppo_micro_batch_size_per_gpu=2"),
