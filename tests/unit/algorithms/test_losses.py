@@ -10,6 +10,7 @@ from torch.testing import assert_close
 from mindspeed_rlxf.algorithms.losses import (
     POLICY_LOSSES,
     ClipRange,
+    TokenLoss,
     clipped_policy_loss,
     clipped_value_loss,
     preference_loss,
@@ -243,3 +244,46 @@ def test_covariant_tokens_are_left_out_or_held() -> None:
     held = POLICY_LOSSES["kl_cov"](log_probs, old, advantages, clip, lengths)
     assert held.clipped.tolist() == [False, True, False, False]
     assert_close(held.loss, torch.tensor([-2.2, 2.2 + 0.5 * math.log(1.1), 0.0, 0.0]))
+
+
+def covariant(
+    loss: str, log_ratios: list[float], fraction: float, scale: float = 1.0, **clip: float
+) -> TokenLoss:
+    """Four tokens of advantages 3 and -3 (times scale), each of covariance 3 x 1 (times scale)."""
+    log_probs = torch.tensor([-1.0, -3.0, -1.0, -3.0])
+    advantages = scale * torch.tensor([3.0, -3.0, 3.0, -3.0])
+    bounds = ClipRange(0.2, 0.2, covariance_fraction=fraction, **clip)
+    old = log_probs - torch.tensor(log_ratios)
+    return POLICY_LOSSES[loss](log_probs, old, advantages, bounds, torch.tensor([4]))
+
+
+@pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])
+def test_covariant_tokens_are_a_fraction_at_least_one_and_the_same_each_time(loss: str) -> None:
+    for fraction, count in ((0.01, 1), (0.5, 2), (1.0, 4)):
+        chosen = [covariant(loss, [0.0] * 4, fraction).clipped.tolist() for _ in range(6)]
+        assert sum(chosen[0]) == count and chosen == chosen[:1] * 6
+
+
+def test_clip_cov_chooses_no_clipped_token_and_none_of_high_covariance() -> None:
+    clipped = covariant("clip_cov", [0.5, -0.5, 0.5, 0.0], 1.0)
+    assert clipped.clipped.tolist() == [False, False, False, True]
+    assert not covariant("clip_cov", [0.0] * 4, 1.0, scale=2.0).clipped.any()  # 6 is over 5
+
+
+def test_clip_cov_has_no_dual_clip() -> None:
+    found = covariant("clip_cov", [0.0, 2.0, 0.0, 2.0], 0.01, scale=9.0, dual=3.0)
+    assert float(found.loss[1]) == pytest.approx(27 * math.exp(2.0))
+
+
+def test_kl_cov_holds_a_token_whose_probability_fell_too() -> None:
+    found = covariant("kl_cov", [-0.5] * 4, 1.0, kl_coef=0.1)
+    assert float(found.loss[0]) == pytest.approx(-3 * math.exp(-0.5) + 0.1 * 0.5)
+
+
+def test_the_two_bounds_of_cispo_by_hand() -> None:
+    log_probs = torch.tensor([-1.0, -1.0])
+    old = log_probs - torch.tensor([0.5, 2.0]).log()
+    found = POLICY_LOSSES["cispo"](
+        log_probs, old, torch.ones(2), ClipRange(0.1, 0.4), torch.ones(2)
+    )
+    assert_close(found.loss, torch.tensor([0.9, 1.4]))
