@@ -45,7 +45,7 @@ def convert_staleness(keys: Translation) -> None:
     if staleness == 0:
         return
     most, why = _largest_staleness(keys)
-    if staleness > most:
+    if most is not None and staleness > most:
         keys.note(f"{why}: rollout.max_staleness={most}", source)
         staleness = int(most)
     else:
@@ -83,12 +83,12 @@ def _find_staleness(keys: Translation) -> tuple[str, int]:
     return MODE, 0
 
 
-def _largest_staleness(keys: Translation) -> tuple[float, str]:
-    """Return the largest `max_staleness` that the run's engines have, and the reason."""
+def _largest_staleness(keys: Translation) -> tuple[int | None, str]:
+    """Return the largest `max_staleness` of the run's engines and the reason; None = no limit."""
     is_split = "num_gpus_for_infer" in keys.given.sections["actor_rollout"]
     engine = keys.given.sections["rollout"].get("engine") or keys.get(f"{ROLLOUT}.name")
     if keys.idle == "megatron":
         return 0, "with FSDP all devices train and generate in turn"
     if engine in WHOLE_RESPONSES:
         return int(is_split), "vLLM and transformers answer with whole responses"
-    return math.inf, ""
+    return None, ""
