@@ -119,3 +119,12 @@ def test_a_value_without_references_is_one_object_for_all_replicas() -> None:
     value = Inputs(nobody, None, 0.5)
     assert {id(part) for part in split_refs(value, 3)} == {id(value)}
     assert resolve_refs([value], lambda handles: []) == [value]
+
+
+def test_reordered_rows_keep_the_pieces_of_all_replicas():
+    """Scorers find by them what they have begun, also where one replica has no row."""
+    rows = RowsRef((Piece("a", 2), Piece("b", 0), Piece("c", 1)))
+    ref = rows.reordered([2, 0, 1])
+    assert ref.pieces == rows.pieces and ref.selection == (2, 0, 1)
+    assert rows.reordered([0, 1, 2]) == rows
+    assert rows.reordered([2]) == rows.take([2])
