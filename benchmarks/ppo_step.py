@@ -175,21 +175,18 @@ def seconds_of(tree: dict[str, Any], lengths: list[int], folder: Path) -> list[f
     tree["training"]["output_dir"] = str(out / "run")
     (out / "ours.yaml").write_text(json.dumps(tree), encoding="utf-8")
     device.setup(DeviceKind(tree["device"]["kind"]), tree["device"]["cpu_threads"])
-    from mindspeed_rlxf.roles import rollout
+    from mindspeed_rlxf.roles.drawn_samples import DrawnSamples
 
-    make_requests = rollout.make_requests
+    add = DrawnSamples.add
 
-    def of_lengths(*given: Any) -> list[Any]:
-        made = make_requests(*given)
-        return [
-            replace(
-                request,
-                settings=replace(request.settings, min_new_tokens=n, max_new_tokens=n),
-            )
-            for request, n in zip(made, lengths, strict=True)
-        ]
+    def add_with_lengths(self: Any, prompts: Any, sampling: Any, settings: Any, seed: int) -> None:
+        """Add each sample with the settings of its length."""
+        assert prompts.num_rows == len(lengths), "an iteration's samples are added at once"
+        for row, length in enumerate(lengths):
+            forced = replace(settings, min_new_tokens=length, max_new_tokens=length)
+            add(self, prompts.select([row]), sampling, forced, seed)
 
-    rollout.make_requests = of_lengths
+    DrawnSamples.add = add_with_lengths  # type: ignore[method-assign]
     code = train.main(["--config-dir", str(out), "--config-name", "ours"])
     assert code == 0, f"our run ended with {code}"
     lines = (out / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()

@@ -283,7 +283,7 @@ class VirtualReward:
     def __init__(self, lane: Lane, score_of: Callable[[int, Sampling], float]) -> None:
         self.lane, self.score_of = lane, score_of
 
-    def score(self, rollouts: RowsRef) -> Call:
+    def score(self, rollouts: RowsRef, is_batch: bool = True) -> Call:
         responses = values_of(rollouts)
         scores = [self.score_of(each.sample_id, each.sampling) for each in responses]
         return self.lane.submit(0.0, ScoreReport(scores), scores, [rollouts])

@@ -142,7 +142,7 @@ class RunCheckpoints:
         if self._rollout is None:
             return []
         if self.writes:
-            folder.mkdir()
+            folder.mkdir(parents=True, exist_ok=True)  # another process's leader may be first
         reports = self._rollout.save_ahead(folder).result()
         return [entry for report in reports for entry in report]
 
@@ -283,7 +283,8 @@ class RunCheckpoints:
         if self.writes:
             self.store.clear_unfinished()
             self._set_newer_aside(iteration, chosen is not None, note)
-            self.store.point(EXPORTED, None)  # the final weights will be others
+            if chosen is not None:
+                self.store.point(EXPORTED, None)  # the final weights will be others
             self.store.point(WENT_BACK, resume_from)
             self.store.point(POINTER, iteration or None)
             self.store.point(BEST, self._find_best())

@@ -71,19 +71,22 @@ class RewardGroup:
             else [self.group.build(role_factory(Role.REWARD, RewardRole), self.run)]
         )
 
-    def score(self, rollouts: RowsRef) -> Pending:
+    def score(self, rollouts: RowsRef, is_batch: bool = True) -> Pending:
         """Submit the responses for scoring. Rows: Scores. Reports: ScoreReport per replica.
 
         With functions beside a model, the scorers go first and the model adds its scores. The
-        reports' samples are in the order of `rollouts` after `Pending.in_order`.
+        reports' samples are in the order of `rollouts` after `Pending.in_order`. Of a whole batch
+        (`is_batch`) `result` raises RewardsFailed if too many samples have no score; the caller
+        checks the parts of one (`check_failures`).
         """
         if not self.streams:
             return self._call_model(RewardRole.score, rollouts)
         scored = self._score_by_functions(rollouts)
         if self.group is self.scorers:
-            return scored
+            return scored.require(self._check) if is_batch else scored
         both = self._call_model(RewardRole.score_beside_rules, rollouts, scored.rows())
-        return both.after(scored).require(self._check)
+        both.after(scored)
+        return both.require(self._check) if is_batch else both
 
     def _call_model(self, method: Callable[..., Any], *rows: RowsRef) -> Pending:
         """Call the reward's own ranks; some rows are scored twice if the ranks do not divide them.
@@ -104,7 +107,7 @@ class RewardGroup:
         Reports include the answers found in the responses.
         """
         if self.scorers is not None:
-            return self._score_by_functions(rollouts, True)
+            return self._score_by_functions(rollouts, True).require(self._check)
         return self.group.call(RewardRole.score_by_rule, rollouts, True)
 
     def _score_by_functions(self, rollouts: RowsRef, validates: bool = False) -> Pending:
@@ -115,14 +118,13 @@ class RewardGroup:
             and len(set(rollouts.selection or ())) in (0, rollouts.num_rows)
         )
         if not is_whole:  # rows of a model's ranks, or some of several generations
-            scored = self.scorers.call(ScorerRole.score, rollouts, validates)
-            return scored.require(self._check)
+            return self.scorers.call(ScorerRole.score, rollouts, validates)
         # Each process scores the responses that it generated, for it has begun to.
         pieces = Sharded([RowsRef((piece,)) for piece in rollouts.pieces])
         scored = self.scorers.call(ScorerRole.score, pieces, validates)
         if rollouts.selection is not None:
             scored.reorder(rollouts.selection)
-        return scored.require(self._check)
+        return scored
 
     def _check(self, reports: list[ScoreReport]) -> None:
         failures = [failure for report in reports for failure in report.failures]

@@ -154,7 +154,7 @@ class RolloutGroup:
             rows_of[replica].append(row)
             self._replica_of[prompts.sample_ids[row], sampling] = replica
         parts = Sharded([prompts.select(rows) for rows in rows_of])
-        return self.group.call(RolloutRole.add, parts, seed, sampling)
+        return self.group.call(RolloutRole.add, parts, seed, sampling, any(prompts.responses))
 
     def _choose_replicas(self, prompts: Prompts) -> list[int]:
         """Return the replica of each row.
@@ -361,12 +361,18 @@ class RolloutRole:
         return RoleOutput(rows, report)
 
     def add(
-        self, prompts: Prompts, seed: int, sampling: Sampling = Sampling.TRAINING
+        self,
+        prompts: Prompts,
+        seed: int,
+        sampling: Sampling = Sampling.TRAINING,
+        has_fixed: bool = False,
     ) -> RoleOutput:
         """Append samples to the queue; no rows, no report.
 
-        Of those that `load_ahead` has read only the rest is generated.
+        Of those that `load_ahead` has read only the rest is generated. `has_fixed`: whether some
+        replica's samples have fixed responses, so that ranks that share experts agree.
         """
+        self._has_fixed |= has_fixed
         self.samples.add(prompts, sampling, self.settings[sampling], seed)
         return RoleOutput()
 

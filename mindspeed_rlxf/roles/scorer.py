@@ -102,18 +102,15 @@ class ScorerRole:
     def _find_scoring(
         self, sample_id: int, response: Sequence[int], validates: bool
     ) -> Scoring | None:
-        """Return what `start` has started, or what `follow` has, which is read once.
+        """Return what `follow` has started, which is read once, or what `start` has.
 
-        Sample ids of validation are also those of training, which `start` has.
+        Sample ids of validation, which `follow` has, are also those of training, which `start` has.
         """
-        started = self._started.get(sample_id, {}).get(tuple(response))
-        if started is not None and not validates:
-            return started
         key = sample_id, *response
         for begun in reversed(self._followed):
             if key in begun:
                 return begun.pop(key)
-        return None
+        return None if validates else self._started.get(sample_id, {}).get(tuple(response))
 
     def score(self, rollouts: Rollouts, validates: bool = False) -> RoleOutput:
         """Wait for each row's score; `reward.failed_score` if scoring failed, 0 for a model's rows.

@@ -258,7 +258,7 @@ class PpoTrainer:
         is_local = self.config.runtime.kind == "local"
         num_devices = max(sizes.values()) if is_local else sum(sizes.values())
         measured |= phase_metrics(phases)
-        measured |= {"timing/sync": self.samples.sync_s(), "timing/all": all_s}
+        measured |= {"timing/sync": self.samples.pop_sync_s(), "timing/all": all_s}
         policy_pool = self.config.placement[Role.ACTOR_ROLLOUT]
         parts = {policy_pool: self.config.parts} if self.config.parts else None
         measured |= idle_metrics(phases, sizes, all_s, parts)

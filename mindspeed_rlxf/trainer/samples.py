@@ -19,6 +19,7 @@ from mindspeed_rlxf.data.batch import Prompts
 from mindspeed_rlxf.data.sampler import ConsumedPrompts
 from mindspeed_rlxf.roles.all_roles import RoleGroups
 from mindspeed_rlxf.roles.reports import GenerateReport, ResponseLengths, ScoreReport
+from mindspeed_rlxf.roles.reward import check_failures
 from mindspeed_rlxf.roles.rollout import Sampling
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
 from mindspeed_rlxf.trainer.stream import Batch, Group, GroupStream
@@ -214,9 +215,9 @@ class SampleStream:
         # ReMax's greedy responses come with the groups, but with staleness 0 after the batch.
         self._draws_greedy = self.algorithm.estimator.reads_greedy and self.staleness > 0
         self._scored: dict[int, Scored] = {}  # by first sample id, of groups in the stream
-        self._due: list[Scored] = []  # calls of the last slice, read after the next one
+        self._due: list[Group] = []  # ended in the last slice, scores are read after the next one
         self._calls: dict[str, list[Pending]] = {"gen": [], "reward": []}
-        self._takes: list[Pending] = []  # calls that took rows since `pop_calls`
+        self._takes: list[Pending] = []  # calls that took rows since `pop_sync_s`
         self.ended = time.time()  # end of the last slice, epoch seconds
 
     def generate(self, batches_left: int) -> None:
@@ -246,6 +247,7 @@ class SampleStream:
         if self.algorithm.filter_groups:
             scored = self._pop_scored(batch)
             rows, passed_rows = _find_rows(scored, batch.groups), _find_rows(scored, batch.passed)
+            self._check_failures(scored, passed_rows)
             ids = [i for group in batch.groups for i in group.prompts.sample_ids]
             taken = self._take(ids, Sampling.TRAINING)
         else:
@@ -259,22 +261,18 @@ class SampleStream:
     def pop_calls(self) -> dict[str, list[Pending]]:
         """Return the generation (`gen`) and scoring (`reward`) calls since the last time.
 
-        Scoring that is read after a later slice comes the next time. A batch that was complete
-        when it was asked for may need no scoring.
+        A batch that was complete when it was asked for may need no scoring.
         """
-        calls = self._calls
-        due = [call for scored in self._due for call in scored.scored.with_earlier()]
-        self._calls = {"gen": [], "reward": due}
-        self._takes.clear()
-        scoring = [call for call in calls["reward"] if call not in due]
-        return {"gen": calls["gen"], **({"reward": scoring} if scoring else {})}
+        calls, self._calls = self._calls, {"gen": [], "reward": []}
+        return {name: calls[name] for name in ("gen", "reward") if calls[name] or name == "gen"}
 
-    def sync_s(self) -> float:
-        """Return the seconds the slowest replica waited for weights, since `pop_calls`.
+    def pop_sync_s(self) -> float:
+        """Return the seconds the slowest replica waited for weights, since the last time.
 
         Includes the rollout engine's wake-up. Waits for the calls that took rows.
         """
-        reports = [call.result() for call in self._takes]
+        takes, self._takes = self._takes, []
+        reports = [call.result() for call in takes]
         return sum(max(float(report.sync_s) for report in of_call) for of_call in reports)
 
     def metrics(self, samples: Samples) -> dict[str, float]:
@@ -310,13 +308,9 @@ class SampleStream:
         ended = self._note_ended(call) if self.staleness else self._end_everything()
         if not self.algorithm.filter_groups:
             return
-        due, self._due = self._due, []
-        if ended:
-            self._due = [self._score(ended)]
-        if not self.staleness:
-            due, self._due = self._due, []
-        for scored in due:
-            self._read(scored)
+        due, self._due = (self._due, ended) if self.staleness else (ended, [])
+        if due:  # whose scoring began when they ended; asked for sooner, the next slice would wait
+            self._read(self._score(due))
 
     def _end_everything(self) -> list[Group]:
         """Note that nothing is left, without waiting; return the groups that have ended by it."""
@@ -364,7 +358,8 @@ class SampleStream:
         return taken
 
     def _start_scoring(self, groups: list[Group], taken: Pending) -> Scored:
-        scored = self.reward.score(taken.rows())
+        is_batch = not self.algorithm.filter_groups
+        scored = self.reward.score(taken.rows(), is_batch)
         self._calls["reward"] += scored.with_earlier()
         return Scored(groups, taken, scored)
 
@@ -381,6 +376,15 @@ class SampleStream:
         differing = groups_that_differ(seen, report.is_scored, self.group_size)
         for number, group in enumerate(scored.groups):
             self.stream.note_scores(group, number not in differing)
+
+    def _check_failures(self, scored: Sequence[Scored], passed_rows: Sequence[int]) -> None:
+        """Raise RewardsFailed if too many of a batch, dropped samples included, have no score."""
+        reports = [each.report() for each in scored]
+        counts = [len(report.scores) for report in reports]
+        failures = _fill_columns([report.failures for report in reports], counts, lambda: None)
+        if failures:
+            passed_failures = [failures[row] for row in passed_rows]
+            check_failures(passed_failures, self.config.reward.max_failed)
 
     def _pop_scored(self, batch: Batch) -> list[Scored]:
         """Return the calls that scored a batch, each once, and forget them for its groups."""
@@ -423,9 +427,7 @@ class SampleStream:
         known = [group for group in groups if group.is_alike is not None]
         if known:
             self._score(known)
-        ended = [group for group in groups if group.has_ended and group.is_alike is None]
-        if ended:
-            self._due = [self._score(ended)]
+        self._due = [group for group in groups if group.has_ended and group.is_alike is None]
 
 
 def _find_rows(scored: Sequence[Scored], groups: Sequence[Group]) -> list[int]:

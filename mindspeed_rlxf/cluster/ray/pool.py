@@ -192,10 +192,10 @@ def gather(calls: Sequence[RankCall], timeout_s: float) -> list[Any]:
         patience_s = min(2 * patience_s, LONGEST_LOOK_S)
         for reply in ready:
             _under_way.pop(reply, None)
-        _check_others(by_ref)
-        if not ready and time.monotonic() < deadline:
-            continue
         if not ready:
+            _check_others(by_ref)
+            if time.monotonic() < deadline:
+                continue
             _under_way.clear()  # the run ends
             late = sorted((by_ref[ref].origin for ref in waiting), key=lambda origin: origin.rank)
             ranks = [origin.rank for origin in late]
@@ -207,6 +207,7 @@ def gather(calls: Sequence[RankCall], timeout_s: float) -> list[Any]:
         if failures:
             _under_way.clear()  # the run ends
             raise _find_first_cause(failures, waiting, by_ref)
+        _check_others(by_ref)
     return [values[call.reply] for call in calls]
 
 
@@ -215,19 +216,21 @@ def _check_others(waited: Mapping[Any, RankCall]) -> None:
 
     A failed call may be of a rank that a waited call needs, so its error may be an aftermath.
     """
-    others = {reply: call for reply, call in _under_way.items() if reply not in waited}
-    if not others:
+    calls = dict(_under_way)  # in the order in which they were submitted
+    if all(reply in waited for reply in calls):
         return
-    ready, waiting = ray.wait(list(others), num_returns=len(others), timeout=0)
-    for reply in ready:
+    ready, waiting = ray.wait(list(calls), num_returns=len(calls), timeout=0)
+    others = [reply for reply in ready if reply not in waited]
+    for reply in others:
         del _under_way[reply]
-    values = _read_values(ready, others).values() if ready else ()
-    failed = [value for value in values if isinstance(value, WorkerError)]
-    if failed:
-        by_ref = {**others, **waited}
-        left = [*waiting, *waited]
+    values = _read_values(others, calls).values() if others else ()
+    if any(isinstance(value, WorkerError) for value in values):
         _under_way.clear()  # the run ends
-        raise _find_first_cause(failed, left, by_ref)
+        # The first call of a process that died names what it did; those behind it fail too.
+        ended = [reply for reply in calls if reply in set(ready)]
+        all_values = _read_values(ended, calls).values()
+        failed = [value for value in all_values if isinstance(value, WorkerError)]
+        raise _find_first_cause(failed, waiting, calls)
 
 
 def _read_values(refs: Sequence[Any], by_ref: dict[Any, RankCall]) -> dict[Any, Any]:

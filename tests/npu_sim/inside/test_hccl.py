@@ -80,10 +80,7 @@ def test_hccl_waits_for_events_longer_than_for_execution(monkeypatch, put_fault)
     worlds.join("hccl", dist.HashStore(), 0, (1,), TIMEOUT)
     worlds.leave()
     monkeypatch.delenv(npu.EXECUTE)
-    put_fault(
-        npu, "set_timeouts",
-        "(min(deadline, event - 1) if event else deadline)", "deadline",
-    )  # fmt: skip
+    put_fault(npu, "set_timeouts", "min(deadline, event - 1) if event else deadline", "deadline")
     npu.set_timeouts(os.environ, 3660.0)
     with pytest.raises(RuntimeError, match="HCCL_EVENT_TIMEOUT:1868 is less than or equal"):
         worlds.join("hccl", dist.HashStore(), 0, (1,), TIMEOUT)

@@ -160,7 +160,7 @@ class Late(VirtualReward):
         super().__init__(lane, score_of)
         self.rollout, self.read_after = rollout, list[int]()
 
-    def score(self, rollouts):
+    def score(self, rollouts, is_batch=True):
         call = super().score(rollouts)
         submitted, result, reads = self.rollout.slices, call.result, self.read_after
 
