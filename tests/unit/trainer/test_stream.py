@@ -153,41 +153,44 @@ def test_groups_that_were_generated_beyond_a_batch_are_trained_next():
     assert trained == [i for i in range(24) if i not in dropped]
 
 
-class Late(VirtualReward):
-    """Scores that may be read one slice later, and not before."""
+def test_scores_are_read_exactly_one_slice_after_the_responses_ended():
+    run = Generation(3, 1, filter_groups=True, scores=[[1, 1], [0, 1], [2, 2], [0, 1]])
+    advance, take, score = run.rollout.advance, run.rollout.take, run.stream.reward.score
+    ended_in: dict[int, int] = {}  # sample id -> slice
+    slices, taken_ids, read_after = 0, [], []
 
-    def __init__(self, lane, score_of, rollout) -> None:
-        super().__init__(lane, score_of)
-        self.rollout, self.read_after = rollout, list[int]()
+    def counted(steps):
+        nonlocal slices
+        slices += 1
+        call = advance(steps)
+        for report in call.result():
+            ended_in.update((ended[0], slices) for ended in report.ended)
+        return call
 
-    def score(self, rollouts, is_batch=True):
-        call = super().score(rollouts)
-        submitted, result, reads = self.rollout.slices, call.result, self.read_after
+    def named(sample_ids, *how):
+        taken_ids[:] = sample_ids
+        return take(sample_ids, *how)
+
+    def watched(rollouts, is_batch=True):
+        call, ended = score(rollouts, is_batch), max(ended_in[i] for i in taken_ids)
+        result, reads = call.result, []
 
         def read():
-            reads.append(self.rollout.slices - submitted)
+            reads.append(slices)
+            if len(reads) == 1:
+                read_after.append(slices - ended)
             return result()
 
         call.result = read
         return call
 
-
-def test_scores_are_read_exactly_one_slice_after_the_responses_ended():
-    run = Generation(3, 1, filter_groups=True, scores=[[1, 1], [0, 1], [2, 2], [0, 1]])
-    run.rollout.slices = 0  # type: ignore[attr-defined]
-    advance = run.rollout.advance
-
-    def counted(steps):
-        run.rollout.slices += 1  # type: ignore[attr-defined]
-        return advance(steps)
-
     run.rollout.advance = counted  # type: ignore[method-assign]
-    late = Late(run.rollout.lane, run.score_of, run.rollout)
-    run.stream.reward = late  # type: ignore[assignment]
+    run.rollout.take = named  # type: ignore[method-assign]
+    run.stream.reward.score = watched  # type: ignore[method-assign]
     for batches_left in (10, 9, 8):
         run.stream.generate(batches_left)
         run.stream.next_samples()
-    assert len(late.read_after) > 2 and set(late.read_after) == {1}
+    assert len(read_after) > 2 and set(read_after) == {1}
 
 
 def test_an_early_end_of_other_groups_changes_no_batch():
