@@ -383,6 +383,7 @@ class RolloutRole:
         SliceReport, on leaders; samples that `load_ahead` found ended are in the first one after
         they were added.
         """
+        self.samples.saved.clear()  # what is left is of samples that other replicas have
         ended = self.samples.pop_ended_before()
         for sample in ended:
             self._start_scoring(sample)

@@ -295,8 +295,7 @@ class PpoTrainer:
         finished.saves = self.stop.agree(self.checkpoints.is_due(self.iteration, finished.stops))
 
     def _begin_save(self, finished: Iteration) -> None:
-        """Let the ranks forget the trained samples, and write a checkpoint if it is due."""
-        self.rollout.forget(finished.samples.passed_ids())
+        """Wait for the checkpoint before, and write one if it is due."""
         settled = time.time()
         self.checkpoints.settle(self.recorder.note)
         began = time.time()

@@ -218,6 +218,7 @@ class SampleStream:
         self._due: list[Group] = []  # ended in the last slice, scores are read after the next one
         self._calls: dict[str, list[Pending]] = {"gen": [], "reward": []}
         self._takes: list[Pending] = []  # calls that took rows since `pop_sync_s`
+        self._slice: Pending | None = None  # the last one
         self.ended = time.time()  # end of the last slice, epoch seconds
 
     def generate(self, batches_left: int) -> None:
@@ -230,8 +231,8 @@ class SampleStream:
         self._draw(batches_left)
         has_run = False
         while self.stream.find_batch() is None:
-            call = self._note(self.rollout.advance(steps))
-            self._note_slice(call)
+            self._slice = self._note(self.rollout.advance(steps))
+            self._note_slice(self._slice)
             has_run = True
             if self.stream.find_batch() is None:
                 self._draw(batches_left)
@@ -240,7 +241,10 @@ class SampleStream:
         self.ended = time.time()
 
     def next_samples(self) -> Samples:
-        """Take the next batch, which is complete, and start to score it if that has not begun."""
+        """Take the next batch, which is complete, and start to score it if that has not begun.
+
+        The generating ranks then forget its samples and the dropped ones before them.
+        """
         batch = self.stream.find_batch()
         assert batch is not None, "generate() comes first"
         self.stream.pop(batch)
@@ -256,7 +260,9 @@ class SampleStream:
             taken = scored[0].taken
         greedy = self._find_greedy(batch.groups)
         consumed = self.prompts.consume(len(batch.passed))
-        return Samples(batch, taken, scored, rows, passed_rows, consumed, greedy)
+        samples = Samples(batch, taken, scored, rows, passed_rows, consumed, greedy)
+        self._note(self.rollout.forget(samples.passed_ids()))
+        return samples
 
     def pop_calls(self) -> dict[str, list[Pending]]:
         """Return the generation (`gen`) and scoring (`reward`) calls since the last time.
@@ -354,6 +360,8 @@ class SampleStream:
 
     def _take(self, sample_ids: list[int], sampling: Sampling) -> Pending:
         taken = self._note(self.rollout.take(sample_ids, sampling))
+        if self._slice is not None:
+            taken.after(self._slice)  # so that an error of generation is named as its own
         self._takes.append(taken)
         return taken
 

@@ -168,6 +168,16 @@ def test_a_scoring_that_was_started_is_kept_until_its_sample_is_forgotten(role):
     assert report.parts[0] == {"mine": 1.0, "mine/said": 4.0, "mine/is_a": 1.0}
 
 
+def test_a_validation_gets_its_own_score_where_a_training_sample_has_its_id_and_response(role):
+    trained, validated = prompts_of(["2"]), prompts_of(["2"])
+    validated.ground_truths[:] = ["5"]
+    (result,) = results_of(["2"])
+    role.start(trained, result)
+    rollouts = gather_rollouts(validated, role.follow(validated, iter([result])))
+    assert role.score(rollouts).report.scores == [0.0]
+    assert role.score(gather_rollouts(trained, [result])).report.scores == [1.0]
+
+
 def test_a_failed_scoring_is_saved_as_one_and_an_unfinished_one_is_not(role, tmp_path):
     flag = tmp_path / "flag"
     waits, fails = prompts_of(["wait"], flag=str(flag)), prompts_of(["wait"])

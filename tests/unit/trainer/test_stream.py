@@ -1,6 +1,7 @@
 """Which groups form a batch, and what is drawn, whatever ends first."""
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 from mindspeed_rlxf.config.enums import AdvEstimator
 from mindspeed_rlxf.config.schema import AlgorithmConfig
 from mindspeed_rlxf.data.sampler import PromptSampler
+from mindspeed_rlxf.roles.reports import FailedSample
+from mindspeed_rlxf.roles.reward import RewardsFailed
 from mindspeed_rlxf.roles.rollout import Sampling
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
 from mindspeed_rlxf.trainer.samples import Samples, SampleStream
@@ -119,6 +122,40 @@ def test_remax_answers_each_trained_prompt_greedily_once(staleness, lead):
     assert values_of(samples.greedy_rows[1]) == [0, 0, 1, 1]
 
 
+def test_failed_scores_count_over_a_batch_and_not_over_what_is_scored_at_once():
+    run = Generation(prompts=3, scores=[[1, 1], [0, 1], [0, 0], [1, 0], [1, 1]], filter_groups=True)
+    score = run.stream.reward.score
+
+    def with_failures(rollouts, is_batch=True):
+        assert not is_batch
+        call = score(rollouts, is_batch)
+        ids = [response.sample_id for response in values_of(rollouts)]
+        failures = [FailedSample(i, "timeout", "") if i in (0, 6) else None for i in ids]
+        call.report = replace(call.report, failures=failures)
+        return call
+
+    run.stream.reward.score = with_failures  # type: ignore[method-assign]
+    run.config.reward = SimpleNamespace(max_failed=1)
+    run.stream.generate(9)  # of three calls each has one failure at most
+    with pytest.raises(RewardsFailed, match="2 of 12 samples of a batch"):
+        run.stream.next_samples()
+
+
+def test_an_error_of_a_slice_comes_before_that_of_the_rows_that_it_lacks():
+    run = Generation()
+    advance = run.rollout.advance
+
+    def failing(steps):
+        call = advance(steps)
+        call.result = lambda: pytest.fail("of the slice", pytrace=False)
+        return call
+
+    run.rollout.advance = failing  # type: ignore[method-assign]
+    samples = run.next()
+    with pytest.raises(pytest.fail.Exception, match="of the slice"):
+        samples.taken.result()
+
+
 @pytest.mark.parametrize(("staleness", "lead"), [(1, 0), (1, 1), (3, 0), (3, 1)])
 def test_batches_are_trained_in_order_and_so_many_are_in_flight(staleness, lead):
     run = Generation(staleness, lead)
@@ -128,7 +165,6 @@ def test_batches_are_trained_in_order_and_so_many_are_in_flight(staleness, lead)
         assert len(run.rollout.added) == (number + batches) * 2 * SIZE
         samples = run.stream.next_samples()
         assert samples.sample_ids() == [4 * number + i for i in range(4)]
-        run.rollout.forget(samples.passed_ids())
     assert not run.rollout.known, "nothing is generated that no iteration trains"
 
 
@@ -231,8 +267,6 @@ def test_a_resumed_stream_is_the_unfailed_one(staleness, lead, estimator, filter
         assert ours.consumed == theirs.consumed
         assert values_of(ours.rollouts) == values_of(theirs.rollouts), "the same tokens"
         assert ours.score_report() == theirs.score_report()
-        for each, samples in ((cut, ours), (whole, theirs)):
-            each.rollout.forget(samples.passed_ids())
         assert cut.rollout.known == whole.rollout.known
         assert cut.stream.state_dict() == whole.stream.state_dict()
 
