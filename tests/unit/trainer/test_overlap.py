@@ -79,7 +79,7 @@ def test_all_roles_have_work_before_the_driver_waits(limit):
     with pytest.raises(Waited):
         PpoTrainer(config, roles, prompts, nobody, recorder, checkpoints, StopRequest(0.0)).fit()
     scoring = ["rollout.update_weights", "rollout.add", "rollout.advance", "rollout.take"]
-    scoring += ["reward.score"]
+    scoring += ["reward.score", "rollout.forget"]
     scoring += ["actor.log_probs", "ref.log_probs", "critic.values"]
     updates = ["critic.make_experience", "critic.update_critic", "actor.update_policy"]
     # TRL's limit is the length of the longest response, which has to be known first
