@@ -27,6 +27,7 @@ from typing import Any
 from tests.processes import ROOT, with_sources
 
 START_S = 120.0
+RUN_S = 600.0
 LEASE = "lease"  # a connection that only keeps the server alive
 DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 PLAIN = (
@@ -90,13 +91,19 @@ class Forks:
         """
         arguments = module, [str(word) for word in words], str(folder), with_sources(**more)
         with self.start(run_module, *arguments, megatron=megatron) as connection:
-            code, output = connection.recv()
+            code, output = receive(connection)
         assert code == 0, output
         return output
 
     def end(self) -> None:
         """Close the lease."""
         self._lease.close()
+
+
+def receive(connection: Connection) -> Any:
+    """Return what a fork sends; fail the test if that takes RUN_S."""
+    assert connection.poll(RUN_S), f"a fork has sent nothing for {RUN_S:g} s"
+    return connection.recv()
 
 
 def run_module(

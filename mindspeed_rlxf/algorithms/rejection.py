@@ -30,16 +30,16 @@ def keep_near_rollout(
         "k2": 0.5 * log_ratio.square(),
         "k3": torch.exp(log_ratio) - 1.0 - log_ratio,
     }
-    kept = mask
+    near = mask
     for name, limits in bounds.items():
         level, _, estimate = name.rpartition("_")
         values = _aggregate(estimates[estimate], mask, level)
         if estimate == "k1":
             low, high = torch.tensor(limits, dtype=values.dtype).log()
-            kept = kept & (values >= low) & (values <= high)
+            near = near & (values >= low) & (values <= high)
         else:
-            kept = kept & (values <= limits[0])
-    return kept
+            near = near & (values <= limits[0])
+    return near
 
 
 def _aggregate(values: Tensor, mask: Tensor, level: str) -> Tensor:

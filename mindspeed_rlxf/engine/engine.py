@@ -139,27 +139,31 @@ class MegatronEngine(CommonEngine):
             if optimizer is None:
                 self.models = [chunk.requires_grad_(False) for chunk in self.chunks]
             else:
-                self.models = [wrap(chunk, optimizer) for chunk in self.chunks]
-                measure_in_rows()
-                self.optimizer = build_optimizer(optimizer, self.models, self.dtype)
-                self._guarded = GuardedOptimizer(self.optimizer)
-                self.scheduler = build_scheduler(optimizer, self.optimizer, train_iters)
-                connect_schedule(self.config, self.models, self.optimizer)
-                self.state = TrainState(
-                    self.weights,
-                    self.groups,
-                    self.optimizer,
-                    self.scheduler,
-                    self.skipped,
-                    role.model_chunks,
-                    self.describe,
-                    lambda *part: self._offload.read(*part),
-                )
+                self._build_training(optimizer, train_iters)
             self._shares = self._agree_on_sharing()
         self._brings_together = brings_together
-        optimizers = single_optimizers(self.optimizer) if self.optimizer else []
+        optimizers: list[Any] = single_optimizers(self.optimizer) if self.optimizer else []
         adams = [single.optimizer for single in optimizers]
         self._offload = self._make_offload(tensors_of(self.module, self.models, adams))
+
+    def _build_training(self, optimizer: OptimizerConfig, train_iters: int) -> None:
+        """Wrap the chunks for data parallelism, and build optimizer, schedule and their state."""
+        self.models = [wrap(chunk, optimizer) for chunk in self.chunks]
+        measure_in_rows()
+        self.optimizer = build_optimizer(optimizer, self.models, self.dtype)
+        self._guarded = GuardedOptimizer(self.optimizer)
+        self.scheduler = build_scheduler(optimizer, self.optimizer, train_iters)
+        connect_schedule(self.config, self.models, self.optimizer)
+        self.state = TrainState(
+            self.weights,
+            self.groups,
+            self.optimizer,
+            self.scheduler,
+            self.skipped,
+            self.role.model_chunks,
+            self.describe,
+            lambda *part: self._offload.read(*part),
+        )
 
     def _agree_on_sharing(self) -> bool:
         if not (self.role.share_prompts and self.role.packed_sequences):

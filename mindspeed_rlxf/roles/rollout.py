@@ -257,7 +257,7 @@ class RolloutRole:
         if scorer is not None:
             scorer.is_leader = self.replica.is_leader
         self.samples = DrawnSamples()
-        self._has_fixed = policy.fixed_responses is not None
+        self._has_fixed = False  # whether samples with fixed responses were added, to any replica
         # Since the last report: counts of slices, and seconds of waiting for weights.
         self._stats = GenerationStats()
         self.sync_s = 0.0
@@ -370,7 +370,7 @@ class RolloutRole:
         """Append samples to the queue; no rows, no report.
 
         Of those that `load_ahead` has read only the rest is generated. `has_fixed`: whether some
-        replica's samples have fixed responses, so that ranks that share experts agree.
+        replica gets fixed responses, so that ranks that share experts agree.
         """
         self._has_fixed |= has_fixed
         self.samples.add(prompts, sampling, self.settings[sampling], seed)

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from mindspeed_rlxf.rollout.rollout_engine import Begun, FinishReason
 from mindspeed_rlxf.rollout.sampling import Sampling
+from mindspeed_rlxf.weights.atomic import replace_file
 from mindspeed_rlxf.weights.state_files import Entry, entry_of, write_text
 
 NAMES = ("tokens", "log_probs", "versions")  # of the tensors, as in `Begun`
@@ -73,7 +74,7 @@ def write_ahead(folder: Path, replica: int, samples: Sequence[SavedSample]) -> l
     file = folder / f"replica_{replica:05d}.json"
     tensors = file.with_suffix(".safetensors")
     write_text(file, json.dumps({"samples": about}))
-    save_file(columns, tensors)
+    replace_file(tensors, save(columns))
     return [entry_of(folder, file), entry_of(folder, tensors)]
 
 

@@ -25,7 +25,7 @@ from mindspeed_rlxf.cluster.refs import number_handles
 from mindspeed_rlxf.cluster.worker import RoleHost, worker_error
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.device import worlds
-from tests.forks import Forks
+from tests.forks import Forks, receive
 
 LOOPBACK = "127.0.0.1"
 TIMEOUT_S = 300.0
@@ -81,7 +81,7 @@ class Rank:
 
     def __init__(self, connection: Connection, changed: threading.Condition) -> None:
         self.connection = connection
-        self.pid: int = connection.recv()
+        self.pid: int = receive(connection)
         self.calls: queue.SimpleQueue[RankCall | None] = queue.SimpleQueue()
         self.changed = changed
 
@@ -158,7 +158,7 @@ class ForkedPool:
     def wait_until_joined(self) -> None:
         """Raise the WorkerError of a rank that could not join."""
         for rank in self._ranks:
-            problem = rank.connection.recv()
+            problem = receive(rank.connection)
             if problem:
                 raise problem
             rank.begin()

@@ -162,9 +162,9 @@ def test_only_ended_samples_are_taken_and_forgotten(make_role):
 
 
 def test_fixed_responses_end_in_the_first_slice_beside_generated_ones(make_role):
-    role = make_role(config(fixed_responses="given.jsonl"))
+    role = make_role()
     fixed = replace(prompts_of(0), responses=[[5, EOS], [6]])
-    role.add(fixed, SEED)
+    role.add(fixed, SEED, has_fixed=True)
     role.add(prompts_of(0, size=1), SEED, Sampling.GREEDY)
     first = role.advance(0).report
     assert [response.sample_id for response in first.ended] == [0, 1] and first.unfinished == 1

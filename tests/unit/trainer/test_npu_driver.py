@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forks import Forks
+from tests.forks import Forks, receive
 from tests.processes import ROOT
 from tests.unit.device.npu_recorder import smi_table
 from tests.unit.trainer import test_bad_files
@@ -93,7 +93,7 @@ def test_a_driver_imports_no_megatron(forks: Forks) -> None:
     """Workers do, after MindSpeed has patched it, also with `runtime: local`."""
     modules = "mindspeed_rlxf.cli.train", "mindspeed_rlxf.trainer.run"
     with forks.start(send_imported, modules, megatron=False) as connection:
-        assert connection.recv() == []
+        assert receive(connection) == []
 
 
 def send_imported(connection: Connection, modules: Sequence[str]) -> None:
