@@ -6,7 +6,7 @@ The first part lets the real loop, stream and prompt source train with roles tha
 16 replicas, each with 128 responses of a batch, decode up to 128 rows at once; a decode step takes
 20 ms + 0.1 ms per row, and responses that go on after a change of weights are prefilled again at
 15,000 tokens per second. Training takes as long as a pool that is never idle generates. Printed are
-seconds per batch over these, beside those of the lab's simulation of the same schedule.
+seconds per batch over these, beside those of a simulation of the same schedule.
 
 The second part draws a run for each seed (staleness, lead, filter, sizes, lengths), kills it at
 random moments, resumes it from its last checkpoint, and compares it with the run without kills:
@@ -29,7 +29,7 @@ WARM_UP = 10  # batches that are not measured
 LENGTHS = {"short": (1500, 0.9, 16384), "long": (3000, 1.2, 32768)}  # median, sigma, most
 MOST_RATIO = 1.15
 
-# Lengths -> staleness -> seconds per batch over the ideal, of the lab's simulation of equal slices
+# Lengths -> staleness -> seconds per batch over the ideal, of a simulation of equal slices
 # (16 replicas, 40 batches); with slices of 16 steps they are those of 256 within 0.01.
 SIMULATED = {
     "short": {0: 5.99, 1: 4.99, 2: 2.81, 4: 1.76, 8: 1.44},
@@ -76,7 +76,7 @@ def seconds_per_batch(kind: str, slice_steps: int, staleness: int, batches: int)
 
 
 def print_times(batches: int) -> bool:
-    """Print the seconds per batch; return whether all are at most MOST_RATIO times the lab's."""
+    """Print the seconds per batch; return whether all are at most MOST_RATIO times the simulated ones."""
     is_close = True
     for slice_steps, (kind, simulated) in itertools.product(SLICE_STEPS, SIMULATED.items()):
         for staleness, expected in simulated.items():

@@ -47,7 +47,7 @@ def convert_staleness(keys: Translation) -> None:
     most, why = _largest_staleness(keys)
     if most is not None and staleness > most:
         keys.note(f"{why}: rollout.max_staleness={most}", source)
-        staleness = int(most)
+        staleness = most
     else:
         keys.note(
             f"tokens are at most {staleness} updates old, and none is dropped for its age "
