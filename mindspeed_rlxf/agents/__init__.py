@@ -1,0 +1,1 @@
+"""Agents: conversations of several turns with tools, sampled by a rollout engine."""
