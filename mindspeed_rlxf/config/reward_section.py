@@ -244,7 +244,7 @@ class RewardConfig(RoleConfig):
 
     @property
     def parts(self) -> tuple[FunctionConfig, ...]:
-        """The reward's functions: `function`, else `functions`."""
+        """The reward's functions, parts of its sum: `function`, else `functions`."""
         return (self.function,) if self.function is not None else self.functions
 
     @property
