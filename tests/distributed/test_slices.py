@@ -19,8 +19,10 @@ from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.trainer.ppo import Iteration, PpoTrainer
 from tests import training
 from tests.chaos.same_run import lines_of
+from tests.distributed.cluster.test_local_runtime import torchrun
 from tests.distributed.resume_run import flip
 from tests.golden.runs import GROUPS, PPO, SMALL
+from tests.processes import run_python
 
 ITERATIONS = 6
 # Slices of two tokens and few rows at once: responses, of one to eight tokens, go on over several
@@ -60,6 +62,14 @@ APART = {
     "+resource_pool.actor": 2,
     "actor_rollout.num_gpus_for_train": 1,
     "actor_rollout.num_gpus_for_infer": 1,
+}
+
+TWO_APART = {
+    **APART,
+    "resource_pool.main": 2,
+    "+resource_pool.actor": 4,
+    "actor_rollout.num_gpus_for_train": 2,
+    "actor_rollout.num_gpus_for_infer": 2,
 }
 
 
@@ -136,14 +146,31 @@ def test_two_ranks_of_each_kind_give_the_run_of_two_that_do_both(
 ) -> None:
     """Each sample is generated on the replica that its id says, in both."""
     ahead = {"rollout.max_staleness": 3, "resource_pool.main": 2}
-    apart = {
-        **APART,
-        "+resource_pool.actor": 4,
-        "actor_rollout.num_gpus_for_train": 2,
-        "actor_rollout.num_gpus_for_infer": 2,
-    }
     one = run(name, tmp_path / "one", warm_runtime, **ahead, **{"rollout.lead": 1})
-    assert_same(run(name, tmp_path / "other", warm_runtime, **ahead, **apart), one)
+    assert_same(run(name, tmp_path / "other", warm_runtime, **ahead, **TWO_APART), one)
+
+
+def run_command(name: str, out: Path, launcher: list[str], **more: Any) -> Outcome:
+    """Run the training command on processes of its own. launcher: words of torchrun"""
+    base, changes = SETTINGS[name]
+    keys = {**SMALL, **changes, **AHEAD, **more, "training.output_dir": out}
+    words = [f"{key}={value}" for key, value in keys.items()]
+    run_python(*launcher, "ray_gpt.py", "--config-name", base, *words, timeout_s=900)
+    return outcome_of(RunDirectory(out))
+
+
+@LONG
+@pytest.mark.parametrize("name", ["ppo", "filter_groups"])
+def test_two_ranks_of_torchrun_give_the_run_of_two_actors_of_each_kind_on_ray(
+    tmp_path: Path, name: str
+) -> None:
+    on_torchrun = {"runtime": "local", "resource_pool.main": 2, "rollout.lead": 1}
+    on_ray = {**TWO_APART, "runtime.address": "local"}
+    staleness = {"rollout.max_staleness": 3}
+    one = run_command(name, tmp_path / "one", torchrun(), **staleness, **on_torchrun)
+    other = run_command(name, tmp_path / "other", [], **staleness, **on_ray)
+    assert_same(one, other)
+    assert max(one.ages) > 1
 
 
 class Killed(Exception):
