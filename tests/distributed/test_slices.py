@@ -173,6 +173,69 @@ def test_two_ranks_of_torchrun_give_the_run_of_two_actors_of_each_kind_on_ray(
     assert max(one.ages) > 1
 
 
+LATE = """
+import random
+import time
+
+from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.roles.actor import ActorRole
+from mindspeed_rlxf.roles.own_roles import register_role
+from mindspeed_rlxf.roles.reference import ReferenceRole
+from mindspeed_rlxf.roles.rollout import RolloutRole
+
+
+def late(method):
+    def call(*arguments, **named):
+        time.sleep(random.SystemRandom().uniform(0.0, 0.3))
+        return method(*arguments, **named)
+
+    call.__name__ = method.__name__
+    return call
+
+
+def register_late(role, ours, *methods):
+    later = {name: late(getattr(ours, name)) for name in methods}
+    register_role(role)(type("Late", (ours,), later))
+
+
+register_late(Role.ACTOR_ROLLOUT, ActorRole, "log_probs", "update_policy", "send_weights")
+register_late(Role.REF, ReferenceRole, "log_probs")
+register_late(Role.ROLLOUT, RolloutRole, "add", "advance", "take", "withdraw", "update_weights")
+"""
+SCORE = """
+import random
+import time
+
+
+def score(response, ground_truth, **_):
+    time.sleep(random.SystemRandom().uniform(0.0, {longest_s}))
+    return float(response == ground_truth)
+"""
+
+
+@LONG
+@pytest.mark.usefixtures("registries")
+def test_random_delays_of_roles_and_scores_change_nothing(
+    warm_runtime: Any, tmp_path: Path
+) -> None:
+    """With `filter_groups` scores decide what is drawn."""
+    outcomes = []
+    for longest_s in (0.0, 0.2):
+        folder = tmp_path / f"up_to_{longest_s}_s"
+        folder.mkdir()
+        (folder / "late.py").write_text(LATE if longest_s else "")
+        (folder / "score.py").write_text(SCORE.format(longest_s=longest_s))
+        keys = {
+            "rollout.max_staleness": 3,
+            "training.plugins": f"[{folder / 'late.py'}]",
+            "+reward.functions": f"[{folder / 'score.py'}:score]",
+            **APART,
+        }
+        outcomes.append(run("filter_groups", folder / "run", warm_runtime, **keys))
+    assert_same(*outcomes)
+    assert max(outcomes[0].ages) > 1
+
+
 class Killed(Exception):
     """Ends a run in the middle, as a kill would."""
 
