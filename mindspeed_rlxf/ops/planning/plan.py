@@ -103,7 +103,11 @@ def plan(config: RunConfig, nested: bool = False) -> Plan:
     """
     chosen = choose_cluster(config.runtime.address)
     cluster = f"cluster at {chosen.address}" if chosen.address else "private cluster on this host"
+    asked_kind = config.device.kind
     config = available.look_once(config)
+    device_kind = config.device.kind.value
+    if config.device.kind is not asked_kind:
+        device_kind += ", as device.memory_gib is given; device.kind names another"
     fitting, problems = check_fit(config)
     training, data = config.training, config.data
     saved = {role: config.save_folder(role) for role in config.roles if role in SAVED_AS}
@@ -135,7 +139,7 @@ def plan(config: RunConfig, nested: bool = False) -> Plan:
                     if config.runtime.kind == "ray"
                     else "local",
                 ),
-                ("device", config.device.kind.value),
+                ("device", device_kind),
                 ("reward", f"verifier: {rules}" if rules else config.reward.kind.value),
                 *(
                     [("reward functions", _describe_functions(config))]
