@@ -1,4 +1,4 @@
-"""End a run before `train_iters`: on SIGTERM, SIGINT and SIGHUP, and before `training.max_wall_time`.
+"""End a run before `train_iters`: on SIGTERM, SIGINT or SIGHUP, or before `max_wall_time`.
 
 The trainer asks after each iteration: `if stop.is_due(): save, end`. If there is no time for
 that, the signal handler raises KeyboardInterrupt and the run ends at once. An interrupted save

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from mindspeed_rlxf.config.problems import Problem, UserError
+from mindspeed_rlxf.config.problems import MissingFile, Problem, UserError
 from mindspeed_rlxf.config.registry import add_to
 
 MAX_PROBLEMS_PER_FILE = 10  # different ones; equal problems of many rows count as one
@@ -98,7 +98,7 @@ def read_rows(file: str, name: str = "") -> Iterator[tuple[int, Row | UnusableRo
                 yield number, without_nan(row)
             return
     except FileNotFoundError:
-        problem = fault("no such file", "correct the path")
+        problem = MissingFile("", "no such file", remedy="correct the path")
     except OSError as error:
         rule = f"cannot be read: {error.strerror or error}"
         problem = fault(rule, "check the path and its rights")
@@ -109,6 +109,29 @@ def read_rows(file: str, name: str = "") -> Iterator[tuple[int, Row | UnusableRo
     if number:
         key += f":{number}"
     raise UserError(replace(problem, key=key, colon=True))
+
+
+def check_files(files: Iterable[str]) -> Iterator[Problem]:
+    """Yield the problems of data files that are missing, empty or broken, whatever their keys."""
+    for file in files:
+        file_problems = FileProblems(file)
+        num_rows = 0
+        try:
+            for num_rows, row in read_rows(file):
+                if isinstance(row, UnusableRow):
+                    file_problems.add(num_rows, row.problem)
+        except UserError as error:
+            yield from error.problems
+            continue
+        if num_rows == 0:
+            yield empty_file(file)
+        yield from file_problems.list_problems()
+
+
+def empty_file(file: str) -> Problem:
+    """Return the problem of a data file without rows."""
+    rule = "a data file must hold at least one row, this one is empty"
+    return Problem(file, rule, remedy="fill or drop it", colon=True)
 
 
 def count_rows(file: str) -> int:

@@ -21,6 +21,7 @@ from mindspeed_rlxf.data.files import (
     UnusableRow,
     as_text,
     describe_absence,
+    empty_file,
     fault,
     look_up,
     number_text,
@@ -91,8 +92,7 @@ def load_prompts(
         num_kept = len(prompts) - num_before
         row_problems = rows_with_problems.list_problems()
         if not (row_problems or file_problems or num_kept):
-            rule = "a data file must hold at least one row, this one is empty"
-            file_problems = [Problem(name, rule, remedy="fill or drop it", colon=True)]
+            file_problems = [empty_file(name)]
         drops_rows = data.invalid_rows == "drop" and num_kept > 0 and not file_problems
         if row_problems and drops_rows:
             for problem in row_problems:

@@ -14,7 +14,7 @@ from mindspeed_rlxf.checkpoint.directory import RunDirectory, check_save_folders
 from mindspeed_rlxf.checkpoint.store import check_chosen, check_resume
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.hf_config import OF_WEIGHTS, find_disagreements, read_hf_config
-from mindspeed_rlxf.config.problems import Problem, UserError, closest
+from mindspeed_rlxf.config.problems import MissingFile, Problem, UserError, closest
 from mindspeed_rlxf.config.schema import RoleConfig, RunConfig
 from mindspeed_rlxf.data.decoding import special_ids
 from mindspeed_rlxf.data.fixed_responses import FixedResponses, load_fixed_responses
@@ -146,9 +146,9 @@ def _missing_data(config: RunConfig) -> list[Problem]:
     data, remedy = config.data, "correct the path"
     files = [name for name in (*data.train_files, *data.val_files) if not Path(name).exists()]
     prefixes = [name for name in (*data.data_path, *data.val_data_path) if not glob(f"{name}*")]
-    problems = [Problem(name, "no such file", remedy=remedy, colon=True) for name in files]
+    problems = [MissingFile(name, "no such file", remedy=remedy, colon=True) for name in files]
     rule = "no such indexed data set"
-    return problems + [Problem(name, rule, remedy=remedy, colon=True) for name in prefixes]
+    return problems + [MissingFile(name, rule, remedy=remedy, colon=True) for name in prefixes]
 
 
 def _open_weights(section: RoleConfig) -> StoredWeights:
@@ -179,7 +179,8 @@ def _check_engine(config: RunConfig) -> list[Problem]:
         rule = "cannot generate on ranks of its own (num_gpus_for_infer)"
         return [Problem(key, rule, name, f"use {NATIVE}, or remove num_gpus_for_infer")]
     folder = Path(config.actor_rollout.load or "")
-    if name in (TRANSFORMERS, VLLM) and not (folder / "config.json").is_file():
+    has_folder = folder.is_dir()  # its absence is reported with the weights
+    if name in (TRANSFORMERS, VLLM) and has_folder and not (folder / "config.json").is_file():
         rule = "needs config.json in the folder actor_rollout.load"
         return [Problem(key, rule, name, f"use {NATIVE}, or load a Hugging Face folder")]
     if name == VLLM:
@@ -191,7 +192,7 @@ def _check_engine(config: RunConfig) -> list[Problem]:
             there = False
         if not there:
             rule, remedy = "must have vLLM", "run `make install STACK=vllm`, and name its python"
-            return [Problem("rollout.vllm.python", rule, python, remedy)]
+            return [MissingFile("rollout.vllm.python", rule, python, remedy)]
     return []
 
 
@@ -222,6 +223,8 @@ def check_weights(config: RunConfig, role: Role) -> list[Problem]:
 
     With backend fsdp the folder must have the tensors of transformers' model.
 
+    Those about a folder that is not there are MissingFile.
+
     Reads headers only. Tensor shapes are compared if config.json agrees with the model YAML. A
     critic's folder may lack the score head.
     """
@@ -232,7 +235,7 @@ def check_weights(config: RunConfig, role: Role) -> list[Problem]:
         rule, remedy = "needs a class for the role", "add its file to training.plugins"
         return [] if role in OWN_ROLES else [Problem("reward.kind", rule, "role", remedy)]
     if role is Role.REWARD and config.reward.kind is RewardKind.HUGGING_FACE:
-        return check_classifier(config.reward.load)
+        return _as_missing(check_classifier(config.reward.load), config.reward.load)
     key, head = f"{role.value}.load", HEADS[role]
     if section.load is None:
         rule = "must name a folder of weights, Hugging Face's or Megatron's"
@@ -246,7 +249,8 @@ def check_weights(config: RunConfig, role: Role) -> list[Problem]:
             try:
                 check_folder(section, head)
             except UserError as error:  # about other keys of the role
-                return [each.rename_keys(lambda k: f"{role.value}.{k}") for each in error.problems]
+                problems = [p.rename_keys(lambda k: f"{role.value}.{k}") for p in error.problems]
+                return _as_missing(problems, section.load)
             return []
         described = find_description(section.load, config.training.tokenizer_name_or_path)
         hf_config = read_hf_config(described, OF_WEIGHTS)
@@ -268,7 +272,15 @@ def check_weights(config: RunConfig, role: Role) -> list[Problem]:
         if not path.exists() and path.parts[-4:-1] == ("outputs", "tiny", "models"):
             more = " --reward-model" if path.name == "rm" else ""
             remedy = f"or make the tiny one with `python examples/tiny/make.py{more}`"
-    return [Problem(key, rule, section.load, remedy, colon=True) for rule in rules]
+    problems = [Problem(key, rule, section.load, remedy, colon=True) for rule in rules]
+    return _as_missing(problems, section.load)
+
+
+def _as_missing(problems: Sequence[Problem], folder: str | None) -> list[Problem]:
+    """Return the problems of a folder, as MissingFile if it is not there."""
+    if folder is None or Path(folder).exists():
+        return [*problems]
+    return [MissingFile(**vars(problem)) for problem in problems]
 
 
 def _load_fixed_responses(config: RunConfig, prepared: Prepared) -> FixedResponses | None:

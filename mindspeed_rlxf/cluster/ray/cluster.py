@@ -292,8 +292,8 @@ def object_store_bytes() -> int:
 
 @contextlib.contextmanager
 def _own_signals() -> Iterator[None]:
-    # `ray.init` replaces the handler of SIGTERM. Its processes share this one's group and inherit the
-    # mask: a closed terminal must not end them before the run is saved.
+    # `ray.init` replaces the handler of SIGTERM. Ray's processes share this one's group and inherit
+    # the mask: a closed terminal must not end them before the run is saved.
     handler = signal.getsignal(signal.SIGTERM)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:

@@ -23,7 +23,7 @@ from mindspeed_rlxf.cli.train import main
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.load import resolve
-from mindspeed_rlxf.config.problems import UserError
+from mindspeed_rlxf.config.problems import MissingFile, UserError
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.handlers import MapKeys
 from mindspeed_rlxf.data.preprocessing.pipeline import PreprocessOptions, preprocess
@@ -125,6 +125,17 @@ def test_the_good_configuration_has_no_problem(good):
 def test_missing_files_are_named(problems, key, rule):
     (line,) = problems(*f"{key}=./absent.jsonl".split())
     assert "absent.jsonl" in line and rule in line
+
+
+@pytest.mark.parametrize("tokenizer", ["training.tokenizer_name_or_path=./absent", "dry_run=true"])
+def test_what_is_only_missing_can_be_told_from_what_is_broken(good, tokenizer):
+    """A plan for another machine passes over it."""
+    keys = "actor_rollout.load", "ref.load", "critic.load", "reward.load"
+    missing = [f"{key}=./absent" for key in keys]
+    with pytest.raises(UserError) as error:
+        prepare(load_config(good, *missing, tokenizer, "data.train_files=./absent.jsonl"))
+    assert len(error.value.problems) >= 5
+    assert all(isinstance(problem, MissingFile) for problem in error.value.problems)
 
 
 @pytest.mark.parametrize(
