@@ -7,6 +7,7 @@ never damages a checkpoint.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import statistics
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+logger = logging.getLogger(__name__)
 ONE_SIGNAL_S = 2.0  # a scheduler and a terminal may each signal the driver, meaning one stop
 HISTORY = 15  # iterations, and saves, that the next one is predicted from
 
@@ -225,6 +227,7 @@ class StopRequest:
             f"signal after {ONE_SIGNAL_S:g} s, or a third one, stops at once"
         )
         print(text, file=sys.stderr, flush=True)
+        logger.info(text)
 
     def __enter__(self) -> StopRequest:
         self._before: dict[int, Any] = {

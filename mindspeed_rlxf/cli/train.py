@@ -23,6 +23,7 @@ from mindspeed_rlxf.config.problems import ConfigError, MissingFile, Problem, Us
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.config.starter import list_warnings
 from mindspeed_rlxf.data.files import check_files, count_rows
+from mindspeed_rlxf.reporting import run_log
 from mindspeed_rlxf.reporting.console import opened
 from mindspeed_rlxf.reporting.live import make_console
 from mindspeed_rlxf.reporting.phases import phase
@@ -57,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    run_log.begin()
     try:
         arguments = parser.parse_intermixed_args(argv)
         if arguments.verl_config:
@@ -77,9 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ConfigError as error:
             raise ConfigError(_add_file_problems(given, error.problems)) from error
         for note in notes:
-            print(f"note: {note}", file=sys.stderr if arguments.cfg else sys.stdout, flush=True)
+            run_log.say(f"note: {note}", sys.stderr if arguments.cfg else sys.stdout)
         for warning in list_warnings(config):
-            print(f"warning: {warning}", file=sys.stderr, flush=True)
+            run_log.say(f"warning: {warning}", sys.stderr)
         if arguments.cfg == "job":
             print(to_yaml(config), end="")
             return 0
