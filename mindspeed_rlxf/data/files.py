@@ -177,6 +177,31 @@ def describe_absence(row: Row, key: str) -> str:
     return f"this one has {describe_keys(row)}"
 
 
+def find_row_without(file: str, key: str) -> Row | None:
+    """Return a data file's first row if no row has a value for `key`, else None.
+
+    Raises:
+        UserError: The file cannot be read.
+    """
+    first_row: Row | None = None
+    for _, row in read_rows(file):
+        if isinstance(row, UnusableRow):
+            continue
+        if look_up(row, key) is not None:
+            return None
+        first_row = first_row or row
+    return first_row
+
+
+def list_keys(row: Row) -> list[str]:
+    """Return the keys that `look_up` can find: the row's, and those of its objects as `a.b`."""
+    keys = [*row]
+    for name, value in row.items():
+        if isinstance(value, dict):
+            keys += [f"{name}.{nested}" for nested in list_keys(value)]
+    return keys
+
+
 def look_up(row: Row, key: str) -> Any:
     """Return the row's value for `key`, None if absent or null.
 

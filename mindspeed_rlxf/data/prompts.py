@@ -272,14 +272,12 @@ def read_text_rows(file: str, data: DataConfig, problems: FileProblems) -> Itera
     nothing here. Raises UserError for a broken file.
     """
     absent = set(data.extra_columns or ())
-    has_truths = "ground_truth_key" not in data.model_fields_set
     without_effect: set[str] = set()
     for number, row in read_rows(file):
         if isinstance(row, UnusableRow):
             problems.add(number, row.problem)
             continue
         absent = {key for key in absent if look_up(row, key) is None}
-        has_truths = has_truths or look_up(row, data.ground_truth_key) is not None
         without_effect.update(name for name in WITHOUT_EFFECT if row.get(name))
         prompt = read_messages(look_up(row, data.prompt_key))
         problem = _prompt_problem(prompt, data) or media_problem(row, data.extra_columns or ())
@@ -299,9 +297,6 @@ def read_text_rows(file: str, data: DataConfig, problems: FileProblems) -> Itera
             yield TextRow(number, prompt, labels)
     if absent:
         logger.warning("%s: no row has data.extra_columns=%s", file, sorted(absent))
-    if not has_truths:
-        rule = "%s: no row has data.ground_truth_key=%s, so all ground truths are empty"
-        logger.warning(rule, file, data.ground_truth_key)
     if without_effect:
         rule = (
             "%s: the columns %s change no prompt and call no tool; only reward functions get them"

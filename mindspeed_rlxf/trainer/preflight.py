@@ -1,6 +1,7 @@
 """Check a run's files, data and weights before a worker starts; needs no device."""
 
 import contextlib
+import logging
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from mindspeed_rlxf.config.hf_config import OF_WEIGHTS, find_disagreements, read
 from mindspeed_rlxf.config.problems import MissingFile, Problem, UserError, closest
 from mindspeed_rlxf.config.schema import RoleConfig, RunConfig
 from mindspeed_rlxf.data.decoding import special_ids
+from mindspeed_rlxf.data.files import describe_keys, find_row_without, list_keys
 from mindspeed_rlxf.data.fixed_responses import FixedResponses, load_fixed_responses
 from mindspeed_rlxf.data.indexed_prompts import IndexedPrompts, load_indexed_prompts
 from mindspeed_rlxf.data.prompt_store import reward_style
@@ -48,6 +50,7 @@ from mindspeed_rlxf.weights.hf_folder import open_hf_folder
 from mindspeed_rlxf.weights.tensor_checks import tensor_problems, tied_names
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -112,6 +115,7 @@ def prepare(config: RunConfig) -> Prepared:
         for i in prepared.eos_token_ids
         if i >= vocab_size
     ]
+    problems += _check_truths(config)
     problems += _check_rewards(config, prepared)
     problems += _check_best_metric(config, prepared)
     prepared.fixed_responses = _attempt(problems, lambda: _load_fixed_responses(config, prepared))
@@ -305,6 +309,32 @@ def _load_fixed_responses(config: RunConfig, prepared: Prepared) -> FixedRespons
             source.next_groups(training.global_batch_size)
             source.consume(training.global_batch_size)
     return fixed
+
+
+def _check_truths(config: RunConfig) -> Iterator[Problem]:
+    """Yield a problem for each data file without ground truths, if the user named their key.
+
+    It is a warning if nothing reads them, or if functions may do without.
+    """
+    data, reward = config.data, config.reward
+    key = data.ground_truth_key
+    is_named = "ground_truth_key" in data.model_fields_set
+    is_read = reward.kind is RewardKind.RULE or bool(reward.parts)
+    if not is_named and not reward.parts:  # rules say which rows lack one
+        return
+    for file in (*data.train_files, *data.val_files):
+        row = None
+        with contextlib.suppress(UserError):  # reported with the prompts
+            row = find_row_without(file, key)
+        if row is None:
+            continue
+        near = closest(key, list_keys(row))
+        remedy = f"did you mean {near}?" if near else f"it has {describe_keys(row)}"
+        if is_named and is_read:
+            yield Problem("data.ground_truth_key", f"must be in {file}", key, remedy)
+        else:
+            rule = "%s: no row has data.ground_truth_key=%s, so all ground truths are empty; %s"
+            logger.warning(rule, file, key, remedy)
 
 
 def _check_rewards(config: RunConfig, prepared: Prepared) -> list[Problem]:

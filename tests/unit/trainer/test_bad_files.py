@@ -188,6 +188,35 @@ def test_rows_that_cannot_be_used_are_named(tmp_path, problems, text, rule):
     assert rule in line
 
 
+@pytest.fixture
+def function(tmp_path: Path) -> str:
+    file = tmp_path / "mine.py"
+    file.write_text("def score(prompt, response, ground_truth, extra_info):\n    return 1.0")
+    return f"+reward.functions=[{{function: '{file}:score'}}]"
+
+
+@pytest.mark.parametrize("file", ["train_files", "val_files"])
+def test_a_named_column_of_ground_truths_is_in_every_file(good, tmp_path, function, file):
+    """Functions would score against empty ones."""
+    (tmp_path / "bare.jsonl").write_text(
+        '{"prompt": "1 2", "answer": "3", "data_source": "arithmetic"}\n', encoding="utf-8"
+    )
+    changed = f"+data.{file}={tmp_path / 'bare.jsonl'}".replace("+data.train", "data.train")
+    with pytest.raises(UserError) as error:
+        prepare(load_config(good, function, changed, "+data.ground_truth_key=anser"))
+    hints = {problem.key: problem.remedy for problem in error.value.problems}
+    assert hints["data.ground_truth_key"].startswith("did you mean ")
+
+
+def test_ground_truths_that_nobody_named_may_be_absent(good, tmp_path, function, caplog):
+    (tmp_path / "bare.jsonl").write_text('{"prompt": "1 2", "data_source": "arithmetic"}\n' * 4)
+    prepare(load_config(good, f"data.train_files={tmp_path / 'bare.jsonl'}", function))
+    assert "no row has data.ground_truth_key" in caplog.text
+    caplog.clear()
+    prepare(load_config(good, function))
+    assert "no row has data.ground_truth_key" not in caplog.text
+
+
 def test_validation_is_scored_by_rules_unless_a_model_is_asked_for(tmp_path, good, problems):
     """The training prompts have no rule either: they are scored by the reward model."""
     file = tmp_path / "rows.jsonl"
