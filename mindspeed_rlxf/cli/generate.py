@@ -38,9 +38,9 @@ OPTIONS = (
     option("--n", type=number(1), default=1, help="responses per prompt (1)"),
     option("--greedy", action="store_true", help="the likeliest tokens; else as the run samples"),
     option("--temperature", type=float, help="samples; divides the logits"),
-    option("--top-k", type=int, help="samples among this many tokens; 0 = all"),
+    option("--top-k", type=number(0), help="samples among this many tokens; 0 = all"),
     option("--top-p", type=float, help="samples among the tokens of this probability"),
-    option("--max-new-tokens", type=int, help="longest response"),
+    option("--max-new-tokens", type=number(1), help="longest response"),
     option("--seed", type=number(0), help="of the samples (the run's)"),
     option("--engine", choices=["auto", "native", "transformers"], default="auto"),
     option("--device", choices=["auto", "cpu", "cuda", "npu"], default="cpu", help="(cpu)"),
@@ -112,6 +112,9 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.greedy and sampling_flags:
         rule = f"must not be given with {', '.join(sampling_flags)}"
         problems.append(Problem("--greedy", rule, remedy="remove one"))
+    if arguments.temperature is not None and arguments.temperature <= 0:
+        remedy = "use --greedy for the likeliest tokens"
+        problems.append(Problem("--temperature", "must be above 0", arguments.temperature, remedy))
     if arguments.output and Path(arguments.output).exists():
         rule = "must not exist yet"
         problems.append(Problem("--output", rule, arguments.output, "give another file"))

@@ -63,6 +63,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 WRONG: dict[str, tuple[list[str], str]] = {
     "nothing to do": ([], "there is nothing to answer; give --prompt, --file or --chat"),
     "both": (["--prompt", "a", "--file", "b.txt"], "--prompt and --file must not both be given"),
+    "no temperature": (["--prompt", "a", "--temperature", "0"], "use --greedy"),
     "greedy": (["--prompt", "a", "--greedy", "--top-p", "0.5"], "--greedy must not be given with"),
     "output of a conversation": (["--chat", "--output", "o.jsonl"], "need --prompt or --file"),
     "no temperature": (["--prompt", "a", "--temperature", "0"], "temperature=0"),
