@@ -63,10 +63,9 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 WRONG: dict[str, tuple[list[str], str]] = {
     "nothing to do": ([], "there is nothing to answer; give --prompt, --file or --chat"),
     "both": (["--prompt", "a", "--file", "b.txt"], "--prompt and --file must not both be given"),
-    "no temperature": (["--prompt", "a", "--temperature", "0"], "use --greedy"),
     "greedy": (["--prompt", "a", "--greedy", "--top-p", "0.5"], "--greedy must not be given with"),
     "output of a conversation": (["--chat", "--output", "o.jsonl"], "need --prompt or --file"),
-    "no temperature": (["--prompt", "a", "--temperature", "0"], "temperature=0"),
+    "no temperature": (["--prompt", "a", "--temperature", "0"], "use --greedy"),
     "no position": (["--prompt", "a", "--max-new-tokens", "0"], "max_new_tokens=0"),
     "long": (["--prompt", "a" * 60, "--max-new-tokens", "9"], "length of the prompt=60 with max"),
     "no file": (["--file", "gone.txt"], "--file=gone.txt cannot be read"),
