@@ -151,7 +151,7 @@ def _has_score_head(critic: RoleConfig) -> bool:
     return "score.weight" in _open_weights(critic)
 
 
-def _missing_data(config: RunConfig) -> list[Problem]:
+def _missing_data(config: RunConfig) -> list[MissingFile]:
     """Return a problem for each data file, or indexed data set, that is not there."""
     data, remedy = config.data, "correct the path"
     files = [name for name in (*data.train_files, *data.val_files) if not Path(name).exists()]
