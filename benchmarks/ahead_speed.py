@@ -19,6 +19,7 @@ which generate less ahead, and save. Prints one JSON line.
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -156,7 +157,7 @@ def measure_cpu(folder: Path, iterations: int) -> dict[str, Any]:
 
 
 def run(folder: Path, keys: dict[str, Any]) -> float:
-    """Train in another process; return the seconds of a measured iteration."""
+    """Train in another process; return the median seconds of a measured iteration."""
     out = tempfile.mkdtemp(dir=folder)
     given = {name: str(value) for name, value in {**keys, "training.output_dir": out}.items()}
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local"}
@@ -165,7 +166,9 @@ def run(folder: Path, keys: dict[str, Any]) -> float:
     ends: list[float] = json.loads(done.stdout.splitlines()[-1])
     measured = ends[WARM - 1 : -LAST]
     print(f"max_staleness {keys['rollout.max_staleness']}: {ends}", file=sys.stderr)
-    return (measured[-1] - measured[0]) / (len(measured) - 1)
+    together = max(keys["rollout.max_staleness"], 1)  # iterations that may end in one burst
+    pairs = zip(measured, measured[together:], strict=False)
+    return statistics.median((end - start) / together for start, end in pairs)
 
 
 def seconds_of(keys: dict[str, str]) -> list[float]:
