@@ -77,11 +77,13 @@ class RunCheckpoints:
         prompts_digest: str,
         writes: bool = True,
         clock: Callable[[], float] = time.monotonic,
+        agree: Callable[[Any], Any] = lambda mine: mine,
     ) -> None:
         """Prepare; nothing is read or written yet.
 
         `prompts_digest` (this run's `hash_prompts`) must match when resuming. `writes` is False on
         all torchrun ranks but the first, which skip the driver's files. `clock` counts seconds.
+        `agree` returns the first rank's argument on all torchrun ranks.
         """
         self.config = config
         self.directory = directory
@@ -94,6 +96,7 @@ class RunCheckpoints:
         # Whose samples are saved too; None without any that are generated ahead.
         self._rollout = roles.rollout if config.rollout.max_staleness else None
         self._ahead_files: list[Entry] = []  # of the checkpoint that is being written
+        self._agree = agree
         self._clock = clock
         self._last_save = clock()
         self._scores: dict[int, float] = {}  # validation scores of the checkpoints
@@ -332,6 +335,7 @@ class RunCheckpoints:
         folder = checkpoint.path / AHEAD
         files = entries_below(AHEAD, checkpoint.read().files)
         damage = find_damage(folder, files) if files else ["its samples were not saved"]
+        damage = self._agree(damage)  # ranks that see other files must not draw other samples
         if damage:
             checkpoint.state["trainer"].pop("stream", None)
             note(f"note: {folder}: {'; '.join(damage)}; responses generated ahead are drawn again")
