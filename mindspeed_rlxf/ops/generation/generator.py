@@ -143,7 +143,7 @@ class Generator:
         per_chunk = max(1, CHUNK // count)
         for start in range(0, len(prompts), per_chunk):
             chunk = prompts[start : start + per_chunk]
-            requests = []
+            requests: list[GenerationRequest] = []
             for prompt in chunk:
                 for _ in range(count):
                     index = len(requests)
