@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +164,7 @@ class FsdpEngine(CommonEngine):
         host = self.groups.dp_host
         groups = group_rows(self.role, rows, lengths, in_order, host, padded=not self.packed)
         if runs_rows_alone(self.model):
-            groups = [[row] for group in groups for row in group]
+            groups = [[row] for row in chain(*groups)]
         return self.as_micro_batches(rollouts, groups)
 
     def as_micro_batches(

@@ -165,7 +165,8 @@ def recompute_bytes(role: LearningConfig, layer: LayerBytes) -> tuple[int, int]:
         return layers // size * layer.entry, size * layer.kept
     # Activations that are kept are of later layers, so they are freed before one is recomputed.
     activations = size * layer.entry + (layers - size) * layer.kept
-    return activations, layer.kept if size == layers else 0
+    recomputed = layer.kept if size == layers else 0
+    return activations, recomputed
 
 
 def itemsize(role: RoleConfig) -> int:

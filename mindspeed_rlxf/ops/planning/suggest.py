@@ -150,7 +150,9 @@ def _find(payload: Changes, key: str) -> tuple[Changes, str]:
     *parents, name = key.split(".")
     for section in parents:
         payload = payload[section]
-    return (payload if name in payload else payload["optimizer"]), name
+    if name not in payload:
+        payload = payload["optimizer"]
+    return payload, name
 
 
 def _list_overrides(config: RunConfig, changes: Changes, nested: bool) -> Iterator[str]:
