@@ -13,7 +13,7 @@ again at 1,500 tokens per second.
 process; tokens per second of K = 0, 1 and 3. The first iterations are left out, and the last two of
 `cpu`, which generate less ahead. Prints one JSON line.
 
-    python benchmarks/ahead_speed.py [--only sleeping|cpu] [--iterations 10]
+    python benchmarks/ahead_speed.py [--only equal "one long" updates cpu] [--iterations 10]
 """
 
 import argparse
@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--only", choices=["sleeping", "cpu"])
+    parser.add_argument("--only", nargs="+", choices=[*SLEEPING, "cpu"], default=[*SLEEPING, "cpu"])
     parser.add_argument("--iterations", type=int, default=10, help="measured ones of each run")
     parser.add_argument("--child", help=argparse.SUPPRESS)  # the keys of one run (JSON)
     arguments = parser.parse_args()
@@ -67,52 +68,47 @@ def main() -> None:
         return
     found: dict[str, Any] = {"benchmark": "ahead_speed", "cores": os.cpu_count()}
     with tempfile.TemporaryDirectory() as name:
-        if arguments.only != "cpu":
-            found |= measure_sleeping(Path(name), arguments.iterations)
-        if arguments.only != "sleeping":
-            found["cpu"] = measure_cpu(Path(name), arguments.iterations)
+        for workload in arguments.only:
+            measure = measure_cpu if workload == "cpu" else partial(measure_sleeping, workload)
+            found[workload] = measure(Path(name), arguments.iterations)
     print(json.dumps(found))
 
 
-def measure_sleeping(folder: Path, iterations: int) -> dict[str, Any]:
-    """Return seconds per iteration, and gains over K = 0, of devices that sleep."""
+def measure_sleeping(workload: str, folder: Path, iterations: int) -> dict[str, Any]:
+    """Return seconds per iteration, and the gain over K = 0, of devices that sleep."""
     from tests.golden.runs import SMALL
 
-    found: dict[str, Any] = {}
-    for name, (lengths, update_s, staleness, least) in SLEEPING.items():
-        plugin = folder / f"{name.replace(' ', '_')}.py"
-        plugin.write_text(
-            f"from benchmarks.sleeping import sleep\n\nsleep({lengths}, {update_s})\n"
-        )
-        keys = {
-            **SMALL,
-            **APART,
-            "training.backend": "sleeping",
-            "algorithm.old_log_probs": "recompute",
-            "training.plugins": f"[{plugin}]",
-            "training.global_batch_size": GROUPS,
-            "training.seq_length": 8 + max(lengths),
-            "training.train_iters": WARM + iterations,
-            "actor_rollout.n_samples_per_prompt": GROUP_SIZE,
-            "actor_rollout.max_new_tokens": max(lengths),
-            "actor_rollout.ppo_epochs": 1,
-            "rollout.slice_steps": min(lengths) // 2,
-        }
-        seconds = {
-            k: run(folder, {**keys, "rollout.max_staleness": k}, last=0) for k in (0, staleness)
-        }
-        found[name] = {
-            **{f"seconds_{k}": round(value, 2) for k, value in seconds.items()},
-            "gain": round(seconds[0] / seconds[staleness], 2),
-            "least": least,
-        }
-    return found
+    lengths, update_s, staleness, least = SLEEPING[workload]
+    plugin = folder / f"{workload.replace(' ', '_')}.py"
+    plugin.write_text(f"from benchmarks.sleeping import sleep\n\nsleep({lengths}, {update_s})\n")
+    keys = {
+        **SMALL,
+        **APART,
+        "training.backend": "sleeping",
+        "algorithm.old_log_probs": "recompute",
+        "training.plugins": f"[{plugin}]",
+        "training.global_batch_size": GROUPS,
+        "training.seq_length": 8 + max(lengths),
+        "training.train_iters": WARM + iterations,
+        "actor_rollout.n_samples_per_prompt": GROUP_SIZE,
+        "actor_rollout.max_new_tokens": max(lengths),
+        "actor_rollout.ppo_epochs": 1,
+        "rollout.slice_steps": min(lengths) // 2,
+    }
+    in_turn = run(folder, {**keys, "rollout.max_staleness": 0}, last=0)
+    ahead = run(folder, {**keys, "rollout.max_staleness": staleness}, last=0)
+    return {
+        "seconds_0": round(in_turn, 2),
+        f"seconds_{staleness}": round(ahead, 2),
+        "gain": round(in_turn / ahead, 2),
+        "least": least,
+    }
 
 
 def measure_cpu(folder: Path, iterations: int) -> dict[str, Any]:
     """Return response tokens per second by K."""
-    from benchmarks.iteration import make_models, write_inputs
-    from benchmarks.ppo_step import LENGTHS, SHAPES
+    from iteration import make_models, write_inputs
+    from ppo_step import LENGTHS, SHAPES
 
     shape = SHAPES["19m"]
     make_models(folder, shape)
@@ -127,8 +123,8 @@ def measure_cpu(folder: Path, iterations: int) -> dict[str, Any]:
     reward.write_text("def score(response, **_):\n    return len(response) % 7 / 7\n")
     keys = {
         **APART,
-        "model": "auto",
-        "training.model": "auto",
+        "actor_rollout.model": "auto",
+        "ref.model": "auto",
         "training.plugins": f"[{plugin}]",
         "training.global_batch_size": GROUPS,
         "training.train_iters": WARM + iterations + 2,
