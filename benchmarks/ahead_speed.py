@@ -10,8 +10,8 @@ again at 1,500 tokens per second.
     updates        an update takes nine times as long as generation
 
 `cpu`: a model of 18.9 M parameters, GRPO, responses of 8 to 512 tokens / 4, one thread for each
-process; tokens per second of K = 0, 1 and 3. The first iterations are left out, and the last two of
-`cpu`, which generate less ahead. Prints one JSON line.
+process; tokens per second of K = 0, 1 and 3. The first iterations are left out, and the last two,
+which generate less ahead, and save. Prints one JSON line.
 
     python benchmarks/ahead_speed.py [--only equal "one long" updates cpu] [--iterations 10]
 """
@@ -43,7 +43,7 @@ SLEEPING: dict[str, tuple[list[int], float, int, float]] = {
     "one long": ([4] * (ROWS - 1) + [32], GENERATION_S / 4, 4, 2.2),
     "updates": ([2] * ROWS, 9 * GENERATION_S / 8, 4, 0.98),
 }
-WARM = 3  # iterations that are not measured
+WARM, LAST = 3, 2  # iterations that are not measured, at the start and at the end
 APART = {
     "placement.actor_rollout": "actor",
     "+resource_pool.actor": 2,
@@ -89,14 +89,14 @@ def measure_sleeping(workload: str, folder: Path, iterations: int) -> dict[str, 
         "training.plugins": f"[{plugin}]",
         "training.global_batch_size": GROUPS,
         "training.seq_length": 8 + max(lengths),
-        "training.train_iters": WARM + iterations,
+        "training.train_iters": WARM + iterations + LAST,
         "actor_rollout.n_samples_per_prompt": GROUP_SIZE,
         "actor_rollout.max_new_tokens": max(lengths),
         "actor_rollout.ppo_epochs": 1,
         "rollout.slice_steps": min(lengths) // 2,
     }
-    in_turn = run(folder, {**keys, "rollout.max_staleness": 0}, last=0)
-    ahead = run(folder, {**keys, "rollout.max_staleness": staleness}, last=0)
+    in_turn = run(folder, {**keys, "rollout.max_staleness": 0})
+    ahead = run(folder, {**keys, "rollout.max_staleness": staleness})
     return {
         "seconds_0": round(in_turn, 2),
         f"seconds_{staleness}": round(ahead, 2),
@@ -127,7 +127,7 @@ def measure_cpu(folder: Path, iterations: int) -> dict[str, Any]:
         "ref.model": "auto",
         "training.plugins": f"[{plugin}]",
         "training.global_batch_size": GROUPS,
-        "training.train_iters": WARM + iterations + 2,
+        "training.train_iters": WARM + iterations + LAST,
         "training.seq_length": CPU_PROMPT + CPU_LIMIT,
         "training.deterministic": "false",
         "training.tokenizer_name_or_path": folder / "tokenizer",
@@ -150,21 +150,21 @@ def measure_cpu(folder: Path, iterations: int) -> dict[str, Any]:
     tokens = sum(lengths) * ROWS / len(lengths)  # of an iteration
     found = {}
     for staleness in CPU_STALENESS:
-        seconds = run(folder, {**keys, "rollout.max_staleness": staleness}, last=2)
+        seconds = run(folder, {**keys, "rollout.max_staleness": staleness})
         found[f"tokens_per_s_{staleness}"] = round(tokens / seconds)
     return found
 
 
-def run(folder: Path, keys: dict[str, Any], last: int) -> float:
-    """Train in another process; return the seconds per iteration without the `last` ones."""
+def run(folder: Path, keys: dict[str, Any]) -> float:
+    """Train in another process; return the seconds of a measured iteration."""
     out = tempfile.mkdtemp(dir=folder)
     given = {name: str(value) for name, value in {**keys, "training.output_dir": out}.items()}
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local"}
     command = [sys.executable, "-W", "ignore", __file__, "--child", json.dumps(given)]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     ends: list[float] = json.loads(done.stdout.splitlines()[-1])
-    measured = ends[WARM - 1 : len(ends) - last]
-    print(f"{keys['rollout.max_staleness']=}: {ends}", file=sys.stderr)
+    measured = ends[WARM - 1 : -LAST]
+    print(f"max_staleness {keys['rollout.max_staleness']}: {ends}", file=sys.stderr)
     return (measured[-1] - measured[0]) / (len(measured) - 1)
 
 

@@ -47,8 +47,12 @@ class SavedResponse:
     @classmethod
     def of(cls, begun: Begun, finish_reason: FinishReason | None) -> SavedResponse:
         """Return the same tokens in arrays."""
-        columns = (np.array(getattr(begun, name), dtype) for name, dtype in DTYPES.items())
-        return cls(*columns, finish_reason)
+        return cls(
+            np.array(begun.tokens, np.int64),
+            np.array(begun.log_probs, np.float32),
+            np.array(begun.versions, np.int32),
+            finish_reason,
+        )
 
     @property
     def begun(self) -> Begun:
@@ -101,11 +105,11 @@ def read_ahead(folder: Path) -> Iterator[SavedSample]:
     for file in sorted(folder.glob("replica_*.json")):
         about = json.loads(file.read_text(encoding="utf-8"))["samples"]
         stored = load_file(file.with_suffix(".safetensors"))
-        columns = [stored[name] for name in DTYPES]
+        tokens, log_probs, versions = (stored[name] for name in DTYPES)
         ends = accumulate(sample["num_tokens"] for sample in about)
         for sample, end in zip(about, ends, strict=True):
-            start = end - sample["num_tokens"]
+            part = slice(end - sample["num_tokens"], end)
             reason = FinishReason(sample["finish_reason"]) if sample["finish_reason"] else None
-            response = SavedResponse(*(column[start:end] for column in columns), reason)
+            response = SavedResponse(tokens[part], log_probs[part], versions[part], reason)
             sampling = Sampling(sample["sampling"])
             yield SavedSample(sample["sample_id"], sampling, response, sample["outcomes"])
