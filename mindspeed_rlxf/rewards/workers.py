@@ -25,7 +25,8 @@ from mindspeed_rlxf.rewards.rules import RewardResult
 from mindspeed_rlxf.rewards.scoring import Plan, main
 
 START_S = 180.0  # for the imports of the user's files
-EXIT_S, END_S = 0.3, 30.0  # to end after the socket was closed, to end once killed
+EXIT_S = 0.3  # to end after the socket was closed
+END_S = 30.0  # to end once killed
 CLOSED = "the pool of scoring processes was closed"
 
 
@@ -35,7 +36,8 @@ class WorkerPool:
     def __init__(self, plan: Plan, size: int, timeout_s: float, memory: int) -> None:
         """Set the time per sample, without its wait for a process, and the address space."""
         self._shared = _Shared(plan, timeout_s, memory)
-        self._size, self._threads = size, list[threading.Thread]()
+        self._size = size
+        self._threads: list[threading.Thread] = []
         self._end = weakref.finalize(self, _end, self._shared, self._threads)
 
     def submit(self, sample: Sample) -> Future[Outcome]:
@@ -82,7 +84,10 @@ def _end(shared: _Shared, threads: list[threading.Thread]) -> None:
 def _work(shared: _Shared) -> None:
     """Score samples from the queue until it has None, which stays for the other threads."""
     process: _Process | None = None
-    while (task := shared.tasks.get()) is not None:
+    while True:
+        task = shared.tasks.get()
+        if task is None:
+            break
         sample, future = task
         try:
             if process is not None and process.popen.poll() is not None:  # also killed while idle
@@ -96,8 +101,9 @@ def _work(shared: _Shared) -> None:
             if "error" in reply:
                 raise ScoringBroken(f"a scoring process cannot go on: {reply['error']}")
             if "cause" in reply:
-                cause, details = Cause(reply["cause"]), reply.get("details", "")
-                future.set_result(Outcome(None, cause, reply["message"], details))
+                details = reply.get("details", "")
+                outcome = Outcome(None, Cause(reply["cause"]), reply["message"], details)
+                future.set_result(outcome)
             else:
                 future.set_result(Outcome(RewardResult(reply["score"], reply["parts"])))
         except Exception as error:  # also a sample that cannot be sent
@@ -117,14 +123,14 @@ class _Process:
         Raises:
             ScoringBroken: It does not start.
         """
-        self.channel, theirs = Pipe()
-        numbers = map(str, (theirs.fileno(), os.getpid(), shared.memory))
+        self.channel, child_channel = Pipe()
+        numbers = [str(child_channel.fileno()), str(os.getpid()), str(shared.memory)]
         path = os.pathsep.join(filter(None, sys.path))
-        with theirs:
+        with child_channel:
             self.popen = subprocess.Popen(
                 [sys.executable, "-c", f"from {main.__module__} import main; main()", *numbers],
                 stdin=subprocess.DEVNULL, stdout=2,  # beside what this process prints for its log
-                pass_fds=[theirs.fileno()], start_new_session=True,
+                pass_fds=[child_channel.fileno()], start_new_session=True,
                 env={
                     "OMP_NUM_THREADS": "1", **os.environ,
                     "PYTHONPATH": path, "PYTHONUNBUFFERED": "1",
@@ -135,7 +141,8 @@ class _Process:
         if shared.broken:  # `_end` may have looked at `processes` before
             self.end()
         reply = self.ask(pickle.dumps(shared.plan), START_S)
-        if failure := reply.get("error") or reply.get("message"):
+        failure = reply.get("error") or reply.get("message")
+        if failure:
             self.end()
             raise ScoringBroken(f"a scoring process did not start: {failure}")
 
@@ -160,7 +167,7 @@ class _Process:
 
     def kill(self) -> None:
         """Kill the process and its descendants."""
-        descendants = list[psutil.Process]()
+        descendants: list[psutil.Process] = []
         with suppress(psutil.Error):
             if self.popen.poll() is None:
                 root = psutil.Process(self.popen.pid)

@@ -17,23 +17,43 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file, save
+import numpy as np
+from safetensors.numpy import load_file, save
 
 from mindspeed_rlxf.rollout.rollout_engine import Begun, FinishReason
 from mindspeed_rlxf.rollout.sampling import Sampling
 from mindspeed_rlxf.weights.atomic import replace_file
 from mindspeed_rlxf.weights.state_files import Entry, entry_of, write_text
 
-NAMES = ("tokens", "log_probs", "versions")  # of the tensors, as in `Begun`
+DTYPES = {"tokens": np.int64, "log_probs": np.float32, "versions": np.int32}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SavedResponse:
-    """What an earlier run sampled of a response; `finish_reason` None = it has not ended."""
+    """What an earlier run sampled of a response: arrays, as every rank reads all responses.
 
-    begun: Begun
+    Attributes:
+        tokens: [response] int64.
+        log_probs: [response] fp32.
+        versions: [response] int32.
+        finish_reason: None = it has not ended.
+    """
+
+    tokens: np.ndarray
+    log_probs: np.ndarray
+    versions: np.ndarray
     finish_reason: FinishReason | None
+
+    @classmethod
+    def of(cls, begun: Begun, finish_reason: FinishReason | None) -> SavedResponse:
+        """Return the same tokens in arrays."""
+        columns = (np.array(getattr(begun, name), dtype) for name, dtype in DTYPES.items())
+        return cls(*columns, finish_reason)
+
+    @property
+    def begun(self) -> Begun:
+        """The tokens in lists, as an engine takes them."""
+        return Begun(self.tokens.tolist(), self.log_probs.tolist(), self.versions.tolist())
 
 
 @dataclass(frozen=True)
@@ -55,17 +75,15 @@ class SavedSample:
 
 def write_ahead(folder: Path, replica: int, samples: Sequence[SavedSample]) -> list[Entry]:
     """Write a replica's samples; return the files' manifest entries, relative to `folder`."""
-    begun = [sample.response.begun for sample in samples]
-    dtypes = (torch.int64, torch.float32, torch.int32)
     columns = {}
-    for name, dtype in zip(NAMES, dtypes, strict=True):
-        values = [value for each in begun for value in getattr(each, name)]
-        columns[name] = torch.tensor(values, dtype=dtype)
+    for name, dtype in DTYPES.items():
+        arrays = [getattr(sample.response, name) for sample in samples]
+        columns[name] = np.concatenate([np.zeros(0, dtype), *arrays])
     about = [
         {
             "sample_id": sample.sample_id,
             "sampling": sample.sampling.value,
-            "num_tokens": len(sample.response.begun.tokens),
+            "num_tokens": len(sample.response.tokens),
             "finish_reason": sample.response.finish_reason,
             "outcomes": sample.outcomes,
         }
@@ -83,12 +101,11 @@ def read_ahead(folder: Path) -> Iterator[SavedSample]:
     for file in sorted(folder.glob("replica_*.json")):
         about = json.loads(file.read_text(encoding="utf-8"))["samples"]
         stored = load_file(file.with_suffix(".safetensors"))
-        columns = [stored[name].tolist() for name in NAMES]
+        columns = [stored[name] for name in DTYPES]
         ends = accumulate(sample["num_tokens"] for sample in about)
         for sample, end in zip(about, ends, strict=True):
             start = end - sample["num_tokens"]
-            begun = Begun(*(column[start:end] for column in columns))
-            reason = sample["finish_reason"]
-            response = SavedResponse(begun, FinishReason(reason) if reason else None)
+            reason = FinishReason(sample["finish_reason"]) if sample["finish_reason"] else None
+            response = SavedResponse(*(column[start:end] for column in columns), reason)
             sampling = Sampling(sample["sampling"])
             yield SavedSample(sample["sample_id"], sampling, response, sample["outcomes"])
