@@ -59,6 +59,7 @@ def _convert(keys: Translation, count_rows: Callable[[str], int]) -> None:
     names = [name for name in _as_list(get("trainer.logger")) if name != "console"]
     put("logging.trackers", ["jsonl", *names], "trainer.logger")
     _convert_batches(keys)
+    _convert_older_weights(keys)
     _convert_rejection(keys)
     _convert_lone_responses(keys)
     bypass, loss = "algorithm.rollout_correction.bypass_mode", f"{ACTOR}.policy_loss.loss_mode"
@@ -108,6 +109,23 @@ def _convert_batches(keys: Translation) -> None:
             keys.note("the filter draws the prompts that are missing, batch by batch", generated)
     elif get(generated) is not None and not is_fully_asynchronous(keys):
         keys.put("training.global_batch_size", get(generated), generated)
+
+
+def _convert_older_weights(keys: Translation) -> None:
+    """Convert the importance weights of verl 0.6.0, whose keys stand in `algorithm`."""
+    weighs, veto = "algorithm.rollout_is", "algorithm.rollout_is_veto_threshold"
+    if weighs not in keys.written:
+        return
+    algorithm = keys.given.sections["algorithm"]
+    if not keys.get(weighs) or algorithm.get("rollout_is_threshold") is None:
+        algorithm.pop("rollout_is_threshold", None)  # then verl only measures them
+        return
+    for key, supported in (("rollout_is_level", "token"), ("rollout_is_mode", "truncate")):
+        if keys.get(f"algorithm.{key}") not in (None, supported):
+            keys.refuse(f"algorithm.{key}", f"must be {supported}", "change it")
+    if keys.get(veto) is not None:
+        keys.values["algorithm.rollout_correction.rollout_token_veto_threshold"] = keys.get(veto)
+        keys.note("in verl these responses count in the mean of the loss", veto)
 
 
 def _convert_rejection(keys: Translation) -> None:

@@ -179,6 +179,10 @@ MEGATRON = (f"{ACTOR}.megatron.tensor_model_parallel_size=2", "trainer.nnodes=2"
 NATIVE = (*GRPO, f"{ACTOR}.strategy=megatron", f"{ROLLOUT}.name=null")
 TRANSFORMER = f"{ACTOR}.megatron.override_transformer_config"
 SPLIT = (*NATIVE, "rollout.nnodes=1", "rollout.n_gpus_per_node=8")
+OLDER_WEIGHTS = (
+    "algorithm.rollout_is_threshold=3.0", "algorithm.rollout_is_veto_threshold=1e-4",
+    "algorithm.rollout_is_level=token", "algorithm.rollout_is_mode=truncate",
+)  # fmt: skip
 CASES = {
     "batches by tokens": (
         (f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ulysses_sequence_parallel_size=2"),
@@ -416,6 +420,15 @@ CASES = {
          f"{CORRECTION}.rollout_token_veto_threshold=1e-4"),
         {"algorithm.rollout_rejection": {"seq_mean_k1": [0.8, 2.0], "seq_max_k1": [1e-9, 1e4]}},
     ),
+    "importance weights of verl 0.6.0": (
+        (*GRPO, *OLDER_WEIGHTS, "algorithm.rollout_is=true"),
+        {"algorithm.rollout_is_threshold": 3.0,
+         "algorithm.rollout_rejection": {"seq_max_k1": [1e-9, 1e4]}},
+    ),
+    "importance weights of verl 0.6.0 that are only measured": (
+        (*GRPO, *OLDER_WEIGHTS, "algorithm.rollout_is=false"),
+        {"algorithm.rollout_is_threshold": None, "algorithm.rollout_rejection": None},
+    ),
     "one limit of a ratio": (
         (*GRPO, f"{CORRECTION}.rollout_rs=seq_sum_k1", f"{CORRECTION}.rollout_rs_threshold=2.0"),
         {"algorithm.rollout_rejection": {"seq_sum_k1": [0.5, 2.0]}},
@@ -586,6 +599,8 @@ REFUSALS = [
     (("~critic.model.path",), "critic.model.path is required"),
     ((f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=2",
       f"{CORRECTION}.bypass_mode=true"), f"{CORRECTION}.rollout_rs='token_k1' needs log-probs"),
+    (("algorithm.rollout_is=true", "algorithm.rollout_is_threshold=3.0",
+      "algorithm.rollout_is_mode=mask"), "algorithm.rollout_is_mode='mask' must be truncate"),
     ((f"{CORRECTION}.bypass_mode=true", f"{ACTOR}.policy_loss.loss_mode=gspo"),
      f"{ACTOR}.policy_loss.loss_mode='gspo' and"),
     (("trainer.resume_mode=resume_path",), "trainer.resume_mode='resume_path' must be one of"),
