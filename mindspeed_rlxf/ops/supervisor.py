@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+from mindspeed_rlxf.checkpoint.stopping import ignore_hangups, stop_signals
 from mindspeed_rlxf.checkpoint.supervised import (
     CHILD_OF,
     EXIT_DONE,
@@ -138,8 +139,8 @@ class Supervisor:
         self._file = Path()  # facts that the training process reports
 
     def run(self) -> int:
-        """Run attempts to the end; return the exit code. Handles SIGTERM and SIGINT from now on."""
-        for number in (signal.SIGTERM, signal.SIGINT):
+        """Run attempts to the end; return the exit code. Handles `stop_signals` from now on."""
+        for number in stop_signals():
             signal.signal(number, self._on_signal)
         with tempfile.TemporaryDirectory(prefix="rlxf-run-") as folder:
             # systemd-tmpfiles, which empties /tmp, leaves a locked folder alone.
@@ -216,6 +217,8 @@ class Supervisor:
                 child.kill()
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            ignore_hangups()
         self._stops = True
         self._signals.append(number)  # a terminal signals the child too, which expects both
 

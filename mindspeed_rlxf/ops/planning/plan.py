@@ -115,11 +115,15 @@ def plan(config: RunConfig, nested: bool = False) -> Plan:
         runtime = f"ray, private cluster on this host ({chosen.source})"
         if chosen.address:
             runtime = f"ray, cluster at {chosen.address} ({chosen.source})"
+    asked_kind = config.device.kind
     config = available.look_once(config)
+    device_kind = config.device.kind.value
+    if config.device.kind is not asked_kind:
+        device_kind += ", as device.memory_gib is given; device.kind names another"
     fitting, problems = check_fit(config)
     variables = list_variables(config.pool_settings.env, offload_environment(config))
     sections = {
-        f"Run {config.training.run_name}": pairs(_run_lines(config, runtime)),
+        f"Run {config.training.run_name}": pairs(_run_lines(config, runtime, device_kind)),
         "Roles": named_table([*_role_rows(config)]),
         "Places of the ranks": topology(config),
         "Environment of the workers": table([("variable", "value", "source"), *variables])
@@ -146,8 +150,11 @@ def plan(config: RunConfig, nested: bool = False) -> Plan:
     return Plan(text, problems)
 
 
-def _run_lines(config: RunConfig, runtime: str) -> list[tuple[str, object]]:
-    """Return the run's settings as (title, value); `runtime` describes where processes start."""
+def _run_lines(config: RunConfig, runtime: str, device_kind: str) -> list[tuple[str, object]]:
+    """Return the run's settings as (title, value).
+
+    `runtime` describes where processes start, `device_kind` on which devices.
+    """
     training = config.training
     data = config.data
     saves = ["at the end", f"the last {training.keep_last} are kept"]
@@ -174,7 +181,7 @@ def _run_lines(config: RunConfig, runtime: str) -> list[tuple[str, object]]:
     rules = ", ".join(f"{weight:g} x {rule.value}" for rule, weight in config.verifiers)
     lines += [
         ("runtime", runtime),
-        ("device", config.device.kind.value),
+        ("device", device_kind),
         ("reward", f"verifier: {rules}" if rules else config.reward.kind.value),
     ]
     if config.reward.parts:
