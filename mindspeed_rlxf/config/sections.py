@@ -82,7 +82,7 @@ class TrainingConfig(Section):
         used_if="max_restarts; joins_cluster",
     )
     stop_grace_s: float = free(
-        60.0, "on SIGTERM or SIGINT: time to finish the iteration and save, seconds", ge=0
+        60.0, "on SIGTERM, SIGINT or SIGHUP: time to finish the iteration and save, seconds", ge=0
     )
     max_wall_time: float | None = free(
         None, "save and stop before this time, seconds or [D-]HH:MM:SS; null = no limit", gt=0
