@@ -12,7 +12,9 @@ from typing import Any
 import yaml
 
 from mindspeed_rlxf.compat.verl.asynchronous import (
+    BYPASS,
     UPDATES,
+    convert_old_log_probs,
     convert_staleness,
     find_batch_size,
     is_fully_asynchronous,
@@ -59,12 +61,13 @@ def _convert(keys: Translation, count_rows: Callable[[str], int]) -> None:
     names = [name for name in _as_list(get("trainer.logger")) if name != "console"]
     put("logging.trackers", ["jsonl", *names], "trainer.logger")
     _convert_batches(keys)
+    convert_old_log_probs(keys)
     _convert_older_weights(keys)
     _convert_rejection(keys)
     _convert_lone_responses(keys)
-    bypass, loss = "algorithm.rollout_correction.bypass_mode", f"{ACTOR}.policy_loss.loss_mode"
-    if get(bypass) and get(loss) != "vanilla":
-        rule = f"and {ref(bypass)}=true leave open the loss: from verl 0.7 on it is vanilla"
+    loss = f"{ACTOR}.policy_loss.loss_mode"
+    if get(BYPASS) and get(loss) != "vanilla":
+        rule = f"and {ref(BYPASS)}=true leave open the loss: from verl 0.7 on it is vanilla"
         keys.refuse(loss, rule, "use vanilla")
     if not keys.given.sections["resource_pool"]:
         _make_pool(keys, POOL, "trainer")
@@ -136,9 +139,8 @@ def _convert_rejection(keys: Translation) -> None:
     veto = keys.get(f"{section}.rollout_token_veto_threshold")
     if not names and veto is None:
         return
-    bypass = f"{section}.bypass_mode"
-    if keys.get(bypass):
-        rule = f"needs log-probs that are computed again, with {ref(bypass)}=false"
+    if keys.get(BYPASS):
+        rule = f"needs log-probs that are computed again, with {ref(BYPASS)}=false"
         keys.refuse(statistics, rule, "change that")
         return
     texts = [text.strip() for text in str(keys.get(limits)).split(",")]

@@ -388,8 +388,23 @@ CASES = {
          "critic.optim.lr=${actor_rollout_ref.actor.optim.lr}"),
         {"critic.lr": 1e-6, "actor_rollout.lr": None},
     ),
-    "log-probs of the rollout": (
-        (f"{ACTOR}.use_rollout_log_probs=true",), {"algorithm.old_log_probs": "rollout"},
+    "log-probs of the rollout, where generation runs ahead": (
+        (*SPLIT, "async_training.staleness_threshold=0.5"), {"algorithm.old_log_probs": "rollout"},
+    ),
+    "log-probs of the rollout, one step off-policy": (
+        SPLIT, {"algorithm.old_log_probs": "rollout"},
+    ),
+    "log-probs that are computed again, one step off-policy": (
+        (*SPLIT, f"{CORRECTION}.bypass_mode=false"), {"algorithm.old_log_probs": None},
+    ),
+    "log-probs that are computed again, in verl 0.7.0": (
+        (*SPLIT, "async_training.compute_prox_log_prob=true"), {"algorithm.old_log_probs": None},
+    ),
+    "log-probs of the update, in verl 0.7.0": (
+        (*SPLIT, "async_training.use_rollout_log_probs=false"), {"algorithm.old_log_probs": None},
+    ),
+    "no older log-probs by a key of the actor": (
+        (f"{ACTOR}.use_rollout_log_probs=true",), {"algorithm.old_log_probs": None},
     ),
     "trackers in quotes": (
         ("trainer.logger=\"['console', 'wandb']\"",), {"logging.trackers": ["jsonl", "wandb"]},
