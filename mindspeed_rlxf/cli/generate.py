@@ -114,6 +114,9 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.greedy and sampling_flags:
         rule = f"must not be given with {', '.join(sampling_flags)}"
         problems.append(Problem("--greedy", rule, remedy="remove one"))
+    if arguments.temperature is not None and arguments.temperature <= 0:
+        remedy = "use --greedy for the likeliest tokens"
+        problems.append(Problem("--temperature", "must be above 0", arguments.temperature, remedy))
     if arguments.output and Path(arguments.output).exists():
         rule = "must not exist yet"
         problems.append(Problem("--output", rule, arguments.output, "give another file"))

@@ -498,7 +498,10 @@ class PlanConfig(Section):
         gt=0,
     )
     mfu: float = free(
-        0.3, "fraction of the peak that devices reach, for the minutes of an iteration", gt=0, le=1
+        0.3,
+        "fraction of the peak that devices reach, for minutes without those of generation",
+        gt=0,
+        le=1,
     )
     peak_tflops: float | None = free(
         None, "dense bf16 peak of a device, such as 313 or 989; null = no minutes", gt=0

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mindspeed_rlxf.checkpoint.directory import RunDirectory, check_save_folders
-from mindspeed_rlxf.checkpoint.store import check_chosen, check_resume
+from mindspeed_rlxf.checkpoint.store import RunStore, check_chosen, check_resume
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.hf_config import OF_WEIGHTS, find_disagreements, read_hf_config
 from mindspeed_rlxf.config.problems import MissingFile, Problem, UserError, closest
@@ -125,11 +125,11 @@ def prepare(config: RunConfig) -> Prepared:
     spelled = [s for s in actor.stop_strings if s in special_ids(prepared.tokenizer).values()]
     if spelled:
         stops += f"; special tokens of actor_rollout.stop_strings: {', '.join(map(repr, spelled))}"
-    prepared.notices = [stops, *prepared.notices, *_list_notices(config)]
+    prepared.notices = [stops, *prepared.notices, *list_notices(config)]
     return prepared
 
 
-def _list_notices(config: RunConfig) -> list[str]:
+def list_notices(config: RunConfig) -> list[str]:
     """Return warnings about legal but suspicious settings; the weights have been checked."""
     actor, notices = config.actor_rollout, []
     if not actor.do_sample and "do_sample" in actor.model_fields_set:
@@ -140,12 +140,18 @@ def _list_notices(config: RunConfig) -> list[str]:
             "distribution"
         )
     critic = None if config.validation.only else config.critic
-    if critic and critic.load and "score.weight" not in _open_weights(critic):
+    store = RunStore(RunDirectory.choose(config).checkpoints)
+    loads_checkpoint = bool(store.newest_first())  # the critic's is loaded instead
+    if critic and critic.load and not loads_checkpoint and not _has_score_head(critic):
         notices.append(f"critic.load={critic.load} has no score head: it starts untrained")
     return notices
 
 
-def _missing_data(config: RunConfig) -> list[Problem]:
+def _has_score_head(critic: RoleConfig) -> bool:
+    return "score.weight" in _open_weights(critic)
+
+
+def _missing_data(config: RunConfig) -> list[MissingFile]:
     """Return a problem for each data file, or indexed data set, that is not there."""
     data, remedy = config.data, "correct the path"
     files = [name for name in (*data.train_files, *data.val_files) if not Path(name).exists()]

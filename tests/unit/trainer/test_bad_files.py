@@ -29,7 +29,7 @@ from mindspeed_rlxf.data.handlers import MapKeys
 from mindspeed_rlxf.data.preprocessing.pipeline import PreprocessOptions, preprocess
 from mindspeed_rlxf.data.sampler import PromptSampler
 from mindspeed_rlxf.rollout.rollout_engine import ENGINES
-from mindspeed_rlxf.trainer.preflight import prepare
+from mindspeed_rlxf.trainer.preflight import list_notices, prepare
 from mindspeed_rlxf.trainer.validation import without_unused_roles
 
 VOCAB = 12
@@ -279,6 +279,9 @@ def test_validation_alone_reads_no_critic_and_no_reference(good):
     keys = [f"data.val_files={good / 'train.jsonl'}", "validation.reward=model"]
     critic = f"critic.load={good / 'lm'} has no score head: it starts untrained"
     assert critic in prepare(load_config(good, *keys)).notices
+    (checkpoint := good / "run" / "checkpoints" / "iter_0000001").mkdir(parents=True)
+    assert critic not in list_notices(load_config(good, *keys)), "the checkpoint's head is loaded"
+    shutil.rmtree(checkpoint.parents[1])
     gone = ["ref.load=./gone", "critic.load=./gone", "validation.only=true"]
     config = load_config(good, *keys, *gone)
     assert not any("critic" in notice for notice in prepare(config).notices)
