@@ -1,7 +1,7 @@
 """The event loop of a process's agents: a thread that runs one coroutine per conversation.
 
-Decoding goes on beside it. What enters the engine, and when, depends on slices alone: `wait` returns
-once each of the given conversations has asked for a turn or ended, however long that took.
+Decoding goes on beside it. What enters the engine, and when, depends on slices alone: `wait`
+returns once each of the given conversations has asked for a turn or ended, however long that took.
 """
 
 from __future__ import annotations

@@ -265,6 +265,23 @@ class RewardConfig(RoleConfig):
         return self.kind is not RewardKind.RULE and bool(self.parts or self.rules)
 
     @property
+    def scores_by_agent(self) -> bool:
+        """Whether some rule or function here is the rule `agent`."""
+        return AGENT_RULE in {*self.rules.values(), *(part.function for part in self.parts)}
+
+    def agent_weight(self, data_source: str) -> float:
+        """Return the factor of an agent's rewards in the scores of a data source; 0 = not used."""
+        of_source = self.rules.get(data_source) == AGENT_RULE
+        applying = [part for part in self.parts if part.applies_to(data_source)]
+        if not applying:
+            return float(of_source and self.kind is RewardKind.RULE)
+        return sum(
+            part.weight
+            for part in applying
+            if part.function == AGENT_RULE or (part.function == BY_SOURCE and of_source)
+        )
+
+    @property
     def runs_programs(self) -> bool:
         """Whether some rule or function here runs programs from responses (RULES_OF_PROGRAMS)."""
         named = {*self.rules.values(), *(part.function for part in self.parts)}

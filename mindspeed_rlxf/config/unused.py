@@ -37,6 +37,8 @@ TEXTS = {
     "compares_responses": "an algorithm.adv_estimator that compares responses, as grpo or rloo",
     "runs_vllm": "rollout.engine=vllm",
     "runs_agents": "rollout.agent",
+    "rollout.runs_agents": "rollout.agent",
+    "reward.scores_by_agent": "the rule agent in reward.rules or functions",
     "runs_slices": "rollout.max_staleness or rollout.agent",
     "reward.runs_programs": "a rule of programs (code, code_all) in reward.rules or functions",
 }

@@ -38,6 +38,7 @@ from mindspeed_rlxf.algorithms.slots import value_mask
 from mindspeed_rlxf.config.enums import AdvantageWhiten, KlPenalty, OldLogProbs, Role, Stage
 from mindspeed_rlxf.config.registry import add_to
 from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.data.agent_record import find_record
 from mindspeed_rlxf.data.batch import (
     Experience,
     ExperienceInputs,
@@ -341,7 +342,13 @@ class ExperienceMaker:
         )
         scores = self._shape_scores(rollouts, inputs.scores)
         kl_coef = inputs.kl_coef if self.objective.kl_in_reward else 0.0
-        rewards = token_rewards(fit_columns(kl, mask.size(1)), scores, mask, kl_coef)
+        at_end, at_turns = scores, None
+        if algorithm.turn_rewards:
+            at_turns = self._rewards_of_turns(rollouts, mask)
+            at_end = scores - at_turns.sum(1)
+        rewards = token_rewards(fit_columns(kl, mask.size(1)), at_end, mask, kl_coef)
+        if at_turns is not None:
+            rewards = rewards + at_turns
         if algorithm.whiten_rewards:
             rewards = masked_whiten(rewards, mask, self.sum_over_replicas, shift_mean=False)
         values, greedy = None, None
@@ -363,6 +370,22 @@ class ExperienceMaker:
             lam_alpha=algorithm.lam_alpha,
             sum_over_replicas=self.sum_over_replicas,
         )
+
+    def _rewards_of_turns(self, rollouts: Rollouts, mask: Tensor) -> Tensor:
+        """Return each turn's part of the score, at its last token: [batch, slots] fp32.
+
+        That of the last turn is left out: what the score has beside the others stands at the end.
+        """
+        parts = torch.zeros(mask.shape)
+        for row, extra_info in enumerate(rollouts.extra_infos):
+            record = find_record(extra_info)
+            if record is None:
+                continue
+            weight = self.run.reward.agent_weight(rollouts.data_sources[row])
+            turns = zip(record.turns[:-1], record.rewards[:-1], strict=True)
+            for (_, end), reward in turns:
+                parts[row, end - 1] = self.algorithm.reward_scale * weight * reward
+        return parts * mask
 
     def _shape_scores(self, rollouts: Rollouts, scores: Scores) -> Tensor:
         """Return scores [batch], scaled and clipped, minus penalties (missing EOS, length).

@@ -10,12 +10,14 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mindspeed_rlxf.agents.session import AGENTS
 from mindspeed_rlxf.checkpoint.directory import RunDirectory, check_save_folders
 from mindspeed_rlxf.checkpoint.store import check_chosen, check_resume
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.hf_config import OF_WEIGHTS, find_disagreements, read_hf_config
 from mindspeed_rlxf.config.problems import Problem, UserError, closest
 from mindspeed_rlxf.config.schema import RoleConfig, RunConfig
+from mindspeed_rlxf.config.sections import AGENT_COLUMN, BY_ROW
 from mindspeed_rlxf.data.decoding import special_ids
 from mindspeed_rlxf.data.fixed_responses import FixedResponses, load_fixed_responses
 from mindspeed_rlxf.data.indexed_prompts import IndexedPrompts, load_indexed_prompts
@@ -113,6 +115,7 @@ def prepare(config: RunConfig) -> Prepared:
         if i >= vocab_size
     ]
     problems += _check_rewards(config, prepared)
+    problems += _check_agents(config, prepared)
     problems += _check_best_metric(config, prepared)
     prepared.fixed_responses = _attempt(problems, lambda: _load_fixed_responses(config, prepared))
     if problems:
@@ -343,6 +346,24 @@ def _check_rewards(config: RunConfig, prepared: Prepared) -> list[Problem]:
         for source in dict.fromkeys(prompt.data_source for prompt in validated)
         if not any(part.applies_to(source) for part in reward.parts)
     ]
+
+
+def _check_agents(config: RunConfig, prepared: Prepared) -> list[Problem]:
+    """Return a problem for each unknown agent that the configuration or a row names."""
+    rollout = config.rollout
+    if not rollout.runs_agents:
+        return []
+    prompts = chain(prepared.train_prompts, prepared.val_prompts)
+    names = {rollout.agent_of(prompt.extra_info) for prompt in prompts} - {"", *AGENTS}
+    known = ", ".join(sorted(AGENTS)) or "none is registered"
+    remedy = "add the file that registers it to training.plugins"
+    rule = f"must be {BY_ROW}, or one of {known}"
+    problems = []
+    for name in sorted(names):
+        key = "rollout.agent" if name == rollout.agent else f"column {AGENT_COLUMN}"
+        guess = closest(name, AGENTS)
+        problems.append(Problem(key, rule, name, f"use {guess}, or {remedy}" if guess else remedy))
+    return problems
 
 
 def _check_best_metric(config: RunConfig, prepared: Prepared) -> list[Problem]:

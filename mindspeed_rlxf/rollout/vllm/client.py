@@ -81,8 +81,8 @@ class Client:
     ) -> GenerationResult:
         """Stream one response; `on_part` is called, and may raise, whenever tokens arrive.
 
-        Random numbers depend on seed, sample id and turn. Stop strings are searched here, because the
-        server has no tokenizer.
+        Random numbers depend on seed, sample id and turn. Stop strings are searched here, because
+        the server has no tokenizer.
 
         Raises:
             SyncError: The response is from other weights than those of `version`.
