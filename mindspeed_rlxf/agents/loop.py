@@ -13,6 +13,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Iterable
+from typing import Any
 
 from mindspeed_rlxf.agents.live_session import LiveSession, Move
 from mindspeed_rlxf.agents.session import Agent, SessionEnded, ToolFailed
@@ -117,12 +118,11 @@ class AgentLoop:
     def _give_up(self, session: LiveSession) -> None:
         session.move = Move.NONE
         rule = f"no turn and no end within rollout.turn_timeout_s={self.turn_timeout_s:g}"
-        lines = []
+        stack = ""
         if session.task is not None:
-            frames = session.task.get_stack(limit=1)
-            lines = [line for frame in frames for line in traceback.format_stack(frame, limit=1)]
+            stack = _format_stack(session.task)
             self._loop.call_soon_threadsafe(session.task.cancel)
-        session.failure = AgentFailure("timeout", rule, "".join(lines))
+        session.failure = AgentFailure("timeout", rule, stack)
 
     def _describe_block(self, silent_s: float) -> str:
         task = asyncio.current_task(self._loop)
@@ -144,6 +144,16 @@ def _begin_beats(owner: weakref.ref[AgentLoop], loop: asyncio.AbstractEventLoop)
             loop.call_later(agents._beat_s, beat)
 
     loop.call_soon_threadsafe(beat)
+
+
+def _format_stack(task: asyncio.Task[None]) -> str:
+    """Return where a task waits, its agent's code first."""
+    lines: list[str] = []
+    awaited: Any = task.get_coro()
+    while getattr(awaited, "cr_frame", None) is not None:
+        lines += traceback.format_stack(awaited.cr_frame, limit=1)
+        awaited = awaited.cr_await
+    return "".join(lines[1:])[-MAX_TRACEBACK:]
 
 
 def _shorten(error: BaseException) -> str:

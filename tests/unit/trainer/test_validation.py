@@ -11,7 +11,12 @@ import pytest
 from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from mindspeed_rlxf.checkpoint.recorder import Recorder
 from mindspeed_rlxf.cluster.refs import Piece, RowsRef
-from mindspeed_rlxf.config.schema import AlgorithmConfig, LoggingConfig, ValidationConfig
+from mindspeed_rlxf.config.schema import (
+    AlgorithmConfig,
+    LoggingConfig,
+    RolloutConfig,
+    ValidationConfig,
+)
 from mindspeed_rlxf.data.batch import Prompts
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.roles.reports import SampleText, ScoreReport
@@ -79,7 +84,7 @@ def make(tmp_path: Path, size: int, **keys: Any) -> tuple[Validator, Roles, RunD
         training=SimpleNamespace(seed=7, train_iters=1),
         logging=LoggingConfig(samples=5),
         algorithm=AlgorithmConfig(),
-        rollout=SimpleNamespace(max_staleness=0),
+        rollout=RolloutConfig(),
     )
     roles: Any = Roles(size)
     directory = RunDirectory(tmp_path)
