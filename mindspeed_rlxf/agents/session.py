@@ -61,6 +61,10 @@ class SessionEnded(Exception):
     """
 
 
+class ToolFailed(Exception):
+    """Raised where a tool's process ended or did not start; the sample is then not trained."""
+
+
 class Session(Protocol):
     """One sample's conversation.
 

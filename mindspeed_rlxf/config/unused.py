@@ -36,7 +36,8 @@ TEXTS = {
     "architecture.num_experts": "num_experts in its model",
     "compares_responses": "an algorithm.adv_estimator that compares responses, as grpo or rloo",
     "runs_vllm": "rollout.engine=vllm",
-    "reward.runs_programs": "a rule of programs (code, code_all) in reward.rules or functions",
+    "runs_programs": "a rule of programs (code, code_all) in reward.rules or functions, or the "
+    "tool python",
 }
 """Conditions on properties unknown to users -> what the run lacks."""
 
