@@ -1,14 +1,14 @@
 """What an agent sees: a session with the policy, and the registry of agents.
 
-    @register_agent("guess")
-    class GuessAgent:
-        async def run(self, session: Session) -> None:
+@register_agent("guess")
+class GuessAgent:
+    async def run(self, session: Session) -> None:
+        turn = await session.say()
+        is_right = turn.text.strip() == session.ground_truth
+        if not is_right:
+            session.give([{"role": "user", "content": "No. Try again."}])
             turn = await session.say()
-            is_right = turn.text.strip() == session.ground_truth
-            if not is_right:
-                session.give([{"role": "user", "content": "No. Try again."}])
-                turn = await session.say()
-            session.reward(float(turn.text.strip() == session.ground_truth))
+        session.reward(float(turn.text.strip() == session.ground_truth))
 """
 
 from collections.abc import Callable

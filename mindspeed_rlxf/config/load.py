@@ -79,6 +79,8 @@ AUTO = "auto"
 """A role's `model` that takes the architecture from config.json in its `load` folder."""
 
 MAX_DEVICES = 100_000
+AGENT_SLICE_STEPS = 32
+"""Default of `rollout.slice_steps` with agents, whose turns are short."""
 
 
 def resolve(tree: Mapping[str, Any] | Given, name: str) -> RunConfig:
@@ -203,6 +205,8 @@ def _build(given: Given, name: str) -> Tree:
             payload[role.value] = _build_role(given, role)
     _set_stage_defaults(training, payload["algorithm"], payload["actor_rollout"])
     _set_correction(payload)
+    if payload["rollout"].get("agent") is not None:
+        set_default(payload["rollout"], slice_steps=AGENT_SLICE_STEPS)
     _place_roles(given, payload)
     _note_unread(given, payload)
     return payload

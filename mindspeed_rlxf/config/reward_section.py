@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -26,6 +26,8 @@ STRUCTURED = "structured_ground_truth"
 """Entry of `extra_info` with a ground truth that is a list or an object, for functions."""
 BY_SOURCE = "rule"
 """Replaces a function name: the rule belonging to the sample's data source."""
+AGENT_RULE = "agent"
+"""Rule that scores a sample by what its agent has given."""
 RULES_OF_PROGRAMS = frozenset({"code", "code_all"})
 """Rules running programs from responses in a sandbox."""
 
@@ -222,6 +224,10 @@ class RewardConfig(RoleConfig):
     model_weight: float = key(1.0, "factor of the model's score beside functions", used_if="parts")
     allow_changed_function: bool = free(
         False, "resume although the text of a function's file has changed", used_if="parts"
+    )
+    agent_text: Literal["all", "last_turn"] = key(
+        "all",
+        "what rules and functions get of a conversation: all, observations included, or last_turn",
     )
     processes: int = free(8, "processes that score beside each replica that generates", ge=1)
     timeout_s: float = free(30.0, "longest time to score one sample, seconds", gt=0)

@@ -1,7 +1,7 @@
 """Sections without a role: training, data, validation, rollout, logging, devices, runtime, plan."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
@@ -47,6 +47,8 @@ OWN_VARIABLES = (
 """Chat template arguments set by this package, not by users."""
 SCORES = "has_validation_prompts; happens"
 """Condition for keys read only in validation, see `unused`."""
+AGENT_COLUMN, BY_ROW = "agent_name", "by_row"
+"""Column with the name of a row's agent; the value of `rollout.agent` for that column alone."""
 CLOCK = re.compile(r"(?:(\d+)-)?(\d+):([0-5]?\d):([0-5]?\d)")
 
 
@@ -397,9 +399,10 @@ class RolloutConfig(Section):
     )
     slice_steps: int = key(
         256,
-        "decode steps of a slice, after which finished responses are collected",
+        "decode steps of a slice, after which finished responses are collected; absent = 32 with "
+        "agents",
         ge=1,
-        used_if="max_staleness",
+        used_if="runs_slices",
     )
     lead: int | None = reshard(
         None,
@@ -409,6 +412,42 @@ class RolloutConfig(Section):
         le=1,
         only_if="max_staleness",
     )
+    agent: str | None = key(
+        None,
+        "agent that leads the conversation of each sample: a name that a plugin registers, or "
+        "by_row = that of its column agent_name, which always goes before; null = none",
+    )
+    agent_lag: int = key(
+        1,
+        "slices after the one that ended a turn until its agent must have asked for the next; "
+        "0 = none, so that generation waits for each tool",
+        ge=0,
+        used_if="runs_agents",
+    )
+    max_turns: int = key(8, "most turns of a conversation", ge=1, used_if="runs_agents")
+    turn_timeout_s: float = key(
+        60.0,
+        "longest time of an agent between two turns, seconds; then its sample is not trained",
+        gt=0,
+        used_if="runs_agents",
+    )
+
+    @property
+    def runs_agents(self) -> bool:
+        """Whether some samples may be conversations led by an agent."""
+        return self.agent is not None
+
+    @property
+    def runs_slices(self) -> bool:
+        """Whether generation runs in slices; else one call generates a batch."""
+        return self.max_staleness > 0 or self.runs_agents
+
+    def agent_of(self, extra_info: Mapping[str, Any]) -> str:
+        """Return the name of the agent that leads a row's samples; "" for none."""
+        if not self.runs_agents:
+            return ""
+        default = "" if self.agent in (None, BY_ROW) else str(self.agent)
+        return str(extra_info.get(AGENT_COLUMN) or default)
 
     @property
     def runs_python(self) -> bool:

@@ -35,7 +35,7 @@ from mindspeed_rlxf.config.reward_section import (
     split_name,
 )
 from mindspeed_rlxf.rewards.outcome import Cause, Sample, ScoreFailure, ScoringBroken, to_result
-from mindspeed_rlxf.rewards.rules import RULES, RewardResult
+from mindspeed_rlxf.rewards.rules import RULES, RewardResult, arguments_of
 
 MAX_TRACEBACK = 4000  # characters, the last ones
 
@@ -104,6 +104,7 @@ class SampleScorer:
             self.function = rule
         if rule in RULES_OF_PROGRAMS and rule not in RULES:  # of a data source in the table
             from mindspeed_rlxf.rewards import programs  # noqa: F401  registers its rules
+        arguments = {**arguments, **arguments_of(rule, sample.extra_info)}
         result = RULES[rule](sample.response, sample.ground_truth, **arguments)
         return to_result({**result.parts, "score": result.score})
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from mindspeed_rlxf.data.agent_record import AgentRecord
 from mindspeed_rlxf.rollout.sampling import Sampling
 
 
@@ -68,6 +69,8 @@ class GenerateReport:
     # Weights versions of each sample's tokens: the oldest, and the mean over the tokens.
     oldest_versions: list[int] = field(default_factory=list)
     mean_versions: list[float] = field(default_factory=list)
+    # What agents have left of their conversations, None for samples without an agent.
+    records: list[AgentRecord | None] = field(default_factory=list)
 
 
 class EndedResponse(NamedTuple):
@@ -81,10 +84,14 @@ class EndedResponse(NamedTuple):
 
 @dataclass(frozen=True)
 class SliceReport:
-    """What a slice did on a replica: the responses that ended, and how many have not."""
+    """What a slice did on a replica: the responses that ended, and how many have not.
+
+    `failed` are those of the ended ones whose agents have failed.
+    """
 
     ended: list[EndedResponse]
     unfinished: int
+    failed: list[FailedSample] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -140,6 +147,15 @@ class ScoreReport:
         if not self.failures:
             return [True] * len(self.scores)
         return [not (failure and failure.is_outside) for failure in self.failures]
+
+
+def failed_by_agent(sample_id: int, record: AgentRecord | None) -> FailedSample | None:
+    """Return the failure of a sample's agent, None if there is none."""
+    if record is None or record.failure is None:
+        return None
+    failure = record.failure
+    named = f"agent {record.agent}: {failure.message}"
+    return FailedSample(sample_id, f"agent_{failure.cause}", named, True, failure.details)
 
 
 def value_fit(returns: Tensor, values: Tensor) -> list[float]:

@@ -10,6 +10,7 @@ from mindspeed_rlxf.cluster.interface import Pool
 from mindspeed_rlxf.cluster.refs import RowsRef
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.data.agent_record import find_record
 from mindspeed_rlxf.data.batch import RoleOutput, Rollouts, RuleScores, Scores
 from mindspeed_rlxf.data.decoding import RewardTexts
 from mindspeed_rlxf.data.prompt_store import reward_style
@@ -20,8 +21,8 @@ from mindspeed_rlxf.rewards.outcome import Cause
 from mindspeed_rlxf.rewards.verifiers import find_answers
 from mindspeed_rlxf.roles.engines import EngineFactory, room_on_device, train_engine
 from mindspeed_rlxf.roles.own_roles import role_factory
-from mindspeed_rlxf.roles.reports import FailedSample, ScoreReport
-from mindspeed_rlxf.roles.scorer import ScorerRole
+from mindspeed_rlxf.roles.reports import FailedSample, ScoreReport, failed_by_agent
+from mindspeed_rlxf.roles.scorer import ScorerRole, scored_tokens
 
 FAULTS_OF_FUNCTIONS = (Cause.EXCEPTION.value, Cause.WRONG_RESULT.value, Cause.NOT_FINITE.value)
 
@@ -220,12 +221,29 @@ class RewardRole:
 
         Rows: Scores. Report: ScoreReport with parts, and when validating the answers found.
         """
-        responses = rollouts.response_tokens()
-        texts = list(map(self.texts.response, responses, rollouts.has_eos.tolist()))
-        results = self.rules.score(texts, rollouts.ground_truths, rollouts.data_sources)
+        texts = [
+            self.texts.response(scored_tokens(tokens, extra_info, self.config), has_eos)
+            for tokens, extra_info, has_eos in zip(
+                rollouts.response_tokens(),
+                rollouts.extra_infos,
+                rollouts.has_eos.tolist(),
+                strict=True,
+            )
+        ]
+        results = self.rules.score(
+            texts, rollouts.ground_truths, rollouts.data_sources, rollouts.extra_infos
+        )
         scores = [result.score or 0.0 for result in results]
         found: list[str | None] = []
         if validates:
             found = find_answers(texts, rollouts.data_sources, self.config.rules, self.verifiers)
-        report = ScoreReport(scores, [dict(result.parts) for result in results], answers=found)
-        return RoleOutput(Scores(torch.tensor(scores, dtype=torch.float32)), report)
+        parts = [dict(result.parts) for result in results]
+        failures = [
+            failed_by_agent(sample_id, find_record(extra_info))
+            for sample_id, extra_info in zip(rollouts.sample_ids, rollouts.extra_infos, strict=True)
+        ]
+        tensor = torch.tensor(scores, dtype=torch.float32)
+        if any(failures):
+            report = ScoreReport(scores, parts, failures, found)
+            return RoleOutput(RuleScores(tensor, parts, failures), report)
+        return RoleOutput(Scores(tensor), ScoreReport(scores, parts, answers=found))

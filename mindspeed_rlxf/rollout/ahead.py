@@ -2,6 +2,7 @@
 
     replica_00003.json            {"samples": [{"sample_id": 70, "sampling": "training",
                                   "num_tokens": 2, "finish_reason": null, "outcomes": null}, ...]}
+                                  of conversations also "trained": [1, 0] and "record": {...}
     replica_00003.safetensors     tokens, log_probs, versions: of these samples, one after the other
 
 Each replica writes what it knows, and each rank reads everything, so that the layout may change.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save
 
+from mindspeed_rlxf.data.agent_record import AgentRecord
 from mindspeed_rlxf.rollout.rollout_engine import Begun, FinishReason
 from mindspeed_rlxf.rollout.sampling import Sampling
 from mindspeed_rlxf.weights.atomic import replace_file
@@ -30,10 +32,19 @@ NAMES = ("tokens", "log_probs", "versions")  # of the tensors, as in `Begun`
 
 @dataclass(frozen=True)
 class SavedResponse:
-    """What an earlier run sampled of a response; `finish_reason` None = it has not ended."""
+    """What an earlier run sampled of a response.
+
+    Attributes:
+        begun: The tokens.
+        finish_reason: None = it has not ended.
+        trained: As in `GenerationResult`.
+        record: What the agent has left of a conversation that has ended; None = no agent.
+    """
 
     begun: Begun
     finish_reason: FinishReason | None
+    trained: list[bool] | None = None
+    record: AgentRecord | None = None
 
 
 @dataclass(frozen=True)
@@ -61,21 +72,28 @@ def write_ahead(folder: Path, replica: int, samples: Sequence[SavedSample]) -> l
     for name, dtype in zip(NAMES, dtypes, strict=True):
         values = [value for each in begun for value in getattr(each, name)]
         columns[name] = torch.tensor(values, dtype=dtype)
-    about = [
-        {
-            "sample_id": sample.sample_id,
-            "sampling": sample.sampling.value,
-            "num_tokens": len(sample.response.begun.tokens),
-            "finish_reason": sample.response.finish_reason,
-            "outcomes": sample.outcomes,
-        }
-        for sample in samples
-    ]
+    about = [_describe(sample) for sample in samples]
     file = folder / f"replica_{replica:05d}.json"
     tensors = file.with_suffix(".safetensors")
     write_text(file, json.dumps({"samples": about}))
     replace_file(tensors, save(columns))
     return [entry_of(folder, file), entry_of(folder, tensors)]
+
+
+def _describe(sample: SavedSample) -> dict[str, Any]:
+    response = sample.response
+    about: dict[str, Any] = {
+        "sample_id": sample.sample_id,
+        "sampling": sample.sampling.value,
+        "num_tokens": len(response.begun.tokens),
+        "finish_reason": response.finish_reason,
+        "outcomes": sample.outcomes,
+    }
+    if response.trained is not None:
+        about["trained"] = [int(flag) for flag in response.trained]
+    if response.record is not None:
+        about["record"] = asdict(response.record)
+    return about
 
 
 def read_ahead(folder: Path) -> Iterator[SavedSample]:
@@ -89,6 +107,12 @@ def read_ahead(folder: Path) -> Iterator[SavedSample]:
             start = end - sample["num_tokens"]
             begun = Begun(*(column[start:end] for column in columns))
             reason = sample["finish_reason"]
-            response = SavedResponse(begun, FinishReason(reason) if reason else None)
+            trained, record = sample.get("trained"), sample.get("record")
+            response = SavedResponse(
+                begun,
+                FinishReason(reason) if reason else None,
+                None if trained is None else [bool(flag) for flag in trained],
+                None if record is None else AgentRecord.from_json(record),
+            )
             sampling = Sampling(sample["sampling"])
             yield SavedSample(sample["sample_id"], sampling, response, sample["outcomes"])

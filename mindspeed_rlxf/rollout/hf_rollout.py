@@ -113,7 +113,10 @@ class TransformersRollout:
         """Yield results as responses end; their rows leave the batch and its cache."""
         rows = [(request, list[int](), list[float]()) for request in requests]
         most = settings.max_new_tokens
-        numbers = [uniform_numbers(r.seed, r.sample_id, most) for r in requests]
+        numbers = [
+            uniform_numbers(r.seed, r.sample_id, r.turn_start + most)[r.turn_start :]
+            for r in requests
+        ]
         uniforms = torch.from_numpy(np.stack(numbers))
         ids, mask = _pad([request.prompt for request in requests], left=True)
         self._stats.prompt_tokens += int(mask.sum())

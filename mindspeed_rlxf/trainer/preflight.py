@@ -214,7 +214,8 @@ def _load_prompts(
     if prefixes:
         indexed = _attempt(problems, lambda: load_indexed_prompts(prefixes, *arguments))
         return indexed or IndexedPrompts()
-    keeps = config.reward.kind is RewardKind.HUGGING_FACE  # its template may be another one
+    # A classifier's template may be another one, and an agent's session has the messages.
+    keeps = config.reward.kind is RewardKind.HUGGING_FACE or config.rollout.runs_agents
     return IndexedPrompts(_attempt(problems, lambda: load_prompts(files, *arguments, keeps)) or ())
 
 

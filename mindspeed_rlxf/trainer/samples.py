@@ -18,7 +18,12 @@ from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts
 from mindspeed_rlxf.data.sampler import ConsumedPrompts
 from mindspeed_rlxf.roles.all_roles import RoleGroups
-from mindspeed_rlxf.roles.reports import GenerateReport, ResponseLengths, ScoreReport
+from mindspeed_rlxf.roles.reports import (
+    FailedSample,
+    GenerateReport,
+    ResponseLengths,
+    ScoreReport,
+)
 from mindspeed_rlxf.roles.reward import check_failures
 from mindspeed_rlxf.roles.rollout import Sampling
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
@@ -205,6 +210,7 @@ class SampleStream:
         self.group_size = config.actor_rollout.n_samples_per_prompt
         self.batch_size = config.training.global_batch_size
         self.staleness = config.rollout.max_staleness
+        self.in_slices = config.rollout.runs_slices
         most = self.algorithm.max_num_gen_batches
         self.stream = GroupStream(
             self.batch_size,
@@ -214,6 +220,7 @@ class SampleStream:
         )
         # ReMax's greedy responses come with the groups, but with staleness 0 after the batch.
         self._draws_greedy = self.algorithm.estimator.reads_greedy and self.staleness > 0
+        self._failed: dict[int, FailedSample] = {}  # by their agents, of groups in the stream
         self._scored: dict[int, Scored] = {}  # by first sample id, of groups in the stream
         self._due: list[Group] = []  # ended in the last slice, scores are read after the next one
         self._calls: dict[str, list[Pending]] = {"gen": [], "reward": []}
@@ -227,7 +234,7 @@ class SampleStream:
         Does nothing if it is complete. Waits for each slice, but with staleness 0 for nothing
         except scores with `filter_groups`.
         """
-        steps = self.config.rollout.slice_steps if self.staleness else None
+        steps = self.config.rollout.slice_steps if self.in_slices else None
         self._draw(batches_left)
         has_run = False
         while self.stream.find_batch() is None:
@@ -248,6 +255,7 @@ class SampleStream:
         batch = self.stream.find_batch()
         assert batch is not None, "generate() comes first"
         self.stream.pop(batch)
+        self._check_agents(batch)
         if self.algorithm.filter_groups:
             scored = self._pop_scored(batch)
             rows, passed_rows = _find_rows(scored, batch.groups), _find_rows(scored, batch.passed)
@@ -311,7 +319,7 @@ class SampleStream:
 
     def _note_slice(self, call: Pending) -> None:
         """Note what a slice has ended; with `filter_groups` also what is alike."""
-        ended = self._note_ended(call) if self.staleness else self._end_everything()
+        ended = self._note_ended(call) if self.in_slices else self._end_everything()
         if not self.algorithm.filter_groups:
             return
         due, self._due = (self._due, ended) if self.staleness else (ended, [])
@@ -333,6 +341,7 @@ class SampleStream:
         answered: list[Group] = []
         ended: list[Group] = []
         for report in call.result():
+            self._failed |= {failure.sample_id: failure for failure in report.failed}
             for sample_id, sampling, *_ in report.ended:
                 group = self.stream.find(sample_id)
                 is_greedy = Sampling(sampling) is Sampling.GREEDY
@@ -393,6 +402,13 @@ class SampleStream:
         if failures:
             passed_failures = [failures[row] for row in passed_rows]
             check_failures(passed_failures, self.config.reward.max_failed)
+
+    def _check_agents(self, batch: Batch) -> None:
+        """Raise RewardsFailed if too many agents have failed in a batch; forget its failures."""
+        ids = [i for group in batch.passed for i in group.prompts.sample_ids]
+        failures = [self._failed.pop(sample_id, None) for sample_id in ids]
+        if any(failures):
+            check_failures(failures, self.config.reward.max_failed)
 
     def _pop_scored(self, batch: Batch) -> list[Scored]:
         """Return the calls that scored a batch, each once, and forget them for its groups."""

@@ -81,7 +81,7 @@ class Client:
     ) -> GenerationResult:
         """Stream one response; `on_part` is called, and may raise, whenever tokens arrive.
 
-        Random numbers depend on seed and sample id. Stop strings are searched here, because the
+        Random numbers depend on seed, sample id and turn. Stop strings are searched here, because the
         server has no tokenizer.
 
         Raises:
@@ -89,7 +89,8 @@ class Client:
             FloatingPointError: A log-prob is nan.
         """
         settings, sample = asked.settings, GrowingSample(asked)
-        seed = np.random.SeedSequence([asked.seed, asked.sample_id]).generate_state(1, np.uint64)
+        stream = [asked.seed, asked.sample_id, *([asked.turn_start] if asked.turn_start else [])]
+        seed = np.random.SeedSequence(stream).generate_state(1, np.uint64)
         sampling = {
             "max_tokens": settings.max_new_tokens,
             "min_tokens": settings.min_new_tokens,
