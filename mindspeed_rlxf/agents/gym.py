@@ -1,6 +1,6 @@
-"""Environments with `reset` and `step` as agents: text environments of Gymnasium, OpenEnv's clients.
+"""Environments with `reset` and `step` as agents: Gymnasium's text environments, OpenEnv's clients.
 
-    register_agent("wordle")(lambda: GymAgent(lambda session: Wordle(session.ground_truth)))
+register_agent("wordle")(lambda: GymAgent(lambda session: Wordle(session.ground_truth)))
 """
 
 import asyncio

@@ -96,7 +96,7 @@ def _read_llama(text: str) -> list[ToolCall]:
 
     A text that begins in another way, and JSON without a name, is an answer.
     """
-    calls = []
+    calls: list[ToolCall] = []
     start = LLAMA_START.match(text)
     rest = text[start.end() :] if start else ""
     while rest.startswith("{"):

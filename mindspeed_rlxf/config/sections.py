@@ -340,7 +340,7 @@ class VllmConfig(Section):
 
 
 class ToolConfig(Section):
-    """A function that models may call. In the YAML its name, or `python`, may replace the section."""
+    """A function that models may call. In the YAML its name may replace the section."""
 
     function: str = key(..., "path/to/file.py:name, or python: runs programs in reward.sandbox")
     sha256: str | None = key(

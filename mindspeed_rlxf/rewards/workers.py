@@ -1,6 +1,7 @@
 """A pool of killable processes: samples go in, futures with outcomes come out.
 
-The same pool runs the tools of agents: calls go in, their results come out. Each thread owns one process and its socket, so a killed one leaves nothing that others use.
+It also runs the tools of agents: calls go in, their results come out. Each thread owns one process
+and its socket, so a killed one leaves nothing that others use.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Six families of chat templates, each with a small tokenizer that reads text as the family's does."""
+"""Six families of chat templates, each with a small tokenizer that reads text as its own does."""
 
 from collections.abc import Callable
 from functools import cache
@@ -16,15 +16,19 @@ CORPUS = [
 
 # Thoughts of turns before the last question of a user are dropped; tool messages are a user's.
 QWEN3 = """
-{%- if tools %}<|im_start|>system\n# Tools{% for t in tools %}\n{{ t | tojson }}{% endfor %}<|im_end|>\n{% endif %}
+{%- if tools %}<|im_start|>system\n# Tools{% for t in tools %}\n{{ t | tojson }}{% endfor %}
+{{- '<|im_end|>\n' }}{% endif %}
 {%- set ns = namespace(last=-1) %}
-{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
 {%- for m in messages %}
 {%- if m.role == 'assistant' %}
 {%- set said = m.content.split('</think>')[-1].lstrip('\n') %}
-{%- set thought = m.content.split('</think>')[0].split('<think>')[-1].strip('\n') if '</think>' in m.content else '' %}
+{%- set thought = m.content.split('</think>')[0].split('<think>')[-1].strip('\n') %}
+{%- if '</think>' not in m.content %}{% set thought = '' %}{% endif %}
 {{- '<|im_start|>assistant\n' }}
-{%- if loop.index0 > ns.last and (loop.last or thought) %}{{ '<think>\n' + thought + '\n</think>\n\n' }}{% endif %}
+{%- if loop.index0 > ns.last and (loop.last or thought) %}
+{{- '<think>\n' + thought + '\n</think>\n\n' }}{% endif %}
 {{- said + '<|im_end|>\n' }}
 {%- elif m.role == 'tool' %}
 {%- if messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
@@ -35,27 +39,34 @@ QWEN3 = """
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
 # A date in the system header, tools in the first message of a user, and stripped contents.
-LLAMA3 = """{{ bos_token }}{{ '<|start_header_id|>system<|end_header_id|>\n\nToday: ' + strftime_now('%d %b %Y') + '<|eot_id|>' }}
+LLAMA3 = """{{ bos_token }}<|start_header_id|>system<|end_header_id|>
+{{- '\n\nToday: ' + strftime_now('%d %b %Y') + '<|eot_id|>' }}
 {%- for m in messages %}
-{%- if m.role == 'tool' %}{{ '<|start_header_id|>ipython<|end_header_id|>\n\n' + m.content | tojson + '<|eot_id|>' }}
+{%- if m.role == 'tool' %}<|start_header_id|>ipython<|end_header_id|>
+{{- '\n\n' + m.content | tojson + '<|eot_id|>' }}
 {%- else %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' }}
-{%- if tools and loop.first %}{% for t in tools %}{{ t | tojson }}{{ '\n\n' }}{% endfor %}{% endif %}
+{%- if tools and loop.first %}
+{%- for t in tools %}{{ t | tojson }}{{ '\n\n' }}{% endfor %}{% endif %}
 {{- m.content | trim + '<|eot_id|>' }}
 {%- endif %}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"""
+{%- if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>
+{{- '\n\n' }}{% endif %}"""
 
-CHATML = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}
+CHATML = """{% for m in messages %}
+{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
-# Its special tokens strip the blanks behind them. Other roles than these two and system are dropped.
+# Its special tokens strip the blanks behind them. Messages of other roles than three are dropped.
 PHI = """{% for m in messages %}{% if m.role in ('system', 'user', 'assistant') %}
 {{- '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"""
 
 # Roles must alternate, beginning with the user.
 GEMMA = """{{ bos_token }}{% for m in messages %}
-{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
-{{- '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + m.content | trim + '<end_of_turn>\n' }}
+{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}
+{{- raise_exception('roles must alternate') }}{% endif %}
+{{- '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) }}
+{{- '\n' + m.content | trim + '<end_of_turn>\n' }}
 {%- endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"""
 
 # Begins the thought itself, and drops every thought of an answer.

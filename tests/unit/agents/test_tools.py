@@ -11,14 +11,14 @@ from typing import Any
 import psutil
 import pytest
 
-from mindspeed_rlxf.agents.session import SessionEnded, ToolCall, ToolFailed, Turn
+from mindspeed_rlxf.agents.session import SessionEnded, ToolCall, ToolFailed
 from mindspeed_rlxf.agents.tool_calls import parse_tool_calls
 from mindspeed_rlxf.agents.tools import ToolAgent, ToolBox, close_tools, open_tools, tool_schemas
 from mindspeed_rlxf.config.plugins import complete_tool
 from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.config.reward_section import RewardConfig, SandboxConfig
 from mindspeed_rlxf.config.sections import RolloutConfig
-from mindspeed_rlxf.rollout.rollout_engine import FinishReason
+from tests.unit.agents.said_session import SaidSession
 
 FILE = Path(__file__).with_name("own_tools.py")
 FUNCTIONS = ("add", "look_up", "wait", "misbehave")
@@ -116,31 +116,6 @@ def test_a_call_that_nobody_waits_for_is_dropped() -> None:
     box.close()
 
 
-class SaidSession:
-    """A session whose turns are given."""
-
-    prompt: list[int] = []
-    ground_truth = ""
-    sample_id = 7
-
-    def __init__(self, *texts: str, extra_info: dict[str, Any] | None = None) -> None:
-        self.texts, self.extra_info = list(texts), extra_info or {}
-        self.messages: list[dict[str, Any]] = []
-        self.score = 0.0
-
-    async def say(self, max_tokens: int | None = None) -> Turn:
-        if not self.texts:
-            raise SessionEnded("no turn is left")
-        text = self.texts.pop(0)
-        return Turn([1], text, FinishReason.STOP, parse_tool_calls(text))
-
-    def give(self, messages: list[dict[str, Any]]) -> None:
-        self.messages += messages
-
-    def reward(self, score: float, **parts: float) -> None:
-        self.score += score
-
-
 def test_the_agent_answers_calls_until_a_turn_has_none(box: ToolBox) -> None:
     calls = [{"name": "add", "arguments": {"a": n, "b": 1}} for n in (1, 2)]
     calls.append({"name": "look_up", "arguments": {"key": "a"}})
@@ -157,9 +132,7 @@ def test_the_agent_answers_calls_until_a_turn_has_none(box: ToolBox) -> None:
 
 
 def test_schemas_leave_out_what_the_row_gives() -> None:
-    add, look_up, python = tool_schemas(
-        rollout_of(f"{FILE}:add", f"{FILE}:look_up", "python")
-    )
+    add, look_up, python = tool_schemas(rollout_of(f"{FILE}:add", f"{FILE}:look_up", "python"))
     assert add["function"]["parameters"]["required"] == ["a", "b"]
     assert add["function"]["description"] == "Add two numbers."
     assert look_up["function"]["parameters"]["properties"] == {
