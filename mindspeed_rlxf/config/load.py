@@ -46,7 +46,12 @@ from mindspeed_rlxf.config.keys import (
     set_default,
     unknown_key,
 )
-from mindspeed_rlxf.config.plugins import complete_function, complete_plugin, read_entries
+from mindspeed_rlxf.config.plugins import (
+    complete_function,
+    complete_plugin,
+    complete_tool,
+    read_entries,
+)
 from mindspeed_rlxf.config.problems import (
     ConfigError,
     MissingFile,
@@ -187,6 +192,7 @@ def _build(given: Given, name: str) -> Tree:
     set_default(training, run_name=name)
     set_default(training, output_dir=os.path.join("outputs", str(training["run_name"])))
     read_entries(given.problems, "training.plugins", training, complete_plugin)
+    read_entries(given.problems, "rollout.tools", payload["rollout"], complete_tool)
     if (stage := training.get("stage")) in WITHOUT_CRITIC:
         payload["critic"] = None
         if sections["critic"]:

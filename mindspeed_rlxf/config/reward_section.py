@@ -123,7 +123,7 @@ def check_call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> No
 class SandboxConfig(Section):
     """Limits for programs run in bubblewrap (docs/data_and_rewards.md)."""
 
-    section_used_if = "reward.runs_programs"
+    section_used_if = "runs_programs"
 
     unsafe: bool = free(False, "where bubblewrap does not work, run programs without isolation")
     python: str | None = key(

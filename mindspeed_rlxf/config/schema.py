@@ -315,6 +315,11 @@ class RunConfig(Section):
         return own or self.rollout.tensor_model_parallel_size or actor
 
     @property
+    def runs_programs(self) -> bool:
+        """Whether a reward or a tool runs programs of the model in the sandbox."""
+        return self.reward.runs_programs or self.rollout.runs_python
+
+    @property
     def runs_vllm(self) -> bool:
         """Whether vLLM servers generate."""
         return self.rollout.engine == "vllm"

@@ -20,6 +20,7 @@ from mindspeed_rlxf.config.fields import (
 )
 from mindspeed_rlxf.config.problems import Problem, ref
 from mindspeed_rlxf.config.secrets import Secret, find_masks, variable_secret
+from mindspeed_rlxf.config.tool_schema import PYTHON
 
 CONSOLE_METRICS = (
     "actor/pg_loss_abs",
@@ -338,6 +339,25 @@ class VllmConfig(Section):
     )
 
 
+class ToolConfig(Section):
+    """A function that models may call. In the YAML its name may replace the section."""
+
+    function: str = key(..., "path/to/file.py:name, or python: runs programs in reward.sandbox")
+    sha256: str | None = key(
+        None, "SHA-256 of the file's text; a run is not resumed with another text"
+    )
+
+    @property
+    def name(self) -> str:
+        """The name by which the model calls it."""
+        return self.function.rpartition(":")[2]
+
+    @property
+    def is_python(self) -> bool:
+        """Whether it is the tool that runs programs in the sandbox."""
+        return self.function == PYTHON
+
+
 class RolloutConfig(Section):
     """The rollout engine, and its layout on `actor_rollout.num_gpus_for_infer` devices."""
 
@@ -354,6 +374,21 @@ class RolloutConfig(Section):
         "replicas that share the experts of a layer in generation, which then make each step "
         "together; null = as in training on the actor's devices, 1 on devices of its own",
         ge=1,
+    )
+    tools: Annotated[tuple[ToolConfig, ...], Word] = key(
+        (),
+        "functions that the model may call, path/to/file.py:name or python; the agent is then "
+        "`tools` where rollout.agent names none",
+    )
+    tool_processes: int = free(
+        4, "processes that run tools beside each replica", ge=1, used_if="tools"
+    )
+    max_tool_response_length: int = key(
+        1024,
+        "longest result of a tool that the model reads, characters; of a longer one the middle "
+        "is cut out",
+        ge=2,
+        used_if="tools",
     )
     max_staleness: int = key(
         0,
@@ -413,6 +448,17 @@ class RolloutConfig(Section):
             return ""
         default = "" if self.agent in (None, BY_ROW) else str(self.agent)
         return str(extra_info.get(AGENT_COLUMN) or default)
+
+    @property
+    def runs_python(self) -> bool:
+        """Whether the model may call the tool `python`."""
+        return any(tool.is_python for tool in self.tools)
+
+    def _broken_rules(self) -> Iterator[Problem]:
+        names = [tool.name for tool in self.tools]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            rule = f"must each have a name of its own, {', '.join(twice)} is there twice"
+            yield Problem("tools", rule, remedy="rename one of them")
 
 
 class LoggingConfig(Section):

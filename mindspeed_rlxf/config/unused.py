@@ -40,7 +40,8 @@ TEXTS = {
     "rollout.runs_agents": "rollout.agent",
     "reward.scores_by_agent": "the rule agent in reward.rules or functions",
     "runs_slices": "rollout.max_staleness or rollout.agent",
-    "reward.runs_programs": "a rule of programs (code, code_all) in reward.rules or functions",
+    "runs_programs": "a rule of programs (code, code_all) in reward.rules or functions, or the "
+    "tool python",
 }
 """Conditions on properties unknown to users -> what the run lacks."""
 

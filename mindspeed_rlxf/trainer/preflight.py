@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from mindspeed_rlxf.agents.session import AGENTS
 from mindspeed_rlxf.checkpoint.directory import RunDirectory, check_save_folders
 from mindspeed_rlxf.checkpoint.store import check_chosen, check_resume
+from mindspeed_rlxf.agents.tools import show_tools
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.hf_config import OF_WEIGHTS, find_disagreements, read_hf_config
 from mindspeed_rlxf.config.problems import Problem, UserError, closest
@@ -209,7 +210,7 @@ def _load_prompts(
 
     Only indexed data sets have stop tokens. Errors are added to `problems`, with an empty result.
     """
-    data = config.data
+    data = show_tools(config.data, config.rollout)
     if not config.reward.needs_data_source and data.default_data_source is None:
         data = data.model_copy(update={"default_data_source": "unnamed"})
     arguments = prepared.tokenizer, data, config.actor_rollout.max_prompt_length
@@ -307,7 +308,7 @@ def _check_rewards(config: RunConfig, prepared: Prepared) -> list[Problem]:
     """
     try:
         manager = RewardManager(dict(config.reward.rules), config.verifiers)
-        if config.reward.runs_programs:  # a line about its level and weaknesses
+        if config.runs_programs:  # a line about its level and weaknesses
             prepared.notices.append(Sandbox.choose(config.reward.sandbox).describe())
     except UserError as error:
         return error.problems

@@ -1,0 +1,162 @@
+"""Whatever a call or a tool does, the model gets a message, or its sample is not trained."""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from mindspeed_rlxf.agents.session import SessionEnded, ToolCall, ToolFailed
+from mindspeed_rlxf.agents.tool_calls import parse_tool_calls
+from mindspeed_rlxf.agents.tools import ToolAgent, ToolBox, close_tools, open_tools, tool_schemas
+from mindspeed_rlxf.config.plugins import complete_tool
+from mindspeed_rlxf.config.problems import UserError
+from mindspeed_rlxf.config.reward_section import RewardConfig, SandboxConfig
+from mindspeed_rlxf.config.sections import RolloutConfig
+from tests.unit.agents.said_session import SaidSession
+
+FILE = Path(__file__).with_name("own_tools.py")
+FUNCTIONS = ("add", "look_up", "wait", "misbehave")
+
+
+def rollout_of(*tools: str, **keys: Any) -> RolloutConfig:
+    entries = [complete_tool("rollout.tools", tool) for tool in tools]
+    return RolloutConfig.model_validate({"tools": entries, **keys})
+
+
+REWARD = RewardConfig(sandbox=SandboxConfig(unsafe=True))
+
+
+@pytest.fixture(scope="module")
+def box() -> Iterator[ToolBox]:
+    names = [f"{FILE}:{name}" for name in FUNCTIONS]
+    box = open_tools(rollout_of(*names, "python", tool_processes=2), REWARD)
+    yield box
+    close_tools()
+
+
+def call(box: ToolBox, name: str, arguments: Any, row: Any = None) -> str:
+    return asyncio.run(box.call(ToolCall(name, arguments), row or {}))
+
+
+def test_calls_return_what_the_model_reads(box: ToolBox) -> None:
+    row = {"look_up": {"create_kwargs": {"table": {"a": "b"}, "other": 1}, "execute_kwargs": None}}
+    assert call(box, "add", {"a": 1, "b": 2}) == "3"
+    assert call(box, "wait", {"seconds": 0.5}) == '{"waited": 0.5}'
+    assert call(box, "look_up", {"key": "a"}, row) == "b"
+    assert call(box, "look_up", {"key": "a"}, {"look_up": {"table": {"a": "c"}}}) == "c"
+    assert call(box, "python", {"code": "print(6 * 7)"}) == "42\n"
+
+
+def test_a_wrong_call_and_an_exception_are_messages(box: ToolBox) -> None:
+    for name, arguments, said in (
+        ("subtract", {}, "there is no tool 'subtract'; there is add"),
+        ("add", {"a": 1, "c": 2}, "add has no parameter 'c'; it has a, b"),
+        ("add", {"a": 1}, "TypeError: add() missing 1 required positional argument: 'b'"),
+        ("look_up", {"key": "a", "table": {}}, "look_up has no parameter 'table'"),
+        ("look_up", {"key": "a"}, "TypeError"),
+        ("misbehave", {"how": "raise"}, "ZeroDivisionError: of this tool"),
+        ("python", {"code": "1 / 0"}, "ZeroDivisionError: division by zero"),
+        ("python", {"code": "print(1)\nwhile True: print(1)"}, "exceeded the limit output"),
+    ):
+        text = call(box, name, arguments)
+        assert said in text and "Error: " in text, text
+    (malformed,) = parse_tool_calls("<tool_call>{</tool_call>")
+    assert asyncio.run(box.call(malformed, {})).startswith("Error: the call must be")
+
+
+def test_a_long_result_loses_its_middle(box: ToolBox) -> None:
+    text = call(box, "misbehave", {"how": "talk"})
+    assert 1024 < len(text) < 1100 and text[0] == text[-1] == "é"
+
+
+@pytest.mark.parametrize("how", ["exit", "crash", "hang"])
+def test_a_tool_that_ends_or_hangs_fails_its_sample_alone(how: str) -> None:
+    """One process serves both: the failed one is replaced, and nothing stays behind."""
+    names = (f"{FILE}:misbehave", f"{FILE}:add")
+    limit = 2.0 if how == "hang" else 60.0
+    box = ToolBox(rollout_of(*names, tool_processes=1, turn_timeout_s=limit), REWARD)
+    try:
+        assert call(box, "add", {"a": 1, "b": 1}) == "2"
+        with pytest.raises(ToolFailed):
+            call(box, "misbehave", {"how": how})
+        assert call(box, "add", {"a": 1, "b": 2}) == "3"
+    finally:
+        box.close()
+    assert not [p for p in sleepers() if p.is_running()]
+
+
+def sleepers() -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.cmdline() == ["sleep", "4242"] and process.status() != "zombie":
+                found.append(process)
+    return found
+
+
+def test_a_call_that_nobody_waits_for_is_dropped() -> None:
+    """Its place in the queue does not harm the calls behind it."""
+    box = ToolBox(rollout_of(f"{FILE}:add", tool_processes=1), REWARD)
+
+    async def call_twice() -> str:
+        given_up = asyncio.create_task(box.call(ToolCall("add", {"a": 1, "b": 1}), {}))
+        second = asyncio.create_task(box.call(ToolCall("add", {"a": 2, "b": 2}), {}))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        third = asyncio.create_task(box.call(ToolCall("add", {"a": 3, "b": 3}), {}))
+        return await second + await third
+
+    assert asyncio.run(call_twice()) == "46"
+    box.close()
+
+
+def test_the_agent_answers_calls_until_a_turn_has_none(box: ToolBox) -> None:
+    calls = [{"name": "add", "arguments": {"a": n, "b": 1}} for n in (1, 2)]
+    calls.append({"name": "look_up", "arguments": {"key": "a"}})
+    text = "".join(f"<tool_call>{json.dumps(each)}</tool_call>" for each in calls)
+    row = {"tools_kwargs": {"look_up": {"create_kwargs": {"table": {"a": "b"}}}}}
+    session = SaidSession(text, "<tool_call>[", "It is 3.", "not said", extra_info=row)
+    asyncio.run(ToolAgent().run(session))
+    contents = [message["content"] for message in session.messages]
+    assert contents[:3] == ["2", "3", "b"] and contents[3].startswith("Error: the call must be")
+    assert {message["role"] for message in session.messages} == {"tool"}
+    assert session.texts == ["not said"]
+    with pytest.raises(SessionEnded):
+        asyncio.run(ToolAgent().run(SaidSession(text)))
+
+
+def test_schemas_leave_out_what_the_row_gives() -> None:
+    add, look_up, python = tool_schemas(rollout_of(f"{FILE}:add", f"{FILE}:look_up", "python"))
+    assert add["function"]["parameters"]["required"] == ["a", "b"]
+    assert add["function"]["description"] == "Add two numbers."
+    assert look_up["function"]["parameters"]["properties"] == {
+        "key": {"type": "string", "description": "The word."}
+    }
+    assert python["function"]["name"] == "python"
+
+
+@pytest.mark.parametrize(
+    "tool", [f"{FILE}:undocumented", f"{FILE}:absent", f"{FILE}", "perl", "/x/none.py:f"]
+)
+def test_a_tool_that_cannot_be_described_is_a_problem(tool: str) -> None:
+    with pytest.raises(UserError, match=r"rollout\.tools"):
+        complete_tool("rollout.tools", tool)
+
+
+def test_processes_end_with_a_forgotten_box() -> None:
+    before = {process.pid for process in psutil.Process().children()}
+    box = ToolBox(rollout_of(f"{FILE}:add"), REWARD)
+    assert call(box, "add", {"a": 1, "b": 2}) == "3"
+    started = [p for p in psutil.Process().children() if p.pid not in before]
+    assert started
+    del box
+    deadline = time.monotonic() + 10
+    while any(p.is_running() and p.status() != "zombie" for p in started):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
