@@ -7,24 +7,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
-from mindspeed_rlxf.agents.session import Message, SessionEnded, ToolCall, Turn
+from mindspeed_rlxf.agents.dialect import Dialect
+from mindspeed_rlxf.agents.session import Message, SessionEnded, Turn
 from mindspeed_rlxf.data.agent_record import AgentFailure, AgentRecord
 from mindspeed_rlxf.rollout.rollout_engine import Begun, FinishReason, GenerationResult
-
-
-class Dialect(Protocol):
-    """How messages and turns are written: by a chat template, or as plain text."""
-
-    def observation_ids(self, messages: Sequence[Message], ended_with_eos: bool) -> list[int]:
-        """Return the tokens of messages behind a turn; whether an EOS ended it."""
-
-    def turn_text(self, token_ids: Sequence[int], has_ended: bool) -> str:
-        """Return a turn's text; `has_ended` = an EOS or a stop string ends it."""
-
-    def tool_calls(self, text: str) -> list[ToolCall]:
-        """Return the calls in a turn's text."""
 
 
 class Move(Enum):
@@ -150,8 +138,8 @@ class LiveSession:
             self._ran_out = True
             raise SessionEnded(f"all {self.limits.turns} turns are spent (rollout.max_turns)")
         observation: list[int] = []
-        if self._given:
-            ended_with_eos = self._tokens[-1:] != [] and self._ended_with_eos()
+        if self._turns or self._given:
+            ended_with_eos = bool(self._turns) and self._tokens[-1] in self.limits.eos_token_ids
             observation = self.dialect.observation_ids(self._given, ended_with_eos)
         start = len(self._tokens) + len(observation)
         if start >= self.limits.tokens:
@@ -172,9 +160,6 @@ class LiveSession:
         if max_tokens is not None:
             limit = min(limit, start + max_tokens)
         self.ask = Ask(begun, limit)
-
-    def _ended_with_eos(self) -> bool:
-        return self._trained[-1] and self._tokens[-1] in self.limits.eos_token_ids
 
     # What the loop calls.
 

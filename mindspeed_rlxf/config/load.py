@@ -205,7 +205,7 @@ def _build(given: Given, name: str) -> Tree:
             payload[role.value] = _build_role(given, role)
     _set_stage_defaults(training, payload["algorithm"], payload["actor_rollout"])
     _set_correction(payload)
-    if payload["rollout"].get("agent") is not None:
+    if payload["rollout"].get("agent") is not None or payload["rollout"].get("tools"):
         set_default(payload["rollout"], slice_steps=AGENT_SLICE_STEPS)
     _place_roles(given, payload)
     _note_unread(given, payload)

@@ -47,8 +47,9 @@ OWN_VARIABLES = (
 """Chat template arguments set by this package, not by users."""
 SCORES = "has_validation_prompts; happens"
 """Condition for keys read only in validation, see `unused`."""
-AGENT_COLUMN, BY_ROW = "agent_name", "by_row"
-"""Column with the name of a row's agent; the value of `rollout.agent` for that column alone."""
+AGENT_COLUMN, BY_ROW, TOOL_AGENT = "agent_name", "by_row", "tools"
+"""Column with the name of a row's agent; value of `rollout.agent` for that column alone; default
+agent with `rollout.tools`."""
 CLOCK = re.compile(r"(?:(\d+)-)?(\d+):([0-5]?\d):([0-5]?\d)")
 
 
@@ -415,7 +416,8 @@ class RolloutConfig(Section):
     agent: str | None = key(
         None,
         "agent that leads the conversation of each sample: a name that a plugin registers, or "
-        "by_row = that of its column agent_name, which always goes before; null = none",
+        "by_row = that of its column agent_name, which always goes before; null = none, or tools "
+        "where rollout.tools names some",
     )
     agent_lag: int = key(
         1,
@@ -435,7 +437,7 @@ class RolloutConfig(Section):
     @property
     def runs_agents(self) -> bool:
         """Whether some samples may be conversations led by an agent."""
-        return self.agent is not None
+        return self.agent is not None or bool(self.tools)
 
     @property
     def runs_slices(self) -> bool:
@@ -446,8 +448,9 @@ class RolloutConfig(Section):
         """Return the name of the agent that leads a row's samples; "" for none."""
         if not self.runs_agents:
             return ""
-        default = "" if self.agent in (None, BY_ROW) else str(self.agent)
-        return str(extra_info.get(AGENT_COLUMN) or default)
+        default = self.agent or TOOL_AGENT
+        named = extra_info.get(AGENT_COLUMN)
+        return str(named or ("" if default == BY_ROW else default))
 
     @property
     def runs_python(self) -> bool:

@@ -17,10 +17,12 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from mindspeed_rlxf.agents.dialect import PlainDialect
+from mindspeed_rlxf.agents.conversation import ChatTemplate
+from mindspeed_rlxf.agents.dialect import Dialect
 from mindspeed_rlxf.agents.live_session import Ask, LiveSession, Move, RowLimits
 from mindspeed_rlxf.agents.loop import AgentLoop
 from mindspeed_rlxf.agents.session import AGENTS, Agent
+from mindspeed_rlxf.agents.tools import open_tools
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.agent_record import AgentRecord
 from mindspeed_rlxf.data.batch import Prompts
@@ -54,12 +56,13 @@ class AgentHost:
             self.replica_group, _ = dist.new_subgroups(config.rollout_tp, backend="gloo")
         shares_experts = config.rollout_ep > 1
         self._all_ranks = dist.new_group(backend="gloo") if shares_experts else None
-        tokenizer = load_tokenizer(config.training.tokenizer_name_or_path)
-        texts = RewardTexts(tokenizer, config.actor_rollout.stop_strings)
-        self._plain = PlainDialect(tokenizer, texts)
         self._eos_token_ids = tuple(eos_token_ids)
         self._agents: dict[str, Agent] = {}
-        self.loop = AgentLoop(config.rollout.turn_timeout_s) if is_leader else None
+        self._dialects: dict[bool, Dialect] = {}  # whether for chats
+        self.loop: AgentLoop | None = None
+        if is_leader:
+            self._dialects = _make_dialects(config, self._eos_token_ids)
+            self.loop = AgentLoop(config.rollout.turn_timeout_s)
 
     def choose(self, prompts: Prompts) -> list[str]:
         """Return the name of each row's agent; "" for none, as for a fixed response."""
@@ -90,7 +93,7 @@ class AgentHost:
             dict(row.extra_infos[0]),
             row.ground_truths[0],
             limits,
-            self._plain,
+            self._dialects[bool(row.messages[0])],
             self.loop.note_ask,
         )
         self.loop.start(session, self._find_agent(sample.agent))
@@ -101,6 +104,21 @@ class AgentHost:
         if name not in self._agents:
             self._agents[name] = AGENTS[name]()
         return self._agents[name]
+
+
+def _make_dialects(config: RunConfig, eos_token_ids: Sequence[int]) -> dict[bool, Dialect]:
+    """Open the tools; return the dialects of text prompts and of chats."""
+    tokenizer, data = load_tokenizer(config.training.tokenizer_name_or_path), config.data
+    schemas = open_tools(config.rollout, config.reward).schemas
+    template = ChatTemplate(
+        tokenizer,
+        eos_token_ids,
+        schemas,
+        template_kwargs=data.chat_template_kwargs,
+        allow_special_tokens=data.allow_special_tokens,
+    )
+    texts = RewardTexts(tokenizer, config.actor_rollout.stop_strings)
+    return {is_chat: Dialect(template, texts, schemas, is_chat) for is_chat in (False, True)}
 
 
 @dataclass

@@ -10,10 +10,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mindspeed_rlxf.agents.conversation import ChatTemplate
 from mindspeed_rlxf.agents.session import AGENTS
+from mindspeed_rlxf.agents.tools import show_tools, tool_schemas
 from mindspeed_rlxf.checkpoint.directory import RunDirectory, check_save_folders
 from mindspeed_rlxf.checkpoint.store import check_chosen, check_resume
-from mindspeed_rlxf.agents.tools import show_tools
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.hf_config import OF_WEIGHTS, find_disagreements, read_hf_config
 from mindspeed_rlxf.config.problems import Problem, UserError, closest
@@ -354,8 +355,12 @@ def _check_agents(config: RunConfig, prepared: Prepared) -> list[Problem]:
     rollout = config.rollout
     if not rollout.runs_agents:
         return []
-    prompts = chain(prepared.train_prompts, prepared.val_prompts)
-    names = {rollout.agent_of(prompt.extra_info) for prompt in prompts} - {"", *AGENTS}
+    names: set[str] = set()
+    has_chats = False
+    for prompt in chain(prepared.train_prompts, prepared.val_prompts):
+        names.add(rollout.agent_of(prompt.extra_info))
+        has_chats = has_chats or bool(prompt.messages)
+    names -= {"", *AGENTS}
     known = ", ".join(sorted(AGENTS)) or "none is registered"
     remedy = "add the file that registers it to training.plugins"
     rule = f"must be {BY_ROW}, or one of {known}"
@@ -364,6 +369,19 @@ def _check_agents(config: RunConfig, prepared: Prepared) -> list[Problem]:
         key = "rollout.agent" if name == rollout.agent else f"column {AGENT_COLUMN}"
         guess = closest(name, AGENTS)
         problems.append(Problem(key, rule, name, f"use {guess}, or {remedy}" if guess else remedy))
+    if has_chats:
+        template = ChatTemplate(
+            prepared.tokenizer,
+            prepared.eos_token_ids,
+            tool_schemas(rollout),
+            template_kwargs=config.data.chat_template_kwargs,
+            allow_special_tokens=config.data.allow_special_tokens,
+        )
+        try:
+            prepared.notices += template.check()
+        except ValueError as error:
+            rule, remedy = str(error), "give the tokenizer's folder a fitting one"
+            problems.append(Problem("training.tokenizer_name_or_path", rule, remedy=remedy))
     return problems
 
 

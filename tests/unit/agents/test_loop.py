@@ -37,9 +37,10 @@ class Led:
     def __init__(self, loop: AgentLoop, run: Callable[..., Any], tokens: int = 20) -> None:
         self.loop = loop
         limits = RowLimits(tokens, 3, (EOS,))
+        dialect: Any = Characters()
         self.session = LiveSession(
             7, "test", [1], [{"role": "user", "content": "?"}], {}, "truth", limits,
-            Characters(), loop.note_ask,
+            dialect, loop.note_ask,
         )  # fmt: skip
         agent: Any = type("Agent", (), {"run": staticmethod(run)})
         loop.start(self.session, agent)
