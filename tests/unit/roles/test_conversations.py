@@ -30,9 +30,9 @@ from mindspeed_rlxf.rollout.rollout_engine import (
     GenerationStats,
 )
 from tests.golden.runs import START
+from tests.unit.roles.test_slices import prompts_of, run_slices, same_rows
 from tests.unit.rollout.conftest import whole_model_decodes
 from tests.unit.rollout.test_native import EOS, TinyModel, engine
-from tests.unit.roles.test_slices import prompts_of, run_slices, same_rows
 
 __all__ = ["whole_model_decodes"]  # a fixture
 LONGEST, SEED, TIMEOUT_S = 12, 5, 1.0
