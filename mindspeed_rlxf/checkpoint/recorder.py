@@ -219,6 +219,8 @@ class Recorder:
         samples = []
         for text, score, part, fields in zip(texts, values, parts, about, strict=False):
             columns = shorten_columns(fields["extra_info"])
+            record = text.record
+            failure = record.failure if record is not None else None
             sample = Sample(
                 sample_id=text.sample_id,
                 prompt=decode(self.tokenizer, text.prompt_ids),
@@ -228,6 +230,8 @@ class Recorder:
                 score=score,
                 reward_parts=part,
                 weights_version=text.weights_version,
+                turns=record.turns if record is not None else None,
+                agent_failure=f"{failure.cause}: {failure.message}" if failure else None,
                 **{**fields, "extra_info": columns},
             )
             writer.write(sample.record(iteration))

@@ -219,9 +219,13 @@ class UpdateReport:
 
 @dataclass(frozen=True)
 class SampleText:
-    """One sample's token ids for the sample log, and its (min, max) weights version."""
+    """One sample's token ids for the sample log, and its (min, max) weights version.
+
+    `record` is what an agent has left, if one led the sample.
+    """
 
     sample_id: int
     prompt_ids: list[int]
     response_ids: list[int]
     weights_version: tuple[int, int]
+    record: AgentRecord | None = None

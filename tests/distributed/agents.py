@@ -1,37 +1,32 @@
-"""Agents of tests, as a plugin: on sums such as `12+34=`, whose answer a calculator gives."""
+"""Agents of tests, also as a plugin: on sums such as `12+34=`, whose answer they give."""
 
 import asyncio
+from typing import Any
 
-from mindspeed_rlxf.agents.session import AGENTS, Session, register_agent
-
-
-def _register(name: str):  # type: ignore[no-untyped-def]
-    AGENTS.pop(name, None)  # a warm worker may have it from an earlier run
-    return register_agent(name)
+from mindspeed_rlxf.agents.session import AGENTS, Session
 
 
-@_register("one_turn")
 class OneTurn:
     """Says one turn, as a run without agent does."""
 
     async def run(self, session: Session) -> None:
-        turn = await session.say()
-        session.reward(float(turn.text == session.ground_truth))
+        await session.say()
 
 
-@_register("two_turns")
 class TwoTurns:
-    """Gives two characters of the truth behind a short first turn; each turn has its reward."""
+    """Gives the answer behind a short first turn; both turns have rewards."""
 
     async def run(self, session: Session) -> None:
         first = await session.say(3)
-        session.reward(0.25 * first.text.count(session.ground_truth[0]), first=1.0)
+        session.reward(0.25 * first.text.count("1"), ones=float(first.text.count("1")))
         session.give([{"role": "tool", "content": "=" + session.ground_truth}])
+        await self.say_last(session)
+
+    async def say_last(self, session: Session) -> None:
         turn = await session.say()
         session.reward(float(session.ground_truth in turn.text))
 
 
-@_register("late")
 class Late(TwoTurns):
     """The same, with delays."""
 
@@ -39,3 +34,29 @@ class Late(TwoTurns):
         await asyncio.sleep(0.02 * (session.sample_id % 3))
         await super().run(session)
         await asyncio.sleep(0.02 * (session.sample_id % 5))
+
+
+class Noisy(TwoTurns):
+    """The same, with log-probs of observations that nobody may read."""
+
+    async def say_last(self, session: Any) -> None:
+        await super().say_last(session)
+        for token, is_trained in enumerate(session._trained):
+            if not is_trained:
+                session._log_probs[token] = -7.0 + token
+
+
+class Failing(TwoTurns):
+    """Raises for every ninth sample, and is late for another."""
+
+    async def run(self, session: Session) -> None:
+        if session.sample_id % 9 == 4:
+            raise OSError("no database")
+        await super().run(session)
+        if session.sample_id == 5:
+            await asyncio.sleep(100)
+
+
+AGENTS.update(
+    one_turn=OneTurn, two_turns=TwoTurns, late=Late, noisy=Noisy, failing=Failing
+)  # a worker that tests share may have them
