@@ -286,7 +286,8 @@ def read_text_rows(file: str, data: DataConfig, problems: FileProblems) -> Itera
         logger.warning(rule, file, data.ground_truth_key)
     if without_effect:
         rule = (
-            "%s: the columns %s change no prompt and call no tool; only reward functions get them"
+            "%s: the columns %s change no prompt; reward functions get them, and rollout.agent "
+            "reads agent_name"
         )
         logger.warning(rule, file, ", ".join(sorted(without_effect)))
 
