@@ -75,7 +75,7 @@ demo: $(STAMP) $(if $(filter npu,$(DEVICE)),bring-up)  ## train a tiny model by 
 	$(call TRAIN,--config-name ppo_trainer_tiny)
 
 demo-agent: $(STAMP)  ## train a tiny model to call a calculator, by PPO
-	$(BIN)/python examples/agent/make.py --output outputs/agent --seed 1
+	$(BIN)/python examples/agent/make_policy.py --output outputs/agent --seed 1
 	$(call TRAIN,--config-dir examples/agent --config-name ppo)
 
 demo-real: $(STAMP)  ## train SmolLM2-135M by GRPO; CONFIG=ppo, MODEL=folder or name at the hub
