@@ -171,6 +171,16 @@ async def call_tools(session: Session, calls: Sequence[ToolCall]) -> list[Messag
     ]
 
 
+@register_agent("single_turn_agent")  # verl's name of what has no tools
+class SingleTurnAgent:
+    """Lets the model say one turn."""
+
+    async def run(self, session: Session) -> None:
+        """Lead one conversation."""
+        await session.say()
+
+
+@register_agent("tool_agent")  # verl's name
 @register_agent("tools")
 class ToolAgent:
     """Lets the model call `rollout.tools` until a turn has no calls."""

@@ -146,7 +146,7 @@ def test_a_template_that_changes_answers_is_refused() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_message_of_the_assistant_continues_an_open_turn(family: str) -> None:
-    template, text = template_of(family), " = 4, or"
+    template, text = template_of(family), "= 4, or"
     continued = template.observation_ids([{"role": "assistant", "content": text}], False)
     tokens = "".join(tokenizer_of(family).convert_ids_to_tokens(continued))
     assert tokens.replace("▁", " ").replace("Ġ", " ") == text, "no blank comes before it"

@@ -72,6 +72,7 @@ def test_calls_are_read_in_every_form(name: str) -> None:
         "1" * 5000,
         "",
     ],
+    ids=lambda body: body[:20],
 )
 @pytest.mark.parametrize("form", ["<tool_call>{}</tool_call>", "[TOOL_CALLS]{}"])
 def test_a_malformed_call_has_a_problem(form: str, body: str) -> None:

@@ -110,7 +110,7 @@ def test_a_call_that_nobody_waits_for_is_dropped() -> None:
         await asyncio.sleep(0)
         given_up.cancel()
         third = asyncio.create_task(box.call(ToolCall("add", {"a": 3, "b": 3}), {}))
-        return await second + await third
+        return await asyncio.wait_for(second, 60) + await asyncio.wait_for(third, 60)
 
     assert asyncio.run(call_twice()) == "46"
     box.close()
