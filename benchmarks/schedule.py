@@ -76,7 +76,7 @@ def seconds_per_batch(kind: str, slice_steps: int, staleness: int, batches: int)
 
 
 def print_times(batches: int) -> bool:
-    """Print the seconds per batch; return whether all are at most MOST_RATIO times the simulated ones."""
+    """Print seconds per batch; return whether no ratio to those simulated is over MOST_RATIO."""
     is_close = True
     for slice_steps, (kind, simulated) in itertools.product(SLICE_STEPS, SIMULATED.items()):
         for staleness, expected in simulated.items():

@@ -5,7 +5,7 @@ import math
 import platform
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from mindspeed_rlxf.config import packages
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.keys import to_yaml
 from mindspeed_rlxf.config.problems import Problem, UserError
+from mindspeed_rlxf.config.rank_layout import ParallelLayout
 from mindspeed_rlxf.config.schema import SAVED_AS, RunConfig
 from mindspeed_rlxf.engine.train_engine import TrainEngine
 from mindspeed_rlxf.reporting.jsonl import cut_token_files
@@ -76,13 +77,17 @@ class RunCheckpoints:
         prompts_digest: str,
         writes: bool = True,
         clock: Callable[[], float] = time.monotonic,
+        agree: Callable[[Any], Any] = lambda mine: mine,
     ) -> None:
         """Prepare; nothing is read or written yet.
 
         `prompts_digest` (this run's `hash_prompts`) must match when resuming. `writes` is False on
         all torchrun ranks but the first, which skip the driver's files. `clock` counts seconds.
+        `agree` returns the first rank's argument on all torchrun ranks.
         """
-        self.config, self.directory, self.writes = config, directory, writes
+        self.config = config
+        self.directory = directory
+        self.writes = writes
         self.store = RunStore(directory.checkpoints)
         self.prompts_digest = prompts_digest
         self.trained: dict[Role, ActorGroup | CriticGroup] = {Role.ACTOR_ROLLOUT: roles.actor}
@@ -91,6 +96,7 @@ class RunCheckpoints:
         # Whose samples are saved too; None without any that are generated ahead.
         self._rollout = roles.rollout if config.rollout.max_staleness else None
         self._ahead_files: list[Entry] = []  # of the checkpoint that is being written
+        self._agree = agree
         self._clock = clock
         self._last_save = clock()
         self._scores: dict[int, float] = {}  # validation scores of the checkpoints
@@ -109,10 +115,11 @@ class RunCheckpoints:
         either one.
         """
         training = self.config.training
-        interval, seconds = training.save_interval, training.seconds_between_saves
         is_last = stops or iteration == training.train_iters
-        is_multiple = interval > 0 and iteration % interval == 0
-        return is_last or is_multiple or 0 < seconds <= self._clock() - self._last_save
+        is_multiple = training.save_interval > 0 and iteration % training.save_interval == 0
+        since_last_save_s = self._clock() - self._last_save
+        is_time = 0 < training.seconds_between_saves <= since_last_save_s
+        return is_last or is_multiple or is_time
 
     def write(self, iteration: int, note: Note) -> float:
         """Let all ranks write a checkpoint to a hidden folder; return the seconds taken.
@@ -123,14 +130,15 @@ class RunCheckpoints:
         self.settle(note)
         started = time.monotonic()
         with phase(f"writing the checkpoint of iteration {iteration}", prints=False):
-            hidden, self._give_up = self.store.hidden(iteration), math.inf
+            hidden = self.store.hidden(iteration)
+            self._give_up = math.inf
             if self.writes:
                 self.store.begin(iteration)
-            begun = [
-                each.group.call_engine(TrainEngine.begin_save, hidden / SAVED_AS[role])
-                for role, each in self.trained.items()
-            ]
-            for call in begun:  # until the ranks have copied their state in memory
+            calls = []
+            for role, role_group in self.trained.items():
+                folder = hidden / SAVED_AS[role]
+                calls.append(role_group.group.call_engine(TrainEngine.begin_save, folder))
+            for call in calls:  # until the ranks have copied their state in memory
                 call.result()
             self._ahead_files = self._write_ahead(hidden / AHEAD)
             if not self.config.training.async_save:
@@ -172,8 +180,9 @@ class RunCheckpoints:
         if self._waiting is not None:
             if self._give_up == math.inf:
                 self._wait_for_ranks()
-            waiting, self._waiting = self._waiting, None
-            waiting.result()
+            publication = self._waiting
+            self._waiting = None  # first, so that an error is raised only once
+            publication.result()
             if self.writes:
                 note(f"checkpoint of iteration {self.newest}: {self.store.path(self.newest)}")
 
@@ -183,7 +192,9 @@ class RunCheckpoints:
         self._publisher.shutdown()
 
     def _wait_for_ranks(self) -> None:
-        calls = [each.group.call_engine(TrainEngine.end_save) for each in self.trained.values()]
+        calls = []
+        for role_group in self.trained.values():
+            calls.append(role_group.group.call_engine(TrainEngine.end_save))
         seconds = max(call.result()[0] for call in calls)
         if self.config.training.async_save:
             self.write_s = seconds
@@ -200,19 +211,14 @@ class RunCheckpoints:
 
         Then removes old checkpoints and updates the pointer files.
         """
-        iteration, hidden = content["iteration"], self.store.hidden(content["iteration"])
-        roles = {name: role for role, name in SAVED_AS.items() if role in self.trained}
-        layouts = {name: self.config.layout(role) for name, role in roles.items()}
-        ranks = {name: layout.world_size for name, layout in layouts.items()}
-        while lacking := [name for name, n in ranks.items() if not has_parts(hidden / name, n)]:
-            if time.monotonic() > self._give_up:
-                raise RuntimeError(
-                    f"{hidden} must have the files of all ranks of {' and '.join(lacking)}; is it "
-                    "the same folder on every node?"
-                )
-            time.sleep(0.2)
-        merged = {name: merge_parts(hidden / name, n) for name, n in ranks.items()}
-        files = [entry for name, index in merged.items() for entry in under(name, [index])]
+        iteration = content["iteration"]
+        hidden = self.store.hidden(iteration)
+        layouts = {SAVED_AS[role]: self.config.layout(role) for role in self.trained}
+        self._wait_for_files(hidden, layouts)
+        files: list[Entry] = []
+        for name, layout in layouts.items():
+            index = merge_parts(hidden / name, layout.world_size)
+            files += under(name, [index])
         files += under(AHEAD, self._ahead_files)
         lock.require(self.directory.path)
         texts = {
@@ -235,9 +241,26 @@ class RunCheckpoints:
         }
         self.store.commit(Manifest(iteration, files, about))
         self._note_score(content)
-        best, training = self._find_best(), self.config.training
+        best = self._find_best()
         self.store.point(BEST, best)
+        training = self.config.training
         self.store.prune(training.keep_last, training.keep_every, best)
+
+    def _wait_for_files(self, hidden: Path, layouts: Mapping[str, ParallelLayout]) -> None:
+        """Wait until this host sees the files of all ranks; RuntimeError after `_give_up`."""
+        while True:
+            incomplete = []
+            for name, layout in layouts.items():
+                if not has_parts(hidden / name, layout.world_size):
+                    incomplete.append(name)
+            if not incomplete:
+                return
+            if time.monotonic() > self._give_up:
+                raise RuntimeError(
+                    f"{hidden} must have the files of all ranks of {' and '.join(incomplete)}; is "
+                    "it the same folder on every node?"
+                )
+            time.sleep(0.2)
 
     def _note_score(self, state: dict[str, Any]) -> None:
         is_same_metric = state["score_metric"] == self.config.validation.best_metric
@@ -276,10 +299,11 @@ class RunCheckpoints:
         older, loaded = self._load_first(note, resumes=True, chosen=chosen)
         if older and self._rollout is not None:
             self._load_ahead(older[0], note)
-        for each in older:
-            self._note_score(each.state)
+        for checkpoint in older:
+            self._note_score(checkpoint.state)
         state = older[0].state if older else None
-        iteration, positions = (state["iteration"], state["positions"]) if state else (0, {})
+        iteration = state["iteration"] if state else 0
+        positions = state["positions"] if state else {}
         if self.writes:
             self.store.clear_unfinished()
             self._set_newer_aside(iteration, chosen is not None, note)
@@ -311,6 +335,7 @@ class RunCheckpoints:
         folder = checkpoint.path / AHEAD
         files = entries_below(AHEAD, checkpoint.read().files)
         damage = find_damage(folder, files) if files else ["its samples were not saved"]
+        damage = self._agree(damage)  # ranks that see other files must not draw other samples
         if damage:
             checkpoint.state["trainer"].pop("stream", None)
             note(f"note: {folder}: {'; '.join(damage)}; responses generated ahead are drawn again")
@@ -325,10 +350,11 @@ class RunCheckpoints:
             if aside is not None:
                 note(f"note: checkpoints after iteration {iteration} and their records: {aside}")
             return
-        for other in self.store.newest_first():
-            if other.iteration > iteration:
-                renamed = self.store.move_aside(other)
-                note(f"note: {other.path.name} is not resumed from; renamed to {renamed.name}")
+        for checkpoint in self.store.newest_first():
+            if checkpoint.iteration > iteration:
+                name = checkpoint.path.name
+                renamed = self.store.move_aside(checkpoint)
+                note(f"note: {name} is not resumed from; renamed to {renamed.name}")
 
     def load_newest(self, note: Note, chosen: int | None = None) -> int:
         """Load the newest usable checkpoint into the roles; return its iteration, 0 without any.
@@ -352,26 +378,27 @@ class RunCheckpoints:
         the checkpoint. With `chosen` only the checkpoint of that iteration is tried. Raises
         UserError for other prompts, or if none can be loaded.
         """
-        whole, problems = find_whole_checkpoints(self.config, self.store)
+        complete, problems = find_whole_checkpoints(self.config, self.store)
         if chosen is not None:
             problems = []  # of others
-        for i, found in enumerate(whole):
-            if chosen is not None and found.iteration != chosen:
+        for index, checkpoint in enumerate(complete):
+            if chosen is not None and checkpoint.iteration != chosen:
                 continue
-            lacking = resumes and find_shortened_file(self.directory, found.state["positions"])
-            if lacking:
-                problems.append(f"{found.path} cannot be resumed from: {lacking}")
-                continue
-            if resumes and found.state["prompts_digest"] != self.prompts_digest:
+            if resumes:
+                shortened = find_shortened_file(self.directory, checkpoint.state["positions"])
+                if shortened:
+                    problems.append(f"{checkpoint.path} cannot be resumed from: {shortened}")
+                    continue
+            if resumes and checkpoint.state["prompts_digest"] != self.prompts_digest:
                 rule = f"must give the prompts of the run in {self.directory.path}, with this "
                 rule += "tokenizer they are others"
                 remedy = "put files and tokenizer back, or set training.new_run=true"
                 raise UserError(Problem("data.train_files", rule, remedy=remedy))
-            loaded = self._load_roles(found.path)
+            loaded = self._load_roles(checkpoint.path)
             if not loaded.problem:
                 for problem in problems:
                     note(f"warning: {problem}; resuming from an older checkpoint")
-                return whole[i:], loaded
+                return complete[index:], loaded
             problems.append(loaded.problem)
         if chosen is not None and not problems:
             problems = [f"{self.store.path(chosen)} is missing or damaged"]
@@ -380,30 +407,33 @@ class RunCheckpoints:
         return [], Loaded()
 
     def _load_roles(self, path: Path) -> Loaded:
-        calls = [
-            each.group.call_engine(TrainEngine.load_state, path / SAVED_AS[role])
-            for role, each in self.trained.items()
-        ]
-        loaded: list[Loaded] = [each for call in calls for each in call.result()]
-        wrong = "; ".join(dict.fromkeys(each.problem for each in loaded if each.problem))
-        if unreadable := "; ".join(each.unreadable for each in loaded if each.unreadable):
-            raise StorageUnreadable(f"{path} cannot be read: {unreadable}")
-        if wrong:
-            return Loaded(f"{path} cannot be resumed from: {wrong}")
-        return Loaded(same_layout=all(each.same_layout for each in loaded))
+        calls = []
+        for role, role_group in self.trained.items():
+            folder = path / SAVED_AS[role]
+            calls.append(role_group.group.call_engine(TrainEngine.load_state, folder))
+        ranks: list[Loaded] = []
+        for call in calls:
+            ranks += call.result()
+        unreadable = [rank.unreadable for rank in ranks if rank.unreadable]
+        if unreadable:
+            raise StorageUnreadable(f"{path} cannot be read: {'; '.join(unreadable)}")
+        problems = dict.fromkeys(rank.problem for rank in ranks if rank.problem)  # each once
+        if problems:
+            return Loaded(f"{path} cannot be resumed from: {'; '.join(problems)}")
+        return Loaded(same_layout=all(rank.same_layout for rank in ranks))
 
     def export_weights(self) -> None:
         """Export the trained roles to `export_folders`, replacing them; mark the run finished."""
         if self.writes:
             self.store.point(EXPORTED, None)
-        pending = []
-        for role, each in self.trained.items():
+        exports = []
+        for role, role_group in self.trained.items():
             folders = export_folders(self.config, role, self.directory.path / "final")
             for folder in folders:
                 if self.writes and folder is not None and folder.exists():
                     shutil.rmtree(folder)
-            pending.append(each.group.call_engine(TrainEngine.export, *folders))
-        for export in pending:
+            exports.append(role_group.group.call_engine(TrainEngine.export, *folders))
+        for export in exports:
             export.result()
         if self.writes:
             self.store.point(EXPORTED, self.config.training.train_iters)

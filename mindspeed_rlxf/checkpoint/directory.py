@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, count, takewhile
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,11 +39,10 @@ class Change:
     rule: Resume
 
     def __str__(self) -> str:
-        shown = [
-            f"{key}: {_show(before)} -> {_show(now)}"
-            for key, before, now in find_differences(self.key, self.before, self.now)
-        ]
-        return "; ".join(shown)
+        lines = []
+        for key, before, now in find_differences(self.key, self.before, self.now):
+            lines.append(f"{key}: {_show(before)} -> {_show(now)}")
+        return "; ".join(lines)
 
 
 def find_differences(key: str, before: Any, now: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -71,45 +70,56 @@ def find_changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
     or as ABSENT. Reward server addresses may change, and with `reward.allow_changed_function` also
     the source of a reward function.
     """
-    old, new = dict(_iterate_leaves(before)), dict(_iterate_leaves(now))
-    allows_text = now.get("reward", {}).get("allow_changed_function") is True
-    found = []
-    for path in new | old:
-        was, will = old.get(path, ABSENT), new.get(path, ABSENT)
-        key, field = ".".join(path), find_field(path)
+    old_leaves = dict(_iterate_leaves(before))
+    new_leaves = dict(_iterate_leaves(now))
+    allows_new_source = now.get("reward", {}).get("allow_changed_function") is True
+    changes = []
+    for path in new_leaves | old_leaves:
+        key = ".".join(path)
+        field = find_field(path)
+        default: Any = ABSENT
         if field is not None and not field.is_required():
             default = to_jsonable_python(field.get_default(call_default_factory=True))
-            was, will = (default if v is ABSENT else v for v in (was, will))
-        gone = key in REMOVED and will is ABSENT
-        if was != will and key not in COMMAND_KEYS and not gone:
-            change = Change(key, was, will, extra_of(field).get("resume", "fixed"))
-            free = differs_only_in(change, "url", "headers")
-            free = free or (allows_text and differs_only_in(change, "sha256"))
-            found.append(replace(change, rule="free") if free else change)
-    return found
+        old_value = old_leaves.get(path, default)
+        new_value = new_leaves.get(path, default)
+        is_removed = key in REMOVED and new_value is ABSENT
+        if old_value == new_value or key in COMMAND_KEYS or is_removed:
+            continue
+        change = Change(key, old_value, new_value, extra_of(field).get("resume", "fixed"))
+        is_free = differs_only_in(change, "url", "headers")
+        if allows_new_source and differs_only_in(change, "sha256"):
+            is_free = True
+        changes.append(replace(change, rule="free") if is_free else change)
+    return changes
 
 
 def differs_only_in(change: Change, *names: str) -> bool:
     """Return whether reward functions differ only in these fields, and none is new or gone."""
     sides = change.before, change.now
     if change.key == "reward.functions" and all(isinstance(side, list) for side in sides):
-        before, now = (
-            [{k: v for k, v in each.items() if k not in names} for each in side] for side in sides
-        )
-        return bool(before == now)
-    fields = tuple(f"reward.function.{name}" for name in names)
-    return change.key.startswith(fields) and None not in sides
+        return _without_fields(change.before, names) == _without_fields(change.now, names)
+    keys = tuple(f"reward.function.{name}" for name in names)
+    return change.key.startswith(keys) and None not in sides
+
+
+def _without_fields(functions: list[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
+    remaining = []
+    for function in functions:
+        remaining.append({name: value for name, value in function.items() if name not in names})
+    return remaining
 
 
 def _iterate_leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     if isinstance(tree, dict) and tree:
-        for name, item in tree.items():
-            yield from _iterate_leaves(item, (*path, str(name)))
+        for name, subtree in tree.items():
+            yield from _iterate_leaves(subtree, (*path, str(name)))
     elif path:
         yield path, tree
 
 
-HF, MEGATRON, ADAPTER = "hf", "megatron", "adapter"
+HF = "hf"
+MEGATRON = "megatron"
+ADAPTER = "adapter"
 KEY = "training.output_dir"
 MARK = ".seen_by_all_"
 T = TypeVar("T")
@@ -166,7 +176,8 @@ class RunDirectory:
         On `changes` the configuration goes to the next config.<n>.yaml. Writes a new `mark`. Raises
         UserError (see `check`).
         """
-        if problems := cls.check(config):
+        problems = cls.check(config)
+        if problems:
             raise UserError(problems)
         directory = cls.choose(config)
         try:
@@ -204,18 +215,19 @@ class RunDirectory:
         It cannot be resumed, is in use, or is not writable. Writes nothing.
         """
         run = cls.choose(config)
-        shown = repr(str(run.path))
+        quoted_path = repr(str(run.path))
         if config.training.new_run or not run.is_used:
             obstacle = find_write_obstacle(run.path)
             return [_not_writable(run.path, obstacle)] if obstacle else []
         remedy = f"training.new_run=true to take {_find_free(run.path)}"
         if config.training.resume == "never" or not run.config.exists():
-            there = run.config if run.config.exists() else run.metrics
-            rule = f"must not hold another run, it has {there.name}"
+            existing = run.config if run.config.exists() else run.metrics
+            rule = f"must not hold another run, it has {existing.name}"
             remedy = f"set another training.run_name or training.output_dir, or {remedy}"
-            return [Problem(KEY, rule, shown, remedy)]
-        if holder := readable(lambda: lock.find_holder(run.path)):
-            return [holder]
+            return [Problem(KEY, rule, quoted_path, remedy)]
+        in_use = readable(lambda: lock.find_holder(run.path))
+        if in_use is not None:
+            return [in_use]
         fixed = [change for change in run.compare_with(config) if change.rule == "fixed"]
         if not fixed:
             return []
@@ -223,7 +235,7 @@ class RunDirectory:
             remedy = f"reward.allow_changed_function=true to go on with the new text, or {remedy}"
         rule = "must hold the same run to resume it, these keys differ (there -> here): "
         rule += "; ".join(map(str, fixed))
-        return [Problem(KEY, rule, shown, f"put them back, or set {remedy}")]
+        return [Problem(KEY, rule, quoted_path, f"put them back, or set {remedy}")]
 
     def compare_with(self, config: RunConfig) -> list[Change]:
         """Return the keys changed since the last configuration in this folder; [] without one.
@@ -231,7 +243,8 @@ class RunDirectory:
         Keys without effect in this run are free to change. Raises UserError if the last
         configuration is unreadable.
         """
-        if not (configs := self._list_configs()):
+        configs = self._list_configs()
+        if not configs:
             return []
         try:
             before = dict(yaml.safe_load(readable(lambda: configs[-1].read_text("utf-8"))))
@@ -240,14 +253,16 @@ class RunDirectory:
             remedy = f"put it back, or set training.new_run=true to take {_find_free(self.path)}"
             raise UserError(Problem(str(configs[-1]), rule, remedy=remedy)) from None
         idle = idle_keys(config)
-        found = find_changes(before, yaml.safe_load(to_yaml(config)))
-        return [replace(each, rule="free") if each.key in idle else each for each in found]
+        changes = []
+        for change in find_changes(before, yaml.safe_load(to_yaml(config))):
+            changes.append(replace(change, rule="free") if change.key in idle else change)
+        return changes
 
     def _list_configs(self) -> list[Path]:
         return list(takewhile(Path.exists, map(self._config_file, count())))
 
-    def _config_file(self, changes: int) -> Path:
-        return self.path / f"config.{changes}.yaml" if changes else self.config
+    def _config_file(self, num_changes: int) -> Path:
+        return self.path / f"config.{num_changes}.yaml" if num_changes else self.config
 
     @classmethod
     def choose(cls, config: RunConfig) -> RunDirectory:
@@ -256,10 +271,10 @@ class RunDirectory:
         With training.new_run: the first unused one among NAME, NAME-2, ...; with validation.only:
         among validation, validation-2, ... in the run's folder.
         """
-        path, new = cls.of_run(config).path, config.training.new_run
+        path = cls.of_run(config).path
         if config.validation.only:
-            path, new = path / "validation", True
-        return cls(_find_free(path) if new else path)
+            return cls(_find_free(path / "validation"))
+        return cls(_find_free(path) if config.training.new_run else path)
 
     @classmethod
     def of_run(cls, config: RunConfig) -> RunDirectory:
@@ -281,8 +296,12 @@ def readable(read: Callable[[], T]) -> T:
 
 
 def _find_free(path: Path) -> Path:
-    candidates = chain([path], (path.with_name(f"{path.name}-{n}") for n in count(2)))
-    return next(p for p in candidates if not RunDirectory(p).is_used)
+    candidate = path
+    for number in count(2):
+        if not RunDirectory(candidate).is_used:
+            break
+        candidate = path.with_name(f"{path.name}-{number}")
+    return candidate
 
 
 def find_write_obstacle(folder: Path) -> str:
@@ -304,7 +323,8 @@ def export_folders(config: RunConfig, role: Role, final: Path) -> tuple[Path | N
     They are Hugging Face's, Megatron's (None with other engines, which write none), and if the role
     trains adapters one for these.
     """
-    section, folder = config.role(role), config.save_folder(role)
+    section = config.role(role)
+    folder = config.save_folder(role)
     assert isinstance(section, LearningConfig), "frozen roles are not exported"
     prefix = final / f"{SAVED_AS[role]}_" if folder is None else f"{folder}/"
     megatron = Path(f"{prefix}{MEGATRON}") if section.backend == "megatron" else None
@@ -321,16 +341,19 @@ def check_save_folders(config: RunConfig, directory: RunDirectory) -> list[Probl
     if directory.config.exists() and not any(key.endswith(".save") for key in changed):
         return []
     problems = []
-    for role in [role for role in config.roles if role in SAVED_AS]:
-        folder, key = config.save_folder(role), f"{role.value}.save"
+    for role in config.roles:
+        folder = config.save_folder(role) if role in SAVED_AS else None
         if folder is None:
             continue
+        key = f"{role.value}.save"
         paths = export_folders(config, role, folder)
-        if full := [path for path in paths if path is not None and any(path.glob("*"))]:
-            rule = f"must not hold weights, the run would overwrite those in {full[0]}"
+        nonempty = [path for path in paths if path is not None and any(path.glob("*"))]
+        if nonempty:
+            rule = f"must not hold weights, the run would overwrite those in {nonempty[0]}"
             remedy = "give another folder, or move them away"
             problems.append(Problem(key, rule, repr(str(folder)), remedy))
-        if found := find_write_obstacle(folder):
-            rule = f"must be a folder that can be written: {found}"
+        obstacle = find_write_obstacle(folder)
+        if obstacle:
+            rule = f"must be a folder that can be written: {obstacle}"
             problems.append(Problem(key, rule, repr(str(folder)), "give another one"))
     return problems

@@ -25,7 +25,7 @@ STALE_S = 120.0  # unchanged for so long = its holder is gone
 SETTLE_S = 0.2  # after a stale lock was replaced: another process may have done so just then
 
 _held: dict[Path, threading.Event] = {}  # set to end the counting
-_seen: dict[Path, tuple[str, float]] = {}  # content of the locks of other hosts, since when
+_seen: dict[Path, tuple[str, float]] = {}  # content of other hosts' locks, unchanged since when
 
 
 class LockLost(Exception):
@@ -39,8 +39,9 @@ def take(folder: Path) -> None:
     """
     file = folder / LOCK
     while file not in _held:
-        if found := find_holder(folder):
-            raise UserError(found)
+        in_use = find_holder(folder)
+        if in_use is not None:
+            raise UserError(in_use)
         try:
             with open(file, "x", encoding="utf-8") as stream:
                 stream.write(_note())
@@ -71,8 +72,11 @@ def require(folder: Path) -> None:
     Call it before each write to the folder. An unreadable lock file is ignored.
     """
     file = folder / LOCK
+    if file not in _held:
+        return
     with contextlib.suppress(OSError):
-        if file in _held and (text := _read(file)) and not _is_mine(text):
+        text = _read(file)
+        if text and not _is_mine(text):
             raise LockLost(f"{_describe(text)} has taken {folder}")
 
 
@@ -114,13 +118,17 @@ def _look(file: Path) -> tuple[str, bool]:
         return "", True
     holder = _parse(text)
     if holder.get("machine") == _machine() != "":
-        pid, started = holder["pid"], holder["started"]
-        return (_describe(text) if started and _start_time(pid) == started else ""), True
-    before, since = _seen.setdefault(file, (text, time.monotonic()))
-    if text != before:
+        started = holder["started"]
+        # The pid alone is not enough: after the holder's end another process may get it.
+        is_alive = bool(started) and _start_time(holder["pid"]) == started
+        return (_describe(text) if is_alive else ""), True
+    text_before, unchanged_since = _seen.setdefault(file, (text, time.monotonic()))
+    if text != text_before:
         _seen[file] = text, time.monotonic()
         return _describe(text), True
-    return (_describe(text), False) if time.monotonic() - since < STALE_S else ("", True)
+    if time.monotonic() - unchanged_since < STALE_S:
+        return _describe(text), False
+    return "", True
 
 
 def _count(file: Path, ended: threading.Event) -> None:

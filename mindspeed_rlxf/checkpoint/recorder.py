@@ -57,22 +57,24 @@ class Recorder:
         self.show_samples: Sequence[Callable[[Sequence[Sample]], Any] | None] = (None, None)
         self._writes = writes
         self._timeline = Timeline(directory.timeline) if writes else None
-        self._directory, self._logging = directory, config.logging
+        self._directory = directory
+        self._logging = config.logging
         take_spans()  # those of another run of this process
         self.console = current() if writes else Console(io.StringIO())
         self.note = self.console.note  # prints a line beside the progress
         control = config.algorithm.kl_ctrl
         limit = runaway_limit(control.type == "adaptive", control.target_kl)
         excluded = rules_without_meaning(config.rollout.max_staleness)
-        self.health, done = Health(config.logging.stop_on, limit, excluded), 0
-        for done, metrics in read_metrics(directory.metrics):
-            self.health.check(done, metrics)
+        self.health = Health(config.logging.stop_on, limit, excluded)
+        last_iteration = 0
+        for last_iteration, metrics in read_metrics(directory.metrics):
+            self.health.check(last_iteration, metrics)
         for rule, finding in self.health.active.items():
-            if finding.stops and finding.iteration == done:
+            if finding.stops and finding.iteration == last_iteration:
                 self.note(
-                    f"the run was stopped after iteration {done} by logging.stop_on ({rule}: "
-                    f"{finding.text}); it goes on from there, and is stopped by it again only "
-                    "after it has ended"
+                    f"the run was stopped after iteration {last_iteration} by logging.stop_on "
+                    f"({rule}: {finding.text}); it goes on from there, and is stopped by it again "
+                    "only after it has ended"
                 )
         run_id = directory.trackers / "run_id"
         names = [name for name in config.logging.trackers if name != JSONL] if writes else []
@@ -87,22 +89,24 @@ class Recorder:
             offline={"auto": None, "online": False, "offline": True}[config.logging.tracker_mode],
         )
         self._trackers = Trackers(names, run, self.console.warn_once)
-        path, here = directory.path, Path.cwd()
-        title = str(path.relative_to(here) if path.is_relative_to(here) else path)
-        shown = config.logging.console_metrics
-        self.console.begin(config.training.train_iters, shown, done, title)
+        path = directory.path
+        if path.is_relative_to(Path.cwd()):
+            path = path.relative_to(Path.cwd())
+        metric_names = config.logging.console_metrics
+        self.console.begin(config.training.train_iters, metric_names, last_iteration, str(path))
 
     def write_iteration(self, iteration: int, metrics: dict[str, float], seconds: float) -> None:
         """Write an iteration's metrics to file and trackers, and show them on the console."""
         self._metrics.write(metrics_record(iteration, metrics, seconds))
         self._trackers.log(iteration, metrics)
         self.console.update(iteration, metrics)
-        if alike := int(metrics.get("rollout/alike_groups", 0)):
+        num_alike_groups = int(metrics.get("rollout/alike_groups", 0))
+        if num_alike_groups > 0:
             self.console.warn_once(
                 "alike_groups",
-                f"{alike} prompt groups of iteration {iteration} have zero advantages, because "
-                "all their responses score the same; raise algorithm.max_num_gen_batches, or use "
-                "easier or harder prompts",
+                f"{num_alike_groups} prompt groups of iteration {iteration} have zero advantages, "
+                "because all their responses score the same; raise algorithm.max_num_gen_batches, "
+                "or use easier or harder prompts",
             )
 
     def write_receipt(self, record: dict[str, Any]) -> None:
@@ -118,27 +122,29 @@ class Recorder:
         Prints each starting rule once. Returns the first finding stopping the run
         (`logging.stop_on`).
         """
-        found = self.health.check(iteration, metrics)
-        for finding in found:
+        findings = self.health.check(iteration, metrics)
+        for finding in findings:
             self._findings.write(asdict(finding))
             if finding.event == "began":
                 text = f"{finding.rule}: {finding.text}; {finding.remedy}"
                 self.console.warn_once(finding.rule, text)
-        return next((finding for finding in found if finding.stops), None)
+        return next((finding for finding in findings if finding.stops), None)
 
     def warn_of_non_finite(
         self, iteration: int, metrics: dict[str, float], scores: dict[int, float]
     ) -> None:
         """Warn about skipped optimizer steps and non-finite `scores` (by sample id)."""
         for role in ("critic", "actor"):
-            if count := int(metrics.get(f"{role}/skipped_steps", 0)):
+            num_skipped = int(metrics.get(f"{role}/skipped_steps", 0))
+            if num_skipped > 0:
                 self.note(
-                    f"warning: skipped {count} optimizer steps of the {role} in iteration "
+                    f"warning: skipped {num_skipped} optimizer steps of the {role} in iteration "
                     f"{iteration}: loss or gradient norm was not finite"
                 )
         if scores:
-            named = ", ".join(f"{score} for sample {i}" for i, score in list(scores.items())[:8])
-            self.note(f"warning: the reward returned {named} in iteration {iteration}")
+            examples = list(scores.items())[:8]
+            listed = ", ".join(f"{score} for sample {sample_id}" for sample_id, score in examples)
+            self.note(f"warning: the reward returned {listed} in iteration {iteration}")
 
     def write_validation(
         self, iteration: int, metrics: dict[str, float], own_line: bool = False
@@ -152,8 +158,11 @@ class Recorder:
             self._metrics.write(metrics_record(iteration, metrics, metrics["timing/val"]))
             self._trackers.log(iteration, metrics)
             self.health.check(iteration, metrics)
-        shown = " | ".join(f"{k} : {v:.4f}" for k, v in metrics.items() if k.startswith("val/"))
-        self.note(f"validation after iteration {iteration} | {shown}")
+        columns = [f"validation after iteration {iteration}"]
+        for name, value in metrics.items():
+            if name.startswith("val/"):
+                columns.append(f"{name} : {value:.4f}")
+        self.note(" | ".join(columns))
 
     def write_consumed(self, iteration: int, taken: ConsumedPrompts) -> None:
         """Append the iteration's prompts to consumed.jsonl."""
@@ -173,8 +182,10 @@ class Recorder:
         """
         if self._timeline is None:
             return
-        own = [Span(name, "driver", 0, *when) for name, when in driver.items()]
-        self._timeline.write(iteration, own + take_spans())
+        spans = []
+        for name, (start_s, duration_s) in driver.items():
+            spans.append(Span(name, "driver", 0, start_s, duration_s))
+        self._timeline.write(iteration, spans + take_spans())
 
     def token_log(self, iteration: int, sample_ids: Sequence[int]) -> TokenLog | None:
         """Return the samples to log token by token (the first `logging.samples`), or None."""
@@ -190,8 +201,8 @@ class Recorder:
 
     def close(self) -> None:
         """Close the files, trackers and console."""
-        for each in self._writers:
-            each.close()
+        for writer in self._writers:
+            writer.close()
         self._trackers.close()
         self.console.close()
 
@@ -214,10 +225,18 @@ class Recorder:
         if not count:
             return
         texts = actor.sample_texts(rollouts, count)
-        values = [score for report in scores for score in report.scores]
-        parts = [part for report in scores for part in report.parts] or [{}] * len(values)
+        values: list[float] = []
+        reward_parts: list[dict[str, float | str]] = []  # empty if the reward has a single function
+        for report in scores:
+            values += report.scores
+            reward_parts += report.parts
+        if not reward_parts:
+            reward_parts = [{}] * len(values)
         samples = []
-        for text, score, part, fields in zip(texts, values, parts, about, strict=False):
+        # The shortest is `texts`: samples are logged for the first `count` rows only.
+        for text, score, parts_of_score, fields in zip(
+            texts, values, reward_parts, about, strict=False
+        ):
             columns = shorten_columns(fields["extra_info"])
             record = text.record
             failure = record.failure if record is not None else None
@@ -228,7 +247,7 @@ class Recorder:
                 prompt_ids=text.prompt_ids,
                 response_ids=text.response_ids,
                 score=score,
-                reward_parts=part,
+                reward_parts=parts_of_score,
                 weights_version=text.weights_version,
                 turns=record.turns if record is not None else None,
                 agent_failure=f"{failure.cause}: {failure.message}" if failure else None,
@@ -236,5 +255,6 @@ class Recorder:
             )
             writer.write(sample.record(iteration))
             samples.append(sample)
-        if show := self.show_samples[validates]:
+        show = self.show_samples[validates]
+        if show is not None:
             show(samples)

@@ -40,10 +40,11 @@ def open_runs(runs: Sequence[Path], split: TokenSplitter | None = None) -> list[
 
     `split` splits strings into tokens; None = by each run's own tokenizer, if it can be loaded.
     """
-    if problems := [found for run in runs if (found := find_problem(run))]:
+    problems = [problem for problem in map(find_problem, runs) if problem is not None]
+    if problems:
         raise UserError(problems)
-    above = os.path.commonpath([run.absolute().parent for run in runs])
-    names = [printable(os.path.relpath(run, above)) for run in runs]
+    common_parent = os.path.commonpath([run.absolute().parent for run in runs])
+    names = [printable(os.path.relpath(run, common_parent)) for run in runs]
     return [
         RunFolder(run, name, find_state(run), split or load_split(run))
         for run, name in zip(runs, names, strict=True)
@@ -66,16 +67,20 @@ def find_state(run: Path) -> str:
         return "running"
     if directory.failure.exists():
         return "failed"
-    exported, iterations = RunStore(directory.checkpoints).exported(), read_iterations(run)
+    exported = RunStore(directory.checkpoints).exported()
+    iterations = read_iterations(run)
     is_finished = exported is not None and iterations and exported >= iterations[-1].number
     return "finished" if is_finished else "stopped"
 
 
 def find_version(run: Path) -> str:
     """Return a string that changes with the run's state and its file sizes."""
-    it = RunDirectory(run)
-    files = [file for file in (it.metrics, it.samples, it.val_samples, it.failure) if file.exists()]
-    return " ".join([find_state(run), *(f"{file.name} {file.stat().st_size}" for file in files)])
+    directory = RunDirectory(run)
+    version = [find_state(run)]
+    for file in (directory.metrics, directory.samples, directory.val_samples, directory.failure):
+        if file.exists():
+            version.append(f"{file.name} {file.stat().st_size}")
+    return " ".join(version)
 
 
 def load_split(run: Path) -> TokenSplitter | None:

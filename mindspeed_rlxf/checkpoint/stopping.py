@@ -27,11 +27,13 @@ class Stopped(Exception):
 class StoppedByRule(Exception):
     """The run was ended by `logging.stop_on` and is saved."""
 
-    role, phase = "driver", "health"
+    role = "driver"
+    phase = "health"
 
     def __init__(self, rule: str, text: str) -> None:
         super().__init__(f"stopped by logging.stop_on={rule}: {text}")
-        self.rule, self.cause = rule, str(self)
+        self.rule = rule
+        self.cause = str(self)
 
 
 class StopRequest:
@@ -58,7 +60,9 @@ class StopRequest:
             clock: Seconds.
             history: Past iterations used for predictions, at least HISTORY.
         """
-        self.grace_s, self.wall_s, self._clock = grace_s, wall_s, clock
+        self.grace_s = grace_s
+        self.wall_s = wall_s
+        self._clock = clock
         self._started = clock() if started is None else started
         self._iterations: deque[float] = deque(maxlen=max(history, HISTORY))
         self._saves: deque[float] = deque(maxlen=HISTORY)
@@ -70,7 +74,7 @@ class StopRequest:
         self.reason = ""
         self.iteration = self.saved = 0  # the last that ended, and that was saved
         # Under torchrun, replaced by a function that returns the first rank's answer on all ranks.
-        self.agree: Callable[[Any], Any] = lambda mine: mine
+        self.agree: Callable[[Any], Any] = lambda answer: answer
 
     def begin_iteration(self) -> None:
         """Start timing an iteration."""
@@ -80,7 +84,8 @@ class StopRequest:
         """Record the iteration's duration."""
         assert self._since is not None, "begin_iteration() comes first"
         self._iterations.append(self._clock() - self._since)
-        self.iteration, self._since = iteration, None
+        self.iteration = iteration
+        self._since = None
 
     def record_save(self, iteration: int, seconds: float) -> None:
         """Record the last saved iteration, and how long its save took."""
@@ -125,8 +130,8 @@ class StopRequest:
         """Predicted seconds until this iteration and its save end; None before one ended."""
         if not self._iterations:
             return None
-        spent = 0.0 if self._since is None else self._clock() - self._since
-        return max(self._usual_s() - spent, 0.0) + self.save_s
+        spent_s = 0.0 if self._since is None else self._clock() - self._since
+        return max(self._usual_s() - spent_s, 0.0) + self.save_s
 
     def _usual_s(self) -> float:
         return statistics.median(self._iterations or [0.0])
@@ -134,10 +139,14 @@ class StopRequest:
     @property
     def work_lost(self) -> str:
         """Message on the iterations lost by stopping now."""
-        first, last = self.saved + 1, self.under_way
-        if last < first:
+        first_lost = self.saved + 1
+        last_lost = self.under_way
+        if last_lost < first_lost:
             return "nothing is lost"
-        iterations = f"iteration {first}" if first == last else f"iterations {first} to {last}"
+        if first_lost == last_lost:
+            iterations = f"iteration {first_lost}"
+        else:
+            iterations = f"iterations {first_lost} to {last_lost}"
         start = f"the checkpoint of iteration {self.saved}" if self.saved else "the start"
         return f"{iterations} will run again, from {start}"
 
@@ -145,12 +154,12 @@ class StopRequest:
         # Another iteration is expected to take as long as the longest past one.
         if self.wall_s is None or not self._iterations:
             return False
-        needed = max(self._iterations) + self.save_s
-        if self._clock() + needed <= self._started + self.wall_s:
+        needed_s = max(self._iterations) + self.save_s
+        if self._clock() + needed_s <= self._started + self.wall_s:
             return False
         self.reason = (
             f"training.max_wall_time={self.wall_s:g} s leaves no time for another iteration and "
-            f"its save, about {needed:.0f} s"
+            f"its save, about {needed_s:.0f} s"
         )
         return True
 

@@ -16,7 +16,7 @@ import secrets
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,9 @@ WENT_BACK = "resumed_from_iteration.txt"
 NAME = re.compile(r"iter_(\d{7,})")
 REMOVED = ".removed"  # at the end of the hidden name of what is being removed
 UNUSED = ".unused"  # behind the name of a checkpoint that was set aside
-TRAINER, STATE, CONFIG = "trainer", "state.json", "config.yaml"
+TRAINER = "trainer"  # folder of the driver's files STATE and CONFIG
+STATE = "state.json"
+CONFIG = "config.yaml"
 AHEAD = "ahead"
 """Folder with the samples that were generated ahead of training; a checkpoint is whole without."""
 
@@ -71,9 +73,10 @@ class Checkpoint:
         manifest = Manifest.from_json((self.path / MANIFEST).read_bytes())
         if manifest.iteration != self.iteration:
             raise ValueError(f"{MANIFEST} is of iteration {manifest.iteration}")
-        needed = [each for each in manifest.files if not each["path"].startswith(f"{AHEAD}/")]
-        if found := find_damage(self.path, needed, by_hash=False):
-            raise ValueError("; ".join(found))
+        needed = [entry for entry in manifest.files if not entry["path"].startswith(f"{AHEAD}/")]
+        damage = find_damage(self.path, needed, by_hash=False)
+        if damage:
+            raise ValueError("; ".join(damage))
         return manifest
 
 
@@ -101,8 +104,10 @@ class Manifest:
         """Parse the output of `to_json`; ValueError if changed, or of another version."""
         try:
             about = json.loads(text)
-            stated, found = about.pop("sha256"), _digest(about)
-            version, iteration = about.pop("format_version"), about.pop("iteration")
+            stated_hash = about.pop("sha256")
+            actual_hash = _digest(about)
+            version = about.pop("format_version")
+            iteration = about.pop("iteration")
             files = about.pop("files")
         except (ValueError, KeyError):
             raise ValueError(f"{MANIFEST} differs from what was written") from None
@@ -110,7 +115,7 @@ class Manifest:
             raise ValueError(
                 f"{MANIFEST} has format_version {version}, this version reads {FORMAT_VERSION}"
             )
-        if stated != found:
+        if stated_hash != actual_hash:
             raise ValueError(f"{MANIFEST} differs from what was written (sha256)")
         return cls(iteration, files, about)
 
@@ -131,9 +136,12 @@ class RunStore:
             names = patiently(lambda: os.listdir(self.folder))
         except (FileNotFoundError, NotADirectoryError):
             return []
-        matches = filter(None, map(NAME.fullmatch, names))
-        found = [Checkpoint(self.folder / match[0], int(match[1])) for match in matches]
-        return sorted(found, key=lambda each: -each.iteration)
+        checkpoints = []
+        for name in names:
+            match = NAME.fullmatch(name)
+            if match is not None:
+                checkpoints.append(Checkpoint(self.folder / name, int(match[1])))
+        return sorted(checkpoints, key=lambda checkpoint: -checkpoint.iteration)
 
     def hidden(self, iteration: int) -> Path:
         """Return the hidden folder in which a checkpoint is written."""
@@ -162,26 +170,27 @@ class RunStore:
         It gets a hidden name first, so no half-removed checkpoint looks published. Network file
         systems keep files open elsewhere (`.nfs*`): the next save tries again.
         """
-        going = path
+        doomed = path
         try:
             if path.suffix != REMOVED:
-                going = self.folder / f".{path.name}.{secrets.token_hex(4)}{REMOVED}"
-                os.replace(path, going)
-            if going.is_dir() and not going.is_symlink():
-                shutil.rmtree(going, ignore_errors=True)
-                if going.exists():
-                    going.rmdir()  # raises with the reason
+                doomed = self.folder / f".{path.name}.{secrets.token_hex(4)}{REMOVED}"
+                os.replace(path, doomed)
+            if doomed.is_dir() and not doomed.is_symlink():
+                shutil.rmtree(doomed, ignore_errors=True)
+                if doomed.exists():
+                    doomed.rmdir()  # raises with the reason
             else:
-                going.unlink()
+                doomed.unlink()
         except OSError as error:
-            logger.warning("%s cannot be removed now (%s)", going, error.strerror)
+            logger.warning("%s cannot be removed now (%s)", doomed, error.strerror)
 
     def commit(self, manifest: Manifest) -> Path:
         """Publish a checkpoint: write the manifest, rename the hidden folder, update the pointer.
 
         Returns the final path. An older checkpoint with this name is set aside (`move_aside`).
         """
-        hidden, final = self.hidden(manifest.iteration), self.path(manifest.iteration)
+        hidden = self.hidden(manifest.iteration)
+        final = self.path(manifest.iteration)
         write_text(hidden / MANIFEST, manifest.to_json())
         for folder in (hidden, *(path for path in hidden.rglob("*") if path.is_dir())):
             sync_folder(folder)
@@ -213,12 +222,18 @@ class RunStore:
         The folder gets copies of the files `copied` that exist. Returns it; None if there is no
         such checkpoint.
         """
-        newer = [each for each in self.newest_first() if each.iteration > iteration]
+        newer = []
+        for checkpoint in self.newest_first():
+            if checkpoint.iteration > iteration:
+                newer.append(checkpoint)
         if not newer:
             return None
-        path = self.folder / f"after_{iteration:07d}"
-        names = chain([path], (path.with_name(f"{path.name}-{n}") for n in count(2)))
-        aside = next(name for name in names if not name.exists())
+        name = f"after_{iteration:07d}"
+        aside = self.folder / name
+        for number in count(2):
+            if not aside.exists():
+                break
+            aside = self.folder / f"{name}-{number}"
         aside.mkdir()
         for file in copied:
             if file.exists():
@@ -233,15 +248,15 @@ class RunStore:
 
         Also removes `NAME.unused` folders from before the two newest remaining iterations.
         """
-        kept = []
-        for i, each in enumerate(self.newest_first()):
-            is_multiple = keep_every > 0 and each.iteration % keep_every == 0
-            if i < keep_last or is_multiple or each.iteration == best:
-                kept.append(each.path)
+        kept_paths = []
+        for age, checkpoint in enumerate(self.newest_first()):
+            is_multiple = keep_every > 0 and checkpoint.iteration % keep_every == 0
+            if age < keep_last or is_multiple or checkpoint.iteration == best:
+                kept_paths.append(checkpoint.path)
             else:
-                self._remove(each.path)
+                self._remove(checkpoint.path)
         for folder in self.folder.glob(f"iter_*{UNUSED}"):
-            if folder < min(kept[:2]):
+            if folder < min(kept_paths[:2]):  # the names sort by iteration
                 self._remove(folder)
 
     def exported(self) -> int | None:
@@ -275,23 +290,29 @@ def find_whole_checkpoints(
     Complete: all file sizes match, no trained role lacks files, and the driver's files have their
     hashes. The roles' ranks hash their own files later. Raises StorageUnreadable.
     """
-    whole, problems = [], []
-    parts = [name for role, name in SAVED_AS.items() if role in config.roles] + [TRAINER]
-
-    def read(checkpoint: Checkpoint) -> Checkpoint:
-        manifest, folder = checkpoint.read(), checkpoint.path / TRAINER
-        if missing := [name for name in parts if not entries_below(name, manifest.files)]:
-            raise ValueError(f"no files of {' and '.join(missing)}")
-        if damage := find_damage(folder, entries_below(TRAINER, manifest.files)):
-            raise ValueError("; ".join(f"{TRAINER}/{problem}" for problem in damage))
-        return replace(checkpoint, state=json.loads((folder / STATE).read_bytes()))
-
+    complete: list[Checkpoint] = []
+    problems = []
+    folder_names = [name for role, name in SAVED_AS.items() if role in config.roles]
+    folder_names.append(TRAINER)
     for checkpoint in readable(store.newest_first):
         try:
-            whole.append(readable(functools.partial(read, checkpoint)))
+            complete.append(readable(functools.partial(_read_state, checkpoint, folder_names)))
         except (ValueError, OSError) as error:
             problems.append(f"{checkpoint.path} is damaged: {error}")
-    return whole, problems
+    return complete, problems
+
+
+def _read_state(checkpoint: Checkpoint, folder_names: Sequence[str]) -> Checkpoint:
+    """Return the checkpoint with its `state`; ValueError if it is not complete."""
+    manifest = checkpoint.read()
+    missing = [name for name in folder_names if not entries_below(name, manifest.files)]
+    if missing:
+        raise ValueError(f"no files of {' and '.join(missing)}")
+    folder = checkpoint.path / TRAINER
+    damage = find_damage(folder, entries_below(TRAINER, manifest.files))
+    if damage:
+        raise ValueError("; ".join(f"{TRAINER}/{problem}" for problem in damage))
+    return replace(checkpoint, state=json.loads((folder / STATE).read_bytes()))
 
 
 def no_whole_checkpoint(directory: RunDirectory, problems: Sequence[str]) -> Problem:
@@ -305,18 +326,24 @@ def check_chosen(config: RunConfig) -> list[Problem]:
     """Return a problem if `training.resume_from` or `validation.checkpoint` names no checkpoint."""
     directory = RunDirectory.of_run(config)
     store = RunStore(directory.checkpoints)
-    key, iteration = "training.resume_from", store.goes_back_to(config.training.resume_from)
     if config.validation.only:
-        key, iteration = "validation.checkpoint", config.validation.checkpoint
+        key = "validation.checkpoint"
+        iteration = config.validation.checkpoint
+    else:
+        key = "training.resume_from"
+        iteration = store.goes_back_to(config.training.resume_from)
     if iteration is None or config.training.new_run:
         return []
-    whole, damaged = find_whole_checkpoints(config, store)
-    known = [checkpoint.iteration for checkpoint in reversed(whole)]
-    if iteration in known:
+    complete, damaged = find_whole_checkpoints(config, store)
+    complete_iterations = [checkpoint.iteration for checkpoint in reversed(complete)]
+    if iteration in complete_iterations:
         return []
     rule = f"must be the iteration of a whole checkpoint in {store.folder}"
     reasons = [line for line in damaged if line.startswith(f"{store.path(iteration)} ")]
-    remedy = use(neighbours(iteration, known)) if known else "remove it, there is none"
+    if complete_iterations:
+        remedy = use(neighbours(iteration, complete_iterations))
+    else:
+        remedy = "remove it, there is none"
     return [Problem(key, "; ".join([rule, *reasons]), iteration, remedy)]
 
 
@@ -326,14 +353,16 @@ def check_resume(config: RunConfig, directory: RunDirectory) -> list[Problem]:
     That is the newest, or the one of `training.resume_from`.
     """
     store = RunStore(directory.checkpoints)
-    whole, problems = find_whole_checkpoints(config, store)
-    wanted, chosen = config.training.train_iters, store.goes_back_to(config.training.resume_from)
-    if whole and (chosen or whole[0].iteration) > wanted:
-        done = chosen or whole[0].iteration
-        rule = f"must be at least the {done} iterations that the run in {directory.path} has done"
-        remedy = f"use {done} or more, or training.new_run=true"
-        return [Problem("training.train_iters", rule, wanted, remedy)]
-    return [no_whole_checkpoint(directory, problems)] if problems and not whole else []
+    complete, problems = find_whole_checkpoints(config, store)
+    if not complete:
+        return [no_whole_checkpoint(directory, problems)] if problems else []
+    iteration = store.goes_back_to(config.training.resume_from) or complete[0].iteration
+    train_iters = config.training.train_iters
+    if iteration <= train_iters:
+        return []
+    rule = f"must be at least the {iteration} iterations that the run in {directory.path} has done"
+    remedy = f"use {iteration} or more, or training.new_run=true"
+    return [Problem("training.train_iters", rule, train_iters, remedy)]
 
 
 def is_finished(config: RunConfig, directory: RunDirectory) -> bool:
@@ -345,8 +374,10 @@ def is_finished(config: RunConfig, directory: RunDirectory) -> bool:
     store = RunStore(directory.checkpoints)
     if store.goes_back_to(config.training.resume_from) is not None:
         return False
-    whole, _ = find_whole_checkpoints(config, store)
-    return bool(whole) and whole[0].iteration == store.exported() == config.training.train_iters
+    complete, _ = find_whole_checkpoints(config, store)
+    if not complete:
+        return False
+    return complete[0].iteration == store.exported() == config.training.train_iters
 
 
 def describe_start(config: RunConfig) -> list[str]:
@@ -358,16 +389,20 @@ def describe_start(config: RunConfig) -> list[str]:
     if not directory.is_used:
         return [f"starts at iteration 1, in {directory.path}"]
     if is_finished(config, directory):
-        done = config.training.train_iters
-        return [f"{directory.path} has its {done} iterations already, so nothing is done"]
+        train_iters = config.training.train_iters
+        return [f"{directory.path} has its {train_iters} iterations already, so nothing is done"]
     store = RunStore(directory.checkpoints)
-    whole, _ = find_whole_checkpoints(config, store)
+    complete, _ = find_whole_checkpoints(config, store)
     iteration = store.goes_back_to(config.training.resume_from)
-    if iteration is None and whole:
-        iteration = whole[0].iteration
-    place = "as there is no checkpoint" if iteration is None else f"from {store.path(iteration)}"
-    changes = [f"changed since the last start: {each}" for each in directory.compare_with(config)]
-    return [f"resumes at iteration {(iteration or 0) + 1}, {place}", *changes]
+    if iteration is None and complete:
+        iteration = complete[0].iteration
+    if iteration is None:
+        lines = ["resumes at iteration 1, as there is no checkpoint"]
+    else:
+        lines = [f"resumes at iteration {iteration + 1}, from {store.path(iteration)}"]
+    for change in directory.compare_with(config):
+        lines.append(f"changed since the last start: {change}")
+    return lines
 
 
 def hash_prompts(
@@ -377,15 +412,15 @@ def hash_prompts(
 
     `reads_extra_info` includes the rows' other columns, passed to reward functions.
     """
-    found = hashlib.sha256(json.dumps(sorted(eos_token_ids)).encode())
+    digest = hashlib.sha256(json.dumps(sorted(eos_token_ids)).encode())
     for prompt in prompts:
-        found.update(len(prompt.token_ids).to_bytes(8, "little"))
-        found.update(prompt.token_ids.astype("<i8").tobytes())
+        digest.update(len(prompt.token_ids).to_bytes(8, "little"))
+        digest.update(prompt.token_ids.astype("<i8").tobytes())
         labels: list[Any] = [prompt.ground_truth, prompt.data_source]
         if reads_extra_info and prompt.extra_info:
             labels.append(prompt.extra_info)
-        found.update(json.dumps(labels, sort_keys=True).encode())
-    return found.hexdigest()
+        digest.update(json.dumps(labels, sort_keys=True).encode())
+    return digest.hexdigest()
 
 
 def cut_files(directory: RunDirectory, positions: dict[str, int]) -> None:
@@ -407,13 +442,13 @@ def find_shortened_file(directory: RunDirectory, positions: dict[str, int]) -> s
     Sample files may be shorter: users remove them, and no state depends on them.
     """
     for file in (directory.metrics, directory.health, directory.consumed):
-        wanted = positions.get(file.name, 0)
+        checkpoint_bytes = positions.get(file.name, 0)
         try:
-            there = readable(file.stat).st_size
+            file_bytes = readable(file.stat).st_size
         except FileNotFoundError:
-            there = 0
-        if there < wanted:
-            return f"{file} has {there} bytes, the checkpoint counts {wanted}"
+            file_bytes = 0
+        if file_bytes < checkpoint_bytes:
+            return f"{file} has {file_bytes} bytes, the checkpoint counts {checkpoint_bytes}"
     return ""
 
 

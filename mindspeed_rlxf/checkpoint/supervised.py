@@ -11,21 +11,25 @@ from typing import Any
 
 from mindspeed_rlxf.weights.atomic import replace_file
 
-EXIT_DONE, EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED = 0, 1, 2, 75
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_MISTAKE = 2
+EXIT_STOPPED = 75
 CHILD_OF = "RLXF_SUPERVISOR"  # "PID:TIME:FILE": the supervisor, when the command was given, facts
 
 
 def report_facts(**facts: Any) -> None:
     """Add facts to the supervisor's JSON file, if there is a supervisor."""
-    if given := read_supervision():
-        file = Path(given[1])
+    supervision = read_supervision()
+    if supervision is not None:
+        file = Path(supervision[1])
         write_facts(file, {**read_facts(file), **facts})
 
 
 def find_command_start() -> float | None:
     """Return the command's start by `time.monotonic`; None without a supervisor."""
-    given = read_supervision()
-    return float(given[2]) if given else None
+    supervision = read_supervision()
+    return float(supervision[2]) if supervision else None
 
 
 def read_supervision() -> tuple[int, str, str] | None:
@@ -43,10 +47,10 @@ def read_supervision() -> tuple[int, str, str] | None:
 def read_facts(file: Path) -> dict[str, Any]:
     """Return the facts in a JSON file; {} if unreadable."""
     try:
-        found = json.loads(file.read_bytes())
+        facts = json.loads(file.read_bytes())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return facts if isinstance(facts, dict) else {}
 
 
 def write_facts(file: Path, facts: Mapping[str, Any]) -> None:

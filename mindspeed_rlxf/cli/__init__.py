@@ -33,8 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments[0] if arguments else "--help"
     if name in COMMANDS:
-        if name == "train" and argv is None and (code := supervise()) is not None:
-            return code
+        if name == "train" and argv is None:
+            exit_code = supervise()  # None in the child process, which trains
+            if exit_code is not None:
+                return exit_code
         # Imported here, as the process that supervises a run needs none of the commands.
         from mindspeed_rlxf.cli import (
             convert,
@@ -53,7 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     use_utf8_output()
     usage = f"usage: mindspeed-rlxf {{{','.join(COMMANDS)}}} ..."
     if name in ("-h", "--help"):
-        print(usage, "", *(f"  {name:<12}{what}" for name, what in COMMANDS.items()), "", sep="\n")
+        print(usage)
+        print()
+        for command, purpose in COMMANDS.items():
+            print(f"  {command:<12}{purpose}")
+        print()
         print("mindspeed-rlxf COMMAND --help has the options of a command.")
         return 0
     print(f"error: {name}: no such command; {usage}", file=sys.stderr)

@@ -29,8 +29,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, options: Iterable[Option], **settings: Any) -> None:
         super().__init__(**settings)
-        for names, each in options:
-            self.add_argument(*names, **each)
+        for names, option_settings in options:
+            self.add_argument(*names, **option_settings)
 
     def error(self, message: str) -> NoReturn:
         """Raise the message as a UserError."""
@@ -45,7 +45,9 @@ def program_name(name: str) -> str:
 
 def unknown_options(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> list[Problem]:
     """Return a problem for each word left over by `parse_known_args`."""
-    options = [option for action in parser._actions for option in action.option_strings]
+    options: list[str] = []
+    for action in parser._actions:
+        options += action.option_strings
     problems = []
     for word in unknown:
         flag = word.split("=")[0]
@@ -82,12 +84,12 @@ def command(main: Callable[P, int]) -> Callable[P, int]:
     return run
 
 
-def number(least: int) -> Callable[[str], int]:
+def number(minimum: int) -> Callable[[str], int]:
     """Return argparse's `type` for an integer option with a lower bound."""
 
     def number(text: str) -> int:
-        if int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text} must be {least} or more")
+        if int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"{text} must be {minimum} or more")
         return int(text)
 
     return number
@@ -102,11 +104,13 @@ def progress_bar(unit: str, step: int = 1) -> Iterator[Callable[..., None]]:
     """
     from tqdm import tqdm  # here, as the process that supervises a run imports this module too
 
-    rare = {"delay": LINE_S, "mininterval": LINE_S, "miniters": step}
-    with tqdm(unit=unit, unit_scale=True, **({} if sys.stderr.isatty() else rare)) as bar:
+    intervals: dict[str, Any] = {}
+    if not sys.stderr.isatty():
+        intervals = {"delay": LINE_S, "mininterval": LINE_S, "miniters": step}
+    with tqdm(unit=unit, unit_scale=True, **intervals) as bar:
 
-        def move(done: int, total: int | None = None) -> None:
+        def move(num_done: int, total: int | None = None) -> None:
             bar.total = total
-            bar.update(done - bar.n)
+            bar.update(num_done - bar.n)
 
         yield move

@@ -100,11 +100,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments, unknown = parser.parse_known_args(argv)
         problems, ignored = check_flags(arguments, CONVERT_FLAGS)
-        if problems := [*problems, *unknown_options(parser, unknown)]:
+        problems += unknown_options(parser, unknown)
+        if problems:
             return fail(problems)
         conversion = plan_conversion(arguments)
         if ignored:
-            flags = ", ".join(f"{name} ({why})" for name, why in ignored.items())
+            flags = ", ".join(f"{name} ({reason})" for name, reason in ignored.items())
             print(f"note: flags without effect: {flags}", file=sys.stderr)
         with progress_bar("B") as progress:
             convert(conversion, progress)
@@ -115,11 +116,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         return fail([Problem("", str(error))])
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        rule, remedy = f"cannot be read or written ({error.strerror})", "run the same command again"
-        remedy = f"{'free some space' if full else 'correct that'} and {remedy}"
-        file = error.filename or conversion.target
-        return fail([Problem(f"{file}", rule, remedy=remedy)], 75 if full else 2)
+        is_disk_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        file = str(error.filename or conversion.target)
+        rule = f"cannot be read or written ({error.strerror})"
+        remedy = "free some space" if is_disk_full else "correct that"
+        remedy += " and run the same command again"
+        return fail([Problem(file, rule, remedy=remedy)], 75 if is_disk_full else 2)
     if RM_HEAD_BIAS in conversion.weights:
         bias = float(conversion.weights[RM_HEAD_BIAS].read(whole((1,))))
         if bias:

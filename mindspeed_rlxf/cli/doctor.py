@@ -46,24 +46,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.overrides and arguments.config_name is None:
         parser.error(f"{arguments.overrides[0]} changes a configuration: give --config-name")
     config: RunConfig | None = None
-    found: list[Finding] = []
-    if name := arguments.config_name:
+    findings: list[Finding] = []
+    name = arguments.config_name
+    if name:
         tree = compose(name, arguments.overrides, arguments.config_dir)
         try:
             stem = name.removesuffix(".yaml")
             config, _ = resolve_with_notes(translate(tree), stem, arguments.overrides)
-            found = [ok("config", name)]
+            findings = [ok("config", name)]
         except ConfigError as problem:
             remedy = "correct it: its run directory and devices are not looked at"
-            found = [error("config", str(each), remedy) for each in problem.problems]
+            findings = [error("config", str(cause), remedy) for cause in problem.problems]
     subject = choose_subject(config, DeviceKind(arguments.device))
     if arguments.cluster:
         address = arguments.address or (config.runtime.address if config else None)
-        found += check_cluster(subject, address)
+        findings += check_cluster(subject, address)
     else:
-        found += check_host(subject)
+        findings += check_host(subject)
     if arguments.json:
-        print(json.dumps(as_json(found), indent=2, ensure_ascii=False))
+        print(json.dumps(as_json(findings), indent=2, ensure_ascii=False))
     else:
-        print(as_text(found))
-    return exit_code(found)
+        print(as_text(findings))
+    return exit_code(findings)

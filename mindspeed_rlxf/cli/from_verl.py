@@ -30,11 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         OPTIONS, prog=program_name("from-verl"), description="A YAML of verl in the keys used here."
     )
     arguments = parser.parse_intermixed_args(argv)
-    given = translate_verl(read_verl(arguments.file, arguments.overrides), count_rows)
-    for note in given.list_notes():
+    translated = translate_verl(read_verl(arguments.file, arguments.overrides), count_rows)
+    for note in translated.list_notes():
         print(f"note: {note}", file=sys.stderr)
-    if problems := [*given.problems, *find_wrong_values(given)]:
+    problems = [*translated.problems, *find_wrong_values(translated)]
+    if problems:
         return fail(problems)
-    filled = {name: given.sections[name] for name in sorted(given.sections) if given.sections[name]}
-    print(yaml.safe_dump(filled, sort_keys=False, allow_unicode=True, width=100), end="")
+    sections = {name: section for name, section in sorted(translated.sections.items()) if section}
+    print(yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=100), end="")
     return 0

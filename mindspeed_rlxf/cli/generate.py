@@ -70,11 +70,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = Path(arguments.source).absolute()
     source = find_source(path, _changes(arguments), arguments.checkpoint)
     actor = source.actor
-    how = "greedy"
+    sampling = "greedy"
     if actor.do_sample:
-        how = f"temperature {actor.temperature:g}, top_k {actor.top_k}, top_p {actor.top_p:g}"
+        sampling = f"temperature {actor.temperature:g}, top_k {actor.top_k}, top_p {actor.top_p:g}"
     limit = f"at most {actor.max_new_tokens} tokens"
-    print(f"note: weights of {source.shown}; {how}, {limit}", file=sys.stderr, flush=True)
+    print(f"note: weights of {source.shown}; {sampling}, {limit}", file=sys.stderr, flush=True)
     try:
         kind = DeviceKind(arguments.device)
         with open_generator(source, kind, arguments.engine) as generator:
@@ -93,42 +93,39 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _check(arguments: argparse.Namespace) -> None:
     """Raise UserError for options that contradict each other."""
-    given = [name for name in SAMPLING if getattr(arguments, name) is not None]
-    prompts = arguments.prompt or arguments.file
-    checks = [
-        (
-            arguments.prompt and arguments.file,
-            Problem("--prompt and --file", "must not both be given", remedy="remove one"),
-        ),
-        (
-            not prompts and not arguments.chat,
-            Problem("", "there is nothing to answer", remedy="give --prompt, --file or --chat"),
-        ),
-        (
-            not prompts and (arguments.output or arguments.n > 1),
-            Problem("--output and --n", "need --prompt or --file", remedy="remove them"),
-        ),
-        (
-            arguments.greedy and given,
-            Problem(
-                "--greedy",
-                f"must not be given with {', '.join('--' + n.replace('_', '-') for n in given)}",
-                remedy="remove one",
-            ),
-        ),
-        (
-            arguments.output and Path(arguments.output).exists(),
-            Problem("--output", "must not exist yet", arguments.output, "give another file"),
-        ),
-    ]
-    if problems := [problem for broken, problem in checks if broken]:
+    problems = []
+    if arguments.prompt and arguments.file:
+        problems.append(
+            Problem("--prompt and --file", "must not both be given", remedy="remove one")
+        )
+    has_prompts = arguments.prompt or arguments.file
+    if not has_prompts and not arguments.chat:
+        remedy = "give --prompt, --file or --chat"
+        problems.append(Problem("", "there is nothing to answer", remedy=remedy))
+    if not has_prompts and (arguments.output or arguments.n > 1):
+        rule = "need --prompt or --file"
+        problems.append(Problem("--output and --n", rule, remedy="remove them"))
+    sampling_flags = []
+    for name in SAMPLING:
+        if getattr(arguments, name) is not None:
+            sampling_flags.append("--" + name.replace("_", "-"))
+    if arguments.greedy and sampling_flags:
+        rule = f"must not be given with {', '.join(sampling_flags)}"
+        problems.append(Problem("--greedy", rule, remedy="remove one"))
+    if arguments.output and Path(arguments.output).exists():
+        rule = "must not exist yet"
+        problems.append(Problem("--output", rule, arguments.output, "give another file"))
+    if problems:
         raise UserError(problems)
 
 
 def _changes(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the actor's keys that the options replace; a sampling option asks for sampling."""
-    names = (*SAMPLING, "max_new_tokens")
-    changes = {n: getattr(arguments, n) for n in names if getattr(arguments, n) is not None}
+    changes: dict[str, Any] = {}
+    for name in (*SAMPLING, "max_new_tokens"):
+        value = getattr(arguments, name)
+        if value is not None:
+            changes[name] = value
     if arguments.greedy:
         changes["do_sample"] = False
     elif any(name in changes for name in SAMPLING):
@@ -150,10 +147,10 @@ def _answer(generator: "Generator", arguments: argparse.Namespace, seed: int) ->
             print(note, file=sys.stderr, flush=True)
     answers = generator.answer(prompts, seed, arguments.n)
     if not (arguments.file or arguments.output):
-        many = len(prompts) * arguments.n > 1
+        has_several = len(prompts) * arguments.n > 1
         for number, responses in enumerate(answers, 1):
             for i, response in enumerate(responses, 1):
-                if many:
+                if has_several:
                     print(f"--- prompt {number}, response {i} ({response.finish_reason})")
                 print(response.text, flush=True)
         return 0

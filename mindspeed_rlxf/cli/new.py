@@ -38,8 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = arguments.name.removesuffix(".yaml")
     file = Path(f"{name}.yaml")
     if file.exists():
-        rule, remedy = "must not exist", "choose another name, or remove it"
-        raise UserError(Problem("NAME", rule, str(file), remedy))
+        remedy = "choose another name, or remove it"
+        raise UserError(Problem("NAME", "must not exist", str(file), remedy))
     text = first_yaml(
         arguments.stage,
         arguments.model,

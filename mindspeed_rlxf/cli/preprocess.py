@@ -116,8 +116,9 @@ def _check_options(arguments: argparse.Namespace) -> PreprocessOptions:
         problems.append(Problem("--tokenizer-name-or-path", "is required", remedy="give a folder"))
     name = arguments.handler_name
     if name not in HANDLERS:
-        reason, guess = REFUSED_HANDLERS.get(name), closest(name, HANDLERS) or DEFAULT_HANDLER
-        reason = reason or f"there is no such handler; did you mean {guess}?"
+        guess = closest(name, HANDLERS) or DEFAULT_HANDLER
+        unknown = f"there is no such handler; did you mean {guess}?"
+        reason = REFUSED_HANDLERS.get(name) or unknown
         problems.append(Problem("--handler-name", f"is not supported: {reason}", name))
     handler = HANDLERS.get(name, HANDLERS[DEFAULT_HANDLER])
     keys: Keys = handler.keys()
@@ -130,8 +131,8 @@ def _check_options(arguments: argparse.Namespace) -> PreprocessOptions:
         problems.append(Problem("--overlong", "needs --seq-length", arguments.overlong, remedy))
     if problems:
         raise UserError(problems)
-    for flag, why in ignored.items():
-        _note(f"{flag} has no effect: {why}")
+    for flag, reason in ignored.items():
+        _note(f"{flag} has no effect: {reason}")
     additional = arguments.dataset_additional_keys
     return PreprocessOptions(
         inputs=tuple(arguments.input),
@@ -159,8 +160,10 @@ def _print_counts(counts: Counts, prefix: str) -> None:
     for file in counts.skipped:
         _note(f"{file} is skipped: files of its type are not read")
     lines = {"rows read": counts.rows_read, "rows written": counts.rows_written}
-    lines |= {f"dropped, {reason}": count for reason, count in counts.dropped.most_common()}
-    lines |= {"cut to --seq-length": counts.cut} if counts.cut else {}
+    for reason, count in counts.dropped.most_common():
+        lines[f"dropped, {reason}"] = count
+    if counts.cut:
+        lines["cut to --seq-length"] = counts.cut
     for name, count in lines.items():
         print(f"{name:<24} {count:>10}")
     print(f"written: {prefix}_packed_*")

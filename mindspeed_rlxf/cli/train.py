@@ -104,18 +104,21 @@ def _dry_run(config: RunConfig, nested: bool) -> int:
     from mindspeed_rlxf.ops.planning.plan import plan
     from mindspeed_rlxf.trainer.preflight import prepare
 
-    planned = plan(config, nested)
-    print(planned.text, flush=True)
+    run_plan = plan(config, nested)
+    print(run_plan.text, flush=True)
     for problem in check_devices(config):
         print(f"note: this host cannot run it: {problem}", flush=True)
-    problems = [*check_launch(config), *planned.problems]
+    problems = [*check_launch(config), *run_plan.problems]
     try:
-        for line in () if config.validation.only else describe_start(config):
-            print(f"note: {line}", flush=True)
+        if not config.validation.only:
+            for line in describe_start(config):
+                print(f"note: {line}", flush=True)
         prepared = prepare(config)
-        if prompts := len(prepared.train_prompts):
-            drawn = config.training.train_iters * config.training.global_batch_size
-            print(f"note: {prompts} prompts, drawn {drawn / prompts:.3g} times each", flush=True)
+        num_prompts = len(prepared.train_prompts)
+        if num_prompts > 0:
+            num_drawn = config.training.train_iters * config.training.global_batch_size
+            times = f"{num_drawn / num_prompts:.3g}"
+            print(f"note: {num_prompts} prompts, drawn {times} times each", flush=True)
         for notice in prepared.notices:
             print(f"note: {notice}", flush=True)
     except UserError as error:

@@ -67,15 +67,15 @@ def make_server(run: Path, max_samples: int, port: int) -> HTTPServer:
 
     Raises UserError if the port cannot be bound.
     """
-    made = {"": b""}  # version -> page
+    page_of_version = {"": b""}  # the last page alone, to make it anew only after a change
 
     def page() -> bytes:
         version = find_version(run)
-        if version not in made:
+        if version not in page_of_version:
             text = make_report(open_runs([run]), max_samples, version)
-            made.clear()
-            made[version] = text.encode("utf-8", "backslashreplace")
-        return made[version]
+            page_of_version.clear()
+            page_of_version[version] = text.encode("utf-8", "backslashreplace")
+        return page_of_version[version]
 
     pages: dict[str, Callable[[], bytes]] = {
         "/": page, "/version": lambda: find_version(run).encode()

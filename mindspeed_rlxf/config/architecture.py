@@ -10,9 +10,12 @@ from mindspeed_rlxf.config.problems import Problem, at_most, divides, divisors, 
 EXPERTS = "num_experts"
 """Condition for expert keys, see `unused`."""
 
-MOST_LAYERS, MOST_EXPERTS, MOST_WIDTH = 10_000, 10_000, 2**22
-MOST_TOKENS, MOST_POSITIONS = 2**27, 2**31
-"""Upper limits, above any real model: checking a config allocates memory by them."""
+# Upper limits, above any real model: checking a config allocates memory by them.
+MOST_LAYERS = 10_000
+MOST_EXPERTS = 10_000
+MOST_WIDTH = 2**22
+MOST_TOKENS = 2**27
+MOST_POSITIONS = 2**31
 
 
 class ArchitectureConfig(Section):
@@ -98,11 +101,12 @@ class ArchitectureConfig(Section):
     @property
     def balances_experts(self) -> bool:
         """Whether training adds the expert load-balancing loss."""
-        wanted = self.moe_router_load_balancing_type == "aux_loss"
-        return self.num_experts is not None and wanted and self.moe_aux_loss_coeff > 0
+        has_loss = self.moe_router_load_balancing_type == "aux_loss" and self.moe_aux_loss_coeff > 0
+        return self.num_experts is not None and has_loss
 
     def _broken_rules(self) -> Iterator[Problem]:
-        heads, width = self.num_attention_heads, self.hidden_size
+        heads = self.num_attention_heads
+        width = self.hidden_size
         if self.kv_channels is None and width % heads:
             rule = f"must divide hidden_size={width} where kv_channels is not given"
             yield Problem(
@@ -115,7 +119,8 @@ class ArchitectureConfig(Section):
         if self.rope_scaling_type == "llama3" and self.original_max_position_embeddings is None:
             key = "original_max_position_embeddings"
             yield Problem(key, "is required with rope_scaling_type=llama3")
-        experts, topk = self.num_experts, self.moe_router_topk
+        experts = self.num_experts
+        topk = self.moe_router_topk
         if experts is not None:
             yield from at_most("moe_router_topk", topk, f"num_experts={experts}", experts)
         if experts is not None and topk == 1 and not self.moe_router_pre_softmax:
@@ -163,17 +168,18 @@ def find_uneven(
     """
     good = use(neighbours(tp, possible_sizes(a)))
     width = "moe_ffn_hidden_size" if a.num_experts and a.moe_ffn_hidden_size else "ffn_hidden_size"
-    heads, groups, mlp = (
-        ref(f"{section}architecture.{name}")
-        for name in ("num_attention_heads", "num_query_groups", width)
-    )
-    splits_heads, whole = a.num_attention_heads % tp == 0, whole_groups(a, tp)
-    rows = f"the {qkv_rows(a)} rows of model.{model}'s query, key and value projections"
-    checks = {
-        f"must divide {heads}={a.num_attention_heads}": splits_heads,
-        f"must divide {groups}={a.kv_heads}, or be a multiple of it": whole,
-        f"must divide {rows}": not (splits_heads and whole) or qkv_rows(a) % tp == 0,
-        f"must divide {mlp}={a.mlp_hidden_size}": a.mlp_hidden_size % tp == 0,
-    }
-    for rule in (rule for rule, holds in checks.items() if not holds):
+    heads = ref(f"{section}architecture.num_attention_heads")
+    groups = ref(f"{section}architecture.num_query_groups")
+    mlp = ref(f"{section}architecture.{width}")
+    splits_heads = a.num_attention_heads % tp == 0
+    splits_groups = whole_groups(a, tp)
+    if not splits_heads:
+        yield Problem(key, f"must divide {heads}={a.num_attention_heads}", tp, good)
+    if not splits_groups:
+        rule = f"must divide {groups}={a.kv_heads}, or be a multiple of it"
         yield Problem(key, rule, tp, good)
+    if splits_heads and splits_groups and qkv_rows(a) % tp:
+        rows = f"the {qkv_rows(a)} rows of model.{model}'s query, key and value projections"
+        yield Problem(key, f"must divide {rows}", tp, good)
+    if a.mlp_hidden_size % tp:
+        yield Problem(key, f"must divide {mlp}={a.mlp_hidden_size}", tp, good)

@@ -30,28 +30,28 @@ def reset_megatron_keys(given: Given, overrides: Sequence[str]) -> None:
         given: The YAML with the overrides applied.
         overrides: `key=value` arguments of the command line.
     """
-    named = {_key_of(override) for override in overrides}
+    overridden = {_key_of(override) for override in overrides}
     for role in CONFIGURED:
         name = role.value
-        if not _chooses_fsdp(given, name, named) or not _has_model(given, role):
+        if not _chooses_fsdp(given, name, overridden) or not _has_model(given, role):
             continue
         for key, value in WITHOUT_MEGATRON.items():
             if given.value(name, key) not in (None, value):
-                _reset(given, name, key, value, named)
+                _reset(given, name, key, value, overridden)
         is_trained = "recompute" in keys_of(name)
         if is_trained and given.value(name, "recompute") == "selective":
-            _reset(given, name, "recompute", "full", named)
+            _reset(given, name, "recompute", "full", overridden)
 
 
 def _key_of(override: str) -> str:
     return override.partition("=")[0].lstrip("+").replace("-", "_")
 
 
-def _chooses_fsdp(given: Given, role: str, named: set[str]) -> bool:
+def _chooses_fsdp(given: Given, role: str, overridden: set[str]) -> bool:
     """Whether the command line gives the role FSDP; the reference follows the actor."""
     if given.value(role, "backend") is None and role == Role.REF.value:
         role = Role.ACTOR_ROLLOUT.value
-    is_named = given.written(f"{role}.backend") in named
+    is_named = given.written(f"{role}.backend") in overridden
     return is_named and given.value(role, "backend") == FSDP
 
 
@@ -62,9 +62,9 @@ def _has_model(given: Given, role: Role) -> bool:
     return role is not Role.CRITIC or has_critic
 
 
-def _reset(given: Given, role: str, key: str, value: Any, named: set[str]) -> None:
+def _reset(given: Given, role: str, key: str, value: Any, overridden: set[str]) -> None:
     written = given.written(f"{role}.{key}")
-    if written.replace("-", "_") in named:
+    if written.replace("-", "_") in overridden:
         return
     before = format_value(given.value(role, key))
     given.note(

@@ -62,7 +62,8 @@ def compose(
         if not folders[0].is_dir():
             name = f"--config-dir {config_dir}"
             raise ConfigError(Problem(name, "must be a folder", remedy="correct it"))
-    file, own = f"{config_name.removesuffix('.yaml')}.yaml", folders[0]
+    file = f"{config_name.removesuffix('.yaml')}.yaml"
+    user_folder = folders[0]
     # Hydra wants the folder that has the config first.
     folders.sort(key=lambda folder: not (folder / file).is_file())
     if not (folders[0] / file).is_file():
@@ -71,11 +72,13 @@ def compose(
         rule = f"no such config in {' or '.join(map(str, folders))}"
         remedy = f"{f'did you mean {guess}? ' if guess else ''}there are: {', '.join(names)}"
         raise ConfigError(Problem(f"--config-name {config_name}", rule, remedy=remedy, colon=True))
-    for part in own.glob("*/*.yaml") if own != folders[0] else ():
-        if (folders[0] / part.relative_to(own)).is_file():
-            rule = f"{part.relative_to(own)} would be ignored, a built-in config uses its own"
+    for path in user_folder.glob("*/*.yaml") if user_folder != folders[0] else ():
+        group_file = path.relative_to(user_folder)
+        if (folders[0] / group_file).is_file():
+            name = f"--config-dir {user_folder}"
+            rule = f"{group_file} would be ignored, a built-in config uses its own"
             remedy = f"copy {folders[0] / file} there too"
-            raise ConfigError(Problem(f"--config-dir {own}", rule, remedy=remedy, colon=True))
+            raise ConfigError(Problem(name, rule, remedy=remedy, colon=True))
     edits = [_add_if_new(override, folders) for override in overrides]
     edits.append(f"hydra.searchpath=['file://{folders[-1]}']")
     try:

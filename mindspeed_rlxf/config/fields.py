@@ -15,8 +15,9 @@ from mindspeed_rlxf.config.problems import ConfigError, Problem
 Resume: TypeAlias = Literal["fixed", "reshard", "free"]
 """Whether a resumed run may change the key: never, with the layout, or freely."""
 
-DPO, NOT_DPO = "training.stage=ray_online_dpo", "training.stage!=ray_online_dpo"
-"""Conditions for keys read in one kind of stage only, see `unused`."""
+# Conditions for keys read in one kind of stage only, see `unused`.
+DPO = "training.stage=ray_online_dpo"
+NOT_DPO = "training.stage!=ray_online_dpo"
 
 # Strict mode refuses strings for enums and lists for tuples; these types accept them.
 Word = Strict(False)
@@ -52,8 +53,9 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _keep_rules(self) -> Section:
-        if broken := list(self._broken_rules()):
-            raise ConfigError(broken)
+        problems = list(self._broken_rules())
+        if problems:
+            raise ConfigError(problems)
         return self
 
 
@@ -85,5 +87,6 @@ def key(
     return Field(default, description=description, json_schema_extra=extra, **limits)
 
 
-free, reshard = partial(key, resume="free"), partial(key, resume="reshard")
-"""`key` with a resume rule."""
+# `key` with a resume rule.
+free = partial(key, resume="free")
+reshard = partial(key, resume="reshard")

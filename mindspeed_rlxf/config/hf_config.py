@@ -40,12 +40,12 @@ OF_MODEL = "the folder of a Hugging Face model"
 OF_WEIGHTS = f"{OF_MODEL}, or of Megatron's weights and a config.json"
 
 
-def read_hf_config(folder: Path, wanted: str = OF_MODEL) -> dict[str, Any]:
+def read_hf_config(folder: Path, folder_kind: str = OF_MODEL) -> dict[str, Any]:
     """Return the content of config.json in a Hugging Face folder.
 
     Args:
         folder: Folder to read.
-        wanted: Folder kind to ask the user for, in messages.
+        folder_kind: Kind of folder to ask the user for, in messages.
 
     Raises:
         ValueError: The file is missing or is no JSON object with names of architectures.
@@ -54,11 +54,11 @@ def read_hf_config(folder: Path, wanted: str = OF_MODEL) -> dict[str, Any]:
     try:
         config = json.loads(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(f"{path} is missing; give {wanted}") from None
+        raise ValueError(f"{path} is missing; give {folder_kind}") from None
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}); copy it again") from None
-    named = (config.get("architectures") or []) if isinstance(config, dict) else None
-    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+    names = (config.get("architectures") or []) if isinstance(config, dict) else None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{path} is not a JSON object with `architectures`; copy it again")
     return dict(config)
 
@@ -81,7 +81,8 @@ def parse_architecture(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parse_fields(config: dict[str, Any]) -> dict[str, Any]:
-    family, heads = str(config.get("model_type")), config.get("num_attention_heads")
+    family = str(config.get("model_type"))
+    heads = config.get("num_attention_heads")
     head_dim = config.get("head_dim") or (128 if family == "qwen3" else None)
     if not head_dim and heads and config.get("hidden_size"):
         head_dim = config["hidden_size"] // heads
@@ -135,17 +136,17 @@ def read_text_config(folder: Path) -> Any:
         rule = f"config.json must be of a model that transformers knows, not {kind}"
         raise ValueError(f"{rule}; use another model, or a newer transformers")
     try:
-        found = AutoConfig.from_pretrained(folder, local_files_only=True)
+        complete_config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (ValueError, KeyError, TypeError, OSError) as error:
         text = " ".join(str(error).split())
         raise ValueError(f"transformers cannot read config.json ({text:.200})") from None
-    known = AutoModelForCausalLM._model_mapping.keys()
-    for config in (found.get_text_config(), found):
-        if type(config) in known:
+    language_models = AutoModelForCausalLM._model_mapping.keys()
+    for config in (complete_config.get_text_config(), complete_config):
+        if type(config) in language_models:
             return config
     raise ValueError(
-        f"config.json must be of a language model, transformers has none for {found.model_type}; "
-        "use another model"
+        "config.json must be of a language model, transformers has none for "
+        f"{complete_config.model_type}; use another model"
     )
 
 
@@ -158,9 +159,14 @@ def approximate_architecture(folder: Path) -> dict[str, Any]:
     config = read_text_config(folder)
 
     def first(*names: str) -> Any:
-        return next((found for n in names if (found := getattr(config, n, None))), None)
+        for name in names:
+            value = getattr(config, name, None)
+            if value:
+                return value
+        return None
 
-    heads, hidden = first("num_attention_heads"), first("hidden_size")
+    heads = first("num_attention_heads")
+    hidden = first("hidden_size")
     width = first("head_dim") or max(2, hidden // heads // 2 * 2)
     experts = first("num_local_experts", "num_experts", "n_routed_experts")
     fields = {
@@ -189,16 +195,16 @@ def find_unsupported(config: dict[str, Any]) -> list[str]:
     """List unsupported settings in a config.json, as `name: supported value, found value`."""
     if str(config.get("model_type")) not in FAMILIES:
         return [f"model_type: one of {', '.join(FAMILIES)}, {config.get('model_type')}"]
-    found = [
-        f"{name}: {possible}, {config[name]}"
-        for name, possible in SUPPORTED.items()
-        if config.get(name) not in (None, possible)
-    ]
-    window, longest = config.get("sliding_window"), config.get("max_position_embeddings")
-    if config["model_type"] == "mixtral" and isinstance(window, int) and isinstance(longest, int):
-        cut = 0 < window < longest
-        found += [f"sliding_window: null or at least {longest}, {window}"] if cut else []
-    return found
+    unsupported = []
+    for name, possible in SUPPORTED.items():
+        if config.get(name) not in (None, possible):
+            unsupported.append(f"{name}: {possible}, {config[name]}")
+    if config["model_type"] == "mixtral":
+        window = config.get("sliding_window")
+        longest = config.get("max_position_embeddings")
+        if isinstance(window, int) and isinstance(longest, int) and 0 < window < longest:
+            unsupported.append(f"sliding_window: null or at least {longest}, {window}")
+    return unsupported
 
 
 def find_disagreements(
@@ -215,13 +221,15 @@ def find_disagreements(
         config: Content of config.json.
         scored: Whether a score head replaces the output layer, so tying does not matter.
     """
-    if found := find_unsupported(config):
-        return found
-    for name, theirs in parse_architecture(config).items():
-        ours = getattr(architecture, RESOLVED.get(name, name))
+    unsupported = find_unsupported(config)
+    if unsupported:
+        return unsupported
+    disagreements = []
+    for name, hf_value in parse_architecture(config).items():
+        yaml_value = getattr(architecture, RESOLVED.get(name, name))
         may_differ = scored and name == "untie_embeddings_and_output_weights"
-        if name == "max_position_embeddings" and theirs is not None:
-            may_differ = ours <= theirs
-        if ours != theirs and not may_differ:
-            found.append(f"{name}: {ours}, {theirs}")
-    return found
+        if name == "max_position_embeddings" and hf_value is not None:
+            may_differ = yaml_value <= hf_value
+        if yaml_value != hf_value and not may_differ:
+            disagreements.append(f"{name}: {yaml_value}, {hf_value}")
+    return disagreements

@@ -58,10 +58,10 @@ def fields_of(section: Any) -> Fields:
 
     A role may override architecture keys from its model.
     """
-    found: Fields = {}
+    fields: Fields = {}
     for name, field in getattr(section, "model_fields", {}).items():
-        found |= ArchitectureConfig.model_fields if name == "architecture" else {name: field}
-    return found
+        fields |= ArchitectureConfig.model_fields if name == "architecture" else {name: field}
+    return fields
 
 
 PLAIN_SECTIONS: dict[str, Any] = {
@@ -109,18 +109,19 @@ def keys_of(section: str) -> Fields:
     Args:
         section: Dotted path: `training`, `model.NAME` or `algorithm.kl_ctrl`.
     """
-    first, *rest = section.split(".")
-    if first == "model":
+    top_level, *nested = section.split(".")
+    if top_level == "model":
         return {name: field for name, field in SHARED.items() if name != "model"}
-    if first == "resource_pool":
+    if top_level == "resource_pool":
         return PoolSettings.model_fields
-    sections = {role.value: model for role, model in ROLE_SECTIONS.items()}
-    field = RunConfig.model_fields.get(first)
-    found = fields_of(sections.get(first) or (field and field.annotation))
-    found |= SHARED if section == "training" else {}
-    for name in rest:
-        found = fields_of(found[name].annotation) if name in found else {}
-    return found
+    role_sections = {role.value: role_section for role, role_section in ROLE_SECTIONS.items()}
+    field = RunConfig.model_fields.get(top_level)
+    fields = fields_of(role_sections.get(top_level) or (field and field.annotation))
+    if section == "training":
+        fields |= SHARED
+    for name in nested:
+        fields = fields_of(fields[name].annotation) if name in fields else {}
+    return fields
 
 
 def known_keys() -> dict[str, set[str]]:
@@ -128,10 +129,11 @@ def known_keys() -> dict[str, set[str]]:
 
     Leaves out `offload`, and `model` and `resource_pool`, whose keys are user-chosen names.
     """
-    names = (*PLAIN_SECTIONS, "algorithm.kl_ctrl", "reward.sandbox", "rollout.vllm", *ROLES)
-    names += ("training",)
-    known = {name: {*keys_of(name)} for name in names}
-    return known | {"placement": {*ROLES}, "reward.function": {*FunctionConfig.model_fields}}
+    nested = ("algorithm.kl_ctrl", "reward.sandbox", "rollout.vllm")
+    keys = {name: {*keys_of(name)} for name in (*PLAIN_SECTIONS, *nested, *ROLES, "training")}
+    keys["placement"] = {*ROLES}
+    keys["reward.function"] = {*FunctionConfig.model_fields}
+    return keys
 
 
 def unknown_key(section: str, name: str, known: Collection[str], path: str = "") -> Problem:
@@ -148,12 +150,16 @@ def unknown_key(section: str, name: str, known: Collection[str], path: str = "")
     """
     full = f"{section}.{name}".removeprefix(".")
     path = path or full
-    if gone := REMOVED.get(full):
-        return Problem(path, "was removed", remedy=gone, colon=True)
-    homes = [f"{other}.{name}" for other, names in known_keys().items() if name in names]
-    if guess := closest(name, known):
-        homes = [f"{path.removesuffix(name)}{guess}"]
-    remedy = f"did you mean {homes[0]}?" if homes else "remove it"
+    if full in REMOVED:
+        return Problem(path, "was removed", remedy=REMOVED[full], colon=True)
+    remedy = "remove it"
+    guess = closest(name, known)
+    if guess is not None:
+        remedy = f"did you mean {path.removesuffix(name)}{guess}?"
+    else:
+        sections = [section for section, keys in known_keys().items() if name in keys]
+        if sections:
+            remedy = f"did you mean {sections[0]}.{name}?"
     return Problem(path, "unknown key", remedy=remedy, colon=True)
 
 
@@ -162,12 +168,13 @@ def find_field(path: Sequence[str]) -> FieldInfo | None:
 
     A table entry, such as `reward.rules.SOURCE` or a pool, has the table's field.
     """
-    field, place = RunConfig.model_fields.get(path[0]), path[0]
+    section = path[0]
+    field = RunConfig.model_fields.get(section)
     for name in path[1:]:
-        keys = keys_of(place)
-        if keys and (place != "resource_pool" or name in keys):
+        keys = keys_of(section)
+        if keys and (section != "resource_pool" or name in keys):
             field = keys.get(name)
-        place += f".{name}"
+        section += f".{name}"
     return field
 
 
@@ -180,17 +187,19 @@ def to_tree(config: RunConfig) -> dict[str, Any]:
     values = config.model_dump(mode="json", exclude={"name"})
     models: dict[str, dict[str, Any]] = {}
     for role in CONFIGURED:  # also those that do not run, as a reference without a KL term
-        if (section := values[role.value]) is None:
+        section = values[role.value]
+        if section is None:
             del values[role.value]
             continue
         architecture = section.pop("architecture")
         if architecture is None:
-            kept = WITHOUT_MODEL[config.reward.kind.value]
-            values[role.value] = {key: section[key] for key in kept}
+            read_keys = WITHOUT_MODEL[config.reward.kind.value]
+            values[role.value] = {key: section[key] for key in read_keys}
             continue
+        # Roles may override keys of the model that they share.
         shared = models.setdefault(section["model"], architecture)
-        own = {key: value for key, value in architecture.items() if shared[key] != value}
-        values[role.value] = {**section, **own}
+        overrides = {key: value for key, value in architecture.items() if shared[key] != value}
+        values[role.value] = {**section, **overrides}
     values["resource_pool"] |= values.pop("pool_settings")
     return {"model": models, **values}
 
@@ -213,12 +222,20 @@ def set_default(section: Tree, **defaults: Any) -> None:
 
 
 def _underscore(tree: Mapping[Any, Any]) -> Tree:
-    result: Tree = {}
+    underscored: Tree = {}
     for spelled, value in tree.items():
         name = str(spelled).replace("-", "_")
-        deeper = isinstance(value, dict) and name not in VERBATIM
-        result[name] = _underscore(value) if deeper else value
-    return result
+        is_section = isinstance(value, dict) and name not in VERBATIM
+        underscored[name] = _underscore(value) if is_section else value
+    return underscored
+
+
+def _has_key(section: Tree, keys: Sequence[str]) -> bool:
+    """Whether a section has `keys[0]`; and `keys[1]` in it, if that is a section, as `offload`."""
+    if keys[0] not in section:
+        return False
+    value = section[keys[0]]
+    return len(keys) == 1 or value is None or keys[1] in value
 
 
 class Given:
@@ -281,13 +298,16 @@ class Given:
 
         `auto` if neither names one and the YAML has no section `model`.
         """
-        own, training = self.sections[role], self.sections["training"]
         default = None if self.sections["model"] else "auto"
-        return own.get("model", training.get("model", default))
+        default = self.sections["training"].get("model", default)
+        return self.sections[role].get("model", default)
 
     def value(self, role: str, key: str) -> Any:
         """Return a role's value: its own, else `training`'s, else its model's, else None."""
-        return next((home[key] for home in self.homes(role).values() if key in home), None)
+        for section in self.homes(role).values():
+            if key in section:
+                return section[key]
+        return None
 
     def written(self, path: str) -> str:
         """Return the user's key behind `section.key`, for messages.
@@ -300,26 +320,28 @@ class Given:
         keys = keys[of_architecture:]
         if section in ROLES and keys:
             homes = self.homes(section)
-            found = [
-                name
-                for name, values in homes.items()
-                if keys[0] in values  # which may be a section of its own, as `offload`
-                and (len(keys) == 1 or values[keys[0]] is None or keys[1] in values[keys[0]])
-            ]
-            absent = [*homes][-1] if of_architecture else section
-            section = found[0] if found else absent
-        parts = [*section.split("."), *keys]
-        for end in range(len(parts), 1, -1):
-            if home := self.renamed.get(".".join(parts[:end])):
-                return ".".join((home, *parts[end:]))
-        return ".".join(parts)
+            if of_architecture:
+                section = [*homes][-1]  # unless one of them has the key
+            for name, values in homes.items():
+                if _has_key(values, keys):
+                    section = name
+                    break
+        names = [*section.split("."), *keys]
+        # The longest beginning of the path that the file spells differently.
+        for end in range(len(names), 1, -1):
+            spelled = self.renamed.get(".".join(names[:end]))
+            if spelled is not None:
+                return ".".join((spelled, *names[end:]))
+        return ".".join(names)
 
     def homes(self, role: str) -> dict[str, Tree]:
         """Return the sections behind a role's keys, by name, in order of precedence."""
         model = str(self.model_of(role))
-        own, training = self.sections[role], self.sections["training"]
-        shared = self.sections["model"].get(model, {})
-        return {role: own, "training": training, f"model.{model}": shared}
+        return {
+            role: self.sections[role],
+            "training": self.sections["training"],
+            f"model.{model}": self.sections["model"].get(model, {}),
+        }
 
     def move(self, path: str, value: Any, target: str) -> None:
         """Move a value from `path` to the key `target`; another value there is a problem."""

@@ -5,7 +5,7 @@ then pydantic validates everything at once. Rules between sections run once ever
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,9 +107,9 @@ def resolve_with_notes(
     `overrides` are those of the command line, which the tree has already: one that chooses FSDP
     resets keys of the YAML that only Megatron has.
     """
-    given = tree if isinstance(tree, Given) else Given(tree)
-    reset_megatron_keys(given, overrides)
-    return resolve_given(given, name)
+    raw_config = tree if isinstance(tree, Given) else Given(tree)
+    reset_megatron_keys(raw_config, overrides)
+    return resolve_given(raw_config, name)
 
 
 def resolve_given(given: Given, name: str) -> tuple[RunConfig, list[str]]:
@@ -124,26 +124,29 @@ def resolve_given(given: Given, name: str) -> tuple[RunConfig, list[str]]:
     if given.problems:
         _add_missing_files(given)
         # Without repeats, as of a key that several roles share.
-        raise ConfigError([*{str(problem): problem for problem in given.problems}.values()])
+        by_text = {str(problem): problem for problem in given.problems}
+        raise ConfigError(list(by_text.values()))
     return config, given.list_notes()
 
 
 def _add_missing_files(given: Given) -> None:
     """Add the run's other missing files, if one that is read first is missing."""
-    known = {problem.key for problem in given.problems if isinstance(problem, MissingFile)}
-    if not known:
+    reported = {problem.key for problem in given.problems if isinstance(problem, MissingFile)}
+    if not reported:
         return
-    data = given.sections["data"]
-    named = [(f"{role.value}.load", given.value(role.value, "load")) for role in CONFIGURED]
-    name = "tokenizer_name_or_path"
-    named.append((f"training.{name}", given.sections["training"].get(name)))
+    named_files: list[tuple[str, Any]] = []  # (key, its value)
+    for role in CONFIGURED:
+        named_files.append((f"{role.value}.load", given.value(role.value, "load")))
+    tokenizer = given.sections["training"].get("tokenizer_name_or_path")
+    named_files.append(("training.tokenizer_name_or_path", tokenizer))
     for key in ("train_files", "val_files"):
-        files = data.get(key)
-        named += [(f"data.{key}", file) for file in (files if isinstance(files, list) else [files])]
-    for key, name in named:
-        if not isinstance(name, str) or key in known:
+        files = given.sections["data"].get(key)
+        for file in files if isinstance(files, list) else [files]:
+            named_files.append((f"data.{key}", file))
+    for key, file in named_files:
+        if not isinstance(file, str) or key in reported:
             continue
-        path = os.path.abspath(os.path.expanduser(name))
+        path = os.path.abspath(os.path.expanduser(file))
         if not os.path.exists(path):
             given.problems.append(
                 MissingFile(given.written(key), "must exist", path, "correct the path")
@@ -156,8 +159,9 @@ def find_wrong_values(given: Given) -> list[Problem]:
     try:
         RunConfig.model_validate({**given.sections, "reward": reward})
     except ValidationError as error:
-        others = ("missing", "extra_forbidden", "value_error")
-        errors = [e for e in error.errors(include_url=False) if e["type"] not in others]
+        # Keys that are absent or unknown, and rules between keys, are for `resolve`.
+        ignored = ("missing", "extra_forbidden", "value_error")
+        errors = [e for e in error.errors(include_url=False) if e["type"] not in ignored]
         return [*_problems_of(errors, given)]
     return []
 
@@ -165,19 +169,22 @@ def find_wrong_values(given: Given) -> list[Problem]:
 def _check(config: RunConfig, given: Given) -> None:
     """Add problems between sections, host problems, unused keys and notes to `given`."""
     # A dry run checks the host after it has printed its plan: see `cli.train`.
-    between = [*check_sections(config), *([] if config.dry_run else check_host(config))]
-    given.problems += [problem.rename_keys(given.written) for problem in between]
+    problems = list(check_sections(config))
+    if not config.dry_run:
+        problems += check_host(config)
+    given.problems += [problem.rename_keys(given.written) for problem in problems]
     note_unused(config, given)
-    every, iterations = config.training.save_interval, config.training.train_iters
-    if every > iterations:
+    save_interval = config.training.save_interval
+    train_iters = config.training.train_iters
+    if save_interval > train_iters:
         given.note(
             "checkpoints are saved by training.save_interval_s only, and at the end",
-            f"training.save_interval={every} is over training.train_iters={iterations}",
+            f"training.save_interval={save_interval} is over training.train_iters={train_iters}",
         )
-    if folder := config.shared_save:
+    if config.shared_save is not None:
         given.note(
             "weights go to its subfolders actor and critic",
-            f"actor_rollout.save and critic.save are one folder, {folder}",
+            f"actor_rollout.save and critic.save are one folder, {config.shared_save}",
         )
 
 
@@ -186,14 +193,16 @@ def _build(given: Given, name: str) -> Tree:
     sections = given.sections
     payload: Tree = {"name": name, "dry_run": sections["dry_run"]}
     payload |= {section: sections[section] for section in PLAIN_SECTIONS}
-    shared = SHARED.keys() - TrainingConfig.model_fields.keys()
-    training = {key: v for key, v in sections["training"].items() if key not in shared}
+    # Keys of roles, which `training` holds as their defaults.
+    role_keys = SHARED.keys() - TrainingConfig.model_fields.keys()
+    training = {key: v for key, v in sections["training"].items() if key not in role_keys}
     payload["training"] = training
     set_default(training, run_name=name)
     set_default(training, output_dir=os.path.join("outputs", str(training["run_name"])))
     read_entries(given.problems, "training.plugins", training, complete_plugin)
     read_entries(given.problems, "rollout.tools", payload["rollout"], complete_tool)
-    if (stage := training.get("stage")) in WITHOUT_CRITIC:
+    stage = training.get("stage")
+    if stage in WITHOUT_CRITIC:
         payload["critic"] = None
         if sections["critic"]:
             remedy = "remove the section critic ('~critic' on the command line)"
@@ -224,68 +233,88 @@ def _choose_engines(given: Given, payload: Tree) -> None:
 
 def _build_role(given: Given, role: Role) -> Tree:
     """Return a role's values: model < training < own, with the architecture nested."""
-    own, training = given.sections[role.value], given.sections["training"]
+    section = given.sections[role.value]
+    training = given.sections["training"]
     if role is Role.REWARD:
-        if own.get("verifier") is True:
-            set_default(own, kind=RewardKind.RULE.value)
-        read_entries(given.problems, "reward.function", own, complete_function)
-        read_entries(given.problems, "reward.functions", own, complete_function)
-        if kept := WITHOUT_MODEL.get(str(own.get("kind"))):
-            for key in sorted(own.keys() & keys_of("reward").keys() - {*kept}):
-                value = format_value(own.pop(key))
-                given.note(f"no effect with reward.kind={own['kind']}", f"reward.{key}={value}")
-            if "load" in kept and "load" in training:
-                own.setdefault("load", training["load"])
-            return dict(own)
-    chosen = given.model_of(role.value)
-    architecture = _read_architecture(given, role, chosen)
+        if section.get("verifier") is True:
+            set_default(section, kind=RewardKind.RULE.value)
+        read_entries(given.problems, "reward.function", section, complete_function)
+        read_entries(given.problems, "reward.functions", section, complete_function)
+        if str(section.get("kind")) in WITHOUT_MODEL:
+            return _build_reward_without_model(given)
+    model = given.model_of(role.value)
+    architecture = _read_architecture(given, role, model)
     allowed = keys_of(role.value)
     layers = [architecture or {}, training]
-    merged: Tree = {k: v for layer in layers for k, v in layer.items() if k in allowed} | own
-    merged |= {"model": chosen} if chosen else {}
-    trained = issubclass(ROLE_SECTIONS[role], LearningConfig)
-    merged["offload"] = _merge_section("offload", layers, own, () if trained else ("optimizer",))
-    if trained:
-        merged["lora"] = _merge_section("lora", layers, own)
+    merged: Tree = {}
+    for layer in layers:
+        merged |= {key: value for key, value in layer.items() if key in allowed}
+    merged |= section
+    if model:
+        merged["model"] = model
+    is_trained = issubclass(ROLE_SECTIONS[role], LearningConfig)
+    of_trained = () if is_trained else ("optimizer",)
+    merged["offload"] = _merge_section("offload", layers, section, of_trained)
+    if is_trained:
+        merged["lora"] = _merge_section("lora", layers, section)
     if merged.get("micro_batch_size", 0) is None and merged.get("max_tokens_per_micro_batch"):
         del merged["micro_batch_size"]  # max_tokens_per_micro_batch replaces it
-    keys = ArchitectureConfig.model_fields.keys() & merged.keys()
-    found = {key: merged.pop(key) for key in keys}
+    architecture_keys = ArchitectureConfig.model_fields.keys() & merged.keys()
+    architecture_values = {key: merged.pop(key) for key in architecture_keys}
     if architecture is not None:  # its absence is reported already
-        merged["architecture"] = found
+        merged["architecture"] = architecture_values
     return merged
+
+
+def _build_reward_without_model(given: Given) -> Tree:
+    """Return the values of a reward that runs no Megatron model, and note keys of models."""
+    section = given.sections["reward"]
+    training = given.sections["training"]
+    kind = section["kind"]
+    read_keys = WITHOUT_MODEL[str(kind)]
+    for key in sorted(section.keys() & keys_of("reward").keys() - {*read_keys}):
+        value = format_value(section.pop(key))
+        given.note(f"no effect with reward.kind={kind}", f"reward.{key}={value}")
+    if "load" in read_keys and "load" in training:
+        section.setdefault("load", training["load"])
+    return dict(section)
 
 
 def _merge_section(
-    name: str, shared: Iterable[Tree], own: Tree, own_only: Sequence[str] = ()
+    name: str, shared: Iterable[Tree], role_section: Tree, of_role_alone: Sequence[str] = ()
 ) -> Any:
     """Return a role's section within its section, merged key by key.
 
-    Keys in `own_only` are taken from the role alone.
+    Keys in `of_role_alone` are taken from the role alone.
     """
     merged: Tree = {}
-    for layer in (*shared, own):
-        part = {} if layer.get(name) is None else layer[name]
-        if not isinstance(part, dict):
-            return part  # pydantic reports it
-        merged |= {k: v for k, v in part.items() if layer is own or k not in own_only}
+    for layer in (*shared, role_section):
+        subsection = {} if layer.get(name) is None else layer[name]
+        if not isinstance(subsection, dict):
+            return subsection  # pydantic reports it
+        for key, value in subsection.items():
+            if layer is role_section or key not in of_role_alone:
+                merged[key] = value
     return merged
 
 
-def _read_architecture(given: Given, role: Role, chosen: Any) -> Tree | None:
+def _read_architecture(given: Given, role: Role, model: Any) -> Tree | None:
     """Return the keys from the role's model, or the architecture in config.json under its `load`.
 
     Without either, reports a problem and returns None.
     """
-    models, load = given.sections["model"], given.value(role.value, "load")
-    if chosen != AUTO and str(chosen) in models:
-        return dict(models[str(chosen)])
-    if chosen != AUTO:
-        guess = closest(str(chosen), models)
+    models = given.sections["model"]
+    load = given.value(role.value, "load")
+    if model != AUTO and str(model) in models:
+        return dict(models[str(model)])
+    if model != AUTO:
+        key = given.written(f"{role.value}.model")
+        guess = closest(str(model), models)
         remedy = f"did you mean {guess}?" if guess else "add it to the defaults list, or use auto"
-        rule = "is required" if chosen is None else "is no loaded model"
-        key, value = given.written(f"{role.value}.model"), None if chosen is None else repr(chosen)
-        given.problems.append(Problem(key, rule, value, remedy))
+        if model is None:
+            given.problems.append(Problem(key, "is required", None, remedy))
+        else:
+            given.problems.append(Problem(key, "is no loaded model", repr(model), remedy))
         return None
     try:
         if not isinstance(load, str):
@@ -294,9 +323,10 @@ def _read_architecture(given: Given, role: Role, chosen: Any) -> Tree | None:
         if given.value(role.value, "backend") == "fsdp":
             return approximate_architecture(folder)
         config = read_hf_config(folder, OF_WEIGHTS)
-        if found := find_unsupported(config):
+        unsupported = find_unsupported(config)
+        if unsupported:
             rule = "config.json must ask for a known model (field: possible, config.json)"
-            raise ValueError(f"{rule}: {'; '.join(found)}; use another model")
+            raise ValueError(f"{rule}: {'; '.join(unsupported)}; use another model")
         return {k: value for k, value in parse_architecture(config).items() if value is not None}
     except ValueError as error:
         is_missing = isinstance(load, str) and not Path(os.path.expanduser(load)).is_dir()
@@ -321,14 +351,18 @@ def _place_roles(given: Given, payload: Tree) -> None:
         unknown = unknown_key("placement", name, roles)
         given.problems.append(absent if name == Role.CRITIC.value else unknown)
         del chosen[name]
-    only = next(iter(pools)) if len(pools) == 1 else None
-    placement = {role: role if role in pools else only or role for role in roles} | chosen
+    placement = {}
+    for role in roles:
+        shares_only_pool = len(pools) == 1 and role not in pools
+        placement[role] = next(iter(pools)) if shares_only_pool else role
+    placement |= chosen
     if _trains_adapters(payload):
         placement["ref"] = chosen.get("ref", placement["actor_rollout"])
     control = payload["algorithm"].get("kl_ctrl")
-    no_penalty = isinstance(control, dict) and control.get("kl_coef") == 0
-    pairs = payload["training"].get("stage") == Stage.RAY_ONLINE_DPO.value
-    if no_penalty and not pairs and payload["logging"].get("reference_kl") is not True:
+    has_penalty = not (isinstance(control, dict) and control.get("kl_coef") == 0)
+    is_dpo = payload["training"].get("stage") == Stage.RAY_ONLINE_DPO.value
+    reads_reference = has_penalty or is_dpo or payload["logging"].get("reference_kl") is True
+    if not reads_reference:
         pool = placement.pop(Role.REF.value)
         meaning = "no reference runs (logging.reference_kl=true keeps it, for the metric critic/kl)"
         given.note(meaning, "algorithm.kl_ctrl.kl_coef=0")
@@ -339,11 +373,9 @@ def _place_roles(given: Given, payload: Tree) -> None:
     settings = {key: section.get(key) for key in PoolSettings.model_fields}
     payload["pool_settings"] = {key: v for key, v in settings.items() if v is not None}
     payload |= {"resource_pool": pools, "placement": placement}
+    kinds_of_models = [kind for kind in RewardKind if kind is not RewardKind.RULE]
     # An unknown value counts as a rule, so that no second problem is reported for it.
-    if payload["reward"].get("kind") not in (
-        None,
-        *(k for k in RewardKind if k is not RewardKind.RULE),
-    ):
+    if payload["reward"].get("kind") not in (None, *kinds_of_models):
         _place_rule(given, payload, "reward" in chosen)
 
 
@@ -358,16 +390,18 @@ def _place_rule(given: Given, payload: Tree, is_placed: bool) -> None:
     A placement in the YAML or a pool named `reward` has precedence. Notes a pool used by the rule
     only.
     """
-    pools, placement = payload["resource_pool"], payload["placement"]
-    own = placement.pop("reward")
+    pools = payload["resource_pool"]
+    placement = payload["placement"]
+    pool = placement.pop("reward")
     if not is_placed and "reward" not in pools:
-        split = payload[Role.ACTOR_ROLLOUT.value].get("num_gpus_for_infer") is not None
-        own = placement["actor_rollout"]
-        own = placement.get("ref", placement.get("critic", own)) if split else own
-    if isinstance(own, str) and own in pools and own not in placement.values():
+        pool = placement["actor_rollout"]
+        is_split = payload[Role.ACTOR_ROLLOUT.value].get("num_gpus_for_infer") is not None
+        if is_split:
+            pool = placement.get("ref", placement.get("critic", pool))
+    if isinstance(pool, str) and pool in pools and pool not in placement.values():
         meaning = "no role computes on its devices, as a rule needs none (reward.kind=rule)"
-        given.note(meaning, f"resource_pool.{own}")
-    placement["reward"] = own
+        given.note(meaning, f"resource_pool.{pool}")
+    placement["reward"] = pool
 
 
 def _read_pools(given: Given, payload: Tree) -> dict[str, list[int]]:
@@ -376,14 +410,16 @@ def _read_pools(given: Given, payload: Tree) -> dict[str, list[int]]:
     On a joined cluster a count above `device.devices_per_node` fills whole hosts.
     """
     pools: dict[str, list[int]] = {}
-    before, runtime = len(given.problems), payload["runtime"]
+    num_problems_before = len(given.problems)
+    runtime = payload["runtime"]
     joins = runtime.get("kind") != "local" and choose_cluster(runtime.get("address")).address
     per_node = payload["device"].get("devices_per_node", DeviceConfig().devices_per_node)
     for spelled, size in given.sections["resource_pool"].items():
         # Keys are names of the user's choice, but for dashes in those of roles.
         underscored = str(spelled).replace("-", "_")
         name = underscored if underscored in ROLES else str(spelled)
-        key, sizes = f"resource_pool.{name}", size if isinstance(size, list) else [size]
+        key = f"resource_pool.{name}"
+        sizes = size if isinstance(size, list) else [size]
         if name in PoolSettings.model_fields:
             continue
         if not all(type(count) is int and 0 < count <= MAX_DEVICES for count in sizes):
@@ -398,7 +434,7 @@ def _read_pools(given: Given, payload: Tree) -> dict[str, list[int]]:
                 given.problems.append(Problem(key, rule, size, remedy))
         elif sizes:
             pools[name] = sizes
-    if not pools and len(given.problems) == before:
+    if not pools and len(given.problems) == num_problems_before:
         given.problems.append(
             Problem("resource_pool", "is required", remedy="name a pool: `main: 2`")
         )
@@ -411,29 +447,42 @@ def _note_unread(given: Given, payload: Tree) -> None:
         meaning = "no effect with actor_rollout.lora, where the reference is the actor's model"
         for key in sorted(given.sections["ref"].keys() - {"load", "model"}):
             given.note(meaning, f"ref.{key}={format_value(given.sections['ref'][key])}")
-    roles = [role.value for role in CONFIGURED if "model" in (payload[role.value] or {})]
-    used = {f"model.{payload[role]['model']}" for role in roles}
-    read = {*TrainingConfig.model_fields}.union(*map(keys_of, roles))
-    models = {f"model.{name}": values for name, values in given.sections["model"].items()}
-    for section, values in {**models, "training": given.sections["training"]}.items():
-        known = keys_of(section)
-        for key in sorted(values.keys() - known.keys() if section in models else ()):
-            given.problems.append(
-                unknown_key(section, key, known, given.written(f"{section}.{key}"))
-            )
-        for key in sorted(values.keys() & SHARED.keys() - read):
-            if section not in models or section in used:
-                given.note(
-                    "no role of this run reads it", f"{section}.{key}={format_value(values[key])}"
-                )
+    used_models = set()
+    read_keys = {*TrainingConfig.model_fields}
+    for role in CONFIGURED:
+        values = payload[role.value] or {}
+        if "model" in values:
+            used_models.add(str(values["model"]))
+            read_keys.update(keys_of(role.value))
+    for name, values in given.sections["model"].items():
+        section = f"model.{name}"
+        allowed = keys_of(section)
+        for key in sorted(values.keys() - allowed.keys()):
+            path = given.written(f"{section}.{key}")
+            given.problems.append(unknown_key(section, key, allowed, path))
+        if name in used_models:
+            _note_keys_without_reader(given, section, values, read_keys)
+    _note_keys_without_reader(given, "training", given.sections["training"], read_keys)
+
+
+def _note_keys_without_reader(
+    given: Given, section: str, values: Tree, read_keys: Container[str]
+) -> None:
+    for key in sorted(values.keys() & SHARED.keys()):
+        if key not in read_keys:
+            setting = f"{section}.{key}={format_value(values[key])}"
+            given.note("no role of this run reads it", setting)
 
 
 def _set_stage_defaults(training: Tree, algorithm: Tree, actor: Tree) -> None:
     """Set absent keys to the defaults for the stage, the estimator and the policy loss."""
-    total, prompt = training.get("seq_length"), actor.get("max_prompt_length", 512)
+    seq_length = training.get("seq_length")
+    prompt_length = actor.get("max_prompt_length", 512)
     # Where a length is no integer, which pydantic reports, 1 stands in.
-    room = total - prompt if type(total) is type(prompt) is int else 1
-    set_default(actor, max_new_tokens=max(room, 1))
+    max_new_tokens = 1
+    if type(seq_length) is type(prompt_length) is int:
+        max_new_tokens = max(seq_length - prompt_length, 1)
+    set_default(actor, max_new_tokens=max_new_tokens)
     stage = training.get("stage")
     if stage in WITHOUT_CRITIC:
         set_default(actor, do_sample=True)  # several greedy responses would be the same
@@ -447,7 +496,8 @@ def _set_stage_defaults(training: Tree, algorithm: Tree, actor: Tree) -> None:
     if actor.get("policy_loss") == "gspo" and actor.get("clip_ratio") is None:
         # arXiv:2507.18071, 5.1: the ratio is of a response.
         set_default(actor, clip_ratio_low=3e-4, clip_ratio_high=4e-4)
-    if traits := TRAITS.get(str(algorithm.get("adv_estimator"))):
+    traits = TRAITS.get(str(algorithm.get("adv_estimator")))
+    if traits is not None:
         if not traits.whitens:
             set_default(algorithm, advantage_whiten=AdvantageWhiten.NONE.value)
         set_default(algorithm, **traits.defaults)
@@ -457,7 +507,8 @@ def _set_stage_defaults(training: Tree, algorithm: Tree, actor: Tree) -> None:
 
 def _set_correction(payload: Tree) -> None:
     """Correct for samples of older weights (decoupled PPO). An explicit null stays, as an error."""
-    algorithm, staleness = payload["algorithm"], payload["rollout"].get("max_staleness")
+    algorithm = payload["algorithm"]
+    staleness = payload["rollout"].get("max_staleness")
     runs_ahead = type(staleness) is int and staleness > 0
     has_ratio = payload["training"].get("stage") != Stage.RAY_ONLINE_DPO.value
     if runs_ahead and has_ratio and algorithm.get("old_log_probs") != OldLogProbs.ROLLOUT.value:
@@ -467,16 +518,18 @@ def _set_correction(payload: Tree) -> None:
 def _problems_of(errors: list[ErrorDetails], given: Given) -> Iterator[Problem]:
     """Yield a problem for each pydantic error, with the key as the user wrote it."""
     for error in errors:
-        place = [str(part) for part in error["loc"] if part != "[key]"]
-        section = ".".join(place)
+        names = [str(name) for name in error["loc"] if name != "[key]"]
+        path = ".".join(names)
         if error["type"] == "value_error":  # broken rules of a section
             for problem in error["ctx"]["error"].problems:
-                yield problem.rename_keys(lambda key, at=section: given.written(f"{at}.{key}"))
+                yield problem.rename_keys(
+                    lambda key, section=path: given.written(f"{section}.{key}")
+                )
         elif error["type"] == "extra_forbidden":
-            *parents, name = [part for part in place if part != "architecture"]
-            home = ".".join(parents)
-            yield unknown_key(home, name, keys_of(home), given.written(section))
-        elif place[-1] not in ("architecture", "model"):  # a missing model is reported already
-            path = given.written(section)
-            field = find_field(path.split("."))
-            yield explain(path, error, (field and field.description) or "")
+            *parents, key = [name for name in names if name != "architecture"]
+            section = ".".join(parents)
+            yield unknown_key(section, key, keys_of(section), given.written(path))
+        elif names[-1] not in ("architecture", "model"):  # a missing model is reported already
+            written = given.written(path)
+            field = find_field(written.split("."))
+            yield explain(written, error, (field and field.description) or "")

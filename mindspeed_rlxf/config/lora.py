@@ -5,7 +5,7 @@ Names and meanings are PEFT's.
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from mindspeed_rlxf.config.architecture import ArchitectureConfig
 from mindspeed_rlxf.config.fields import Section, Strings, free, key
@@ -57,11 +57,12 @@ class LoraConfig(Section):
 
     def selects_nothing(self, modules: Iterable[str], model: str) -> Problem:
         """Return the problem that none of a model's linear modules gets an adapter."""
-        known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in modules))
-        rule = f"and exclude_modules must leave some of {model}'s modules {known}"
-        targets = self.target_modules
-        shown = targets if isinstance(targets, str) else list(targets)
-        return Problem("lora.target_modules", rule, shown, "use all-linear")
+        suffixes = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in modules))
+        rule = f"and exclude_modules must leave some of {model}'s modules {suffixes}"
+        targets: Any = self.target_modules
+        if not isinstance(targets, str):
+            targets = list(targets)
+        return Problem("lora.target_modules", rule, targets, "use all-linear")
 
 
 def _matches(names: str | Sequence[str], module: str) -> bool:

@@ -87,9 +87,9 @@ def _run_file(key: str, path: str, expected: str | None) -> tuple[Source, Module
     try:
         return source, sys.modules.get(source.module) or run_as_module(source)
     except (Exception, SystemExit) as error:
-        lines = [each.lineno for each in extract_tb(error.__traceback__) if each.filename == file]
-        place = f"in line {lines[-1]}" if lines else "while loading"
-        rule = f"must run without an error, {type(error).__name__} {place}: {error}"
+        frames = [frame for frame in extract_tb(error.__traceback__) if frame.filename == file]
+        location = f"in line {frames[-1].lineno}" if frames else "while loading"
+        rule = f"must run without an error, {type(error).__name__} {location}: {error}"
         raise UserError(Problem(key, rule, file, "correct the file")) from error
 
 
@@ -135,15 +135,19 @@ def read_entries(
         complete: Called with path and entry; may raise UserError.
     """
     key = path.rpartition(".")[2]
-    given, found = section.pop(key, None), []
-    several = isinstance(given, list) and key != "function"
-    for entry in given if several else [] if given is None else [given]:
+    entries = section.pop(key, None)
+    if entries is None:
+        entries = []
+    elif key == "function" or not isinstance(entries, list):
+        entries = [entries]
+    completed = []
+    for entry in entries:
         try:
-            found.append(complete(path, entry))
+            completed.append(complete(path, entry))
         except UserError as error:
             problems += error.problems
-    if found:
-        section[key] = found[0] if key == "function" else found
+    if completed:
+        section[key] = completed[0] if key == "function" else completed
 
 
 def complete_plugin(key: str, entry: Any) -> Any:
@@ -157,15 +161,15 @@ def complete_plugin(key: str, entry: Any) -> Any:
     Raises:
         UserError: The file cannot be read, has another hash or raises an exception.
     """
-    given = {"file": entry} if isinstance(entry, str) else entry
-    if not isinstance(given, dict) or not {"file"} <= given.keys() <= {"file", "sha256"}:
-        return given
-    source, _ = _run_file(key, str(given["file"]), given.get("sha256"))
+    fields = {"file": entry} if isinstance(entry, str) else entry
+    if not isinstance(fields, dict) or not {"file"} <= fields.keys() <= {"file", "sha256"}:
+        return fields
+    source, _ = _run_file(key, str(fields["file"]), fields.get("sha256"))
     load(source)
     return {"file": source.file, "sha256": source.sha256}
 
 
-def complete_function(key: str, given: Any) -> Any:
+def complete_function(key: str, spec: Any) -> Any:
     """Return an entry as a dict with name, absolute path and SHA-256; pydantic checks the rest.
 
     Text without `.py` or `/` names a built-in rule. A file runs, unless it has run in this process,
@@ -173,15 +177,16 @@ def complete_function(key: str, given: Any) -> Any:
 
     Args:
         key: Configuration key, for problems.
-        given: `path/to/file.py:name`, a built-in rule's name, or FunctionConfig keys.
+        spec: `path/to/file.py:name`, a built-in rule's name, or FunctionConfig keys.
 
     Raises:
         UserError: Bad name, file (unreadable, another hash, an exception) or signature.
     """
-    entry = {"function": given} if isinstance(given, str) else given
+    entry = {"function": spec} if isinstance(spec, str) else spec
     if not isinstance(entry, dict):
         return entry
-    function, arguments = entry.get("function"), entry.get("arguments") or {}
+    function = entry.get("function")
+    arguments = entry.get("arguments") or {}
     if not isinstance(function, str) or not isinstance(arguments, dict):
         return {"name": "remote" if entry.get("url") else "function", **entry}
     file, name = split_name(function) or ("", "")
@@ -195,8 +200,8 @@ def complete_function(key: str, given: Any) -> Any:
     except ValueError as error:
         raise UserError(Problem(key, str(error), function, "correct it")) from None
     carry(source)
-    own = {"function": f"{source.file}:{name}", "sha256": source.sha256}
-    return {"name": name, **entry, **own}
+    resolved = {"function": f"{source.file}:{name}", "sha256": source.sha256}
+    return {"name": name, **entry, **resolved}
 
 
 def complete_tool(key: str, given: Any) -> Any:
@@ -236,15 +241,21 @@ def with_plugins(factory: Callable[..., T]) -> Callable[..., T]:
     It also registers the texts behind reward functions (`carry`), passes its arguments on, and can
     be pickled if `factory` can.
     """
-    plugins, others = loaded(), tuple(_carried.values())
-    return partial(_load_and_make, plugins, others, factory) if plugins or others else factory
+    plugins = loaded()
+    functions = tuple(_carried.values())
+    if not plugins and not functions:
+        return factory
+    return partial(_load_and_make, plugins, functions, factory)
 
 
 def _load_and_make(
-    plugins: tuple[Source, ...], others: tuple[Source, ...], factory: Callable[..., T], *args: Any
+    plugins: tuple[Source, ...],
+    functions: tuple[Source, ...],
+    factory: Callable[..., T],
+    *args: Any,
 ) -> T:
     for source in plugins:
         load(source)
-    for source in others:
+    for source in functions:
         carry(source)
     return factory(*args)

@@ -21,10 +21,15 @@ def closest(word: str, words: Iterable[str]) -> str | None:
 
     Only a `word` longer than two characters counts as a start.
     """
-    known = sorted(words, key=lambda name: (len(name), name))
-    matches = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    longer = [name for name in known if len(word) > 2 and name.startswith(word)]
-    return next(iter(matches + longer), None)
+    candidates = sorted(words, key=lambda name: (len(name), name))
+    matches = difflib.get_close_matches(word, candidates, n=1, cutoff=0.6)
+    if matches:
+        return matches[0]
+    if len(word) > 2:
+        for candidate in candidates:
+            if candidate.startswith(word):
+                return candidate
+    return None
 
 
 def neighbours(value: int, good: Iterable[int]) -> list[int]:
@@ -76,8 +81,12 @@ def quote(text: str) -> str:
 
     Hydra treats a backslash as an escape only before a quote, including the closing one.
     """
-    doubled = re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text)
-    return f"'{doubled}'"
+
+    def escape(match: re.Match[str]) -> str:
+        backslashes, quote_mark = match.groups()
+        return backslashes * 2 + ("\\'" if quote_mark else "")
+
+    return "'" + re.sub(r"(\\*)('|\Z)", escape, text) + "'"
 
 
 # Line feeds and tabs stay; line separators and direction overrides are controls too.
@@ -88,7 +97,7 @@ REF = "\0"
 
 def printable(text: str) -> str:
     r"""Return the text with control characters and direction overrides escaped (\u001b)."""
-    return CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def ref(key: object) -> str:
@@ -118,17 +127,23 @@ class Problem:
         """Return a copy with every key, also inside texts, replaced by `spell(key)`."""
 
         def rename(text: str) -> str:
-            return re.sub(f"{REF}(.*?){REF}", lambda found: ref(spell(found[1])), text)
+            return re.sub(f"{REF}(.*?){REF}", lambda match: ref(spell(match[1])), text)
 
-        key, rule, remedy = spell(self.key), rename(self.rule), rename(self.remedy)
-        return replace(self, key=key, rule=rule, remedy=remedy)
+        rule = rename(self.rule)
+        return replace(self, key=spell(self.key), rule=rule, remedy=rename(self.remedy))
 
     def __str__(self) -> str:
-        value = getattr(self.value, "value", self.value)
-        shown = str(value) if isinstance(value, (str, PathLike)) else format_value(value)
-        head = self.key if self.value is None else f"{self.key}={shown}"
-        head += (":" if self.colon else "") + (" " if head else "")
-        text = f"{head}{self.rule}; {self.remedy}" if self.remedy else f"{head}{self.rule}"
+        value = getattr(self.value, "value", self.value)  # of an enum
+        text = self.key
+        if isinstance(value, (str, PathLike)):
+            text += f"={value}"
+        elif value is not None:
+            text += f"={format_value(value)}"
+        if self.colon:
+            text += ":"
+        text += f" {self.rule}"
+        if self.remedy:
+            text += f"; {self.remedy}"
         return printable(" ".join(text.replace(REF, "").split()))
 
 
@@ -136,23 +151,25 @@ class MissingFile(Problem):
     """A file or folder that the run needs, and that is not there."""
 
 
-def at_most(key: str, value: float, what: str, limit: float) -> Iterator[Problem]:
-    """Yield a problem if a key's value is above `limit`, named by `what`."""
+def at_most(key: str, value: float, limit_name: str, limit: float) -> Iterator[Problem]:
+    """Yield a problem if a key's value is above `limit`, which `limit_name` describes."""
     if value > limit:  # .15g shows integers in full
         remedy = f"use {limit:.15g} or less"
-        yield Problem(key, f"must be at most {what}", f"{value:.15g}", remedy)
+        yield Problem(key, f"must be at most {limit_name}", f"{value:.15g}", remedy)
 
 
-def at_least(key: str, value: int, what: str, limit: int) -> Iterator[Problem]:
-    """Yield a problem if a key's value is below `limit`, named by `what`."""
+def at_least(key: str, value: int, limit_name: str, limit: int) -> Iterator[Problem]:
+    """Yield a problem if a key's value is below `limit`, which `limit_name` describes."""
     if value < limit:
-        yield Problem(key, f"must be at least {what}", value, f"use {limit} or more")
+        yield Problem(key, f"must be at least {limit_name}", value, f"use {limit} or more")
 
 
-def divides(key: str, value: int, what: str, total: int) -> Iterator[Problem]:
-    """Yield a problem if a key's value does not divide `total`, named by `what`."""
+def divides(key: str, value: int, total_name: str, total: int) -> Iterator[Problem]:
+    """Yield a problem if a key's value does not divide `total`, which `total_name` describes."""
     if total % value:
-        yield Problem(key, f"must divide {what}", value, use(neighbours(value, divisors(total))))
+        yield Problem(
+            key, f"must divide {total_name}", value, use(neighbours(value, divisors(total)))
+        )
 
 
 class UserError(ValueError):
@@ -163,7 +180,8 @@ class UserError(ValueError):
 
     def __init__(self, problems: Problem | Sequence[Problem]) -> None:
         self.problems = [problems] if isinstance(problems, Problem) else list(problems)
-        assert all(isinstance(each, Problem) for each in self.problems), "parts, and not a text"
+        are_problems = all(isinstance(problem, Problem) for problem in self.problems)
+        assert are_problems, "parts, and not a text"
         assert self.problems, "a UserError names at least one problem"
         super().__init__("\n".join(map(str, self.problems)))
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,12 @@ def count_per_node(processes: Sequence[int], first: int, count: int) -> list[int
         first: First rank.
         count: Number of ranks.
     """
-    ends = list(accumulate(processes))
-    spans = zip((0, *ends), ends, strict=False)
-    shares = [min(end, first + count) - max(start, first) for start, end in spans]
-    return [share for share in shares if share > 0]
+    counts = []
+    start = 0  # first rank of the node
+    for num_ranks in processes:
+        end = start + num_ranks
+        overlap = min(end, first + count) - max(start, first)
+        if overlap > 0:
+            counts.append(overlap)
+        start = end
+    return counts

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-LOCAL, AUTO = "local", "auto"
-"""Special addresses: `local` starts a cluster, `auto` joins one found here."""
+LOCAL = "local"  # the address that asks for a new cluster
+AUTO = "auto"  # the address that joins this user's cluster on this host
 
 
 @dataclass(frozen=True)
@@ -33,18 +33,17 @@ def choose_cluster(address: str | None) -> Cluster:
         address: `runtime.address`. None or "" = RAY_ADDRESS, else this user's cluster on this host,
             else a new one. `local` asks for a new one, `auto` for this user's.
     """
-    named = {"runtime.address": address, "RAY_ADDRESS": os.environ.get("RAY_ADDRESS")}
-    for source, given in named.items():
-        if given == AUTO:
-            return Cluster(
-                find_local_cluster() or AUTO, f"{source}={given}, `ray start` of this user"
-            )
-        if given:
-            return Cluster(None if given == LOCAL else given, f"{source}={given}")
-    if found := find_local_cluster():
-        return Cluster(
-            found, "`ray start` of this user on this host; runtime.address=local ignores it"
-        )
+    addresses = {"runtime.address": address, "RAY_ADDRESS": os.environ.get("RAY_ADDRESS")}
+    for source, requested in addresses.items():
+        if requested == AUTO:
+            source = f"{source}={requested}, `ray start` of this user"
+            return Cluster(find_local_cluster() or AUTO, source)
+        if requested:
+            return Cluster(None if requested == LOCAL else requested, f"{source}={requested}")
+    local_cluster = find_local_cluster()
+    if local_cluster is not None:
+        source = "`ray start` of this user on this host; runtime.address=local ignores it"
+        return Cluster(local_cluster, source)
     return Cluster(None, "no cluster is named, and none of this user runs here")
 
 
@@ -73,7 +72,7 @@ def connect_once(address: str, timeout_s: float = 2.0) -> None:
         OSError: Nothing listens.
         ValueError: It is no `host:port`.
     """
-    named = urlsplit(f"//{address}")
-    if not named.hostname or not named.port:
+    url = urlsplit(f"//{address}")
+    if not url.hostname or not url.port:
         raise ValueError("it is not host:port")
-    socket.create_connection((named.hostname, named.port), timeout_s).close()
+    socket.create_connection((url.hostname, url.port), timeout_s).close()

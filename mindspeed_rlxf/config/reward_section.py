@@ -76,14 +76,17 @@ def find_function(module: ModuleType, name: str) -> Callable[..., Any]:
     Raises:
         ValueError: It is missing, another class or not callable.
     """
-    found: Any = module
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    if not callable(found) or (inspect.isclass(found) and find_adapter(found) is None):
-        own = [n for n, v in vars(module).items() if inspect.isfunction(v) and n[0] != "_"]
-        has = ", ".join(own) or "none"
+    function: Any = module
+    for attribute in name.split("."):
+        function = getattr(function, attribute, None)
+    if not callable(function) or (inspect.isclass(function) and find_adapter(function) is None):
+        public_functions = []
+        for attribute, candidate in vars(module).items():
+            if inspect.isfunction(candidate) and not attribute.startswith("_"):
+                public_functions.append(attribute)
+        has = ", ".join(public_functions) or "none"
         raise ValueError(f"the file must have a function {name}, and no class; it has {has}")
-    return found  # type: ignore[no-any-return]
+    return function  # type: ignore[no-any-return]
 
 
 def keywords_of(function: Callable[..., Any]) -> tuple[str, ...]:
@@ -92,7 +95,8 @@ def keywords_of(function: Callable[..., Any]) -> tuple[str, ...]:
     GIVEN, then `data_source` if the function names this parameter (`**kwargs` does not count). A
     function of verl gets OF_VERL for the response, and no prompt.
     """
-    if OF_VERL in (parameters := inspect.signature(function).parameters):
+    parameters = inspect.signature(function).parameters
+    if OF_VERL in parameters:
         return (DATA_SOURCE, OF_VERL, "ground_truth", "extra_info")
     takes = DATA_SOURCE in parameters
     return (*GIVEN, DATA_SOURCE) if takes else GIVEN
@@ -108,7 +112,8 @@ def check_call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> No
     Raises:
         ValueError: The broken rule.
     """
-    if taken := sorted({*arguments} & {*GIVEN, DATA_SOURCE}):
+    taken = sorted({*arguments} & {*GIVEN, DATA_SOURCE})
+    if taken:
         raise ValueError(f"arguments must not have {', '.join(taken)}, which the run gives")
     adapter = find_adapter(function)
     adapted = None if adapter is None else adapter.keywords(function)
@@ -116,8 +121,9 @@ def check_call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> No
     try:
         inspect.signature(function).bind(**dict.fromkeys((*keywords, *arguments)))
     except (TypeError, ValueError) as error:
-        wanted = ", ".join((*keywords, *map(str, arguments)))
-        raise ValueError(f"must be a function of ({wanted}), called by keyword: {error}") from None
+        signature = ", ".join((*keywords, *map(str, arguments)))
+        rule = f"must be a function of ({signature}), called by keyword: {error}"
+        raise ValueError(rule) from None
 
 
 class SandboxConfig(Section):
@@ -174,7 +180,7 @@ class FunctionConfig(Section):
 
     def applies_to(self, data_source: str) -> bool:
         """Whether the function scores samples from this data source."""
-        return not self.data_sources or data_source in self.data_sources
+        return not self.data_sources or data_source in self.data_sources  # none = all
 
     def _broken_rules(self) -> Iterator[Problem]:
         if not PART_NAME.fullmatch(self.name):
@@ -189,9 +195,10 @@ class FunctionConfig(Section):
                 yield Problem(
                     "url", "must begin with http:// or https://", str(self.url), "correct it"
                 )
-        for key_, other in (("headers", "url"), ("arguments", "function")):
-            if getattr(self, key_) and getattr(self, other) is None:
-                yield Problem(key_, f"need {ref(other)}", remedy="remove them")
+        if self.headers and self.url is None:
+            yield Problem("headers", f"need {ref('url')}", remedy="remove them")
+        if self.arguments and self.function is None:
+            yield Problem("arguments", f"need {ref('function')}", remedy="remove them")
 
 
 class RewardConfig(RoleConfig):
@@ -243,7 +250,7 @@ class RewardConfig(RoleConfig):
 
     @property
     def parts(self) -> tuple[FunctionConfig, ...]:
-        """The reward's functions: `function`, else `functions`."""
+        """The reward's functions, parts of its sum: `function`, else `functions`."""
         return (self.function,) if self.function is not None else self.functions
 
     @property
@@ -251,8 +258,11 @@ class RewardConfig(RoleConfig):
         """Whether a row's data source decides by what it is scored."""
         if self.kind is not RewardKind.RULE:
             return False
-        chooses = any(part.data_sources or part.function == BY_SOURCE for part in self.parts)
-        return chooses or not self.parts
+        if not self.parts:
+            return True
+        return any(
+            function.data_sources or function.function == BY_SOURCE for function in self.parts
+        )
 
     @property
     def runs_code(self) -> bool:
@@ -284,8 +294,8 @@ class RewardConfig(RoleConfig):
     @property
     def runs_programs(self) -> bool:
         """Whether some rule or function here runs programs from responses (RULES_OF_PROGRAMS)."""
-        named = {*self.rules.values(), *(part.function for part in self.parts)}
-        return not RULES_OF_PROGRAMS.isdisjoint(named)
+        rule_names = {*self.rules.values(), *(function.function for function in self.parts)}
+        return not RULES_OF_PROGRAMS.isdisjoint(rule_names)
 
     def _broken_rules(self) -> Iterator[Problem]:
         yield from super()._broken_rules()
@@ -293,18 +303,29 @@ class RewardConfig(RoleConfig):
             yield Problem(
                 "function", f"must not stand beside {ref('functions')}", remedy="keep one"
             )
-        names = [part.name for part in self.functions]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            rule = f"must each have a name of its own, {', '.join(twice)} is there twice"
+        names = [function.name for function in self.functions]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            rule = f"must each have a name of its own, {', '.join(repeated)} is there twice"
             yield Problem("functions", rule, remedy="add name: to one of them")
-        # Scoring may not end before the test cases of each part that runs programs.
-        sources = {"", *self.rules}.union(*(part.data_sources for part in self.parts))
-        programs = [sum(self._runs_programs(p, one) for p in self.parts) for one in sources]
-        needed = self.sandbox.response_s * max(1, *programs)
-        if self.runs_programs and self.timeout_s <= needed:
-            rule = f"must be above {needed:g}, {ref('sandbox.response_s')} for each function"
+        # Scoring may not end before the test cases of each function that runs programs.
+        needed_s = self.sandbox.response_s * self._max_programs_per_sample()
+        if self.runs_programs and self.timeout_s <= needed_s:
+            rule = f"must be above {needed_s:g}, {ref('sandbox.response_s')} for each function"
             yield Problem("timeout_s", rule, self.timeout_s, "raise it, or lower that")
 
-    def _runs_programs(self, part: FunctionConfig, source: str) -> bool:
-        rule = self.rules.get(source) if part.function == BY_SOURCE else part.function
-        return part.applies_to(source) and rule in RULES_OF_PROGRAMS
+    def _max_programs_per_sample(self) -> int:
+        """Return how many functions run programs for one sample: at most, and at least 1."""
+        data_sources = {"", *self.rules}
+        for function in self.parts:
+            data_sources.update(function.data_sources)
+        num_programs = 1
+        for source in data_sources:
+            num_programs = max(
+                num_programs, sum(self._runs_programs(function, source) for function in self.parts)
+            )
+        return num_programs
+
+    def _runs_programs(self, function: FunctionConfig, source: str) -> bool:
+        rule = self.rules.get(source) if function.function == BY_SOURCE else function.function
+        return function.applies_to(source) and rule in RULES_OF_PROGRAMS

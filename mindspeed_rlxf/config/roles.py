@@ -30,7 +30,8 @@ from mindspeed_rlxf.config.problems import (
 )
 from mindspeed_rlxf.config.registry import Choice
 
-TP, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+TP = "tensor_model_parallel_size"
+PIPELINE = "pipeline_model_parallel_size"
 CP = "context_parallel_size"
 CHUNK = "num_layers_per_virtual_pipeline_stage"
 
@@ -184,41 +185,45 @@ class RoleConfig(Section):
         """Yield problems with keys that backend fsdp does not have."""
         fsdp = f"{ref('backend')}=fsdp"
         for name in (TP, PIPELINE, "expert_model_parallel_size"):
-            if (size := getattr(self, name)) > 1:
+            size = getattr(self, name)
+            if size > 1:
                 remedy = f"use 1, all ranks share the weights, or {ref('backend')}=megatron"
                 yield Problem(name, f"must be 1 with {fsdp}", size, remedy)
         a = self.architecture
         if a.balances_experts:
-            rule, given = f"is not computed with {fsdp}", f"{a.moe_aux_loss_coeff:g}"
-            yield Problem("architecture.moe_aux_loss_coeff", rule, given, "use 0")
+            rule = f"is not computed with {fsdp}"
+            coefficient = f"{a.moe_aux_loss_coeff:g}"
+            yield Problem("architecture.moe_aux_loss_coeff", rule, coefficient, "use 0")
 
     def _check_context(self) -> Iterator[Problem]:
         """Yield problems with dividing the tokens, and the heads inside attention."""
-        cp, tp, a = self.context_parallel_size, self.tensor_model_parallel_size, self.architecture
+        cp = self.context_parallel_size
+        tp = self.tensor_model_parallel_size
+        a = self.architecture
         if cp == 1:
             return
         if self.backend == "megatron" and not self.packed_sequences:
             rule = f"needs {ref('packed_sequences')}=true with {ref('backend')}=megatron"
             yield Problem(CP, rule, cp, "use that, or 1")
         heads = f"{a.num_attention_heads} heads and {a.kv_heads} key-value heads"
-        good = [
-            n
-            for n in divisors(a.num_attention_heads)
-            if a.num_attention_heads % (n * tp) == 0 and whole_groups(a, n * tp)
-        ]
-        if good and cp not in good:  # without any, the tensor-parallel size is wrong
+        legal_sizes = []
+        for size in divisors(a.num_attention_heads):
+            if a.num_attention_heads % (size * tp) == 0 and whole_groups(a, size * tp):
+                legal_sizes.append(size)
+        if legal_sizes and cp not in legal_sizes:  # without any, the tensor-parallel size is wrong
             times = f"times {ref(TP)}={tp} " if tp > 1 else ""
             rule = f"{times}must divide the {heads} of {self.model}, or the latter it"
-            yield Problem(CP, rule, cp, use(neighbours(cp, good)))
+            yield Problem(CP, rule, cp, use(neighbours(cp, legal_sizes)))
 
     def _check_pipeline(self) -> Iterator[Problem]:
-        layers, pp = self.architecture.num_layers, self.pipeline_model_parallel_size
+        layers = self.architecture.num_layers
+        pp = self.pipeline_model_parallel_size
         per_chunk = self.num_layers_per_virtual_pipeline_stage
         if layers % pp:
             yield from divides(PIPELINE, pp, f"the {layers} layers of {self.model}", layers)
         elif per_chunk is not None and pp > 1:
-            part = f"the {layers // pp} layers of a pipeline stage of {self.model}"
-            yield from divides(CHUNK, per_chunk, part, layers // pp)
+            total = f"the {layers // pp} layers of a pipeline stage of {self.model}"
+            yield from divides(CHUNK, per_chunk, total, layers // pp)
 
 
 class LearningConfig(RoleConfig, OptimizerConfig):
@@ -260,7 +265,8 @@ class LearningConfig(RoleConfig, OptimizerConfig):
     def _broken_rules(self) -> Iterator[Problem]:
         yield from RoleConfig._broken_rules(self)
         yield from OptimizerConfig._broken_rules(self)
-        a, tp = self.architecture, self.tensor_model_parallel_size
+        a = self.architecture
+        tp = self.tensor_model_parallel_size
         if a.num_experts is not None and tp > 1 and not self.sequence_parallel:
             yield Problem(
                 "sequence_parallel", f"must be true with {ref(TP)}={tp}", False, "use true"
@@ -268,7 +274,8 @@ class LearningConfig(RoleConfig, OptimizerConfig):
         yield from self._check_lora()
         # The last stage alone knows a micro-batch's weight.
         if a.balances_experts and self.pipeline_model_parallel_size > 1:
-            rule, coefficient = f"needs {ref(PIPELINE)}=1", f"{a.moe_aux_loss_coeff:g}"
+            rule = f"needs {ref(PIPELINE)}=1"
+            coefficient = f"{a.moe_aux_loss_coeff:g}"
             yield Problem("architecture.moe_aux_loss_coeff", rule, coefficient, "use 0")
         if self.backend == "fsdp":
             if self.recompute is Recompute.SELECTIVE:
@@ -277,13 +284,16 @@ class LearningConfig(RoleConfig, OptimizerConfig):
             return
         # With wrong recompute_num_layers Megatron fails at the first step or recomputes fewer.
         if self.recompute is Recompute.FULL and not any(self._check_pipeline()):
-            size, layers = self.recompute_num_layers, self.layers_per_chunk
+            size = self.recompute_num_layers
+            layers = self.layers_per_chunk
             check = divides if self.recompute_method == "uniform" else at_most
-            part = f"the {layers} layers of a stage or chunk of {self.model}"
-            yield from check("recompute_num_layers", size, part, layers)
+            total = f"the {layers} layers of a stage or chunk of {self.model}"
+            yield from check("recompute_num_layers", size, total, layers)
 
     def _check_lora(self) -> Iterator[Problem]:
-        a, tp, lora = self.architecture, self.tensor_model_parallel_size, self.lora
+        a = self.architecture
+        tp = self.tensor_model_parallel_size
+        lora = self.lora
         if lora.rank == 0 or self.backend != "megatron":  # whose engine knows the modules
             return
         modules = [*linear_modules(a)]
@@ -405,7 +415,8 @@ class ActorConfig(LearningConfig):
         limit = f"{ref('max_new_tokens')}={self.max_new_tokens}"
         yield from at_most("min_new_tokens", self.min_new_tokens, limit, self.max_new_tokens)
         vocab_size = self.architecture.vocab_size
-        if outside := [i for i in self.stop_token_ids if not 0 <= i < vocab_size]:
+        outside = [token for token in self.stop_token_ids if not 0 <= token < vocab_size]
+        if outside:
             yield Problem("stop_token_ids", f"must be below {vocab_size}", outside, "remove them")
 
 

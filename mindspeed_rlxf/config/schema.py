@@ -104,7 +104,8 @@ class RunConfig(Section):
         except in online DPO (its loss has no ratio), several optimizer steps per iteration, a KL
         penalty in the reward and samples of older weights; then RECOMPUTE.
         """
-        algorithm, actor = self.algorithm, self.actor_rollout
+        algorithm = self.algorithm
+        actor = self.actor_rollout
         if algorithm.old_log_probs is not OldLogProbs.AUTO:
             return algorithm.old_log_probs
         steps = actor.ppo_epochs * self.samples_per_iteration // actor.ppo_mini_batch_size
@@ -241,8 +242,9 @@ class RunConfig(Section):
     @property
     def shared_save(self) -> str | None:
         """The folder named as `save` by both actor and critic, else None."""
-        actor, critic = self.actor_rollout.save, self.critic and self.critic.save
-        return actor if actor is not None and actor == critic else None
+        actor_save = self.actor_rollout.save
+        critic_save = None if self.critic is None else self.critic.save
+        return actor_save if actor_save == critic_save else None
 
     def save_folder(self, role: Role) -> Path | None:
         """Return the folder for a trained role's final weights: its `save`.
@@ -281,9 +283,11 @@ class RunConfig(Section):
 
     def backend_of(self, pool: str) -> str:
         """Return the training engine of a pool's processes; one without a model has Megatron's."""
-        sections = [self.role(role) for role in self.roles_of(pool)]
-        found = {each.backend for each in sections if each.architecture is not None}
-        return "fsdp" if "fsdp" in found else "megatron"
+        for role in self.roles_of(pool):
+            section = self.role(role)
+            if section.architecture is not None and section.backend == "fsdp":
+                return "fsdp"
+        return "megatron"
 
     def processes_of(self, role: Role) -> list[int]:
         """Return a role's process count on each node in its pool.
@@ -304,15 +308,17 @@ class RunConfig(Section):
 
         None if all ranks do both, or only one key is set.
         """
-        train, infer = self.actor_rollout.num_gpus_for_train, self.actor_rollout.num_gpus_for_infer
+        train = self.actor_rollout.num_gpus_for_train
+        infer = self.actor_rollout.num_gpus_for_infer
         return None if train is None or infer is None else (train, infer)
 
     @property
     def rollout_tp(self) -> int:
         """Tensor-parallel size in generation: `rollout`'s if set, else the actor's."""
-        own = self.runs_vllm and self.rollout.vllm.tensor_parallel_size
-        actor = self.actor_rollout.tensor_model_parallel_size
-        return own or self.rollout.tensor_model_parallel_size or actor
+        if self.runs_vllm and self.rollout.vllm.tensor_parallel_size:
+            return self.rollout.vllm.tensor_parallel_size
+        rollout_tp = self.rollout.tensor_model_parallel_size
+        return rollout_tp or self.actor_rollout.tensor_model_parallel_size
 
     @property
     def runs_programs(self) -> bool:

@@ -92,23 +92,25 @@ def keep_interpolations(tree: dict[str, Any], written: dict[str, Any]) -> dict[s
         tree: The configuration with resolved interpolations.
         written: The same as the user wrote it.
     """
-    found = dict(tree)
+    wrapped = dict(tree)
     for section in tree:
-        if keys := INTERPOLATED.get(section.replace("-", "_")):
-            found[section] = _wrap(tree[section], written[section], keys, hides=False)
-    return found
+        keys = INTERPOLATED.get(section.replace("-", "_"))
+        if keys is not None:
+            wrapped[section] = _wrap(tree[section], written[section], keys, hides=False)
+    return wrapped
 
 
 def _wrap(value: Any, written: Any, keys: tuple[str, ...], hides: bool) -> Any:
     # A container that is one interpolation has no text of its own for each entry.
     inner = "${,}" if isinstance(written, str) else None
     if isinstance(value, dict):
-        return {
-            name: _wrap(item, inner or written[name], keys, hides or name in keys)
-            for name, item in value.items()
-        }
+        entries = {}
+        for name, entry in value.items():
+            entries[name] = _wrap(entry, inner or written[name], keys, hides or name in keys)
+        return entries
     if isinstance(value, list):
-        return [_wrap(item, inner or written[i], keys, hides) for i, item in enumerate(value)]
-    if not (hides and isinstance(written, str) and "${" in written and isinstance(value, str)):
+        return [_wrap(entry, inner or written[i], keys, hides) for i, entry in enumerate(value)]
+    is_interpolated = isinstance(written, str) and "${" in written and isinstance(value, str)
+    if not (hides and is_interpolated):
         return value
     return Secret(value, MASK if "," in written else written)  # a default may be the secret

@@ -150,10 +150,10 @@ class TrainingConfig(Section):
     @field_validator("max_wall_time", mode="before")
     @classmethod
     def _parse_time_limit(cls, value: Any) -> Any:
-        found = CLOCK.fullmatch(value.strip()) if isinstance(value, str) else None
-        if found is None:
+        match = CLOCK.fullmatch(value.strip()) if isinstance(value, str) else None
+        if match is None:
             return value
-        days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+        days, hours, minutes, seconds = (int(digits or 0) for digits in match.groups())
         return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
@@ -207,7 +207,8 @@ class DataConfig(Section):
     @field_validator("chat_template_kwargs")
     @classmethod
     def _refuse_own_variables(cls, value: dict[str, Any]) -> dict[str, Any]:
-        if taken := sorted({*value} & {*OWN_VARIABLES}):
+        taken = sorted({*value} & {*OWN_VARIABLES})
+        if taken:
             raise PydanticCustomError("chat_template_kwargs", "no " + ", ".join(taken))
         return value
 
@@ -287,8 +288,12 @@ class ValidationConfig(Section):
     @property
     def sizes(self) -> list[int]:
         """K for best@K and pass@K, ascending: powers of 2 below `n_samples`, then `n_samples`."""
-        powers = [2**i for i in range(self.n_samples.bit_length()) if 2**i < self.n_samples]
-        return [*powers, self.n_samples]
+        sizes = []
+        power = 1
+        while power < self.n_samples:
+            sizes.append(power)
+            power *= 2
+        return [*sizes, self.n_samples]
 
     @property
     def metrics(self) -> list[str]:
@@ -299,13 +304,14 @@ class ValidationConfig(Section):
         """
         n = self.n_samples
         by_rule = self.reward is RewardKind.RULE
-        found = ["score", f"mean@{n}"]
+        names = ["score", f"mean@{n}"]
         if n > 1:
-            found += [f"best@{k}" for k in self.sizes if k > 1]
-            found += [f"maj@{n}"] if by_rule else []
+            names += [f"best@{k}" for k in self.sizes if k > 1]
+        if n > 1 and by_rule:
+            names.append(f"maj@{n}")
         if by_rule or self.pass_score is not None:
-            found += [f"pass@{k}" for k in self.sizes]
-        return found
+            names += [f"pass@{k}" for k in self.sizes]
+        return names
 
     def _broken_rules(self) -> Iterator[Problem]:
         source, _, name = self.best_metric.rpartition("/")
@@ -539,10 +545,10 @@ class PoolSettings(Section):
 
     def _broken_rules(self) -> Iterator[Problem]:
         yield from find_masks("env", self.env)
-        for name in (name for name in self.env if "VISIBLE_DEVICES" in name):
-            yield Problem(
-                f"env.{name}", "must not be set: Ray hands out devices", remedy="remove it"
-            )
+        for name in self.env:
+            if "VISIBLE_DEVICES" in name:
+                rule = "must not be set: Ray hands out devices"
+                yield Problem(f"env.{name}", rule, remedy="remove it")
 
     @field_validator("bad_nodes", mode="before")
     @classmethod

@@ -13,7 +13,9 @@ def list_warnings(config: RunConfig) -> list[str]:
 
     They are the older toolkit's: greedy responses, and a mini-batch of one sample.
     """
-    actor, critic, samples = config.actor_rollout, config.critic, config.samples_per_iteration
+    actor = config.actor_rollout
+    critic = config.critic
+    samples = config.samples_per_iteration
     warnings = []
     if not (actor.do_sample or actor.fixed_responses or "do_sample" in actor.model_fields_set):
         warnings.append(

@@ -52,17 +52,21 @@ def note_unused(config: RunConfig, given: Given) -> None:
     A key shared by several roles is unused if no role uses it. Keys from a model's config.json
     (`model: auto`) are left out.
     """
-    found = [*_fields(config, "", config)]
-    used = {given.written(f"{path}{name}") for _, path, name, failed in found if failed is None}
-    for section, path, name, failed in found:
-        value, key = getattr(section, name), given.written(f"{path}{name}")
+    fields = [*_fields(config, "", config)]
+    used_keys = set()
+    for _, path, name, failed in fields:
+        if failed is None:
+            used_keys.add(given.written(f"{path}{name}"))
+    for section, path, name, failed in fields:
+        value = getattr(section, name)
+        key = given.written(f"{path}{name}")
         is_default = value == type(section).model_fields[name].default
-        if failed is None or key in used or is_default or key.startswith("model.auto."):
+        if failed is None or key in used_keys or is_default or key.startswith("model.auto."):
             continue
         kind, condition = failed
         plain = list(value) if isinstance(value, tuple) else getattr(value, "value", value)
-        needed = TEXTS.get(condition, condition)
-        text = f"no effect with {needed[1:]}" if needed[0] == "!" else f"no effect without {needed}"
+        text = TEXTS.get(condition, condition)
+        text = f"no effect with {text[1:]}" if text[0] == "!" else f"no effect without {text}"
         if kind == "only_if":
             remedy = "remove one of them" if condition[0] == "!" else "remove it, or set that"
             given.problems.append(Problem(key, f"has {text}", plain, remedy))
@@ -90,23 +94,21 @@ def _fields(
         elif path:
             extra = extra_of(type(section).model_fields[name])
             used_if = f"{extra['used_if']}; {section.section_used_if}"
-            failed = [
-                (kind, condition)
-                for kind, conditions in (("used_if", used_if), ("only_if", extra["only_if"]))
-                for condition in filter(None, conditions.split("; "))
-                if not _holds(condition, section, config)
-            ]
-            yield section, path, name, failed[-1] if failed else None
+            failed = None
+            for kind, conditions in (("used_if", used_if), ("only_if", extra["only_if"])):
+                for condition in conditions.split("; "):
+                    if condition and not _holds(condition, section, config):
+                        failed = kind, condition
+            yield section, path, name, failed
 
 
 def _holds(condition: str, section: Section, config: RunConfig) -> bool:
-    negated, path, sign, wanted = CONDITION.findall(condition)[0]
-    owner: Any = section if hasattr(section, path.partition(".")[0]) else config
-    value = owner
-    for part in path.split("."):
-        value = None if value is None else getattr(value, part)  # a rule has no architecture
-    value = getattr(value, "value", value)
+    negated, path, sign, expected = CONDITION.findall(condition)[0]
+    value: Any = section if hasattr(section, path.partition(".")[0]) else config
+    for name in path.split("."):
+        value = None if value is None else getattr(value, name)  # a rule has no architecture
+    value = getattr(value, "value", value)  # of an enum
     if sign == ">":
-        return bool(value > float(wanted))
-    result = str(value) == wanted if sign else bool(value)
-    return result != bool(negated or sign == "!=")
+        return bool(value > float(expected))
+    holds = str(value) == expected if sign else bool(value)
+    return holds != bool(negated or sign == "!=")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -29,31 +29,33 @@ class Rows:
     def select(self: R, rows: Sequence[int]) -> R:
         """Return new rows in the order given by the indices `rows`; padding is not shortened."""
         indices = list(rows)
-        index = torch.as_tensor(indices, dtype=torch.long)
-        columns = {f.name: getattr(self, f.name) for f in fields(self)}
-        return type(self)(
-            **{
-                name: c.index_select(0, index) if isinstance(c, Tensor) else [c[i] for i in indices]
-                for name, c in columns.items()
-            }
-        )
+        index_tensor = torch.as_tensor(indices, dtype=torch.long)
+        selected: dict[str, Any] = {}
+        for column_field in fields(self):
+            column = getattr(self, column_field.name)
+            if isinstance(column, Tensor):
+                selected[column_field.name] = column.index_select(0, index_tensor)
+            else:
+                selected[column_field.name] = [column[i] for i in indices]
+        return type(self)(**selected)
 
-    def split(self: R, parts: int) -> list[R]:
+    def split(self: R, num_parts: int) -> list[R]:
         """Split into consecutive parts whose sizes differ by at most one; parts may be empty."""
-        bounds = [i * self.num_rows // parts for i in range(parts + 1)]
+        bounds = [i * self.num_rows // num_parts for i in range(num_parts + 1)]
         return [self.select(range(start, stop)) for start, stop in pairwise(bounds)]
 
     @classmethod
-    def concat(cls: type[R], parts: Sequence[R]) -> R:
-        """Concatenate at least one part, zero-padding narrower 2-D tensors on the right."""
-        assert parts, "Rows.concat needs at least one part"
-        if len(parts) == 1:
-            return parts[0]
+    def concat(cls: type[R], batches: Sequence[R]) -> R:
+        """Concatenate at least one batch, zero-padding narrower 2-D tensors on the right."""
+        assert batches, "Rows.concat needs at least one part"
+        if len(batches) == 1:
+            return batches[0]
         joined: dict[str, Any] = {}
-        for name in (f.name for f in fields(cls)):
-            columns = [getattr(part, name) for part in parts]
+        for column_field in fields(cls):
+            name = column_field.name
+            columns = [getattr(batch, name) for batch in batches]
             if not isinstance(columns[0], Tensor):
-                joined[name] = [item for column in columns for item in column]
+                joined[name] = list(chain(*columns))
                 continue
             if columns[0].dim() == 2:
                 width = max(column.size(1) for column in columns)
@@ -105,14 +107,18 @@ class TokenRows:
 
         Only for this rank's samples in `log.sample_ids`.
         """
-        named = {"advantage": self.advantages, "kl": self.kl, "value": self.values}
-        columns = {name: column for name, column in named.items() if column is not None}
-        lengths = self.lengths.tolist()
-        return {
-            sample_id: {name: c[row, : lengths[row]].tolist() for name, c in columns.items()}
-            for row, sample_id in enumerate(self.sample_ids)
-            if sample_id in self.log.sample_ids
-        }
+        columns = {"advantage": self.advantages, "kl": self.kl, "value": self.values}
+        lists_of_sample: dict[int, dict[str, list[float]]] = {}
+        for row, (sample_id, length) in enumerate(
+            zip(self.sample_ids, self.lengths.tolist(), strict=True)
+        ):
+            if sample_id not in self.log.sample_ids:
+                continue
+            lists_of_sample[sample_id] = {}
+            for name, column in columns.items():
+                if column is not None:
+                    lists_of_sample[sample_id][name] = column[row, :length].tolist()
+        return lists_of_sample
 
 
 @dataclass(frozen=True)
@@ -225,7 +231,8 @@ class RuleScores(Scores):
     @property
     def is_scored(self) -> Tensor:
         """See `Scores`."""
-        return torch.tensor([not (f and f.is_outside) for f in self.failures], dtype=torch.bool)
+        is_outside = [failure is not None and failure.is_outside for failure in self.failures]
+        return ~torch.tensor(is_outside, dtype=torch.bool)
 
 
 @dataclass(frozen=True)

@@ -34,10 +34,15 @@ def decode_without_special(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
     """Return the token of each special id: those that the tokenizer names, and marked ones."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    marked = {int(i): str(token) for i, token in added.items() if token.special}
-    named = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
-    return {**marked, **{int(i): str(token) for i, token in named}}
+    tokens: dict[int, str] = {}
+    for token_id, token in getattr(tokenizer, "added_tokens_decoder", {}).items():
+        if token.special:
+            tokens[int(token_id)] = str(token)
+    for token_id, token in zip(
+        tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True
+    ):
+        tokens[int(token_id)] = str(token)
+    return tokens
 
 
 class RewardTexts:
@@ -54,20 +59,25 @@ class RewardTexts:
         special = special_ids(tokenizer)
         self._tokenizer = tokenizer
         self._before = {tokenizer.bos_token_id, tokenizer.pad_token_id}
-        kept = {i for i, token in special.items() if any(s.endswith(token) for s in stop_strings)}
-        self._behind = {tokenizer.eos_token_id, tokenizer.pad_token_id} - kept
-        self._ends = set(special) - kept  # of the tokenizer, the model or a template
+        of_stop_strings = set()
+        for token_id, token in special.items():
+            if any(stop_string.endswith(token) for stop_string in stop_strings):
+                of_stop_strings.add(token_id)
+        self._behind = {tokenizer.eos_token_id, tokenizer.pad_token_id} - of_stop_strings
+        self._ends = set(special) - of_stop_strings  # of the tokenizer, the model or a template
 
     def prompt(self, ids: Sequence[int]) -> str:
         """Return a prompt's text."""
-        start = next((n for n, i in enumerate(ids) if i not in self._before), len(ids))
+        start = 0
+        while start < len(ids) and ids[start] in self._before:
+            start += 1
         return decode(self._tokenizer, ids[start:])
 
     def response(self, ids: Sequence[int], has_ended: bool) -> str:
         """Return a response's text; `has_ended` = its last token may be any EOS."""
-        kept = list(ids)
-        if has_ended and kept and kept[-1] in self._ends:
-            kept.pop()
-        while kept and kept[-1] in self._behind:
-            kept.pop()
-        return decode(self._tokenizer, kept)
+        text_ids = list(ids)
+        if has_ended and text_ids and text_ids[-1] in self._ends:
+            text_ids.pop()
+        while text_ids and text_ids[-1] in self._behind:
+            text_ids.pop()
+        return decode(self._tokenizer, text_ids)

@@ -45,16 +45,19 @@ class FileProblems:
 
         After MAX_PROBLEMS_PER_FILE different ones, only the number of rows is given.
         """
-        items = sorted(self._rows.items(), key=lambda item: item[1][0])
-        found = []
-        for problem, rows in items[:MAX_PROBLEMS_PER_FILE]:
-            where = f"{self.file}:{rows[0]}" if rows[0] else self.file
-            more = f" ({len(rows) - 1} more rows have the same problem)" if len(rows) > 1 else ""
-            found.append(replace(problem, key=where, colon=True, remedy=problem.remedy + more))
-        if num_rest := sum(len(rows) for _, rows in items[MAX_PROBLEMS_PER_FILE:]):
+        rows_of_problem = sorted(self._rows.items(), key=lambda item: item[1][0])
+        problems = []
+        for problem, rows in rows_of_problem[:MAX_PROBLEMS_PER_FILE]:
+            key = f"{self.file}:{rows[0]}" if rows[0] else self.file
+            remedy = problem.remedy
+            if len(rows) > 1:
+                remedy += f" ({len(rows) - 1} more rows have the same problem)"
+            problems.append(replace(problem, key=key, colon=True, remedy=remedy))
+        num_rest = sum(len(rows) for _, rows in rows_of_problem[MAX_PROBLEMS_PER_FILE:])
+        if num_rest > 0:
             rule = f"{num_rest} more rows with problems like these"
-            found.append(Problem(self.file, rule, colon=True))
-        return found
+            problems.append(Problem(self.file, rule, colon=True))
+        return problems
 
 
 class UnusableRow(ValueError):
@@ -67,7 +70,9 @@ class UnusableRow(ValueError):
 
     def __init__(self, reason: str, rule: str, remedy: str, raw: str = "") -> None:
         super().__init__(reason, rule, remedy, raw)  # all of them, so that it can be pickled
-        self.reason, self.problem, self.raw = reason, fault(rule, remedy), raw
+        self.reason = reason
+        self.problem = fault(rule, remedy)
+        self.raw = raw
 
     def __str__(self) -> str:
         return str(self.problem)
@@ -82,7 +87,8 @@ def read_rows(file: str, name: str = "") -> Iterator[tuple[int, Row | UnusableRo
     Raises:
         UserError: keyed by `name` (default: the path), if the file cannot be read to its end.
     """
-    suffix, number = Path(file).suffix.lower(), 0
+    suffix = Path(file).suffix.lower()
+    number = 0  # of the last row that was read
     try:
         if suffix not in READERS:
             rule = f"a data file must be {', '.join(READERS)}, not {suffix!r}"
@@ -99,8 +105,10 @@ def read_rows(file: str, name: str = "") -> Iterator[tuple[int, Row | UnusableRo
     except Exception as error:  # pyarrow raises many types
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         problem = fault(f"must be a {suffix} file ({reason})", "write it again, as .jsonl perhaps")
-    where = f"{name or file}:{number}" if number else name or file
-    raise UserError(replace(problem, key=where, colon=True))
+    key = name or file
+    if number:
+        key += f":{number}"
+    raise UserError(replace(problem, key=key, colon=True))
 
 
 def count_rows(file: str) -> int:
@@ -125,8 +133,10 @@ def without_nan(value: Any, is_null: Callable[[float], bool] = math.isnan) -> An
     if isinstance(value, float):
         return None if is_null(value) else value
     if isinstance(value, dict):
-        return {key: without_nan(item, is_null) for key, item in value.items()}
-    return [without_nan(item, is_null) for item in value] if isinstance(value, list) else value
+        return {key: without_nan(entry, is_null) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [without_nan(entry, is_null) for entry in value]
+    return value
 
 
 def number_text(value: str | int | float) -> str:
@@ -137,9 +147,9 @@ def number_text(value: str | int | float) -> str:
 
 def describe_absence(row: Row, key: str) -> str:
     """Say why `look_up` found nothing: null, or which keys the row has."""
-    *path, last = [key] if key in row else key.split(".")
+    *path, name = [key] if key in row else key.split(".")
     holder = look_up(row, ".".join(path)) if path else row
-    if isinstance(holder, dict) and last in holder:
+    if isinstance(holder, dict) and name in holder:
         return "here it is null"
     return f"this one has {describe_keys(row)}"
 
@@ -153,8 +163,8 @@ def look_up(row: Row, key: str) -> Any:
     if key in row:
         return row[key]
     value: Any = row
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
     return value
 
 
@@ -171,14 +181,18 @@ def unicode_problem(text: str) -> Problem | None:
 def describe_keys(names: Iterable[str]) -> str:
     """Join the first MAX_KEYS_SHOWN keys with commas for an error message; "none" without keys."""
     keys = [name[:60] for name in names]
-    return ", ".join(keys[:MAX_KEYS_SHOWN] + ["..."] * (len(keys) > MAX_KEYS_SHOWN)) or "none"
+    if len(keys) > MAX_KEYS_SHOWN:
+        keys = [*keys[:MAX_KEYS_SHOWN], "..."]
+    return ", ".join(keys) or "none"
 
 
 def as_text(value: Any) -> str:
     """Return text for a value JSON lacks: ISO format for dates and times, base64 for bytes."""
     if isinstance(value, bytes):
         return base64.b64encode(value).decode("ascii")
-    return value.isoformat() if isinstance(value, (datetime.date, datetime.time)) else str(value)
+    if isinstance(value, (datetime.date, datetime.time)):
+        return value.isoformat()
+    return str(value)
 
 
 def _jsonl_rows(file: str) -> Iterator[tuple[int, Row | UnusableRow]]:
@@ -190,7 +204,8 @@ def _jsonl_rows(file: str) -> Iterator[tuple[int, Row | UnusableRow]]:
 
 def _parse_line(line: bytes) -> Row | UnusableRow:
     raw = line.decode("utf-8-sig", "backslashreplace").strip()
-    rule, remedy = "a line must be one JSON object, this one is", "repair or remove the line"
+    rule = "a line must be one JSON object, this one is"
+    remedy = "repair or remove the line"
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:

@@ -33,8 +33,8 @@ class FixedResponses:
 
     def differs(self, sample_id: int, prompt: np.ndarray) -> bool:
         """Whether the file has a prompt for this sample other than `prompt`."""
-        answered = self.prompts.get(sample_id)
-        return answered is not None and answered != prompt.tolist()
+        answered_prompt = self.prompts.get(sample_id)
+        return answered_prompt is not None and answered_prompt != prompt.tolist()
 
 
 def load_fixed_responses(
@@ -53,39 +53,41 @@ def load_fixed_responses(
     if Path(file).suffix.lower() != ".jsonl":
         raise UserError(Problem(KEY, "must be a .jsonl file", file, "convert or rename it"))
     problems = FileProblems(f"{KEY}: {file}")
-    found: dict[int, list[int]] = {}
+    responses: dict[int, list[int]] = {}
     prompts: dict[int, list[int]] = {}
-    has_ids: set[bool] = set()
+    has_sample_ids: set[bool] = set()  # with both values, only some rows have one
     for number, row in read_rows(file, problems.file):
         if isinstance(row, UnusableRow):
             problems.add(number, row.problem)
             continue
-        sample_id = row.get("sample_id", len(found))
-        has_ids.add("sample_id" in row)
-        key, ids = sample_id if type(sample_id) is int else -number, list[int]()
+        sample_id = row.get("sample_id", len(responses))
+        has_sample_ids.add("sample_id" in row)
+        key = sample_id if type(sample_id) is int else -number  # so that a wrong one is kept too
+        ids: list[int] = []
         try:
-            if key != sample_id or key in found:
+            if key != sample_id or key in responses:
                 rule = "a sample_id must be a number that no earlier row has"
                 raise ValueError(f"{rule}, not {sample_id!r:.40}")
             ids = _read_response(row, tokenizer, eos_token_ids, vocab_size, max_new_tokens)
         except ValueError as error:
             problems.add(number, fault(str(error), "repair or remove the row"))
-        found[key] = ids
+        responses[key] = ids
         if "prompt_ids" in row:
             prompts[key] = row["prompt_ids"]
-    if len(has_ids) > 1:
+    if len(has_sample_ids) > 1:
         problems.add(0, fault("all rows or none must have a sample_id", "complete or remove them"))
-    lacking = [i for i in range(num_samples) if i not in found]
-    if lacking and not problems.list_problems():
+    missing_ids = [sample_id for sample_id in range(num_samples) if sample_id not in responses]
+    if missing_ids and not problems.list_problems():
         rule = f"the run's {num_samples} samples must have a response each"
-        rule = f"{rule}, {len(lacking)} have none (the first: {lacking[0]})"
+        rule = f"{rule}, {len(missing_ids)} have none (the first: {missing_ids[0]})"
         remedy = "lower training.train_iters, or complete the file"
         problems.add(
             0, fault(rule, f"{remedy} (logging.samples=all writes every response of a run)")
         )
-    if located := problems.list_problems():
-        raise UserError(located)
-    return FixedResponses(found, prompts)
+    located_problems = problems.list_problems()
+    if located_problems:
+        raise UserError(located_problems)
+    return FixedResponses(responses, prompts)
 
 
 def _read_response(
@@ -93,7 +95,7 @@ def _read_response(
     tokenizer: PreTrainedTokenizerBase,
     eos: Sequence[int],
     vocab_size: int,
-    longest: int,
+    max_new_tokens: int,
 ) -> list[int]:
     """Return `response_ids`, or the tokenized `response` with an EOS if there is room."""
     ids = row.get("response_ids")
@@ -101,16 +103,18 @@ def _read_response(
         if not isinstance(row.get("response"), str):
             raise ValueError("a row must have response_ids or a text `response`")
         ids = tokenizer(row["response"], add_special_tokens=False)["input_ids"]
-        if len(ids) < longest and not (ids and ids[-1] in eos):
+        if len(ids) < max_new_tokens and not (ids and ids[-1] in eos):
             ids = ids + list(eos[:1])
     if not isinstance(ids, list) or not all(type(i) is int for i in ids):
         raise ValueError(f"response_ids must be a list of token ids, not {ids!r:.40}")
-    if not 1 <= len(ids) <= longest:
-        rule = f"a response must have 1 to {longest} tokens (max_new_tokens)"
+    if not 1 <= len(ids) <= max_new_tokens:
+        rule = f"a response must have 1 to {max_new_tokens} tokens (max_new_tokens)"
         raise ValueError(f"{rule}, not {len(ids)}")
-    if outside := [i for i in ids if not 0 <= i < vocab_size]:
-        wrong = shorten_value(outside[0])
-        raise ValueError(f"token ids must be from 0 to {vocab_size - 1}, not {wrong}")
-    if early := [i for i in ids[:-1] if i in eos]:
-        raise ValueError(f"EOS must be the last token, {early[0]} is in the middle")
+    for token_id in ids:
+        if not 0 <= token_id < vocab_size:
+            wrong = shorten_value(token_id)
+            raise ValueError(f"token ids must be from 0 to {vocab_size - 1}, not {wrong}")
+    for token_id in ids[:-1]:
+        if token_id in eos:
+            raise ValueError(f"EOS must be the last token, {token_id} is in the middle")
     return ids

@@ -100,27 +100,28 @@ def parse_map_keys(text: str, handler: Handler) -> Keys:
     """
     model = handler.keys
     try:
-        given = json.loads(text)
-        if not isinstance(given, dict):
+        columns = json.loads(text)
+        if not isinstance(columns, dict):
             raise ValueError("it is no object")
     except ValueError as error:
         example = f'{{"{next(iter(model.model_fields))}": "question", "system": ""}}'
         rule = f"must be a JSON object such as {example}, {text!r} is not ({error})"
         raise UserError(Problem(FLAG, rule, remedy="put it in single quotes")) from error
     for name in {*MapKeys.model_fields, *NO_USE} - model.model_fields.keys():
-        if not given.get(name):
-            given.pop(name, None)
+        if not columns.get(name):
+            columns.pop(name, None)
     # A default column named by another key belongs to that key: a column is used once.
     for name, field in model.model_fields.items():
-        if field.default in given.values():
-            given.setdefault(name, None)
+        if field.default in columns.values():
+            columns.setdefault(name, None)
     try:
-        keys = model.model_validate(given)
+        keys = model.model_validate(columns)
     except ValidationError as error:
         raise UserError([_key_problem(detail, model) for detail in error.errors()]) from error
     if isinstance(keys, MapKeys) and handler.writes_answers and keys.response == keys.prompt:
         rule = f"response and prompt must be different columns for {handler.name}"
-        rule, remedy = f"{rule}, both are {keys.prompt!r}", "name the column of the answers"
+        rule = f"{rule}, both are {keys.prompt!r}"
+        remedy = "name the column of the answers"
         raise UserError(Problem(FLAG, rule, remedy=remedy, colon=True))
     return keys
 
@@ -133,10 +134,11 @@ def _key_problem(detail: Mapping[str, Any], model: type[Section]) -> Problem:
         return Problem(FLAG, rule, remedy="correct it", colon=True)
     if name in NO_USE:
         return Problem(FLAG, f"{name!r} has no use here: {NO_USE[name]}", colon=True)
-    known = (Tags if path else model).model_fields
-    guess = closest(name, known)
+    allowed = (Tags if path else model).model_fields
+    guess = closest(name, allowed)
     remedy = f"did you mean {guess}?" if guess else "remove it"
-    return Problem(FLAG, f"{name!r} must be one of {', '.join(known)}", remedy=remedy, colon=True)
+    rule = f"{name!r} must be one of {', '.join(allowed)}"
+    return Problem(FLAG, rule, remedy=remedy, colon=True)
 
 
 def missing_columns(
@@ -150,11 +152,11 @@ def missing_columns(
     asked = keys.model_dump(exclude_defaults=True, exclude_none=True, exclude={"tags"})
     if not handler.writes_answers:
         asked.pop("response", None)
-    named = [(f"{FLAG}: {key} must name a column", column) for key, column in asked.items()]
-    named += [("--dataset-additional-keys must name columns", column) for column in extra]
-    for rule, column in named:
+    rules = [(f"{FLAG}: {key} must name a column", column) for key, column in asked.items()]
+    rules += [("--dataset-additional-keys must name columns", column) for column in extra]
+    for rule, column in rules:
         if column not in columns and column.split(".")[0] not in columns:
             guess = closest(column, columns)
-            found = f"no row has {column!r} (there are {describe_keys(columns)})"
+            absence = f"no row has {column!r} (there are {describe_keys(columns)})"
             remedy = f"did you mean {guess}?" if guess else 'name one, or "" for none'
-            yield Problem("", f"{rule}, {found}", remedy=remedy)
+            yield Problem("", f"{rule}, {absence}", remedy=remedy)

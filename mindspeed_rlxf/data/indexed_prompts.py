@@ -11,7 +11,6 @@ import logging
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from mindspeed_rlxf.data.decoding import decode, decode_without_special
 from mindspeed_rlxf.data.files import FileProblems, fault, without_nan
 from mindspeed_rlxf.data.handlers import LABELS
 from mindspeed_rlxf.data.prompt_store import Labels, Prompt, PromptStore
-from mindspeed_rlxf.data.prompts import ENCODE_CHUNK, LengthLimit, read_labels
+from mindspeed_rlxf.data.prompts import LengthLimit, read_labels
 from mindspeed_rlxf.data.sidecar import (
     MASK,
     TOKEN_IDS,
@@ -65,15 +64,16 @@ class IndexedWriter:
         # Imported here, because Megatron takes seconds to load and readers do not need it.
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-        self._path, self._dtype = path, dtype
+        self._path = path
+        self._dtype = dtype
         self._builder = IndexedDatasetBuilder(f"{path}.bin", dtype=dtype)
 
-    def add(self, items: bytes, lengths: Sequence[int]) -> None:
+    def add(self, joined: bytes, lengths: Sequence[int]) -> None:
         """Append sequences, given as joined bytes, each as its own document."""
         import torch
 
-        numbers = torch.from_numpy(np.frombuffer(items, self._dtype).copy())
-        for sequence in torch.split(numbers, list(lengths)):
+        elements = torch.from_numpy(np.frombuffer(joined, self._dtype).copy())
+        for sequence in torch.split(elements, list(lengths)):
             self._builder.add_item(sequence)
             self._builder.end_document()
 
@@ -100,10 +100,10 @@ class IndexedReader:
         content = Path(f"{path}.bin")
         num_bytes = content.stat().st_size
         ends = self._offsets + self._lengths.astype(np.int64) * self.dtype.itemsize
-        least = min(self._offsets.min(initial=0), self._lengths.min(initial=0))
-        most = max(self._offsets.max(initial=0), ends.max(initial=0))
-        if least < 0 or most > num_bytes:
-            raise BrokenIndex(f"{content} has {num_bytes} bytes, the index needs {most}")
+        has_negative = min(self._offsets.min(initial=0), self._lengths.min(initial=0)) < 0
+        needed_bytes = max(self._offsets.max(initial=0), ends.max(initial=0))
+        if has_negative or needed_bytes > num_bytes:
+            raise BrokenIndex(f"{content} has {num_bytes} bytes, the index needs {needed_bytes}")
         self._bytes = np.memmap(content, np.uint8, "r") if num_bytes else np.zeros(0, np.uint8)
 
     def __len__(self) -> int:
@@ -120,7 +120,8 @@ logger = logging.getLogger(__name__)
 
 REMEDY = "run preprocess_data.py again"
 PAIR_COLUMNS = ("chosen_input_ids", "chosen_labels", "rejected_input_ids", "rejected_labels")
-PAIR_IDS, PAIR_LABELS = PAIR_COLUMNS[:2]
+PAIR_IDS = "chosen_input_ids"
+PAIR_LABELS = "chosen_labels"
 IGNORED = -100  # label for tokens outside the responses
 
 
@@ -170,17 +171,22 @@ class _DataSet:
     """One opened data set: its token ids, and the columns named by the keys in `data`."""
 
     def __init__(self, prefix: str, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:
-        self._prefix, self._tokenizer, self._data = prefix, tokenizer, data
+        self._prefix = prefix
+        self._tokenizer = tokenizer
+        self._data = data
         self._is_pairs = PAIR_IDS in column_files(Path(prefix))
         self._ids_column = PAIR_IDS if self._is_pairs else TOKEN_IDS  # the better response's
         self._token_ids = self._open(self._ids_column)
         self.sidecar = read_sidecar(Path(prefix))
         if self.sidecar is not None:
             self._check(self.sidecar)
-            names = {c.name: c.file for c in self.sidecar.columns if c.encoding == "json"}
+            json_columns = [column for column in self.sidecar.columns if column.encoding == "json"]
+            file_of_column = {column.name: column.file for column in json_columns}
         else:
-            file, own = sidecar_path(Path(prefix)).name, (TOKEN_IDS, MASK, *PAIR_COLUMNS)
-            names = {name: name for name in column_files(Path(prefix)) if name not in own}
+            file = sidecar_path(Path(prefix)).name
+            of_tokens = (TOKEN_IDS, MASK, *PAIR_COLUMNS)
+            names = [name for name in column_files(Path(prefix)) if name not in of_tokens]
+            file_of_column = dict(zip(names, names, strict=True))
             if any(self._open(name).dtype == np.uint8 for name in names):
                 raise self._error(f"must be whole, there is no {file}")
             logger.warning(
@@ -189,9 +195,9 @@ class _DataSet:
                 prefix,
                 file,
             )
-        self._columns = {name: self._open(names[name]) for name in sorted(names)}
+        self._columns = {name: self._open(file) for name, file in sorted(file_of_column.items())}
         for key in data.extra_columns or ():
-            if not {key, key.split(".")[0]} & names.keys():
+            if not {key, key.split(".")[0]} & file_of_column.keys():
                 logger.warning("%s: it has no column data.extra_columns=[%s]", prefix, key)
         self._largest_id = max(tokenizer.get_vocab().values())
         self._labels = self._open_labels()
@@ -202,12 +208,16 @@ class _DataSet:
         Without a sidecar, a column `labels` counts if its first row is as long as the token ids and
         contains IGNORED; any other column `labels` holds answers.
         """
-        of_sidecar = self.sidecar.columns if self.sidecar else ()
-        if self._is_pairs or any(column.encoding == "labels" for column in of_sidecar):
-            return self._open(PAIR_LABELS if self._is_pairs else LABELS)
-        labels = None if self.sidecar else self._columns.get(LABELS)
-        is_mask = labels and len(labels[0]) == len(self._token_ids[0]) and IGNORED in labels[0]
-        return labels if is_mask else None
+        if self._is_pairs:
+            return self._open(PAIR_LABELS)
+        if self.sidecar:
+            has_labels = any(column.encoding == "labels" for column in self.sidecar.columns)
+            return self._open(LABELS) if has_labels else None
+        labels = self._columns.get(LABELS)
+        if not labels:
+            return None
+        has_same_length = len(labels[0]) == len(self._token_ids[0])
+        return labels if has_same_length and IGNORED in labels[0] else None
 
     def read_prompts(self, prompts: PromptStore, max_prompt_length: int) -> None:
         """Add the data set's prompts, with decoded text, and log how many were too long.
@@ -217,21 +227,20 @@ class _DataSet:
         problems = FileProblems(self._prefix)
         limit = LengthLimit(self._prefix, max_prompt_length, self._data.overlong_prompts)
         rows = self._read_rows(limit, problems)
-        while chunk := list(islice(rows, ENCODE_CHUNK)):
-            ids = [ids for ids, _ in chunk]
-            texts = [decode(self._tokenizer, token_ids) for token_ids in ids]
-            for text, (token_ids, labels) in zip(texts, chunk, strict=True):
-                prompts.add(text, token_ids, labels)
+        for token_ids, labels in rows:
+            prompts.add(decode(self._tokenizer, token_ids), token_ids, labels)
         limit.report(len(self._token_ids), problems)
-        if located := problems.list_problems():
-            raise UserError(located)
+        located_problems = problems.list_problems()
+        if located_problems:
+            raise UserError(located_problems)
 
     def _read_rows(
         self, limit: LengthLimit, problems: FileProblems
     ) -> Iterator[tuple[list[int], Labels]]:
         """Yield (prompt ids, labels) for usable rows; add the others to `problems`."""
         for row_index in range(len(self._token_ids)):
-            ids, number = self._token_ids[row_index].astype(np.int64), row_index + 1
+            ids = self._token_ids[row_index].astype(np.int64)
+            number = row_index + 1
             if self._labels is not None:
                 ignored = np.flatnonzero(self._labels[row_index] == IGNORED)
                 ids = ids[: ignored.max(initial=-1) + 1]
@@ -284,20 +293,24 @@ class _DataSet:
         return UserError(Problem(f"{self._prefix}{row}", rule, remedy=remedy, colon=True))
 
     def _check(self, sidecar: Sidecar) -> None:
-        own = vocabulary_hash(self._tokenizer)
-        if own != sidecar.tokenizer.sha256:
-            theirs = sidecar.tokenizer
+        """Raise UserError unless this run reads special tokens as the data set was made."""
+        run_hash = vocabulary_hash(self._tokenizer)
+        if run_hash != sidecar.tokenizer.sha256:
+            maker = sidecar.tokenizer
             raise self._error(
-                f"the tokenizer must be the one it was made with, {theirs.path!r} (sha256 "
-                f"{theirs.sha256[:12]}), not {self._tokenizer.name_or_path!r} (sha256 {own[:12]})",
+                f"the tokenizer must be the one it was made with, {maker.path!r} (sha256 "
+                f"{maker.sha256[:12]}), not {self._tokenizer.name_or_path!r} (sha256 "
+                f"{run_hash[:12]})",
                 f"correct {KEY} or run preprocess_data.py with that tokenizer",
             )
-        key, flag = "data.allow_special_tokens", "--allow-special-tokens"
-        made, wanted = sidecar.allow_special_tokens, self._data.allow_special_tokens
-        if made != wanted:
+        key = "data.allow_special_tokens"
+        flag = "--allow-special-tokens"
+        was_allowed = sidecar.allow_special_tokens
+        is_allowed = self._data.allow_special_tokens
+        if was_allowed != is_allowed:
             raise self._error(
-                f"must be made as {key}={format_value(wanted)} says, it was made "
-                f"{'with' if made else 'without'} {flag}",
-                f"set {key}={format_value(made)} or run preprocess_data.py "
-                f"{'without' if made else 'with'} {flag}",
+                f"must be made as {key}={format_value(is_allowed)} says, it was made "
+                f"{'with' if was_allowed else 'without'} {flag}",
+                f"set {key}={format_value(was_allowed)} or run preprocess_data.py "
+                f"{'without' if was_allowed else 'with'} {flag}",
             )

@@ -59,24 +59,26 @@ def rank_steps(
         For each rank its samples over all epochs, ascending and each once, and for each mini-batch
         the rank's samples as positions in that list.
     """
-    whole = all(len(order) % mini_batch_size == 0 for order in orders)
-    assert whole and mini_batch_size % (num_ranks * group_size) == 0, "checked beforehand"
-    shares: list[list[list[int]]] = []
+    is_divisible = all(len(order) % mini_batch_size == 0 for order in orders)
+    assert is_divisible and mini_batch_size % (num_ranks * group_size) == 0, "checked beforehand"
+    mini_batches: list[list[list[int]]] = []  # per optimizer step, the samples of each rank
     for order in orders:
         for start in range(0, len(order), mini_batch_size):
             samples = order[start : start + mini_batch_size]
             if costs is None:
-                shares.append(np.reshape(samples, (num_ranks, -1)).tolist())
+                mini_batches.append(np.reshape(samples, (num_ranks, -1)).tolist())
             else:
                 groups = np.reshape(samples, (-1, group_size))
-                parts = equal_parts(np.asarray(costs)[groups].sum(1), num_ranks)
-                shares.append([groups[part].flatten().tolist() for part in parts])
+                partition = equal_parts(np.asarray(costs)[groups].sum(1), num_ranks)
+                mini_batches.append([groups[indices].flatten().tolist() for indices in partition])
     ranks = []
     for rank in range(num_ranks):
-        steps = [share[rank] for share in shares]
-        rows = sorted({row for step in steps for row in step})
-        position = {row: i for i, row in enumerate(rows)}
-        ranks.append(RankSteps(rows, [[position[row] for row in step] for step in steps]))
+        rows = sorted(set().union(*(mini_batch[rank] for mini_batch in mini_batches)))
+        position_of_row = {row: position for position, row in enumerate(rows)}
+        steps = []
+        for mini_batch in mini_batches:
+            steps.append([position_of_row[row] for row in mini_batch[rank]])
+        ranks.append(RankSteps(rows, steps))
     return ranks
 
 
@@ -92,7 +94,8 @@ def sample_flops(a: ArchitectureConfig, tokens: int, outputs: int) -> int:
         tokens: n, prompt and response length together.
         outputs: m, positions with logits; 0 for a value model.
     """
-    queries, keys = a.num_attention_heads * a.head_dim, a.kv_heads * a.head_dim
+    queries = a.num_attention_heads * a.head_dim
+    keys = a.kv_heads * a.head_dim
     experts = a.moe_router_topk if a.num_experts else 1  # router excluded
     mlp = 3 * a.mlp_hidden_size * experts
     weights = a.hidden_size * (2 * (queries + keys) + mlp)
@@ -116,14 +119,17 @@ def equal_parts(costs: Sequence[float], num_parts: int) -> list[list[int]]:
     """
     size, rest = divmod(len(costs), num_parts)
     assert rest == 0, f"{len(costs)} items do not make {num_parts} equal parts"
-    parts = fill_cheapest(costs, num_parts, size)
-    items = np.array(parts, dtype=np.int64).reshape(num_parts, size)
-    exact = np.asarray(costs, dtype=np.float64)
-    _swap_items(items, exact[items])
-    owner = np.empty(len(exact), dtype=np.int64)
-    owner[items] = np.arange(num_parts)[:, None]
-    owner[np.argsort(exact, kind="stable")] = owner[np.lexsort((owner, exact))]
-    by_part = np.argsort(owner, kind="stable").reshape(num_parts, size)
+    filled = fill_cheapest(costs, num_parts, size)
+    items = np.array(filled, dtype=np.int64).reshape(num_parts, size)
+    exact_costs = np.asarray(costs, dtype=np.float64)
+    _swap_items(items, exact_costs[items])
+    part_of_item = np.empty(len(exact_costs), dtype=np.int64)
+    part_of_item[items] = np.arange(num_parts)[:, None]
+    # Items of equal cost are interchangeable: deal their parts to them in ascending order.
+    by_cost_then_item = np.argsort(exact_costs, kind="stable")
+    by_cost_then_part = np.lexsort((part_of_item, exact_costs))
+    part_of_item[by_cost_then_item] = part_of_item[by_cost_then_part]
+    by_part = np.argsort(part_of_item, kind="stable").reshape(num_parts, size)
     return sorted(by_part.tolist())
 
 
@@ -150,7 +156,7 @@ def _swap_items(items: np.ndarray, costs: np.ndarray) -> None:
     costs, both [parts, size], in place.
     """
     totals = costs.sum(1)
-    least = 1e-3 * totals.mean()
+    min_gain = 1e-3 * totals.mean()
     while True:
         high = int(totals.argmax())
         for low in np.argsort(totals, kind="stable"):
@@ -159,10 +165,11 @@ def _swap_items(items: np.ndarray, costs: np.ndarray) -> None:
             moved = costs[high][:, None] - costs[low][None, :]
             gains = np.minimum(moved, gap - moved)
             i, j = np.unravel_index(int(gains.argmax()), gains.shape)
-            if gains[i, j] > least:
+            if gains[i, j] > min_gain:
                 break
         else:
             return
         for table in (items, costs):
             table[high, i], table[low, j] = table[low, j], table[high, i]
-        totals[high], totals[low] = costs[high].sum(), costs[low].sum()
+        totals[high] = costs[high].sum()
+        totals[low] = costs[low].sum()

@@ -66,7 +66,7 @@ class PromptStore(Sequence[Prompt]):
 
     def __init__(self) -> None:
         self._ends = array("q", [0])  # positions in the file
-        self._parts = [0]
+        self._file_ends = [0]  # number of prompts up to the end of each data file
         self._file = tempfile.TemporaryFile(prefix="rlxf-prompts-")  # noqa: SIM115
 
     def add(self, text: str, token_ids: Sequence[int], labels: Labels) -> None:
@@ -79,12 +79,12 @@ class PromptStore(Sequence[Prompt]):
     def end_part(self) -> None:
         """Flush, and mark the end of a file or data set for `sizes`."""
         self._file.flush()
-        self._parts.append(len(self))
+        self._file_ends.append(len(self))
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Prompts per ended file or data set, in order."""
-        return tuple(end - start for start, end in pairwise(self._parts))
+        return tuple(end - start for start, end in pairwise(self._file_ends))
 
     def __len__(self) -> int:
         return len(self._ends) - 1
@@ -94,8 +94,10 @@ class PromptStore(Sequence[Prompt]):
     @overload
     def __getitem__(self, index: slice) -> list[Prompt]: ...
     def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
-        chosen = range(len(self))[index]
-        return self._read(chosen) if isinstance(chosen, int) else list(map(self._read, chosen))
+        indices = range(len(self))[index]  # as of a list: negative ones, slices, IndexError
+        if isinstance(indices, int):
+            return self._read(indices)
+        return [self._read(i) for i in indices]
 
     def _read(self, index: int) -> Prompt:
         begin, end = self._ends[index : index + 2]

@@ -46,7 +46,7 @@ MEDIA = ("images", "videos", "audios")
 ANSWERS = ("assistant", "model", "gpt", "bot")  # roles of a response
 WITHOUT_ANSWER = "take the answer out of it"
 EXTRA = "extra_info"
-KEPT = {
+TOKENS_KEPT = {
     OverlongPrompts.KEEP_HEAD: "first",
     OverlongPrompts.KEEP_TAIL: "last",
     OverlongPrompts.KEEP_ENDS: "first and last",
@@ -79,25 +79,28 @@ def load_prompts(
     problems: list[Problem] = []
     prompts = PromptStore()
     for name in names:
-        of_rows, size_before = FileProblems(name), len(prompts)
-        of_file: list[Problem] = []
+        rows_with_problems = FileProblems(name)
+        num_before = len(prompts)
+        file_problems: list[Problem] = []
         try:
-            for labels, text, token_ids in reader.read(name, of_rows):
+            for labels, text, token_ids in reader.read(name, rows_with_problems):
                 prompts.add(text, token_ids, labels)
         except UserError as error:
-            of_file = list(error.problems)
+            file_problems = list(error.problems)
         prompts.end_part()
-        found, num_kept = of_rows.list_problems(), len(prompts) - size_before
-        if not (found or of_file or num_kept):
+        num_kept = len(prompts) - num_before
+        row_problems = rows_with_problems.list_problems()
+        if not (row_problems or file_problems or num_kept):
             rule = "a data file must hold at least one row, this one is empty"
-            of_file = [Problem(name, rule, remedy="fill or drop it", colon=True)]
-        if found and num_kept and not of_file and data.invalid_rows == "drop":
-            for problem in found:
+            file_problems = [Problem(name, rule, remedy="fill or drop it", colon=True)]
+        drops_rows = data.invalid_rows == "drop" and num_kept > 0 and not file_problems
+        if row_problems and drops_rows:
+            for problem in row_problems:
                 logger.warning("dropped: %s", problem)
-            rows = of_rows.count_rows()
-            logger.warning("%s: %d rows dropped (data.invalid_rows=drop)", name, rows)
+            num_dropped = rows_with_problems.count_rows()
+            logger.warning("%s: %d rows dropped (data.invalid_rows=drop)", name, num_dropped)
             continue
-        problems += found + of_file
+        problems += row_problems + file_problems
     if problems:
         raise UserError(problems)
     return prompts
@@ -128,9 +131,12 @@ class _Reader:
         max_prompt_length: int,
         keep_messages: bool,
     ) -> None:
-        self._tokenizer, self._data, self._max_length = tokenizer, data, max_prompt_length
+        self._tokenizer = tokenizer
+        self._data = data
+        self._max_length = max_prompt_length
         self._keep_messages = keep_messages
-        self._num_eos, self._start = num_appended_eos(tokenizer), prepended_ids(tokenizer)
+        self._num_eos = num_appended_eos(tokenizer)
+        self._start = prepended_ids(tokenizer)
         self._special = SpecialTokens(tokenizer)
 
     def read(self, file: str, problems: FileProblems) -> Iterator[tuple[Labels, str, list[int]]]:
@@ -139,26 +145,32 @@ class _Reader:
         A truncated prompt's text is decoded from the remaining ids.
         """
         limit = LengthLimit(file, self._max_length, self._data.overlong_prompts)
-        rows, num_rows, num_spelled = read_text_rows(file, self._data, problems), 0, 0
-        while chunk := list(islice(rows, ENCODE_CHUNK)):
+        rows = read_text_rows(file, self._data, problems)
+        num_rows = 0
+        num_spelled = 0  # prompts with the spelling of a special token
+        while True:
+            chunk = list(islice(rows, ENCODE_CHUNK))
+            if not chunk:
+                break
             num_rows += len(chunk)
-            good: list[TextRow] = []
+            valid_rows: list[TextRow] = []
             for row in chunk:
                 if not self._data.allow_special_tokens:
                     num_spelled += self._special.hide(row.prompt) != row.prompt
-                if problem := self._fill_template(row):
+                problem = self._fill_template(row)
+                if problem is not None:
                     problems.add(row.row, problem)
                 else:
-                    good.append(row)
-            for row, token_ids in zip(good, self._tokenize(good), strict=True):
-                kept = limit.fit(row.row, token_ids, problems)
+                    valid_rows.append(row)
+            for row, token_ids in zip(valid_rows, self._tokenize(valid_rows), strict=True):
+                fitting_ids = limit.fit(row.row, token_ids, problems)
                 labels = row.labels
                 if self._keep_messages and isinstance(row.prompt, list):
                     labels = replace(labels, messages=row.prompt)
-                if kept is token_ids:
-                    yield labels, self._special.restore(row.text), kept
-                elif kept is not None:
-                    yield labels, decode(self._tokenizer, kept), kept
+                if fitting_ids is token_ids:
+                    yield labels, self._special.restore(row.text), token_ids
+                elif fitting_ids is not None:  # truncated
+                    yield labels, decode(self._tokenizer, fitting_ids), fitting_ids
         limit.report(num_rows, problems)
         if num_spelled:
             logger.warning(
@@ -171,8 +183,12 @@ class _Reader:
 
     def encode(self, rows: list[TextRow]) -> list[tuple[str, list[int]]]:
         """Return (text, token ids) of each row; UserError if one cannot be tokenized."""
-        found = [self._fill_template(row) for row in rows]
-        if problems := [problem for problem in found if problem]:
+        problems = []
+        for row in rows:
+            problem = self._fill_template(row)
+            if problem is not None:
+                problems.append(problem)
+        if problems:
             raise UserError(problems)
         texts = [self._special.restore(row.text) for row in rows]
         return list(zip(texts, self._tokenize(rows), strict=True))
@@ -181,12 +197,13 @@ class _Reader:
         """Set the row's `text`; return a problem if it cannot be tokenized."""
         row.text = str(row.prompt)
         if isinstance(row.prompt, list):
-            hides = not self._data.allow_special_tokens
-            given: Any = self._special.hide(row.prompt) if hides else row.prompt
+            messages: Any = row.prompt
+            if not self._data.allow_special_tokens:
+                messages = self._special.hide(messages)
             try:
                 row.text = str(
                     self._tokenizer.apply_chat_template(
-                        given,
+                        messages,
                         tokenize=False,
                         add_generation_prompt=True,
                         **self._data.chat_template_kwargs,
@@ -203,11 +220,12 @@ class _Reader:
         """Return each row's token ids, without an EOS appended by the tokenizer."""
         encoded: dict[int, list[int]] = {}
         for is_chat in (False, True):
-            alike = [row for row in rows if isinstance(row.prompt, list) is is_chat]
+            rows_of_kind = [row for row in rows if isinstance(row.prompt, list) is is_chat]
             split = not (self._data.allow_special_tokens or is_chat)
-            texts, num_eos = [row.text for row in alike], 0 if is_chat else self._num_eos
+            num_eos = 0 if is_chat else self._num_eos
+            texts = [row.text for row in rows_of_kind]
             all_ids = _token_ids(self._tokenizer, texts, not is_chat, split)
-            for row, ids in zip(alike, all_ids, strict=True):
+            for row, ids in zip(rows_of_kind, all_ids, strict=True):
                 encoded[row.row] = ids[: len(ids) - num_eos]
                 if not (is_chat or split):  # a text may have its own BOS
                     encoded[row.row] = begin_once(encoded[row.row], self._start)
@@ -229,7 +247,8 @@ def _token_ids(
 
 def num_appended_eos(tokenizer: PreTrainedTokenizerBase) -> int:
     """Count the EOS tokens appended to a text by the tokenizer: 0, or 1 for some tokenizers."""
-    (plain,), (framed,) = (_token_ids(tokenizer, ["a"], add, split=False) for add in (False, True))
+    (plain,) = _token_ids(tokenizer, ["a"], add_special_tokens=False, split=False)
+    (framed,) = _token_ids(tokenizer, ["a"], add_special_tokens=True, split=False)
     return int(framed[-1:] == [tokenizer.eos_token_id] != plain[-1:])
 
 
@@ -274,8 +293,7 @@ def read_text_rows(file: str, data: DataConfig, problems: FileProblems) -> Itera
         labels = read_labels(number, row, data, problems)
         if labels and not problem:
             if isinstance(prompt, list):
-                # Parquet gives every message all keys, null if absent.
-                prompt = [{k: v for k, v in m.items() if v is not None} for m in prompt]
+                prompt = [_without_nulls(message) for message in prompt]
             if data.system_prompt is not None and prompt[0]["role"] != SYSTEM:
                 prompt = [{"role": SYSTEM, "content": data.system_prompt}, *prompt]
             yield TextRow(number, prompt, labels)
@@ -300,10 +318,17 @@ def read_messages(value: Any) -> Any:
         messages = json.loads(value)
     except (ValueError, RecursionError):
         return value
-    are_messages = isinstance(messages, list) and all(
-        isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages
-    )
-    return messages if messages and are_messages else value
+    if not isinstance(messages, list) or not messages:
+        return value
+    for message in messages:
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            return value
+    return messages
+
+
+def _without_nulls(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a chat message without the keys that Parquet adds, as every message has all keys."""
+    return {key: value for key, value in message.items() if value is not None}
 
 
 def media_problem(row: Row, of_reward: Collection[str] = ()) -> Problem | None:
@@ -322,21 +347,26 @@ def _prompt_problem(prompt: Any, data: DataConfig) -> Problem | None:
             rule = "a prompt must be chat messages with data.system_prompt, this one is text"
             return fault(rule, "write it as [{role: user, content: ...}], or remove the key")
         return text_problem(prompt)
-    if isinstance(prompt, list) and prompt:
-        found = [
-            (m.get("role"), m.get("content")) if isinstance(m, dict) else (0, 0) for m in prompt
-        ]
-        if all(isinstance(r, str) and ROLE.fullmatch(r) and isinstance(c, str) for r, c in found):
-            last = found[-1][0]
-            if str(last).lower() in ANSWERS:  # the template would open another response behind it
-                return fault(last_message_rule(str(last), "user"), WITHOUT_ANSWER)
-            return None
-    return fault(f"{RULE}, this one is {shorten_value(prompt)}", "write it as text")
+    is_chat = isinstance(prompt, list) and all(_is_message(message) for message in prompt)
+    if not is_chat or not prompt:
+        return fault(f"{RULE}, this one is {shorten_value(prompt)}", "write it as text")
+    last_role = prompt[-1]["role"]
+    if last_role.lower() in ANSWERS:  # the template would open another response behind it
+        return fault(last_message_rule(last_role, "user"), WITHOUT_ANSWER)
+    return None
 
 
-def last_message_rule(role: str, wanted: str) -> str:
-    """Return the rule broken by a chat whose last message is of another role than `wanted`."""
-    return f"the last message must be of the {wanted}, it is of the {role}"
+def _is_message(message: Any) -> bool:
+    if not isinstance(message, dict):
+        return False
+    role = message.get("role")
+    is_role = isinstance(role, str) and ROLE.fullmatch(role) is not None
+    return is_role and isinstance(message.get("content"), str)
+
+
+def last_message_rule(role: str, expected_role: str) -> str:
+    """Return the rule broken by a chat whose last message is not of the expected role."""
+    return f"the last message must be of the {expected_role}, it is of the {role}"
 
 
 def text_problem(text: str) -> Problem | None:
@@ -355,24 +385,29 @@ def read_labels(number: int, row: Row, data: DataConfig, problems: FileProblems)
     `extra_info`. If any field is invalid, returns None and adds a problem for each to `problems`
     under the row's `number`.
     """
-    truth, broken = look_up(row, data.ground_truth_key), list[Problem]()
+    row_problems: list[Problem] = []
+    truth = look_up(row, data.ground_truth_key)
     kinds = (str, int, float, dict, list, type(None))
     if not isinstance(truth, kinds) or isinstance(truth, bool):
         rule = f"a ground truth must be text, a number, list or object, this one is {truth!r:.60}"
-        broken.append(fault(rule, "write it as text"))
+        row_problems.append(fault(rule, "write it as text"))
     source = look_up(row, data.data_source_key)
-    source = data.default_data_source if source is None else source
+    if source is None:
+        source = data.default_data_source
     if not isinstance(source, str) or not source:
         rule = f"a row must name its data source in {data.data_source_key!r}"
-        found = "it has none" if source is None else f"this one is {source!r:.60}"
+        rule += ", it has none" if source is None else f", this one is {source!r:.60}"
         remedy = "add it to the rows or set data.default_data_source"
-        broken.append(fault(f"{rule}, {found}", remedy))
-    named = {data.prompt_key, data.ground_truth_key, data.data_source_key}
-    columns = (
-        [n for n in row if n not in named] if data.extra_columns is None else data.extra_columns
-    )
-    values = {key: look_up(row, key) for key in columns}
-    extra = {key: value for key, value in values.items() if value is not None}
+        row_problems.append(fault(rule, remedy))
+    columns = data.extra_columns
+    if columns is None:
+        named_columns = {data.prompt_key, data.ground_truth_key, data.data_source_key}
+        columns = tuple(name for name in row if name not in named_columns)
+    extra: dict[str, Any] = {}
+    for key in columns:
+        value = look_up(row, key)
+        if value is not None:
+            extra[key] = value
     if isinstance(extra.get(EXTRA), dict):
         extra |= extra.pop(EXTRA)
     if isinstance(truth, (dict, list)):
@@ -383,12 +418,12 @@ def read_labels(number: int, row: Row, data: DataConfig, problems: FileProblems)
         extra[STYLE] = {**dict(extra.get(STYLE) or {}), "style": style}
     if style not in (*STYLES, None):
         rule = f"{STYLE}.style must be rule or model, this one is {style!r:.60}"
-        broken.append(fault(rule, "correct it, or remove it"))
-    for problem in broken:
+        row_problems.append(fault(rule, "correct it, or remove it"))
+    for problem in row_problems:
         problems.add(number, problem)
-    return (
-        None if broken else Labels("" if truth is None else number_text(truth), str(source), extra)
-    )
+    if row_problems:
+        return None
+    return Labels("" if truth is None else number_text(truth), str(source), extra)
 
 
 def cut(token_ids: list[int], max_length: int, policy: OverlongPrompts) -> list[int] | None:
@@ -397,18 +432,24 @@ def cut(token_ids: list[int], max_length: int, policy: OverlongPrompts) -> list[
     KEEP_HEAD loses the header of a chat's response; KEEP_TAIL may lose the beginning-of-text token.
     KEEP_ENDS keeps the first max_length // 2 ids and the rest from the end.
     """
-    if policy not in KEPT:
-        return None
-    heads = {OverlongPrompts.KEEP_HEAD: max_length, OverlongPrompts.KEEP_ENDS: max_length // 2}
-    head = heads.get(policy, 0)
-    return token_ids[:head] + token_ids[len(token_ids) - (max_length - head) :]
+    if policy is OverlongPrompts.KEEP_HEAD:
+        return token_ids[:max_length]
+    if policy is OverlongPrompts.KEEP_TAIL:
+        return token_ids[len(token_ids) - max_length :]
+    if policy is OverlongPrompts.KEEP_ENDS:
+        head_length = max_length // 2
+        tail_length = max_length - head_length
+        return token_ids[:head_length] + token_ids[len(token_ids) - tail_length :]
+    return None
 
 
 class LengthLimit:
     """Applies `max_prompt_length` to one file or data set, and counts the prompts above it."""
 
     def __init__(self, name: str, max_length: int, policy: OverlongPrompts) -> None:
-        self._name, self._max_length, self._policy = name, max_length, policy
+        self._name = name
+        self._max_length = max_length
+        self._policy = policy
         self._num_over = 0
 
     def fit(self, row: int, token_ids: list[int], problems: FileProblems) -> list[int] | None:
@@ -433,11 +474,13 @@ class LengthLimit:
     def report(self, num_rows: int, problems: FileProblems) -> None:
         """Log how many prompts were dropped or truncated; it is a problem if none is left."""
         count = f"{self._num_over} of {num_rows} prompts are over {self._max_length} tokens"
-        dropped = self._policy is OverlongPrompts.DROP
-        if dropped and self._num_over == num_rows > 0:
+        drops = self._policy is OverlongPrompts.DROP
+        if drops and self._num_over == num_rows > 0:
             rule = f"{count} and none is left"
             problems.add(0, fault(rule, "raise actor_rollout.max_prompt_length"))
         elif self._num_over:
-            done = "dropped" if dropped else f"cut to their {KEPT[self._policy]} {self._max_length}"
+            effect = "dropped"
+            if not drops:
+                effect = f"cut to their {TOKENS_KEPT[self._policy]} {self._max_length}"
             key = f"data.overlong_prompts={self._policy.value}"
-            logger.warning("%s: %s and %s (%s)", self._name, count, done, key)
+            logger.warning("%s: %s and %s (%s)", self._name, count, effect, key)

@@ -32,9 +32,13 @@ class PromptSampler:
         self, num_prompts: int, batch_size: int, seed: int, shuffle: bool, source: int = 0
     ) -> None:
         assert num_prompts > 0 and batch_size > 0, "there must be prompts to sample"
-        self._num_prompts, self._batch_size = num_prompts, batch_size
-        self._seed, self._shuffle, self._source = seed, shuffle, source
-        self._epoch = self._offset = 0  # offset: indices already taken from this epoch
+        self._num_prompts = num_prompts
+        self._batch_size = batch_size
+        self._seed = seed
+        self._shuffle = shuffle
+        self._source = source
+        self._epoch = 0
+        self._offset = 0  # indices already taken from this epoch
         self._order = self._epoch_order(0)
 
     def next_batch(self) -> list[int]:
@@ -45,11 +49,12 @@ class PromptSampler:
         """Return the next `count` indices, across epochs, and advance."""
         batch: list[int] = []
         while len(batch) < count:
-            part = self._order[self._offset : self._offset + count - len(batch)]
-            batch += part.tolist()
-            self._offset += len(part)
+            indices = self._order[self._offset : self._offset + count - len(batch)]
+            batch += indices.tolist()
+            self._offset += len(indices)
             if self._offset == self._num_prompts:
-                self._epoch, self._offset = self._epoch + 1, 0
+                self._epoch += 1
+                self._offset = 0
                 self._order = self._epoch_order(self._epoch)
         return batch
 
@@ -73,7 +78,8 @@ class PromptSampler:
         for key, value in self.state_dict().items():
             if key not in ("epoch", "offset") and state.get(key) != value:
                 raise _other_stream(key, state.get(key), value)
-        self._epoch, self._offset = state["epoch"], state["offset"]
+        self._epoch = state["epoch"]
+        self._offset = state["offset"]
         self._order = self._epoch_order(self._epoch)
 
     def _epoch_order(self, epoch: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
@@ -100,7 +106,8 @@ class MixtureSampler:
         shuffle: bool,
     ) -> None:
         assert len(sizes) == len(weights), "each source needs a weight"
-        self._batch_size, self._weights = batch_size, [float(weight) for weight in weights]
+        self._batch_size = batch_size
+        self._weights = [float(weight) for weight in weights]
         total = math.fsum(self._weights)
         self._shares = [weight / total for weight in self._weights]
         self._starts = [0, *itertools.accumulate(sizes)][:-1]
@@ -113,10 +120,10 @@ class MixtureSampler:
         """Return the next `batch_size` indices into the whole data set."""
         batch: list[int] = []
         while len(batch) < self._batch_size:
-            taken = [source.num_taken for source in self._sources]
-            wanted = sum(taken) + 1
-            pairs = zip(self._shares, taken, strict=True)
-            lags = [share * wanted - count for share, count in pairs]
+            num_taken = sum(source.num_taken for source in self._sources)
+            lags = []  # prompts that each source is behind, once another one is drawn
+            for source, share in zip(self._sources, self._shares, strict=True):
+                lags.append(share * (num_taken + 1) - source.num_taken)
             chosen = lags.index(max(lags))
             batch.append(self._starts[chosen] + self._sources[chosen].take(1)[0])
         return batch
@@ -143,11 +150,11 @@ def make_sampler(
     return PromptSampler(sum(sizes), batch_size, seed, shuffle)
 
 
-def _other_stream(key: str, saved: Any, own: Any) -> UserError:
+def _other_stream(key: str, saved: Any, current: Any) -> UserError:
     return UserError(
         Problem(
             "",
-            f"sampler state has {key}={saved}, this run has {own}: the prompts would come in "
+            f"sampler state has {key}={saved}, this run has {current}: the prompts would come in "
             "another order",
             remedy=f"use the {key} of the saved run, or set training.new_run=true",
         )

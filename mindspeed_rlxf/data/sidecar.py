@@ -9,7 +9,8 @@ from pydantic import Field, ValidationError
 from mindspeed_rlxf.config.fields import Integers, Section
 from mindspeed_rlxf.config.problems import Problem, UserError
 
-TOKEN_IDS, MASK = "input_ids", "attention_mask"
+TOKEN_IDS = "input_ids"
+MASK = "attention_mask"
 MAX_NAME = 80  # column characters in a file name, which may have 255 bytes
 
 Encoding: TypeAlias = Literal["token_ids", "labels", "mask", "json"]
@@ -63,11 +64,19 @@ def rejected_path(prefix: Path) -> Path:
 
 def column_files(prefix: Path) -> list[str]:
     """Return a data set's columns, sorted: every X with a file `{prefix}_packed_X_document.idx`."""
-    start, end = f"{prefix.name}_packed_", "_document.idx"
-    names = (file.name for file in prefix.parent.iterdir()) if prefix.parent.is_dir() else ()
-    columns = (n[len(start) : -len(end)] for n in names if n.startswith(start) and n.endswith(end))
-    # A file name never contains `_packed_`: such a file belongs to a longer prefix.
-    return sorted(column for column in columns if column and "_packed_" not in column)
+    if not prefix.parent.is_dir():
+        return []
+    start = f"{prefix.name}_packed_"
+    end = "_document.idx"
+    columns = []
+    for file in prefix.parent.iterdir():
+        if not (file.name.startswith(start) and file.name.endswith(end)):
+            continue
+        column = file.name[len(start) : -len(end)]
+        # A column's file name never contains `_packed_`: such a file belongs to a longer prefix.
+        if column and "_packed_" not in column:
+            columns.append(column)
+    return sorted(columns)
 
 
 def file_name(column: str, taken: set[str]) -> str:
@@ -76,10 +85,12 @@ def file_name(column: str, taken: set[str]) -> str:
     Characters other than ASCII letters, digits and `-` become `_`; at most MAX_NAME characters.
     """
     safe = re.sub(r"[^A-Za-z0-9_-]", "_", column)[:MAX_NAME].replace("packed", "pack") or "_"
-    name, count = safe, 1
-    while name.lower() in {t.lower() for t in taken}:
-        count += 1
-        name = f"{safe}_{count}"
+    taken_lower = {name.lower() for name in taken}
+    name = safe
+    number = 1
+    while name.lower() in taken_lower:
+        number += 1
+        name = f"{safe}_{number}"
     return name
 
 
@@ -91,8 +102,9 @@ def read_sidecar(prefix: Path) -> Sidecar | None:
     try:
         return Sidecar.model_validate_json(file.read_bytes())
     except ValidationError as error:
-        first = error.errors()[0]
-        rule = f"{'.'.join(map(str, first['loc'])) or 'it'} is not valid ({first['msg']})"
+        details = error.errors()[0]
+        field_name = ".".join(map(str, details["loc"])) or "it"
+        rule = f"{field_name} is not valid ({details['msg']})"
         raise UserError(
             Problem(f"{file}", rule, remedy="run preprocess_data.py again", colon=True)
         ) from error

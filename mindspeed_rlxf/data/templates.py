@@ -146,35 +146,40 @@ def render(template: Template, turns: Sequence[Turn]) -> list[Piece]:
     """
     system = turns[0].text if turns[0].role == "system" else template.default_system
     has_system = system or turns[0].role == "system"
-    pending = _fill(template, template.system, text=[Piece(system, False)]) if has_system else []
+    system_pieces: list[Piece] = []
+    if has_system:
+        system_pieces = _fill(template, template.system, text=[Piece(system, False)])
     pieces = _fill(template, template.start)
     if "{system}" not in template.user:
-        pieces, pending = [*pieces, *pending], []
+        pieces += system_pieces
+        system_pieces = []
     for role, text in turns:
-        own = [Piece(text, False)]
+        turn_text = [Piece(text, False)]
         if role == "user":
-            pieces += _fill(template, template.user, text=own, system=pending)
-            pending = []
+            pieces += _fill(template, template.user, text=turn_text, system=system_pieces)
+            system_pieces = []  # in the first user turn alone
         elif role == "assistant":
             pattern = template.header + template.response + template.separator
-            pieces += _fill(template, pattern, text=own)
+            pieces += _fill(template, pattern, text=turn_text)
     pieces += _fill(template, template.header)
     joined: list[Piece] = []
     for is_token, group in groupby(pieces, key=lambda piece: piece.is_token):
         if is_token:
             joined += group
-        elif text := "".join(piece.text for piece in group):
+            continue
+        text = "".join(piece.text for piece in group)
+        if text:
             joined.append(Piece(text, False))
     return joined
 
 
 def _fill(template: Template, pattern: str, **values: Sequence[Piece]) -> list[Piece]:
     pieces: list[Piece] = []
-    for part in _split_pattern(template.special_tokens, pattern):
-        if part in ("{text}", "{system}"):
-            pieces += values[part[1:-1]]
-        elif part:
-            pieces.append(Piece(part, part == EOS or part in template.special_tokens))
+    for text in _split_pattern(template.special_tokens, pattern):
+        if text in ("{text}", "{system}"):
+            pieces += values[text[1:-1]]
+        elif text:
+            pieces.append(Piece(text, text == EOS or text in template.special_tokens))
     return pieces
 
 
@@ -201,17 +206,20 @@ class PromptEncoder:
 
         Raises UserError if the vocabulary lacks one, or has one which the template writes as text.
         """
-        self._tokenizer, self._template = tokenizer, TEMPLATES[template_name]
+        template = TEMPLATES[template_name]
+        self._tokenizer = tokenizer
+        self._template = template
         self._allow_special_tokens = allow_special_tokens
-        template, vocabulary = self._template, tokenizer.get_vocab()
+        vocabulary = tokenizer.get_vocab()
         needed = dict.fromkeys((*template.special_tokens, *template.stop_words))
         missing = [token for token in needed if token not in vocabulary]
         foreign = [text for text in template.text_only if text in vocabulary]
         if missing or foreign:
             name = f"the tokenizer {tokenizer.name_or_path!r}"
-            rule = f"writes {next(iter(foreign), None)!r} as text, in {name} it is one token"
             if missing:
                 rule = f"needs the token {missing[0]!r}, {name} does not have it"
+            else:
+                rule = f"writes {foreign[0]!r} as text, in {name} it is one token"
             remedy = "use the template or the tokenizer of the model's family"
             raise UserError(Problem("--prompt-type", rule, template_name, remedy))
         eos = tokenizer.eos_token_id
@@ -229,16 +237,25 @@ class PromptEncoder:
         """
         prompts = [render(self._template, turns) for turns in conversations]
         # Each text once: every prompt has the template's text between turns.
-        opening = {pieces[0].text for pieces in prompts if not pieces[0].is_token}
-        others = {p.text for pieces in prompts for p in pieces[1:] if not p.is_token}
-        ids_of_opening = self._tokenize(sorted(opening), self._is_plain)
-        ids_of = self._tokenize(sorted(others), False)
+        opening_texts: set[str] = set()  # texts that begin a prompt
+        later_texts: set[str] = set()
+        for pieces in prompts:
+            for position, piece in enumerate(pieces):
+                if not piece.is_token:
+                    texts = later_texts if position else opening_texts
+                    texts.add(piece.text)
+        ids_of_opening = self._tokenize(sorted(opening_texts), self._is_plain)
+        ids_of_later = self._tokenize(sorted(later_texts), False)
         encoded = []
         for pieces in prompts:
             ids: list[int] = []
-            for place, piece in enumerate(pieces):
-                known = self._ids if piece.is_token else ids_of if place else ids_of_opening
-                ids += known[piece.text]
+            for position, piece in enumerate(pieces):
+                if piece.is_token:
+                    ids += self._ids[piece.text]
+                elif position == 0:
+                    ids += ids_of_opening[piece.text]
+                else:
+                    ids += ids_of_later[piece.text]
             encoded.append(ids)
         return encoded
 
@@ -255,7 +272,7 @@ class PromptEncoder:
         )["input_ids"]
         num_eos = self._num_eos if add_special_tokens else 0
         start = self._start if add_special_tokens else []  # a text may have its own BOS
-        return {
-            text: begin_once(ids[: len(ids) - num_eos], start)
-            for text, ids in zip(texts, encoded, strict=True)
-        }
+        ids_of_text = {}
+        for text, ids in zip(texts, encoded, strict=True):
+            ids_of_text[text] = begin_once(ids[: len(ids) - num_eos], start)
+        return ids_of_text

@@ -58,8 +58,10 @@ def eos_token_ids(
     random weights) or without this file config.json's, and `stop_token_ids`. Raises UserError if
     the file is invalid.
     """
-    own = _own_stop_ids(tokenizer, model_folder).values()
-    return tuple(sorted({*stop_token_ids, *chain(*own)}))
+    ids = set(stop_token_ids)
+    for ids_of_source in _model_stop_ids(tokenizer, model_folder).values():
+        ids.update(ids_of_source)
+    return tuple(sorted(ids))
 
 
 def describe_stop_tokens(
@@ -73,22 +75,23 @@ def describe_stop_tokens(
     Raises UserError if generation_config.json, or without it config.json, is invalid.
     """
     sources: dict[str, Sequence[int]] = {
-        **_own_stop_ids(tokenizer, model_folder),
+        **_model_stop_ids(tokenizer, model_folder),
         "template of the data set": data_set_ids,
         "stop_token_ids": configured_ids,
     }
     tokens = {token_id: repr(token) for token, token_id in tokenizer.get_vocab().items()}
-    shown = [
-        f"{token_id} {tokens.get(token_id, 'not in the vocabulary')} "
-        f"({', '.join(source for source, ids in sources.items() if token_id in ids)})"
-        for token_id in sorted(set(chain(*sources.values())))
-    ]
-    return f"responses end with: {'; '.join(shown) or 'nothing but max_new_tokens'}"
+    descriptions = []
+    for token_id in sorted(set(chain(*sources.values()))):
+        token = tokens.get(token_id, "not in the vocabulary")
+        named_by = ", ".join(source for source, ids in sources.items() if token_id in ids)
+        descriptions.append(f"{token_id} {token} ({named_by})")
+    return f"responses end with: {'; '.join(descriptions) or 'nothing but max_new_tokens'}"
 
 
-def _own_stop_ids(
+def _model_stop_ids(
     tokenizer: PreTrainedTokenizerBase, model_folder: str | None
 ) -> dict[str, list[int]]:
+    """Return the EOS ids of the tokenizer, and of the model's file by its name."""
     eos = tokenizer.eos_token_id
     ids = {"tokenizer": [] if eos is None else [int(eos)]}
     if model_folder is not None:
@@ -99,14 +102,16 @@ def _own_stop_ids(
         if file.exists():
             try:
                 config = json.loads(file.read_bytes())
-                found = config.get("eos_token_id")
-                if found is None:  # a model that also sees images
-                    found = (config.get("text_config") or {}).get("eos_token_id")
-                found = found if isinstance(found, list) else [found]
-                ids[file.name] = [int(i) for i in found if i is not None]
+                eos_ids = config.get("eos_token_id")
+                if eos_ids is None:  # a model that also sees images
+                    eos_ids = (config.get("text_config") or {}).get("eos_token_id")
+                if not isinstance(eos_ids, list):
+                    eos_ids = [eos_ids]
+                ids[file.name] = [int(eos_id) for eos_id in eos_ids if eos_id is not None]
             except (OSError, ValueError, OverflowError, TypeError, AttributeError) as error:
                 rule = "must be a JSON object whose eos_token_id is an id or a list of ids"
-                rule, remedy = f"{rule}; {_first_line(error)}", "repair the file or remove it"
+                rule = f"{rule}; {_first_line(error)}"
+                remedy = "repair the file or remove it"
                 raise UserError(Problem(f"{file}", rule, remedy=remedy, colon=True)) from error
     return ids
 
@@ -116,8 +121,8 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> lis
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if largest < vocab_size:
         return []
-    named = f"{largest} ({KEY}={tokenizer.name_or_path!r})"
-    rule = f"must be larger than the tokenizer's largest token id {named}"
+    rule = "must be larger than the tokenizer's largest token id "
+    rule += f"{largest} ({KEY}={tokenizer.name_or_path!r})"
     remedy = f"use the tokenizer of this model, or a model with vocab_size >= {largest + 1}"
     return [Problem("vocab_size", rule, vocab_size, remedy)]
 
@@ -139,17 +144,20 @@ def save_changed_tokenizer(tokenizer: PreTrainedTokenizerBase, parent: Path) -> 
     """
     from transformers import AutoTokenizer
 
-    def describe(one: PreTrainedTokenizerBase) -> str:
-        facts = [vocabulary_hash(one), one.special_tokens_map, one.chat_template]
-        return json.dumps(facts, default=str, sort_keys=True)
-
-    path, text = str(tokenizer.name_or_path), describe(tokenizer)
-    if describe(AutoTokenizer.from_pretrained(path, local_files_only=True)) == text:
+    path = str(tokenizer.name_or_path)
+    stored = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    description = _describe_tokenizer(tokenizer)
+    if _describe_tokenizer(stored) == description:
         return path
-    folder = parent / hashlib.sha256(text.encode()).hexdigest()[:12]
+    folder = parent / hashlib.sha256(description.encode()).hexdigest()[:12]
     if not folder.exists():
         tokenizer.save_pretrained(str(folder))
     return str(folder)
+
+
+def _describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
+    facts = [vocabulary_hash(tokenizer), tokenizer.special_tokens_map, tokenizer.chat_template]
+    return json.dumps(facts, default=str, sort_keys=True)
 
 
 def _first_line(error: BaseException) -> str:
@@ -161,8 +169,10 @@ def prepended_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the ids that the tokenizer puts before a text, as a BOS; [] if none."""
     plain = list(tokenizer("a", add_special_tokens=False)["input_ids"])
     framed = list(tokenizer("a")["input_ids"])
-    starts = range(len(framed) - len(plain) + 1)
-    return framed[: next((n for n in starts if framed[n : n + len(plain)] == plain), 0)]
+    for start in range(len(framed) - len(plain) + 1):
+        if framed[start : start + len(plain)] == plain:
+            return framed[:start]
+    return []
 
 
 def begin_once(ids: list[int], start: Sequence[int]) -> list[int]:
@@ -180,25 +190,34 @@ class SpecialTokens:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-        names = {*tokenizer.all_special_tokens, *(str(t) for t in added if t.special)} - {""}
+        names = {*tokenizer.all_special_tokens}
+        for token in getattr(tokenizer, "added_tokens_decoder", {}).values():
+            if token.special:
+                names.add(str(token))
+        names.discard("")
+        # Longest first: a name may begin with another one.
         self._names = sorted(names, key=lambda name: (-len(name), name))
         self._pattern = re.compile("|".join(map(re.escape, self._names)) or r"(?!)")
-        self._tokenizer, self._nonce = tokenizer, secrets.token_hex(12)
+        self._tokenizer = tokenizer
+        self._nonce = secrets.token_hex(12)
         self._words = re.compile(rf"zq{self._nonce}n(\d+)z")
 
     def hide(self, value: Any) -> Any:
         """Replace special tokens in strings, also inside lists and dicts, by random words."""
         if isinstance(value, str):
-            number = self._names.index
-            return self._pattern.sub(lambda found: f"zq{self._nonce}n{number(found[0])}z", value)
+            return self._pattern.sub(self._random_word, value)
         if isinstance(value, dict):
-            return {self.hide(key): self.hide(item) for key, item in value.items()}
-        return [self.hide(item) for item in value] if isinstance(value, list) else value
+            return {self.hide(key): self.hide(entry) for key, entry in value.items()}
+        if isinstance(value, list):
+            return [self.hide(entry) for entry in value]
+        return value
+
+    def _random_word(self, name: re.Match[str]) -> str:
+        return f"zq{self._nonce}n{self._names.index(name[0])}z"
 
     def restore(self, text: str) -> str:
         """Replace every random word by its special token."""
-        return self._words.sub(lambda found: self._names[int(found[1])], text)
+        return self._words.sub(lambda word: self._names[int(word[1])], text)
 
     def token_ids(self, text: str) -> list[int]:
         """Tokenize a rendered chat template, with special tokens as the tokenizer reads them.
@@ -208,7 +227,7 @@ class SpecialTokens:
         if not self._tokenizer.is_fast:
             return self._ids_of_parts(text)
         core, ids_of_marks = self._renamed
-        marked = self._pattern.sub(lambda found: self._mark(found[0]), text)
+        marked = self._pattern.sub(lambda name: self._mark(name[0]), text)
         ids = core.encode(self.restore(marked), add_special_tokens=False).ids
         return [ids_of_marks.get(i, i) for i in ids]
 
@@ -224,11 +243,11 @@ class SpecialTokens:
         """
         from tokenizers import AddedToken, Tokenizer
 
-        described = json.loads(self._tokenizer.backend_tokenizer.to_str())
-        for token in described["added_tokens"]:
+        settings = json.loads(self._tokenizer.backend_tokenizer.to_str())
+        for token in settings["added_tokens"]:
             if token["content"] in self._names:
                 token["content"] = self._mark(token["content"])
-        core = Tokenizer.from_str(json.dumps(described))
+        core = Tokenizer.from_str(json.dumps(settings))
         core.no_truncation()
         core.no_padding()
         for name in self._names:
@@ -240,11 +259,12 @@ class SpecialTokens:
 
     def _ids_of_parts(self, text: str) -> list[int]:
         """Tokenize special tokens by id, and the text between on its own."""
-        ids, start = [], 0
-        for found in self._pattern.finditer(text):
-            ids += self._text_ids(text[start : found.start()])
-            ids.append(int(self._tokenizer.convert_tokens_to_ids(found[0])))
-            start = found.end()
+        ids = []
+        start = 0
+        for token in self._pattern.finditer(text):
+            ids += self._text_ids(text[start : token.start()])
+            ids.append(int(self._tokenizer.convert_tokens_to_ids(token[0])))
+            start = token.end()
         return ids + self._text_ids(text[start:])
 
     def _text_ids(self, text: str) -> list[int]:
@@ -263,16 +283,18 @@ def token_pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list
     UTF-8 become U+FFFD after MAX_TOKENS tokens, or at the end of `ids`.
     """
     pieces: list[str] = []
-    before, waiting = list[int](), list[int]()
+    before: list[int] = []  # the tokens of the last piece
+    waiting: list[int] = []  # tokens of a character that is not complete
     for count, token_id in enumerate(ids, 1):
         waiting.append(token_id)
         # With the tokens before, as some decoders drop the blank at the start of a text.
-        start, text = (
-            str(tokenizer.decode(part, clean_up_tokenization_spaces=False))
-            for part in (before, [*before, *waiting])
-        )
-        is_part = text.endswith("\ufffd") and len(waiting) < MAX_TOKENS and count < len(ids)
-        pieces.append("" if is_part else text[len(start) :])
-        if not is_part:
-            before, waiting = waiting, []
+        start = str(tokenizer.decode(before, clean_up_tokenization_spaces=False))
+        text = str(tokenizer.decode([*before, *waiting], clean_up_tokenization_spaces=False))
+        is_incomplete = text.endswith("\ufffd") and len(waiting) < MAX_TOKENS
+        if is_incomplete and count < len(ids):
+            pieces.append("")
+            continue
+        pieces.append(text[len(start) :])
+        before = waiting
+        waiting = []
     return pieces

@@ -18,7 +18,8 @@ CHOICES = "ABCDEFGHIJ"
 _MARKUP = str.maketrans("~", " ", "*`$")
 _DELIMITER = re.compile(r"\\[()\[\]]")
 _LATEX_SPACE = re.compile(r"\\(?:[ ,;!]|q?quad\b)")
-_OPEN, _CLOSE = r"[(\[{<\"']", r"[)\]}>\"']"
+_OPEN = r"[(\[{<\"']"
+_CLOSE = r"[)\]}>\"']"
 _ALONE = re.compile(rf"{_OPEN}? ?([A-Z]) ?{_CLOSE}?[ .:]*")
 # A letter, then the text of its choice.
 _WITH_TEXT = re.compile(rf"(?:{_OPEN} ?([A-Z]) ?{_CLOSE}[:.]?|([A-Z])[).:\]]) ?\S")
@@ -83,17 +84,18 @@ def find_choice(text: str, choices: str = CHOICES) -> str | None:
         loosely = _BEFORE_NUMBER.sub(r"\1: \2", stated)
         return _letter_with_text(loosely, choices) or _said_letter(stated, choices)
     text = _plain(text)
-    said = _said_letter(text, choices)
-    if said is not None:
-        return said or None
+    letter = _said_letter(text, choices)
+    if letter is not None:
+        return letter or None
     lines = text.split("\n")
-    last = lines[-1]
-    end = re.search(r"\(([A-Z])\)[. ]*$", last)
+    last_line = lines[-1]
+    end = re.search(r"\(([A-Z])\)[. ]*$", last_line)
     if end is not None:
         return end[1] if end[1] in choices else None
-    if sum(_WITH_TEXT.match(line) is not None for line in lines) > 1:  # a list of the choices
-        return _letter_alone(last, choices)
-    return _letter_with_text(last, choices)
+    num_choices_listed = sum(_WITH_TEXT.match(line) is not None for line in lines)
+    if num_choices_listed > 1:
+        return _letter_alone(last_line, choices)
+    return _letter_with_text(last_line, choices)
 
 
 def _plain(text: str) -> str:
@@ -124,8 +126,8 @@ def _said_letter(text: str, choices: str) -> str | None:
 
 
 def _letter_alone(text: str, choices: str) -> str | None:
-    found = _ALONE.fullmatch(_plain(text))
-    return found[1] if found and found[1] in choices else None
+    match = _ALONE.fullmatch(_plain(text))
+    return match[1] if match and match[1] in choices else None
 
 
 def _letter_with_text(text: str, choices: str) -> str | None:
@@ -151,19 +153,24 @@ def search_score(response: str, ground_truth: str) -> float:
     Answers are compared in lower case, without punctuation, articles and extra white space, as in
     SQuAD. The ground truth is JSON, a list of answers or {"target": answers}, or the answer itself.
     """
-    given = _ANSWER_TAG.findall(response)
-    expected = {_plain_answer(answer) for answer in search_targets(ground_truth)}
-    return float(bool(given) and _plain_answer(given[-1]) in expected)
+    answers = _ANSWER_TAG.findall(response)
+    if not answers:
+        return 0.0
+    expected = {_plain_answer(target) for target in search_targets(ground_truth)}
+    return float(_plain_answer(answers[-1]) in expected)
 
 
 def search_targets(ground_truth: str) -> list[str]:
     """Return the expected answers that a ground truth holds; see `search_score`."""
     try:
-        found = json.loads(ground_truth)
+        targets = json.loads(ground_truth)
     except ValueError:
         return [ground_truth] if ground_truth.strip() else []
-    found = found.get("target") if isinstance(found, dict) else found
-    return [str(each) for each in (found if isinstance(found, list) else [found] if found else [])]
+    if isinstance(targets, dict):
+        targets = targets.get("target")
+    if not isinstance(targets, list):
+        targets = [targets] if targets else []
+    return [str(target) for target in targets]
 
 
 def _plain_answer(answer: str) -> str:

@@ -41,8 +41,8 @@ class Classifier:
         from transformers import AutoModelForSequenceClassification
 
         files = "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"
-        own = any((Path(folder) / name).exists() for name in files)
-        self._tokenizer = load_tokenizer(folder, KEY) if own else tokenizer
+        has_tokenizer = any((Path(folder) / name).exists() for name in files)
+        self._tokenizer = load_tokenizer(folder, KEY) if has_tokenizer else tokenizer
         self._policy_tokenizer = tokenizer
         self._shares_ids = vocabulary_hash(self._tokenizer) == vocabulary_hash(tokenizer)
         self._policy_texts = RewardTexts(tokenizer)
@@ -54,7 +54,8 @@ class Classifier:
             trust_remote_code=False,
             use_safetensors=True,  # others are pickles, which may run code
         )
-        if missing := sorted(info["missing_keys"]):
+        missing = sorted(info["missing_keys"])
+        if missing:
             raise ValueError(f"{KEY}={folder} lacks weights ({missing[0]}, ...); give {WANTED}")
         self._device = device.current_device()
         # Versions of transformers differ in the name of the argument for the precision.
@@ -62,13 +63,21 @@ class Classifier:
         self._model: Any = model.to(self._device, dtype).eval()
         # Decoder models find the last token of a text by the padding id of their config.
         config = self._model.config
-        known = (config.pad_token_id, self._tokenizer.pad_token_id, self._tokenizer.eos_token_id)
-        self._pad = config.pad_token_id = next((i for i in known if i is not None), 0)
+        self._pad = 0
+        for pad in (
+            config.pad_token_id,
+            self._tokenizer.pad_token_id,
+            self._tokenizer.eos_token_id,
+        ):
+            if pad is not None:
+                self._pad = pad
+                break
+        config.pad_token_id = self._pad
         self._batch_size = batch_size
-        self._limit = self._find_limit(own)
+        self._limit = self._find_limit(has_tokenizer)
         self._tokenizer.truncation_side = "left"
 
-    def _find_limit(self, own: bool) -> int | None:
+    def _find_limit(self, has_tokenizer: bool) -> int | None:
         """Return the most tokens per text, None = unlimited.
 
         RoBERTa-like models number positions after the padding id, and leave those before it unused.
@@ -76,10 +85,10 @@ class Classifier:
         positions = getattr(self._model.config, "max_position_embeddings", None)
         for name, module in self._model.named_modules():
             padding = getattr(module, "padding_idx", None)
-            named = name.rpartition(".")[2] == "position_embeddings"
-            if positions and named and padding is not None:
+            are_positions = name.rpartition(".")[2] == "position_embeddings"
+            if positions and are_positions and padding is not None:
                 positions -= padding + 1
-        limits = [positions, self._tokenizer.model_max_length if own else None]
+        limits = [positions, self._tokenizer.model_max_length if has_tokenizer else None]
         # Some models have -1, and transformers gives a tokenizer without a limit 10**30.
         return min((limit for limit in limits if limit and 0 < limit < 10**20), default=None)
 
@@ -134,9 +143,10 @@ class Classifier:
         return self._special.token_ids(text) + ([] if is_closed or eos is None else [eos])
 
     def _text_ids(self, text: str, has_ended: bool) -> list[int]:
-        eos, limit = self._tokenizer.eos_token_id, self._limit
-        cut = {"truncation": True, "max_length": limit} if limit else {}
-        ids: list[int] = self._tokenizer(text, **cut)["input_ids"]
+        eos = self._tokenizer.eos_token_id
+        limit = self._limit
+        truncation = {"truncation": True, "max_length": limit} if limit else {}
+        ids: list[int] = self._tokenizer(text, **truncation)["input_ids"]
         if not has_ended or eos is None or ids[-1:] == [eos]:
             return ids
         if limit and len(ids) == limit:
@@ -152,7 +162,7 @@ class Classifier:
     @torch.no_grad()
     def score_tokens(self, token_ids: Sequence[list[int]]) -> list[float]:
         """Return the logit of each sequence of ids, none of them over the model's limit."""
-        ids = [each or [self._pad] for each in token_ids]
+        ids = [sequence or [self._pad] for sequence in token_ids]
         scores = [0.0] * len(ids)
         order = sorted(range(len(ids)), key=lambda i: len(ids[i]))  # texts of like length together
         for start in range(0, len(order), self._batch_size):
@@ -176,23 +186,20 @@ def check_classifier(folder: str | None) -> list[Problem]:
         config = read_hf_config(Path(folder), WANTED)
     except ValueError as error:
         return [Problem(KEY, str(error), folder, colon=True)]
-    named, labels = config.get("architectures") or [], config.get("id2label")
-    count = len(labels) if isinstance(labels, dict) else config.get("num_labels", 2)
-    broken = {
-        f"config.json must name a model ...{HEAD}, it names {json.dumps(named)}": not any(
-            str(name).endswith(HEAD) for name in named
-        ),
-        f"the model must have one label, it has {count}": count != 1,
-        "the model must be one of transformers, its config.json names code of its own": config.get(
-            "auto_map"
-        ),
-        "weights must be safetensors, there are none": not any(Path(folder).glob("*.safetensors")),
-    }
-    remedy = f"give {WANTED}"
-    if problems := [
-        Problem(KEY, rule, folder, remedy, colon=True) for rule in broken if broken[rule]
-    ]:
-        return problems
+    rules = []  # broken ones
+    names = config.get("architectures") or []
+    if not any(str(name).endswith(HEAD) for name in names):
+        rules.append(f"config.json must name a model ...{HEAD}, it names {json.dumps(names)}")
+    labels = config.get("id2label")
+    num_labels = len(labels) if isinstance(labels, dict) else config.get("num_labels", 2)
+    if num_labels != 1:
+        rules.append(f"the model must have one label, it has {num_labels}")
+    if config.get("auto_map"):
+        rules.append("the model must be one of transformers, its config.json names code of its own")
+    if not any(Path(folder).glob("*.safetensors")):
+        rules.append("weights must be safetensors, there are none")
+    if rules:
+        return [Problem(KEY, rule, folder, f"give {WANTED}", colon=True) for rule in rules]
     try:
         weights = open_hf_folder(folder)
     except ValueError as error:

@@ -97,9 +97,11 @@ def _read_time(plain: str, number: Fraction | None, units: frozenset[str]) -> in
     is_half = not units.isdisjoint({"am", "pm"})
     clock = _TIME.fullmatch(plain)
     if clock is not None:
-        hour, minute = int(clock[1]), int(clock[2])
+        hour = int(clock[1])
+        minute = int(clock[2])
     elif is_half and number is not None and number.denominator == 1:
-        hour, minute = int(number), 0
+        hour = int(number)
+        minute = 0
     else:
         return None
     if is_half:
@@ -148,10 +150,14 @@ def is_same(answer: Answer, truth: Answer) -> bool | None:
 def _is_same_time(answer: Answer, truth: Answer) -> bool:
     if answer.time is None or truth.time is None:
         return False
-    is_half_known = [not each.units.isdisjoint({"am", "pm"}) for each in (answer, truth)]
-    if all(is_half_known) or not any(is_half_known):
-        return answer.time == truth.time
-    return answer.time == truth.time or answer.text == truth.text
+    if answer.time == truth.time:
+        return True
+    knows_half = _says_half_of_day(answer)
+    return knows_half != _says_half_of_day(truth) and answer.text == truth.text
+
+
+def _says_half_of_day(answer: Answer) -> bool:
+    return not answer.units.isdisjoint({"am", "pm"})
 
 
 def _is_same_number(answer: Answer, truth: Answer) -> bool:
@@ -160,8 +166,9 @@ def _is_same_number(answer: Answer, truth: Answer) -> bool:
     if answer.number == truth.number:
         return True
     if answer.is_percent != truth.is_percent:
-        percent, other = (answer, truth) if answer.is_percent else (truth, answer)
-        return percent.number / 100 == other.number  # type: ignore[operator]
+        if answer.is_percent:
+            return answer.number / 100 == truth.number
+        return truth.number / 100 == answer.number
     if answer.is_decimal == truth.is_decimal:
         return False
     exact, decimal = sorted((answer.number, truth.number), key=_has_decimals)
@@ -175,10 +182,14 @@ def _is_same_ratio(answer: str, truth: str) -> bool:
     """Compare ratios of three or more integers, which math-verify divides one by the other."""
     if not _RATIO.fullmatch(answer):
         return False
-    terms = [[int(term) for term in text.split(":")] for text in (answer, truth)]
-    divisors = [math.gcd(*group) or 1 for group in terms]
-    left, right = ([term // d for term in group] for group, d in zip(terms, divisors, strict=True))
-    return left == right
+    return _reduce_ratio(answer) == _reduce_ratio(truth)
+
+
+def _reduce_ratio(text: str) -> list[int]:
+    """Return the terms of a ratio such as `2:4:6`, divided by what they have in common."""
+    terms = [int(term) for term in text.split(":")]
+    divisor = math.gcd(*terms) or 1
+    return [term // divisor for term in terms]
 
 
 def _has_decimals(number: Fraction) -> bool:
@@ -240,7 +251,10 @@ def can_parse(ground_truth: str) -> bool:
     import sympy
 
     parsed = _parse_boxed(_read_truth(ground_truth).bare)
-    return any(not isinstance(each, str) and each not in (sympy.zoo, sympy.nan) for each in parsed)
+    for expression in parsed:
+        if not isinstance(expression, str) and expression not in (sympy.zoo, sympy.nan):
+            return True
+    return False
 
 
 def _is_equal(stated: str, truth: Answer) -> bool | None:
@@ -250,22 +264,22 @@ def _is_equal(stated: str, truth: Answer) -> bool | None:
     if is_known is not None:
         return is_known
     expected = _parse_boxed(truth.bare)
-    given = _parse_boxed(answer.bare)
-    if _verify(expected, given):
+    parsed = _parse_boxed(answer.bare)
+    if _verify(expected, parsed):
         return True
-    if all(isinstance(each, str) for each in given):
+    if all(isinstance(expression, str) for expression in parsed):
         return None
     if answer.is_percent == truth.is_percent:
         return False
     if answer.is_percent:
         return _verify(expected, _parse_boxed(f"\\frac{{{answer.bare}}}{{100}}"))
-    return _verify(_parse_boxed(f"\\frac{{{truth.bare}}}{{100}}"), given)
+    return _verify(_parse_boxed(f"\\frac{{{truth.bare}}}{{100}}"), parsed)
 
 
 def _prose_says(text: str, truth: Answer) -> bool:
     """Whether a response without a box states the truth."""
-    said = find_said(text)
-    is_said = None if said is None else _says(said, truth)
+    statement = find_said(text)
+    is_said = None if statement is None else _says(statement, truth)
     if is_said is not None:
         return is_said
     if truth.word:
@@ -283,15 +297,15 @@ def _prose_says(text: str, truth: Answer) -> bool:
     return _verify(_parse_boxed(bare), _parse(fractions))
 
 
-def _says(said: str, truth: Answer) -> bool | None:
+def _says(statement: str, truth: Answer) -> bool | None:
     """Whether what follows "the answer is" is the truth, None if a sentence goes on there."""
-    is_known = is_same(read_answer(said), truth)
+    is_known = is_same(read_answer(statement), truth)
     if is_known is not None:
         return is_known
-    formula = _FORMULA.search(said)
+    formula = _FORMULA.search(statement)
     if formula is not None:
         return _is_equal(formula[1] or formula[2], truth)
-    return None if _PLAIN_WORD.search(said) else _is_equal(said, truth)
+    return None if _PLAIN_WORD.search(statement) else _is_equal(statement, truth)
 
 
 @lru_cache(NUM_CACHED)
@@ -312,50 +326,54 @@ def _parse(text: str) -> list[Any]:
         return []
 
 
-def _verify(expected: list[Any], given: list[Any]) -> bool:
+def _verify(expected: list[Any], parsed: list[Any]) -> bool:
     """Whether math-verify finds two parsed texts equal, and numbers in them are.
 
     It rounds numbers to 15 decimals, so that it takes all small ones for equal.
     """
     import math_verify
 
-    if not expected or not given:
+    if not expected or not parsed:
         return False
     try:
-        if not math_verify.verify(expected, given, timeout_seconds=None, raise_on_error=True):
+        if not math_verify.verify(expected, parsed, timeout_seconds=None, raise_on_error=True):
             return False
-        return not _differ(expected[0], given[0])
+        return not _differ(expected[0], parsed[0])
     except MemoryError:
         raise
     except Exception:  # any, of sympy: 12:0 and 1/0 cannot be compared, so they are not equal
         return False
 
 
-def _differ(one: Any, other: Any) -> bool:
-    """Whether two expressions have different numbers at the same place."""
+def _differ(left: Any, right: Any) -> bool:
+    """Whether two expressions have different numbers at the same position."""
     import sympy
 
-    if isinstance(one, str) or isinstance(other, str):
+    if isinstance(left, str) or isinstance(right, str):
         return False
-    if isinstance(one, sympy.Eq):
-        one = one.rhs
-    if isinstance(other, sympy.Eq):
-        other = other.rhs
+    if isinstance(left, sympy.Eq):
+        left = left.rhs
+    if isinstance(right, sympy.Eq):
+        right = right.rhs
     containers = sympy.Tuple, sympy.FiniteSet, sympy.Interval
-    if isinstance(one, containers) and isinstance(other, containers):
-        if len(one.args) != len(other.args):
+    if isinstance(left, containers) and isinstance(right, containers):
+        if len(left.args) != len(right.args):
             return False
-        ordered = [list(each.args) for each in (one, other)]
-        if isinstance(one, sympy.FiniteSet) and isinstance(other, sympy.FiniteSet):
-            ordered = [sorted(args, key=lambda arg: arg.evalf().sort_key()) for args in ordered]
-        return any(map(_differ, *ordered))
-    if not isinstance(one, sympy.Expr) or not isinstance(other, sympy.Expr):
+        left_terms = list(left.args)
+        right_terms = list(right.args)
+        if isinstance(left, sympy.FiniteSet) and isinstance(right, sympy.FiniteSet):
+            left_terms.sort(key=lambda term: term.evalf().sort_key())
+            right_terms.sort(key=lambda term: term.evalf().sort_key())
+        return any(map(_differ, left_terms, right_terms))
+    if not isinstance(left, sympy.Expr) or not isinstance(right, sympy.Expr):
         return False
-    if not one.is_number or not other.is_number:
+    if not left.is_number or not right.is_number:
         return False
-    one, other = one.doit(), other.doit()
-    if (one.is_Rational and other.is_Rational) or (one.is_Float and other.is_Float):
-        return bool(one != other)
-    tolerance = 1e-5 if one.has(sympy.Float) or other.has(sympy.Float) else 1e-12
-    one, other = sympy.N(one, 30), sympy.N(other, 30)
-    return bool(abs(one - other) > tolerance * max(abs(one), abs(other)))
+    left = left.doit()
+    right = right.doit()
+    if (left.is_Rational and right.is_Rational) or (left.is_Float and right.is_Float):
+        return bool(left != right)
+    tolerance = 1e-5 if left.has(sympy.Float) or right.has(sympy.Float) else 1e-12
+    left = sympy.N(left, 30)
+    right = sympy.N(right, 30)
+    return bool(abs(left - right) > tolerance * max(abs(left), abs(right)))

@@ -56,8 +56,8 @@ def find_tagged(text: str) -> str | None:
 
 def find_said(text: str) -> str | None:
     """Return what the last "the answer is" or "final answer is" says, up to its sentence's end."""
-    said = _SAID.findall(text)
-    return str(said[-1]) if said else None
+    statements = _SAID.findall(text)
+    return str(statements[-1]) if statements else None
 
 
 def unwrap_text(text: str) -> str:
@@ -77,9 +77,8 @@ def normalise(text: str) -> str:
     text = split_unit(text)[0]
     for word in _DROPPED:
         text = text.replace(word, "")
-    text = (
-        text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("\\cfrac", "\\frac")
-    )
+    for fraction in ("\\dfrac", "\\tfrac", "\\cfrac"):
+        text = text.replace(fraction, "\\frac")
     text = re.sub(r"\\frac(\d)(\d)", r"\\frac{\1}{\2}", text)
     return unwrap_text(text).lower()
 
@@ -93,12 +92,10 @@ ml milliliter millilitre|l liter litre|gal gallon|dollar usd buck|cent|euro eur|
 degree deg|radian rad|celsius|fahrenheit|am|pm
 """
 """Units that decide whether two answers are equal, with their spellings."""
-_KNOWN_UNITS = {
-    spelling: spellings.split()[0]
-    for line in _UNITS.strip().split("\n")
-    for spellings in line.split("|")
-    for spelling in spellings.split()
-} | {"mph": "mi"}
+_KNOWN_UNITS = {"mph": "mi"}
+for _spellings in _UNITS.strip().replace("\n", "|").split("|"):
+    _unit = _spellings.split()[0]
+    _KNOWN_UNITS.update(dict.fromkeys(_spellings.split(), _unit))
 MULTIPLIERS = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9,
                 "trillion": 10**12}  # fmt: skip
 """Words after a number that are part of its value."""
@@ -131,7 +128,8 @@ def read_unit(words: str) -> tuple[frozenset[str], int]:
 
     The product is 0 without a multiplier.
     """
-    units, multiplier = set[str](), 0
+    units: set[str] = set()
+    multiplier = 0
     for word in re.findall(r"[a-z]+", _MERIDIEM.sub(r"\1m", words.lower())):
         singular = word if word in _KNOWN_UNITS else word.removesuffix("s")
         if singular in _KNOWN_UNITS:

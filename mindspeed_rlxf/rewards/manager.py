@@ -34,13 +34,12 @@ class RewardManager:
     ) -> None:
         unknown = {source: name for source, name in rules.items() if name not in RULES}
         if unknown:
-            rule, remedy = "must name a rule", f"use one of {', '.join(sorted(RULES))}"
-            raise UserError(
-                [
-                    Problem(f"reward.rules.{source}", rule, repr(name), remedy)
-                    for source, name in unknown.items()
-                ]
-            )
+            problems = []
+            remedy = f"use one of {', '.join(sorted(RULES))}"
+            for source, name in unknown.items():
+                key = f"reward.rules.{source}"
+                problems.append(Problem(key, "must name a rule", repr(name), remedy))
+            raise UserError(problems)
         self._rules = BUILTIN_SOURCES | dict(rules)
         self._verifiers = list(verifiers)
 
@@ -57,17 +56,18 @@ class RewardManager:
 
         A rule that returns None (not applicable) scores 0: nothing else scores the response.
         """
-        if self._verifiers:
-            pairs = zip(response_texts, ground_truths, strict=True)
-            return [verify(self._verifiers, response, truth) for response, truth in pairs]
         columns = extra_infos or [{}] * len(response_texts)
         results = []
         for response, truth, source, extra_info in zip(
             response_texts, ground_truths, data_sources, columns, strict=True
         ):
+            if self._verifiers:
+                results.append(verify(self._verifiers, response, truth))
+                continue
             rule = self._rules[source]
-            results.append(RULES[rule](response, truth, **arguments_of(rule, extra_info)))
-        return [RewardResult(result.score or 0.0, result.parts) for result in results]
+            result = RULES[rule](response, truth, **arguments_of(rule, extra_info))
+            results.append(RewardResult(result.score or 0.0, result.parts))
+        return results
 
     def check(self, prompts: Iterable[Prompt]) -> list[Problem]:
         """Return a problem for each data source with prompts that cannot be scored.
@@ -75,32 +75,30 @@ class RewardManager:
         A ground truth must be accepted by the rule's ACCEPTS function, else score above 0 as a
         response to itself. Verifiers that read it only need it to be there.
         """
-        refused: dict[str, list[int]] = {}  # data source -> rows
-        firsts: dict[str, tuple[Prompt, str]] = {}
+        refused_rows: dict[str, list[int]] = {}  # by data source
+        first_prompts: dict[str, tuple[Prompt, str]] = {}  # with the reason
         for prompt in prompts:  # once, since they may be read from a disk
-            if (reason := self._refuse(prompt)) is not None:
-                refused.setdefault(prompt.data_source, []).append(prompt.index)
-                firsts.setdefault(prompt.data_source, (prompt, reason))
+            reason = self._refuse(prompt)
+            if reason is not None:
+                refused_rows.setdefault(prompt.data_source, []).append(prompt.index)
+                first_prompts.setdefault(prompt.data_source, (prompt, reason))
         problems = []
-        for source, (first, reason) in firsts.items():
-            rule = f"must have a rule; known are {', '.join(sorted(self._rules))}"
-            remedy = f"set reward.rules.{source} to one of {', '.join(sorted(RULES))}"
+        for source, (prompt, reason) in first_prompts.items():
+            rows = refused_rows[source]
             if self._verifiers or source in self._rules:
-                found = (
-                    f"{first.index} ({first.text!r:.40}) with {first.ground_truth!r:.40}{reason}"
-                )
                 rule = (
-                    f"must have ground truths to compare with; the first without is prompt {found}"
+                    "must have ground truths to compare with; the first without is prompt "
+                    f"{prompt.index} ({prompt.text!r:.40}) with {prompt.ground_truth!r:.40}{reason}"
                 )
                 remedy = "correct the rows, data.ground_truth_key or reward.rules"
-                others = refused[source][1 : MAX_NAMED + 1]
-                if others:
-                    rule += f"; also {', '.join(f'prompt {index}' for index in others)}"
-            problems.append(
-                Problem(
-                    f"data source {source!r} ({len(refused[source])} rows)", rule, remedy=remedy
-                )
-            )
+                if len(rows) > 1:
+                    listed = ", ".join(f"prompt {row}" for row in rows[1 : MAX_NAMED + 1])
+                    rule += f"; also {listed}"
+            else:
+                rule = f"must have a rule; known are {', '.join(sorted(self._rules))}"
+                remedy = f"set reward.rules.{source} to one of {', '.join(sorted(RULES))}"
+            key = f"data source {source!r} ({len(rows)} rows)"
+            problems.append(Problem(key, rule, remedy=remedy))
         return problems
 
     def find_unparsed(self, prompts: Iterable[Prompt]) -> list[str]:
@@ -115,22 +113,26 @@ class RewardManager:
                 key = prompt.data_source, prompt.ground_truth
                 rows.setdefault(key, []).append(prompt.index)
         unparsed = set(find_unparsed([*dict.fromkeys(truth for _, truth in rows)]))
-        by_source: dict[str, list[str]] = {}
+        unparsed_prompts: dict[str, list[str]] = {}  # by data source
         for (source, truth), indices in rows.items():
             if truth in unparsed:
-                named = by_source.setdefault(source, [])
-                named += [f"prompt {index} ({truth!r:.40})" for index in indices]
-        return [
-            f"data source {source!r}: {len(named)} ground truths cannot be parsed, so that only "
-            f"the same LaTeX scores: {', '.join(named[:MAX_NAMED])}"
-            + ", ..."
-            * (len(named) > MAX_NAMED)
-            for source, named in by_source.items()
-        ]
+                listed = unparsed_prompts.setdefault(source, [])
+                listed += [f"prompt {index} ({truth!r:.40})" for index in indices]
+        lines = []
+        for source, listed in unparsed_prompts.items():
+            examples = ", ".join(listed[:MAX_NAMED])
+            if len(listed) > MAX_NAMED:
+                examples += ", ..."
+            lines.append(
+                f"data source {source!r}: {len(listed)} ground truths cannot be parsed, so that "
+                f"only the same LaTeX scores: {examples}"
+            )
+        return lines
 
     def _refuse(self, prompt: Prompt) -> str | None:
         """Return ": REASON" or "" if the prompt cannot be scored, None if it can."""
-        truth, rule = prompt.ground_truth, self._rules.get(prompt.data_source, "")
+        truth = prompt.ground_truth
+        rule = self._rules.get(prompt.data_source, "")
         if self._verifiers:
             is_read = any(verifier in NEED_TRUTH for verifier, _ in self._verifiers)
             return "" if is_read and not truth.strip() else None
@@ -141,9 +143,9 @@ class RewardManager:
                 return f": {error}"
         if rule in RULES_WITHOUT_TRUTH:
             return None
-        good = (
-            rule
-            and truth.strip()
-            and (rule in SLOW_RULES or (RULES[rule](truth, truth).score or 0.0) > 0)
-        )
-        return None if good else ""
+        if not rule or not truth.strip():
+            return ""
+        if rule in SLOW_RULES:  # they run in scoring processes alone
+            return None
+        score = RULES[rule](truth, truth).score or 0.0
+        return None if score > 0 else ""

@@ -93,8 +93,12 @@ def exact_number(text: str) -> Fraction | None:
 
 def find_numbers(text: str) -> list[Fraction]:
     """List all numbers in a text, in order, as exact fractions."""
-    values = [_value(match) for match in NUMBER.finditer(plain_numbers(text))]
-    return [value for value in values if value is not None]
+    numbers = []
+    for match in NUMBER.finditer(plain_numbers(text)):
+        number = _value(match)
+        if number is not None:
+            numbers.append(number)
+    return numbers
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
@@ -180,9 +184,9 @@ def stated_number(text: str) -> Fraction | None:
     matches = list(NUMBER.finditer(text))
     if not matches:
         return None
-    gaps = [text[a.end() : b.start()] for a, b in pairwise(matches)]
-    if any(_JOINS.fullmatch(gap) for gap in gaps):
-        return None
+    for left, right in pairwise(matches):
+        if _JOINS.fullmatch(text[left.end() : right.start()]):
+            return None
     begins = _LEADING.match(text)
     is_first = begins is not None and begins.end() >= matches[0].start()
     return _value(matches[0] if is_first else matches[-1])
@@ -231,13 +235,13 @@ def _leading_number(line: str) -> Fraction | None:
     line = _plain_statement(line)
     begins = _LEADING.match(line)
     line = line[begins.end() :] if begins else line
-    first = NUMBER.match(line)
-    if first is None:
+    number = NUMBER.match(line)
+    if number is None:
         return None
-    statement = line[: first.end()] + _ASIDE.split(line[first.end() :], maxsplit=1)[0]
+    statement = line[: number.end()] + _ASIDE.split(line[number.end() :], maxsplit=1)[0]
     if _SIDES.search(statement):
         return stated_number(statement)
-    return None if _TERM.match(statement, first.end()) else _value(first)
+    return None if _TERM.match(statement, number.end()) else _value(number)
 
 
 def boxed_number(text: str) -> Fraction | None:

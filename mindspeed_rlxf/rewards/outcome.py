@@ -33,7 +33,8 @@ class ScoreFailure(Exception):
 
     def __init__(self, cause: Cause, message: str) -> None:
         super().__init__(message)
-        self.cause, self.message = cause, message
+        self.cause = cause
+        self.message = message
 
 
 class ScoringBroken(RuntimeError):
@@ -70,8 +71,12 @@ class Outcome:
         result = None
         if self.result is not None:
             result = {"score": self.result.score, "parts": dict(self.result.parts)}
-        about = {"cause": self.cause, "message": self.message, "details": self.details}
-        return {"result": result, **about}
+        return {
+            "result": result,
+            "cause": self.cause,
+            "message": self.message,
+            "details": self.details,
+        }
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> Outcome:
@@ -97,13 +102,17 @@ def to_result(value: Any) -> RewardResult:
     if "score" not in value:
         keys = ", ".join(map(repr, list(value)[:8])) or "nothing"
         raise ScoreFailure(Cause.WRONG_RESULT, f"a dict must have `score`, it has {keys}")
-    given = value["score"]
-    score = None if given is None else _to_finite_number("'score'", given)
+    score = value["score"]
+    if score is not None:
+        score = _to_finite_number("'score'", score)
     parts: dict[str, float | str] = {}
-    for name, part in value.items():
-        if name != "score" and part is not None:
-            is_text = isinstance(part, str)
-            parts[str(name)] = part if is_text else _to_finite_number(f"{name!r}", part)
+    for name, entry in value.items():
+        if name == "score" or entry is None:
+            continue
+        if isinstance(entry, str):
+            parts[str(name)] = entry
+        else:
+            parts[str(name)] = _to_finite_number(f"{name!r}", entry)
     return RewardResult(score, parts)
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from mindspeed_rlxf.config.enums import RewardKind
 from mindspeed_rlxf.config.plugins import find_carried, loaded
 from mindspeed_rlxf.config.problems import Problem, closest
-from mindspeed_rlxf.config.reward_section import ADAPTERS, BY_SOURCE, split_name
+from mindspeed_rlxf.config.reward_section import ADAPTERS, BY_SOURCE, FunctionConfig, split_name
 from mindspeed_rlxf.config.schema import RewardConfig
 from mindspeed_rlxf.data.prompt_store import reward_style
 from mindspeed_rlxf.rewards.outcome import Cause, Outcome, Sample
@@ -28,18 +28,20 @@ from mindspeed_rlxf.rewards.workers import WorkerPool
 def make_plan(reward: RewardConfig) -> Plan:
     """Make the scoring processes' plan; servers run the functions with a url."""
     rules = BUILTIN_SOURCES | dict(reward.rules)
-    parts, used = [], {*rules.values()}
+    parts = []
+    rule_names = {*rules.values()}
     for function in reward.parts:
         if function.function is None:  # a server runs it
             continue
         source = None
-        if named := split_name(function.function):
+        file_and_name = split_name(function.function)
+        if file_and_name is not None:
             assert function.sha256 is not None, "the driver has read the file"
-            source = find_carried(named[0], function.sha256)
+            source = find_carried(file_and_name[0], function.sha256)
         else:
-            used.add(function.function)
+            rule_names.add(function.function)
         parts.append((function, source))
-    plugins = loaded() if used - OWN_RULES - {BY_SOURCE} else ()
+    plugins = loaded() if rule_names - OWN_RULES - {BY_SOURCE} else ()
     sandbox = reward.sandbox if reward.runs_programs else None
     # With a reward model and no functions, the rules score validation samples.
     by_default = reward.kind is RewardKind.RULE or not reward.parts
@@ -69,31 +71,33 @@ def rule_decides(reward: RewardConfig, data_source: str, style: str | None = Non
 
     With a reward model alone it scores validation samples.
     """
-    applying = [part for part in reward.parts if part.applies_to(data_source)]
-    if not applying:
+    functions = [function for function in reward.parts if function.applies_to(data_source)]
+    if not functions:
         return style == "rule" or reward.kind is RewardKind.RULE or not reward.parts
-    return any(part.function == BY_SOURCE for part in applying)
+    return any(function.function == BY_SOURCE for function in functions)
 
 
 def check_functions(reward: RewardConfig) -> Iterator[Problem]:
     """Yield a problem for each rule name that is unknown or refuses its arguments."""
-    for part in reward.parts:
-        if part.function is None or split_name(part.function) or part.function == BY_SOURCE:
+    for config in reward.parts:
+        name = config.function
+        if name is None or split_name(name) or name == BY_SOURCE:
             continue
-        key = "reward.function" if reward.function is not None else f"reward.functions.{part.name}"
-        if part.function not in RULES:
-            known = [BY_SOURCE, *sorted(RULES)]
-            guess = closest(part.function, known) or "path/to/file.py:name"
-            rule = f"must be path/to/file.py:name, or one of {', '.join(known)}"
-            yield Problem(key, rule, part.function, f"use {guess}")
+        is_single = reward.function is not None
+        key = "reward.function" if is_single else f"reward.functions.{config.name}"
+        if name not in RULES:
+            rule_names = [BY_SOURCE, *sorted(RULES)]
+            guess = closest(name, rule_names) or "path/to/file.py:name"
+            rule = f"must be path/to/file.py:name, or one of {', '.join(rule_names)}"
+            yield Problem(key, rule, name, f"use {guess}")
             continue
         try:
-            inspect.signature(RULES[part.function]).bind("", "", **part.arguments)
-            if part.function in OWN_RULES - SLOW_RULES:
-                RULES[part.function]("A", "A", **part.arguments)
+            inspect.signature(RULES[name]).bind("", "", **config.arguments)
+            if name in OWN_RULES - SLOW_RULES:  # fast enough to try
+                RULES[name]("A", "A", **config.arguments)
         except (TypeError, ValueError, re.error) as error:
-            rule = f"the rule {part.function} must take its arguments: {error}"
-            yield Problem(key, rule, dict(part.arguments), "correct them", colon=True)
+            rule = f"the rule {name} must take its arguments: {error}"
+            yield Problem(key, rule, dict(config.arguments), "correct them", colon=True)
 
 
 Scoring: TypeAlias = list[tuple[str, float, Future[Outcome]]]
@@ -112,11 +116,17 @@ def join_scoring(scoring: Scoring, beside_model: bool = False) -> Outcome:
     Raises:
         ScoringBroken: The scoring processes cannot score any sample.
     """
-    found = [(name, weight, future.result()) for name, weight, future in scoring]
-    for _, _, outcome in reversed(found):
+    results = []
+    failure: Outcome | None = None  # the last one
+    for name, weight, future in scoring:
+        outcome = future.result()
         if outcome.result is None:
-            return outcome
-    total = weighted_sum([(name, weight, o.result) for name, weight, o in found if o.result])
+            failure = outcome
+        else:
+            results.append((name, weight, outcome.result))
+    if failure is not None:
+        return failure
+    total = weighted_sum(results)
     if total.score is None and not beside_model:
         return Outcome(None, Cause.WRONG_RESULT, "no score: all that score it returned None")
     return Outcome(RewardResult(total.score or 0.0, total.parts))
@@ -149,11 +159,13 @@ class StreamingRewards:
         self._plan = make_plan(reward)
         memory = int(reward.worker_memory_gib * 2**30)
         self._pool = WorkerPool(self._plan, reward.processes, reward.timeout_s, memory)
-        self._remote = [
-            (part, RemoteRewards(part.url, part.headers, part.batch_size, reward.timeout_s))
-            for part in reward.parts
-            if part.url is not None
-        ]
+        self._servers: list[tuple[FunctionConfig, RemoteRewards]] = []
+        for config in reward.parts:
+            if config.url is not None:
+                server = RemoteRewards(
+                    config.url, config.headers, config.batch_size, reward.timeout_s
+                )
+                self._servers.append((config, server))
 
     def submit(self, sample: Sample) -> Scoring:
         """Start scoring by the functions and servers that apply to the data source.
@@ -162,13 +174,12 @@ class StreamingRewards:
         the label `rule`; else its score is 0.
         """
         source = sample.data_source
-        scoring: Scoring = [
-            (part.name, part.weight, server.submit(sample))
-            for part, server in self._remote
-            if part.applies_to(source)
-        ]
-        local = any(part.applies_to(source) for part, _ in self._plan.parts)
+        scoring: Scoring = []
+        for config, server in self._servers:
+            if config.applies_to(source):
+                scoring.append((config.name, config.weight, server.submit(sample)))
+        runs_here = any(config.applies_to(source) for config, _ in self._plan.parts)
         by_label = reward_style(sample.extra_info) == "rule"
-        if local or (not scoring and (self._plan.defaults or by_label)):
+        if runs_here or (not scoring and (self._plan.defaults or by_label)):
             scoring.append(("", 1.0, self._pool.submit(sample)))
         return scoring

@@ -45,10 +45,13 @@ class Case:
 
         White space at line ends and empty lines at the end do not count.
         """
-        lines, expected = (
-            [line.rstrip() for line in text.rstrip().split("\n")] for text in (printed, self.stdout)
-        )
+        lines = _strip_lines(printed)
+        expected = _strip_lines(self.stdout)
         return lines[-1:] == expected if self.ends else lines == expected
+
+
+def _strip_lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
 class CodeRules:
@@ -68,12 +71,14 @@ class CodeRules:
         """Return how many cases the program passes; together they have `response_s`."""
         sandbox = self.sandbox = self.sandbox or Sandbox.choose(SandboxConfig())
         deadline = time.monotonic() + sandbox.config.response_s
-        passed = 0
+        num_passed = 0
         for case in cases:
-            if (left := deadline - time.monotonic()) > 0:
-                outcome = sandbox.run(program + case.after, case.stdin, left)
-                passed += outcome.cause == "ok" and case.passes(outcome.stdout)
-        return passed
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                break
+            outcome = sandbox.run(program + case.after, case.stdin, left_s)
+            num_passed += outcome.cause == "ok" and case.passes(outcome.stdout)
+        return num_passed
 
 
 SHARED = CodeRules()
@@ -98,7 +103,8 @@ def find_program(response: str) -> str | None:
         if text[:1].isspace():
             text = textwrap.dedent(text)
         if tag or not is_tagged or _is_program(text):
-            program, is_tagged = text, bool(tag)
+            program = text
+            is_tagged = bool(tag)
     return program
 
 
@@ -107,7 +113,10 @@ def _find_blocks(response: str) -> Iterator[tuple[str, str]]:
 
     A fence with a tag also begins a block where the one before was not closed.
     """
-    fence, tag, prefix, begin = "", "", "", 0
+    fence = ""  # of the open block
+    tag = ""  # of the open block
+    prefix = ""  # quote marks in front of its lines
+    begin = 0  # of its text
     for start, end in _find_fence_lines(response):
         line = response[start:end]
         if prefix:
@@ -117,7 +126,8 @@ def _find_blocks(response: str) -> Iterator[tuple[str, str]]:
             if is_closing:
                 inner = response[begin : max(begin, start - 1)]
                 if prefix:
-                    inner = "\n".join(each.removeprefix(prefix) for each in inner.split("\n"))
+                    lines = inner.split("\n")
+                    inner = "\n".join(line.removeprefix(prefix) for line in lines)
                 if body.strip():
                     inner = f"{inner}\n{body}" if inner else body.strip()
                 yield tag, inner
@@ -134,7 +144,9 @@ def _find_blocks(response: str) -> Iterator[tuple[str, str]]:
             continue
         quote = _QUOTE.match(line) if ">" in line else None
         prefix = "" if quote is None else quote[0]
-        fence, tag, begin = opening["fence"], opening["tag"].lower(), end + 1
+        fence = opening["fence"]
+        tag = opening["tag"].lower()
+        begin = end + 1
 
 
 def _find_fence_lines(text: str) -> Iterator[tuple[int, int]]:
@@ -142,14 +154,15 @@ def _find_fence_lines(text: str) -> Iterator[tuple[int, int]]:
     has_tildes = "~~~" in text
     end = 0
     while end < len(text):
-        place = text.find("```", end)
+        positions = [text.find("```", end)]
         if has_tildes:
-            tildes = text.find("~~~", end)
-            place = tildes if place < 0 else place if tildes < 0 else min(place, tildes)
-        if place < 0:
+            positions.append(text.find("~~~", end))
+        positions = [position for position in positions if position >= 0]
+        if not positions:
             return
-        start = text.rfind("\n", 0, place) + 1
-        end = text.find("\n", place)
+        position = min(positions)
+        start = text.rfind("\n", 0, position) + 1
+        end = text.find("\n", position)
         if end < 0:
             end = len(text)
         yield start, end
@@ -171,9 +184,10 @@ def _is_program(text: str) -> bool:
         statements = ast.parse(text).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
-    return any(
-        not isinstance(each, ast.Expr) or isinstance(each.value, ast.Call) for each in statements
-    )
+    for statement in statements:
+        if not isinstance(statement, ast.Expr) or isinstance(statement.value, ast.Call):
+            return True
+    return False
 
 
 class _TestCases(BaseModel):
@@ -188,23 +202,30 @@ def read_cases(ground_truth: str) -> list[Case]:
     try:
         cases = _TestCases.model_validate_json(ground_truth)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = " ".join(map(str, ["test cases", *first["loc"][:1]]))
-        raise ValueError(f"{key}: {first['msg']}") from None
-    inputs, outputs, assertions = (
-        ["\n".join([each] if isinstance(each, str) else each) for each in lines]
-        for lines in (cases.inputs, cases.outputs, cases.assert_case)
-    )
+        details = error.errors()[0]
+        key = " ".join(map(str, ["test cases", *details["loc"][:1]]))
+        raise ValueError(f"{key}: {details['msg']}") from None
+    inputs = _join_lines(cases.inputs)
+    outputs = _join_lines(cases.outputs)
+    assertions = _join_lines(cases.assert_case)
     if len(inputs) != len(outputs) or not (inputs or assertions):
         rule = "test cases must be assert_case, or inputs and as many outputs"
         raise ValueError(f"{rule}, not {len(inputs)} and {len(outputs)}")
-    # An assertion passes if a random word is printed last, after the statement. A program cannot
-    # guess the word, but it can read it from standard input.
-    words = [(statement, secrets.token_hex(16)) for statement in assertions]
-    return [
-        Case(_ASSERTIONS, f"{statement}\nprint('\\n' + {word!r})\n", word, ends=True)
-        for statement, word in words
-    ] or [Case("", given, wanted) for given, wanted in zip(inputs, outputs, strict=True)]
+    if not assertions:
+        return [Case("", stdin, stdout) for stdin, stdout in zip(inputs, outputs, strict=True)]
+    assertion_cases = []
+    for statement in assertions:
+        # An assertion passes if a random word is printed last, after the statement. A program
+        # cannot guess the word, but it can read it from standard input.
+        word = secrets.token_hex(16)
+        stdin = f"{statement}\nprint('\\n' + {word!r})\n"
+        assertion_cases.append(Case(_ASSERTIONS, stdin, word, ends=True))
+    return assertion_cases
+
+
+def _join_lines(entries: list[str | list[str]]) -> list[str]:
+    """Return each entry as one string; an entry may be a list of lines."""
+    return [entry if isinstance(entry, str) else "\n".join(entry) for entry in entries]
 
 
 @register_rule("code", read_cases)
@@ -212,9 +233,10 @@ def code(response: str, ground_truth: str) -> RewardResult:
     """Score the fraction of cases that the response's program (`find_program`) passes."""
     cases = read_cases(ground_truth)
     program = find_program(response)
-    passed = SHARED.count_passed(program, cases) if program is not None else 0
-    share = passed / len(cases)
-    return RewardResult(share, {"accuracy": float(passed == len(cases)), "passed": share})
+    num_passed = 0 if program is None else SHARED.count_passed(program, cases)
+    fraction = num_passed / len(cases)
+    accuracy = float(num_passed == len(cases))
+    return RewardResult(fraction, {"accuracy": accuracy, "passed": fraction})
 
 
 @register_rule("code_all", read_cases)

@@ -64,15 +64,19 @@ def _post_tasks(
 ) -> None:
     """Post batches from the queue, forever."""
     while True:
-        tasks, until = [queue.get()], time.monotonic() + GATHER_S
+        tasks = [queue.get()]
+        deadline = time.monotonic() + GATHER_S
         with suppress(Empty):
-            while len(tasks) < size and (left := until - time.monotonic()) > 0:
-                tasks.append(queue.get(timeout=left))
+            while len(tasks) < size:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    break
+                tasks.append(queue.get(timeout=left_s))
         try:
             outcomes = _ask_server(url, headers, [sample for sample, _ in tasks], timeout_s)
         except Exception as error:  # a bad address or sample
-            said = f"{url} cannot be asked: {type(error).__name__}"
-            outcomes = [Outcome(None, Cause.REMOTE, said)] * len(tasks)
+            message = f"{url} cannot be asked: {type(error).__name__}"
+            outcomes = [Outcome(None, Cause.REMOTE, message)] * len(tasks)
         for (_, future), outcome in zip(tasks, outcomes, strict=True):
             future.set_result(outcome)
 
@@ -87,12 +91,15 @@ def _ask_server(
     """Send samples until the server answers or timeout_s passes."""
     deadline = time.monotonic() + timeout_s
     # JSON has neither NaN nor infinity, and strict servers refuse them.
-    named = without_nan([asdict(sample) for sample in samples], is_null=_is_no_json)
-    body = json.dumps({"samples": named}, default=str).encode()
+    entries = without_nan([asdict(sample) for sample in samples], is_null=_is_no_json)
+    body = json.dumps({"samples": entries}, default=str).encode()
     reason = ""
-    while (left := deadline - time.monotonic()) > 0:
+    while True:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            break
         try:
-            return _parse_answer(_post_once(url, headers, body, left), len(samples))
+            return _parse_answer(_post_once(url, headers, body, left_s), len(samples))
         except ScoreFailure as failure:
             return [Outcome(None, failure.cause, failure.message)] * len(samples)
         except (OSError, HTTPException) as error:
@@ -102,22 +109,24 @@ def _ask_server(
     return [Outcome(None, Cause.REMOTE, text)] * len(samples)
 
 
-def _post_once(url: Secret, given: Mapping[str, str], body: bytes, timeout_s: float) -> bytes:
+def _post_once(
+    url: Secret, user_headers: Mapping[str, str], body: bytes, timeout_s: float
+) -> bytes:
     """Return an answer's body; raise OSError or HTTPException if a retry may help."""
-    parts = urlsplit(url.get_secret_value())
-    headers = {"Content-Type": "application/json", **given}
-    user, at, host = parts.netloc.rpartition("@")
+    address = urlsplit(url.get_secret_value())
+    headers = {"Content-Type": "application/json", **user_headers}
+    user, at, host = address.netloc.rpartition("@")
     if at:
         headers["Authorization"] = f"Basic {b64encode(unquote(user).encode()).decode()}"
-    request = Request(urlunsplit(parts._replace(netloc=host)), body, headers)
+    request = Request(urlunsplit(address._replace(netloc=host)), body, headers)
     try:
         with OPENER.open(request, timeout=timeout_s) as answer:
             return bytes(answer.read())
     except HTTPError as error:
         if error.code >= 500 or error.code == 429:
             raise
-        said = f"{url} answered with status {error.code} {error.reason}"
-        raise ScoreFailure(Cause.REMOTE, said) from None
+        message = f"{url} answered with status {error.code} {error.reason}"
+        raise ScoreFailure(Cause.REMOTE, message) from None
 
 
 def _parse_answer(answer: bytes, count: int) -> list[Outcome]:

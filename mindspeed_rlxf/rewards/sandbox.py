@@ -36,7 +36,8 @@ from mindspeed_rlxf.rewards.system_calls import make_filter
 BETWEEN_LOOKS_S = 0.05
 KILL_S = 10.0
 MIB = 1 << 20
-PROGRAM, SCRATCH = "/box/program.py", "/tmp"
+PROGRAM = "/box/program.py"  # inside of the sandbox
+SCRATCH = "/tmp"  # the only folder that it may write to
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin", "HOME": SCRATCH, "TMPDIR": SCRATCH, "LANG": "C.UTF-8",
     "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUTF8": "1",
@@ -61,7 +62,7 @@ __file__ = start()
 del start
 exec(compile(open(__file__, "rb").read(), __file__, "exec"))
 """
-_PLACES = """
+_PRINT_PYTHON_PATHS = """
 import json, os, sys
 paths = sys.executable, sys.prefix, sys.base_prefix
 print(json.dumps([os.path.realpath(path) for path in paths]))
@@ -108,26 +109,29 @@ class Sandbox:
     """
 
     def __init__(self, config: SandboxConfig, python: str, bwrap: str | None) -> None:
-        self.config, self.bwrap = config, bwrap
-        done = subprocess.run(
-            [python, "-I", "-c", _PLACES],
+        self.config = config
+        self.bwrap = bwrap
+        printed = subprocess.run(
+            [python, "-I", "-c", _PRINT_PYTHON_PATHS],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=60,
             check=False,
             env={},
         )
-        if done.returncode:
-            raise OSError(f"{python} does not start: {done.stderr[-200:].decode(errors='replace')}")
-        executable, *prefixes = json.loads(done.stdout)
+        if printed.returncode:
+            reason = printed.stderr[-200:].decode(errors="replace")
+            raise OSError(f"{python} does not start: {reason}")
+        executable, *prefixes = json.loads(printed.stdout)
         # With packages the interpreter keeps its path, by which it finds those of a venv.
         self.python = os.path.abspath(python) if config.python else executable
-        folders = [p for p in dict.fromkeys(prefixes) if not p.startswith("/usr")]
+        folders = [path for path in dict.fromkeys(prefixes) if not path.startswith("/usr")]
         home = Path("~").expanduser().resolve()
-        if inside := [p for p in folders if bwrap and home.is_relative_to(p)]:
-            raise OSError(f"{python} is installed in {inside[0]}, which holds the home {home}")
-        system = "/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache"
-        self._folders = [p for p in (*system, *folders) if os.path.lexists(p)]
+        for folder in folders:
+            if bwrap and home.is_relative_to(folder):
+                raise OSError(f"{python} is installed in {folder}, which holds the home {home}")
+        system_paths = "/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache"
+        self._folders = [path for path in (*system_paths, *folders) if os.path.lexists(path)]
         # Orphans of a program become our children, so that we see all of it end.
         ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
 
@@ -140,12 +144,15 @@ class Sandbox:
         """
         bwrap = shutil.which("bwrap")
         reasons = [] if bwrap else ["bubblewrap (bwrap) is not installed"]
-        own = getattr(sys, "_base_executable", None) or sys.executable
-        system = shutil.which("python3", path="/usr/bin:/bin:/usr/local/bin") or own
-        pythons = [config.python] if config.python else map(os.path.realpath, (own, system))
-        candidates: list[tuple[str, str | None]] = [
-            (python, bwrap) for python in dict.fromkeys(pythons) if bwrap
-        ]
+        this_python = getattr(sys, "_base_executable", None) or sys.executable
+        system_python = shutil.which("python3", path="/usr/bin:/bin:/usr/local/bin") or this_python
+        if config.python:
+            pythons = [config.python]
+        else:
+            pythons = [os.path.realpath(this_python), os.path.realpath(system_python)]
+        candidates: list[tuple[str, str | None]] = []
+        if bwrap:
+            candidates += [(python, bwrap) for python in dict.fromkeys(pythons)]
         if config.unsafe:
             candidates.append((config.python or sys.executable, None))
         for python, isolation in candidates:
@@ -171,16 +178,16 @@ class Sandbox:
         """Run an empty program; raise SandboxError if it fails."""
         outcome = self._run("", "", self.config.wall_s)
         if outcome.cause != "ok":
-            last = outcome.stderr.strip().rpartition("\n")[2]
+            reason = outcome.stderr.strip().rpartition("\n")[2]
             raise SandboxError(
-                f"an empty program ends with {outcome.cause}, exit code {outcome.exit}: {last}"
+                f"an empty program ends with {outcome.cause}, exit code {outcome.exit}: {reason}"
             )
 
     def describe(self) -> str:
         """Return a line for the log."""
-        without = "WITHOUT isolation, with your files and your network"
-        how = "in bubblewrap; see docs/data_and_rewards.md" if self.bwrap else without
-        return f"sandbox: programs run {how}"
+        if self.bwrap:
+            return "sandbox: programs run in bubblewrap; see docs/data_and_rewards.md"
+        return "sandbox: programs run WITHOUT isolation, with your files and your network"
 
     def run(self, program: str, stdin: str = "", wall_s: float | None = None) -> Outcome:
         """Run Python source code until it ends or exceeds a limit; kill all its processes.
@@ -197,14 +204,12 @@ class Sandbox:
 
     def _run(self, program: str, stdin: str, wall_s: float) -> Outcome:
         with contextlib.ExitStack() as stack:
-            code, given, refused = (
-                _open_read_only(stack, data)
-                for data in (program.encode(errors="replace"), stdin.encode(errors="replace"),
-                             make_filter() if self.bwrap else b"")
-            )  # fmt: skip
-            told, tell = os.pipe()
-            told_file = stack.enter_context(os.fdopen(told))
-            descriptors = (code, refused, tell)
+            code = _open_read_only(stack, program.encode(errors="replace"))
+            stdin_file = _open_read_only(stack, stdin.encode(errors="replace"))
+            call_filter = _open_read_only(stack, make_filter() if self.bwrap else b"")
+            info_read, info_write = os.pipe()  # by which bubblewrap says the pid of its child
+            info_file = stack.enter_context(os.fdopen(info_read))
+            descriptors = (code, call_filter, info_write)
             options: dict[str, Any] = {"cwd": "/", "env": ENVIRONMENT}
             if self.bwrap is None:
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rlxf-program-"))
@@ -215,7 +220,7 @@ class Sandbox:
             try:
                 process = subprocess.Popen(
                     [*self._options(*descriptors), *self._command(f"/dev/fd/{code}")],
-                    stdin=given,
+                    stdin=stdin_file,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     pass_fds=descriptors,
@@ -225,59 +230,76 @@ class Sandbox:
             except OSError as error:
                 raise SandboxError(f"{self.bwrap or self.python} does not start: {error}") from None
             finally:
-                os.close(tell)
+                os.close(info_write)
             stack.enter_context(process)
-            found = self.bwrap and re.search(r'"child-pid": (\d+)', told_file.read())
-            first = int(found[1]) if found else process.pid  # also if bubblewrap failed
-            return _Run(self.config, process, first, bool(self.bwrap)).finish(wall_s)
+            first_pid = process.pid  # also if bubblewrap failed
+            child_pid = self.bwrap and re.search(r'"child-pid": (\d+)', info_file.read())
+            if child_pid:
+                first_pid = int(child_pid[1])
+            return _Run(self.config, process, first_pid, bool(self.bwrap)).finish(wall_s)
 
     def _command(self, program: str) -> list[str]:
         c = self.config
-        seconds, space = max(1, math.ceil(c.cpu_s)), (c.memory_mb + 128) * MIB  # Python maps 128
-        size = c.file_mb * MIB
+        cpu_s = max(1, math.ceil(c.cpu_s))
+        address_bytes = (c.memory_mb + 128) * MIB  # Python maps 128
+        file_bytes = c.file_mb * MIB
         limits = [
-            ("RLIMIT_CPU", seconds, seconds + 1), ("RLIMIT_AS", space, space),
-            ("RLIMIT_FSIZE", size, size), ("RLIMIT_NOFILE", c.files, c.files),
+            ("RLIMIT_CPU", cpu_s, cpu_s + 1), ("RLIMIT_AS", address_bytes, address_bytes),
+            ("RLIMIT_FSIZE", file_bytes, file_bytes), ("RLIMIT_NOFILE", c.files, c.files),
             ("RLIMIT_CORE", 0, 0), ("RLIMIT_MEMLOCK", 0, 0), ("RLIMIT_MSGQUEUE", 0, 0),
         ]  # fmt: skip
         if self.bwrap:  # else it would count all processes of this user; bwrap is two of them
             limits.append(("RLIMIT_NPROC", c.processes + 2, c.processes + 2))
             program = PROGRAM
         # Without packages `site` does not run, which is most of the start.
-        without = [] if c.python else ["-S"]
-        return [self.python, "-s", *without, "-c", _RUN, program, json.dumps(limits)]
+        no_site = [] if c.python else ["-S"]
+        return [self.python, "-s", *no_site, "-c", _RUN, program, json.dumps(limits)]
 
-    def _options(self, code: int, refused: int, tell: int) -> list[str]:
+    def _options(self, code: int, call_filter: int, info: int) -> list[str]:
+        """Return bubblewrap's command line up to the program; the arguments are descriptors."""
         if self.bwrap is None:
             return []
         options = [self.bwrap, "--unshare-user", "--unshare-all", "--die-with-parent"]
         options += ["--cap-drop", "ALL", "--uid", "65534", "--gid", "65534"]
         for path in self._folders:
-            link = os.path.islink(path)
-            options += ["--symlink" if link else "--ro-bind"]
-            options += [os.readlink(path) if link else path, path]
+            if os.path.islink(path):
+                options += ["--symlink", os.readlink(path), path]
+            else:
+                options += ["--ro-bind", path, path]
         for name in ("null", "zero", "full", "random", "urandom"):
             options += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
         options += ["--symlink", SCRATCH, "/dev/shm", "--file", str(code), PROGRAM]
         options += ["--size", str(self.config.file_mb * MIB), "--tmpfs", SCRATCH]
-        options += ["--remount-ro", "/", "--chdir", SCRATCH, "--seccomp", str(refused)]
-        return [*options, "--info-fd", str(tell), "--"]
+        options += ["--remount-ro", "/", "--chdir", SCRATCH, "--seccomp", str(call_filter)]
+        return [*options, "--info-fd", str(info), "--"]
 
 
 class _Run:
     """A running program, until all its processes have ended.
 
-    `first` is the pid namespace's first process, without isolation the program's.
+    `first_pid` is the pid namespace's first process, without isolation the program's.
     """
 
     def __init__(
-        self, config: SandboxConfig, process: subprocess.Popen[bytes], first: int, isolated: bool
+        self,
+        config: SandboxConfig,
+        process: subprocess.Popen[bytes],
+        first_pid: int,
+        isolated: bool,
     ) -> None:
-        self.config, self.process, self.first, self.isolated = config, process, first, isolated
-        self.stdout, self.stderr = bytearray(), bytearray()
-        self.limit = config.output_kb << 10
-        outputs = [(process.stdout, self.stdout, self.limit), (process.stderr, self.stderr, 4096)]
-        self.readers = [threading.Thread(target=_read, args=each, daemon=True) for each in outputs]
+        self.config = config
+        self.process = process
+        self.first_pid = first_pid
+        self.isolated = isolated
+        self.stdout = bytearray()
+        self.stderr = bytearray()
+        self.limit = config.output_kb << 10  # bytes of standard output
+        self.readers = []
+        for arguments in (
+            (process.stdout, self.stdout, self.limit),
+            (process.stderr, self.stderr, 4096),
+        ):
+            self.readers.append(threading.Thread(target=_read, args=arguments, daemon=True))
 
     def finish(self, wall_s: float) -> Outcome:
         """Wait until the program ends or exceeds a limit, and return its outcome."""
@@ -297,73 +319,93 @@ class _Run:
         if not cause and code > 128:
             cause = SIGNALS.get(code - 128, "killed")
         elif not cause:
-            last = stderr.strip().rpartition("\n")[2]
-            found = (cause for sign, cause in REFUSALS.items() if sign in last)
-            cause = next(found, "error") if code else "ok"
+            cause = _find_refusal(stderr) if code else "ok"
         return Outcome(self.stdout[: self.limit].decode(errors="replace"), code, cause, stderr)
 
     def _watch(self, deadline: float) -> str:
         """Wait until the program ends (return "") or exceeds a limit (return its name)."""
-        ended, pause = os.pidfd_open(self.process.pid), BETWEEN_LOOKS_S
+        end_descriptor = os.pidfd_open(self.process.pid)  # readable once the program has ended
+        pause_s = BETWEEN_LOOKS_S
         try:
-            while not wait([ended], min(pause, deadline - time.monotonic())):
+            while not wait([end_descriptor], min(pause_s, deadline - time.monotonic())):
                 started = time.monotonic()
                 if started >= deadline:
                     return "wall_time"
-                if exceeded := self._find_exceeded_limit():
+                exceeded = self._find_exceeded_limit()
+                if exceeded:
                     return exceeded
-                pause = max(BETWEEN_LOOKS_S, 4 * (time.monotonic() - started))
+                # Where a look takes long, we spend a fifth of the time on them at most.
+                pause_s = max(BETWEEN_LOOKS_S, 4 * (time.monotonic() - started))
             return ""
         finally:
-            os.close(ended)
+            os.close(end_descriptor)
 
     def _find_exceeded_limit(self) -> str:
         """Return the first limit exceeded by all processes together, "" for none."""
-        memory, threads, cpu_s, processes = 0, 0, 0.0, _with_descendants(self.first)
+        memory_bytes = 0
+        num_threads = 0
+        cpu_s = 0.0
+        processes = _with_descendants(self.first_pid)
         for process in processes:
             with contextlib.suppress(psutil.Error), process.oneshot():  # it may have ended
                 cpu_s += sum(process.cpu_times()[:4])
-                threads += process.num_threads()
+                num_threads += process.num_threads()
                 try:
-                    memory += process.memory_full_info().pss
+                    memory_bytes += process.memory_full_info().pss
                 except psutil.AccessDenied:  # a program can hide it
-                    memory += process.memory_info().rss
-        exceeded = {
-            "output": len(self.stdout) > self.limit,
-            "memory": memory > self.config.memory_mb * MIB,
-            "processes": threads > self.config.processes + self.isolated,  # one of bubblewrap's
-            "cpu_time": cpu_s > self.config.cpu_s,
-            "files": self.isolated and self._has_too_many_files(processes),
-        }
-        return next((name for name, over in exceeded.items() if over), "")
+                    memory_bytes += process.memory_info().rss
+        if len(self.stdout) > self.limit:
+            return "output"
+        if memory_bytes > self.config.memory_mb * MIB:
+            return "memory"
+        if num_threads > self.config.processes + self.isolated:  # one of bubblewrap's
+            return "processes"
+        if cpu_s > self.config.cpu_s:
+            return "cpu_time"
+        if self.isolated and self._has_too_many_files(processes):
+            return "files"
+        return ""
 
     def _has_too_many_files(self, processes: list[psutil.Process]) -> bool:
         for process in reversed(processes):
             with contextlib.suppress(OSError):
-                found = os.statvfs(f"/proc/{process.pid}/root{SCRATCH}")
-                if found.f_blocks * found.f_frsize == self.config.file_mb * MIB:
-                    used = found.f_files - found.f_ffree
-                    return used >= self.config.files * 100 or not found.f_bfree
+                scratch = os.statvfs(f"/proc/{process.pid}/root{SCRATCH}")
+                # Its size tells the tmpfs of the sandbox from the host's.
+                if scratch.f_blocks * scratch.f_frsize == self.config.file_mb * MIB:
+                    num_files = scratch.f_files - scratch.f_ffree
+                    return num_files >= self.config.files * 100 or not scratch.f_bfree
         return False
 
     def _kill_all(self) -> None:
         """Kill all processes; a pid namespace ends with its first process."""
-        found = _with_descendants(self.first)
+        processes = _with_descendants(self.first_pid)
         if not self.isolated:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-        for process in found[:1] if self.isolated else found:
+        for process in processes[:1] if self.isolated else processes:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         self.process.wait(KILL_S)
-        psutil.wait_procs(found[:1], KILL_S)
+        psutil.wait_procs(processes[:1], KILL_S)
+
+
+def _find_refusal(stderr: str) -> str:
+    """Return the limit that the last line of standard error is about, else "error"."""
+    last_line = stderr.strip().rpartition("\n")[2]
+    for text, cause in REFUSALS.items():
+        if text in last_line:
+            return cause
+    return "error"
 
 
 def _read(stream: IO[bytes], output: bytearray, limit: int) -> None:
     """Read until the end, so that the program can write on; keep one byte over the limit."""
     with contextlib.suppress(OSError):  # closed while a process that got away still writes
-        while read := os.read(stream.fileno(), 1 << 16):
-            output += read[: limit + 1 - len(output)]
+        while True:
+            chunk = os.read(stream.fileno(), 1 << 16)
+            if not chunk:
+                return
+            output += chunk[: limit + 1 - len(output)]
 
 
 def _with_descendants(pid: int) -> list[psutil.Process]:
@@ -384,8 +426,11 @@ def _open_read_only(stack: contextlib.ExitStack, data: bytes) -> int:
 
 
 def _fresh_uid() -> int:
-    lines = Path("/proc/self/uid_map").read_text(encoding="ascii").splitlines()
-    ranges = [[int(part) for part in line.split()] for line in lines]
-    first, _, count = max(ranges, key=lambda each: each[2])
-    high = min(first + count, (1 << 31) - 2)
-    return random.SystemRandom().randrange((first + high) // 2, high)
+    """Return a random user id of the upper half of the largest range that exists here."""
+    ranges = []  # (number of ids, first id)
+    for line in Path("/proc/self/uid_map").read_text(encoding="ascii").splitlines():
+        first_id, _, num_ids = map(int, line.split())
+        ranges.append((num_ids, first_id))
+    num_ids, first_id = max(ranges, key=lambda num_and_first: num_and_first[0])
+    end = min(first_id + num_ids, (1 << 31) - 2)
+    return random.SystemRandom().randrange((first_id + end) // 2, end)

@@ -70,37 +70,40 @@ class SampleScorer:
             plugins.load(plugin)
         self._plan = plan
         self.function = ""  # the function or rule that scores now, for failures
-        self._parts: list[tuple[FunctionConfig, Callable[..., Any] | None]] = []
-        for part, source in plan.parts:
-            named = split_name(part.function or "")
+        self._functions: list[tuple[FunctionConfig, Callable[..., Any] | None]] = []  # None = rule
+        for config, source in plan.parts:
+            file_and_name = split_name(config.function or "")
             function = None
-            if source and named:
-                function = find_function(run_as_module(source), named[1])
+            if source and file_and_name:
+                function = find_function(run_as_module(source), file_and_name[1])
                 adapter = find_adapter(function)
                 if adapter is not None:
-                    function = adapter.adapt(function, part.arguments)
-            self._parts.append((part, function))
+                    function = adapter.adapt(function, config.arguments)
+            self._functions.append((config, function))
 
     def score(self, sample: Sample) -> RewardResult:
         """Score by the functions that apply to the data source, else by its rule."""
         results = []
-        for part, function in self._parts:
-            if not part.applies_to(sample.data_source):
+        for config, function in self._functions:
+            if not config.applies_to(sample.data_source):
                 continue
-            self.function = part.function or BY_SOURCE
+            self.function = config.function or BY_SOURCE
             if function is None:
-                result = self._apply_rule(part.function or BY_SOURCE, sample, part.arguments)
+                result = self._apply_rule(config.function or BY_SOURCE, sample, config.arguments)
             else:
-                given = {name: getattr(sample, name) for name in keywords_of(function)}
-                given["ground_truth"] = sample.extra_info.get(STRUCTURED, sample.ground_truth)
-                value = function(**given, **part.arguments)
-                result = to_result(asyncio.run(value) if inspect.iscoroutine(value) else value)
-            results.append((part.name, part.weight, result))
+                inputs = {name: getattr(sample, name) for name in keywords_of(function)}
+                inputs["ground_truth"] = sample.extra_info.get(STRUCTURED, sample.ground_truth)
+                score = function(**inputs, **config.arguments)
+                if inspect.iscoroutine(score):
+                    score = asyncio.run(score)
+                result = to_result(score)
+            results.append((config.name, config.weight, result))
         return weighted_sum(results) if results else self._apply_rule(BY_SOURCE, sample, {})
 
     def _apply_rule(self, rule: str, sample: Sample, arguments: dict[str, Any]) -> RewardResult:
         if rule == BY_SOURCE:
-            rule, arguments = self._plan.rules[sample.data_source], {}
+            rule = self._plan.rules[sample.data_source]
+            arguments = {}
             self.function = rule
         if rule in RULES_OF_PROGRAMS and rule not in RULES:  # of a data source in the table
             from mindspeed_rlxf.rewards import programs  # noqa: F401  registers its rules
@@ -117,13 +120,16 @@ def weighted_sum(results: Sequence[tuple[str, float, RewardResult]]) -> RewardRe
     without a name contributes its own parts unchanged.
     """
     parts: dict[str, float | str] = {}
-    for name, _, result in results:
-        scores: dict[str, float | str] = {}
+    weighted_scores = []
+    for name, weight, result in results:
+        if result.score is not None:
+            weighted_scores.append(weight * result.score)
         if name and result.score is not None:
-            scores[name] = result.score
-        parts |= scores | {f"{name}/{k}" if name else k: v for k, v in result.parts.items()}
-    weighted = [weight * result.score for _, weight, result in results if result.score is not None]
-    return RewardResult(sum(weighted) if weighted or not results else None, parts)
+            parts[name] = result.score
+        for key, value in result.parts.items():
+            parts[f"{name}/{key}" if name else key] = value
+    none_applies = bool(results) and not weighted_scores
+    return RewardResult(None if none_applies else sum(weighted_scores), parts)
 
 
 def score_safely(scorer: SampleScorer, sample: Sample) -> dict[str, Any]:

@@ -31,9 +31,20 @@ _CLONE3 = 435  # refused because a filter cannot read its flags; the C library f
 _NEW_NAMESPACES = 0x7E020000  # every CLONE_NEW* flag of clone(2)
 _X32 = 0x40000000  # numbers of another table begin here on x86_64
 
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in seccomp_data
+# Instructions of the classic BPF machine.
+_LOAD = 0x20
+_EQUAL = 0x15
+_AT_LEAST = 0x35
+_ANY_BIT = 0x45
+_RETURN = 0x06
+# What a filter may return.
+_ALLOW = 0x7FFF0000
+_KILL = 0x80000000
+_ERROR = 0x00050000
+# Offsets in seccomp_data.
+_NUMBER = 0
+_ARCHITECTURE = 4
+_FIRST_ARGUMENT = 16
 
 
 def make_filter(machine: str = "") -> bytes:

@@ -42,12 +42,12 @@ def find_unparsed(truths: Sequence[str]) -> list[str]:
             "not all %d ground truths of math were parsed before the start: the process ended with "
             "exit code %d (its limit is %g s)", len(truths), process.returncode, DEADLINE_S,
         )  # fmt: skip
-    places = [line for line in printed.split("\n")[:-1] if line]  # the last one may be incomplete
-    return [truths[int(place)] for place in places]
+    complete_lines = printed.split("\n")[:-1]
+    return [truths[int(line)] for line in complete_lines if line]
 
 
 def main() -> None:
     """Read a JSON list of truths; print the index of each that cannot be parsed, as they come."""
-    for place, truth in enumerate(json.load(sys.stdin)):
+    for index, truth in enumerate(json.load(sys.stdin)):
         if not can_parse(truth):
-            print(place, flush=True)
+            print(index, flush=True)

@@ -47,10 +47,10 @@ def strict_format(response: str, ground_truth: str = "") -> float:
     text = response.strip()
     if _TAGS[0] not in text:
         text = _TAGS[0] + text
-    places = [text.find(tag) for tag in _TAGS]
-    once = all(text.count(tag) == 1 for tag in _TAGS)
-    whole = text.startswith(_TAGS[0]) and text.endswith(_TAGS[-1])
-    return 1.0 if once and whole and places == sorted(places) else -1.0
+    positions = [text.find(tag) for tag in _TAGS]
+    has_each_once = all(text.count(tag) == 1 for tag in _TAGS)
+    is_enclosed = text.startswith(_TAGS[0]) and text.endswith(_TAGS[-1])
+    return 1.0 if has_each_once and is_enclosed and positions == sorted(positions) else -1.0
 
 
 def steps(response: str, ground_truth: str = "") -> float:
@@ -161,5 +161,9 @@ def find_answers(
     extracts = [OF_RULES.get(table.get(source, ""), whole_text) for source in data_sources]
     if verifiers:
         comparing = [OF_VERIFIERS[rule] for rule, _ in verifiers if rule in OF_VERIFIERS]
-        extracts = [*comparing, whole_text][:1] * len(responses)
-    return [find(text) or None for find, text in zip(extracts, responses, strict=True)]
+        extract = comparing[0] if comparing else whole_text
+        extracts = [extract] * len(responses)
+    answers = []
+    for extract, response in zip(extracts, responses, strict=True):
+        answers.append(extract(response) or None)
+    return answers

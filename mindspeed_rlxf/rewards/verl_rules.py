@@ -84,8 +84,9 @@ def _read_box(text: str) -> str | None:
     return None
 
 
-DAPO_TAIL, DAPO_BOX_TAIL = 300, 100
-"""Characters at the end of a response in which verl looks for DAPO's answer, and for its box."""
+# Characters at the end of a response in which verl looks for DAPO's answer, and for its box.
+DAPO_TAIL = 300
+DAPO_BOX_TAIL = 100
 
 _STATED = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 
@@ -188,7 +189,11 @@ def _brace_fractions(text: str) -> str:
         if fraction[0] != "{":
             if len(fraction) == 1:
                 return text
-            top, bottom, rest = fraction[0], fraction[1], fraction[2:]
-            fraction = f"{{{top}}}" + (f"{{{bottom}}}{rest}" if bottom != "{" else f"{{{rest}")
+            top = fraction[0]
+            bottom = fraction[1]
+            rest = fraction[2:]
+            if bottom != "{":
+                bottom = f"{{{bottom}}}"
+            fraction = f"{{{top}}}{bottom}{rest}"
         written += f"\\frac{fraction}"
     return written

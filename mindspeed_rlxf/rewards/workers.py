@@ -27,7 +27,8 @@ from mindspeed_rlxf.rewards.rules import RewardResult
 from mindspeed_rlxf.rewards.scoring import main as scoring_main
 
 START_S = 180.0  # for the imports of the user's files
-EXIT_S, END_S = 0.3, 30.0  # to end after the socket was closed, to end once killed
+EXIT_S = 0.3  # to end after the socket was closed
+END_S = 30.0  # to end once killed
 CLOSED = "the pool of processes was closed"
 
 
@@ -61,7 +62,8 @@ class WorkerPool:
             read_reply: Returns a future's result from a reply.
         """
         self._shared = _Shared(plan, timeout_s, memory, main.__module__, read_reply)
-        self._size, self._threads = size, list[threading.Thread]()
+        self._size = size
+        self._threads: list[threading.Thread] = []
         self._end = weakref.finalize(self, _end, self._shared, self._threads)
 
     def submit(self, sample: Any) -> Future[Any]:
@@ -110,7 +112,10 @@ def _end(shared: _Shared, threads: list[threading.Thread]) -> None:
 def _work(shared: _Shared) -> None:
     """Score samples from the queue until it has None, which stays for the other threads."""
     process: _Process | None = None
-    while (task := shared.tasks.get()) is not None:
+    while True:
+        task = shared.tasks.get()
+        if task is None:
+            break
         sample, future = task
         if not future.set_running_or_notify_cancel():  # nobody waits for it any more
             continue
@@ -143,14 +148,14 @@ class _Process:
         Raises:
             ScoringBroken: It does not start.
         """
-        self.channel, theirs = Pipe()
-        numbers = map(str, (theirs.fileno(), os.getpid(), shared.memory))
+        self.channel, child_channel = Pipe()
+        numbers = [str(child_channel.fileno()), str(os.getpid()), str(shared.memory)]
         path = os.pathsep.join(filter(None, sys.path))
-        with theirs:
+        with child_channel:
             self.popen = subprocess.Popen(
                 [sys.executable, "-c", f"from {shared.module} import main; main()", *numbers],
                 stdin=subprocess.DEVNULL, stdout=2,  # beside what this process prints for its log
-                pass_fds=[theirs.fileno()], start_new_session=True,
+                pass_fds=[child_channel.fileno()], start_new_session=True,
                 env={
                     "OMP_NUM_THREADS": "1", **os.environ,
                     "PYTHONPATH": path, "PYTHONUNBUFFERED": "1",
@@ -161,7 +166,8 @@ class _Process:
         if shared.broken:  # `_end` may have looked at `processes` before
             self.end()
         reply = self.ask(pickle.dumps(shared.plan), START_S)
-        if failure := reply.get("error") or reply.get("message"):
+        failure = reply.get("error") or reply.get("message")
+        if failure:
             self.end()
             raise ScoringBroken(f"a process did not start: {failure}")
 
@@ -186,7 +192,7 @@ class _Process:
 
     def kill(self) -> None:
         """Kill the process and its descendants."""
-        descendants = list[psutil.Process]()
+        descendants: list[psutil.Process] = []
         with suppress(psutil.Error):
             if self.popen.poll() is None:
                 root = psutil.Process(self.popen.pid)

@@ -55,9 +55,10 @@ class DrawnSample:
         if self.result is not None:
             result = self.result
             begun = Begun(result.tokens, result.log_probs, result.token_versions)
-            return SavedResponse(begun, result.finish_reason, result.trained, self.record)
+            reason = result.finish_reason
+            return SavedResponse.of(begun, reason, result.trained, self.record)
         begun_before = self.request.begun
-        return None if begun_before is None else SavedResponse(begun_before, None)
+        return None if begun_before is None else SavedResponse.of(begun_before, None)
 
 
 class DrawnSamples:
@@ -128,13 +129,14 @@ class DrawnSamples:
                 sample.request = replace(request, begun=response.begun)
                 self._waiting.append(sample)
             else:
+                begun = response.begun
                 sample.result = GenerationResult(
                     request.place,
-                    response.begun.tokens,
-                    response.begun.log_probs,
+                    begun.tokens,
+                    begun.log_probs,
                     response.finish_reason,
-                    response.begun.versions[-1],
-                    response.begun.versions,
+                    begun.versions[-1],
+                    begun.versions,
                     response.trained,
                 )
                 if response.record is not None:

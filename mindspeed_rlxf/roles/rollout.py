@@ -523,7 +523,7 @@ class RolloutRole:
         for saved in read_ahead(folder):
             self.samples.saved[saved.sample_id, saved.sampling] = saved.response
             if self.scorer is not None and saved.outcomes is not None:
-                response = saved.response.begun.tokens
+                response = saved.response.tokens.tolist()
                 self.scorer.restore_outcomes(saved.sample_id, response, saved.outcomes)
         return RoleOutput()
 

@@ -18,8 +18,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file, save
+import numpy as np
+from safetensors.numpy import load_file, save
 
 from mindspeed_rlxf.data.agent_record import AgentRecord
 from mindspeed_rlxf.rollout.rollout_engine import Begun, FinishReason
@@ -27,24 +27,45 @@ from mindspeed_rlxf.rollout.sampling import Sampling
 from mindspeed_rlxf.weights.atomic import replace_file
 from mindspeed_rlxf.weights.state_files import Entry, entry_of, write_text
 
-NAMES = ("tokens", "log_probs", "versions")  # of the tensors, as in `Begun`
+DTYPES = {"tokens": np.int64, "log_probs": np.float32, "versions": np.int32}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SavedResponse:
-    """What an earlier run sampled of a response.
+    """What an earlier run sampled of a response: arrays, as every rank reads all responses.
 
     Attributes:
-        begun: The tokens.
+        tokens: [response] int64.
+        log_probs: [response] fp32.
+        versions: [response] int32.
         finish_reason: None = it has not ended.
         trained: As in `GenerationResult`.
         record: What the agent has left of a conversation that has ended; None = no agent.
     """
 
-    begun: Begun
+    tokens: np.ndarray
+    log_probs: np.ndarray
+    versions: np.ndarray
     finish_reason: FinishReason | None
     trained: list[bool] | None = None
     record: AgentRecord | None = None
+
+    @classmethod
+    def of(
+        cls,
+        begun: Begun,
+        finish_reason: FinishReason | None,
+        trained: list[bool] | None = None,
+        record: AgentRecord | None = None,
+    ) -> SavedResponse:
+        """Return the same tokens in arrays."""
+        columns = (np.array(getattr(begun, name), dtype) for name, dtype in DTYPES.items())
+        return cls(*columns, finish_reason, trained, record)
+
+    @property
+    def begun(self) -> Begun:
+        """The tokens in lists, as an engine takes them."""
+        return Begun(self.tokens.tolist(), self.log_probs.tolist(), self.versions.tolist())
 
 
 @dataclass(frozen=True)
@@ -66,12 +87,10 @@ class SavedSample:
 
 def write_ahead(folder: Path, replica: int, samples: Sequence[SavedSample]) -> list[Entry]:
     """Write a replica's samples; return the files' manifest entries, relative to `folder`."""
-    begun = [sample.response.begun for sample in samples]
-    dtypes = (torch.int64, torch.float32, torch.int32)
     columns = {}
-    for name, dtype in zip(NAMES, dtypes, strict=True):
-        values = [value for each in begun for value in getattr(each, name)]
-        columns[name] = torch.tensor(values, dtype=dtype)
+    for name, dtype in DTYPES.items():
+        arrays = [getattr(sample.response, name) for sample in samples]
+        columns[name] = np.concatenate([np.zeros(0, dtype), *arrays])
     about = [_describe(sample) for sample in samples]
     file = folder / f"replica_{replica:05d}.json"
     tensors = file.with_suffix(".safetensors")
@@ -85,7 +104,7 @@ def _describe(sample: SavedSample) -> dict[str, Any]:
     about: dict[str, Any] = {
         "sample_id": sample.sample_id,
         "sampling": sample.sampling.value,
-        "num_tokens": len(response.begun.tokens),
+        "num_tokens": len(response.tokens),
         "finish_reason": response.finish_reason,
         "outcomes": sample.outcomes,
     }
@@ -101,16 +120,15 @@ def read_ahead(folder: Path) -> Iterator[SavedSample]:
     for file in sorted(folder.glob("replica_*.json")):
         about = json.loads(file.read_text(encoding="utf-8"))["samples"]
         stored = load_file(file.with_suffix(".safetensors"))
-        columns = [stored[name].tolist() for name in NAMES]
+        columns = [stored[name] for name in DTYPES]
         ends = accumulate(sample["num_tokens"] for sample in about)
         for sample, end in zip(about, ends, strict=True):
             start = end - sample["num_tokens"]
-            begun = Begun(*(column[start:end] for column in columns))
-            reason = sample["finish_reason"]
+            reason = FinishReason(sample["finish_reason"]) if sample["finish_reason"] else None
             trained, record = sample.get("trained"), sample.get("record")
             response = SavedResponse(
-                begun,
-                FinishReason(reason) if reason else None,
+                *(column[start:end] for column in columns),
+                reason,
                 None if trained is None else [bool(flag) for flag in trained],
                 None if record is None else AgentRecord.from_json(record),
             )

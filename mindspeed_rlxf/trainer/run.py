@@ -139,7 +139,7 @@ def training(
     with phase("hashing the prompts"):
         inputs = prepared.train_prompts, prepared.eos_token_ids
         prompts = hash_prompts(*inputs, reads_extra_info=bool(config.reward.parts))
-    checkpoints = RunCheckpoints(config, roles, directory, prompts, writes)
+    checkpoints = RunCheckpoints(config, roles, directory, prompts, writes, agree=stop.agree)
     with phase("looking for a checkpoint and loading it"):
         state = checkpoints.restore(_announce if writes else lambda _: None)
     recorder = Recorder(config, directory, prepared.tokenizer, writes)

@@ -19,8 +19,10 @@ from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.trainer.ppo import Iteration, PpoTrainer
 from tests import training
 from tests.chaos.same_run import lines_of
+from tests.distributed.cluster.test_local_runtime import torchrun
 from tests.distributed.resume_run import flip
 from tests.golden.runs import GROUPS, PPO, SMALL
+from tests.processes import run_python
 
 ITERATIONS = 6
 # Slices of two tokens and few rows at once: responses, of one to eight tokens, go on over several
@@ -60,6 +62,14 @@ APART = {
     "+resource_pool.actor": 2,
     "actor_rollout.num_gpus_for_train": 1,
     "actor_rollout.num_gpus_for_infer": 1,
+}
+
+TWO_APART = {
+    **APART,
+    "resource_pool.main": 2,
+    "+resource_pool.actor": 4,
+    "actor_rollout.num_gpus_for_train": 2,
+    "actor_rollout.num_gpus_for_infer": 2,
 }
 
 
@@ -136,14 +146,94 @@ def test_two_ranks_of_each_kind_give_the_run_of_two_that_do_both(
 ) -> None:
     """Each sample is generated on the replica that its id says, in both."""
     ahead = {"rollout.max_staleness": 3, "resource_pool.main": 2}
-    apart = {
-        **APART,
-        "+resource_pool.actor": 4,
-        "actor_rollout.num_gpus_for_train": 2,
-        "actor_rollout.num_gpus_for_infer": 2,
-    }
     one = run(name, tmp_path / "one", warm_runtime, **ahead, **{"rollout.lead": 1})
-    assert_same(run(name, tmp_path / "other", warm_runtime, **ahead, **apart), one)
+    assert_same(run(name, tmp_path / "other", warm_runtime, **ahead, **TWO_APART), one)
+
+
+def run_command(name: str, out: Path, launcher: list[str], **more: Any) -> Outcome:
+    """Run the training command on processes of its own. launcher: words of torchrun"""
+    base, changes = SETTINGS[name]
+    keys = {**SMALL, **changes, **AHEAD, **more, "training.output_dir": out}
+    words = [f"{key}={value}" for key, value in keys.items()]
+    run_python(*launcher, "ray_gpt.py", "--config-name", base, *words, timeout_s=900)
+    return outcome_of(RunDirectory(out))
+
+
+@LONG
+@pytest.mark.parametrize("name", ["ppo", "filter_groups"])
+def test_two_ranks_of_torchrun_give_the_run_of_two_actors_of_each_kind_on_ray(
+    tmp_path: Path, name: str
+) -> None:
+    on_torchrun = {"runtime": "local", "resource_pool.main": 2, "rollout.lead": 1}
+    on_ray = {**TWO_APART, "runtime.address": "local"}
+    staleness = {"rollout.max_staleness": 3}
+    one = run_command(name, tmp_path / "one", torchrun(), **staleness, **on_torchrun)
+    other = run_command(name, tmp_path / "other", [], **staleness, **on_ray)
+    assert_same(one, other)
+    assert max(one.ages) > 1
+
+
+LATE = """
+import random
+import time
+
+from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.roles.actor import ActorRole
+from mindspeed_rlxf.roles.own_roles import register_role
+from mindspeed_rlxf.roles.reference import ReferenceRole
+from mindspeed_rlxf.roles.rollout import RolloutRole
+
+
+def late(method):
+    def call(*arguments, **named):
+        time.sleep(random.SystemRandom().uniform(0.0, 0.3))
+        return method(*arguments, **named)
+
+    call.__name__ = method.__name__
+    return call
+
+
+def register_late(role, ours, *methods):
+    later = {name: late(getattr(ours, name)) for name in methods}
+    register_role(role)(type("Late", (ours,), later))
+
+
+register_late(Role.ACTOR_ROLLOUT, ActorRole, "log_probs", "update_policy", "send_weights")
+register_late(Role.REF, ReferenceRole, "log_probs")
+register_late(Role.ROLLOUT, RolloutRole, "add", "advance", "take", "withdraw", "update_weights")
+"""
+SCORE = """
+import random
+import time
+
+
+def score(response, ground_truth, **_):
+    time.sleep(random.SystemRandom().uniform(0.0, {longest_s}))
+    return float(response == ground_truth)
+"""
+
+
+@LONG
+@pytest.mark.usefixtures("registries")
+def test_random_delays_of_roles_and_scores_change_nothing(
+    warm_runtime: Any, tmp_path: Path
+) -> None:
+    """With `filter_groups` scores decide what is drawn."""
+    outcomes = []
+    for longest_s in (0.0, 0.2):
+        folder = tmp_path / f"up_to_{longest_s}_s"
+        folder.mkdir()
+        (folder / "late.py").write_text(LATE if longest_s else "")
+        (folder / "score.py").write_text(SCORE.format(longest_s=longest_s))
+        keys = {
+            "rollout.max_staleness": 3,
+            "training.plugins": f"[{folder / 'late.py'}]",
+            "+reward.functions": f"[{folder / 'score.py'}:score]",
+            **APART,
+        }
+        outcomes.append(run("filter_groups", folder / "run", warm_runtime, **keys))
+    assert_same(*outcomes)
+    assert max(outcomes[0].ages) > 1
 
 
 class Killed(Exception):

@@ -1,4 +1,4 @@
-"""Kills of the server, of its worker and of the driver: the run goes on, and nothing is left."""
+"""Kills of the server, of workers and of the driver: the run goes on, and nothing is left."""
 
 import os
 import shutil
@@ -16,8 +16,13 @@ from tests.processes import read_lines, start_logged, with_sources
 from tests.vllm.tiny_runs import command, served_by
 
 pytestmark = pytest.mark.vllm
-KILLS = 4  # of each
+KILLS = 4  # of a run
 ITERATIONS = 3 + 4 * KILLS
+AHEAD = {
+    "placement__actor_rollout": "actor", "+resource_pool__actor": 2,
+    "actor_rollout__num_gpus_for_train": 1, "actor_rollout__num_gpus_for_infer": 1,
+    "rollout__max_staleness": 1,
+}  # fmt: skip
 
 
 def find(run: int, word: str) -> list[psutil.Process]:
@@ -36,8 +41,11 @@ def victims(run: int, target: str) -> list[psutil.Process]:
     servers = find(run, "rlxf_serve.py")
     if target == "server":
         return servers[:1]
-    if target == "worker":  # the process that started it
-        return [parent for each in servers[:1] if (parent := each.parent())]
+    starters = [parent for each in servers[:1] if (parent := each.parent())]
+    if target == "worker":
+        return starters
+    if target == "trainer":
+        return [each for each in find(run, "RayWorker") if servers and each not in starters][:1]
     return psutil.Process(run).children()[:1]
 
 
@@ -55,15 +63,24 @@ def left_behind(folder: Path, before: set[str]) -> list[str]:
     return found + [name for name in set(os.listdir("/dev/shm")) - before if name not in maps]
 
 
-@pytest.mark.parametrize("target", ["server", "worker", "driver"])
+@pytest.mark.parametrize(
+    ("targets", "placement"),
+    [
+        pytest.param(["server"] * KILLS, {}, id="server"),
+        pytest.param(["worker"] * KILLS, {}, id="worker"),
+        pytest.param(["driver"] * KILLS, {}, id="driver"),
+        pytest.param(["server", "worker", "trainer", "driver"], AHEAD, id="generation ahead"),
+    ],
+)
 def test_a_run_goes_on_after_kills(
-    vllm_python: str, model: Path, tmp_path: Path, target: str
+    vllm_python: str, model: Path, tmp_path: Path, targets: list[str], placement: dict[str, Any]
 ) -> None:
     before, out = set(os.listdir("/dev/shm")), tmp_path / "run"
     scratch = Path(tempfile.mkdtemp(prefix="kills-"))  # short, for paths of sockets
     keys: dict[str, Any] = {
         "actor_rollout__do_sample": "false", "training__train_iters": ITERATIONS,
         "training__save_interval": 1, "training__max_restarts": 9,
+        **placement,
     }  # fmt: skip
     words = [sys.executable, *command(model, out, **keys, **served_by(vllm_python))]
     run = start_logged(
@@ -75,7 +92,7 @@ def test_a_run_goes_on_after_kills(
             done = len(read_lines(out / "metrics.jsonl")) if (out / "metrics.jsonl").exists() else 0
             if killed < KILLS and done >= seen + 2:  # two in one iteration end the run
                 time.sleep(0.3 * killed)  # at other moments of an iteration
-                for process in victims(run.pid, target):
+                for process in victims(run.pid, targets[killed]):
                     process.send_signal(signal.SIGKILL)
                     killed, seen = killed + 1, done
             time.sleep(0.1)
@@ -87,7 +104,9 @@ def test_a_run_goes_on_after_kills(
     lines = read_lines(out / "metrics.jsonl")
     assert [line["iteration"] for line in lines] == list(range(1, ITERATIONS + 1))
     restarts = [line for line in read_lines(out / "sync.jsonl") if line["restarted"]]
-    assert bool(restarts) == (target == "server")
+    assert bool(restarts) == ("server" in targets)
+    ids = [sample["sample_id"] for sample in read_lines(out / "samples.jsonl")]
+    assert ids == list(range(32 * ITERATIONS)), "each sample is trained once, in order"
     deadline = time.monotonic() + 30
     while left_behind(scratch, before) and time.monotonic() < deadline:
         time.sleep(0.5)

@@ -49,7 +49,8 @@ def make_example(row: Row, keys: Keys, handler: Handler) -> Example:
     Raises UnusableRow for a missing or mistyped column, an empty prompt or answer, turns in a wrong
     order and invalid Unicode.
     """
-    if problem := media_problem(row):
+    problem = media_problem(row)
+    if problem is not None:
         raise UnusableRow("images", problem.rule, "remove the row or the column")
     if isinstance(keys, MapKeys):
         turns = _read_prompt(row, keys)
@@ -69,8 +70,10 @@ def make_example(row: Row, keys: Keys, handler: Handler) -> Example:
             rule = f"an answer must be text or a number, this one is {shorten_value(answer)}"
             raise UnusableRow("wrong type", rule, "write it as text")
         answer = number_text(answer)
-    for text in (*(turn.text for turn in turns), answer or ""):
-        if problem := unicode_problem(text):
+    texts = [turn.text for turn in turns]
+    for text in (*texts, answer or ""):
+        problem = unicode_problem(text)
+        if problem is not None:
             raise UnusableRow("invalid unicode", problem.rule, problem.remedy)
     if answer is not None and not answer.strip():
         raise _empty_text_error("response", "an answer")
@@ -83,9 +86,9 @@ def _read_prompt(row: Row, keys: MapKeys) -> list[Turn]:
     pairs = (look_up(row, keys.history) if keys.history else None) or []
     for pair in pairs if isinstance(pairs, list) else [pairs]:
         if not isinstance(pair, list) or [type(text) for text in pair] != [str, str]:
-            rule = "a history must be a list of [user, assistant] pairs of text"
-            found = f"it has {shorten_value(pair)}"
-            raise UnusableRow("wrong type", f"{rule}, {found}", "write [[..., ...]]")
+            rule = "a history must be a list of [user, assistant] pairs of text, "
+            rule += f"it has {shorten_value(pair)}"
+            raise UnusableRow("wrong type", rule, "write [[..., ...]]")
         turns += (Turn("user", pair[0]), Turn("assistant", pair[1]))
     prompt = read_messages(_require(row, keys.prompt, "prompt"))
     query = _read_text(row, keys.query, "query")
@@ -93,45 +96,48 @@ def _read_prompt(row: Row, keys: MapKeys) -> list[Turn]:
     if not isinstance(prompt, str):
         messages = _read_messages(prompt, CHAT_TAGS, "a prompt must be text or")
         _check_last(messages, "user", WITHOUT_ANSWER)
-    text = "\n".join(part for part in (messages[-1].text, query) if part)
+    text = messages[-1].text
+    if query:
+        text = f"{text}\n{query}" if text else query
     if not text.strip():
         raise _empty_text_error("prompt", "a prompt")
     return [*turns, *messages[:-1], Turn("user", text)]
 
 
-def _require(row: Row, column: str, part: str) -> Any:
+def _require(row: Row, column: str, purpose: str) -> Any:
     value = look_up(row, column)
     if value is None:
         raise UnusableRow(
-            f"no {part}",
-            f"a row must have the {part} {column!r}, {describe_absence(row, column)}",
-            f"name the column of the {part} in --map-keys, or complete the row",
+            f"no {purpose}",
+            f"a row must have the {purpose} {column!r}, {describe_absence(row, column)}",
+            f"name the column of the {purpose} in --map-keys, or complete the row",
         )
     return value
 
 
-def _read_text(row: Row, column: str | None, part: str) -> str:
+def _read_text(row: Row, column: str | None, purpose: str) -> str:
     value = look_up(row, column) if column else None
     if value is None or isinstance(value, str):
         return value or ""
-    raise UnusableRow("wrong type", f"a {part} must be text", f"repair {shorten_value(value)}")
+    raise UnusableRow("wrong type", f"a {purpose} must be text", f"repair {shorten_value(value)}")
 
 
 def _read_messages(value: Any, tags: Tags, rule: str) -> list[Turn]:
     if not isinstance(value, list) or not value:
         rule = f"{rule} a list of messages that is not empty, here it is {shorten_value(value)}"
         raise UnusableRow("wrong type", rule, "write it as such a list")
-    turns = [
-        _read_message(message, tags, f"message {number}") for number, message in enumerate(value, 1)
-    ]
+    turns = []
+    for number, message in enumerate(value, 1):
+        turns.append(_read_message(message, tags, f"message {number}"))
     if any(turn.role == "system" for turn in turns[1:]):
         raise UnusableRow("wrong roles", "only the first message may be of the system", "repair it")
     return turns
 
 
 def _read_message(message: Any, tags: Tags, name: str) -> Turn:
-    found = message if isinstance(message, dict) else {}
-    role, text = found.get(tags.role_tag), found.get(tags.content_tag)
+    fields = message if isinstance(message, dict) else {}
+    role = fields.get(tags.role_tag)
+    text = fields.get(tags.content_tag)
     if not isinstance(role, str) or not isinstance(text, str):
         rule = f"a message must be {{{tags.role_tag!r}: role, {tags.content_tag!r}: text}}"
         remedy = "repair it, write it as text, or name its keys as tags of --map-keys"
@@ -148,16 +154,20 @@ def _read_message(message: Any, tags: Tags, name: str) -> Turn:
 
 def _add_system(turns: Sequence[Turn], system: str, column: str | None) -> list[Turn]:
     """Put the system text first, and check that user and assistant alternate after it."""
-    own = [turn for turn in turns if turn.role == "system"]
-    others = [turn for turn in turns if turn.role != "system"]
-    if own and system:
+    system_turns = [turn for turn in turns if turn.role == "system"]
+    dialogue = [turn for turn in turns if turn.role != "system"]
+    if system_turns and system:
         rule = f"a row must have one system text, its messages and {column!r} both have one"
         raise UnusableRow("two system texts", rule, "keep one")
-    roles = [turn.role for turn in others]
-    if roles != [("user", "assistant")[number % 2] for number in range(len(roles))]:
+    if system:
+        system_turns = [Turn("system", system)]
+    roles = [turn.role for turn in dialogue]
+    are_users = all(role == "user" for role in roles[::2])
+    are_assistants = all(role == "assistant" for role in roles[1::2])
+    if not (are_users and are_assistants):
         rule = f"user and assistant must take turns, they are {', '.join(roles)}"
         raise UnusableRow("wrong roles", rule, "repair the row")
-    return [*own, *([Turn("system", system)] if system else []), *others]
+    return [*system_turns, *dialogue]
 
 
 def _check_last(turns: Sequence[Turn], role: str, remedy: str) -> None:
@@ -166,6 +176,6 @@ def _check_last(turns: Sequence[Turn], role: str, remedy: str) -> None:
         raise UnusableRow("wrong roles", rule, remedy)
 
 
-def _empty_text_error(part: str, name: str) -> UnusableRow:
+def _empty_text_error(column: str, name: str) -> UnusableRow:
     rule = f"{name} must hold more than white space, this one does not"
-    return UnusableRow(f"empty {part}", rule, "complete or remove the row")
+    return UnusableRow(f"empty {column}", rule, "complete or remove the row")

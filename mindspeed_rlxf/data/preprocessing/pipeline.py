@@ -65,13 +65,16 @@ class Counts:
         self.num_tokens += sum(map(len, chunk.token_ids))
         for row in chunk.rejected:
             self.dropped[row.reason] += 1
-            found = self.refusals.setdefault((row.reason, row.file), FileProblems(row.file))
-            found.add(row.row, row.problem)
+            refused = self.refusals.setdefault((row.reason, row.file), FileProblems(row.file))
+            refused.add(row.row, row.problem)
 
     def list_problems(self, only: str | None = None) -> list[Problem]:
         """Return the problems by `file:row`; `only` selects one reason for dropping."""
-        chosen = [f for (reason, _), f in self.refusals.items() if only in (None, reason)]
-        return [problem for found in chosen for problem in found.list_problems()]
+        problems = []
+        for (reason, _), file_problems in self.refusals.items():
+            if only in (None, reason):
+                problems += file_problems.list_problems()
+        return problems
 
 
 def find_files(inputs: Sequence[str], skipped: list[str]) -> list[str]:
@@ -80,14 +83,18 @@ def find_files(inputs: Sequence[str], skipped: list[str]) -> list[str]:
     A folder's files are sorted by name; its other entries are appended to `skipped`. Raises
     UserError with every path which is neither a data file nor a folder with some.
     """
-    files, problems = list[str](), list[Problem]()
+    files: list[str] = []
+    problems: list[Problem] = []
     for name in inputs:
         path = Path(name)
-        inside = sorted(map(str, path.iterdir())) if path.is_dir() else [name]
-        good = [e for e in inside if Path(e).suffix.lower() in READERS and Path(e).is_file()]
-        files += good
-        skipped += [entry for entry in inside if entry not in good]
-        if not good:
+        entries = sorted(map(str, path.iterdir())) if path.is_dir() else [name]
+        num_files_before = len(files)
+        for entry in entries:
+            if Path(entry).suffix.lower() in READERS and Path(entry).is_file():
+                files.append(entry)
+            else:
+                skipped.append(entry)
+        if len(files) == num_files_before:
             rule = "no such file or folder"
             if path.exists():
                 rule = f"it must be a {', '.join(READERS)} file, or a folder that has some"
@@ -115,7 +122,11 @@ def read_chunks(
                 progress(counts.rows_read)
 
     rows = islice(read_all(), max_rows)
-    yield from iter(lambda: list(islice(rows, CHUNK_ROWS)), [])
+    while True:
+        chunk = list(islice(rows, CHUNK_ROWS))
+        if not chunk:
+            return
+        yield chunk
 
 
 CHUNKS_AHEAD = 2  # per process, to bound memory
@@ -153,18 +164,16 @@ def preprocess(options: PreprocessOptions, progress: Progress = lambda rows: Non
             dropped rows with `strict` (or too long ones with `overlong` ERROR).
         BrokenProcessPool: a worker process was killed.
     """
-    shown = options.output_prefix
-    if not os.path.basename(shown):
-        raise UserError(
-            Problem("--output-prefix", "must end in a name, not in a folder", shown, "add a name")
-        )
-    prefix = Path(os.path.abspath(os.path.expanduser(shown)))
+    flag = "--output-prefix"
+    if not os.path.basename(options.output_prefix):
+        rule = "must end in a name, not in a folder"
+        raise UserError(Problem(flag, rule, options.output_prefix, "add a name"))
+    prefix = Path(os.path.abspath(os.path.expanduser(options.output_prefix)))
     existing = existing_files(prefix)
     if existing and not options.overwrite:
+        rule = f"must be new, {existing[0].name} exists"
         remedy = "take another prefix or give --overwrite"
-        raise UserError(
-            Problem("--output-prefix", f"must be new, {existing[0].name} exists", shown, remedy)
-        )
+        raise UserError(Problem(flag, rule, options.output_prefix, remedy))
     counts = Counts()
     files = find_files(options.inputs, counts.skipped)
     tokenizer = load_tokenizer(options.tokenizer_path, "--tokenizer-name-or-path")
@@ -214,14 +223,15 @@ def _encode_chunks(
     if workers == 1:
         yield from map(encoder.encode, chunks)
         return
-    pending = deque[Future[EncodedChunk]]()
+    pending: deque[Future[EncodedChunk]] = deque()
     pool = ProcessPoolExecutor(workers, get_context("fork"), _start_worker, (encoder,))
     try:
         for chunk in chunks:
             pending.append(pool.submit(_encode_in_worker, chunk))
             if len(pending) > workers * CHUNKS_AHEAD:
                 yield pending.popleft().result()
-        yield from (future.result() for future in pending)
+        while pending:
+            yield pending.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -244,21 +254,25 @@ def _check_result(options: PreprocessOptions, counts: Counts) -> None:
     if options.overlong is OverlongPrompts.ERROR and counts.dropped[TOO_LONG]:
         raise UserError(counts.list_problems(TOO_LONG))
     if not counts.rows_written:
-        reasons = ", ".join(f"{number} {reason}" for reason, number in counts.dropped.items())
-        found = f"dropped: {reasons}" if reasons else "the files hold none"
-        remedy = "correct --map-keys or the rows" if reasons else "name files that have rows"
-        summary = fault(f"a row must be left, of {counts.rows_read} rows none is ({found})", remedy)
+        rule = f"a row must be left, of {counts.rows_read} rows none is "
+        if counts.dropped:
+            reasons = ", ".join(f"{number} {reason}" for reason, number in counts.dropped.items())
+            summary = fault(f"{rule}(dropped: {reasons})", "correct --map-keys or the rows")
+        else:
+            summary = fault(f"{rule}(the files hold none)", "name files that have rows")
         raise UserError([summary, *counts.list_problems()])
     if options.strict and counts.dropped:
         rule = f"no row may be dropped, {counts.dropped.total()} are"
         summary = Problem("--strict", rule, remedy="mend them", colon=True)
         raise UserError([summary, *counts.list_problems()])
-    handler, extra = HANDLERS[options.handler], options.additional_columns or ()
-    answers = handler.writes_answers
-    others = [column for column in extra if not (answers and column == LABELS)]
-    problems = list(missing_columns(options.map_keys, handler, counts.columns, others))
+    handler = HANDLERS[options.handler]
+    extra_columns = list(options.additional_columns or ())
+    if handler.writes_answers:
+        extra_columns = [column for column in extra_columns if column != LABELS]
+    problems = list(missing_columns(options.map_keys, handler, counts.columns, extra_columns))
     response = getattr(options.map_keys, "response", "")
-    if answers and LABELS in counts.columns and response not in (None, LABELS):
+    is_taken = LABELS in counts.columns and response not in (None, LABELS)
+    if handler.writes_answers and is_taken:
         rule = f"writes the answers as column {LABELS!r}, which the rows have already"
         problems.append(Problem(handler.name, rule, remedy='map "response" to it or rename it'))
     if problems:

@@ -60,8 +60,9 @@ class RowEncoder:
 
     def encode(self, rows: Sequence[NumberedRow]) -> EncodedChunk:
         """Encode rows; unusable ones are only listed in `rejected`, in row order."""
-        chunk, errors = EncodedChunk(), dict[int, UnusableRow]()
-        usable: dict[int, Example] = {}
+        chunk = EncodedChunk()
+        errors: dict[int, UnusableRow] = {}  # by index into `rows`
+        usable: dict[int, Example] = {}  # by index into `rows`
         for i, (_, _, row) in enumerate(rows):
             try:
                 if isinstance(row, UnusableRow):
@@ -80,11 +81,11 @@ class RowEncoder:
             chunk.num_cut += len(chunk.token_ids[-1]) < len(ids)
             written.append((cast("Row", rows[i].row), example))
         chunk.columns = self._columns(written)
-        for i, found in sorted(errors.items()):
+        for i, error in sorted(errors.items()):
             file, number, row = rows[i]
             raw = row.raw if isinstance(row, UnusableRow) else to_json(row).decode("utf-8")
             chunk.rejected.append(
-                Rejected(file, number, found.reason, found.problem, raw[:MAX_RAW])
+                Rejected(file, number, error.reason, error.problem, raw[:MAX_RAW])
             )
         return chunk
 
@@ -94,13 +95,12 @@ class RowEncoder:
             raise UnusableRow("no token", NO_TOKEN, "remove the row")
         if self.max_length is None or len(ids) <= self.max_length:
             return ids
-        kept = cut(ids, self.max_length, self.overlong)
-        if kept is None:
-            rule = (
-                f"a prompt must fit --seq-length={self.max_length}, this one has {len(ids)} tokens"
-            )
+        truncated = cut(ids, self.max_length, self.overlong)
+        if truncated is None:
+            limit = f"--seq-length={self.max_length}"
+            rule = f"a prompt must fit {limit}, this one has {len(ids)} tokens"
             raise UnusableRow(TOO_LONG, rule, "raise it or use --overlong keep-tail")
-        return kept
+        return truncated
 
     def _columns(self, rows: Sequence[tuple[Row, Example]]) -> dict[str, list[bytes | None]]:
         """Return name -> JSON bytes per row for the columns written beside the tokens.
@@ -108,13 +108,16 @@ class RowEncoder:
         Columns used for the prompt are not written; answers replace the row's own column LABELS.
         """
         columns: dict[str, list[bytes | None]] = {}
-        parts = ("prompt", "query", "history", "system", "messages")
-        consumed, kept = {getattr(self.keys, part, None) for part in parts}, self.kept_columns
+        of_prompt = {
+            getattr(self.keys, key, None)
+            for key in ("prompt", "query", "history", "system", "messages")
+        }
         for i, (values, example) in enumerate(rows):
             if example.answer is not None:
                 values = {**values, LABELS: example.answer}
             for name, value in values.items():
-                if name not in consumed and (kept is None or name in kept):
+                is_kept = self.kept_columns is None or name in self.kept_columns
+                if is_kept and name not in of_prompt:
                     columns.setdefault(name, [None] * len(rows))[i] = to_json(value)
         return columns
 

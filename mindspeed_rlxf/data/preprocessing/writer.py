@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -34,10 +35,12 @@ def existing_files(prefix: Path) -> list[Path]:
     The token ids come first among the columns: without their .idx the rest is no data set.
     """
     columns = sorted(column_files(prefix), key=lambda name: not name.endswith(TOKEN_IDS))
-    parts = [
-        Path(f"{data_path(prefix, c)}{ending}") for c in columns for ending in (".idx", ".bin")
-    ]
-    return [f for f in (sidecar_path(prefix), *parts, rejected_path(prefix)) if f.exists()]
+    files = [sidecar_path(prefix)]
+    for column in columns:
+        path = data_path(prefix, column)
+        files += [Path(f"{path}.idx"), Path(f"{path}.bin")]
+    files.append(rejected_path(prefix))
+    return [file for file in files if file.exists()]
 
 
 @contextmanager
@@ -75,15 +78,18 @@ class PromptSetWriter:
         Rows get null for columns missing from their chunk or first seen in a later one.
         """
         lengths = [len(ids) for ids in chunk.token_ids]
-        ids = np.asarray([i for row in chunk.token_ids for i in row], dtype=np.int32)
+        ids = np.asarray(list(chain(*chunk.token_ids)), dtype=np.int32)
         self._writers[TOKEN_IDS].add(ids.tobytes(), lengths)
         self._writers[MASK].add(np.ones_like(ids).tobytes(), lengths)
-        for name in [name for name in chunk.columns if name not in self._files]:
-            file = self._files[name] = file_name(name, set(self._writers))
-            self._writers[file] = IndexedWriter(self._folder / file, np.uint8)
-            self._writers[file].add(b"null" * self._num_rows, [len(b"null")] * self._num_rows)
+        for name in chunk.columns:
+            if name not in self._files:
+                file = file_name(name, set(self._writers))
+                self._files[name] = file
+                self._writers[file] = IndexedWriter(self._folder / file, np.uint8)
+                self._writers[file].add(b"null" * self._num_rows, [len(b"null")] * self._num_rows)
         for name, file in self._files.items():
-            values = [v or b"null" for v in chunk.columns.get(name) or [None] * len(lengths)]
+            column = chunk.columns.get(name) or [None] * len(lengths)
+            values = [value or b"null" for value in column]
             self._writers[file].add(b"".join(values), [len(value) for value in values])
         with (self._folder / "rejected").open("ab") as stream:
             for reject in chunk.rejected:

@@ -34,7 +34,8 @@ from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.weights import state_files
-from tests.unit.checkpoint.runs import Case, MakeTree
+from mindspeed_rlxf.weights.state_files import entry_of
+from tests.unit.checkpoint.runs import Answer, Case, MakeTree, trainer_state
 
 NewCase = Callable[..., Case]
 
@@ -325,6 +326,43 @@ def test_a_run_goes_back_once_and_loses_nothing(new_case):
     again = new_case(keep_last=9, resume_from=2)
     assert again.resume() == 2 and (again.store.folder / "after_0000002-2").is_dir()
     assert (aside / "iter_0000003").is_dir() and again.lines == [1, 2]
+
+
+class Ahead:
+    """A rollout that saves one file of samples and counts how often it is read."""
+
+    num_loads = 0
+
+    def save_ahead(self, folder: Path) -> Answer:
+        (folder / "samples").write_text("of later iterations")
+        return Answer([entry_of(folder, folder / "samples")])
+
+    def load_ahead(self, folder: Path) -> Answer:
+        self.num_loads += 1
+        return Answer()
+
+
+@pytest.mark.parametrize("seen_by_first", [[], ["samples is missing"]])
+def test_the_first_rank_says_for_all_whether_samples_of_later_iterations_are_damaged(
+    case, seen_by_first
+):
+    """A rank that draws them again beside one that goes on with them would draw other prompts."""
+    rollout = case.config.rollout.model_copy(update={"max_staleness": 2})
+    config = case.config.model_copy(update={"rollout": rollout})
+    ahead = Ahead()
+    roles: Any = SimpleNamespace(actor=case.actor, critic=case.critic, rollout=ahead)
+    saving = RunCheckpoints(config, roles, case.directory, "p")
+    saving.write(1, case.notes.append)
+    saving.commit(1, {**trainer_state(1), "stream": {}}, None, case.notes.append)
+    if not seen_by_first:
+        (case.store.path(1) / "ahead" / "samples").unlink()
+    later_rank = RunCheckpoints(
+        config, roles, case.directory, "p", False, agree=lambda _: seen_by_first
+    )
+    state = later_rank.restore(case.notes.append)
+    assert ("stream" in state["trainer"], ahead.num_loads) == (
+        (False, 0) if seen_by_first else (True, 1)
+    )
 
 
 def test_a_plan_says_where_a_run_begins_and_what_has_changed(new_case, make_tree, tmp_path):

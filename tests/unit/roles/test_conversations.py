@@ -90,7 +90,7 @@ def config(has_agent: bool, **keys: Any) -> Any:
             max_new_tokens=LONGEST, temperature=2.0, do_sample=True, n_samples_per_prompt=2
         ),
         validation=ValidationConfig(do_sample=True, temperature=2.0),
-        rollout=RolloutConfig(turn_timeout_s=TIMEOUT_S, **named | {"slice_steps": 2} | keys),
+        rollout=RolloutConfig(**named | {"slice_steps": 2, "turn_timeout_s": TIMEOUT_S} | keys),
         data=DataConfig(train_files=("none",)),
         reward=RewardConfig.model_construct(),
         training=SimpleNamespace(tokenizer_name_or_path=str(START)),
@@ -326,3 +326,27 @@ def test_ranks_beside_the_leader_follow_what_it_broadcasts(
     rows = follower.take(prompts.sample_ids).rows
     assert rows.response_ids.equal(output.rows.response_ids)
     assert rows.trained_mask.equal(output.rows.trained_mask) and not sent
+
+
+class TalksOn:
+    """Talks until it is stopped; the last sample hangs after its first turn."""
+
+    async def run(self, session: Any) -> None:
+        while True:
+            await session.say(1)
+            if session.sample_id == 3:
+                await asyncio.sleep(100)
+
+
+def test_the_configuration_ends_conversations(make_role: Any) -> None:
+    keys = {"max_turns": 4, "turn_timeout_s": 0.3}
+    output, _ = generate(make_role(TalksOn(), **keys), prompts_of(0, 1))
+    records = output.report.records
+    assert [len(record.turns) for record in records] == [4, 4, 4, 1]
+    assert [record.failure and record.failure.cause for record in records] == [
+        None,
+        None,
+        None,
+        "timeout",
+    ]
+    assert not output.rows.has_eos.any()
