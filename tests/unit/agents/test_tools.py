@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import time
 from collections.abc import Iterator
@@ -70,9 +71,21 @@ def test_a_wrong_call_and_an_exception_are_messages(box: ToolBox) -> None:
     assert asyncio.run(box.call(malformed, {})).startswith("Error: the call must be")
 
 
-def test_a_long_result_loses_its_middle(box: ToolBox) -> None:
-    text = call(box, "misbehave", {"how": "talk"})
-    assert 1024 < len(text) < 1100 and text[0] == text[-1] == "é"
+def test_a_long_result_loses_its_middle() -> None:
+    box = ToolBox(rollout_of(f"{FILE}:look_up", max_tool_response_length=10), REWARD)
+    for result, read in (("0123456789", "0123456789"), ("0123456789a", "01234...6789a")):
+        text = call(box, "look_up", {"key": "a"}, {"look_up": {"table": {"a": result}}})
+        assert text.replace("(truncated)...", "") == read
+    box.close()
+
+
+def test_a_tool_stands_with_its_file_and_its_hash() -> None:
+    entry = complete_tool("rollout.tools", f"{FILE}:add")
+    text = FILE.read_bytes()
+    assert entry == {"function": f"{FILE}:add", "sha256": hashlib.sha256(text).hexdigest()}
+    with pytest.raises(UserError, match="sha256"):
+        complete_tool("rollout.tools", {**entry, "sha256": "0" * 64})
+    assert complete_tool("rollout.tools", "python") == {"function": "python"}
 
 
 @pytest.mark.parametrize("how", ["exit", "crash", "hang"])
