@@ -47,7 +47,7 @@ class ChatTemplate:
             tokenizer: One without a chat template serves `text_ids` alone.
             eos_token_ids: Tokens that end a turn.
             tools: JSON schemas that the template shows to the model.
-            template_kwargs: `data.chat_template_kwargs`.
+            template_kwargs: Further keywords of the template (`template_arguments`).
             allow_special_tokens: Read special tokens spelled in messages as tokens, not as text.
         """
         self._tokenizer = tokenizer
@@ -133,7 +133,7 @@ class ChatTemplate:
         template = self._tokenizer.get_chat_template(tools=self._tools or None)
         dated = f"{OTHER_DATE}{template}"
         if not self._renders_alike(chat_template=dated):
-            notes.append("the chat template prints the date: it is the one of the rendering")
+            notes.append("the chat template prints the day: data.template_date on every day")
         return notes + self._probe_prefixes()
 
     def _probe_prefixes(self) -> list[str]:

@@ -28,6 +28,7 @@ from mindspeed_rlxf.data.files import (
     unicode_problem,
 )
 from mindspeed_rlxf.data.prompt_store import STYLE, STYLES, Labels, Prompt, PromptStore
+from mindspeed_rlxf.data.template_dates import template_arguments
 from mindspeed_rlxf.data.tokenizer import SpecialTokens, begin_once, prepended_ids
 
 if TYPE_CHECKING:
@@ -138,6 +139,9 @@ class _Reader:
         self._num_eos = num_appended_eos(tokenizer)
         self._start = prepended_ids(tokenizer)
         self._special = SpecialTokens(tokenizer)
+        self._arguments = template_arguments(tokenizer, data)
+        self._has_joined = False  # whether a system message was joined to a user's
+        self._has_joined = False  # whether a system message was joined to a user's
 
     def read(self, file: str, problems: FileProblems) -> Iterator[tuple[Labels, str, list[int]]]:
         """Yield (labels, text, token ids) for each kept prompt; add invalid rows to `problems`.
@@ -201,20 +205,28 @@ class _Reader:
             if not self._data.allow_special_tokens:
                 messages = self._special.hide(messages)
             try:
-                row.text = str(
-                    self._tokenizer.apply_chat_template(
-                        messages,
-                        tokenize=False,
-                        add_generation_prompt=True,
-                        **self._data.chat_template_kwargs,
-                    )
-                )
+                row.text = self._render(messages)
             except Exception as error:  # any type: a template is a program
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
                 remedy = "give the tokenizer's folder a fitting one, or write the prompt as text"
                 rule = f"the tokenizer's chat template must accept the messages: {reason}"
                 return fault(rule, remedy)
         return text_problem(row.text)
+
+    def _render(self, messages: list[dict[str, Any]]) -> str:
+        """Render a chat; a system message that the template refuses joins the user's first one."""
+        settings = {"tokenize": False, "add_generation_prompt": True, **self._arguments}
+        try:
+            return str(self._tokenizer.apply_chat_template(messages, **settings))
+        except Exception:  # any type: a template is a program
+            joined = _join_system(messages)
+            if joined is None:
+                raise
+            text = str(self._tokenizer.apply_chat_template(joined, **settings))
+        if not self._has_joined:
+            logger.warning("the chat template refuses system messages: they join the user's first")
+        self._has_joined = True
+        return text
 
     def _tokenize(self, rows: list[TextRow]) -> list[list[int]]:
         """Return each row's token ids, without an EOS appended by the tokenizer."""
@@ -232,6 +244,14 @@ class _Reader:
                 if is_chat and self._special.restore(row.text) != row.text:
                     encoded[row.row] = self._special.token_ids(row.text)
         return [encoded[row.row] for row in rows]
+
+
+def _join_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+    """Return a chat whose system message begins the user's first one; None without both."""
+    if [message["role"] for message in messages[:2]] != [SYSTEM, "user"]:
+        return None
+    system, user, *others = messages
+    return [{**user, "content": f"{system['content']}\n\n{user['content']}"}, *others]
 
 
 def _token_ids(

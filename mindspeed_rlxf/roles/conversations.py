@@ -27,6 +27,7 @@ from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.agent_record import AgentRecord
 from mindspeed_rlxf.data.batch import Prompts
 from mindspeed_rlxf.data.decoding import RewardTexts
+from mindspeed_rlxf.data.template_dates import template_arguments
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
 from mindspeed_rlxf.roles.drawn_samples import DrawnSample, DrawnSamples, Key
 from mindspeed_rlxf.rollout.rollout_engine import (
@@ -114,7 +115,7 @@ def _make_dialects(config: RunConfig, eos_token_ids: Sequence[int]) -> dict[bool
         tokenizer,
         eos_token_ids,
         schemas,
-        template_kwargs=data.chat_template_kwargs,
+        template_kwargs=template_arguments(tokenizer, data),
         allow_special_tokens=data.allow_special_tokens,
     )
     texts = RewardTexts(tokenizer, config.actor_rollout.stop_strings)

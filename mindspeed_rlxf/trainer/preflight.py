@@ -25,6 +25,7 @@ from mindspeed_rlxf.data.fixed_responses import FixedResponses, load_fixed_respo
 from mindspeed_rlxf.data.indexed_prompts import IndexedPrompts, load_indexed_prompts
 from mindspeed_rlxf.data.prompt_store import reward_style
 from mindspeed_rlxf.data.prompts import Prompt, load_prompts
+from mindspeed_rlxf.data.template_dates import template_arguments
 from mindspeed_rlxf.data.tokenizer import (
     check_vocabulary,
     describe_stop_tokens,
@@ -374,7 +375,7 @@ def _check_agents(config: RunConfig, prepared: Prepared) -> list[Problem]:
             prepared.tokenizer,
             prepared.eos_token_ids,
             tool_schemas(rollout),
-            template_kwargs=config.data.chat_template_kwargs,
+            template_kwargs=template_arguments(prepared.tokenizer, config.data),
             allow_special_tokens=config.data.allow_special_tokens,
         )
         try:

@@ -120,14 +120,14 @@ def test_messages_of_refused_roles_become_a_users() -> None:
 
 
 def test_a_probe_says_what_a_template_does_to_conversations() -> None:
-    words = ("role tool", "role system", "show tools", "the date", "drops <think>", "rewrites")
+    words = ("role tool", "role system", "show tools", "the day", "drops <think>", "rewrites")
     found = {}
     for family in FAMILIES:
         notes = " ".join(template_of(family, [SEARCH]).check())
         found[family] = [word for word in words if word in notes]
     assert found == {
         "qwen3": ["drops <think>"],
-        "llama3": ["the date"],
+        "llama3": ["the day"],
         "chatml": ["show tools"],
         "phi": ["role tool", "show tools"],
         "gemma": ["role tool", "role system", "show tools"],

@@ -291,6 +291,8 @@ DATA: dict[str, Any] = {
      "test_rows_of_several_files_come_in_order_with_all_fields"),
     "extra_columns": COLUMNS,
     "system_prompt": Shown(PROMPT_KEYS, "test_a_system_prompt_comes_first_unless_the_chat_has_one"),
+    "template_date": Shown("data/test_template_dates.py",
+     "test_a_template_prints_the_day_of_the_configuration"),
     "chat_template_kwargs": Shown(PROMPT_KEYS, "test_chat_template_kwargs_reach_the_template"),
     "train_weights": Shown("trainer/test_prompt_source.py",
      "test_train_weights_are_shares_of_the_files"),
