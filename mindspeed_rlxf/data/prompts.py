@@ -304,7 +304,8 @@ def read_text_rows(file: str, data: DataConfig, problems: FileProblems) -> Itera
         logger.warning(rule, file, data.ground_truth_key)
     if without_effect:
         rule = (
-            "%s: the columns %s change no prompt and call no tool; only reward functions get them"
+            "%s: the columns %s change no prompt; with rollout.agent the agent reads them, else "
+            "only reward functions do"
         )
         logger.warning(rule, file, ", ".join(sorted(without_effect)))
 
