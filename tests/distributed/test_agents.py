@@ -87,6 +87,23 @@ def test_ranks_that_generate_apart_give_the_run_of_one_process(
     assert max(one.ages) == staleness
 
 
+@LONG
+def test_a_replica_of_two_ranks_apart_leads_the_conversations_of_one_process(
+    warm_runtime: Any, tmp_path: Path
+) -> None:
+    apart = {
+        **APART,
+        "+resource_pool.actor": 3,
+        "actor_rollout.num_gpus_for_infer": 2,
+        "rollout.tensor_model_parallel_size": 2,
+    }
+    first = {"training.train_iters": 1}
+    one = lead(tmp_path / "one", warm_runtime, "two_turns", **first)
+    other = lead(tmp_path / "other", warm_runtime, "late", **first, **apart)
+    ids = [[sample["response_ids"] for sample in each.samples] for each in (one, other)]
+    assert ids[0] == ids[1]
+
+
 @pytest.mark.parametrize("keys", [{}, {**APART, "rollout.max_staleness": 1}], ids=["0", "1"])
 def test_a_killed_run_goes_on_with_every_sample_once(
     warm_runtime: Any, tmp_path: Path, keys: dict[str, Any]
