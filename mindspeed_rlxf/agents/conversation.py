@@ -81,6 +81,19 @@ class ChatTemplate:
         ids = self._tail_ids(self._render_tail(self.fit_roles(messages)))
         return ids[self._num_end_ids :] if ended_with_eos else ids
 
+    def opening_ids(self, messages: Sequence[Message]) -> list[int]:
+        """Return the ids between a prompt without the header of an answer and the first turn."""
+        tail = self._render_tail(self.fit_roles(messages))
+        if not tail.startswith(self._closing):
+            raise ValueError("the chat template must close a turn alike, whatever follows it")
+        return self._tail_ids(tail.removeprefix(self._closing))
+
+    @cached_property
+    def opens_thought(self) -> bool:
+        """Whether the header of an answer begins a thought."""
+        header = self._render_tail([])
+        return header.rfind("<think>") > header.rfind("</think>")
+
     def text_ids(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids of the messages' contents as they are, for prompts that are plain text."""
         text = "".join(str(message["content"]) for message in messages)
@@ -173,9 +186,13 @@ class ChatTemplate:
         return self._render([USER]) == self._render([USER], **changes)
 
     @cached_property
-    def _closing_ids(self) -> list[int]:
+    def _closing(self) -> str:
         """What the template writes behind an answer, whatever follows it."""
-        return self._tail_ids(self._render_tail([], add_generation_prompt=False))
+        return self._render_tail([], add_generation_prompt=False)
+
+    @cached_property
+    def _closing_ids(self) -> list[int]:
+        return self._tail_ids(self._closing)
 
     @cached_property
     def _num_end_ids(self) -> int:

@@ -21,7 +21,7 @@ from mindspeed_rlxf.agents.conversation import ChatTemplate
 from mindspeed_rlxf.agents.dialect import Dialect
 from mindspeed_rlxf.agents.live_session import Ask, LiveSession, Move, RowLimits
 from mindspeed_rlxf.agents.loop import AgentLoop
-from mindspeed_rlxf.agents.session import AGENTS, Agent
+from mindspeed_rlxf.agents.session import AGENTS, GIVES_FIRST, Agent
 from mindspeed_rlxf.agents.tools import open_tools
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.agent_record import AgentRecord
@@ -96,6 +96,7 @@ class AgentHost:
             limits,
             self._dialects[bool(row.messages[0])],
             self.loop.note_ask,
+            sample.agent in GIVES_FIRST,
         )
         self.loop.start(session, self._find_agent(sample.agent))
         return session

@@ -59,8 +59,10 @@ class SavedResponse:
         record: AgentRecord | None = None,
     ) -> SavedResponse:
         """Return the same tokens in arrays."""
-        columns = (np.array(getattr(begun, name), dtype) for name, dtype in DTYPES.items())
-        return cls(*columns, finish_reason, trained, record)
+        tokens, log_probs, versions = (
+            np.array(getattr(begun, name), dtype) for name, dtype in DTYPES.items()
+        )
+        return cls(tokens, log_probs, versions, finish_reason, trained, record)
 
     @property
     def begun(self) -> Begun:
@@ -126,8 +128,11 @@ def read_ahead(folder: Path) -> Iterator[SavedSample]:
             start = end - sample["num_tokens"]
             reason = FinishReason(sample["finish_reason"]) if sample["finish_reason"] else None
             trained, record = sample.get("trained"), sample.get("record")
+            tokens, log_probs, versions = (column[start:end] for column in columns)
             response = SavedResponse(
-                *(column[start:end] for column in columns),
+                tokens,
+                log_probs,
+                versions,
                 reason,
                 None if trained is None else [bool(flag) for flag in trained],
                 None if record is None else AgentRecord.from_json(record),

@@ -3,7 +3,8 @@
 import asyncio
 from typing import Any
 
-from mindspeed_rlxf.agents.session import AGENTS, Session
+from mindspeed_rlxf.agents.session import AGENTS, Session, ToolCall
+from mindspeed_rlxf.agents.tools import call_tools
 
 
 class OneTurn:
@@ -57,6 +58,33 @@ class Failing(TwoTurns):
             await asyncio.sleep(100)
 
 
+class Calculates:
+    """Calls the tool `add` for what the prompt asks, whatever the first turn says."""
+
+    async def run(self, session: Session) -> None:
+        await session.say(2)
+        left, right = session.messages[0]["content"].rstrip("=").split("+")
+        call = ToolCall("add", {"left": int(left), "right": int(right)})
+        session.give(await call_tools(session, [call]))
+        turn = await session.say()
+        session.reward(float(turn.text == session.ground_truth))
+
+
+def add(left: int, right: int) -> str:
+    """Add two numbers.
+
+    Args:
+        left: One number.
+        right: The other one.
+    """
+    return str(left + right)
+
+
 AGENTS.update(
-    one_turn=OneTurn, two_turns=TwoTurns, late=Late, noisy=Noisy, failing=Failing
+    one_turn=OneTurn,
+    two_turns=TwoTurns,
+    late=Late,
+    noisy=Noisy,
+    failing=Failing,
+    calculates=Calculates,
 )  # a worker that tests share may have them

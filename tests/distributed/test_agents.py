@@ -1,6 +1,8 @@
 """Runs whose samples are conversations: the same run with any timing, layout and after kills."""
 
+import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from mindspeed_rlxf.cluster.interface import Peer
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import RolloutConfig
 from mindspeed_rlxf.data.batch import RoleOutput
+from mindspeed_rlxf.data.tokenizer import load_tokenizer
 from mindspeed_rlxf.roles.reward import RewardsFailed
 from mindspeed_rlxf.roles.rollout import RolloutRole
 from tests.distributed import agents
@@ -87,6 +90,23 @@ def test_ranks_that_generate_apart_give_the_run_of_one_process(
     assert max(one.ages) == staleness
 
 
+@LONG
+def test_a_replica_of_two_ranks_apart_leads_the_conversations_of_one_process(
+    warm_runtime: Any, tmp_path: Path
+) -> None:
+    apart = {
+        **APART,
+        "+resource_pool.actor": 3,
+        "actor_rollout.num_gpus_for_infer": 2,
+        "rollout.tensor_model_parallel_size": 2,
+    }
+    first = {"training.train_iters": 1}
+    one = lead(tmp_path / "one", warm_runtime, "two_turns", **first)
+    other = lead(tmp_path / "other", warm_runtime, "late", **first, **apart)
+    ids = [[sample["response_ids"] for sample in each.samples] for each in (one, other)]
+    assert ids[0] == ids[1]
+
+
 @pytest.mark.parametrize("keys", [{}, {**APART, "rollout.max_staleness": 1}], ids=["0", "1"])
 def test_a_killed_run_goes_on_with_every_sample_once(
     warm_runtime: Any, tmp_path: Path, keys: dict[str, Any]
@@ -143,6 +163,40 @@ def test_rewards_at_their_turns_train_another_critic(warm_runtime: Any, tmp_path
     ]
     assert math.isclose(one["critic/rewards/mean"], other["critic/rewards/mean"], abs_tol=1e-6)
     assert one["critic/returns/mean"] > other["critic/returns/mean"], "less is ahead of a token"
+
+
+# A turn ends by <eos>; another role's message stands between plus signs.
+TEMPLATE = """{% for message in messages -%}
+{% if message.role == 'assistant' %}{{ message.content }}<eos>
+{%- elif message.role == 'tool' %}+{{ message.content }}+
+{%- else %}{{ message.content }}{% endif %}
+{%- endfor %}"""
+
+
+def test_an_agent_reads_a_chat_and_calls_a_tool(warm_runtime: Any, tmp_path: Path) -> None:
+    """The tool's answer is 2 to 3 digits behind the end of a turn, which had none."""
+    shutil.copytree(START, tmp_path / "chat")
+    tokenizer = load_tokenizer(str(tmp_path / "chat"))
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(tmp_path / "chat")
+    lines = (START / "prompts.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    chats = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]
+    file = tmp_path / "chats.jsonl"
+    file.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    keys = {
+        "training.tokenizer_name_or_path": tmp_path / "chat",
+        "data.train_files": file,
+        "rollout.tools": f"[{agents.__file__}:add]",
+        "training.train_iters": 2,
+    }
+    outcome = lead(tmp_path / "run", warm_runtime, "calculates", **keys)
+    for sample in outcome.samples:
+        (_, end), (start, _) = sample["turns"]
+        text = tokenizer.decode(sample["response_ids"][end:start])
+        ending = "" if sample["response_ids"][end - 1] == 2 else "<eos>"
+        assert text == f"{ending}+{sample['ground_truth']}+"
+    assert {s["response_ids"][s["turns"][0][1] - 1] == 2 for s in outcome.samples} == {True, False}
 
 
 class Talk:

@@ -363,7 +363,7 @@ ROLLOUT = {
      "test_delays_of_agents_change_neither_rows_nor_slices"),
     "max_turns": Shown(CONVERSATIONS, "test_the_configuration_ends_conversations"),
     "tools": Shown(TOOLS, "test_calls_return_what_the_model_reads"),
-    "tool_processes": Shown(TOOLS, "test_a_tool_that_ends_or_hangs_fails_its_sample_alone"),
+    "tool_processes": Shown(TOOLS, "test_a_tool_that_ends_or_hangs_is_a_message"),
     "max_tool_response_length": Shown(TOOLS, "test_a_long_result_loses_its_middle"),
     "turn_timeout_s": Shown(CONVERSATIONS, "test_the_configuration_ends_conversations"),
 }  # fmt: skip
