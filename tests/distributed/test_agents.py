@@ -34,7 +34,7 @@ KEYS = {
     "actor_rollout.max_new_tokens": 16,
     "+reward.rules": "{arithmetic: agent}",
 }
-OF_AGENTS = ("rollout/turns", "rollout/tool_calls", "rollout/agent_failures")
+OF_AGENTS = ("rollout/turns", "rollout/tool_calls", "rollout/agent_failures", "reward/failed")
 
 
 def lead(out: Path, runtime: Any, agent: str, name: str = "ppo", **more: Any) -> Outcome:
