@@ -200,7 +200,6 @@ class VirtualRollout:
         report = SimpleNamespace(
             ended=[(each.sample_id, each.sampling, each.length, True) for each in ended],
             unfinished=sum(map(len, self.queues)) + sum(map(len, self.batches)),
-            failed=[],
         )
         return self.lane.submit(max(seconds), report)
 

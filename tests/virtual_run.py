@@ -192,6 +192,7 @@ class VirtualRun:
                 max_staleness=setting.staleness,
                 slice_steps=setting.slice_steps,
                 runs_slices=setting.staleness > 0,
+                runs_agents=False,
             ),
             lead=setting.lead,
             parts=(1, 1) if setting.lead else (),

@@ -178,7 +178,6 @@ class LiveSession:
     def hear(self, result: GenerationResult) -> None:
         """Give the agent the turn that it has asked for; `result` has the whole response."""
         start, end = len(self._tokens), len(result.tokens)
-        has_ended = result.finish_reason is FinishReason.STOP
         self._tokens, self._log_probs = list(result.tokens), list(result.log_probs)
         self._versions = list(result.token_versions)
         self._trained += [True] * (end - start)
@@ -186,20 +185,30 @@ class LiveSession:
         self._turns.append((start, end))
         self._rewards.append(self._early_reward)
         self._early_reward = 0.0
-        text = self.dialect.turn_text(self._tokens[start:], has_ended)
+        waiting, self._turn = self._turn, None
+        is_awaited = waiting is not None and not waiting.done()
+        try:
+            turn = self._read_turn(self._tokens[start:], result.finish_reason)
+        except Exception as error:  # of a tokenizer or a parser
+            if waiting is not None and is_awaited:
+                waiting.set_exception(error)
+            return
+        if waiting is not None and is_awaited:
+            waiting.set_result(turn)
+
+    def _read_turn(self, token_ids: list[int], reason: FinishReason) -> Turn:
+        text = self.dialect.turn_text(token_ids, reason is FinishReason.STOP)
         calls = self.dialect.tool_calls(text)
         self._num_tool_calls += len(calls)
         self.messages.append({"role": "assistant", "content": text})
-        turn, self._turn = self._turn, None
-        if turn is not None and not turn.done():
-            turn.set_result(Turn(self._tokens[start:], text, result.finish_reason, calls))
+        return Turn(token_ids, text, reason, calls)
 
     def finish(self, place: int, version: int) -> tuple[GenerationResult, AgentRecord]:
         """Return the row and the record of a conversation that has ended.
 
         A failed one has no trained token, and one EOS of `version` if it has no turn. Observations
         behind the last turn are not in the row. The version of an observation is that of the next
-        turn.
+        turn. LENGTH = a budget ended the conversation, not the agent.
         """
         failure = self.failure
         if not self._turns and failure is None:
@@ -218,7 +227,9 @@ class LiveSession:
                 versions[token] = versions[token + 1]
         if failure is not None:
             trained = [False] * len(tokens)
-        reason = FinishReason.LENGTH if self._ran_out or failure else self._reason
+        is_full = self._reason is FinishReason.LENGTH and end >= self.limits.tokens
+        is_cut = self._ran_out or is_full or failure is not None
+        reason = FinishReason.LENGTH if is_cut else FinishReason.STOP
         result = GenerationResult(
             place,
             tokens,

@@ -66,7 +66,7 @@ class AgentLoop:
             failure = AgentFailure("exception", "the agent was cancelled by its own code")
         except ToolFailed as error:
             failure = AgentFailure("tool", _shorten(error), _format(error))
-        except Exception as error:
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
             failure = AgentFailure("exception", _shorten(error), _format(error))
         with self._moved:
             session.has_returned = True
@@ -98,12 +98,15 @@ class AgentLoop:
         """Wait until it is no agent's move; one that takes longer than its time fails.
 
         Raises:
-            LoopBlocked: An agent's code has run for `turn_timeout_s` without awaiting anything.
+            LoopBlocked: An agent's code has run for `turn_timeout_s` without awaiting anything, or
+                the thread has ended.
         """
         began = time.monotonic()
         for session in sessions:
             with self._moved:
                 while session.move is Move.AGENT:
+                    if not self._thread.is_alive():
+                        raise LoopBlocked("the thread of the agents' event loop has ended")
                     now = time.monotonic()
                     silent_s = now - self._beat_at
                     if min(silent_s, now - began) > self.turn_timeout_s:

@@ -88,7 +88,8 @@ class AlgorithmConfig(Section):
         False,
         "the rewards of an agent stand at the last token of their turn; false = their sum at the "
         "end of the response",
-        only_if=f"{NOT_DPO}; estimator.discounts; rollout.runs_agents; reward.scores_by_agent",
+        only_if=f"{NOT_DPO}; estimator.discounts; rollout.runs_agents; reward.scores_by_agent; "
+        "!reward_clip",
     )
     whiten_rewards: bool = key(
         False,

@@ -240,12 +240,14 @@ class RewardConfig(RoleConfig):
     timeout_s: float = free(30.0, "longest time to score one sample, seconds", gt=0)
     worker_memory_gib: float = free(8.0, "address space of a scoring process, GiB", gt=0)
     failed_score: float = key(
-        0.0, "score of a sample whose scoring failed, perhaps by its response", used_if="runs_code"
+        0.0,
+        "score of a sample whose scoring failed, perhaps by its response",
+        used_if="counts_failures",
     )
     max_failed: Annotated[int, Field(ge=0)] | None = free(
         None,
         "most failed samples of a batch before the run stops; null = a tenth",
-        used_if="runs_code",
+        used_if="counts_failures",
     )
 
     @property

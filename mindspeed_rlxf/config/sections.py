@@ -448,7 +448,7 @@ class RolloutConfig(Section):
         used_if="runs_agents",
     )
     max_turns: int = key(8, "most turns of a conversation", ge=1, used_if="runs_agents")
-    turn_timeout_s: float = key(
+    turn_timeout_s: float = free(
         60.0,
         "longest time of an agent between two turns, seconds; then its sample is not trained",
         gt=0,

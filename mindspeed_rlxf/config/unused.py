@@ -31,7 +31,7 @@ TEXTS = {
     "!reads_reference": "a run in which neither reward nor loss reads the reference",
     "saves_during_training": "a save before the last iteration",
     "reads_reward_rules": "a rule that scores in training or validation",
-    "runs_code": "functions beside the reward model",
+    "counts_failures": "functions beside the reward model, or agents",
     "parts": "reward.functions",
     "architecture.num_experts": "num_experts in its model",
     "compares_responses": "an algorithm.adv_estimator that compares responses, as grpo or rloo",

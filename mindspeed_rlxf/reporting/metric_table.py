@@ -143,6 +143,8 @@ SAMPLES = (
            "rollout.max_staleness"),
     Metric("val/<data_source>/score", "", "mean score of the validation prompts of this source"),
     Metric("val/<data_source>/response_length", "tokens", "mean length of the responses"),
+    Metric("val/agent_failures", "responses", "conversations of a validation that failed, and have "
+           "reward.failed_score", (0.0, 0.0), "see the cause in val_samples.jsonl"),
     Metric("val/<data_source>/<metric>", "", "another metric of validation, see running.md"),
 )  # fmt: skip
 SPEED = (

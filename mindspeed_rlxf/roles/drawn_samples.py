@@ -126,6 +126,7 @@ class DrawnSamples:
             if response is None:
                 (self._unstarted if agent else self._waiting).append(sample)
             elif response.finish_reason is None:
+                assert not agent, f"the conversation of sample {sample_id} was not saved"
                 sample.request = replace(request, begun=response.begun)
                 self._waiting.append(sample)
             else:

@@ -282,10 +282,10 @@ class ExperienceMaker:
         elif old is not None and ref is not None:
             kl = kl_per_token(old, ref, self.algorithm.kl_penalty)
         # A response is masked out if it, its greedy response or the other one of its pair could not
-        # be scored for a cause that is not the response's.
-        scored = inputs.scores.is_scored
-        if inputs.greedy_scores is not None:
-            scored = scored & inputs.greedy_scores.is_scored
+        # be scored for a cause that is not the response's, or if its agent has failed.
+        scored = inputs.scores.is_scored & rollouts.trained_mask.any(1)
+        if inputs.greedy is not None and inputs.greedy_scores is not None:
+            scored = scored & inputs.greedy_scores.is_scored & inputs.greedy.trained_mask.any(1)
         if self.run.training.stage is Stage.RAY_ONLINE_DPO:
             scored = scored.view(-1, 2).all(1).repeat_interleave(2)
         trained = rollouts.trained_mask & scored[:, None]
@@ -416,8 +416,12 @@ def _summarize(
 ) -> ExperienceReport:
     tokens, slots, scored = experience.trained_mask, experience.value_mask, given.is_scored
     has_values = bool(slots.numel())
+    kl_of_samples: list[float] = []
+    if kl is not None:
+        rows = generated.any(1)  # not those whose agents have failed
+        kl_of_samples = masked_mean(kl[rows], generated[rows], dim=1).tolist()
     return ExperienceReport(
-        kl=[] if kl is None else masked_mean(kl, generated, dim=1).tolist(),
+        kl=kl_of_samples,
         score=Summary.of(given.scores[scored]),
         rewards=Summary.of(given.rewards.sum(1)[scored]),
         advantages=Summary.of(experience.advantages[tokens]),

@@ -71,6 +71,8 @@ class GenerateReport:
     mean_versions: list[float] = field(default_factory=list)
     # What agents have left of their conversations, None for samples without an agent.
     records: list[AgentRecord | None] = field(default_factory=list)
+    # Of each sample's agent; None = it has not failed.
+    agent_failures: list[FailedSample | None] = field(default_factory=list)
 
 
 class EndedResponse(NamedTuple):
@@ -84,14 +86,10 @@ class EndedResponse(NamedTuple):
 
 @dataclass(frozen=True)
 class SliceReport:
-    """What a slice did on a replica: the responses that ended, and how many have not.
-
-    `failed` are those of the ended ones whose agents have failed.
-    """
+    """What a slice did on a replica: the responses that ended, and how many have not."""
 
     ended: list[EndedResponse]
     unfinished: int
-    failed: list[FailedSample] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -187,7 +185,7 @@ class ExperienceReport:
     """A replica's experience.
 
     Attributes:
-        kl: Each sample's mean KL per token; empty if not computed.
+        kl: Mean KL per token of each sample with trained tokens; empty if not computed.
         score: Over samples, like `rewards`.
         rewards: Response totals.
         advantages: Over tokens.

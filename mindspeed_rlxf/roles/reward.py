@@ -1,6 +1,6 @@
 """The reward role: scores responses with a reward model, a classifier or rules."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -159,6 +159,7 @@ class RewardRole:
     def __init__(self, config: RunConfig, build_engine: EngineFactory = train_engine) -> None:
         reward = config.reward
         self.config, self.verifiers = reward, config.verifiers
+        self.runs_agents = config.rollout.runs_agents
         self.tokenizer = load_tokenizer(config.training.tokenizer_name_or_path)
         self.texts = RewardTexts(self.tokenizer, config.actor_rollout.stop_strings)
         self.rules = RewardManager(dict(reward.rules), config.verifiers)
@@ -176,11 +177,32 @@ class RewardRole:
         if self.classifier is not None:
             with room_on_device():
                 found = self.classifier.score_rollouts(rollouts)
-            return RoleOutput(Scores(torch.tensor(found, dtype=torch.float32)), ScoreReport(found))
+            return self._make_output(rollouts, found)
         if self.engine is None:
             return self.score_by_rule(rollouts)
         scores = self.engine.scores(rollouts)
-        return RoleOutput(scores, ScoreReport(scores.scores.tolist()) if scores else None)
+        if scores is None:  # this rank is no leader
+            return RoleOutput()
+        return self._make_output(rollouts, scores.scores.tolist())
+
+    def _make_output(
+        self,
+        rollouts: Rollouts,
+        scores: list[float],
+        parts: Sequence[dict[str, float | str]] = (),
+        answers: Sequence[str | None] = (),
+    ) -> RoleOutput:
+        """Return rows and report of scores; with agents both name those that have failed."""
+        tensor = torch.tensor(scores, dtype=torch.float32)
+        if not self.runs_agents:
+            report = ScoreReport(scores, list(parts), answers=list(answers))
+            return RoleOutput(Scores(tensor), report)
+        failures = [
+            failed_by_agent(sample_id, find_record(extra_info))
+            for sample_id, extra_info in zip(rollouts.sample_ids, rollouts.extra_infos, strict=True)
+        ]
+        rows = RuleScores(tensor, list(parts) or [{} for _ in scores], failures)
+        return RoleOutput(rows, ScoreReport(scores, list(parts), failures, list(answers)))
 
     def _decode(self, token_ids: list[list[int]]) -> list[str]:
         """Return texts without EOS and padding at their ends, for subclasses."""
@@ -238,12 +260,4 @@ class RewardRole:
         if validates:
             found = find_answers(texts, rollouts.data_sources, self.config.rules, self.verifiers)
         parts = [dict(result.parts) for result in results]
-        failures = [
-            failed_by_agent(sample_id, find_record(extra_info))
-            for sample_id, extra_info in zip(rollouts.sample_ids, rollouts.extra_infos, strict=True)
-        ]
-        tensor = torch.tensor(scores, dtype=torch.float32)
-        if any(failures):
-            report = ScoreReport(scores, parts, failures, found)
-            return RoleOutput(RuleScores(tensor, parts, failures), report)
-        return RoleOutput(Scores(tensor), ScoreReport(scores, parts, answers=found))
+        return self._make_output(rollouts, scores, parts, found)

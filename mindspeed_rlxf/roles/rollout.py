@@ -31,7 +31,6 @@ from mindspeed_rlxf.roles.engines import device_model, keep, let_stay
 from mindspeed_rlxf.roles.own_roles import role_factory
 from mindspeed_rlxf.roles.reports import (
     EndedResponse,
-    FailedSample,
     GenerateReport,
     SliceReport,
     failed_by_agent,
@@ -369,6 +368,7 @@ class RolloutRole:
             return RoleOutput()
         rows = gather_rollouts(prompts, results)
         ordered = sorted(results, key=lambda result: result.place)
+        records = [find_record(extra_info) for extra_info in rows.extra_infos]
         report = GenerateReport(
             prompt_lengths=rows.prompt_lengths.tolist(),
             response_lengths=rows.response_lengths.tolist(),
@@ -380,7 +380,8 @@ class RolloutRole:
             device=device_model(),
             oldest_versions=[min(result.token_versions) for result in ordered],
             mean_versions=[fmean(result.token_versions) for result in ordered],
-            records=[find_record(extra_info) for extra_info in rows.extra_infos],
+            records=records,
+            agent_failures=list(map(failed_by_agent, rows.sample_ids, records)),
         )
         return RoleOutput(rows, report)
 
@@ -424,7 +425,6 @@ class RolloutRole:
             report=SliceReport(
                 list(map(_name_ended, ended)),
                 self.samples.num_unfinished,
-                list(filter(None, map(_name_failure, ended))),
             )
         )
 
@@ -533,10 +533,6 @@ def _name_ended(sample: DrawnSample) -> EndedResponse:
     assert result is not None
     has_eos = result.finish_reason is FinishReason.STOP
     return EndedResponse(sample.request.sample_id, sample.sampling, len(result.tokens), has_eos)
-
-
-def _name_failure(sample: DrawnSample) -> FailedSample | None:
-    return failed_by_agent(sample.request.sample_id, sample.record)
 
 
 def sampling_settings(

@@ -18,12 +18,7 @@ from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts
 from mindspeed_rlxf.data.sampler import ConsumedPrompts
 from mindspeed_rlxf.roles.all_roles import RoleGroups
-from mindspeed_rlxf.roles.reports import (
-    FailedSample,
-    GenerateReport,
-    ResponseLengths,
-    ScoreReport,
-)
+from mindspeed_rlxf.roles.reports import GenerateReport, ResponseLengths, ScoreReport
 from mindspeed_rlxf.roles.reward import check_failures
 from mindspeed_rlxf.roles.rollout import Sampling
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
@@ -220,7 +215,6 @@ class SampleStream:
         )
         # ReMax's greedy responses come with the groups, but with staleness 0 after the batch.
         self._draws_greedy = self.algorithm.estimator.reads_greedy and self.staleness > 0
-        self._failed: dict[int, FailedSample] = {}  # by their agents, of groups in the stream
         self._scored: dict[int, Scored] = {}  # by first sample id, of groups in the stream
         self._due: list[Group] = []  # ended in the last slice, scores are read after the next one
         self._calls: dict[str, list[Pending]] = {"gen": [], "reward": []}
@@ -255,7 +249,6 @@ class SampleStream:
         batch = self.stream.find_batch()
         assert batch is not None, "generate() comes first"
         self.stream.pop(batch)
-        self._check_agents(batch)
         if self.algorithm.filter_groups:
             scored = self._pop_scored(batch)
             rows, passed_rows = _find_rows(scored, batch.groups), _find_rows(scored, batch.passed)
@@ -267,6 +260,9 @@ class SampleStream:
             rows = passed_rows = list(range(len(batch.groups) * self.group_size))
             taken = scored[0].taken
         greedy = self._find_greedy(batch.groups)
+        if self.config.rollout.runs_agents:
+            for call in [taken, *([greedy.taken] if greedy is not None else [])]:
+                self._check_agents(call)
         consumed = self.prompts.consume(len(batch.passed))
         samples = Samples(batch, taken, scored, rows, passed_rows, consumed, greedy)
         self._note(self.rollout.forget(samples.passed_ids()))
@@ -341,7 +337,6 @@ class SampleStream:
         answered: list[Group] = []
         ended: list[Group] = []
         for report in call.result():
-            self._failed |= {failure.sample_id: failure for failure in report.failed}
             for sample_id, sampling, *_ in report.ended:
                 group = self.stream.find(sample_id)
                 is_greedy = Sampling(sampling) is Sampling.GREEDY
@@ -403,12 +398,10 @@ class SampleStream:
             passed_failures = [failures[row] for row in passed_rows]
             check_failures(passed_failures, self.config.reward.max_failed)
 
-    def _check_agents(self, batch: Batch) -> None:
-        """Raise RewardsFailed if too many agents have failed in a batch; forget its failures."""
-        ids = [i for group in batch.passed for i in group.prompts.sample_ids]
-        failures = [self._failed.pop(sample_id, None) for sample_id in ids]
-        if any(failures):
-            check_failures(failures, self.config.reward.max_failed)
+    def _check_agents(self, taken: Pending) -> None:
+        """Wait for rows; raise RewardsFailed if the agents of too many have failed."""
+        failures = [failure for report in taken.result() for failure in report.agent_failures]
+        check_failures(failures, self.config.reward.max_failed)
 
     def _pop_scored(self, batch: Batch) -> list[Scored]:
         """Return the calls that scored a batch, each once, and forget them for its groups."""

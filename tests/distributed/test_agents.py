@@ -34,7 +34,7 @@ KEYS = {
     "actor_rollout.max_new_tokens": 16,
     "+reward.rules": "{arithmetic: agent}",
 }
-OF_AGENTS = ("rollout/turns", "rollout/tool_calls", "rollout/agent_failures")
+OF_AGENTS = ("rollout/turns", "rollout/tool_calls", "rollout/agent_failures", "reward/failed")
 
 
 def lead(out: Path, runtime: Any, agent: str, name: str = "ppo", **more: Any) -> Outcome:
@@ -49,6 +49,8 @@ def test_an_agent_of_one_turn_trains_the_run_of_no_agent(warm_runtime: Any, tmp_
     by_text = {"+reward.rules": "{arithmetic: exact_match}"}
     ours = lead(tmp_path / "agent", warm_runtime, "one_turn", **by_text)
     theirs = lead(tmp_path / "none", warm_runtime, "null", **by_text)
+    for sample in ours.samples:
+        assert sample.pop("turns") == [[0, len(sample["response_ids"])]]
     assert ours.samples == theirs.samples and ours.weights == theirs.weights
     assert {line["metrics"].pop("rollout/turns/max") for line in ours.metrics} == {1.0}
     for one, other in zip(ours.metrics, theirs.metrics, strict=True):

@@ -93,7 +93,8 @@ class Client:
         seed = np.random.SeedSequence(stream).generate_state(1, np.uint64)
         sampling = {
             "max_tokens": settings.max_new_tokens,
-            "min_tokens": settings.min_new_tokens,
+            # of a turn there may be less left
+            "min_tokens": min(settings.min_new_tokens, settings.max_new_tokens),
             "temperature": settings.temperature if settings.do_sample else 0.0,
             "top_k": settings.top_k or -1,
             "top_p": settings.top_p,

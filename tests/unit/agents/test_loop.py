@@ -1,6 +1,7 @@
 """Conversations on the event loop: waits, limits of time and tokens, failures and their masks."""
 
 import asyncio
+import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
@@ -98,7 +99,8 @@ def test_turns_are_trained_and_observations_between_them_are_not(loop: AgentLoop
     assert ask.begun.log_probs == [-0.5] * 4 + [0.0] * 4
     led.hear("cd", version=2)
     result, record = led.finish()
-    assert text_of(result) == "ab!.<X<Ycd" and result.finish_reason is FinishReason.LENGTH
+    assert text_of(result) == "ab!.<X<Ycd"
+    assert result.finish_reason is FinishReason.STOP, "the agent ends it, though its turn was cut"
     assert result.versions == [1] * 4 + [2] * 6, "an observation has the version of the next turn"
     assert result.place == 3 and result.weights_version == 2
     assert record.turns == [(0, 4), (8, 10)] and record.rewards == [0.5, 1.0]
@@ -194,8 +196,18 @@ async def cling(session: Any) -> None:
             await session.say()
 
 
+async def leave(session: Any) -> None:
+    await session.say()
+    sys.exit("done")
+
+
 async def say_nothing(session: Any) -> None:
     session.reward(1.0)
+
+
+async def say_twice_in_turn(session: Any) -> None:
+    await session.say()
+    await session.say()
 
 
 async def say_twice_at_once(session: Any) -> None:
@@ -217,6 +229,7 @@ async def reward_nan(session: Any) -> None:
     [
         (raise_at_once, "exception", "."),
         (raise_later, "exception", "A!."),
+        (leave, "exception", "A!."),
         (lose_a_tool, "tool", "A!."),
         (hang, "timeout", "A!."),
         (cling, "timeout", "A!."),
@@ -242,6 +255,29 @@ def test_a_failed_conversation_has_no_trained_token(
     assert record.failure is not None and record.failure.cause == cause
     if cause in ("exception", "timeout"):
         assert run.__name__ in record.failure.details, "the traceback or stack is of the agent"
+
+
+def test_an_error_of_a_parser_reaches_the_agent_that_waits(
+    loop: AgentLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_dialect: Any, _text: str) -> list[ToolCall]:
+        raise ValueError("no parser")
+
+    monkeypatch.setattr(Characters, "tool_calls", fail)
+    led = Led(loop, say_twice_in_turn)
+    began = time.monotonic()
+    led.hear("a.")
+    assert time.monotonic() - began < TIMEOUT_S / 2
+    failure = led.finish()[1].failure
+    assert failure is not None and failure.message == "ValueError: no parser"
+
+
+def test_a_row_that_is_full_with_its_last_turn_has_no_end(loop: AgentLoop) -> None:
+    """As a response without an agent."""
+    led = Led(loop, say_twice_in_turn, tokens=5)
+    led.hear("ab")
+    led.hear("cde")
+    assert led.finish()[0].finish_reason is FinishReason.LENGTH
 
 
 def test_a_conversation_that_hangs_lets_others_go_on(loop: AgentLoop) -> None:

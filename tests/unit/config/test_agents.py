@@ -9,7 +9,7 @@ from mindspeed_rlxf.config.problems import ConfigError
 from tests.unit.config.test_staleness import SPLIT
 
 AGENT = {"rollout.agent": "mine"}
-ALONE = {"resource_pool.main": 1}
+AT_TURNS = {**AGENT, "algorithm.turn_rewards": True}
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,11 @@ ALONE = {"resource_pool.main": 1}
         ),
         ({"algorithm.turn_rewards": True}, ["algorithm.turn_rewards=True"]),
         ({**AGENT, "algorithm.turn_rewards": True}, ["algorithm.turn_rewards=True"]),
-        ({**AGENT, "algorithm.turn_rewards": True, "reward.rules": {"a": "agent"}}, []),
+        ({**AT_TURNS, "reward.rules": {"a": "agent"}}, []),
+        (
+            {**AT_TURNS, "reward.rules": {"a": "agent"}, "algorithm.reward_clip": 1.0},
+            ["algorithm.turn_rewards=True"],
+        ),
     ],
 )
 def test_no_conversation_may_be_unfinished_where_weights_change(

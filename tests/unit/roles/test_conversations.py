@@ -153,9 +153,10 @@ def test_log_probs_of_turns_are_those_of_the_complete_row(make_role: Any) -> Non
 
 
 def test_a_sample_whose_agent_fails_is_masked_and_named(make_role: Any) -> None:
-    output, reports = generate(make_role(FailsForOdd()), prompts_of(0, 1))
-    failed = {failure.sample_id: failure for report in reports for failure in report.failed}
-    assert failed.keys() == {1, 3}
+    output, _ = generate(make_role(FailsForOdd()), prompts_of(0, 1))
+    failures = output.report.agent_failures
+    failed = {failure.sample_id: failure for failure in failures if failure is not None}
+    assert failed.keys() == {1, 3} and failures[1] is failed[1]
     assert all(f.cause == "agent_exception" and f.is_outside for f in failed.values())
     assert "no database" in failed[1].message and "raise OSError" in failed[3].details
     trained = output.rows.trained_mask.any(1).tolist()
@@ -207,20 +208,18 @@ def test_ended_conversations_are_saved_with_their_masks_and_records(
 ) -> None:
     prompts = prompts_of(0, 1)
     role = make_role(agent)
-    output, reports = generate(role, prompts)
+    output, _ = generate(role, prompts)
     role.save_ahead(tmp_path, 0)
     resumed = make_role(OneTurn())
     resumed.load_ahead(tmp_path)
     resumed.add(prompts, SEED)
-    (report,) = run_slices(resumed, 2)
-    assert report.failed == sorted(
-        (failure for each in reports for failure in each.failed), key=lambda f: f.sample_id
-    )
+    run_slices(resumed, 2)
     taken: Any = resumed.take(prompts.sample_ids)
     for name in ("response_ids", "rollout_log_probs", "trained_mask", "has_eos", "weights_version"):
         assert getattr(taken.rows, name).equal(getattr(output.rows, name)), name
     assert taken.rows.extra_infos == output.rows.extra_infos
     assert taken.report.records == output.report.records
+    assert taken.report.agent_failures == output.report.agent_failures
 
 
 class TimedEngine:
@@ -294,7 +293,8 @@ def test_a_tool_that_takes_a_slice_is_not_waited_for(make_role: Any) -> None:
         role.add(prompts_of(*range(16)), SEED)
         reports = run_slices(role, 8)
         ends[tool_steps] = [[r.sample_id for r in report.ended] for report in reports]
-        assert not any(report.failed for report in reports), "the tool was waited for in vain"
+        taken: Any = role.take([*range(32)])
+        assert not any(taken.report.agent_failures), "the tool was waited for in vain"
         assert sum(map(len, ends[tool_steps])) == 32
     assert ends[8] == ends[0], "the others end in the slices in which they end without it"
 
