@@ -238,6 +238,8 @@ class Recorder:
             texts, values, reward_parts, about, strict=False
         ):
             columns = shorten_columns(fields["extra_info"])
+            record = text.record
+            failure = record.failure if record is not None else None
             sample = Sample(
                 sample_id=text.sample_id,
                 prompt=decode(self.tokenizer, text.prompt_ids),
@@ -247,6 +249,8 @@ class Recorder:
                 score=score,
                 reward_parts=parts_of_score,
                 weights_version=text.weights_version,
+                turns=record.turns if record is not None else None,
+                agent_failure=f"{failure.cause}: {failure.message}" if failure else None,
                 **{**fields, "extra_info": columns},
             )
             writer.write(sample.record(iteration))

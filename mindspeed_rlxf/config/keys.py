@@ -109,7 +109,7 @@ TOP_LEVEL = {
 
 RULE_KEYS = (
     "kind", "rules", "verifier", "sandbox", "function", "functions", "allow_changed_function",
-    "processes", "timeout_s", "worker_memory_gib", "failed_score", "max_failed",
+    "processes", "timeout_s", "worker_memory_gib", "failed_score", "max_failed", "agent_text",
 )  # fmt: skip
 """Keys in the section `reward` read with `kind: rule`."""
 WITHOUT_MODEL = {

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from mindspeed_rlxf.compat.verl.agents import convert_agents
 from mindspeed_rlxf.compat.verl.asynchronous import (
     BYPASS,
     UPDATES,
@@ -73,6 +74,7 @@ def _convert(keys: Translation, count_rows: Callable[[str], int]) -> None:
         _make_pool(keys, POOL, "trainer")
         _split_pool(keys)
     convert_staleness(keys)
+    convert_agents(keys)
     _fit_sizes(keys)
     model, own = "reward_model", "custom_reward_function"
     if get(f"{model}.enable") and get(f"{model}.enable_resource_pool"):
