@@ -4,6 +4,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 
+from mindspeed_rlxf.agents.session import AGENTS
 from mindspeed_rlxf.algorithms.estimators import ESTIMATORS
 from mindspeed_rlxf.algorithms.losses import POLICY_LOSSES
 from mindspeed_rlxf.config import plugins
@@ -23,7 +24,7 @@ def restored_registries() -> Iterator[None]:
     """Restore every registry of plugins after the block; remove plugin modules imported in it."""
     registries = (
         ESTIMATORS, TRAITS, RULES, ENGINES, TRACKERS, POLICY_LOSSES, OBJECTIVES, READERS, OWN_ROLES,
-        TRAIN_ENGINES, plugins._carried, plugins._loaded,
+        TRAIN_ENGINES, AGENTS, plugins._carried, plugins._loaded,
     )  # fmt: skip
     choices = {key: [*names] for key, names in CHOICES.items()}
     before = [dict(registry) for registry in registries]  # type: ignore[call-overload]

@@ -189,7 +189,10 @@ class VirtualRun:
                 train_iters=setting.iterations, seed=1, global_batch_size=setting.prompts
             ),
             rollout=SimpleNamespace(
-                max_staleness=setting.staleness, slice_steps=setting.slice_steps
+                max_staleness=setting.staleness,
+                slice_steps=setting.slice_steps,
+                runs_slices=setting.staleness > 0,
+                runs_agents=False,
             ),
             lead=setting.lead,
             parts=(1, 1) if setting.lead else (),

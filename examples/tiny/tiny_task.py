@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,9 +61,9 @@ def make_split(seed: int) -> Split:
     return Split(problems[:NUM_TRAIN], problems[NUM_TRAIN:end], problems[end:])
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one id per character, 16 in all, adding no special tokens."""
-    vocab = {token: index for index, token in enumerate(TOKENS)}
+def make_tokenizer(tokens: Sequence[str] = TOKENS) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with one id per character of `tokens`, adding no special tokens."""
+    vocab = {token: index for index, token in enumerate(tokens)}
     core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     core.decoder = decoders.Fuse()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -30,13 +31,13 @@ class Pretrained:
     accuracy: float
 
 
-def new_policy() -> LlamaForCausalLM:
+def new_policy(vocab_size: int = len(TOKENS)) -> LlamaForCausalLM:
     """Return a random Llama with 0.79 M parameters.
 
     With its large initial weights it needs half as many steps to learn sums.
     """
     config = LlamaConfig(
-        vocab_size=len(TOKENS),
+        vocab_size=vocab_size,
         hidden_size=128,
         intermediate_size=384,
         num_hidden_layers=4,
@@ -65,19 +66,34 @@ def pretrain_policy(split: Split, seed: int, steps: int = 350, batch_size: int =
     problems = split.train + split.spare
     right = _answer_rows(problems, [p.answer for p in problems])
     without_carry = _answer_rows(problems, [p.answer_without_carry for p in problems])
-    optimizer = _optimizer(model)
-    for step in range(1, steps + 1):
-        _set_rate(optimizer, 2e-3 * _trapezoid(step, steps))
+
+    def draw() -> tuple[Tensor, Tensor]:
         drawn = torch.randint(len(problems), (batch_size,))
         errs = torch.rand(batch_size, 1) < WITHOUT_CARRY
         batch = torch.where(errs, without_carry[drawn], right[drawn])
-        logits = model(batch[:, :-1]).logits[:, PROMPT_TOKENS - 1 :]
-        _learn(model, optimizer, _cross_entropy(logits, batch[:, PROMPT_TOKENS:]))
+        return batch, batch[:, PROMPT_TOKENS:]
+
+    pretrain(model, draw, steps)
     accuracy = greedy_accuracy(model, _answer_rows(split.val, [p.answer for p in split.val]))
     low, high = START_ACCURACY
     if not low <= accuracy <= high:
         raise RuntimeError(f"accuracy {accuracy:.1%} of the policy must be {low:.0%} to {high:.0%}")
     return Pretrained(model, accuracy)
+
+
+def pretrain(
+    model: LlamaForCausalLM, draw: Callable[[], tuple[Tensor, Tensor]], steps: int
+) -> None:
+    """Train a language model on rows that `draw` returns: ids, and their last ids as targets.
+
+    Both are [rows, tokens]; targets PAD_ID are not learnt.
+    """
+    optimizer = _optimizer(model)
+    for step in range(1, steps + 1):
+        _set_rate(optimizer, 2e-3 * _trapezoid(step, steps))
+        batch, targets = draw()
+        logits = model(batch[:, :-1]).logits[:, -targets.size(1) :]
+        _learn(model, optimizer, _cross_entropy(logits, targets))
 
 
 @torch.no_grad()

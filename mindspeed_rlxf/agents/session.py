@@ -1,14 +1,14 @@
 """What an agent sees: a session with the policy, and the registry of agents.
 
-    @register_agent("guess")
-    class GuessAgent:
-        async def run(self, session: Session) -> None:
+@register_agent("guess")
+class GuessAgent:
+    async def run(self, session: Session) -> None:
+        turn = await session.say()
+        is_right = turn.text.strip() == session.ground_truth
+        if not is_right:
+            session.give([{"role": "user", "content": "No. Try again."}])
             turn = await session.say()
-            is_right = turn.text.strip() == session.ground_truth
-            if not is_right:
-                session.give([{"role": "user", "content": "No. Try again."}])
-                turn = await session.say()
-            session.reward(float(turn.text.strip() == session.ground_truth))
+        session.reward(float(turn.text.strip() == session.ground_truth))
 """
 
 from collections.abc import Callable
@@ -61,6 +61,10 @@ class SessionEnded(Exception):
     """
 
 
+class ToolFailed(Exception):
+    """Raised where a tool's process ended or did not start; the sample is then not trained."""
+
+
 class Session(Protocol):
     """One sample's conversation.
 
@@ -85,7 +89,13 @@ class Session(Protocol):
         """
 
     def give(self, messages: list[Message]) -> None:
-        """Append messages, which the policy reads before its next turn. They are not trained."""
+        """Append messages, which the policy reads before its next turn. They are not trained.
+
+        Before the first turn of a chat this takes an agent registered with `gives_first=True`.
+        """
+
+    def restart_clock(self) -> None:
+        """Give the agent `rollout.turn_timeout_s` anew, as while it waits in a queue."""
 
     def reward(self, score: float, **parts: float) -> None:
         """Add to the sample's score, at the last token of the newest turn; `parts` are logged."""
@@ -104,9 +114,26 @@ AGENTS: dict[str, AgentFactory] = {}
 """Agents by the name that `rollout.agent` or the column `agent_name` gives."""
 
 
-def register_agent(name: str) -> Callable[[AgentFactory], AgentFactory]:
+GIVES_FIRST: set[str] = set()
+"""Names of agents that may give something before the first turn."""
+
+
+def register_agent(name: str, gives_first: bool = False) -> Callable[[AgentFactory], AgentFactory]:
     """Return a decorator that registers an agent's class, or a function that makes the agent.
 
-    Raises ValueError for a taken name.
+    Args:
+        name: For `rollout.agent` and the column `agent_name`.
+        gives_first: Chats end without the header of an answer, as the agent's `give` goes on with
+            them before its first `say`.
+
+    Raises:
+        ValueError: The name is taken.
     """
-    return add_to(AGENTS, name, "agent")
+    register = add_to(AGENTS, name, "agent")
+
+    def keep(factory: AgentFactory) -> AgentFactory:
+        if gives_first:
+            GIVES_FIRST.add(name)
+        return register(factory)
+
+    return keep

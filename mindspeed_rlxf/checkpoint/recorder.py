@@ -48,9 +48,9 @@ class Recorder:
         `writes` is False on all torchrun ranks but the first, which write nothing.
         """
         self.tokenizer = tokenizer
-        self._writers = [
-            JsonlWriter(file if writes else Path(os.devnull)) for file in directory.line_files
-        ]
+        self._writers = []
+        for file in directory.line_files:
+            self._writers.append(JsonlWriter(file if writes else Path(os.devnull)))
         self._metrics, self._ledger, self._findings, *self._samples = self._writers
         self._syncs: JsonlWriter | None = None
         # Called with the samples written, of training and of validation.
@@ -238,6 +238,8 @@ class Recorder:
             texts, values, reward_parts, about, strict=False
         ):
             columns = shorten_columns(fields["extra_info"])
+            record = text.record
+            failure = record.failure if record is not None else None
             sample = Sample(
                 sample_id=text.sample_id,
                 prompt=decode(self.tokenizer, text.prompt_ids),
@@ -247,6 +249,8 @@ class Recorder:
                 score=score,
                 reward_parts=parts_of_score,
                 weights_version=text.weights_version,
+                turns=record.turns if record is not None else None,
+                agent_failure=f"{failure.cause}: {failure.message}" if failure else None,
                 **{**fields, "extra_info": columns},
             )
             writer.write(sample.record(iteration))

@@ -74,7 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if actor.do_sample:
         sampling = f"temperature {actor.temperature:g}, top_k {actor.top_k}, top_p {actor.top_p:g}"
     limit = f"at most {actor.max_new_tokens} tokens"
-    print(f"note: weights of {source.shown}; {sampling}, {limit}", file=sys.stderr, flush=True)
+    print(
+        f"note: weights of {source.description}; {sampling}, {limit}", file=sys.stderr, flush=True
+    )
     try:
         kind = DeviceKind(arguments.device)
         with open_generator(source, kind, arguments.engine) as generator:

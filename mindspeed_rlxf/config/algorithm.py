@@ -84,6 +84,13 @@ class AlgorithmConfig(Section):
     kl_ctrl: KlControlConfig = key(KlControlConfig(), "KL coefficient")
     reward_scale: float = key(1.0, "scores are multiplied by it")
     reward_clip: float | None = key(None, "scaled scores are clipped to +- this value", gt=0)
+    turn_rewards: bool = key(
+        False,
+        "the rewards of an agent stand at the last token of their turn; false = their sum at the "
+        "end of the response",
+        only_if=f"{NOT_DPO}; estimator.discounts; rollout.runs_agents; reward.scores_by_agent; "
+        "!reward_clip",
+    )
     whiten_rewards: bool = key(
         False,
         "scale token rewards to variance 1; the mean stays",

@@ -109,7 +109,7 @@ TOP_LEVEL = {
 
 RULE_KEYS = (
     "kind", "rules", "verifier", "sandbox", "function", "functions", "allow_changed_function",
-    "processes", "timeout_s", "worker_memory_gib", "failed_score", "max_failed",
+    "processes", "timeout_s", "worker_memory_gib", "failed_score", "max_failed", "agent_text",
 )  # fmt: skip
 """Keys in the section `reward` read with `kind: rule`."""
 WITHOUT_MODEL = {
@@ -124,13 +124,12 @@ WITHOUT_MODEL = {
 WITHOUT_CRITIC = (Stage.RAY_GRPO.value, Stage.RAY_ONLINE_DPO.value)
 """Stages that train no critic."""
 
-SHARED: Fields = {
-    name: field
-    for role in reversed(CONFIGURED)
-    for name, field in fields_of(ROLE_SECTIONS[role]).items()
-    if name not in (*RULE_KEYS, "model_weight", "save")
-}
+SHARED: Fields = {}
 """Role keys that `training` and `model.<name>` may hold as defaults for every role."""
+for _role in reversed(CONFIGURED):  # so that the field is the first role's with the key
+    for _name, _field in fields_of(ROLE_SECTIONS[_role]).items():
+        if _name not in (*RULE_KEYS, "model_weight", "save"):
+            SHARED[_name] = _field
 
 
 @functools.cache

@@ -46,7 +46,12 @@ from mindspeed_rlxf.config.keys import (
     set_default,
     unknown_key,
 )
-from mindspeed_rlxf.config.plugins import complete_function, complete_plugin, read_entries
+from mindspeed_rlxf.config.plugins import (
+    complete_function,
+    complete_plugin,
+    complete_tool,
+    read_entries,
+)
 from mindspeed_rlxf.config.problems import (
     ConfigError,
     MissingFile,
@@ -75,6 +80,8 @@ AUTO = "auto"
 
 DATA_FILES = ("train_files", "val_files")
 MAX_DEVICES = 100_000
+AGENT_SLICE_STEPS = 32
+"""Default of `rollout.slice_steps` with agents, whose turns are short."""
 
 
 def resolve(tree: Mapping[str, Any] | Given, name: str) -> RunConfig:
@@ -205,6 +212,7 @@ def _build(given: Given, name: str) -> Tree:
     set_default(training, run_name=name)
     set_default(training, output_dir=os.path.join("outputs", str(training["run_name"])))
     read_entries(given.problems, "training.plugins", training, complete_plugin)
+    read_entries(given.problems, "rollout.tools", payload["rollout"], complete_tool)
     stage = training.get("stage")
     if stage in WITHOUT_CRITIC:
         payload["critic"] = None
@@ -218,6 +226,8 @@ def _build(given: Given, name: str) -> Tree:
             payload[role.value] = _build_role(given, role)
     _set_stage_defaults(training, payload["algorithm"], payload["actor_rollout"])
     _set_correction(payload)
+    if payload["rollout"].get("agent") is not None or payload["rollout"].get("tools"):
+        set_default(payload["rollout"], slice_steps=AGENT_SLICE_STEPS)
     _place_roles(given, payload)
     _note_unread(given, payload)
     return payload

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from mindspeed_rlxf.config.problems import MissingFile, Problem, UserError
 from mindspeed_rlxf.config.reward_section import check_call, find_function, split_name
+from mindspeed_rlxf.config.tool_schema import PYTHON, describe_tool
 
 MODULES = "rlxf_plugin_"
 """Module name prefix for user files."""
@@ -129,7 +130,7 @@ def read_entries(
 
     Args:
         problems: List to extend.
-        path: `training.plugins`, `reward.function` or `reward.functions`.
+        path: `training.plugins`, `reward.function`, `reward.functions` or `rollout.tools`.
         section: The section's keys; `section[key]` changes.
         complete: Called with path and entry; may raise UserError.
     """
@@ -201,6 +202,37 @@ def complete_function(key: str, spec: Any) -> Any:
     carry(source)
     resolved = {"function": f"{source.file}:{name}", "sha256": source.sha256}
     return {"name": name, **entry, **resolved}
+
+
+def complete_tool(key: str, given: Any) -> Any:
+    """Return an entry as a dict with absolute path and SHA-256; the tool `python` has neither.
+
+    A file runs, unless it has run in this process, and its text is registered (`carry`).
+
+    Args:
+        key: Configuration key, for problems.
+        given: `path/to/file.py:name`, `python`, or ToolConfig keys.
+
+    Raises:
+        UserError: Bad name, file (unreadable, another hash, an exception) or description.
+    """
+    entry = {"function": given} if isinstance(given, str) else given
+    if not isinstance(entry, dict) or not isinstance(entry.get("function"), str):
+        return entry
+    function = entry["function"]
+    if function == PYTHON:
+        return entry
+    file, name = split_name(function) or ("", "")
+    if not name:
+        remedy = "correct it"
+        raise UserError(Problem(key, f"must be file.py:name, or {PYTHON}", function, remedy))
+    source, module = _run_file(key, file, entry.get("sha256"))
+    try:
+        describe_tool(find_function(module, name))
+    except ValueError as error:
+        raise UserError(Problem(key, str(error), function, "correct it")) from None
+    carry(source)
+    return {**entry, "function": f"{source.file}:{name}", "sha256": source.sha256}
 
 
 def with_plugins(factory: Callable[..., T]) -> Callable[..., T]:

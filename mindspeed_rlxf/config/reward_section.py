@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -26,6 +26,8 @@ STRUCTURED = "structured_ground_truth"
 """Entry of `extra_info` with a ground truth that is a list or an object, for functions."""
 BY_SOURCE = "rule"
 """Replaces a function name: the rule belonging to the sample's data source."""
+AGENT_RULE = "agent"
+"""Rule that scores a sample by what its agent has given."""
 RULES_OF_PROGRAMS = frozenset({"code", "code_all"})
 """Rules running programs from responses in a sandbox."""
 
@@ -127,7 +129,7 @@ def check_call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> No
 class SandboxConfig(Section):
     """Limits for programs run in bubblewrap (docs/data_and_rewards.md)."""
 
-    section_used_if = "reward.runs_programs"
+    section_used_if = "runs_programs"
 
     unsafe: bool = free(False, "where bubblewrap does not work, run programs without isolation")
     python: str | None = key(
@@ -230,16 +232,22 @@ class RewardConfig(RoleConfig):
     allow_changed_function: bool = free(
         False, "resume although the text of a function's file has changed", used_if="parts"
     )
+    agent_text: Literal["all", "last_turn"] = key(
+        "all",
+        "what rules and functions get of a conversation: all, observations included, or last_turn",
+    )
     processes: int = free(8, "processes that score beside each replica that generates", ge=1)
     timeout_s: float = free(30.0, "longest time to score one sample, seconds", gt=0)
     worker_memory_gib: float = free(8.0, "address space of a scoring process, GiB", gt=0)
     failed_score: float = key(
-        0.0, "score of a sample whose scoring failed, perhaps by its response", used_if="runs_code"
+        0.0,
+        "score of a sample whose scoring failed, perhaps by its response",
+        used_if="counts_failures",
     )
     max_failed: Annotated[int, Field(ge=0)] | None = free(
         None,
         "most failed samples of a batch before the run stops; null = a tenth",
-        used_if="runs_code",
+        used_if="counts_failures",
     )
 
     @property
@@ -267,6 +275,23 @@ class RewardConfig(RoleConfig):
     def chooses_by_label(self) -> bool:
         """Whether a row's `reward_model.style` chooses between the model and rules."""
         return self.kind is not RewardKind.RULE and bool(self.parts or self.rules)
+
+    @property
+    def scores_by_agent(self) -> bool:
+        """Whether some rule or function here is the rule `agent`."""
+        return AGENT_RULE in {*self.rules.values(), *(part.function for part in self.parts)}
+
+    def agent_weight(self, data_source: str) -> float:
+        """Return the factor of an agent's rewards in the scores of a data source; 0 = not used."""
+        of_source = self.rules.get(data_source) == AGENT_RULE
+        applying = [part for part in self.parts if part.applies_to(data_source)]
+        if not applying:
+            return float(of_source and self.kind is RewardKind.RULE)
+        return sum(
+            part.weight
+            for part in applying
+            if part.function == AGENT_RULE or (part.function == BY_SOURCE and of_source)
+        )
 
     @property
     def runs_programs(self) -> bool:

@@ -321,6 +321,16 @@ class RunConfig(Section):
         return rollout_tp or self.actor_rollout.tensor_model_parallel_size
 
     @property
+    def counts_failures(self) -> bool:
+        """Whether a sample may fail alone: by functions that score, or by its agent."""
+        return self.reward.runs_code or self.rollout.runs_agents
+
+    @property
+    def runs_programs(self) -> bool:
+        """Whether a reward or a tool runs programs of the model in the sandbox."""
+        return self.reward.runs_programs or self.rollout.runs_python
+
+    @property
     def runs_vllm(self) -> bool:
         """Whether vLLM servers generate."""
         return self.rollout.engine == "vllm"

@@ -11,6 +11,7 @@ from math import gcd, lcm, prod
 from packaging.version import Version
 
 from mindspeed_rlxf.config import packages
+from mindspeed_rlxf.config.agent_rules import check_agents
 from mindspeed_rlxf.config.architecture import SHARED_GROUPS_SINCE, find_uneven
 from mindspeed_rlxf.config.enums import (
     DeviceKind,
@@ -79,6 +80,7 @@ def check_sections(config: RunConfig) -> Iterator[Problem]:
     yield from _check_split(config)
     yield from _check_backends(config)
     yield from check_staleness(config)
+    yield from check_agents(config)
     if not size_problems:
         yield from _check_nodes_of_replicas(config)
     if config.runs_vllm and not size_problems:
@@ -315,6 +317,8 @@ def _check_batches(config: RunConfig) -> Iterator[Problem]:
     times = f"x {ref(SAMPLES)}={per_prompt} " if per_prompt > 1 else ""
     units: dict[str, int] = {}  # rule -> number that divides a legal number of prompts
     for role in config.roles:
+        if config.role(role).architecture is None:
+            continue  # ranks of rules and of classifiers may score a row again
         factors = _factors(config, role)
         if role is Role.ACTOR_ROLLOUT and config.compares_pairs:
             factors["2 responses of a pair"] = 2

@@ -1,7 +1,8 @@
 """Sections without a role: training, data, validation, rollout, logging, devices, runtime, plan."""
 
+import datetime
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
@@ -20,6 +21,7 @@ from mindspeed_rlxf.config.fields import (
 )
 from mindspeed_rlxf.config.problems import Problem, ref
 from mindspeed_rlxf.config.secrets import Secret, find_masks, variable_secret
+from mindspeed_rlxf.config.tool_schema import PYTHON
 
 CONSOLE_METRICS = (
     "actor/pg_loss_abs",
@@ -46,6 +48,9 @@ OWN_VARIABLES = (
 """Chat template arguments set by this package, not by users."""
 SCORES = "has_validation_prompts; happens"
 """Condition for keys read only in validation, see `unused`."""
+AGENT_COLUMN, BY_ROW, TOOL_AGENT = "agent_name", "by_row", "tools"
+"""Column with the name of a row's agent; value of `rollout.agent` for that column alone; default
+agent with `rollout.tools`."""
 CLOCK = re.compile(r"(?:(\d+)-)?(\d+):([0-5]?\d):([0-5]?\d)")
 
 
@@ -179,6 +184,11 @@ class DataConfig(Section):
     chat_template_kwargs: dict[str, Any] = key(
         {}, "variables of the chat template, such as enable_thinking", used_if="reads_rows"
     )
+    template_date: str = key(
+        "2025-01-01",
+        "day that chat templates print, YYYY-MM-DD, in place of the current one",
+        used_if="reads_rows",
+    )
     train_weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Word] = key(
         (), "share of each file (or data set) of the training prompts in a batch; absent = by size"
     )
@@ -206,6 +216,15 @@ class DataConfig(Section):
         taken = sorted({*value} & {*OWN_VARIABLES})
         if taken:
             raise PydanticCustomError("chat_template_kwargs", "no " + ", ".join(taken))
+        return value
+
+    @field_validator("template_date")
+    @classmethod
+    def _check_date(cls, value: str) -> str:
+        try:
+            datetime.date.fromisoformat(value)
+        except ValueError:
+            raise PydanticCustomError("template_date", "must be a day, as 2025-01-31") from None
         return value
 
     @field_validator("train_files", "val_files", "data_path", "val_data_path", mode="before")
@@ -342,6 +361,25 @@ class VllmConfig(Section):
     )
 
 
+class ToolConfig(Section):
+    """A function that models may call. In the YAML its name may replace the section."""
+
+    function: str = key(..., "path/to/file.py:name, or python: runs programs in reward.sandbox")
+    sha256: str | None = key(
+        None, "SHA-256 of the file's text; a run is not resumed with another text"
+    )
+
+    @property
+    def name(self) -> str:
+        """The name by which the model calls it."""
+        return self.function.rpartition(":")[2]
+
+    @property
+    def is_python(self) -> bool:
+        """Whether it is the tool that runs programs in the sandbox."""
+        return self.function == PYTHON
+
+
 class RolloutConfig(Section):
     """The rollout engine, and its layout on `actor_rollout.num_gpus_for_infer` devices."""
 
@@ -359,6 +397,21 @@ class RolloutConfig(Section):
         "together; null = as in training on the actor's devices, 1 on devices of its own",
         ge=1,
     )
+    tools: Annotated[tuple[ToolConfig, ...], Word] = key(
+        (),
+        "functions that the model may call, path/to/file.py:name or python; the agent is then "
+        "`tools` where rollout.agent names none",
+    )
+    tool_processes: int = free(
+        4, "processes that run tools beside each replica", ge=1, used_if="tools"
+    )
+    max_tool_response_length: int = key(
+        1024,
+        "longest result of a tool that the model reads, characters; of a longer one the middle "
+        "is cut out",
+        ge=2,
+        used_if="tools",
+    )
     max_staleness: int = key(
         0,
         "most updates between the weights that sampled a token and those that train it; "
@@ -368,9 +421,10 @@ class RolloutConfig(Section):
     )
     slice_steps: int = key(
         256,
-        "decode steps of a slice, after which finished responses are collected",
+        "decode steps of a slice, after which finished responses are collected; absent = 32 with "
+        "agents",
         ge=1,
-        used_if="max_staleness",
+        used_if="runs_slices",
     )
     lead: int | None = reshard(
         None,
@@ -380,6 +434,55 @@ class RolloutConfig(Section):
         le=1,
         only_if="max_staleness",
     )
+    agent: str | None = key(
+        None,
+        "agent that leads the conversation of each sample: a name that a plugin registers, or "
+        "by_row = that of its column agent_name, which always goes before; null = none, or tools "
+        "where rollout.tools names some",
+    )
+    agent_lag: int = key(
+        1,
+        "slices after the one that ended a turn until its agent must have asked for the next; "
+        "0 = none, so that generation waits for each tool",
+        ge=0,
+        used_if="runs_agents",
+    )
+    max_turns: int = key(8, "most turns of a conversation", ge=1, used_if="runs_agents")
+    turn_timeout_s: float = free(
+        60.0,
+        "longest time of an agent between two turns, seconds; then its sample is not trained",
+        gt=0,
+        used_if="runs_agents",
+    )
+
+    @property
+    def runs_agents(self) -> bool:
+        """Whether some samples may be conversations led by an agent."""
+        return self.agent is not None or bool(self.tools)
+
+    @property
+    def runs_slices(self) -> bool:
+        """Whether generation runs in slices; else one call generates a batch."""
+        return self.max_staleness > 0 or self.runs_agents
+
+    def agent_of(self, extra_info: Mapping[str, Any]) -> str:
+        """Return the name of the agent that leads a row's samples; "" for none."""
+        if not self.runs_agents:
+            return ""
+        default = self.agent or TOOL_AGENT
+        named = extra_info.get(AGENT_COLUMN)
+        return str(named or ("" if default == BY_ROW else default))
+
+    @property
+    def runs_python(self) -> bool:
+        """Whether the model may call the tool `python`."""
+        return any(tool.is_python for tool in self.tools)
+
+    def _broken_rules(self) -> Iterator[Problem]:
+        names = [tool.name for tool in self.tools]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            rule = f"must each have a name of its own, {', '.join(twice)} is there twice"
+            yield Problem("tools", rule, remedy="rename one of them")
 
 
 class LoggingConfig(Section):

@@ -31,12 +31,17 @@ TEXTS = {
     "!reads_reference": "a run in which neither reward nor loss reads the reference",
     "saves_during_training": "a save before the last iteration",
     "reads_reward_rules": "a rule that scores in training or validation",
-    "runs_code": "functions beside the reward model",
+    "counts_failures": "functions beside the reward model, or agents",
     "parts": "reward.functions",
     "architecture.num_experts": "num_experts in its model",
     "compares_responses": "an algorithm.adv_estimator that compares responses, as grpo or rloo",
     "runs_vllm": "rollout.engine=vllm",
-    "reward.runs_programs": "a rule of programs (code, code_all) in reward.rules or functions",
+    "runs_agents": "rollout.agent or rollout.tools",
+    "rollout.runs_agents": "rollout.agent or rollout.tools",
+    "reward.scores_by_agent": "the rule agent in reward.rules or functions",
+    "runs_slices": "rollout.max_staleness or rollout.agent",
+    "runs_programs": "a rule of programs (code, code_all) in reward.rules or functions, or the "
+    "tool python",
 }
 """Conditions on properties unknown to users -> what the run lacks."""
 

@@ -38,7 +38,7 @@ class FileProblems:
 
     def count_rows(self) -> int:
         """Count the distinct rows with a problem."""
-        return len({row for rows in self._rows.values() for row in rows})
+        return len(set().union(*self._rows.values()))
 
     def list_problems(self) -> list[Problem]:
         """Return the problems in row order, each keyed by `file:row` of its first row.

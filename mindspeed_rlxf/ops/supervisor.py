@@ -83,8 +83,10 @@ class Restarts:
         if failure.cause is not None or previous is None:
             self._previous = failure
         if previous is not None and previous.cause is not None and previous[:2] == failure[:2]:
-            when = "" if failure.iteration is None else f" in iteration {failure.iteration}"
-            return False, f"it failed twice{when} with the same cause"
+            failed = "it failed twice"
+            if failure.iteration is not None:
+                failed += f" in iteration {failure.iteration}"
+            return False, f"{failed} with the same cause"
         if not allowed:
             return False, ""
         if self.used >= allowed:

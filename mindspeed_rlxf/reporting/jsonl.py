@@ -21,8 +21,10 @@ class Sample:
     tokens' weights.
 
     `ground_truth` is the expected answer, and `extra_info` the other columns of the prompt's row.
-    Only validation samples have the last two fields: the prompt's stable index from 0, and the
-    answer the response votes for (maj@K). None is not written.
+    Only validation samples have `prompt_id` and `answer`: the prompt's stable index from 0, and the
+    answer the response votes for (maj@K). Only conversations have `turns`, the first token and the
+    end of each turn in `response_ids` (what is between them was given to the policy), and
+    `agent_failure`, why it was not trained. None is not written.
     """
 
     sample_id: int
@@ -38,6 +40,8 @@ class Sample:
     extra_info: dict[str, Any] | None = None
     prompt_id: int | None = None
     answer: str | None = None
+    turns: list[tuple[int, int]] | None = None
+    agent_failure: str | None = None
 
     def record(self, iteration: int) -> dict[str, Any]:
         """Return the line for samples.jsonl."""

@@ -120,6 +120,15 @@ SAMPLES = (
     Metric("rollout/alike_groups", "prompts", "prompts kept although their responses score the "
            "same (algorithm.filter_groups)", (0.0, 0.0),
            "raise algorithm.max_num_gen_batches, or use other prompts"),
+    Metric("rollout/turns/mean", "turns", "mean over conversations of the turns that an agent led "
+           "(rollout.agent)"),
+    Metric("rollout/turns/max", "turns", "most turns of a conversation"),
+    Metric("rollout/tool_calls/mean", "calls", "mean over conversations of the tool calls"),
+    Metric("rollout/agent_failures", "responses", "conversations that failed and are not trained",
+           (0.0, 0.0), "see the cause in rollout/agent_failures/<cause>"),
+    Metric("rollout/agent_failures/<cause>", "responses", "the same, by cause: exception, timeout, "
+           "tool, or no_turn", (0.0, 0.0), "timeout: raise rollout.turn_timeout_s; else correct "
+           "the agent or the tool"),
     Metric("rollout/log_prob_gap_mean", "nats", "mean distance of the log-probs of generation and "
            "training, over tokens", (0.0, 0.05),
            "compare precision and layout; algorithm.rollout_is_threshold corrects for it"),
@@ -134,6 +143,8 @@ SAMPLES = (
            "rollout.max_staleness"),
     Metric("val/<data_source>/score", "", "mean score of the validation prompts of this source"),
     Metric("val/<data_source>/response_length", "tokens", "mean length of the responses"),
+    Metric("val/agent_failures", "responses", "conversations of a validation that failed, and have "
+           "reward.failed_score", (0.0, 0.0), "see the cause in val_samples.jsonl"),
     Metric("val/<data_source>/<metric>", "", "another metric of validation, see running.md"),
 )  # fmt: skip
 SPEED = (

@@ -1,6 +1,7 @@
 """Score responses by their data source's rule, or by verifiers."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from mindspeed_rlxf.config.enums import Verifier
 from mindspeed_rlxf.config.problems import Problem, UserError
@@ -14,6 +15,7 @@ from mindspeed_rlxf.rewards.rules import (
     RULES_WITHOUT_TRUTH,
     SLOW_RULES,
     RewardResult,
+    arguments_of,
 )
 from mindspeed_rlxf.rewards.truths import find_unparsed
 from mindspeed_rlxf.rewards.verifiers import NEED_TRUTH, verify
@@ -46,20 +48,24 @@ class RewardManager:
         response_texts: Sequence[str],
         ground_truths: Sequence[str],
         data_sources: Sequence[str],
+        extra_infos: Sequence[Mapping[str, Any]] = (),
     ) -> list[RewardResult]:
         """Score each response; without verifiers, each data source needs a rule (`check`).
 
+        `extra_infos` are the rows' other columns, for the rule `agent`.
+
         A rule that returns None (not applicable) scores 0: nothing else scores the response.
         """
+        columns = extra_infos or [{}] * len(response_texts)
         results = []
-        for response, truth, source in zip(
-            response_texts, ground_truths, data_sources, strict=True
+        for response, truth, source, extra_info in zip(
+            response_texts, ground_truths, data_sources, columns, strict=True
         ):
             if self._verifiers:
                 results.append(verify(self._verifiers, response, truth))
                 continue
-            rule = RULES[self._rules[source]]
-            result = rule(response, truth)
+            rule = self._rules[source]
+            result = RULES[rule](response, truth, **arguments_of(rule, extra_info))
             results.append(RewardResult(result.score or 0.0, result.parts))
         return results
 

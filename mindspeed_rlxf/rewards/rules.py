@@ -1,13 +1,14 @@
 """Rules: scores for responses with an expected answer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import wraps
 from typing import Any, TypeAlias
 
 from mindspeed_rlxf.config.registry import add_to
-from mindspeed_rlxf.config.reward_section import RULES_OF_PROGRAMS
+from mindspeed_rlxf.config.reward_section import AGENT_RULE, RULES_OF_PROGRAMS
+from mindspeed_rlxf.data.agent_record import find_record
 from mindspeed_rlxf.rewards import verl_rules
 from mindspeed_rlxf.rewards.answers import (
     format_score,
@@ -91,6 +92,17 @@ def math_dapo_verl(response: str, ground_truth: str) -> RewardResult:
     return RewardResult(1.0 if is_right else -1.0, parts)
 
 
+def agent_score(
+    response: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None
+) -> RewardResult:
+    """Score what the sample's agent has given by `Session.reward`, with its parts.
+
+    A sample without an agent scores 0.
+    """
+    record = find_record(extra_info or {})
+    return RewardResult(0.0) if record is None else RewardResult(record.score, {**record.parts})
+
+
 RULES: dict[str, Rule] = {
     "exact_match": exact_match,
     "gsm8k": gsm8k,
@@ -104,6 +116,7 @@ RULES: dict[str, Rule] = {
     "search_qa": _as_rule(search_score),
     "format": _as_rule(format_score),
     "length": _as_rule(length_score),
+    AGENT_RULE: agent_score,
 }
 """Name in `reward.rules` and `reward.functions` -> rule."""
 
@@ -111,7 +124,7 @@ OWN_RULES = frozenset(RULES) | RULES_OF_PROGRAMS
 """Names of the package's rules; the other rules come from plugins."""
 SLOW_RULES = frozenset({"math"}) | RULES_OF_PROGRAMS
 """Rules that run only in scoring processes, because they may take any time."""
-RULES_WITHOUT_TRUTH = frozenset({"format", "length"})
+RULES_WITHOUT_TRUTH = frozenset({"format", "length", AGENT_RULE})
 """Rules that do not read the ground truth."""
 
 BUILTIN_SOURCES = {
@@ -150,6 +163,11 @@ ACCEPTS: dict[str, Callable[[str], object]] = {
 
 The function may raise ValueError in place of returning False: the text is shown as the reason.
 """
+
+
+def arguments_of(rule: str, extra_info: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that a rule gets from a row's other columns."""
+    return {"extra_info": extra_info} if rule == AGENT_RULE else {}
 
 
 def register_rule(

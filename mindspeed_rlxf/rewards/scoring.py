@@ -1,6 +1,7 @@
 """Score samples by the configured functions, or by their data sources' rules.
 
-`main` runs in a process started by `workers`, which sets deadlines and kills it.
+`main` runs in a process started by `workers`, which sets deadlines and kills it; `serve` answers
+other requests there too.
 """
 
 import asyncio
@@ -34,7 +35,7 @@ from mindspeed_rlxf.config.reward_section import (
     split_name,
 )
 from mindspeed_rlxf.rewards.outcome import Cause, Sample, ScoreFailure, ScoringBroken, to_result
-from mindspeed_rlxf.rewards.rules import RULES, RewardResult
+from mindspeed_rlxf.rewards.rules import RULES, RewardResult, arguments_of
 
 MAX_TRACEBACK = 4000  # characters, the last ones
 
@@ -106,6 +107,7 @@ class SampleScorer:
             self.function = rule
         if rule in RULES_OF_PROGRAMS and rule not in RULES:  # of a data source in the table
             from mindspeed_rlxf.rewards import programs  # noqa: F401  registers its rules
+        arguments = {**arguments, **arguments_of(rule, sample.extra_info)}
         result = RULES[rule](sample.response, sample.ground_truth, **arguments)
         return to_result({**result.parts, "score": result.score})
 
@@ -163,7 +165,21 @@ def format_traceback(error: BaseException) -> str:
 
 
 def main() -> None:
-    """Read a plan, then score samples until the parent closes the socket.
+    """Score samples until the parent closes the socket."""
+    serve(_make_scorer)
+
+
+def _make_scorer(plan: Plan) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    if plan.sandbox is not None:
+        from mindspeed_rlxf.rewards import programs  # half of the time to start
+
+        programs.SHARED.use(plan.sandbox)
+    scorer = SampleScorer(plan)
+    return lambda request: score_safely(scorer, Sample(**request))
+
+
+def serve(make_handler: Callable[[Any], Callable[[dict[str, Any]], dict[str, Any]]]) -> None:
+    """Read a plan, make a handler of it, and answer requests until the parent closes the socket.
 
     Messages are bytes: the pickled plan, then JSON. The program arguments are the socket
     descriptor, the parent's process id, and the address space limit in bytes.
@@ -172,19 +188,14 @@ def main() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
-        sys.exit("the process that scores was ended before this one began")
+        sys.exit("the parent process was ended before this one began")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     os.set_inheritable(descriptor, False)
     channel = Connection(descriptor)
     try:
-        plan = pickle.loads(channel.recv_bytes())
-        if plan.sandbox is not None:
-            from mindspeed_rlxf.rewards import programs  # half of the time to start
-
-            programs.SHARED.use(plan.sandbox)
-        scorer = SampleScorer(plan)
-        reply = "{}"  # ready
+        handler = make_handler(pickle.loads(channel.recv_bytes()))
+        reply = "{}"
     except BaseException as error:
         channel.send_bytes(
             json.dumps({"error": f"{type(error).__name__}: {error}"[:1000]}).encode()
@@ -193,4 +204,4 @@ def main() -> None:
     with contextlib.suppress(EOFError):
         while True:
             channel.send_bytes(reply.encode())
-            reply = json.dumps(score_safely(scorer, Sample(**json.loads(channel.recv_bytes()))))
+            reply = json.dumps(handler(json.loads(channel.recv_bytes())))

@@ -1,6 +1,7 @@
-"""A pool of killable scoring processes: samples go in, futures with outcomes come out.
+"""A pool of killable processes: samples go in, futures with outcomes come out.
 
-Each thread owns one process and its socket, so a killed one leaves nothing that others use.
+It also runs the tools of agents: calls go in, their results come out. Each thread owns one process
+and its socket, so a killed one leaves nothing that others use.
 """
 
 import json
@@ -11,7 +12,8 @@ import subprocess
 import sys
 import threading
 import weakref
-from concurrent.futures import Future
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Pipe
@@ -20,31 +22,55 @@ from typing import Any
 
 import psutil
 
-from mindspeed_rlxf.rewards.outcome import Cause, Outcome, Sample, ScoringBroken
+from mindspeed_rlxf.rewards.outcome import Cause, Outcome, ScoringBroken
 from mindspeed_rlxf.rewards.rules import RewardResult
-from mindspeed_rlxf.rewards.scoring import Plan, main
+from mindspeed_rlxf.rewards.scoring import main as scoring_main
 
 START_S = 180.0  # for the imports of the user's files
 EXIT_S = 0.3  # to end after the socket was closed
 END_S = 30.0  # to end once killed
-CLOSED = "the pool of scoring processes was closed"
+CLOSED = "the pool of processes was closed"
+
+
+def read_outcome(reply: dict[str, Any]) -> Outcome:
+    """Return the outcome that a scoring process has sent."""
+    if "cause" in reply:
+        return Outcome(None, Cause(reply["cause"]), reply["message"], reply.get("details", ""))
+    return Outcome(RewardResult(reply["score"], reply["parts"]))
 
 
 class WorkerPool:
     """Scores samples in at most `size` processes, started on demand."""
 
-    def __init__(self, plan: Plan, size: int, timeout_s: float, memory: int) -> None:
-        """Set the time per sample, without its wait for a process, and the address space."""
-        self._shared = _Shared(plan, timeout_s, memory)
+    def __init__(
+        self,
+        plan: Any,
+        size: int,
+        timeout_s: float,
+        memory: int,
+        main: Callable[[], None] = scoring_main,
+        read_reply: Callable[[dict[str, Any]], Any] = read_outcome,
+    ) -> None:
+        """Set up the pool; nothing starts before a task is there.
+
+        Args:
+            plan: What `main` reads first, pickled; a `Plan` for scoring.
+            size: Processes at most.
+            timeout_s: Time per task, without its wait for a process.
+            memory: Address space of a process, bytes.
+            main: A module's function that calls `scoring.serve`; runs in each process.
+            read_reply: Returns a future's result from a reply.
+        """
+        self._shared = _Shared(plan, timeout_s, memory, main.__module__, read_reply)
         self._size = size
         self._threads: list[threading.Thread] = []
         self._end = weakref.finalize(self, _end, self._shared, self._threads)
 
-    def submit(self, sample: Sample) -> Future[Outcome]:
-        """Queue a sample; its future raises ScoringBroken if no sample can be scored."""
+    def submit(self, sample: Any) -> Future[Any]:
+        """Queue a sample, a dataclass; its future raises ScoringBroken if none can be scored."""
         if not self._end.alive:
             raise ScoringBroken(CLOSED)
-        future: Future[Outcome] = Future()
+        future: Future[Any] = Future()
         self._shared.tasks.put((sample, future))
         if len(self._threads) < self._size:
             self._threads.append(threading.Thread(target=_work, args=[self._shared], daemon=True))
@@ -60,10 +86,12 @@ class WorkerPool:
 class _Shared:
     """What threads share; they do not hold the pool, so a forgotten pool is closed."""
 
-    plan: Plan
+    plan: Any
     timeout_s: float
     memory: int
-    tasks: SimpleQueue[tuple[Sample, Future[Outcome]] | None] = field(default_factory=SimpleQueue)
+    module: str
+    read_reply: Callable[[dict[str, Any]], Any]
+    tasks: SimpleQueue[tuple[Any, Future[Any]] | None] = field(default_factory=SimpleQueue)
     processes: "set[_Process]" = field(default_factory=set)
     broken: str = ""  # why no further sample is scored
 
@@ -95,27 +123,25 @@ def _work(shared: _Shared) -> None:
                 process = None
             shared.check()
             process = process or _Process(shared)
+            if not future.set_running_or_notify_cancel():  # nobody waits for it any more
+                continue
             data = json.dumps(asdict(sample), default=str).encode()
             reply = process.ask(data, shared.timeout_s)
             shared.check()
             if "error" in reply:
-                raise ScoringBroken(f"a scoring process cannot go on: {reply['error']}")
-            if "cause" in reply:
-                details = reply.get("details", "")
-                outcome = Outcome(None, Cause(reply["cause"]), reply["message"], details)
-                future.set_result(outcome)
-            else:
-                future.set_result(Outcome(RewardResult(reply["score"], reply["parts"])))
+                raise ScoringBroken(f"a process cannot go on: {reply['error']}")
+            future.set_result(shared.read_reply(reply))
         except Exception as error:  # also a sample that cannot be sent
             shared.broken = shared.broken or str(error) or repr(error)
-            future.set_exception(ScoringBroken(shared.broken))
+            with suppress(InvalidStateError):  # of one that was cancelled
+                future.set_exception(ScoringBroken(shared.broken))
     shared.tasks.put(None)
     if process is not None:
         process.end()
 
 
 class _Process:
-    """A process that runs `scoring.main`; on Linux it ends with the thread that made it."""
+    """A process that runs `main`; on Linux it ends with the thread that made it."""
 
     def __init__(self, shared: _Shared) -> None:
         """Start it and send it the plan.
@@ -128,11 +154,11 @@ class _Process:
         path = os.pathsep.join(filter(None, sys.path))
         with child_channel:
             self.popen = subprocess.Popen(
-                [sys.executable, "-c", f"from {main.__module__} import main; main()", *numbers],
+                [sys.executable, "-c", f"from {shared.module} import main; main()", *numbers],
                 stdin=subprocess.DEVNULL, stdout=2,  # beside what this process prints for its log
                 pass_fds=[child_channel.fileno()], start_new_session=True,
                 env={
-                    "OMP_NUM_THREADS": "1", **os.environ,
+                    "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", **os.environ,
                     "PYTHONPATH": path, "PYTHONUNBUFFERED": "1",
                 },
             )  # fmt: skip
@@ -144,7 +170,7 @@ class _Process:
         failure = reply.get("error") or reply.get("message")
         if failure:
             self.end()
-            raise ScoringBroken(f"a scoring process did not start: {failure}")
+            raise ScoringBroken(f"a process did not start: {failure}")
 
     def ask(self, data: bytes, timeout_s: float) -> dict[str, Any]:
         """Send data; return the reply, or the `cause` and `message` for its end."""
@@ -163,7 +189,7 @@ class _Process:
             by = f"with exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
             return {"cause": Cause.EXIT, "message": f"its process ended {by}"}
         self.end()
-        return {"cause": Cause.TIMEOUT, "message": f"no score within {timeout_s:g} s"}
+        return {"cause": Cause.TIMEOUT, "message": f"no answer within {timeout_s:g} s"}
 
     def kill(self) -> None:
         """Kill the process and its descendants."""

@@ -11,6 +11,7 @@ from mindspeed_rlxf.cluster.interface import Pool, PoolPart
 from mindspeed_rlxf.cluster.refs import RowsRef
 from mindspeed_rlxf.config.enums import KlPenalty, OldLogProbs, Role, Stage
 from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.data.agent_record import find_record
 from mindspeed_rlxf.data.batch import (
     Experience,
     ExperienceInputs,
@@ -177,7 +178,8 @@ class ActorRole:
         for row, sample_id in enumerate(rollouts.sample_ids):
             versions = rollouts.weights_version[row, : len(responses[row])]
             span = int(versions.min()), int(versions.max())
-            texts.append(SampleText(sample_id, prompts[row], responses[row], span))
+            record = find_record(rollouts.extra_infos[row])
+            texts.append(SampleText(sample_id, prompts[row], responses[row], span, record))
         return RoleOutput(report=texts)
 
     def make_experience(self, inputs: ExperienceInputs) -> RoleOutput:

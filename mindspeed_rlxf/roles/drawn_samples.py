@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from mindspeed_rlxf.data.agent_record import AgentRecord
 from mindspeed_rlxf.data.batch import Prompts
 from mindspeed_rlxf.rollout.ahead import SavedResponse
 from mindspeed_rlxf.rollout.rollout_engine import Begun, GenerationRequest, GenerationResult
@@ -20,13 +21,17 @@ class DrawnSample:
     Attributes:
         prompt: One row.
         request: With the part of the response that had begun when the engine got it.
+        agent: Name of the agent that leads its conversation; "" = none, the response is one turn.
         result: None while the response has not ended.
+        record: What the agent has left, once the conversation has ended; `prompt` has it too.
     """
 
     prompt: Prompts
     sampling: Sampling
     request: GenerationRequest
+    agent: str = ""
     result: GenerationResult | None = None
+    record: AgentRecord | None = None
 
     @property
     def key(self) -> Key:
@@ -50,7 +55,8 @@ class DrawnSample:
         if self.result is not None:
             result = self.result
             begun = Begun(result.tokens, result.log_probs, result.token_versions)
-            return SavedResponse.of(begun, result.finish_reason)
+            reason = result.finish_reason
+            return SavedResponse.of(begun, reason, result.trained, self.record)
         begun_before = self.request.begun
         return None if begun_before is None else SavedResponse.of(begun_before, None)
 
@@ -70,6 +76,8 @@ class DrawnSamples:
         self._samples: dict[Key, DrawnSample] = {}
         self._waiting: list[DrawnSample] = []  # unfinished, and not in the engine
         self._in_engine: dict[int, DrawnSample] = {}  # by the place of the request
+        self._unstarted: list[DrawnSample] = []  # whose agents have not been started
+        self._with_agents: dict[Key, DrawnSample] = {}  # whose agents do not ask for a turn
         self._ended_before: list[DrawnSample] = []  # in an earlier run, and not reported yet
         self._num_added = 0
 
@@ -85,7 +93,8 @@ class DrawnSamples:
     @property
     def num_unfinished(self) -> int:
         """Number of samples whose response has not ended."""
-        return len(self._waiting) + len(self._in_engine)
+        in_conversations = len(self._unstarted) + len(self._with_agents)
+        return len(self._waiting) + len(self._in_engine) + in_conversations
 
     @property
     def are_withdrawn(self) -> bool:
@@ -93,21 +102,31 @@ class DrawnSamples:
         return not self._in_engine
 
     def add(
-        self, prompts: Prompts, sampling: Sampling, settings: SamplingSettings, seed: int
+        self,
+        prompts: Prompts,
+        sampling: Sampling,
+        settings: SamplingSettings,
+        seed: int,
+        agents: Sequence[str] | None = None,
     ) -> None:
-        """Add a sample for each row, with what `saved` has of its response."""
+        """Add a sample for each row, with what `saved` has of its response.
+
+        `agents` has the name of each row's agent, "" for none; None = none for all.
+        """
         for row, sample_id in enumerate(prompts.sample_ids):
             request = GenerationRequest(
                 self._num_added, sample_id, prompts.token_ids[row], settings, seed
             )
             self._num_added += 1
-            sample = DrawnSample(prompts.select([row]), sampling, request)
+            agent = agents[row] if agents is not None else ""
+            sample = DrawnSample(prompts.select([row]), sampling, request, agent)
             assert sample.key not in self._samples, f"sample {sample_id} was added twice"
             self._samples[sample.key] = sample
             response = self.saved.pop(sample.key, None)
             if response is None:
-                self._waiting.append(sample)
+                (self._unstarted if agent else self._waiting).append(sample)
             elif response.finish_reason is None:
+                assert not agent, f"the conversation of sample {sample_id} was not saved"
                 sample.request = replace(request, begun=response.begun)
                 self._waiting.append(sample)
             else:
@@ -119,7 +138,10 @@ class DrawnSamples:
                     response.finish_reason,
                     begun.versions[-1],
                     begun.versions,
+                    response.trained,
                 )
+                if response.record is not None:
+                    _set_record(sample, response.record)
                 self._ended_before.append(sample)
 
     def pop_ended_before(self) -> list[DrawnSample]:
@@ -140,6 +162,38 @@ class DrawnSamples:
         sample.result = result
         return sample
 
+    def pop_unstarted(self) -> list[DrawnSample]:
+        """Return the samples whose agents start now, in the order of the stream."""
+        starting = sorted(self._unstarted, key=lambda sample: sample.order)
+        self._unstarted = []
+        self._with_agents |= {sample.key: sample for sample in starting}
+        return starting
+
+    def is_led(self, result: GenerationResult) -> bool:
+        """Whether a result of the engine is a turn, for an agent to answer."""
+        return self._in_engine[result.place].agent != ""
+
+    def end_turn(self, result: GenerationResult) -> DrawnSample:
+        """Return the sample in the engine whose turn this is; its agent answers it."""
+        sample = self._in_engine.pop(result.place)
+        self._with_agents[sample.key] = sample
+        return sample
+
+    def go_on(self, request: GenerationRequest, sampling: Sampling) -> None:
+        """Have a sample's next turn enter the engine."""
+        sample = self._with_agents.pop((request.sample_id, sampling))
+        sample.request = request
+        self._waiting.append(sample)
+
+    def end_conversation(
+        self, key: Key, result: GenerationResult, record: AgentRecord
+    ) -> DrawnSample:
+        """Return the sample whose agent has ended its conversation."""
+        sample = self._with_agents.pop(key)
+        sample.result = result
+        _set_record(sample, record)
+        return sample
+
     def leave_engine(self, requests: Sequence[GenerationRequest]) -> None:
         """Take back all samples in the engine, with their parts."""
         for request in requests:
@@ -156,3 +210,10 @@ class DrawnSamples:
                 sample = self._samples.pop((sample_id, sampling), None)
                 has_ended = sample is None or sample.result is not None
                 assert has_ended, f"sample {sample_id} is forgotten, but its response goes on"
+
+
+def _set_record(sample: DrawnSample, record: AgentRecord) -> None:
+    """Note a conversation's record, also as a column of the sample's row."""
+    sample.record = record
+    columns = record.add_to(sample.prompt.extra_infos[0])
+    sample.prompt = replace(sample.prompt, extra_infos=[columns])

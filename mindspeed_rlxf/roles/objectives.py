@@ -1,7 +1,7 @@
 """Policy objectives (each algorithm's advantages and loss), and the experience for them.
 
 The critic's ranks, or without a critic the actor's, make experience from log-probs, values and
-scores (design, section 6); the actor's ranks compute the loss. Each rank builds its own objective.
+scores; the actor's ranks compute the loss. Each rank builds its own objective.
 Each replica computes its own samples; whitening sums over all replicas.
 """
 
@@ -38,6 +38,7 @@ from mindspeed_rlxf.algorithms.slots import value_mask
 from mindspeed_rlxf.config.enums import AdvantageWhiten, KlPenalty, OldLogProbs, Role, Stage
 from mindspeed_rlxf.config.registry import add_to
 from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.data.agent_record import find_record
 from mindspeed_rlxf.data.batch import (
     Experience,
     ExperienceInputs,
@@ -281,10 +282,10 @@ class ExperienceMaker:
         elif old is not None and ref is not None:
             kl = kl_per_token(old, ref, self.algorithm.kl_penalty)
         # A response is masked out if it, its greedy response or the other one of its pair could not
-        # be scored for a cause that is not the response's.
-        scored = inputs.scores.is_scored
-        if inputs.greedy_scores is not None:
-            scored = scored & inputs.greedy_scores.is_scored
+        # be scored for a cause that is not the response's, or if its agent has failed.
+        scored = inputs.scores.is_scored & rollouts.trained_mask.any(1)
+        if inputs.greedy is not None and inputs.greedy_scores is not None:
+            scored = scored & inputs.greedy_scores.is_scored & inputs.greedy.trained_mask.any(1)
         if self.run.training.stage is Stage.RAY_ONLINE_DPO:
             scored = scored.view(-1, 2).all(1).repeat_interleave(2)
         trained = rollouts.trained_mask & scored[:, None]
@@ -341,7 +342,13 @@ class ExperienceMaker:
         )
         scores = self._shape_scores(rollouts, inputs.scores)
         kl_coef = inputs.kl_coef if self.objective.kl_in_reward else 0.0
-        rewards = token_rewards(fit_columns(kl, mask.size(1)), scores, mask, kl_coef)
+        at_end, at_turns = scores, None
+        if algorithm.turn_rewards:
+            at_turns = self._rewards_of_turns(rollouts, mask)
+            at_end = scores - at_turns.sum(1)
+        rewards = token_rewards(fit_columns(kl, mask.size(1)), at_end, mask, kl_coef)
+        if at_turns is not None:
+            rewards = rewards + at_turns
         if algorithm.whiten_rewards:
             rewards = masked_whiten(rewards, mask, self.sum_over_replicas, shift_mean=False)
         values, greedy = None, None
@@ -363,6 +370,22 @@ class ExperienceMaker:
             lam_alpha=algorithm.lam_alpha,
             sum_over_replicas=self.sum_over_replicas,
         )
+
+    def _rewards_of_turns(self, rollouts: Rollouts, mask: Tensor) -> Tensor:
+        """Return each turn's part of the score, at its last token: [batch, slots] fp32.
+
+        That of the last turn is left out: what the score has beside the others stands at the end.
+        """
+        parts = torch.zeros(mask.shape)
+        for row, extra_info in enumerate(rollouts.extra_infos):
+            record = find_record(extra_info)
+            if record is None:
+                continue
+            weight = self.run.reward.agent_weight(rollouts.data_sources[row])
+            turns = zip(record.turns[:-1], record.rewards[:-1], strict=True)
+            for (_, end), reward in turns:
+                parts[row, end - 1] = self.algorithm.reward_scale * weight * reward
+        return parts * mask
 
     def _shape_scores(self, rollouts: Rollouts, scores: Scores) -> Tensor:
         """Return scores [batch], scaled and clipped, minus penalties (missing EOS, length).
@@ -393,8 +416,12 @@ def _summarize(
 ) -> ExperienceReport:
     tokens, slots, scored = experience.trained_mask, experience.value_mask, given.is_scored
     has_values = bool(slots.numel())
+    kl_of_samples: list[float] = []
+    if kl is not None:
+        rows = generated.any(1)  # not those whose agents have failed
+        kl_of_samples = masked_mean(kl[rows], generated[rows], dim=1).tolist()
     return ExperienceReport(
-        kl=[] if kl is None else masked_mean(kl, generated, dim=1).tolist(),
+        kl=kl_of_samples,
         score=Summary.of(given.scores[scored]),
         rewards=Summary.of(given.rewards.sum(1)[scored]),
         advantages=Summary.of(experience.advantages[tokens]),

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from mindspeed_rlxf.data.agent_record import AgentRecord
 from mindspeed_rlxf.rollout.sampling import Sampling
 
 
@@ -68,6 +69,10 @@ class GenerateReport:
     # Weights versions of each sample's tokens: the oldest, and the mean over the tokens.
     oldest_versions: list[int] = field(default_factory=list)
     mean_versions: list[float] = field(default_factory=list)
+    # What agents have left of their conversations, None for samples without an agent.
+    records: list[AgentRecord | None] = field(default_factory=list)
+    # Of each sample's agent; None = it has not failed.
+    agent_failures: list[FailedSample | None] = field(default_factory=list)
 
 
 class EndedResponse(NamedTuple):
@@ -142,6 +147,15 @@ class ScoreReport:
         return [not (failure and failure.is_outside) for failure in self.failures]
 
 
+def failed_by_agent(sample_id: int, record: AgentRecord | None) -> FailedSample | None:
+    """Return the failure of a sample's agent, None if there is none."""
+    if record is None or record.failure is None:
+        return None
+    failure = record.failure
+    named = f"agent {record.agent}: {failure.message}"
+    return FailedSample(sample_id, f"agent_{failure.cause}", named, True, failure.details)
+
+
 def value_fit(returns: Tensor, values: Tensor) -> list[float]:
     """Return the per-rank sums for `explained_variance` over slots on the host.
 
@@ -171,7 +185,7 @@ class ExperienceReport:
     """A replica's experience.
 
     Attributes:
-        kl: Each sample's mean KL per token; empty if not computed.
+        kl: Mean KL per token of each sample with trained tokens; empty if not computed.
         score: Over samples, like `rewards`.
         rewards: Response totals.
         advantages: Over tokens.
@@ -203,9 +217,13 @@ class UpdateReport:
 
 @dataclass(frozen=True)
 class SampleText:
-    """One sample's token ids for the sample log, and its (min, max) weights version."""
+    """One sample's token ids for the sample log, and its (min, max) weights version.
+
+    `record` is what an agent has left, if one led the sample.
+    """
 
     sample_id: int
     prompt_ids: list[int]
     response_ids: list[int]
     weights_version: tuple[int, int]
+    record: AgentRecord | None = None

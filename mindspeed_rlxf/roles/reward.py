@@ -1,6 +1,6 @@
 """The reward role: scores responses with a reward model, a classifier or rules."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from mindspeed_rlxf.cluster.interface import Pool
 from mindspeed_rlxf.cluster.refs import RowsRef
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.data.agent_record import find_record
 from mindspeed_rlxf.data.batch import RoleOutput, Rollouts, RuleScores, Scores
 from mindspeed_rlxf.data.decoding import RewardTexts
 from mindspeed_rlxf.data.prompt_store import reward_style
@@ -20,8 +21,8 @@ from mindspeed_rlxf.rewards.outcome import Cause
 from mindspeed_rlxf.rewards.verifiers import find_answers
 from mindspeed_rlxf.roles.engines import EngineFactory, room_on_device, train_engine
 from mindspeed_rlxf.roles.own_roles import role_factory
-from mindspeed_rlxf.roles.reports import FailedSample, ScoreReport
-from mindspeed_rlxf.roles.scorer import ScorerRole
+from mindspeed_rlxf.roles.reports import FailedSample, ScoreReport, failed_by_agent
+from mindspeed_rlxf.roles.scorer import ScorerRole, scored_tokens
 
 FAULTS_OF_FUNCTIONS = (Cause.EXCEPTION.value, Cause.WRONG_RESULT.value, Cause.NOT_FINITE.value)
 
@@ -171,6 +172,7 @@ class RewardRole:
     def __init__(self, config: RunConfig, build_engine: EngineFactory = train_engine) -> None:
         reward = config.reward
         self.config, self.verifiers = reward, config.verifiers
+        self.runs_agents = config.rollout.runs_agents
         self.tokenizer = load_tokenizer(config.training.tokenizer_name_or_path)
         self.texts = RewardTexts(self.tokenizer, config.actor_rollout.stop_strings)
         self.rules = RewardManager(dict(reward.rules), config.verifiers)
@@ -188,11 +190,32 @@ class RewardRole:
         if self.classifier is not None:
             with room_on_device():
                 found = self.classifier.score_rollouts(rollouts)
-            return RoleOutput(Scores(torch.tensor(found, dtype=torch.float32)), ScoreReport(found))
+            return self._make_output(rollouts, found)
         if self.engine is None:
             return self.score_by_rule(rollouts)
         scores = self.engine.scores(rollouts)
-        return RoleOutput(scores, ScoreReport(scores.scores.tolist()) if scores else None)
+        if scores is None:  # this rank is no leader
+            return RoleOutput()
+        return self._make_output(rollouts, scores.scores.tolist())
+
+    def _make_output(
+        self,
+        rollouts: Rollouts,
+        scores: list[float],
+        parts: Sequence[dict[str, float | str]] = (),
+        answers: Sequence[str | None] = (),
+    ) -> RoleOutput:
+        """Return rows and report of scores; with agents both name those that have failed."""
+        tensor = torch.tensor(scores, dtype=torch.float32)
+        if not self.runs_agents:
+            report = ScoreReport(scores, list(parts), answers=list(answers))
+            return RoleOutput(Scores(tensor), report)
+        failures = [
+            failed_by_agent(sample_id, find_record(extra_info))
+            for sample_id, extra_info in zip(rollouts.sample_ids, rollouts.extra_infos, strict=True)
+        ]
+        rows = RuleScores(tensor, list(parts) or [{} for _ in scores], failures)
+        return RoleOutput(rows, ScoreReport(scores, list(parts), failures, list(answers)))
 
     def _decode(self, token_ids: list[list[int]]) -> list[str]:
         """Return texts without EOS and padding at their ends, for subclasses."""
@@ -233,12 +256,21 @@ class RewardRole:
 
         Rows: Scores. Report: ScoreReport with parts, and when validating the answers found.
         """
-        responses = rollouts.response_tokens()
-        texts = list(map(self.texts.response, responses, rollouts.has_eos.tolist()))
-        results = self.rules.score(texts, rollouts.ground_truths, rollouts.data_sources)
+        texts = [
+            self.texts.response(scored_tokens(tokens, extra_info, self.config), has_eos)
+            for tokens, extra_info, has_eos in zip(
+                rollouts.response_tokens(),
+                rollouts.extra_infos,
+                rollouts.has_eos.tolist(),
+                strict=True,
+            )
+        ]
+        results = self.rules.score(
+            texts, rollouts.ground_truths, rollouts.data_sources, rollouts.extra_infos
+        )
         scores = [result.score or 0.0 for result in results]
         found: list[str | None] = []
         if validates:
             found = find_answers(texts, rollouts.data_sources, self.config.rules, self.verifiers)
-        report = ScoreReport(scores, [dict(result.parts) for result in results], answers=found)
-        return RoleOutput(Scores(torch.tensor(scores, dtype=torch.float32)), report)
+        parts = [dict(result.parts) for result in results]
+        return self._make_output(rollouts, scores, parts, found)

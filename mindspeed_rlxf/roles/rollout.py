@@ -17,13 +17,24 @@ from mindspeed_rlxf.cluster.group import Pending, RoleGroup, Sharded, submit_tog
 from mindspeed_rlxf.cluster.interface import Peer, Pool, PoolPart
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import ActorConfig, RunConfig, ValidationConfig
+from mindspeed_rlxf.data.agent_record import find_record
 from mindspeed_rlxf.data.batch import Prompts, RoleOutput, Rollouts
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
 from mindspeed_rlxf.roles.actor import ActorGroup, ActorRole
+from mindspeed_rlxf.roles.conversations import (
+    AgentHost,
+    Conversations,
+    generate_conversations,
+)
 from mindspeed_rlxf.roles.drawn_samples import DrawnSample, DrawnSamples
 from mindspeed_rlxf.roles.engines import device_model, keep, let_stay
 from mindspeed_rlxf.roles.own_roles import role_factory
-from mindspeed_rlxf.roles.reports import EndedResponse, GenerateReport, SliceReport
+from mindspeed_rlxf.roles.reports import (
+    EndedResponse,
+    GenerateReport,
+    SliceReport,
+    failed_by_agent,
+)
 from mindspeed_rlxf.roles.scorer import ScorerRole
 from mindspeed_rlxf.roles.weights_probe import PROBE, ProbeReport, probe_rows
 from mindspeed_rlxf.rollout.ahead import SavedSample, read_ahead, write_ahead
@@ -257,6 +268,11 @@ class RolloutRole:
         if scorer is not None:
             scorer.is_leader = self.replica.is_leader
         self.samples = DrawnSamples()
+        self.agents: AgentHost | None = None
+        self.conversations: Conversations | None = None
+        if config.rollout.runs_agents:
+            self.agents = AgentHost(config, eos_token_ids, self.replica.is_leader)
+            self.conversations = Conversations(self.agents, self.samples)
         self._has_fixed = False  # whether samples with fixed responses were added, to any replica
         # Since the last report: counts of slices, and seconds of waiting for weights.
         self._stats = GenerationStats()
@@ -324,17 +340,23 @@ class RolloutRole:
         awake afterwards, until training needs the device. A scorer starts to score responses as
         they finish. The seed and the sample ids determine every sampled token.
         """
-        requests = make_requests(prompts, self.settings[sampling], seed)
+        settings = self.settings[sampling]
+        requests = make_requests(prompts, settings, seed)
         results: Iterable[GenerationResult]
         with self._awake() as engine:
-            if any(prompts.responses):
+            stats = None
+            if self.agents is not None:
+                prompts, results, stats = generate_conversations(
+                    self.agents, engine, prompts, sampling, settings, seed
+                )
+            elif any(prompts.responses):
                 given = dict(zip(prompts.sample_ids, prompts.responses, strict=True))
                 results = answer_from_table(engine, given, requests)
             else:
                 results = engine.generate(requests)
             if self.scorer is not None:
                 results = self.scorer.follow(prompts, results)
-            output = self._make_output(prompts, list(results), engine.stats())
+            output = self._make_output(prompts, list(results), stats or engine.stats())
         return output
 
     def _make_output(
@@ -346,6 +368,7 @@ class RolloutRole:
             return RoleOutput()
         rows = gather_rollouts(prompts, results)
         ordered = sorted(results, key=lambda result: result.place)
+        records = [find_record(extra_info) for extra_info in rows.extra_infos]
         report = GenerateReport(
             prompt_lengths=rows.prompt_lengths.tolist(),
             response_lengths=rows.response_lengths.tolist(),
@@ -357,6 +380,8 @@ class RolloutRole:
             device=device_model(),
             oldest_versions=[min(result.token_versions) for result in ordered],
             mean_versions=[fmean(result.token_versions) for result in ordered],
+            records=records,
+            agent_failures=list(map(failed_by_agent, rows.sample_ids, records)),
         )
         return RoleOutput(rows, report)
 
@@ -373,7 +398,8 @@ class RolloutRole:
         replica gets fixed responses, so that ranks that share experts agree.
         """
         self._has_fixed |= has_fixed
-        self.samples.add(prompts, sampling, self.settings[sampling], seed)
+        agents = self.agents.choose(prompts) if self.agents is not None else None
+        self.samples.add(prompts, sampling, self.settings[sampling], seed, agents)
         return RoleOutput()
 
     def advance(self, steps: int | None) -> RoleOutput:
@@ -388,18 +414,31 @@ class RolloutRole:
         for sample in ended:
             self._start_scoring(sample)
         with self._awake() as engine:
-            entering = self._answer_fixed(engine, self.samples.enter_engine(), ended)
-            engine.add([sample.request for sample in entering])
-            for result in engine.advance(steps):
-                ended.append(self.samples.end(result))
-                self._start_scoring(ended[-1])
+            for sample in self._run_slice(engine, steps, ended):
+                ended.append(sample)
+                self._start_scoring(sample)
             self._stats += engine.stats()
         if not self.replica.is_leader:
             return RoleOutput()
         ended.sort(key=lambda sample: sample.order)
         return RoleOutput(
-            report=SliceReport(list(map(_name_ended, ended)), self.samples.num_unfinished)
+            report=SliceReport(
+                list(map(_name_ended, ended)),
+                self.samples.num_unfinished,
+            )
         )
+
+    def _run_slice(
+        self, engine: StepwiseEngine, steps: int | None, ended: list[DrawnSample]
+    ) -> Iterator[DrawnSample]:
+        """Yield samples as they end; those with fixed responses are appended to `ended` at once."""
+        if self.conversations is not None:
+            yield from self.conversations.run_slice(engine, steps)
+            return
+        entering = self._answer_fixed(engine, self.samples.enter_engine(), ended)
+        engine.add([sample.request for sample in entering])
+        for result in engine.advance(steps):
+            yield self.samples.end(result)
 
     def _answer_fixed(
         self, engine: StepwiseEngine, samples: list[DrawnSample], ended: list[DrawnSample]
@@ -556,7 +595,7 @@ def gather_rollouts(prompts: Prompts, results: Iterable[GenerationResult]) -> Ro
         prompt_lengths=torch.tensor([len(ids) for ids in prompts.token_ids], dtype=torch.long),
         response_ids=_pad([torch.tensor(result.tokens) for result in ordered]),
         response_mask=mask,
-        trained_mask=mask,
+        trained_mask=_pad([torch.tensor(result.token_trained) for result in ordered], torch.bool),
         has_eos=torch.tensor(stopped, dtype=torch.bool),
         rollout_log_probs=_pad([torch.tensor(r.log_probs) for r in ordered], torch.float32),
         ground_truths=prompts.ground_truths,

@@ -1,12 +1,13 @@
 """The scorer role: scores responses as they finish, in the process that generates them."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from mindspeed_rlxf.config.enums import RewardKind
-from mindspeed_rlxf.config.schema import RunConfig
+from mindspeed_rlxf.config.schema import RewardConfig, RunConfig
+from mindspeed_rlxf.data.agent_record import find_record
 from mindspeed_rlxf.data.batch import Prompts, RoleOutput, Rollouts, RuleScores
 from mindspeed_rlxf.data.decoding import RewardTexts
 from mindspeed_rlxf.data.prompt_store import reward_style
@@ -21,7 +22,7 @@ from mindspeed_rlxf.rewards.plans import (
     scores_row,
 )
 from mindspeed_rlxf.rewards.verifiers import find_answers
-from mindspeed_rlxf.roles.reports import FailedSample, ScoreReport
+from mindspeed_rlxf.roles.reports import FailedSample, ScoreReport, failed_by_agent
 from mindspeed_rlxf.rollout.rollout_engine import FinishReason, GenerationResult
 
 MAX_TEXT = 2000  # characters of a string of a sample without a score
@@ -47,7 +48,8 @@ class ScorerRole:
     def start(self, prompt: Prompts, result: GenerationResult) -> None:
         """Start scoring a training response; its scoring is kept until `forget`.
 
-        Does nothing beside leaders, for rows of a model alone, and if it was started before.
+        Does nothing beside leaders, for rows of a model alone or of an agent that has failed, and
+        if it was started before.
 
         Args:
             prompt: The sample's row.
@@ -92,11 +94,13 @@ class ScorerRole:
             yield result
 
     def _scores(self, prompts: Prompts, row: int) -> bool:
-        return self.is_leader and scores_row(self.reward, prompts.extra_infos[row])
+        extra_info = prompts.extra_infos[row]
+        return self.is_leader and scores_row(self.reward, extra_info) and not has_failed(extra_info)
 
     def _submit_result(self, prompts: Prompts, row: int, result: GenerationResult) -> Scoring:
         has_ended = result.finish_reason is FinishReason.STOP
-        text = self.texts.response(result.tokens, has_ended)
+        scored = scored_tokens(result.tokens, prompts.extra_infos[row], self.reward)
+        text = self.texts.response(scored, has_ended)
         return self._submit(prompts, row, prompts.token_ids[row].tolist(), text)
 
     def _find_scoring(
@@ -124,10 +128,17 @@ class ScorerRole:
         if not self.is_leader:
             return RoleOutput()
         prompts, responses = rollouts.prompt_tokens(), rollouts.response_tokens()
-        texts = list(map(self.texts.response, responses, rollouts.has_eos.tolist()))
+        texts = [
+            self.texts.response(scored_tokens(tokens, extra_info, self.reward), has_eos)
+            for tokens, extra_info, has_eos in zip(
+                responses, rollouts.extra_infos, rollouts.has_eos.tolist(), strict=True
+            )
+        ]
         scorings: list[Scoring] = []
         for row, sample_id in enumerate(rollouts.sample_ids):
-            if not (validates or scores_row(self.reward, rollouts.extra_infos[row])):
+            extra_info = rollouts.extra_infos[row]
+            is_scored = validates or scores_row(self.reward, extra_info)
+            if not is_scored or has_failed(extra_info):
                 scorings.append([])
                 continue
             scoring = self._find_scoring(sample_id, responses[row], validates)
@@ -147,7 +158,8 @@ class ScorerRole:
         failures: list[FailedSample | None] = []
         for row, outcome in enumerate(outcomes):
             if outcome.cause is None:
-                failures.append(None)
+                record = find_record(rollouts.extra_infos[row])
+                failures.append(failed_by_agent(rollouts.sample_ids[row], record))
                 continue
             details = ""
             if not any(failures):  # one sample of a batch is enough to find the mistake
@@ -174,6 +186,23 @@ class ScorerRole:
         truth, source = rows.ground_truths[row], rows.data_sources[row]
         text = self.texts.prompt(prompt)
         return Sample(text, response, truth, source, rows.extra_infos[row])
+
+
+def has_failed(extra_info: Mapping[str, Any]) -> bool:
+    """Whether the agent of a row's sample has failed, so that nothing scores it."""
+    record = find_record(extra_info)
+    return record is not None and record.failure is not None
+
+
+def scored_tokens(
+    tokens: Sequence[int], extra_info: Mapping[str, Any], reward: RewardConfig
+) -> Sequence[int]:
+    """Return the tokens of a response that rules and functions read (`reward.agent_text`)."""
+    record = find_record(extra_info)
+    if record is None or not record.turns or reward.agent_text == "all":
+        return tokens
+    first, end = record.turns[-1]
+    return tokens[first:end]
 
 
 def describe_failure(sample: Sample, outcome: Outcome) -> str:

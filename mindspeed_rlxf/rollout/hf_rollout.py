@@ -4,6 +4,7 @@ It is slower than the native engine: rows that end leave a batch, but no others 
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -97,11 +98,12 @@ class TransformersRollout:
         self.model.to("cpu")
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
-        """Generate as `RolloutEngine.generate` says, in batches of equal settings."""
+        """Generate as `RolloutEngine.generate` says, in batches of equal settings but the limit."""
         self._stats = GenerationStats()
         by_settings: dict[SamplingSettings, list[GenerationRequest]] = {}
         for request in requests:
-            by_settings.setdefault(request.settings, []).append(request)
+            without_limit = replace(request.settings, max_new_tokens=0)
+            by_settings.setdefault(without_limit, []).append(request)
         for settings, same in by_settings.items():
             same.sort(key=lambda request: len(request.prompt))  # batches with little padding
             for start in range(0, len(same), self.max_rows):
@@ -112,8 +114,11 @@ class TransformersRollout:
     ) -> Iterator[GenerationResult]:
         """Yield results as responses end; their rows leave the batch and its cache."""
         rows = [(request, list[int](), list[float]()) for request in requests]
-        most = settings.max_new_tokens
-        numbers = [uniform_numbers(r.seed, r.sample_id, most) for r in requests]
+        most = max(request.settings.max_new_tokens for request in requests)
+        numbers = [
+            uniform_numbers(r.seed, r.sample_id, r.turn_start + most)[r.turn_start :]
+            for r in requests
+        ]
         uniforms = torch.from_numpy(np.stack(numbers))
         ids, mask = _pad([request.prompt for request in requests], left=True)
         self._stats.prompt_tokens += int(mask.sum())
@@ -132,7 +137,8 @@ class TransformersRollout:
             for i, ((request, response, logs), token, log_prob) in enumerate(drawn):
                 response.append(token)
                 logs.append(log_prob)
-                if len(response) == most or settings.ends_with(response):
+                limit = request.settings.max_new_tokens
+                if len(response) == limit or settings.ends_with(response):
                     reason = FinishReason.of(response, settings)
                     version = self.weights_version
                     yield GenerationResult(request.place, response, logs, reason, version)

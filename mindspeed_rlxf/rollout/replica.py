@@ -146,12 +146,12 @@ def in_slices(engine: RolloutEngine) -> StepwiseEngine:
 
 
 def find_capacities(config: RunConfig) -> Capacities | None:
-    """Return the sizes of a replica's generation, for runs whose responses go on over updates.
+    """Return the sizes of a replica's generation, where requests enter while others are there.
 
     A replica that has more than its part of the samples under way lets some wait.
     """
     staleness, actor = config.rollout.max_staleness, config.actor_rollout
-    if staleness == 0:
+    if not config.rollout.runs_slices:
         return None
     num_batches = staleness - config.lead + 1
     num_prompts = num_batches * config.training.global_batch_size

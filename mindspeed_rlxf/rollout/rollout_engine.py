@@ -64,6 +64,9 @@ class GenerationRequest:
         sample_id: With `seed` it determines every random number, whatever else is in the batch.
         prompt: [prompt] int64, without padding.
         begun: The response so far; None = nothing.
+        turn_start: Tokens of the response before the turn that is sampled, where an agent leads a
+            conversation; they are in `begun`, or at the end of `prompt`. Stop strings and
+            `min_new_tokens` see the turn alone, random numbers and `max_new_tokens` the response.
     """
 
     place: int
@@ -72,6 +75,7 @@ class GenerationRequest:
     settings: SamplingSettings
     seed: int
     begun: Begun | None = None
+    turn_start: int = 0
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,7 @@ class GenerationResult:
         log_probs: One per token, at the request's temperature, before top-k and top-p.
         weights_version: Number of actor updates in the weights that sampled the last token.
         versions: That of each token; None = `weights_version` for all (see `token_versions`).
+        trained: Whether each token was sampled, and is trained; None = all (see `token_trained`).
     """
 
     place: int
@@ -91,6 +96,12 @@ class GenerationResult:
     finish_reason: FinishReason
     weights_version: int
     versions: list[int] | None = None
+    trained: list[bool] | None = None
+
+    @property
+    def token_trained(self) -> list[bool]:
+        """Whether each token is trained."""
+        return [True] * len(self.tokens) if self.trained is None else self.trained
 
     @property
     def token_versions(self) -> list[int]:

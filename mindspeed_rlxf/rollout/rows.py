@@ -38,6 +38,8 @@ class GrowingSample:
     def __init__(self, request: GenerationRequest, number: int = 0) -> None:
         """Make a request's sample, with the response that has begun, if any."""
         self.request, self.number, self.settings = request, number, request.settings
+        # 0 if the turns before this one are in the prompt
+        self.turn_start = request.turn_start if request.begun is not None else 0
         self.sampling = replace(request.settings, max_new_tokens=0, stop=None)
         self.key = request.prompt.tobytes()
         self._begun = request.begun or Begun([], [], [])
@@ -53,13 +55,14 @@ class GrowingSample:
         """Append tokens to the response up to the first that ends it; return whether one does."""
         for token in tokens:
             self.tokens.append(token)
-            if self.settings.ends_with(self.tokens):
+            if self.settings.ends_with(self.tokens[self.turn_start :]):
                 return True
         return False
 
     def make_result(self, weights_version: int) -> GenerationResult:
         """Make the result once the response has ended; its new tokens have this version."""
-        reason, place = FinishReason.of(self.tokens, self.settings), self.request.place
+        reason = FinishReason.of(self.tokens[self.turn_start :], self.settings)
+        place = self.request.place
         versions = self._versions(weights_version)
         return GenerationResult(
             place, self.tokens, self.log_probs, reason, weights_version, versions
@@ -117,6 +120,7 @@ class RowStates:
         self.position = zeros(slots)  # position of the last token in prompt and response
         self.count = zeros(slots)  # tokens of the response
         self.limit = zeros(slots)  # most tokens of the response
+        self.turn_start = zeros(slots)  # tokens of the response before its turn
         self.going = zeros(slots)  # 1 = goes on, 0 = has ended
 
     def set_up(self, first: int, rows: Sequence[GrowingSample]) -> None:
@@ -133,12 +137,13 @@ class RowStates:
             if row.settings.do_sample:
                 uniforms[i, :limit] = uniform_numbers(request.seed, request.sample_id, limit)
             tokens[i, :count], log_probs[i, :count] = row.tokens, row.log_probs[:count]
-            numbers.append((len(request.prompt) + count - 1, count, limit, 1))
+            numbers.append((len(request.prompt) + count - 1, count, limit, row.turn_start, 1))
         self.uniforms[slots] = torch.from_numpy(uniforms).to(self.where)
         self.log_probs[slots] = torch.from_numpy(log_probs).to(self.where)
         self.tokens[slots] = torch.from_numpy(tokens).to(self.where)
         columns = torch.tensor(numbers).to(self.where).unbind(1)
-        self.position[slots], self.count[slots], self.limit[slots], self.going[slots] = columns
+        self.position[slots], self.count[slots], self.limit[slots] = columns[:3]
+        self.turn_start[slots], self.going[slots] = columns[3:]
 
     def group_by_settings(self, rows: Sequence[GrowingSample]) -> list[RowGroup]:
         """Group rows whose `sampling` is equal, ordered by each group's first row."""
@@ -157,12 +162,13 @@ class RowStates:
         ]
 
     def next_uniforms(self, slots: slice) -> tuple[Tensor, Tensor]:
-        """Return each row's random number for its next token, and its response's tokens.
+        """Return each row's random number for its next token, and its turn's tokens.
 
         [rows] fp32 and [rows] int64, on the device.
         """
         count = self.count[slots]
-        return self.uniforms[slots].gather(1, count[:, None]).squeeze(1), count
+        uniforms = self.uniforms[slots].gather(1, count[:, None]).squeeze(1)
+        return uniforms, count - self.turn_start[slots]
 
     def append(
         self, tokens: Tensor, log_probs: Tensor, slots: slice, groups: Sequence[RowGroup]
@@ -199,5 +205,5 @@ class RowStates:
     def copy_rows(self, source: Tensor, target: Tensor) -> None:
         """Copy the states from slots `source` to slots `target`, overwriting them."""
         for state in (self.tokens, self.log_probs, self.uniforms, self.last, self.position,
-                      self.count, self.limit, self.going):  # fmt: skip
+                      self.count, self.limit, self.turn_start, self.going):  # fmt: skip
             state[target] = state[source]

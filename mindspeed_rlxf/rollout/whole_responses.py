@@ -1,11 +1,13 @@
 """Adapter for engines that only generate whole responses: vLLM, transformers, plugins."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 from torch import Tensor
 
 from mindspeed_rlxf.rollout.rollout_engine import (
+    Begun,
     GenerationRequest,
     GenerationResult,
     GenerationStats,
@@ -17,6 +19,7 @@ class WholeResponses:
     """Makes a `RolloutEngine` a `StepwiseEngine`: a slice runs until nothing is left.
 
     A part of a response that another engine began is not used: the response is generated anew.
+    The turns before the one that is asked for become the end of its prompt.
     """
 
     def __init__(self, engine: RolloutEngine) -> None:
@@ -30,7 +33,17 @@ class WholeResponses:
     def advance(self, steps: int | None) -> Iterator[GenerationResult]:
         """Generate all responses to the end, whatever `steps`."""
         requests, self._queue = self._queue, []
-        yield from self.engine.generate(requests)
+        earlier_turns: dict[int, Begun] = {}
+        whole: list[GenerationRequest] = []
+        for request in requests:
+            if request.turn_start:
+                assert request.begun is not None, "earlier turns are the begun part"
+                earlier_turns[request.place] = request.begun
+                request = _as_prompt(request, request.begun)
+            whole.append(request)
+        for result in self.engine.generate(whole):
+            begun = earlier_turns.get(result.place)
+            yield result if begun is None else _behind(begun, result)
 
     def withdraw(self) -> list[GenerationRequest]:
         """Return the requests that no `advance` has generated."""
@@ -71,3 +84,25 @@ class WholeResponses:
     def weights_version(self) -> int:
         """See `RolloutEngine.weights_version`."""
         return self.engine.weights_version
+
+
+def _as_prompt(request: GenerationRequest, begun: Begun) -> GenerationRequest:
+    """Return the request for a turn behind the prompt and the turns before it."""
+    earlier = np.asarray(begun.tokens[: request.turn_start], dtype=np.int64)
+    limit = request.settings.max_new_tokens - request.turn_start
+    return replace(
+        request,
+        prompt=np.concatenate((request.prompt, earlier)),
+        settings=replace(request.settings, max_new_tokens=limit),
+        begun=None,
+    )
+
+
+def _behind(begun: Begun, turn: GenerationResult) -> GenerationResult:
+    """Return a turn with the part of the response before it."""
+    return replace(
+        turn,
+        tokens=begun.tokens + turn.tokens,
+        log_probs=begun.log_probs + turn.log_probs,
+        versions=begun.versions + turn.token_versions,
+    )

@@ -62,6 +62,27 @@ def staleness_metrics(reports: Sequence[GenerateReport], version: int) -> dict[s
     }
 
 
+def agent_metrics(reports: Sequence[GenerateReport]) -> dict[str, float]:
+    """Return the turns and tool calls of conversations, and how many failed, by cause.
+
+    As `rollout/turns/...`, `rollout/tool_calls/mean` and `rollout/agent_failures/<cause>`; {} if no
+    agent leads a sample.
+    """
+    all_records = [record for report in reports for record in report.records]
+    records = [record for record in all_records if record is not None]
+    if not records:
+        return {}
+    num_turns = [len(record.turns) for record in records]
+    causes = Counter(record.failure.cause for record in records if record.failure is not None)
+    return {
+        "rollout/turns/mean": sum(num_turns) / len(records),
+        "rollout/turns/max": float(max(num_turns)),
+        "rollout/tool_calls/mean": sum(each.num_tool_calls for each in records) / len(records),
+        "rollout/agent_failures": float(causes.total()),
+        **{f"rollout/agent_failures/{cause}": float(n) for cause, n in sorted(causes.items())},
+    }
+
+
 def wait_metrics(generated: float, trained: float) -> dict[str, float]:
     """Return how long the earlier of generation and training waited for the other, in seconds.
 

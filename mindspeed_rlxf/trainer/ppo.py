@@ -189,6 +189,7 @@ class PpoTrainer:
         measured = {
             **self.samples.metrics(samples),
             **names.rollout_metrics(samples.responses()),
+            **names.agent_metrics(samples.taken.result()),
             **(names.log_prob_metrics(old.result()) if old else {}),
             **names.score_metrics(scores),
             **names.source_metrics(scores, samples.data_sources()),

@@ -4,25 +4,30 @@ import contextlib
 import logging
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from glob import glob
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mindspeed_rlxf.agents.conversation import ChatTemplate
+from mindspeed_rlxf.agents.session import AGENTS, GIVES_FIRST
+from mindspeed_rlxf.agents.tools import show_tools, tool_schemas
 from mindspeed_rlxf.checkpoint.directory import RunDirectory, check_save_folders
 from mindspeed_rlxf.checkpoint.store import RunStore, check_chosen, check_resume
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.hf_config import OF_WEIGHTS, find_disagreements, read_hf_config
 from mindspeed_rlxf.config.problems import MissingFile, Problem, UserError, closest
 from mindspeed_rlxf.config.schema import RoleConfig, RunConfig
+from mindspeed_rlxf.config.sections import AGENT_COLUMN, BY_ROW
 from mindspeed_rlxf.data.decoding import special_ids
 from mindspeed_rlxf.data.files import describe_keys, find_row_without, list_keys
 from mindspeed_rlxf.data.fixed_responses import FixedResponses, load_fixed_responses
 from mindspeed_rlxf.data.indexed_prompts import IndexedPrompts, load_indexed_prompts
 from mindspeed_rlxf.data.prompt_store import reward_style
 from mindspeed_rlxf.data.prompts import Prompt, load_prompts
+from mindspeed_rlxf.data.template_dates import template_arguments
 from mindspeed_rlxf.data.tokenizer import (
     check_vocabulary,
     describe_stop_tokens,
@@ -117,6 +122,7 @@ def prepare(config: RunConfig) -> Prepared:
     ]
     problems += _check_truths(config)
     problems += _check_rewards(config, prepared)
+    problems += _check_agents(config, prepared)
     problems += _check_best_metric(config, prepared)
     prepared.fixed_responses = _attempt(problems, lambda: _load_fixed_responses(config, prepared))
     if problems:
@@ -217,15 +223,23 @@ def _load_prompts(
 
     Only indexed data sets have stop tokens. Errors are added to `problems`, with an empty result.
     """
-    data = config.data
+    data = show_tools(config.data, config.rollout)
     if not config.reward.needs_data_source and data.default_data_source is None:
         data = data.model_copy(update={"default_data_source": "unnamed"})
     arguments = prepared.tokenizer, data, config.actor_rollout.max_prompt_length
     if prefixes:
         indexed = _attempt(problems, lambda: load_indexed_prompts(prefixes, *arguments))
         return indexed or IndexedPrompts()
-    keeps = config.reward.kind is RewardKind.HUGGING_FACE  # its template may be another one
-    return IndexedPrompts(_attempt(problems, lambda: load_prompts(files, *arguments, keeps)) or ())
+    # A classifier's template may be another one, and an agent's session has the messages.
+    keeps = config.reward.kind is RewardKind.HUGGING_FACE or config.rollout.runs_agents
+    rollout = config.rollout
+
+    def gives_first(extra_info: Mapping[str, Any]) -> bool:
+        return rollout.agent_of(extra_info) in GIVES_FIRST
+
+    agents = gives_first if rollout.runs_agents else None
+    prompts = _attempt(problems, lambda: load_prompts(files, *arguments, keeps, agents))
+    return IndexedPrompts(prompts or ())
 
 
 def check_weights(config: RunConfig, role: Role) -> list[Problem]:
@@ -351,7 +365,7 @@ def _check_rewards(config: RunConfig, prepared: Prepared) -> list[Problem]:
     """
     try:
         manager = RewardManager(dict(config.reward.rules), config.verifiers)
-        if config.reward.runs_programs:  # a line about its level and weaknesses
+        if config.runs_programs:  # a line about its level and weaknesses
             prepared.notices.append(Sandbox.choose(config.reward.sandbox).describe())
     except UserError as error:
         return error.problems
@@ -390,6 +404,44 @@ def _check_rewards(config: RunConfig, prepared: Prepared) -> list[Problem]:
         for source in dict.fromkeys(prompt.data_source for prompt in validated)
         if not any(part.applies_to(source) for part in reward.parts)
     ]
+
+
+def _check_agents(config: RunConfig, prepared: Prepared) -> list[Problem]:
+    """Return a problem for each unknown agent that the configuration or a row names."""
+    rollout = config.rollout
+    if not rollout.runs_agents:
+        return []
+    names: set[str] = set()
+    has_chats = False
+    for prompt in chain(prepared.train_prompts, prepared.val_prompts):
+        names.add(rollout.agent_of(prompt.extra_info))
+        has_chats = has_chats or bool(prompt.messages)
+    if rollout.agent == BY_ROW and names <= {""}:
+        remedy = f"add the column {AGENT_COLUMN} to rows, or name an agent"
+        return [Problem("rollout.agent", "must be named by some row", BY_ROW, remedy)]
+    names -= {"", *AGENTS}
+    known = ", ".join(sorted(AGENTS)) or "none is registered"
+    remedy = "add the file that registers it to training.plugins"
+    rule = f"must be {BY_ROW}, or one of {known}"
+    problems = []
+    for name in sorted(names):
+        key = "rollout.agent" if name == rollout.agent else f"column {AGENT_COLUMN}"
+        guess = closest(name, AGENTS)
+        problems.append(Problem(key, rule, name, f"use {guess}, or {remedy}" if guess else remedy))
+    if has_chats:
+        template = ChatTemplate(
+            prepared.tokenizer,
+            prepared.eos_token_ids,
+            tool_schemas(rollout),
+            template_kwargs=template_arguments(prepared.tokenizer, config.data),
+            allow_special_tokens=config.data.allow_special_tokens,
+        )
+        try:
+            prepared.notices += template.check()
+        except ValueError as error:
+            rule, remedy = str(error), "give the tokenizer's folder a fitting one"
+            problems.append(Problem("training.tokenizer_name_or_path", rule, remedy=remedy))
+    return problems
 
 
 def _check_best_metric(config: RunConfig, prepared: Prepared) -> list[Problem]:

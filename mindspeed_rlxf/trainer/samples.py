@@ -205,6 +205,7 @@ class SampleStream:
         self.group_size = config.actor_rollout.n_samples_per_prompt
         self.batch_size = config.training.global_batch_size
         self.staleness = config.rollout.max_staleness
+        self.in_slices = config.rollout.runs_slices
         most = self.algorithm.max_num_gen_batches
         self.stream = GroupStream(
             self.batch_size,
@@ -227,7 +228,7 @@ class SampleStream:
         Does nothing if it is complete. Waits for each slice, but with staleness 0 for nothing
         except scores with `filter_groups`.
         """
-        steps = self.config.rollout.slice_steps if self.staleness else None
+        steps = self.config.rollout.slice_steps if self.in_slices else None
         self._draw(batches_left)
         has_run = False
         while self.stream.find_batch() is None:
@@ -259,6 +260,9 @@ class SampleStream:
             rows = passed_rows = list(range(len(batch.groups) * self.group_size))
             taken = scored[0].taken
         greedy = self._find_greedy(batch.groups)
+        if self.config.rollout.runs_agents:
+            for call in [taken, *([greedy.taken] if greedy is not None else [])]:
+                self._check_agents(call)
         consumed = self.prompts.consume(len(batch.passed))
         samples = Samples(batch, taken, scored, rows, passed_rows, consumed, greedy)
         self._note(self.rollout.forget(samples.passed_ids()))
@@ -311,7 +315,7 @@ class SampleStream:
 
     def _note_slice(self, call: Pending) -> None:
         """Note what a slice has ended; with `filter_groups` also what is alike."""
-        ended = self._note_ended(call) if self.staleness else self._end_everything()
+        ended = self._note_ended(call) if self.in_slices else self._end_everything()
         if not self.algorithm.filter_groups:
             return
         due, self._due = (self._due, ended) if self.staleness else (ended, [])
@@ -393,6 +397,11 @@ class SampleStream:
         if failures:
             passed_failures = [failures[row] for row in passed_rows]
             check_failures(passed_failures, self.config.reward.max_failed)
+
+    def _check_agents(self, taken: Pending) -> None:
+        """Wait for rows; raise RewardsFailed if the agents of too many have failed."""
+        failures = [failure for report in taken.result() for failure in report.agent_failures]
+        check_failures(failures, self.config.reward.max_failed)
 
     def _pop_scored(self, batch: Batch) -> list[Scored]:
         """Return the calls that scored a batch, each once, and forget them for its groups."""

@@ -19,6 +19,7 @@ from mindspeed_rlxf.reporting.phases import phase
 from mindspeed_rlxf.reporting.run_log import say
 from mindspeed_rlxf.reporting.table import pairs
 from mindspeed_rlxf.roles.all_roles import RoleGroups
+from mindspeed_rlxf.roles.reward import check_failures
 from mindspeed_rlxf.roles.rollout import Sampling
 from mindspeed_rlxf.trainer.preflight import Prepared
 from mindspeed_rlxf.trainer.prompt_source import as_rows
@@ -159,6 +160,7 @@ class Validator:
         self, config: RunConfig, roles: RoleGroups, prompts: Sequence[Prompt], recorder: Recorder
     ) -> None:
         self.config, self.roles, self.recorder = config.validation, roles, recorder
+        self.reward = config.reward
         # Not that of training, because sample ids of validation are also those of training.
         self.seed = int(np.random.SeedSequence([config.training.seed, 1]).generate_state(1)[0])
         size = self.config.n_samples
@@ -183,7 +185,7 @@ class Validator:
                 False = the caller writes them.
 
         Raises:
-            RewardsFailed: Functions score, and too many samples failed.
+            RewardsFailed: Too many samples failed, by the functions that score or by their agents.
         """
         if not self.prompts.num_rows:
             return {}
@@ -194,13 +196,19 @@ class Validator:
             by_rule = self.config.reward is RewardKind.RULE
             reward = self.roles.reward
             scored = reward.score_by_rule(rollouts) if by_rule else reward.score(rollouts)
-            lengths = [n for report in generated.result() for n in report.response_lengths]
+            generation = generated.result()
+            failures = [failure for report in generation for failure in report.agent_failures]
+            check_failures(failures, self.reward.max_failed)
+            lengths = [n for report in generation for n in report.response_lengths]
             reports = scored.result()
         scores = [score for report in reports for score in report.scores]
         parts = [part for report in reports for part in report.parts] or [{}] * len(scores)
         answers = [a for report in reports for a in report.answers] or [None] * len(scores)
         are_scored = [each for report in reports for each in report.is_scored]
         found = list(map(Scored, scores, lengths, parts, answers, are_scored))
+        for row, failure in enumerate(failures):
+            if failure is not None:  # left out, the others' mean would be the higher for it
+                found[row] = Scored(self.reward.failed_score, lengths[row])
         del found[self.prompts.num_rows :]
         has_partial = any(each.has_partial_credit for each in found)
         if has_partial and self.config.pass_score is None and "pass@1" in self.config.metrics:
@@ -213,6 +221,9 @@ class Validator:
         groups = [found[i : i + size] for i in range(0, len(found), size)]
         metrics = measure(groups, self.prompts.data_sources[::size], self.config)
         metrics["timing/val"] = generated.seconds + scored.seconds
+        if any(record is not None for report in generation for record in report.records):
+            num_failed = sum(failure is not None for failure in failures[: len(found)])
+            metrics["val/agent_failures"] = float(num_failed)
         self.recorder.write_validation(iteration, metrics, own_line)
         about = [
             {

@@ -8,6 +8,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -25,11 +26,12 @@ from mindspeed_rlxf.rollout import transfer
 from mindspeed_rlxf.rollout.bit_sums import bit_sum
 from mindspeed_rlxf.rollout.receipts import SyncError
 from mindspeed_rlxf.rollout.replica import build_replica
-from mindspeed_rlxf.rollout.rollout_engine import FinishReason, GenerationRequest
+from mindspeed_rlxf.rollout.rollout_engine import Begun, FinishReason, GenerationRequest
 from mindspeed_rlxf.rollout.sampling import SamplingSettings, StopStrings
 from mindspeed_rlxf.rollout.vllm import engine as engine_module, server, weights
 from mindspeed_rlxf.rollout.vllm.client import Client
 from mindspeed_rlxf.rollout.vllm.engine import EngineLost, VllmRollout
+from mindspeed_rlxf.rollout.whole_responses import WholeResponses
 from tests.distributed.llamas import PLAIN, run_config
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
@@ -156,15 +158,18 @@ def test_an_adapter_that_the_server_cannot_have_is_refused(make: Make) -> None:
         engine.update_weights(adapters(1), 1)
 
 
+class Letters:
+    """A tokenizer whose token n is the letter n of the alphabet."""
+
+    all_special_ids: ClassVar[list[int]] = []
+    all_special_tokens: ClassVar[list[str]] = []
+
+    def decode(self, tokens: Any, **_: Any) -> str:
+        return "".join(chr(ord("a") + token) for token in tokens)
+
+
 @pytest.mark.parametrize("fault", ["", "old info"])
 def test_a_stop_string_is_searched_here(make: Make, fault: str) -> None:
-    class Letters:
-        all_special_ids: ClassVar[list[int]] = []
-        all_special_tokens: ClassVar[list[str]] = []
-
-        def decode(self, tokens: Any, **_: Any) -> str:
-            return "".join(chr(ord("a") + token) for token in tokens)
-
     engine = make(fault)
     engine.update_weights(tensors(), 1)
     stop = StopStrings(("hi",), Letters())  # tokens 7 and 8
@@ -175,6 +180,32 @@ def test_a_stop_string_is_searched_here(make: Make, fault: str) -> None:
         return
     (result,) = ask(engine, 1, settings)
     assert result.tokens == [3, 4, 5, 6, 7, 8] and result.finish_reason is FinishReason.STOP
+
+
+def test_a_turn_is_asked_for_behind_its_conversation(make: Make) -> None:
+    """Its limit, its stop strings and its random numbers are its own."""
+    engine = make()
+    engine.update_weights(tensors(), 1)
+    engine.wake()
+    seeds: list[int] = []
+    ask_server = engine.client._ask
+
+    def noted(route: str, body: Any, timeout_s: float) -> Any:
+        seeds.append(body.get("sampling_params", {}).get("seed"))
+        return ask_server(route, body, timeout_s)
+
+    engine.client._ask = noted  # type: ignore[method-assign]
+    stop = StopStrings(("hi",), Letters())  # tokens 7 and 8
+    settings = SamplingSettings(True, 1.0, 0, 1.0, 0, 6, (), stop)
+    earlier = Begun([4, 7], [-0.5, -0.25], [0, 0])
+    first = GenerationRequest(0, 50, np.array([5, 9]), settings, 7)
+    rollout = WholeResponses(engine)
+    rollout.add([replace(first, begun=earlier, turn_start=2), replace(first, place=1)])
+    turn, whole = sorted(rollout.advance(None), key=lambda result: result.place)
+    assert turn.tokens == [4, 7, 8, 9, 3, 4] and whole.tokens == [8, 9, 3, 4, 5, 6]
+    assert turn.log_probs == [-0.5, -0.25, *(-token / 8 for token in (8, 9, 3, 4))]
+    assert turn.token_versions == [0, 0, 1, 1, 1, 1] and turn.finish_reason is FinishReason.LENGTH
+    assert len({seed for seed in seeds if seed is not None}) == 2
 
 
 FAULTS = {

@@ -21,14 +21,21 @@ def look_once(config: RunConfig) -> RunConfig:
     if config.runtime.kind == "ray":
         address = {"address": choose_cluster(config.runtime.address).address or LOCAL}
         config = config.model_copy(update={"runtime": config.runtime.model_copy(update=address)})
-    plan = {"host_memory_gib": host_memory(config), "disk_gib": free_disk(config)}
-    known = {name: size / GIB for name, size in plan.items() if size is not None}
-    if (peak := peak_tflops(config)) is not None:
-        known["peak_tflops"] = peak
-    config = config.model_copy(update={"plan": config.plan.model_copy(update=known)})
-    if (memory := device_memory(config)) is not None:
-        size = {"memory_gib": memory / GIB}
-        config = config.model_copy(update={"device": config.device.model_copy(update=size)})
+    plan_keys: dict[str, float] = {}
+    host_bytes = host_memory(config)
+    if host_bytes is not None:
+        plan_keys["host_memory_gib"] = host_bytes / GIB
+    disk_bytes = free_disk(config)
+    if disk_bytes is not None:
+        plan_keys["disk_gib"] = disk_bytes / GIB
+    peak = peak_tflops(config)
+    if peak is not None:
+        plan_keys["peak_tflops"] = peak
+    config = config.model_copy(update={"plan": config.plan.model_copy(update=plan_keys)})
+    device_bytes = device_memory(config)
+    if device_bytes is not None:
+        device_keys = {"memory_gib": device_bytes / GIB}
+        config = config.model_copy(update={"device": config.device.model_copy(update=device_keys)})
     return config
 
 

@@ -159,28 +159,29 @@ def _list_layouts(config: RunConfig, tp: int, cp: int, pp: int) -> Iterator[Chan
         changes: Changes = {}
         for role in roles:
             size = sum(config.processes_of(role))
-            own_tp = min(tp, size)
-            own_cp = min(cp, size // own_tp)
-            own: Changes = {
-                "tensor_model_parallel_size": own_tp,
-                "context_parallel_size": own_cp,
+            role_tp = min(tp, size)
+            role_cp = min(cp, size // role_tp)
+            role_changes: Changes = {
+                "tensor_model_parallel_size": role_tp,
+                "context_parallel_size": role_cp,
                 "pipeline_model_parallel_size": 1,
                 "num_layers_per_virtual_pipeline_stage": None,
-                "sequence_parallel": own_tp > 1,
+                "sequence_parallel": role_tp > 1,
                 "max_tokens_per_micro_batch": count * length,
                 "offload.weights": role in away,
             }
             if role not in frozen:
-                own_pp = min(pp, size // (own_tp * own_cp))
-                own |= {
-                    "pipeline_model_parallel_size": own_pp,
-                    "use_distributed_optimizer": size > own_tp * own_pp,  # over DP x CP
+                role_pp = min(pp, size // (role_tp * role_cp))
+                role_changes |= {
+                    "pipeline_model_parallel_size": role_pp,
+                    "use_distributed_optimizer": size > role_tp * role_pp,  # over DP x CP
                     "offload.optimizer": optimizer,
                     "recompute": recompute.value,
                     "recompute_method": "uniform",
                     "recompute_num_layers": 1,
                 }
-            changes |= {f"{role.value}.{name}": value for name, value in own.items()}
+            for name, value in role_changes.items():
+                changes[f"{role.value}.{name}"] = value
         yield changes
 
 
@@ -200,9 +201,11 @@ def _vary(config: RunConfig, changes: Changes) -> RunConfig | None:
 def _find(payload: Changes, key: str) -> tuple[Changes, str]:
     """Return the mapping with a key's last name; optimizer keys lie flat in a role."""
     *parents, name = key.split(".")
-    for part in parents:
-        payload = payload[part]
-    return (payload if name in payload else payload["optimizer"]), name
+    for section in parents:
+        payload = payload[section]
+    if name not in payload:
+        payload = payload["optimizer"]
+    return payload, name
 
 
 def _list_overrides(config: RunConfig, changes: Changes, nested: bool) -> Iterator[str]:
@@ -212,5 +215,5 @@ def _list_overrides(config: RunConfig, changes: Changes, nested: bool) -> Iterat
         holder, name = _find(before, key)
         if getattr(holder[name], "value", holder[name]) != value:
             prefix = "actor_rollout_ref." * (nested and key.startswith(("actor_rollout.", "ref.")))
-            shown = value if isinstance(value, str) and value.isalpha() else format_value(value)
-            yield f"{prefix}{key}={shown}"
+            is_word = isinstance(value, str) and value.isalpha()
+            yield f"{prefix}{key}={value if is_word else format_value(value)}"

@@ -36,15 +36,17 @@ def describe_work(config: RunConfig) -> str:
         rows.append(
             [phase, passes, samples * longest, f"{flops / 1e15:.3g}", devices, _show(minutes)]
         )
-    known = config.plan.peak_tflops is not None
-    total = [_show(total_minutes) if known else UNKNOWN]
-    rows.append(["all, one after the other", "", "", f"{total_flops / 1e15:.3g}", "", *total])
-    hint = "minutes need plan.peak_tflops, the peak of a device"
-    if known:
+    if config.plan.peak_tflops is None:
+        minutes = None
+        hint = "minutes need plan.peak_tflops, the peak of a device"
+    else:
+        minutes = total_minutes
         hint = (
             f"at {config.plan.mfu:g} of {config.plan.peak_tflops:g} TFLOPS; no minutes for "
             "generation, which is bound by memory bandwidth"
         )
+    total = f"{total_flops / 1e15:.3g}"
+    rows.append(["all, one after the other", "", "", total, "", _show(minutes)])
     return f"{table(rows)}\n  lengths are the greatest allowed; {hint}"
 
 
@@ -63,7 +65,8 @@ def _phases(config: RunConfig) -> list[tuple[str, Role, int]]:
     if config.old_log_probs is OldLogProbs.RECOMPUTE:
         phases.append(("old log-probs", Role.ACTOR_ROLLOUT, FORWARD))
     phases.append(("actor update", Role.ACTOR_ROLLOUT, actor.ppo_epochs * _cost_of_update(actor)))
-    if critic := config.critic:
+    critic = config.critic
+    if critic is not None:
         epochs = critic.critic_update_epochs
         phases.append(("critic update", Role.CRITIC, epochs * _cost_of_update(critic)))
     return phases

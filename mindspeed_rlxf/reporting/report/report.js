@@ -294,6 +294,9 @@ function phaseCards(run) {
 const NUMBERS = { advantage: 'Advantage', kl: 'KL', value: 'Value' };
 const KL_NOTE = 'The KL of a token is the log of its probability under the policy over that under the reference: it may be negative; only its mean over many tokens is not.';
 const plainText = (text) => h('div', { class: 'text', dir: 'auto', tabindex: '0' }, text === '' ? '(empty)' : text);
+const GIVEN_NOTE = 'Grey: given to the policy, not sampled and not trained.';
+/** The response of a sample; in a conversation what the policy was given is grey. */
+const responseText = (sample) => sample.c ? [h('div', { class: 'text', dir: 'auto', tabindex: '0' }, sample.c.map(([isTurn, text]) => h('span', { class: isTurn ? '' : 'given' }, text))), note(GIVEN_NOTE)] : [plainText(sample.r)];
 const scoreText = (sample) => num(sample.s, 3);
 
 /** Show the tokens of a sample that has numbers. scales: kind -> full colour, the same for all samples */
@@ -316,6 +319,7 @@ function tokenView(sample, scales) {
     buttons.forEach((each, i) => each.setAttribute('aria-pressed', String(kinds[i] === kind)));
     box.setAttribute('aria-label', `Response, ${sample.n} tokens coloured by ${NUMBERS[kind]}. Arrow keys read the tokens.`);
     box.replaceChildren(...pieces.map((piece, i) => {
+      if (sample.u && !sample.u.some(([first, end]) => piece.from >= first && piece.from < end)) return h('span', { class: 'tok given', on: { pointerenter: () => say(i) } }, piece.text);
       const value = mean(known(numbers(kind, piece))), depth = scales[kind] && Math.min(Math.abs(value) / scales[kind], 1);
       return h('span', { class: 'tok', style: { background: value === null || !depth ? '' : `rgba(var(--${value >= 0 ? up : down}), calc(${depth.toFixed(3)} * var(--depth)))` }, on: { pointerenter: () => say(i) } }, piece.text);
     }));
@@ -327,15 +331,15 @@ function tokenView(sample, scales) {
   box.addEventListener('keydown', (event) => { const next = placeOf(event, at, pieces.length); if (next !== undefined) say(next); });
   const buttons = kinds.map((kind) => button({}, () => draw(kind), NUMBERS[kind]));
   draw(kinds.includes(state.tokenKind) ? state.tokenKind : kinds[0]);
-  return [h('div', { class: 'chips', role: 'group', 'aria-label': 'Colour of the tokens' }, buttons, scaleText), box, readout, about];
+  return [h('div', { class: 'chips', role: 'group', 'aria-label': 'Colour of the tokens' }, buttons, scaleText), box, readout, about, ...(sample.u ? [note(GIVEN_NOTE)] : [])];
 }
 
 function sampleView(sample, scales) {
   const colored = sample.t && sample.num && Object.keys(sample.num).length, missing = sample.k === 'validation' ? 'Numbers per token are of training samples.' : 'No numbers per token are known of this sample.';
-  const facts = [['Iteration', sample.i], ['Sample', sample.id], ['From', sample.k], ['Data source', sample.d], ['Score', scoreText(sample)], ['Tokens', sample.n], ['Expected', sample.gt ?? (sample.k === 'training' ? 'not logged' : null)], ['Answer taken', sample.a],
+  const facts = [['Iteration', sample.i], ['Sample', sample.id], ['From', sample.k], ['Data source', sample.d], ['Score', scoreText(sample)], ['Tokens', sample.n], ['Turns', sample.u?.length], ['Not trained', sample.f], ['Expected', sample.gt ?? (sample.k === 'training' ? 'not logged' : null)], ['Answer taken', sample.a],
     ...Object.entries(sample.parts).map(([name, value]) => [`Part ${name}`, typeof value === 'number' ? num(value) : String(value)]),
     ...Object.entries(sample.x ?? {}).map(([name, value]) => [`Column ${name}`, value])];
-  return [h('h3', {}, 'Prompt'), plainText(sample.p), h('h3', {}, 'Response'), colored ? tokenView(sample, scales) : [plainText(sample.r), note(missing)],
+  return [h('h3', {}, 'Prompt'), plainText(sample.p), h('h3', {}, 'Response'), colored ? tokenView(sample, scales) : [...responseText(sample), note(missing)],
     h('table', {}, h('tbody', {}, facts.filter(([, value]) => known([value]).length).map(([name, value]) => h('tr', {}, h('th', { scope: 'row' }, name), h('td', { dir: 'auto' }, String(value))))))].flat();
 }
 

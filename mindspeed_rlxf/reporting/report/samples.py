@@ -64,7 +64,7 @@ def cut_for_page(chosen: Chosen, run: Path, split: TokenSplitter | None = None) 
     sample_keys = {(s.get("iteration"), s.get("sample_id")) for s in chosen.training}
     numbers = _read_token_numbers(run, sample_keys) if split else {}
     entries = [_make_entry(sample, "training", split, numbers) for sample in chosen.training]
-    entries += [_make_entry(sample, "validation", None, {}) for sample in chosen.validation]
+    entries += [_make_entry(sample, "validation", split, {}) for sample in chosen.validation]
     return entries
 
 
@@ -107,6 +107,12 @@ def _make_entry(
     columns = sample.get("extra_info")
     if isinstance(columns, dict):
         entry["x"] = {printable(str(name)): _shorten_text(value) for name, value in columns.items()}
+    if sample.get("agent_failure") is not None:
+        entry["f"] = _shorten_text(sample["agent_failure"])
+    turns = sample.get("turns")
+    if split and turns and len(entry["r"]) < MAX_TEXT:
+        entry["u"] = turns
+        entry["c"] = _split_turns(split(ids), turns)
     token_numbers = numbers.get((sample.get("iteration"), sample.get("sample_id")))
     if split and token_numbers and len(entry["r"]) < MAX_TEXT:
         entry["t"] = [printable(token) for token in split(ids)]
@@ -116,6 +122,17 @@ def _make_entry(
             if len(values) == len(ids)
         }
     return entry
+
+
+def _split_turns(tokens: list[str], turns: list[list[int]]) -> list[list[Any]]:
+    """Return [whether it is a turn, text] for each turn and for what was given between them."""
+    parts: list[list[Any]] = []
+    at = 0
+    for first, end in [*turns, [len(tokens), len(tokens)]]:
+        parts.append([False, printable("".join(tokens[at:first]))])
+        parts.append([True, printable("".join(tokens[first:end]))])
+        at = end
+    return [part for part in parts if part[1]]
 
 
 def _round(value: float | None) -> float | None:

@@ -81,18 +81,20 @@ class Client:
     ) -> GenerationResult:
         """Stream one response; `on_part` is called, and may raise, whenever tokens arrive.
 
-        Random numbers depend on seed and sample id. Stop strings are searched here, because the
-        server has no tokenizer.
+        Random numbers depend on seed, sample id and turn. Stop strings are searched here, because
+        the server has no tokenizer.
 
         Raises:
             SyncError: The response is from other weights than those of `version`.
             FloatingPointError: A log-prob is nan.
         """
         settings, sample = asked.settings, GrowingSample(asked)
-        seed = np.random.SeedSequence([asked.seed, asked.sample_id]).generate_state(1, np.uint64)
+        stream = [asked.seed, asked.sample_id, *([asked.turn_start] if asked.turn_start else [])]
+        seed = np.random.SeedSequence(stream).generate_state(1, np.uint64)
         sampling = {
             "max_tokens": settings.max_new_tokens,
-            "min_tokens": settings.min_new_tokens,
+            # of a turn there may be less left
+            "min_tokens": min(settings.min_new_tokens, settings.max_new_tokens),
             "temperature": settings.temperature if settings.do_sample else 0.0,
             "top_k": settings.top_k or -1,
             "top_p": settings.top_p,

@@ -18,7 +18,8 @@ from transformers import (
 )
 
 from mindspeed_rlxf.config.enums import RewardKind
-from mindspeed_rlxf.config.schema import RewardConfig
+from mindspeed_rlxf.config.schema import RewardConfig, RolloutConfig
+from mindspeed_rlxf.data.agent_record import AgentFailure, AgentRecord
 from mindspeed_rlxf.data.batch import RoleOutput, Rollouts, RuleScores, Scores
 from mindspeed_rlxf.rewards import classifier as classifiers
 from mindspeed_rlxf.rewards.classifier import Classifier, check_classifier
@@ -130,13 +131,19 @@ def test_pickled_and_missing_weights_are_errors(tmp_path):
     assert "must name" in str(check_classifier(None)[0])
 
 
-def role_of(monkeypatch: pytest.MonkeyPatch, **keys: Any) -> RewardRole:
+def role_of(monkeypatch: pytest.MonkeyPatch, agent: str | None = None, **keys: Any) -> RewardRole:
     monkeypatch.setattr(module, "load_tokenizer", lambda folder: TOKENIZER)
     reward = RewardConfig.model_construct(**{**dict(RewardConfig(kind="rule")), **keys})
     training = SimpleNamespace(tokenizer_name_or_path="nowhere")
     actor = SimpleNamespace(stop_strings=())
-    sections = {"reward": reward, "training": training, "actor_rollout": actor, "verifiers": []}
-    return RewardRole(SimpleNamespace(**sections))  # type: ignore[arg-type]
+    config: Any = SimpleNamespace(
+        reward=reward,
+        training=training,
+        actor_rollout=actor,
+        verifiers=[],
+        rollout=RolloutConfig(agent=agent),
+    )
+    return RewardRole(config)
 
 
 EOS = "<|end_of_text|>"  # of the policy's tokenizer
@@ -218,6 +225,25 @@ def test_a_chat_is_read_through_the_classifiers_template(monkeypatch, tmp_path, 
     assert list(map(own.decode, found)) == [whole, f"<u>user:1{closing}<u>assistant:+3"]
     mark = own.convert_tokens_to_ids("<z>")
     assert found[0].count(mark) == end.count("<z>"), "what a user spells is text"
+
+
+@pytest.mark.parametrize("kind", [RewardKind.HUGGING_FACE, RewardKind.RULE])
+def test_a_conversation_whose_agent_failed_is_not_scored_by_whatever_scores(
+    monkeypatch, tmp_path, kind
+):
+    """Nor do rows name failures where no agent runs."""
+    folder = str(saved(tmp_path / "llama", "llama"))
+    record = AgentRecord("test", [], [], failure=AgentFailure("tool", "gone"))
+    rows = rollouts()
+    rows.data_sources[:] = ["mine", "mine"]
+    rows.extra_infos[1] = record.add_to({})
+    for agent in ("test", None):
+        role = role_of(monkeypatch, agent, kind=kind, load=folder, rules={"mine": "agent"})
+        output = role.score(rows)
+        failures = output.report.failures
+        assert bool(failures) == (agent is not None)
+        assert output.report.is_scored == [True, agent is None]
+        assert output.rows.is_scored.tolist() == [True, agent is None]
 
 
 def test_scores_of_model_and_functions_are_added(monkeypatch):

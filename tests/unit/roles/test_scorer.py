@@ -12,6 +12,7 @@ import pytest
 
 from mindspeed_rlxf.config import plugins
 from mindspeed_rlxf.config.schema import RewardConfig
+from mindspeed_rlxf.data.agent_record import AgentFailure, AgentRecord
 from mindspeed_rlxf.data.batch import Prompts
 from mindspeed_rlxf.roles import scorer as module
 from mindspeed_rlxf.roles.rollout import gather_rollouts
@@ -218,3 +219,33 @@ def test_rules_read_special_tokens_and_no_eos(monkeypatch):
     assert role.score(followed).report.scores == [1.0, 1.0, 1.0]
     assert role.score(followed, True).report.scores == [1.0, 1.0, 1.0]
     role.rewards._pool.close()
+
+
+@pytest.mark.parametrize(("agent_text", "right"), [("all", "ab<c>d"), ("last_turn", "d")])
+def test_functions_read_a_conversation_or_its_last_turn(
+    role: ScorerRole, agent_text: str, right: str
+) -> None:
+    """As responses end, and where `score` begins; a failed conversation is not scored."""
+    role.reward = role.reward.model_copy(update={"agent_text": agent_text})
+    ids = TOKENIZER.encode("ab<c>d", add_special_tokens=False)
+    record = AgentRecord("test", [(0, 2), (5, 6)], [0.0, 0.0])
+    failed = replace(record, failure=AgentFailure("timeout", "too late", "the stack"))
+    prompts = Prompts(
+        [4, 5], [np.array(ids[:1])] * 2, [right] * 2, ["a"] * 2, [[]] * 2,
+        extra_infos=[record.add_to({"flag": ""}), failed.add_to({"flag": ""})],
+    )  # fmt: skip
+    trained = [[True, True, False, False, False, True], [False] * 6]
+    results = [
+        GenerationResult(n, ids, [0.0] * 6, FinishReason.LENGTH, 0, trained=trained[n])
+        for n in range(2)
+    ]
+    for begins_early in (True, False):
+        if begins_early:
+            for row in range(2):
+                role.start(prompts.select([row]), results[row])
+        output: Any = role.score(gather_rollouts(prompts, results))
+        assert output.report.scores == [1.0, 0.0]
+        assert output.report.is_scored == [True, False]
+        (_, failure) = output.report.failures
+        assert failure.cause == "agent_timeout" and failure.details == "the stack"
+        role.forget([4, 5])

@@ -11,6 +11,7 @@ import torch
 
 from mindspeed_rlxf.config.generation_memory import CACHE_SHARE, Capacities
 from mindspeed_rlxf.config.rank_layout import ParallelLayout
+from mindspeed_rlxf.config.schema import RolloutConfig
 from mindspeed_rlxf.rollout import replica
 from mindspeed_rlxf.rollout.native import NativeRollout
 from mindspeed_rlxf.rollout.rollout_engine import GenerationRequest, GenerationResult
@@ -199,7 +200,7 @@ def test_without_capacities_requests_are_not_added_to_unfinished_ones(prompts):
 def test_capacities_are_those_of_the_configuration(staleness, lead, replicas, samples):
     """K - lead + 1 batches of 3 prompts with 4 samples are under way; a prompt is not shared."""
     config: Any = SimpleNamespace(
-        rollout=SimpleNamespace(max_staleness=staleness),
+        rollout=RolloutConfig(max_staleness=staleness),
         lead=lead,
         training=SimpleNamespace(global_batch_size=3),
         actor_rollout=SimpleNamespace(
@@ -208,5 +209,5 @@ def test_capacities_are_those_of_the_configuration(staleness, lead, replicas, sa
         rollout_layout=ParallelLayout(replicas, 1),
     )
     assert replica.find_capacities(config) == Capacities(8, 12, samples)
-    config.rollout.max_staleness = 0
+    config.rollout = RolloutConfig()
     assert replica.find_capacities(config) is None, "those of the requests at hand"

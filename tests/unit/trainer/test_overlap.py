@@ -10,7 +10,7 @@ import pytest
 from mindspeed_rlxf.checkpoint.stopping import StopRequest
 from mindspeed_rlxf.cluster.refs import Piece, RowsRef
 from mindspeed_rlxf.config.enums import OldLogProbs
-from mindspeed_rlxf.config.schema import AlgorithmConfig
+from mindspeed_rlxf.config.schema import AlgorithmConfig, RolloutConfig
 from mindspeed_rlxf.data.sampler import PromptSampler
 from mindspeed_rlxf.trainer.ppo import PpoTrainer
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
@@ -62,7 +62,7 @@ def test_all_roles_have_work_before_the_driver_waits(limit):
         algorithm=AlgorithmConfig(score_slot_limit=limit),
         actor_rollout=SimpleNamespace(n_samples_per_prompt=1, max_new_tokens=8),
         training=SimpleNamespace(train_iters=1, seed=1, global_batch_size=1),
-        rollout=SimpleNamespace(max_staleness=0),
+        rollout=RolloutConfig(),
         lead=0,
         parts=(),
         validation=SimpleNamespace(before=False),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.config.enums import AdvEstimator
-from mindspeed_rlxf.config.schema import AlgorithmConfig
+from mindspeed_rlxf.config.schema import AlgorithmConfig, RolloutConfig
 from mindspeed_rlxf.data.sampler import PromptSampler
 from mindspeed_rlxf.roles.reports import FailedSample
 from mindspeed_rlxf.roles.reward import RewardsFailed
@@ -41,7 +41,7 @@ class Generation:
             algorithm=AlgorithmConfig(**algorithm),
             actor_rollout=SimpleNamespace(n_samples_per_prompt=SIZE),
             training=SimpleNamespace(global_batch_size=prompts, seed=1),
-            rollout=SimpleNamespace(max_staleness=staleness, slice_steps=8),
+            rollout=RolloutConfig(max_staleness=staleness, slice_steps=8),
             lead=lead,
         )
         self.scores = scores

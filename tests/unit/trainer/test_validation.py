@@ -11,10 +11,18 @@ import pytest
 from mindspeed_rlxf.checkpoint.directory import RunDirectory
 from mindspeed_rlxf.checkpoint.recorder import Recorder
 from mindspeed_rlxf.cluster.refs import Piece, RowsRef
-from mindspeed_rlxf.config.schema import AlgorithmConfig, LoggingConfig, ValidationConfig
+from mindspeed_rlxf.config.schema import (
+    AlgorithmConfig,
+    LoggingConfig,
+    RewardConfig,
+    RolloutConfig,
+    ValidationConfig,
+)
+from mindspeed_rlxf.data.agent_record import AgentFailure, AgentRecord
 from mindspeed_rlxf.data.batch import Prompts
 from mindspeed_rlxf.data.prompts import Prompt
-from mindspeed_rlxf.roles.reports import SampleText, ScoreReport
+from mindspeed_rlxf.roles.reports import SampleText, ScoreReport, failed_by_agent
+from mindspeed_rlxf.roles.reward import RewardsFailed
 from mindspeed_rlxf.roles.rollout import Sampling
 from mindspeed_rlxf.trainer.validation import Scored, Validator
 
@@ -44,6 +52,7 @@ class Roles:
         self.size, self.called = size, list[Any]()
         self.rollout = self.reward = self.actor = self  # type: ignore[assignment]
         self.group = layout
+        self.records: list[AgentRecord | None] = []  # of each replica's samples, if agents led them
 
     def update_weights(self, _actor: Any, version: int) -> None:
         self.called.append(version)
@@ -53,7 +62,11 @@ class Roles:
         self.given = prompts
         self.called.append(seed)
         return Answer(prompts.num_rows, [
-            SimpleNamespace(response_lengths=[1] * half.num_rows) for half in prompts.split(2)
+            SimpleNamespace(
+                response_lengths=[1] * half.num_rows, records=self.records[: half.num_rows],
+                agent_failures=[failed_by_agent(0, record) for record in self.records],
+            )
+            for half in prompts.split(2)
         ])  # fmt: skip
 
     def score_by_rule(self, _rows: RowsRef) -> Answer:
@@ -77,9 +90,10 @@ def make(tmp_path: Path, size: int, **keys: Any) -> tuple[Validator, Roles, RunD
     config: Any = SimpleNamespace(
         validation=ValidationConfig(n_samples=size, do_sample=size > 1, **keys),
         training=SimpleNamespace(seed=7, train_iters=1),
+        reward=RewardConfig.model_construct(failed_score=-0.5, max_failed=4),
         logging=LoggingConfig(samples=5),
         algorithm=AlgorithmConfig(),
-        rollout=SimpleNamespace(max_staleness=0),
+        rollout=RolloutConfig(),
     )
     roles: Any = Roles(size)
     directory = RunDirectory(tmp_path)
@@ -121,6 +135,18 @@ def test_validation_scores_by_the_model_where_configured(tmp_path):
     assert "model" in roles.called and found["val/b/mean@1"] == 5.0
     assert not any("pass@" in name for name in found)
     assert "answer" not in lines(directory.val_samples)[0]
+
+
+def test_failed_conversations_count_with_the_score_of_failures(tmp_path):
+    """Left out, they would raise the mean; prompts are 3, of data sources a, a, b, and a again."""
+    validator, roles, _ = make(tmp_path, 1)
+    failure = AgentFailure("exception", "no database")
+    roles.records = [None, AgentRecord("test", [], [], failure=failure)]
+    found = validator.validate(1, 1)
+    assert found["val/a/score"] == (0.0 - 0.5) / 2 and found["val/agent_failures"] == 1.0
+    validator.reward = validator.reward.model_copy(update={"max_failed": 1})
+    with pytest.raises(RewardsFailed, match="no database"):
+        validator.validate(2, 2)
 
 
 @pytest.mark.parametrize(

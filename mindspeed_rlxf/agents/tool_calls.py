@@ -1,0 +1,148 @@
+"""Read the tool calls in a turn's text, as the families of models write them.
+
+    Hermes, Qwen3   <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>
+    Qwen3-Coder     <tool_call><function=add><parameter=a>1</parameter></function></tool_call>
+    Mistral         [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}], [TOOL_CALLS]add{"a": 1}
+    Llama 3         {"name": "add", "parameters": {"a": 1}} as the whole text
+
+A malformed call is a ToolCall with a problem, which the model can be told.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mindspeed_rlxf.agents.session import ToolCall
+
+HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+MISTRAL = "[TOOL_CALLS]"
+MISTRAL_NAME = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)")
+LLAMA_START = re.compile(r"\s*(?:<\|python_tag\|>)?\s*(?=\{)")
+XML_FUNCTION = re.compile(r"<function=([^>\n]*)>(.*?)(?:</function>|\Z)", re.DOTALL)
+XML_PARAMETER = re.compile(
+    r"<parameter=([^>\n]*)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL
+)
+END_OF_THOUGHT = "</think>"
+START_OF_THOUGHT = "<think>"
+LAYOUT = 'a JSON object {"name": tool, "arguments": {parameter: value}}'
+
+
+def parse_tool_calls(
+    text: str, tools: Sequence[Mapping[str, Any]] = (), in_thought: bool = False
+) -> list[ToolCall]:
+    """Return the calls in a turn's text, in order; those inside of a thought do not count.
+
+    Args:
+        text: The turn, with special tokens.
+        tools: JSON schemas of the tools, which tell the types of parameters in XML.
+        in_thought: The turn's header has begun a thought.
+    """
+    _, end, text = text.rpartition(END_OF_THOUGHT)
+    if START_OF_THOUGHT in text or (in_thought and not end):  # not ended
+        return []
+    blocks = [block.strip() for block in HERMES.findall(text)]
+    if blocks:
+        calls = []
+        for block in blocks:
+            is_xml = block.startswith("<function=")
+            calls += _read_xml(block, tools) if is_xml else [_read_json(block)]
+        return calls
+    if MISTRAL in text:
+        return _read_mistral(text)
+    return _read_llama(text)
+
+
+def _read_json(text: str) -> ToolCall:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return _malformed(f"it is no JSON: {error}")
+    return _to_call(value)
+
+
+def _to_call(value: Any) -> ToolCall:
+    """Return the call that a JSON value describes."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
+        return _malformed("it has no name")
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):  # JSON in JSON, as in OpenAI's API
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            return _malformed(f"its arguments are no JSON: {error}")
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        return _malformed("its arguments are no object")
+    return ToolCall(value["name"], arguments)
+
+
+def _read_mistral(text: str) -> list[ToolCall]:
+    """Read `[TOOL_CALLS]` with a list of calls behind it, or with a name and its arguments."""
+    calls = []
+    for part in text.split(MISTRAL)[1:]:
+        named = MISTRAL_NAME.match(part)
+        try:
+            value, _ = json.JSONDecoder().raw_decode(part[named.end() if named else 0 :].lstrip())
+        except (ValueError, RecursionError) as error:
+            calls.append(_malformed(f"it is no JSON: {error}"))
+            continue
+        if named:
+            value = {"name": named[1], "arguments": value}
+        calls += [_to_call(each) for each in (value if isinstance(value, list) else [value])]
+    return calls
+
+
+def _read_llama(text: str) -> list[ToolCall]:
+    """Read a text that consists of JSON objects with names, perhaps with `;` between them.
+
+    A text that begins in another way, and JSON without a name, is an answer.
+    """
+    calls: list[ToolCall] = []
+    start = LLAMA_START.match(text)
+    rest = text[start.end() :] if start else ""
+    while rest.startswith("{"):
+        try:
+            value, end = json.JSONDecoder().raw_decode(rest)
+        except (ValueError, RecursionError) as error:
+            is_call = calls or '"name"' in rest
+            return [*calls, _malformed(f"it is no JSON: {error}")] if is_call else []
+        if "name" not in value or not value.keys() & {"parameters", "arguments"}:
+            return calls
+        calls.append(_to_call(value))
+        rest = rest[end:].lstrip("; \n")
+    return calls
+
+
+def _read_xml(text: str, tools: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
+    calls = []
+    for name, body in XML_FUNCTION.findall(text):
+        types = _parameter_types(name.strip(), tools)
+        arguments = {}
+        for parameter, value in XML_PARAMETER.findall(body):
+            key = parameter.strip()
+            value = value.removeprefix("\n").removesuffix("\n")
+            arguments[key] = value if types.get(key) in ("string", None) else _to_value(value)
+        calls.append(ToolCall(name.strip(), arguments) if name.strip() else _malformed("no name"))
+    return calls
+
+
+def _parameter_types(name: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    for tool in tools:
+        function = tool.get("function", tool)
+        if function.get("name") == name:
+            properties = function.get("parameters", {}).get("properties", {})
+            return {key: schema.get("type") for key, schema in properties.items()}
+    return {}
+
+
+def _to_value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _malformed(reason: str) -> ToolCall:
+    return ToolCall("", {}, f"the call must be {LAYOUT}; {reason}")
