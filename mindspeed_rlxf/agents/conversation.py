@@ -47,7 +47,7 @@ class ChatTemplate:
             tokenizer: One without a chat template serves `text_ids` alone.
             eos_token_ids: Tokens that end a turn.
             tools: JSON schemas that the template shows to the model.
-            template_kwargs: `data.chat_template_kwargs`.
+            template_kwargs: Further keywords of the template (`template_arguments`).
             allow_special_tokens: Read special tokens spelled in messages as tokens, not as text.
         """
         self._tokenizer = tokenizer
@@ -80,6 +80,19 @@ class ChatTemplate:
                 )
         ids = self._tail_ids(self._render_tail(self.fit_roles(messages)))
         return ids[self._num_end_ids :] if ended_with_eos else ids
+
+    def opening_ids(self, messages: Sequence[Message]) -> list[int]:
+        """Return the ids between a prompt without the header of an answer and the first turn."""
+        tail = self._render_tail(self.fit_roles(messages))
+        if not tail.startswith(self._closing):
+            raise ValueError("the chat template must close a turn alike, whatever follows it")
+        return self._tail_ids(tail.removeprefix(self._closing))
+
+    @cached_property
+    def opens_thought(self) -> bool:
+        """Whether the header of an answer begins a thought."""
+        header = self._render_tail([])
+        return header.rfind("<think>") > header.rfind("</think>")
 
     def text_ids(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids of the messages' contents as they are, for prompts that are plain text."""
@@ -133,7 +146,7 @@ class ChatTemplate:
         template = self._tokenizer.get_chat_template(tools=self._tools or None)
         dated = f"{OTHER_DATE}{template}"
         if not self._renders_alike(chat_template=dated):
-            notes.append("the chat template prints the date: it is the one of the rendering")
+            notes.append("the chat template prints the day: data.template_date on every day")
         return notes + self._probe_prefixes()
 
     def _probe_prefixes(self) -> list[str]:
@@ -173,9 +186,13 @@ class ChatTemplate:
         return self._render([USER]) == self._render([USER], **changes)
 
     @cached_property
-    def _closing_ids(self) -> list[int]:
+    def _closing(self) -> str:
         """What the template writes behind an answer, whatever follows it."""
-        return self._tail_ids(self._render_tail([], add_generation_prompt=False))
+        return self._render_tail([], add_generation_prompt=False)
+
+    @cached_property
+    def _closing_ids(self) -> list[int]:
+        return self._tail_ids(self._closing)
 
     @cached_property
     def _num_end_ids(self) -> int:

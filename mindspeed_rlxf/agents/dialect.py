@@ -31,10 +31,30 @@ class Dialect:
             return self._template.text_ids(messages)
         return self._template.observation_ids(messages, ended_with_eos)
 
+    def opening_ids(self, messages: Sequence[Message], gives_first: bool) -> list[int]:
+        """Return the ids between the prompt and the first turn; [] if nothing was given.
+
+        With `gives_first` a chat's prompt has no header of the first turn.
+
+        Raises:
+            ValueError: The prompt of a chat has it, and messages were given.
+        """
+        is_continued = all(message["role"] == "assistant" for message in messages)
+        if not self._is_chat or (is_continued and not gives_first):
+            return self._template.text_ids(messages)
+        if not gives_first:
+            raise ValueError(
+                "an agent that gives messages before its first turn must be registered by "
+                "register_agent(NAME, gives_first=True): the prompt ends with the turn's header"
+            )
+        return self._template.opening_ids(messages)
+
     def turn_text(self, token_ids: Sequence[int], has_ended: bool) -> str:
         """Return a turn's text without EOS and padding; whether an EOS or stop string ended it."""
         return self._texts.response(token_ids, has_ended)
 
     def tool_calls(self, text: str) -> list[ToolCall]:
         """Return the calls in a turn's text; [] without tools."""
-        return parse_tool_calls(text, self._tools) if self._tools else []
+        if not self._tools:
+            return []
+        return parse_tool_calls(text, self._tools, self._is_chat and self._template.opens_thought)

@@ -6,6 +6,7 @@ register_agent("wordle")(lambda: GymAgent(lambda session: Wordle(session.ground_
 import asyncio
 import inspect
 import threading
+import zlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -17,9 +18,9 @@ T = TypeVar("T")
 class GymAgent:
     """Plays one episode with an environment: turns are actions, observations a user's messages.
 
-    Calls of the environment run in threads of their own, as they may wait. `reset` gets the sample
-    id as its `seed` if it takes one. Subclasses may change how texts become actions and
-    observations texts.
+    Calls of the environment run in threads of their own, as they may wait. `reset` gets a `seed` if
+    it takes one, the same for all samples of a row. Subclasses may change how texts become actions
+    and observations texts.
     """
 
     def __init__(self, factory: Callable[[Session], Any], max_turns: int | None = None) -> None:
@@ -46,7 +47,7 @@ class GymAgent:
         environment = await in_thread(self._factory, session)
         try:
             takes_seed = "seed" in inspect.signature(environment.reset).parameters
-            seed = {"seed": session.sample_id} if takes_seed else {}
+            seed = {"seed": seed_of(session)} if takes_seed else {}
             observation, _, ended = _read(await in_thread(environment.reset, **seed))
             num_turns = 0
             while not ended and num_turns != self._max_turns:
@@ -62,6 +63,14 @@ class GymAgent:
             close = getattr(environment, "close", None)
             if close is not None:
                 await in_thread(close)
+
+
+def seed_of(session: Session) -> int:
+    """Return the row's column `seed`, else a number that follows from its prompt and answer."""
+    seed = session.extra_info.get("seed")
+    if isinstance(seed, int):
+        return seed
+    return zlib.crc32(f"{session.prompt}{session.ground_truth}".encode())
 
 
 def _read(result: Any) -> tuple[Any, float, bool]:
@@ -97,11 +106,16 @@ async def in_thread(function: Callable[..., T], *args: Any, **keywords: Any) -> 
             future.set_exception(error)
 
     def work() -> None:
-        result, error = None, None
+        result: Any = None
+        error: BaseException | None = None
         try:
             result = function(*args, **keywords)
-        except BaseException as raised:
+        except Exception as raised:
             error = raised
+            if isinstance(raised, StopIteration):  # no future and no coroutine may raise it
+                error = RuntimeError(f"StopIteration: {raised}")
+        except BaseException as raised:  # exit() of a thread
+            error = RuntimeError(f"{type(raised).__name__}: {raised}")
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result, error)
 

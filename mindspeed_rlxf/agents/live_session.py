@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -75,8 +76,13 @@ class LiveSession:
         limits: RowLimits,
         dialect: Dialect,
         on_ask: Any,
+        gives_first: bool = False,
     ) -> None:
-        """Begin a conversation. `on_ask` is called on the loop when the agent asks for a turn."""
+        """Begin a conversation.
+
+        `on_ask` is called on the loop when the agent asks for a turn. With `gives_first` a chat's
+        prompt has no header of the first turn.
+        """
         self.sample_id, self.agent_name, self.prompt = sample_id, agent_name, prompt
         self.messages: list[Message] = [dict(message) for message in messages]
         self.extra_info, self.ground_truth = extra_info, ground_truth
@@ -87,6 +93,7 @@ class LiveSession:
         self.task: asyncio.Task[None] | None = None
         self.has_returned = False
         self._on_ask = on_ask
+        self._gives_first = gives_first
         self._turn: asyncio.Future[Turn] | None = None  # that the agent waits for
         self._given: list[Message] = []  # since the last turn
         # The response, observations included.
@@ -118,6 +125,10 @@ class LiveSession:
         self._given += messages
         self.messages += messages
 
+    def restart_clock(self) -> None:
+        """See `Session.restart_clock`."""
+        self.moved_at = time.monotonic()
+
     def reward(self, score: float, **parts: float) -> None:
         """See `Session.reward`."""
         for name, value in {"the reward": score, **parts}.items():
@@ -137,10 +148,11 @@ class LiveSession:
         if len(self._turns) >= self.limits.turns:
             self._ran_out = True
             raise SessionEnded(f"all {self.limits.turns} turns are spent (rollout.max_turns)")
-        observation: list[int] = []
-        if self._turns or self._given:
-            ended_with_eos = bool(self._turns) and self._tokens[-1] in self.limits.eos_token_ids
+        if self._turns:
+            ended_with_eos = self._tokens[-1] in self.limits.eos_token_ids
             observation = self.dialect.observation_ids(self._given, ended_with_eos)
+        else:
+            observation = self.dialect.opening_ids(self._given, self._gives_first)
         start = len(self._tokens) + len(observation)
         if start >= self.limits.tokens:
             self._ran_out = True

@@ -89,7 +89,13 @@ class Session(Protocol):
         """
 
     def give(self, messages: list[Message]) -> None:
-        """Append messages, which the policy reads before its next turn. They are not trained."""
+        """Append messages, which the policy reads before its next turn. They are not trained.
+
+        Before the first turn of a chat this takes an agent registered with `gives_first=True`.
+        """
+
+    def restart_clock(self) -> None:
+        """Give the agent `rollout.turn_timeout_s` anew, as while it waits in a queue."""
 
     def reward(self, score: float, **parts: float) -> None:
         """Add to the sample's score, at the last token of the newest turn; `parts` are logged."""
@@ -108,9 +114,26 @@ AGENTS: dict[str, AgentFactory] = {}
 """Agents by the name that `rollout.agent` or the column `agent_name` gives."""
 
 
-def register_agent(name: str) -> Callable[[AgentFactory], AgentFactory]:
+GIVES_FIRST: set[str] = set()
+"""Names of agents that may give something before the first turn."""
+
+
+def register_agent(name: str, gives_first: bool = False) -> Callable[[AgentFactory], AgentFactory]:
     """Return a decorator that registers an agent's class, or a function that makes the agent.
 
-    Raises ValueError for a taken name.
+    Args:
+        name: For `rollout.agent` and the column `agent_name`.
+        gives_first: Chats end without the header of an answer, as the agent's `give` goes on with
+            them before its first `say`.
+
+    Raises:
+        ValueError: The name is taken.
     """
-    return add_to(AGENTS, name, "agent")
+    register = add_to(AGENTS, name, "agent")
+
+    def keep(factory: AgentFactory) -> AgentFactory:
+        if gives_first:
+            GIVES_FIRST.add(name)
+        return register(factory)
+
+    return keep

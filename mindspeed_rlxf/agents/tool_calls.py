@@ -28,15 +28,18 @@ START_OF_THOUGHT = "<think>"
 LAYOUT = 'a JSON object {"name": tool, "arguments": {parameter: value}}'
 
 
-def parse_tool_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[ToolCall]:
+def parse_tool_calls(
+    text: str, tools: Sequence[Mapping[str, Any]] = (), in_thought: bool = False
+) -> list[ToolCall]:
     """Return the calls in a turn's text, in order; those inside of a thought do not count.
 
     Args:
         text: The turn, with special tokens.
         tools: JSON schemas of the tools, which tell the types of parameters in XML.
+        in_thought: The turn's header has begun a thought.
     """
-    text = text.rpartition(END_OF_THOUGHT)[2]
-    if START_OF_THOUGHT in text:  # not ended
+    _, end, text = text.rpartition(END_OF_THOUGHT)
+    if START_OF_THOUGHT in text or (in_thought and not end):  # not ended
         return []
     blocks = [block.strip() for block in HERMES.findall(text)]
     if blocks:

@@ -5,7 +5,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_rlxf.config.plugins import Source, run_as_module
@@ -34,13 +34,11 @@ class ToolRequest:
 
     Attributes:
         name: Of the tool.
-        arguments: What the model gave.
-        row_arguments: What the row gave, in its column `tools_kwargs`.
+        arguments: JSON of what the model and the row gave, by parameter.
     """
 
     name: str
-    arguments: dict[str, Any]
-    row_arguments: dict[str, Any] = field(default_factory=dict)
+    arguments: str
 
 
 def main() -> None:
@@ -65,12 +63,11 @@ def make_caller(plan: ToolPlan) -> Callable[[dict[str, Any]], dict[str, Any]]:
 def _call(
     functions: dict[str, Callable[..., Any]],
     name: str,
-    arguments: dict[str, Any],
-    row_arguments: dict[str, Any],
+    arguments: str,
 ) -> dict[str, Any]:
     """Call a tool; an exception is a text too, which the model reads."""
     try:
-        value = functions[name](**arguments, **row_arguments)
+        value = functions[name](**json.loads(arguments))
         if inspect.iscoroutine(value):
             value = asyncio.run(value)
         is_text = isinstance(value, str)

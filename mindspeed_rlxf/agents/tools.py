@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from mindspeed_rlxf.config.tool_schema import PYTHON_SCHEMA, describe_tool, row_
 from mindspeed_rlxf.rewards.outcome import ScoringBroken
 from mindspeed_rlxf.rewards.workers import WorkerPool
 
+HELD_S = 0.1  # between two restarts of a clock that stands still
 TOOLS_KWARGS = "tools_kwargs"
 """Column with further arguments of a row's tools, by tool; as verl has it."""
 
@@ -55,7 +57,7 @@ class ToolBox:
     async def call(self, call: ToolCall, row_arguments: Mapping[str, Any]) -> str:
         """Call a tool; return what the model reads.
 
-        That is also an error of the tool, or what is wrong with the call.
+        That is also an error or the end of the tool, or what is wrong with the call.
 
         Args:
             call: As the model made it.
@@ -63,7 +65,7 @@ class ToolBox:
                 and `execute_kwargs` by tool. Keyword-only parameters take theirs.
 
         Raises:
-            ToolFailed: The tool's process hung, or ended.
+            ToolFailed: No process of tools starts.
         """
         if problem := call.problem or self._find_problem(call):
             return f"Error: {problem}"
@@ -72,13 +74,17 @@ class ToolBox:
             given |= given.pop(key, None) or {}
         taken = self._row_parameters.get(call.name, [])
         own = {k: v for k, v in given.items() if k in taken and v is not None}
-        request = ToolRequest(call.name, call.arguments, own)
         try:
-            reply = await asyncio.wrap_future(self._pool.submit(request))
+            arguments = json.dumps({**call.arguments, **own}, default=str)
+        except RecursionError:
+            return "Error: the arguments are nested too deeply"
+        try:
+            future = self._pool.submit(ToolRequest(call.name, arguments))
+            reply = await asyncio.wrap_future(future)
         except ScoringBroken as error:
             raise ToolFailed(f"the tool {call.name} cannot run: {error}") from None
         if "cause" in reply:
-            raise ToolFailed(f"the tool {call.name} failed: {reply['message']}")
+            return f"Error: {reply['message']}"
         return self._truncate(reply["text"])
 
     def close(self) -> None:
@@ -152,14 +158,21 @@ def close_tools() -> None:
 async def call_tools(session: Session, calls: Sequence[ToolCall]) -> list[Message]:
     """Make a turn's calls at the same time; return a message of the role tool for each, in order.
 
+    The agent's clock stands still: each call has `rollout.turn_timeout_s` once a process takes it.
+
     Raises:
-        ToolFailed: A tool's process hung, or ended.
+        ToolFailed: No process of tools starts.
     """
     box = _Opened.box
     if box is None:
         raise RuntimeError("a run whose agent calls tools must name them in rollout.tools")
     row_arguments = session.extra_info.get(TOOLS_KWARGS) or {}
-    texts = await asyncio.gather(*(box.call(call, row_arguments) for call in calls))
+    clock = asyncio.create_task(_hold_clock(session))
+    try:
+        texts = await asyncio.gather(*(box.call(call, row_arguments) for call in calls))
+    finally:
+        clock.cancel()
+        session.restart_clock()
     return [
         {
             "role": "tool",
@@ -169,6 +182,12 @@ async def call_tools(session: Session, calls: Sequence[ToolCall]) -> list[Messag
         }
         for number, (call, text) in enumerate(zip(calls, texts, strict=True))
     ]
+
+
+async def _hold_clock(session: Session) -> None:
+    while True:
+        session.restart_clock()
+        await asyncio.sleep(HELD_S)
 
 
 @register_agent("single_turn_agent")  # verl's name of what has no tools

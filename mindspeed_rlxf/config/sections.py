@@ -1,5 +1,6 @@
 """Sections without a role: training, data, validation, rollout, logging, devices, runtime, plan."""
 
+import datetime
 import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
@@ -183,6 +184,11 @@ class DataConfig(Section):
     chat_template_kwargs: dict[str, Any] = key(
         {}, "variables of the chat template, such as enable_thinking", used_if="reads_rows"
     )
+    template_date: str = key(
+        "2025-01-01",
+        "day that chat templates print, YYYY-MM-DD, in place of the current one",
+        used_if="reads_rows",
+    )
     train_weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Word] = key(
         (), "share of each file (or data set) of the training prompts in a batch; absent = by size"
     )
@@ -210,6 +216,15 @@ class DataConfig(Section):
         taken = sorted({*value} & {*OWN_VARIABLES})
         if taken:
             raise PydanticCustomError("chat_template_kwargs", "no " + ", ".join(taken))
+        return value
+
+    @field_validator("template_date")
+    @classmethod
+    def _check_date(cls, value: str) -> str:
+        try:
+            datetime.date.fromisoformat(value)
+        except ValueError:
+            raise PydanticCustomError("template_date", "must be a day, as 2025-01-31") from None
         return value
 
     @field_validator("train_files", "val_files", "data_path", "val_data_path", mode="before")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mindspeed_rlxf.config.enums import OverlongPrompts
 from mindspeed_rlxf.config.problems import Problem, UserError, shorten_value
@@ -28,6 +28,7 @@ from mindspeed_rlxf.data.files import (
     unicode_problem,
 )
 from mindspeed_rlxf.data.prompt_store import STYLE, STYLES, Labels, Prompt, PromptStore
+from mindspeed_rlxf.data.template_dates import template_arguments
 from mindspeed_rlxf.data.tokenizer import SpecialTokens, begin_once, prepended_ids
 
 if TYPE_CHECKING:
@@ -46,6 +47,10 @@ MEDIA = ("images", "videos", "audios")
 ANSWERS = ("assistant", "model", "gpt", "bot")  # roles of a response
 WITHOUT_ANSWER = "take the answer out of it"
 EXTRA = "extra_info"
+OF_AGENTS = ("agent_name", "tools_kwargs", f"{EXTRA}.tools_kwargs")
+"""Columns that agents read, whatever `data.extra_columns` names."""
+GivesFirst: TypeAlias = Callable[[Mapping[str, Any]], bool]
+"""Other columns of a row -> whether its agent gives something before the first turn."""
 TOKENS_KEPT = {
     OverlongPrompts.KEEP_HEAD: "first",
     OverlongPrompts.KEEP_TAIL: "last",
@@ -60,6 +65,7 @@ def load_prompts(
     data: DataConfig,
     max_prompt_length: int,
     keep_messages: bool = False,
+    gives_first: GivesFirst | None = None,
 ) -> PromptStore:
     """Load all prompts from `files`, in order; no files give no prompts.
 
@@ -69,13 +75,14 @@ def load_prompts(
     `data.allow_special_tokens`; those written by the template are tokens. Prompts above
     `max_prompt_length` tokens follow `data.overlong_prompts`. With `data.invalid_rows=drop`, bad
     rows are dropped if their file is readable and keeps a row. The log counts both. With
-    `keep_messages` chats are kept for a reward that reads them.
+    `keep_messages` chats are kept for a reward or an agent that reads them. `gives_first` is for
+    runs with agents: chats whose agent gives something first end before the generation prompt.
 
     Raises:
         UserError: the problems in all files.
     """
     names = [files] if isinstance(files, str) else list(files)
-    reader = _Reader(tokenizer, data, max_prompt_length, keep_messages)
+    reader = _Reader(tokenizer, data, max_prompt_length, keep_messages, gives_first)
     problems: list[Problem] = []
     prompts = PromptStore()
     for name in names:
@@ -130,14 +137,19 @@ class _Reader:
         data: DataConfig,
         max_prompt_length: int,
         keep_messages: bool,
+        gives_first: GivesFirst | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._data = data
         self._max_length = max_prompt_length
         self._keep_messages = keep_messages
+        self._gives_first = gives_first
         self._num_eos = num_appended_eos(tokenizer)
         self._start = prepended_ids(tokenizer)
         self._special = SpecialTokens(tokenizer)
+        self._arguments = template_arguments(tokenizer, data)
+        self._has_joined = False  # whether a system message was joined to a user's
+        self._has_joined = False  # whether a system message was joined to a user's
 
     def read(self, file: str, problems: FileProblems) -> Iterator[tuple[Labels, str, list[int]]]:
         """Yield (labels, text, token ids) for each kept prompt; add invalid rows to `problems`.
@@ -145,7 +157,7 @@ class _Reader:
         A truncated prompt's text is decoded from the remaining ids.
         """
         limit = LengthLimit(file, self._max_length, self._data.overlong_prompts)
-        rows = read_text_rows(file, self._data, problems)
+        rows = read_text_rows(file, self._data, problems, self._gives_first)
         num_rows = 0
         num_spelled = 0  # prompts with the spelling of a special token
         while True:
@@ -201,20 +213,34 @@ class _Reader:
             if not self._data.allow_special_tokens:
                 messages = self._special.hide(messages)
             try:
-                row.text = str(
-                    self._tokenizer.apply_chat_template(
-                        messages,
-                        tokenize=False,
-                        add_generation_prompt=True,
-                        **self._data.chat_template_kwargs,
-                    )
+                is_opened = self._gives_first is None or not self._gives_first(
+                    row.labels.extra_info
                 )
+                row.text = self._render(messages, is_opened)
             except Exception as error:  # any type: a template is a program
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
                 remedy = "give the tokenizer's folder a fitting one, or write the prompt as text"
                 rule = f"the tokenizer's chat template must accept the messages: {reason}"
                 return fault(rule, remedy)
         return text_problem(row.text)
+
+    def _render(self, messages: list[dict[str, Any]], is_opened: bool) -> str:
+        """Render a chat, with the header of the answer if `is_opened`.
+
+        A system message that the template refuses joins the user's first one.
+        """
+        settings = {"tokenize": False, "add_generation_prompt": is_opened, **self._arguments}
+        try:
+            return str(self._tokenizer.apply_chat_template(messages, **settings))
+        except Exception:  # any type: a template is a program
+            joined = _join_system(messages)
+            if joined is None:
+                raise
+            text = str(self._tokenizer.apply_chat_template(joined, **settings))
+        if not self._has_joined:
+            logger.warning("the chat template refuses system messages: they join the user's first")
+        self._has_joined = True
+        return text
 
     def _tokenize(self, rows: list[TextRow]) -> list[list[int]]:
         """Return each row's token ids, without an EOS appended by the tokenizer."""
@@ -232,6 +258,14 @@ class _Reader:
                 if is_chat and self._special.restore(row.text) != row.text:
                     encoded[row.row] = self._special.token_ids(row.text)
         return [encoded[row.row] for row in rows]
+
+
+def _join_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+    """Return a chat whose system message begins the user's first one; None without both."""
+    if [message["role"] for message in messages[:2]] != [SYSTEM, "user"]:
+        return None
+    system, user, *others = messages
+    return [{**user, "content": f"{system['content']}\n\n{user['content']}"}, *others]
 
 
 def _token_ids(
@@ -264,7 +298,9 @@ class TextRow:
     text: str = ""
 
 
-def read_text_rows(file: str, data: DataConfig, problems: FileProblems) -> Iterator[TextRow]:
+def read_text_rows(
+    file: str, data: DataConfig, problems: FileProblems, gives_first: GivesFirst | None = None
+) -> Iterator[TextRow]:
     """Yield a file's valid rows; add the problems of the others to `problems`.
 
     Chats without a leading system message get `data.system_prompt`. Warns about columns named in
@@ -302,10 +338,9 @@ def read_text_rows(file: str, data: DataConfig, problems: FileProblems) -> Itera
     if not has_truths:
         rule = "%s: no row has data.ground_truth_key=%s, so all ground truths are empty"
         logger.warning(rule, file, data.ground_truth_key)
-    if without_effect:
+    if without_effect and gives_first is None:
         rule = (
-            "%s: the columns %s change no prompt; with rollout.agent the agent reads them, else "
-            "only reward functions do"
+            "%s: the columns %s change no prompt and call no tool; only reward functions get them"
         )
         logger.warning(rule, file, ", ".join(sorted(without_effect)))
 
@@ -410,6 +445,10 @@ def read_labels(number: int, row: Row, data: DataConfig, problems: FileProblems)
             extra[key] = value
     if isinstance(extra.get(EXTRA), dict):
         extra |= extra.pop(EXTRA)
+    for key in OF_AGENTS:
+        value = look_up(row, key)
+        if value is not None:
+            extra.setdefault(key.rpartition(".")[2], value)
     if isinstance(truth, (dict, list)):
         extra[STRUCTURED] = truth
         truth = json.dumps(truth, default=as_text, ensure_ascii=False)

@@ -13,7 +13,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Pipe
@@ -117,14 +117,14 @@ def _work(shared: _Shared) -> None:
         if task is None:
             break
         sample, future = task
-        if not future.set_running_or_notify_cancel():  # nobody waits for it any more
-            continue
         try:
             if process is not None and process.popen.poll() is not None:  # also killed while idle
                 process.end()
                 process = None
             shared.check()
             process = process or _Process(shared)
+            if not future.set_running_or_notify_cancel():  # nobody waits for it any more
+                continue
             data = json.dumps(asdict(sample), default=str).encode()
             reply = process.ask(data, shared.timeout_s)
             shared.check()
@@ -133,7 +133,8 @@ def _work(shared: _Shared) -> None:
             future.set_result(shared.read_reply(reply))
         except Exception as error:  # also a sample that cannot be sent
             shared.broken = shared.broken or str(error) or repr(error)
-            future.set_exception(ScoringBroken(shared.broken))
+            with suppress(InvalidStateError):  # of one that was cancelled
+                future.set_exception(ScoringBroken(shared.broken))
     shared.tasks.put(None)
     if process is not None:
         process.end()
@@ -157,7 +158,7 @@ class _Process:
                 stdin=subprocess.DEVNULL, stdout=2,  # beside what this process prints for its log
                 pass_fds=[child_channel.fileno()], start_new_session=True,
                 env={
-                    "OMP_NUM_THREADS": "1", **os.environ,
+                    "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", **os.environ,
                     "PYTHONPATH": path, "PYTHONUNBUFFERED": "1",
                 },
             )  # fmt: skip

@@ -21,12 +21,13 @@ from mindspeed_rlxf.agents.conversation import ChatTemplate
 from mindspeed_rlxf.agents.dialect import Dialect
 from mindspeed_rlxf.agents.live_session import Ask, LiveSession, Move, RowLimits
 from mindspeed_rlxf.agents.loop import AgentLoop
-from mindspeed_rlxf.agents.session import AGENTS, Agent
+from mindspeed_rlxf.agents.session import AGENTS, GIVES_FIRST, Agent
 from mindspeed_rlxf.agents.tools import open_tools
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.agent_record import AgentRecord
 from mindspeed_rlxf.data.batch import Prompts
 from mindspeed_rlxf.data.decoding import RewardTexts
+from mindspeed_rlxf.data.template_dates import template_arguments
 from mindspeed_rlxf.data.tokenizer import load_tokenizer
 from mindspeed_rlxf.roles.drawn_samples import DrawnSample, DrawnSamples, Key
 from mindspeed_rlxf.rollout.rollout_engine import (
@@ -95,6 +96,7 @@ class AgentHost:
             limits,
             self._dialects[bool(row.messages[0])],
             self.loop.note_ask,
+            sample.agent in GIVES_FIRST,
         )
         self.loop.start(session, self._find_agent(sample.agent))
         return session
@@ -114,7 +116,7 @@ def _make_dialects(config: RunConfig, eos_token_ids: Sequence[int]) -> dict[bool
         tokenizer,
         eos_token_ids,
         schemas,
-        template_kwargs=data.chat_template_kwargs,
+        template_kwargs=template_arguments(tokenizer, data),
         allow_special_tokens=data.allow_special_tokens,
     )
     texts = RewardTexts(tokenizer, config.actor_rollout.stop_strings)

@@ -3,7 +3,7 @@
 import contextlib
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from glob import glob
 from itertools import chain
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mindspeed_rlxf.agents.conversation import ChatTemplate
-from mindspeed_rlxf.agents.session import AGENTS
+from mindspeed_rlxf.agents.session import AGENTS, GIVES_FIRST
 from mindspeed_rlxf.agents.tools import show_tools, tool_schemas
 from mindspeed_rlxf.checkpoint.directory import RunDirectory, check_save_folders
 from mindspeed_rlxf.checkpoint.store import check_chosen, check_resume
@@ -25,6 +25,7 @@ from mindspeed_rlxf.data.fixed_responses import FixedResponses, load_fixed_respo
 from mindspeed_rlxf.data.indexed_prompts import IndexedPrompts, load_indexed_prompts
 from mindspeed_rlxf.data.prompt_store import reward_style
 from mindspeed_rlxf.data.prompts import Prompt, load_prompts
+from mindspeed_rlxf.data.template_dates import template_arguments
 from mindspeed_rlxf.data.tokenizer import (
     check_vocabulary,
     describe_stop_tokens,
@@ -220,7 +221,14 @@ def _load_prompts(
         return indexed or IndexedPrompts()
     # A classifier's template may be another one, and an agent's session has the messages.
     keeps = config.reward.kind is RewardKind.HUGGING_FACE or config.rollout.runs_agents
-    return IndexedPrompts(_attempt(problems, lambda: load_prompts(files, *arguments, keeps)) or ())
+    rollout = config.rollout
+
+    def gives_first(extra_info: Mapping[str, Any]) -> bool:
+        return rollout.agent_of(extra_info) in GIVES_FIRST
+
+    agents = gives_first if rollout.runs_agents else None
+    prompts = _attempt(problems, lambda: load_prompts(files, *arguments, keeps, agents))
+    return IndexedPrompts(prompts or ())
 
 
 def check_weights(config: RunConfig, role: Role) -> list[Problem]:
@@ -360,6 +368,9 @@ def _check_agents(config: RunConfig, prepared: Prepared) -> list[Problem]:
     for prompt in chain(prepared.train_prompts, prepared.val_prompts):
         names.add(rollout.agent_of(prompt.extra_info))
         has_chats = has_chats or bool(prompt.messages)
+    if rollout.agent == BY_ROW and names <= {""}:
+        remedy = f"add the column {AGENT_COLUMN} to rows, or name an agent"
+        return [Problem("rollout.agent", "must be named by some row", BY_ROW, remedy)]
     names -= {"", *AGENTS}
     known = ", ".join(sorted(AGENTS)) or "none is registered"
     remedy = "add the file that registers it to training.plugins"
@@ -374,7 +385,7 @@ def _check_agents(config: RunConfig, prepared: Prepared) -> list[Problem]:
             prepared.tokenizer,
             prepared.eos_token_ids,
             tool_schemas(rollout),
-            template_kwargs=config.data.chat_template_kwargs,
+            template_kwargs=template_arguments(prepared.tokenizer, config.data),
             allow_special_tokens=config.data.allow_special_tokens,
         )
         try:

@@ -1,5 +1,6 @@
 """Tools that tests give to models; some misbehave."""
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -32,6 +33,7 @@ async def wait(seconds: float) -> dict[str, float]:
     Args:
         seconds: How long.
     """
+    await asyncio.sleep(seconds)
     return {"waited": seconds}
 
 
@@ -50,7 +52,7 @@ def misbehave(how: str) -> str:
         sys.exit(3)
     if how == "crash":
         os.abort()
-    return "é" * 100_000
+    return how
 
 
 def undocumented(key: str) -> str:

@@ -18,6 +18,7 @@ class SaidSession:
         self.prompt: list[int] = []
         self.messages: list[dict[str, Any]] = []
         self.score = 0.0
+        self.num_restarts = 0
 
     async def say(self, max_tokens: int | None = None) -> Turn:
         if not self.texts:
@@ -27,6 +28,9 @@ class SaidSession:
 
     def give(self, messages: list[dict[str, Any]]) -> None:
         self.messages += messages
+
+    def restart_clock(self) -> None:
+        self.num_restarts += 1
 
     def reward(self, score: float, **parts: float) -> None:
         self.score += score

@@ -120,14 +120,14 @@ def test_messages_of_refused_roles_become_a_users() -> None:
 
 
 def test_a_probe_says_what_a_template_does_to_conversations() -> None:
-    words = ("role tool", "role system", "show tools", "the date", "drops <think>", "rewrites")
+    words = ("role tool", "role system", "show tools", "the day", "drops <think>", "rewrites")
     found = {}
     for family in FAMILIES:
         notes = " ".join(template_of(family, [SEARCH]).check())
         found[family] = [word for word in words if word in notes]
     assert found == {
         "qwen3": ["drops <think>"],
-        "llama3": ["the date"],
+        "llama3": ["the day"],
         "chatml": ["show tools"],
         "phi": ["role tool", "show tools"],
         "gemma": ["role tool", "role system", "show tools"],
@@ -153,3 +153,19 @@ def test_a_message_of_the_assistant_continues_an_open_turn(family: str) -> None:
     with pytest.raises(ValueError, match="assistant"):
         template.observation_ids([{"role": "assistant", "content": text}], True)
     assert template.observation_ids([], ended_with_eos=False) == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_without_a_header_goes_on_with_what_is_given_first(family: str) -> None:
+    """As the complete chat does, where roles need not alternate."""
+    template, first, second = template_of(family), user("What is 2?"), user("And 3?")
+    tokenizer = tokenizer_of(family)
+    prompt = tokenizer.apply_chat_template([first], tokenize=False)
+    for given in ([], [second]):
+        ids = ids_of(family, prompt) + template.opening_ids(given)
+        if family == "gemma" and given:
+            expected = prompt + render(family, given).removeprefix("<bos>")
+        else:
+            expected = render(family, [first, *given])
+        assert ids == ids_of(family, expected)
+    assert template.opens_thought == (family == "think")

@@ -71,9 +71,26 @@ def test_an_episode_goes_on_until_its_environment_ends_it() -> None:
     session = play(GymAgent(factory), "3", "5", "4", "not said")
     assert [message["content"] for message in session.messages] == ["Guess.", "No.", "No."]
     assert session.score == 1.0 - 2 * 0.25 and session.texts == ["not said"]
-    assert made[0].seed == session.sample_id and made[0].is_closed
+    assert made[0].is_closed
     assert play(GymAgent(lambda _: Guess("4", 2)), "1", "2", "3").texts == ["3"]
     assert play(GymAgent(lambda _: Guess("4"), max_turns=1), "1", "2").score == -0.25
+
+
+def test_the_samples_of_a_row_play_with_one_seed() -> None:
+    seeds = []
+    for prompt, sample_id, extra_info in (
+        ([1], 1, {}),
+        ([1], 2, {}),
+        ([2], 3, {}),
+        ([2], 4, {"seed": 5}),
+    ):
+        environment = Guess("4")
+        session = SaidSession("4", extra_info=extra_info)
+        session.prompt, session.sample_id = prompt, sample_id
+        asyncio.run(GymAgent(lambda _, environment=environment: environment).run(session))
+        seeds.append(environment.seed)
+    first, same, other, given = seeds
+    assert first == same != other and given == 5
 
 
 def test_a_client_of_openenv_is_an_environment_too() -> None:
@@ -90,6 +107,19 @@ def test_an_exception_of_an_environment_is_the_agents() -> None:
     with pytest.raises(ConnectionError):
         play(GymAgent(lambda _: environment), "3")
     assert environment.is_closed
+
+
+@pytest.mark.parametrize("raised", [StopIteration("over"), SystemExit(3)])
+def test_what_no_future_can_raise_is_an_error(raised: BaseException) -> None:
+    class Broken(Guess):
+        def step(self, action: str) -> Any:
+            raise raised
+
+    async def play_in_time() -> None:
+        await asyncio.wait_for(GymAgent(lambda _: Broken("4")).run(SaidSession("3")), 30)
+
+    with pytest.raises(RuntimeError, match=type(raised).__name__):
+        asyncio.run(play_in_time())
 
 
 def test_environments_wait_beside_each_other() -> None:

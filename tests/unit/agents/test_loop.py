@@ -25,6 +25,9 @@ class Characters:
         mark = "<" if ended_with_eos else "|<"
         return [ord(c) for message in messages for c in mark + message["content"]]
 
+    def opening_ids(self, messages: Any, gives_first: bool) -> list[int]:
+        return self.observation_ids(messages, False)
+
     def turn_text(self, token_ids: Any, has_ended: bool) -> str:
         return "".join(chr(i) for i in token_ids if i != EOS)
 

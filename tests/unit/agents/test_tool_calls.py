@@ -58,6 +58,12 @@ def test_calls_are_read_in_every_form(name: str) -> None:
     assert parse_tool_calls(text, CODER) == calls
 
 
+def test_a_call_in_a_thought_of_the_header_does_not_count() -> None:
+    call = f"<tool_call>{JSON}</tool_call>"
+    assert parse_tool_calls(f"I call {call}", in_thought=True) == []
+    assert parse_tool_calls(f"I call {call}</think>{call}", in_thought=True) == [CALL]
+
+
 @pytest.mark.parametrize(
     "body",
     [

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import time
 from collections.abc import Iterator
@@ -53,6 +54,13 @@ def test_calls_return_what_the_model_reads(box: ToolBox) -> None:
     assert call(box, "python", {"code": "print(6 * 7)"}) == "42\n"
 
 
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 def test_a_wrong_call_and_an_exception_are_messages(box: ToolBox) -> None:
     for name, arguments, said in (
         ("subtract", {}, "there is no tool 'subtract'; there is add"),
@@ -61,6 +69,8 @@ def test_a_wrong_call_and_an_exception_are_messages(box: ToolBox) -> None:
         ("look_up", {"key": "a", "table": {}}, "look_up has no parameter 'table'"),
         ("look_up", {"key": "a"}, "TypeError"),
         ("misbehave", {"how": "raise"}, "ZeroDivisionError: of this tool"),
+        ("add", {"a": nested(700), "b": 1}, "TypeError"),
+        ("add", {"a": nested(100_000), "b": 1}, "nested too deeply"),
         ("python", {"code": "1 / 0"}, "ZeroDivisionError: division by zero"),
         ("python", {"code": "print(1)\nwhile True: print(1)"}, "exceeded the limit output"),
     ):
@@ -70,21 +80,32 @@ def test_a_wrong_call_and_an_exception_are_messages(box: ToolBox) -> None:
     assert asyncio.run(box.call(malformed, {})).startswith("Error: the call must be")
 
 
-def test_a_long_result_loses_its_middle(box: ToolBox) -> None:
-    text = call(box, "misbehave", {"how": "talk"})
-    assert 1024 < len(text) < 1100 and text[0] == text[-1] == "é"
+def test_a_long_result_loses_its_middle() -> None:
+    box = ToolBox(rollout_of(f"{FILE}:look_up", max_tool_response_length=10), REWARD)
+    for result, read in (("0123456789", "0123456789"), ("0123456789a", "01234...6789a")):
+        text = call(box, "look_up", {"key": "a"}, {"look_up": {"table": {"a": result}}})
+        assert text.replace("(truncated)...", "") == read
+    box.close()
+
+
+def test_a_tool_stands_with_its_file_and_its_hash() -> None:
+    entry = complete_tool("rollout.tools", f"{FILE}:add")
+    text = FILE.read_bytes()
+    assert entry == {"function": f"{FILE}:add", "sha256": hashlib.sha256(text).hexdigest()}
+    with pytest.raises(UserError, match="sha256"):
+        complete_tool("rollout.tools", {**entry, "sha256": "0" * 64})
+    assert complete_tool("rollout.tools", "python") == {"function": "python"}
 
 
 @pytest.mark.parametrize("how", ["exit", "crash", "hang"])
-def test_a_tool_that_ends_or_hangs_fails_its_sample_alone(how: str) -> None:
-    """One process serves both: the failed one is replaced, and nothing stays behind."""
+def test_a_tool_that_ends_or_hangs_is_a_message(how: str) -> None:
+    """The model may have caused it. One process serves all: it is replaced, nothing stays."""
     names = (f"{FILE}:misbehave", f"{FILE}:add")
     limit = 2.0 if how == "hang" else 60.0
     box = ToolBox(rollout_of(*names, tool_processes=1, turn_timeout_s=limit), REWARD)
     try:
         assert call(box, "add", {"a": 1, "b": 1}) == "2"
-        with pytest.raises(ToolFailed):
-            call(box, "misbehave", {"how": how})
+        assert call(box, "misbehave", {"how": how}).startswith("Error: ")
         assert call(box, "add", {"a": 1, "b": 2}) == "3"
     finally:
         box.close()
@@ -114,6 +135,35 @@ def test_a_call_that_nobody_waits_for_is_dropped() -> None:
 
     assert asyncio.run(call_twice()) == "46"
     box.close()
+
+
+def test_tools_that_do_not_start_fail_the_sample(tmp_path: Path) -> None:
+    """As a file that runs on the driver alone."""
+    file = tmp_path / "absent.py"
+    text = FILE.read_text(encoding="utf-8")
+    file.write_text(f"import sys\nif sys.argv[0] == '-c':\n    raise OSError\n{text}")
+    box = ToolBox(rollout_of(f"{file}:add"), REWARD)
+    with pytest.raises(ToolFailed, match="OSError"):
+        call(box, "add", {"a": 1, "b": 2})
+    box.close()
+
+
+def test_the_clock_of_an_agent_stands_still_while_it_calls(box: ToolBox) -> None:
+    session = SaidSession('<tool_call>{"name": "wait", "arguments": {"seconds": 0.5}}', "Done.")
+    asyncio.run(ToolAgent().run(session))
+    assert session.num_restarts >= 3, "of a call that takes a second"
+
+
+def test_strings_have_the_same_hashes_in_each_process(tmp_path: Path) -> None:
+    file = tmp_path / "hashing.py"
+    doc = '    """Hash.\n\n    Args:\n        text: A text.\n    """\n'
+    file.write_text(f"def digest(text: str) -> int:\n{doc}    return hash(text)\n")
+    texts = []
+    for _ in range(2):
+        box = ToolBox(rollout_of(f"{file}:digest"), REWARD)
+        texts.append(call(box, "digest", {"text": "a"}))
+        box.close()
+    assert texts[0] == texts[1]
 
 
 def test_the_agent_answers_calls_until_a_turn_has_none(box: ToolBox) -> None:

@@ -32,6 +32,7 @@ from mindspeed_rlxf.config.schema import (
     TrainingConfig,
     VllmConfig,
 )
+from mindspeed_rlxf.config.sections import ToolConfig
 from tests.unit.config import observers as see
 from tests.unit.config.conftest import TREE
 
@@ -43,7 +44,7 @@ RUN_DIR, STREAM = "checkpoint/test_directory.py", "trainer/test_stream.py"
 CONSOLE, RECORDER = "reporting/test_console.py", "checkpoint/test_recorder.py"
 PROMPT_KEYS, PROMPTS = "data/test_prompt_keys.py", "data/test_prompts.py"
 FUNCTIONS, MODEL_REWARD = "config/test_reward_functions.py", "roles/test_model_reward.py"
-CONVERSATIONS = "roles/test_conversations.py"
+CONVERSATIONS, TOOLS = "roles/test_conversations.py", "agents/test_tools.py"
 ROLES = ("actor_rollout", "ref", "critic", "reward")
 
 ACTOR, CRITIC = "actor_rollout.", "critic."
@@ -290,6 +291,8 @@ DATA: dict[str, Any] = {
      "test_rows_of_several_files_come_in_order_with_all_fields"),
     "extra_columns": COLUMNS,
     "system_prompt": Shown(PROMPT_KEYS, "test_a_system_prompt_comes_first_unless_the_chat_has_one"),
+    "template_date": Shown("data/test_template_dates.py",
+     "test_a_template_prints_the_day_of_the_configuration"),
     "chat_template_kwargs": Shown(PROMPT_KEYS, "test_chat_template_kwargs_reach_the_template"),
     "train_weights": Shown("trainer/test_prompt_source.py",
      "test_train_weights_are_shares_of_the_files"),
@@ -359,8 +362,14 @@ ROLLOUT = {
     "agent_lag": Shown(CONVERSATIONS,
      "test_delays_of_agents_change_neither_rows_nor_slices"),
     "max_turns": Shown(CONVERSATIONS, "test_the_configuration_ends_conversations"),
+    "tools": Shown(TOOLS, "test_calls_return_what_the_model_reads"),
+    "tool_processes": Shown(TOOLS, "test_a_tool_that_ends_or_hangs_is_a_message"),
+    "max_tool_response_length": Shown(TOOLS, "test_a_long_result_loses_its_middle"),
     "turn_timeout_s": Shown(CONVERSATIONS, "test_the_configuration_ends_conversations"),
 }  # fmt: skip
+TOOL_KEYS = dict.fromkeys(
+    ("function", "sha256"), Shown(TOOLS, "test_a_tool_stands_with_its_file_and_its_hash")
+)
 SERVED = {"rollout.engine": "vllm"}
 VLLM = {
     "python": Case("/elsewhere/python", see.served, SERVED),
@@ -378,6 +387,7 @@ TABLE: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
     "training": (TrainingConfig, TRAINING), "algorithm": (AlgorithmConfig, ALGORITHM),
     "algorithm.kl_ctrl": (KlControlConfig, KL_CTRL),
     "rollout": (PLAIN_SECTIONS["rollout"], ROLLOUT), "rollout.vllm": (VllmConfig, VLLM),
+    "rollout.tools": (ToolConfig, TOOL_KEYS),
     "reward.function": (FunctionConfig, FUNCTION_KEYS), "reward.sandbox": (SandboxConfig, SANDBOX),
     "data": (PLAIN_SECTIONS["data"], DATA),
     "validation": (PLAIN_SECTIONS["validation"], VALIDATION),

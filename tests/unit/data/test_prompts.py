@@ -181,6 +181,23 @@ def test_columns_that_only_agents_and_models_of_images_read(make_tokenizer, writ
     assert not caplog.records
     file = write_jsonl({"prompt": "a", "images": ["x"], "tools": "[]", "agent_name": "tool_agent"})
     (prompt,) = load_prompts(file, make_tokenizer(), data(extra_columns=["images"]), 100)
-    assert prompt.extra_info == {"images": ["x"]}
+    assert prompt.extra_info == {"images": ["x"], "agent_name": "tool_agent"}
     (record,) = caplog.records
     assert "agent_name, tools" in record.getMessage()
+
+
+def test_rows_with_agents_keep_what_those_read(make_tokenizer, write_jsonl, caplog, ids_of):
+    """The columns, and the end of the prompt for an agent that gives first."""
+    chat = [{"role": "user", "content": "a"}]
+    file = write_jsonl(
+        {"prompt": chat, "agent_name": "first", "x": 1, "tools_kwargs": {"f": {"a": 1}}},
+        {"prompt": chat, "extra_info": {"tools_kwargs": {"f": {"a": 2}}, "x": 1}},
+    )
+    keys = data(extra_columns=[])
+    gives_first = lambda extra_info: extra_info.get("agent_name") == "first"  # noqa: E731
+    first, second = load_prompts(file, make_tokenizer(), keys, 100, gives_first=gives_first)
+    assert first.extra_info == {"agent_name": "first", "tools_kwargs": {"f": {"a": 1}}}
+    assert second.extra_info == {"tools_kwargs": {"f": {"a": 2}}}
+    assert [int(i) for i in first.token_ids] == ids_of("<bos>", "<user>", "a")
+    assert [int(i) for i in second.token_ids] == ids_of("<bos>", "<user>", "a", "<assistant>")
+    assert not caplog.records

@@ -76,7 +76,12 @@ def large() -> list[str]:
 
 @pytest.mark.parametrize(
     ("name", "roles", "heads", "changes"),
-    [("grpo", 2, 9, []), ("ppo", 3, 9, []), ("grpo", 2, 12, large())],
+    [
+        ("grpo", 2, 9, []),
+        ("ppo", 3, 9, []),
+        ("agent", 2, 9, []),
+        ("grpo", 2, 12, large()),
+    ],
 )
 def test_a_configuration_needs_only_the_folder_of_the_model(
     name: str,

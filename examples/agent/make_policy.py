@@ -1,6 +1,6 @@
 """Make data and a policy that rarely uses its calculator, for `make demo-agent`.
 
-    python examples/agent/make.py --output outputs/agent --seed 1
+    python examples/agent/make_policy.py --output outputs/agent --seed 1
 
 A prompt is `12+34=`. Three of four sums that the policy has seen are answered at once, without the
 carry, so that over half of them are right. The others call the calculator, whose result is copied:
