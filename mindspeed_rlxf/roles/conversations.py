@@ -234,10 +234,13 @@ def generate_conversations(
 ) -> tuple[Prompts, list[GenerationResult], GenerationStats]:
     """Lead a conversation for each prompt to its end, while nothing else is in the engine.
 
-    Returns the prompts with their agents' records, a result for each in this order, and counts.
+    Returns the prompts with their agents' records, a result for each in this order, and counts. A
+    sample id that several rows have is of the same prompt, and led once.
     """
     samples = DrawnSamples()
-    samples.add(prompts, sampling, settings, seed, host.choose(prompts))
+    row_of = {sample_id: row for row, sample_id in enumerate(prompts.sample_ids)}
+    distinct = prompts.select(list(row_of.values()))
+    samples.add(distinct, sampling, settings, seed, host.choose(distinct))
     conversations = Conversations(host, samples)
     stats = GenerationStats()
     while host.is_any_left(samples.num_unfinished):
@@ -245,6 +248,9 @@ def generate_conversations(
             pass
         stats += engine.stats()
     ended = [samples[sample_id, sampling] for sample_id in prompts.sample_ids]
-    results = [sample.result for sample in ended if sample.result is not None]
+    results = []
+    for row, sample in enumerate(ended):
+        assert sample.result is not None, "nothing is left"
+        results.append(replace(sample.result, place=row))
     rows = Prompts.concat([sample.prompt for sample in ended]) if ended else prompts
     return rows, results, stats

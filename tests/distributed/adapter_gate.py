@@ -12,7 +12,7 @@ from mindspeed_rlxf.engine.train_engine import Part
 from mindspeed_rlxf.models.adapter_parameters import B
 from mindspeed_rlxf.models.hf_adapters import is_adapter
 from mindspeed_rlxf.roles.engines import train_engine
-from mindspeed_rlxf.roles.rollout import gather_rollouts, make_requests, sampling_settings
+from mindspeed_rlxf.roles.requests import gather_rollouts, make_requests, sampling_settings
 from mindspeed_rlxf.rollout.replica import build_replica, sent_tensors
 from mindspeed_rlxf.weights.chunks import shard_chunks
 

@@ -80,14 +80,23 @@ def test_log_probs_of_observations_change_no_bit_of_the_weights(
     assert_same(one, noisy)
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "staleness"),
+    [
+        ("ppo", 0),
+        ("ppo", 1),
+        pytest.param("remax", 1, marks=LONG),
+        pytest.param("filter_groups", 1, marks=LONG),
+        pytest.param("filter_groups", 0, marks=LONG),
+    ],
+)
 def test_ranks_that_generate_apart_give_the_run_of_one_process(
-    warm_runtime: Any, tmp_path: Path, staleness: int
+    warm_runtime: Any, tmp_path: Path, name: str, staleness: int
 ) -> None:
     ahead = {"rollout.max_staleness": staleness}
     leads = {"rollout.lead": 1} if staleness else {}
-    one = lead(tmp_path / "one", warm_runtime, "two_turns", **ahead, **leads)
-    other = lead(tmp_path / "other", warm_runtime, "late", **ahead, **APART)
+    one = lead(tmp_path / "one", warm_runtime, "two_turns", name, **ahead, **leads)
+    other = lead(tmp_path / "other", warm_runtime, "late", name, **ahead, **APART)
     assert_same(one, other)
     assert max(one.ages) == staleness
 

@@ -12,7 +12,7 @@ from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts, RoleOutput
 from mindspeed_rlxf.roles.reports import ResponseLengths
-from mindspeed_rlxf.roles.rollout import make_requests, sampling_settings
+from mindspeed_rlxf.roles.requests import make_requests, sampling_settings
 from mindspeed_rlxf.rollout.native import NativeRollout
 from mindspeed_rlxf.rollout.weights import OwnWeights
 from tests.distributed.groups import build_group, build_policy

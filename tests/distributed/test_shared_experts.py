@@ -21,7 +21,8 @@ from mindspeed_rlxf.engine.parallel import ParallelGroups
 from mindspeed_rlxf.models import shared_experts
 from mindspeed_rlxf.models.parameter_counts import shard_sizes
 from mindspeed_rlxf.models.parameters import Head
-from mindspeed_rlxf.roles.rollout import RolloutRole, Sampling, make_requests
+from mindspeed_rlxf.roles.requests import make_requests
+from mindspeed_rlxf.roles.rollout import RolloutRole, Sampling
 from mindspeed_rlxf.rollout.native import NativeRollout
 from mindspeed_rlxf.rollout.weights import SharedWeights
 from tests.distributed.groups import build_group, build_policy

@@ -22,7 +22,7 @@ from mindspeed_rlxf.data.prompts import encode_prompts, load_prompts
 from mindspeed_rlxf.data.tokenizer import check_vocabulary, eos_token_ids, load_tokenizer
 from mindspeed_rlxf.models.parameters import Head, hf_shapes
 from mindspeed_rlxf.ops.generation.source import ModelSource
-from mindspeed_rlxf.roles.rollout import sampling_settings
+from mindspeed_rlxf.roles.requests import sampling_settings
 from mindspeed_rlxf.rollout.replica import build_native_alone, build_transformers_alone
 from mindspeed_rlxf.rollout.rollout_engine import GenerationRequest, RolloutEngine
 from mindspeed_rlxf.rollout.sampling import StopStrings

@@ -188,6 +188,11 @@ def test_conversations_of_a_validation_are_led_in_one_call(make_role: Any) -> No
     same_rows(once.rows, taken.rows)
     assert once.report.records == taken.report.records
     assert once.report.sampled_tokens == taken.report.sampled_tokens > 0
+    repeated = [*range(6), 0, 1]  # so that the replicas of a reward model have equally many
+    padded: Any = make_role(Talk()).generate(
+        prompts.select(repeated), SEED + 1, Sampling.VALIDATION
+    )
+    assert padded.rows.response_tokens() == once.rows.select(repeated).response_tokens()
 
 
 def test_a_conversation_goes_on_after_the_engine_has_left_the_device(make_role: Any) -> None:

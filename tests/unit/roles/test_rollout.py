@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mindspeed_rlxf.config.lora import LoraConfig
-from mindspeed_rlxf.config.schema import ActorConfig, ValidationConfig
+from mindspeed_rlxf.config.schema import ActorConfig, RolloutConfig, ValidationConfig
 from mindspeed_rlxf.data.batch import Prompts
 from mindspeed_rlxf.engine import offload
 from mindspeed_rlxf.roles import rollout as module
@@ -90,7 +90,9 @@ def make(
     monkeypatch.setattr(replicas, "build_replica", lambda config, trained, logs: replica)
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: engine.clock))
     config: Any = SimpleNamespace(
-        actor_rollout=ActorConfig.model_construct(max_new_tokens=1), validation=ValidationConfig()
+        actor_rollout=ActorConfig.model_construct(max_new_tokens=1),
+        validation=ValidationConfig(),
+        rollout=RolloutConfig(),
     )
     actor: Any = SimpleNamespace(engine=None) if is_colocated else None
     return RolloutRole(config, [7], actor), engine

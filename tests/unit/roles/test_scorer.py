@@ -15,7 +15,7 @@ from mindspeed_rlxf.config.schema import RewardConfig
 from mindspeed_rlxf.data.agent_record import AgentFailure, AgentRecord
 from mindspeed_rlxf.data.batch import Prompts
 from mindspeed_rlxf.roles import scorer as module
-from mindspeed_rlxf.roles.rollout import gather_rollouts
+from mindspeed_rlxf.roles.requests import gather_rollouts
 from mindspeed_rlxf.roles.scorer import ScorerRole
 from mindspeed_rlxf.rollout.rollout_engine import FinishReason, GenerationResult
 from tests.registries import restored_registries
