@@ -99,7 +99,8 @@ def test_a_configuration_needs_only_the_folder_of_the_model(
     (model / "config.json").write_text(json.dumps(told), encoding="utf-8")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
-    config = resolve(compose(name, ["device.kind=cpu", *changes], "examples/smollm2"), name)
+    with restored_registries():
+        config = resolve(compose(name, ["device.kind=cpu", *changes], "examples/smollm2"), name)
     assert len(config.roles) == roles
     assert config.actor_rollout.architecture.num_layers == 30
     assert config.actor_rollout.do_sample
