@@ -11,6 +11,7 @@ import word_sums
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.load import resolve
 from tests.processes import ROOT
+from tests.registries import restored_registries
 
 
 def question(row: dict[str, Any]) -> str:
