@@ -13,8 +13,9 @@ PACKAGE = "mindspeed_rlxf"
 # From the top down; packages of one line import each other only where SIDEWAYS says so.
 LAYERS = [
     {"cli", "api"}, {"compat"}, {"ops"}, {"trainer"}, {"checkpoint"}, {"roles"}, {"cluster"},
-    {"agents"}, {"rollout"}, {"engine"}, {"rewards"}, {"weights"}, {"models"}, {"data"},
-    {"reporting"}, {"algorithms"}, {"config", "device"},
+    {"agents"},
+    {"rollout"}, {"engine"}, {"rewards"}, {"weights"}, {"models"}, {"data"}, {"reporting"},
+    {"algorithms"}, {"config", "device"},
 ]  # fmt: skip
 HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}
 
