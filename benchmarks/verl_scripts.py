@@ -131,6 +131,8 @@ def option_lists(script: Path) -> Iterator[tuple[str, ...]]:
             continue
         if re.search(r"--config-name[= ]\S*megatron", " ".join(words)):
             options.insert(0, "actor_rollout_ref.actor.strategy=megatron")
+        if re.search(r"--config-name[= ]\S*multiturn", " ".join(words)):
+            options.insert(0, "actor_rollout_ref.rollout.multi_turn.enable=True")
         yield tuple(options)
 
 

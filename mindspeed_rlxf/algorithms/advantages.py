@@ -27,15 +27,14 @@ def discounted_sums(inputs: Tensor, factors: Tensor, stride: int = 1) -> Tensor:
     if width <= BLOCK:
         return _one_by_one(inputs, factors**stride)
     blocks = pad(inputs, (0, -width % BLOCK)).view(len(inputs), -1, BLOCK)
-    count = blocks.size(1)
-    each = (factors**stride).repeat_interleave(count)
-    within = _one_by_one(blocks.reshape(-1, BLOCK), each).contiguous().view(blocks.shape)
+    block_factors = (factors**stride).repeat_interleave(blocks.size(1))
+    within = _one_by_one(blocks.reshape(-1, BLOCK), block_factors).contiguous().view(blocks.shape)
     firsts = discounted_sums(within[:, :, 0], factors, stride * BLOCK)
-    after = pad(firsts[:, 1:], (0, 1))
+    after = pad(firsts[:, 1:], (0, 1))  # [rows, blocks]: the sum that follows each block
     distance = torch.arange(BLOCK, 0, -1, dtype=inputs.dtype, device=inputs.device)
     powers = factors[:, None] ** (stride * distance)
-    whole = torch.addcmul(within, powers[:, None, :], after[:, :, None])
-    return whole.reshape(len(inputs), -1)[:, :width]
+    sums = torch.addcmul(within, powers[:, None, :], after[:, :, None])
+    return sums.reshape(len(inputs), -1)[:, :width]
 
 
 def _one_by_one(inputs: Tensor, factors: Tensor) -> Tensor:
@@ -65,8 +64,7 @@ def estimate_gae(
         rewards: [batch, slots] fp32, KL penalty included.
         values: [batch, slots] fp32.
         mask: [batch, slots] bool, True for trained slots. Other slots are skipped as if cut out:
-            the
-        successor to a True slot is the next True slot.
+            the successor to a True slot is the next True slot.
         gamma: Discount.
         lam: GAE lambda, a single number or [batch] fp32.
 
@@ -79,9 +77,12 @@ def estimate_gae(
     if bool((packed == mask).all()):
         advantages = _sum_td_errors(rewards * mask, values * mask, counts, gamma, lam)
     else:  # move the True slots to the front, so that what is between them changes no bit
-        slots, steps = mask.flatten().nonzero()[:, 0], packed.flatten().nonzero()[:, 0]
-        reward, value = (_move(column, slots, steps) for column in (rewards, values))
-        advantages = _move(_sum_td_errors(reward, value, counts, gamma, lam), steps, slots)
+        slots = mask.flatten().nonzero()[:, 0]
+        steps = packed.flatten().nonzero()[:, 0]
+        packed_rewards = _move(rewards, slots, steps)
+        packed_values = _move(values, slots, steps)
+        packed_sums = _sum_td_errors(packed_rewards, packed_values, counts, gamma, lam)
+        advantages = _move(packed_sums, steps, slots)
     return advantages, (advantages + values) * mask
 
 
@@ -100,12 +101,16 @@ def _sum_td_errors(
     are summed in fp64; other devices, which may lack fp64, use the dtype `values` has.
     """
     sums = torch.zeros_like(values)
-    long = counts > BLOCK
-    for rows, width, wide in ((~long, BLOCK, False), (long, values.size(1), True)):
+    long_rows = counts > BLOCK
+    long_dtype = torch.float64 if values.device.type == "cpu" else values.dtype
+    for rows, width, dtype in (
+        (~long_rows, BLOCK, values.dtype),
+        (long_rows, values.size(1), long_dtype),
+    ):
         if not bool(rows.any()):
             continue
-        dtype = torch.float64 if wide and values.device.type == "cpu" else values.dtype
-        reward, value = (column[rows, :width].to(dtype) for column in (rewards, values))
+        reward = rewards[rows, :width].to(dtype)
+        value = values[rows, :width].to(dtype)
         errors = reward + gamma * pad(value[:, 1:], (0, 1)) - value
         factors = gamma * (lam[rows].to(dtype) if isinstance(lam, Tensor) else lam)
         factors = torch.as_tensor(factors, dtype=dtype, device=values.device).expand(len(errors))

@@ -37,15 +37,13 @@ class Rewarded:
     Attributes:
         scores: [batch] fp32, penalties included.
         rewards: [batch, slots] fp32: the score on the last True slot, plus the KL penalty if it
-            belongs
-        to the reward; whitened with `whiten_rewards`.
+            belongs to the reward; whitened with `whiten_rewards`.
         value_mask: [batch, slots] bool, True for trained slots.
         trained_mask: [batch, response] bool, True for trained tokens. A row without True is masked
-            out
-        (`is_scored`) and must not change other advantages.
+            out (`is_scored`) and must not change other advantages.
         values: [batch, slots] fp32, 0 where masked; None without a critic.
         greedy_scores: [batch], the greedy response's score for the same prompt, penalties included;
-        None unless the estimator reads it.
+            None unless the estimator reads it.
         group_size: Samples per prompt.
         gamma: Discount.
         lam: GAE lambda.
@@ -83,37 +81,37 @@ class Estimate(NamedTuple):
 Estimator = Callable[[Rewarded], Estimate]
 
 
-def gae(given: Rewarded) -> Estimate:
+def gae(inputs: Rewarded) -> Estimate:
     """Return GAE advantages and returns from the critic's values.
 
     With `lam_alpha`, the advantages' lambda depends on the response length, and with `critic_lam`
     the returns have their own lambda (VAPO, arXiv:2504.05118, sections 4.1 and 4.2).
     """
-    assert given.values is not None, "GAE needs the values of a critic"
-    of_slots = given.rewards, given.values, given.value_mask, given.gamma
-    lam: float | Tensor = given.lam
-    if given.lam_alpha is not None:
-        lam = length_adaptive_lambda(given.trained_mask.sum(1), given.lam_alpha)
+    assert inputs.values is not None, "GAE needs the values of a critic"
+    of_slots = inputs.rewards, inputs.values, inputs.value_mask, inputs.gamma
+    lam: float | Tensor = inputs.lam
+    if inputs.lam_alpha is not None:
+        lam = length_adaptive_lambda(inputs.trained_mask.sum(1), inputs.lam_alpha)
     advantages, returns = estimate_gae(*of_slots, lam)
-    if given.lam_alpha is not None or given.critic_lam is not None:
-        critic_lam = given.lam if given.critic_lam is None else given.critic_lam
+    if inputs.lam_alpha is not None or inputs.critic_lam is not None:
+        critic_lam = inputs.lam if inputs.critic_lam is None else inputs.critic_lam
         _, returns = estimate_gae(*of_slots, critic_lam)
-    return Estimate(advantages[:, : given.trained_mask.size(1)], returns)
+    return Estimate(advantages[:, : inputs.trained_mask.size(1)], returns)
 
 
-def reinforce_plus_plus(given: Rewarded) -> Estimate:
+def reinforce_plus_plus(inputs: Rewarded) -> Estimate:
     """Return each token's discounted rewards to go as advantages (arXiv:2501.03262).
 
     The caller does the paper's whitening.
     """
-    returns = rewards_to_go(given.rewards, given.value_mask, given.gamma)
-    return Estimate(returns[:, : given.trained_mask.size(1)])
+    returns = rewards_to_go(inputs.rewards, inputs.value_mask, inputs.gamma)
+    return Estimate(returns[:, : inputs.trained_mask.size(1)])
 
 
-def remax(given: Rewarded) -> Estimate:
+def remax(inputs: Rewarded) -> Estimate:
     """Return rewards to go minus the prompt's greedy score (ReMax, arXiv:2310.10505)."""
-    assert given.greedy_scores is not None, "ReMax needs the scores of greedy responses"
-    return Estimate(reinforce_plus_plus(given).advantages - given.greedy_scores[:, None])
+    assert inputs.greedy_scores is not None, "ReMax needs the scores of greedy responses"
+    return Estimate(reinforce_plus_plus(inputs).advantages - inputs.greedy_scores[:, None])
 
 
 def grpo_advantages(rewards: Tensor, scored: Tensor, group_size: int) -> Tensor:
@@ -140,52 +138,57 @@ def rloo_advantages(rewards: Tensor, scored: Tensor, group_size: int) -> Tensor:
     return (centred * counts / (counts - 1).clamp(min=1)).flatten().to(rewards.dtype)
 
 
-def opo(given: Rewarded) -> Estimate:
+def opo(inputs: Rewarded) -> Estimate:
     """Return R - the group's mean of R weighted by length (OPO, arXiv:2505.23585, section 3)."""
-    rewards = given.rewards.sum(1).double().where(given.is_scored, 0.0).view(-1, given.group_size)
-    lengths = given.trained_mask.sum(1).double().view(-1, given.group_size)
+    rewards = (
+        inputs.rewards.sum(1).double().where(inputs.is_scored, 0.0).view(-1, inputs.group_size)
+    )
+    lengths = inputs.trained_mask.sum(1).double().view(-1, inputs.group_size)
     baseline = (rewards * lengths).sum(1, keepdim=True) / lengths.sum(1, keepdim=True).clamp(min=1)
-    several = (lengths > 0).sum(1, keepdim=True) > 1
-    found = (rewards - baseline).where(several, 0.0).flatten().to(given.rewards.dtype)
-    return Estimate(found[:, None] * given.trained_mask)
+    has_several = (lengths > 0).sum(1, keepdim=True) > 1
+    advantages = (rewards - baseline).where(has_several, 0.0).flatten().to(inputs.rewards.dtype)
+    return Estimate(advantages[:, None] * inputs.trained_mask)
 
 
-def gpg(given: Rewarded) -> Estimate:
+def gpg(inputs: Rewarded) -> Estimate:
     """Return R - group mean, times responses / responses with R != 0 (GPG, arXiv:2504.02546).
 
     The factor, which makes up for groups without a gradient, is that of the whole batch.
     """
-    rewards, scored = given.rewards.sum(1), given.is_scored
+    rewards = inputs.rewards.sum(1)
+    scored = inputs.is_scored
     counts = torch.stack([scored.sum(), (scored & (rewards != 0)).sum()]).double()
-    number, nonzero = given.sum_over_replicas(counts)
-    found = dr_grpo_advantages(rewards, scored, given.group_size)
-    return Estimate((found * float(number / nonzero.clamp(min=1)))[:, None] * given.trained_mask)
+    num_scored, num_nonzero = inputs.sum_over_replicas(counts)
+    factor = float(num_scored / num_nonzero.clamp(min=1))
+    advantages = dr_grpo_advantages(rewards, scored, inputs.group_size) * factor
+    return Estimate(advantages[:, None] * inputs.trained_mask)
 
 
-def grpo_batch(given: Rewarded) -> Estimate:
+def grpo_batch(inputs: Rewarded) -> Estimate:
     """Return (R - group mean) / (std of R over the batch + 1e-8), with divisor n - 1.
 
     TRL calls it `scale_rewards="batch"` (arXiv:2508.08221).
     """
-    scored = given.is_scored
-    rewards = given.rewards.sum(1).double().where(scored, 0.0)
-    first = given.sum_over_replicas(torch.stack([scored.sum().double(), rewards.sum()]))
-    deviation = (rewards - first[1] / first[0].clamp(min=1)) * scored
-    variance = given.sum_over_replicas(deviation.square().sum()) / (first[0] - 1).clamp(min=1)
-    found = dr_grpo_advantages(given.rewards.sum(1), scored, given.group_size)
-    scaled = found / (float(variance) ** 0.5 + 1e-8)
-    return Estimate(scaled[:, None] * given.trained_mask)
+    scored = inputs.is_scored
+    rewards = inputs.rewards.sum(1).double().where(scored, 0.0)
+    sums = inputs.sum_over_replicas(torch.stack([scored.sum().double(), rewards.sum()]))
+    count = sums[0]
+    deviation = (rewards - sums[1] / count.clamp(min=1)) * scored
+    variance = inputs.sum_over_replicas(deviation.square().sum()) / (count - 1).clamp(min=1)
+    centred = dr_grpo_advantages(inputs.rewards.sum(1), scored, inputs.group_size)
+    advantages = centred / (float(variance) ** 0.5 + 1e-8)
+    return Estimate(advantages[:, None] * inputs.trained_mask)
 
 
 def groups_that_differ(scores: list[float], scored: list[bool], group_size: int) -> list[int]:
     """Return the indices for groups whose `scored` scores are unequal, NaN or infinite."""
-    found = []
+    differing = []
     for start in range(0, len(scores), group_size):
         members = range(start, start + group_size)
         group = [scores[i] for i in members if scored[i]]
         if len(set(group)) > 1 or not all(map(isfinite, group)):
-            found.append(start // group_size)
-    return found
+            differing.append(start // group_size)
+    return differing
 
 
 def _centre(rewards: Tensor, scored: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
@@ -208,8 +211,8 @@ def preference_of_pairs(rewards: Tensor) -> Tensor:
     A pair's two responses are adjacent. NaN for both if one reward is NaN, or if both are inf or
     -inf.
     """
-    first, second = rewards.view(-1, 2).unbind(1)
-    difference = first - second
+    pairs = rewards.view(-1, 2)
+    difference = pairs[:, 0] - pairs[:, 1]
     sign = torch.where(difference.isnan(), difference, torch.sign(difference))
     return torch.stack((sign, -sign), 1).flatten()
 
@@ -220,9 +223,9 @@ def make_group_estimator(advantages: Callable[[Tensor, Tensor, int], Tensor]) ->
     `advantages` maps (total reward per response [batch], `is_scored`, group_size) to [batch].
     """
 
-    def estimate(given: Rewarded) -> Estimate:
-        found = advantages(given.rewards.sum(1), given.is_scored, given.group_size)
-        return Estimate(found[:, None] * given.trained_mask)
+    def estimate(inputs: Rewarded) -> Estimate:
+        response_advantages = advantages(inputs.rewards.sum(1), inputs.is_scored, inputs.group_size)
+        return Estimate(response_advantages[:, None] * inputs.trained_mask)
 
     return estimate
 

@@ -51,7 +51,9 @@ class KlController:
 
     def __init__(self, kl_coef: float, adaptive: bool, target_kl: float, horizon: float) -> None:
         self.value = kl_coef
-        self._adaptive, self._target, self._horizon = adaptive, target_kl, horizon
+        self._adaptive = adaptive
+        self._target = target_kl
+        self._horizon = horizon
 
     def update(self, kl: float, num_samples: int) -> None:
         """Raise an adaptive `value` if `kl` exceeds the target, lower it if below.

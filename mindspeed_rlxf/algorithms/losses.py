@@ -186,11 +186,12 @@ def covariance_penalty_loss(
     least one, also have `kl_coef` * |log r|.
     """
     log_ratio = bounded_log_ratio(log_probs - old_log_probs)
-    loss, count = -advantages * torch.exp(log_ratio), len(log_probs)
+    loss = -advantages * torch.exp(log_ratio)
     chosen = torch.zeros_like(loss).bool()
-    if count:
-        most = max(1, int(clip.covariance_fraction * count))
-        chosen[torch.topk(_covariance(log_probs, advantages), most).indices] = True
+    num_tokens = len(log_probs)
+    if num_tokens > 0:
+        num_chosen = max(1, int(clip.covariance_fraction * num_tokens))
+        chosen[torch.topk(_covariance(log_probs, advantages), num_chosen).indices] = True
     return TokenLoss(loss + clip.kl_coef * log_ratio.abs() * chosen, chosen)
 
 
@@ -219,14 +220,16 @@ def register_policy_loss(name: str) -> Callable[[PolicyLoss], PolicyLoss]:
 
 
 def _clip_loss(ratio: Tensor, advantages: Tensor, clip: ClipRange) -> TokenLoss:
-    free = -advantages * ratio
-    held = -advantages * torch.clamp(ratio, 1.0 - clip.low, 1.0 + clip.high)
-    loss, clipped = torch.maximum(free, held), held > free
+    unclipped_loss = -advantages * ratio
+    clipped_loss = -advantages * torch.clamp(ratio, 1.0 - clip.low, 1.0 + clip.high)
+    loss = torch.maximum(unclipped_loss, clipped_loss)
+    is_clipped = clipped_loss > unclipped_loss
     if clip.dual is not None:
         bound = -advantages * clip.dual
-        over = (advantages < 0) & (loss > bound)
-        loss, clipped = torch.where(over, bound, loss), clipped | over
-    return TokenLoss(loss, clipped)
+        is_over = (advantages < 0) & (loss > bound)
+        loss = torch.where(is_over, bound, loss)
+        is_clipped = is_clipped | is_over
+    return TokenLoss(loss, is_clipped)
 
 
 def truncated_importance(
@@ -254,12 +257,12 @@ def clipped_value_loss(
     moved = values - old_values
     if cliprange_value is None:
         return TokenLoss(0.5 * (values - returns).square(), torch.zeros_like(moved).bool())
-    held_values = old_values + torch.clamp(moved, -cliprange_value, cliprange_value)
-    free = (values - returns).square()
-    held = (held_values - returns).square()
+    clipped_values = old_values + torch.clamp(moved, -cliprange_value, cliprange_value)
+    unclipped_loss = (values - returns).square()
+    clipped_loss = (clipped_values - returns).square()
     # Inside the range both are equal but for rounding, which must not count as clipped.
-    clipped = (moved.abs() > cliprange_value) & (held > free)
-    return TokenLoss(0.5 * torch.maximum(free, held), clipped)
+    is_clipped = (moved.abs() > cliprange_value) & (clipped_loss > unclipped_loss)
+    return TokenLoss(0.5 * torch.maximum(unclipped_loss, clipped_loss), is_clipped)
 
 
 def preference_loss(chosen: Tensor, rejected: Tensor, beta: float, kind: str) -> Tensor:
@@ -284,7 +287,7 @@ def normalised_loss(
     lengths: Tensor,
     normalizer: LossNormalizer,
     max_new_tokens: int,
-    parts: dict[str, Tensor],
+    like_loss: dict[str, Tensor],
     per_token: dict[str, Tensor],
     coefficient: float = 1.0,
 ) -> LossOutput:
@@ -299,21 +302,26 @@ def normalised_loss(
         lengths: [responses], tokens per response; 0 = masked out.
         normalizer: How token losses are averaged.
         max_new_tokens: Divisor for each response sum with `sequence_sums`, whatever its length.
-        parts: Name -> [tokens], metrics averaged like the loss.
+        like_loss: Name -> [tokens], metrics averaged like the loss.
         per_token: Name -> [tokens], metrics averaged over tokens.
         coefficient: Loss factor; metrics are reported without it.
     """
-    tokens, rows = loss.numel(), int((lengths > 0).sum())
-    scale, weight, token_scale, token_weight = 1.0, tokens, 1.0, tokens
-    if normalizer is LossNormalizer.MICRO_BATCH_MEAN and tokens:
-        scale, weight, token_scale, token_weight = 1.0 / tokens, 1, 1.0 / tokens, 1
+    num_tokens = loss.numel()
+    # Of the loss and the metrics like it, then of the metrics per token.
+    scale = token_scale = 1.0
+    weight = token_weight = num_tokens
+    if normalizer is LossNormalizer.MICRO_BATCH_MEAN and num_tokens:
+        scale = token_scale = 1.0 / num_tokens
+        weight = token_weight = 1
     elif normalizer is not LossNormalizer.MINIBATCH_TOKENS:
-        weight = rows
+        weight = int((lengths > 0).sum())
     if normalizer is LossNormalizer.SEQUENCE_SUMS:
         scale = 1.0 / max_new_tokens
     if normalizer is LossNormalizer.SEQUENCE_MEANS:
-        own = torch.repeat_interleave(lengths, lengths).to(loss.device)
-        loss, parts = loss / own, {name: values / own for name, values in parts.items()}
-    metrics = {name: Mean.of(values, weight, scale) for name, values in parts.items()}
-    metrics |= {name: Mean.of(v, token_weight, token_scale) for name, v in per_token.items()}
+        length_of_token = torch.repeat_interleave(lengths, lengths).to(loss.device)
+        loss = loss / length_of_token
+        like_loss = {name: values / length_of_token for name, values in like_loss.items()}
+    metrics = {name: Mean.of(values, weight, scale) for name, values in like_loss.items()}
+    for name, values in per_token.items():
+        metrics[name] = Mean.of(values, token_weight, token_scale)
     return LossOutput(loss.sum() * (coefficient * scale), weight, metrics)

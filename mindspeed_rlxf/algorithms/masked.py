@@ -47,8 +47,9 @@ def masked_whiten(
         ValueError: There is a single True element on all ranks together.
     """
     wide = values.double()
-    first = all_reduce(torch.stack((mask.sum().double(), (wide * mask).sum())))
-    count, mean = first[0], first[1] / first[0]
+    sums = all_reduce(torch.stack((mask.sum().double(), (wide * mask).sum())))
+    count = sums[0]
+    mean = sums[1] / count
     if not count:  # no response could be scored
         return torch.zeros_like(values)
     if int(count) < 2:

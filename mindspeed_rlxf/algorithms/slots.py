@@ -39,7 +39,8 @@ def value_mask(
         position: `algorithm.score_position`.
         slot_limit: Most slots per response (`max_new_tokens`, or TRL's batch width).
     """
-    slots, lengths = pad(trained_mask, (0, 1)), response_mask.sum(1)
+    slots = pad(trained_mask, (0, 1))
+    lengths = response_mask.sum(1)
     if position == "eos":
         return slots
     ends = trained_mask.gather(1, lengths[:, None] - 1).squeeze(1)

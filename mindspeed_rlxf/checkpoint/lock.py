@@ -121,7 +121,9 @@ def _look(file: Path) -> tuple[str, bool]:
         started = holder["started"]
         # The pid alone is not enough: after the holder's end another process may get it.
         is_alive = bool(started) and _start_time(holder["pid"]) == started
-        return (_describe(text) if is_alive else ""), True
+        if not is_alive:
+            return "", True
+        return _describe(text), True
     text_before, unchanged_since = _seen.setdefault(file, (text, time.monotonic()))
     if text != text_before:
         _seen[file] = text, time.monotonic()

@@ -48,9 +48,9 @@ class Recorder:
         `writes` is False on all torchrun ranks but the first, which write nothing.
         """
         self.tokenizer = tokenizer
-        self._writers = [
-            JsonlWriter(file if writes else Path(os.devnull)) for file in directory.line_files
-        ]
+        self._writers = []
+        for file in directory.line_files:
+            self._writers.append(JsonlWriter(file if writes else Path(os.devnull)))
         self._metrics, self._ledger, self._findings, *self._samples = self._writers
         self._syncs: JsonlWriter | None = None
         # Called with the samples written, of training and of validation.

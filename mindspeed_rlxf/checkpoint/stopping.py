@@ -1,4 +1,4 @@
-"""End a run before `train_iters`: on SIGTERM and SIGINT, and before `training.max_wall_time`.
+"""End a run before `train_iters`: on SIGTERM, SIGINT or SIGHUP, or before `max_wall_time`.
 
 The trainer asks after each iteration: `if stop.is_due(): save, end`. If there is no time for
 that, the signal handler raises KeyboardInterrupt and the run ends at once. An interrupted save
@@ -7,6 +7,8 @@ never damages a checkpoint.
 
 from __future__ import annotations
 
+import logging
+import os
 import signal
 import statistics
 import sys
@@ -16,6 +18,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+logger = logging.getLogger(__name__)
 ONE_SIGNAL_S = 2.0  # a scheduler and a terminal may each signal the driver, meaning one stop
 HISTORY = 15  # iterations, and saves, that the next one is predicted from
 
@@ -34,6 +37,29 @@ class StoppedByRule(Exception):
         super().__init__(f"stopped by logging.stop_on={rule}: {text}")
         self.rule = rule
         self.cause = str(self)
+
+
+def ignore_hangups() -> None:
+    """After a SIGHUP: ignore further ones, and write to nowhere if the terminal is gone.
+
+    The shell and the kernel each send one, and a write to a closed terminal is an OSError.
+    """
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    for descriptor in (1, 2):
+        try:
+            os.write(descriptor, b"")
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)
+
+
+def stop_signals() -> list[int]:
+    """Return the signals that end a run; without SIGHUP if it is ignored, as under nohup."""
+    signals = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signals.append(signal.SIGHUP)
+    return [*signals]
 
 
 class StopRequest:
@@ -170,6 +196,8 @@ class StopRequest:
         signal, and on a second one that follows after ONE_SIGNAL_S. If the run continues, a timer
         sends SIGALRM one second before the grace time ends. Sets `reason`.
         """
+        if number == signal.SIGHUP:
+            ignore_hangups()
         name = signal.Signals(number).name
         now = self._clock()
         if number == signal.SIGALRM:
@@ -199,15 +227,17 @@ class StopRequest:
             f"signal after {ONE_SIGNAL_S:g} s, or a third one, stops at once"
         )
         print(text, file=sys.stderr, flush=True)
+        logger.info(text)
 
     def __enter__(self) -> StopRequest:
         self._before: dict[int, Any] = {
             number: signal.signal(number, self.on_signal)
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)
+            for number in (*stop_signals(), signal.SIGALRM)
         }
         return self
 
     def __exit__(self, *_error: object) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) == self.on_signal:  # SIGHUP may be ignored by now
+                signal.signal(number, handler)

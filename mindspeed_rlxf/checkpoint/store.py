@@ -341,7 +341,8 @@ def check_chosen(config: RunConfig) -> list[Problem]:
     rule = f"must be the iteration of a whole checkpoint in {store.folder}"
     reasons = [line for line in damaged if line.startswith(f"{store.path(iteration)} ")]
     if complete_iterations:
-        remedy = use(neighbours(iteration, complete_iterations))
+        newest = complete_iterations[-1]
+        remedy = use(sorted({*neighbours(iteration, complete_iterations), newest}))
     else:
         remedy = "remove it, there is none"
     return [Problem(key, "; ".join([rule, *reasons]), iteration, remedy)]
@@ -383,6 +384,8 @@ def is_finished(config: RunConfig, directory: RunDirectory) -> bool:
 def describe_start(config: RunConfig) -> list[str]:
     """Return how a command for training begins: anew, or where it resumes and the changed keys.
 
+    Of a command that the run refuses only the changed keys.
+
     Raises UserError if the last configuration of the run cannot be read.
     """
     directory = RunDirectory.choose(config)
@@ -396,10 +399,13 @@ def describe_start(config: RunConfig) -> list[str]:
     iteration = store.goes_back_to(config.training.resume_from)
     if iteration is None and complete:
         iteration = complete[0].iteration
-    if iteration is None:
-        lines = ["resumes at iteration 1, as there is no checkpoint"]
+    if RunDirectory.check(config) or check_chosen(config):
+        start = ""  # refused
+    elif iteration is None:
+        start = "resumes at iteration 1, as there is no checkpoint"
     else:
-        lines = [f"resumes at iteration {iteration + 1}, from {store.path(iteration)}"]
+        start = f"resumes at iteration {iteration + 1}, from {store.path(iteration)}"
+    lines = [start] if start else []
     for change in directory.compare_with(config):
         lines.append(f"changed since the last start: {change}")
     return lines

@@ -74,7 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if actor.do_sample:
         sampling = f"temperature {actor.temperature:g}, top_k {actor.top_k}, top_p {actor.top_p:g}"
     limit = f"at most {actor.max_new_tokens} tokens"
-    print(f"note: weights of {source.shown}; {sampling}, {limit}", file=sys.stderr, flush=True)
+    print(
+        f"note: weights of {source.description}; {sampling}, {limit}", file=sys.stderr, flush=True
+    )
     try:
         kind = DeviceKind(arguments.device)
         with open_generator(source, kind, arguments.engine) as generator:
@@ -112,6 +114,9 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.greedy and sampling_flags:
         rule = f"must not be given with {', '.join(sampling_flags)}"
         problems.append(Problem("--greedy", rule, remedy="remove one"))
+    if arguments.temperature is not None and arguments.temperature <= 0:
+        remedy = "use --greedy for the likeliest tokens"
+        problems.append(Problem("--temperature", "must be above 0", arguments.temperature, remedy))
     if arguments.output and Path(arguments.output).exists():
         rule = "must not exist yet"
         problems.append(Problem("--output", rule, arguments.output, "give another file"))

@@ -4,6 +4,7 @@ Exit codes: 0 = done; 2 = user mistake, one `error:` line per problem; else the 
 """
 
 import argparse
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -16,12 +17,13 @@ from mindspeed_rlxf.compat.mindspeed_llm.translate import translate
 from mindspeed_rlxf.compat.verl.files import read_verl
 from mindspeed_rlxf.compat.verl.translate import translate_verl
 from mindspeed_rlxf.config.compose import builtin_config_dir, compose, config_names
-from mindspeed_rlxf.config.keys import NESTED_ROLES, to_yaml
-from mindspeed_rlxf.config.load import resolve_given, resolve_with_notes
-from mindspeed_rlxf.config.problems import UserError
+from mindspeed_rlxf.config.keys import NESTED_ROLES, Given, to_yaml
+from mindspeed_rlxf.config.load import find_missing_files, named_files, resolve_with_notes
+from mindspeed_rlxf.config.problems import ConfigError, MissingFile, Problem, UserError
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.config.starter import list_warnings
-from mindspeed_rlxf.data.files import count_rows
+from mindspeed_rlxf.data.files import check_files, count_rows
+from mindspeed_rlxf.reporting import run_log
 from mindspeed_rlxf.reporting.console import opened
 from mindspeed_rlxf.reporting.live import make_console
 from mindspeed_rlxf.reporting.phases import phase
@@ -56,23 +58,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    run_log.begin()
     try:
         arguments = parser.parse_intermixed_args(argv)
         if arguments.verl_config:
             name = Path(arguments.verl_config).stem
             tree = read_verl(arguments.verl_config, arguments.overrides)
-            config, notes = resolve_given(translate_verl(tree, count_rows), name)
+            given = translate_verl(tree, count_rows)
         elif arguments.config_name is None:
             names = ", ".join(config_names([builtin_config_dir()])) or "none"
             parser.error(f"--config-name is required; built-in names: {names}")
         else:
             tree = compose(arguments.config_name, arguments.overrides, arguments.config_dir)
             name = arguments.config_name.removesuffix(".yaml")
-            config, notes = resolve_with_notes(translate(tree), name, arguments.overrides)
+            given = translate(tree)
+        # Those for verl are in its keys.
+        overrides = () if arguments.verl_config else arguments.overrides
+        try:
+            config, notes = resolve_with_notes(given, name, overrides)
+        except ConfigError as error:
+            raise ConfigError(_add_file_problems(given, error.problems)) from error
         for note in notes:
-            print(f"note: {note}", file=sys.stderr if arguments.cfg else sys.stdout, flush=True)
+            run_log.say(f"note: {note}", sys.stderr if arguments.cfg else sys.stdout)
         for warning in list_warnings(config):
-            print(f"warning: {warning}", file=sys.stderr, flush=True)
+            run_log.say(f"warning: {warning}", sys.stderr)
         if arguments.cfg == "job":
             print(to_yaml(config), end="")
             return 0
@@ -93,21 +102,41 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_STOPPED
 
 
+def _add_file_problems(given: Given, problems: Sequence[Problem]) -> list[Problem]:
+    """Return the problems of keys and, after them, those of files; `prepare` cannot run then.
+
+    In a plan for another machine a file that is not here is no problem.
+    """
+    by_text = {str(problem): problem for problem in problems}
+    reported = {problem.key for problem in problems if isinstance(problem, MissingFile)}
+    of_files: list[Problem] = []
+    if given.sections["device"].get("memory_gib") is None:
+        of_files += [p for p in find_missing_files(given) if p.key not in reported]
+    present = [path for key, path in named_files(given) if os.path.exists(path)]
+    of_files += check_files(path for path in present if not os.path.isdir(path))
+    by_text |= {str(problem): problem for problem in of_files}
+    return [*by_text.values()]
+
+
 def _dry_run(config: RunConfig, nested: bool) -> int:
     """Print the plan, notes and all problems; return 2 if there are problems, else 0.
 
-    What this host lacks is a note, as a plan is mostly made for another machine. `nested`: the YAML
+    What this host lacks is a note; so are files, if it lacks devices or `device.memory_gib` says
+    that the plan is for another machine. `nested`: the YAML
     has actor and reference under one key.
     """
     from mindspeed_rlxf.checkpoint.store import describe_start
     from mindspeed_rlxf.config.section_rules import check_devices, check_launch
+    from mindspeed_rlxf.ops.planning.available import choose_kind
     from mindspeed_rlxf.ops.planning.plan import plan
     from mindspeed_rlxf.trainer.preflight import prepare
 
     run_plan = plan(config, nested)
     print(run_plan.text, flush=True)
-    for problem in check_devices(config):
+    host_problems = check_devices(choose_kind(config))
+    for problem in host_problems:
         print(f"note: this host cannot run it: {problem}", flush=True)
+    is_elsewhere = config.device.memory_gib is not None or bool(host_problems)
     problems = [*check_launch(config), *run_plan.problems]
     try:
         if not config.validation.only:
@@ -122,5 +151,9 @@ def _dry_run(config: RunConfig, nested: bool) -> int:
         for notice in prepared.notices:
             print(f"note: {notice}", flush=True)
     except UserError as error:
-        problems += error.problems
+        for problem in error.problems:
+            if is_elsewhere and isinstance(problem, MissingFile):
+                print(f"note: not on this host: {problem}", flush=True)
+            else:
+                problems.append(problem)
     return fail(problems) if problems else 0

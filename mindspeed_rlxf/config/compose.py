@@ -34,8 +34,10 @@ def config_names(directories: Sequence[Path], group: str = "") -> list[str]:
         directories: Folders to search.
         group: Subfolder to look in.
     """
-    files = [path for directory in directories for path in (directory / group).glob("*.yaml")]
-    return sorted({path.stem for path in files})
+    names: set[str] = set()
+    for directory in directories:
+        names.update(path.stem for path in (directory / group).glob("*.yaml"))
+    return sorted(names)
 
 
 def compose(

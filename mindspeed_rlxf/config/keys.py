@@ -6,7 +6,7 @@ same run.
 
 import functools
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args, get_origin
 
 import yaml
 from pydantic.fields import FieldInfo
@@ -39,6 +39,37 @@ REMOVED: dict[str, str] = {
     "training.no_shared_storage": "remove it: all nodes must share training.output_dir",
 }
 """Keys in earlier versions -> what to do now, as a clause."""
+
+OF_OTHERS = {
+    "batch_size": "global_batch_size",
+    "beta": "kl_coef",
+    "entropy_coef": "entropy_coeff",
+    "epsilon": "clip_ratio",
+    "eval_steps": "interval",
+    "gradient_clipping": "clip_grad",
+    "grad_clip": "clip_grad",
+    "learning_rate": "lr",
+    "lr_scheduler_type": "lr_decay_style",
+    "lr_warmup_steps_ratio": "lr_warmup_fraction",
+    "max_completion_length": "max_new_tokens",
+    "max_grad_norm": "clip_grad",
+    "max_response_length": "max_new_tokens",
+    "max_steps": "train_iters",
+    "model_name_or_path": "load",
+    "num_generations": "n_samples_per_prompt",
+    "num_iterations": "ppo_epochs",
+    "per_device_train_batch_size": "micro_batch_size",
+    "ppo_micro_batch_size_per_gpu": "micro_batch_size",
+    "reward_funcs": "functions",
+    "rollout_n": "n_samples_per_prompt",
+    "save_freq": "save_interval",
+    "save_steps": "save_interval",
+    "test_freq": "interval",
+    "total_training_steps": "train_iters",
+    "train_batch_size": "global_batch_size",
+    "warmup_ratio": "lr_warmup_fraction",
+}
+"""Names of TRL and verl -> ours; the section may be another one."""
 
 Fields: TypeAlias = dict[str, FieldInfo]
 Tree: TypeAlias = dict[str, Any]
@@ -93,13 +124,12 @@ WITHOUT_MODEL = {
 WITHOUT_CRITIC = (Stage.RAY_GRPO.value, Stage.RAY_ONLINE_DPO.value)
 """Stages that train no critic."""
 
-SHARED: Fields = {
-    name: field
-    for role in reversed(CONFIGURED)
-    for name, field in fields_of(ROLE_SECTIONS[role]).items()
-    if name not in (*RULE_KEYS, "model_weight", "save")
-}
+SHARED: Fields = {}
 """Role keys that `training` and `model.<name>` may hold as defaults for every role."""
+for _role in reversed(CONFIGURED):  # so that the field is the first role's with the key
+    for _name, _field in fields_of(ROLE_SECTIONS[_role]).items():
+        if _name not in (*RULE_KEYS, "model_weight", "save"):
+            SHARED[_name] = _field
 
 
 @functools.cache
@@ -107,7 +137,8 @@ def keys_of(section: str) -> Fields:
     """Return the keys allowed in a YAML section; {} if users choose the names.
 
     Args:
-        section: Dotted path: `training`, `model.NAME` or `algorithm.kl_ctrl`.
+        section: Dotted path: `training`, `model.NAME`, `algorithm.kl_ctrl` or
+            `reward.functions.0`.
     """
     top_level, *nested = section.split(".")
     if top_level == "model":
@@ -120,8 +151,16 @@ def keys_of(section: str) -> Fields:
     if section == "training":
         fields |= SHARED
     for name in nested:
-        fields = fields_of(fields[name].annotation) if name in fields else {}
+        if not name.isdigit():  # the number of an entry has the keys of its list
+            fields = fields_of(_entry_of(fields[name].annotation)) if name in fields else {}
     return fields
+
+
+def _entry_of(annotation: Any) -> Any:
+    """Return the type of a list's entries; another type as it is."""
+    if get_origin(annotation) is tuple:
+        return get_args(annotation)[0]
+    return annotation
 
 
 def known_keys() -> dict[str, set[str]]:
@@ -153,13 +192,14 @@ def unknown_key(section: str, name: str, known: Collection[str], path: str = "")
     if full in REMOVED:
         return Problem(path, "was removed", remedy=REMOVED[full], colon=True)
     remedy = "remove it"
-    guess = closest(name, known)
+    ours = OF_OTHERS.get(name, name)
+    guess = ours if ours in known else closest(name, known)
     if guess is not None:
         remedy = f"did you mean {path.removesuffix(name)}{guess}?"
     else:
-        sections = [section for section, keys in known_keys().items() if name in keys]
+        sections = [section for section, keys in known_keys().items() if ours in keys]
         if sections:
-            remedy = f"did you mean {sections[0]}.{name}?"
+            remedy = f"did you mean {sections[0]}.{ours}?"
     return Problem(path, "unknown key", remedy=remedy, colon=True)
 
 
@@ -171,6 +211,8 @@ def find_field(path: Sequence[str]) -> FieldInfo | None:
     section = path[0]
     field = RunConfig.model_fields.get(section)
     for name in path[1:]:
+        if name.isdigit():
+            continue
         keys = keys_of(section)
         if keys and (section != "resource_pool" or name in keys):
             field = keys.get(name)

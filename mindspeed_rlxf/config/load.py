@@ -78,6 +78,7 @@ from mindspeed_rlxf.config.unused import note_unused
 AUTO = "auto"
 """A role's `model` that takes the architecture from config.json in its `load` folder."""
 
+DATA_FILES = ("train_files", "val_files")
 MAX_DEVICES = 100_000
 AGENT_SLICE_STEPS = 32
 """Default of `rollout.slice_steps` with agents, whose turns are short."""
@@ -132,25 +133,36 @@ def resolve_given(given: Given, name: str) -> tuple[RunConfig, list[str]]:
 def _add_missing_files(given: Given) -> None:
     """Add the run's other missing files, if one that is read first is missing."""
     reported = {problem.key for problem in given.problems if isinstance(problem, MissingFile)}
-    if not reported:
-        return
-    named_files: list[tuple[str, Any]] = []  # (key, its value)
+    if reported:
+        missing = find_missing_files(given)
+        given.problems += [problem for problem in missing if problem.key not in reported]
+
+
+def find_missing_files(given: Given) -> list[MissingFile]:
+    """Return a problem for each file or folder of `named_files` that is not there."""
+    problems: list[MissingFile] = []
+    for key, path in named_files(given):
+        if not os.path.exists(path):
+            problems.append(MissingFile(given.written(key), "must exist", path, "correct the path"))
+    return problems
+
+
+def named_files(given: Given) -> list[tuple[str, str]]:
+    """Return (key, absolute path) of the weights, the tokenizer and the data files."""
+    values: list[tuple[str, Any]] = []
     for role in CONFIGURED:
-        named_files.append((f"{role.value}.load", given.value(role.value, "load")))
+        values.append((f"{role.value}.load", given.value(role.value, "load")))
     tokenizer = given.sections["training"].get("tokenizer_name_or_path")
-    named_files.append(("training.tokenizer_name_or_path", tokenizer))
-    for key in ("train_files", "val_files"):
+    values.append(("training.tokenizer_name_or_path", tokenizer))
+    for key in DATA_FILES:
         files = given.sections["data"].get(key)
         for file in files if isinstance(files, list) else [files]:
-            named_files.append((f"data.{key}", file))
-    for key, file in named_files:
-        if not isinstance(file, str) or key in reported:
-            continue
-        path = os.path.abspath(os.path.expanduser(file))
-        if not os.path.exists(path):
-            given.problems.append(
-                MissingFile(given.written(key), "must exist", path, "correct the path")
-            )
+            values.append((f"data.{key}", file))
+    return [
+        (key, os.path.abspath(os.path.expanduser(file)))
+        for key, file in values
+        if isinstance(file, str)
+    ]
 
 
 def find_wrong_values(given: Given) -> list[Problem]:

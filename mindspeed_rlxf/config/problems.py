@@ -205,8 +205,12 @@ def explain(path: str, error: ErrorDetails, meaning: str = "") -> Problem:
         hint = f"add it to the YAML or give {path}=... on the command line"
         return Problem(path, "is required", remedy=hint)
     expected = error.get("ctx", {}).get("expected", "").replace("'", "")
-    guess = closest(str(error["input"]).lower(), expected.replace(" or ", ", ").split(", "))
+    given = str(error["input"]).lower()
+    guess = closest(given, expected.replace(" or ", ", ").split(", "))
+    is_bool = error["type"].startswith("bool_")
+    if is_bool:
+        guess = {"yes": "true", "on": "true", "no": "false", "off": "false"}.get(given)
     remedy = f"meaning: {meaning}" if meaning else "correct it"
     remedy = f"did you mean {guess}?" if guess else remedy
-    rule = error["msg"].replace("Input should", "must")
+    rule = "must be true or false" if is_bool else error["msg"].replace("Input should", "must")
     return Problem(path, rule, format_value(error["input"]), remedy)

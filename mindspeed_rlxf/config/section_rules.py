@@ -317,6 +317,8 @@ def _check_batches(config: RunConfig) -> Iterator[Problem]:
     times = f"x {ref(SAMPLES)}={per_prompt} " if per_prompt > 1 else ""
     units: dict[str, int] = {}  # rule -> number that divides a legal number of prompts
     for role in config.roles:
+        if config.role(role).architecture is None:
+            continue  # ranks of rules and of classifiers may score a row again
         factors = _factors(config, role)
         if role is Role.ACTOR_ROLLOUT and config.compares_pairs:
             factors["2 responses of a pair"] = 2

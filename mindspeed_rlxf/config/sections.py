@@ -87,7 +87,7 @@ class TrainingConfig(Section):
         used_if="max_restarts; joins_cluster",
     )
     stop_grace_s: float = free(
-        60.0, "on SIGTERM or SIGINT: time to finish the iteration and save, seconds", ge=0
+        60.0, "on SIGTERM, SIGINT or SIGHUP: time to finish the iteration and save, seconds", ge=0
     )
     max_wall_time: float | None = free(
         None, "save and stop before this time, seconds or [D-]HH:MM:SS; null = no limit", gt=0
@@ -601,7 +601,10 @@ class PlanConfig(Section):
         gt=0,
     )
     mfu: float = free(
-        0.3, "fraction of the peak that devices reach, for the minutes of an iteration", gt=0, le=1
+        0.3,
+        "fraction of the peak that devices reach, for minutes without those of generation",
+        gt=0,
+        le=1,
     )
     peak_tflops: float | None = free(
         None, "dense bf16 peak of a device, such as 313 or 989; null = no minutes", gt=0

@@ -143,6 +143,17 @@ class Rollouts(Rows):
 
     A response is everything after the prompt: tokens sampled by the policy and, between them, those
     given to it (a tool's output). Only sampled tokens are trained.
+
+    Two samples, with EOS 2; the second response was truncated, and its token 4 is of a tool:
+
+        sample_ids         [0, 1]
+        prompt_ids         [[5, 6, 7], [5, 0, 0]]
+        prompt_lengths     [3, 1]
+        response_ids       [[8, 2, 0], [9, 4, 8]]
+        response_mask      [[True, True, False], [True, True, True]]
+        trained_mask       [[True, True, False], [True, False, True]]
+        has_eos            [True, False]
+        rollout_log_probs  [[-0.1, -0.3, 0.0], [-0.7, 0.0, -0.2]]
     """
 
     sample_ids: list[int]

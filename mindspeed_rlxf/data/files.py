@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from mindspeed_rlxf.config.problems import Problem, UserError
+from mindspeed_rlxf.config.problems import MissingFile, Problem, UserError
 from mindspeed_rlxf.config.registry import add_to
 
 MAX_PROBLEMS_PER_FILE = 10  # different ones; equal problems of many rows count as one
@@ -38,7 +38,7 @@ class FileProblems:
 
     def count_rows(self) -> int:
         """Count the distinct rows with a problem."""
-        return len({row for rows in self._rows.values() for row in rows})
+        return len(set().union(*self._rows.values()))
 
     def list_problems(self) -> list[Problem]:
         """Return the problems in row order, each keyed by `file:row` of its first row.
@@ -98,7 +98,7 @@ def read_rows(file: str, name: str = "") -> Iterator[tuple[int, Row | UnusableRo
                 yield number, without_nan(row)
             return
     except FileNotFoundError:
-        problem = fault("no such file", "correct the path")
+        problem = MissingFile("", "no such file", remedy="correct the path")
     except OSError as error:
         rule = f"cannot be read: {error.strerror or error}"
         problem = fault(rule, "check the path and its rights")
@@ -109,6 +109,29 @@ def read_rows(file: str, name: str = "") -> Iterator[tuple[int, Row | UnusableRo
     if number:
         key += f":{number}"
     raise UserError(replace(problem, key=key, colon=True))
+
+
+def check_files(files: Iterable[str]) -> Iterator[Problem]:
+    """Yield the problems of data files that are missing, empty or broken, whatever their keys."""
+    for file in files:
+        file_problems = FileProblems(file)
+        num_rows = 0
+        try:
+            for num_rows, row in read_rows(file):
+                if isinstance(row, UnusableRow):
+                    file_problems.add(num_rows, row.problem)
+        except UserError as error:
+            yield from error.problems
+            continue
+        if num_rows == 0:
+            yield empty_file(file)
+        yield from file_problems.list_problems()
+
+
+def empty_file(file: str) -> Problem:
+    """Return the problem of a data file without rows."""
+    rule = "a data file must hold at least one row, this one is empty"
+    return Problem(file, rule, remedy="fill or drop it", colon=True)
 
 
 def count_rows(file: str) -> int:
@@ -152,6 +175,31 @@ def describe_absence(row: Row, key: str) -> str:
     if isinstance(holder, dict) and name in holder:
         return "here it is null"
     return f"this one has {describe_keys(row)}"
+
+
+def find_row_without(file: str, key: str) -> Row | None:
+    """Return a data file's first row if no row has a value for `key`, else None.
+
+    Raises:
+        UserError: The file cannot be read.
+    """
+    first_row: Row | None = None
+    for _, row in read_rows(file):
+        if isinstance(row, UnusableRow):
+            continue
+        if look_up(row, key) is not None:
+            return None
+        first_row = first_row or row
+    return first_row
+
+
+def list_keys(row: Row) -> list[str]:
+    """Return the keys that `look_up` can find: the row's, and those of its objects as `a.b`."""
+    keys = [*row]
+    for name, value in row.items():
+        if isinstance(value, dict):
+            keys += [f"{name}.{nested}" for nested in list_keys(value)]
+    return keys
 
 
 def look_up(row: Row, key: str) -> Any:

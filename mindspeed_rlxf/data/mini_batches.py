@@ -14,7 +14,11 @@ from mindspeed_rlxf.config.architecture import ArchitectureConfig
 
 @dataclass(frozen=True)
 class RankSteps:
-    """One data-parallel rank's samples."""
+    """One data-parallel rank's samples.
+
+    With samples 0 to 3, mini-batches [0, 1] and [2, 3] and two ranks, the first rank may have
+    rows=[0, 2] and steps=[[0], [1]].
+    """
 
     rows: list[int]  # indices into the batch, ascending, each once
     steps: list[list[int]]  # per optimizer step, positions in `rows`

@@ -21,6 +21,7 @@ from mindspeed_rlxf.data.files import (
     UnusableRow,
     as_text,
     describe_absence,
+    empty_file,
     fault,
     look_up,
     number_text,
@@ -98,8 +99,7 @@ def load_prompts(
         num_kept = len(prompts) - num_before
         row_problems = rows_with_problems.list_problems()
         if not (row_problems or file_problems or num_kept):
-            rule = "a data file must hold at least one row, this one is empty"
-            file_problems = [Problem(name, rule, remedy="fill or drop it", colon=True)]
+            file_problems = [empty_file(name)]
         drops_rows = data.invalid_rows == "drop" and num_kept > 0 and not file_problems
         if row_problems and drops_rows:
             for problem in row_problems:
@@ -308,14 +308,12 @@ def read_text_rows(
     nothing here. Raises UserError for a broken file.
     """
     absent = set(data.extra_columns or ())
-    has_truths = "ground_truth_key" not in data.model_fields_set
     without_effect: set[str] = set()
     for number, row in read_rows(file):
         if isinstance(row, UnusableRow):
             problems.add(number, row.problem)
             continue
         absent = {key for key in absent if look_up(row, key) is None}
-        has_truths = has_truths or look_up(row, data.ground_truth_key) is not None
         without_effect.update(name for name in WITHOUT_EFFECT if row.get(name))
         prompt = read_messages(look_up(row, data.prompt_key))
         problem = _prompt_problem(prompt, data) or media_problem(row, data.extra_columns or ())
@@ -335,9 +333,6 @@ def read_text_rows(
             yield TextRow(number, prompt, labels)
     if absent:
         logger.warning("%s: no row has data.extra_columns=%s", file, sorted(absent))
-    if not has_truths:
-        rule = "%s: no row has data.ground_truth_key=%s, so all ground truths are empty"
-        logger.warning(rule, file, data.ground_truth_key)
     if without_effect and gives_first is None:
         rule = (
             "%s: the columns %s change no prompt and call no tool; only reward functions get them"

@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mindspeed_rlxf.config.problems import Problem, UserError
+from mindspeed_rlxf.config.problems import MissingFile, Problem, UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,10 +42,12 @@ def load_tokenizer(path: str, key: str = KEY) -> PreTrainedTokenizerBase:
     except BaseException as error:  # transformers raises many types, tokenizers bare ones
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
-        reason = _first_line(error) if Path(path).is_dir() else "there is no such folder"
+        is_there = Path(path).is_dir()
+        reason = _first_line(error) if is_there else "there is no such folder"
         rule = "must be a folder with a Hugging Face tokenizer (tokenizer.json or tokenizer.model)"
         remedy = "give the folder of the model's tokenizer"
-        raise UserError(Problem(key, f"{rule}: {reason}", repr(path), remedy)) from error
+        kind = Problem if is_there else MissingFile
+        raise UserError(kind(key, f"{rule}: {reason}", repr(path), remedy)) from error
     return tokenizer
 
 

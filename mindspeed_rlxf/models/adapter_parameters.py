@@ -25,7 +25,8 @@ from mindspeed_rlxf.models.parameters import (
     stage_parameters,
 )
 
-A, B = "lora_A", "lora_B"
+A = "lora_A"
+B = "lora_B"
 ADAPTERS = "adapters"  # submodule of an adapted linear
 
 
@@ -35,18 +36,22 @@ def adapter_parameters(
     """Yield A, then B for each adapted Hugging Face module in `table`, in its order."""
     for parameter in table:
         for source in adapted_sources(parameter, lora):
-            module, name = source.removesuffix(".weight"), parameter.name.removesuffix("weight")
+            module = source.removesuffix(".weight")
+            name = f"{parameter.name.removesuffix('weight')}{ADAPTERS}.{module.rpartition('.')[2]}"
             outputs, inputs = hf_shape(source, architecture)
-            splits = {A: Split.REPLICATED, B: Split.ROWS}
-            if parameter.split is Split.COLUMNS:
-                splits = {A: Split.COLUMNS, B: Split.REPLICATED}
-            for part, shape in {A: (lora.rank, inputs), B: (outputs, lora.rank)}.items():
-                yield StageParameter(
-                    f"{name}{ADAPTERS}.{module.rpartition('.')[2]}_{part}",
-                    (f"{module}.{part}.weight",),
-                    splits[part],
-                    shape=shape,
-                )
+            is_row = parameter.split is Split.COLUMNS
+            yield StageParameter(
+                f"{name}_{A}",
+                (f"{module}.{A}.weight",),
+                Split.COLUMNS if is_row else Split.REPLICATED,
+                shape=(lora.rank, inputs),
+            )
+            yield StageParameter(
+                f"{name}_{B}",
+                (f"{module}.{B}.weight",),
+                Split.REPLICATED if is_row else Split.ROWS,
+                shape=(outputs, lora.rank),
+            )
 
 
 def adapter_shapes(
@@ -85,11 +90,11 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
 @contextlib.contextmanager
 def switched_off(adapters: Iterable[Any]) -> Iterator[None]:
     """Compute without these modules' adapters inside the block."""
-    found = list(adapters)
-    for each in found:
-        each.enable_adapters(False)
+    modules = list(adapters)
+    for module in modules:
+        module.enable_adapters(False)
     try:
         yield
     finally:
-        for each in found:
-            each.enable_adapters(True)
+        for module in modules:
+            module.enable_adapters(True)

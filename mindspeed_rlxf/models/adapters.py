@@ -39,22 +39,23 @@ class LinearAdapters(torch.nn.Module):
         """Allocate A and B like the linear's weight, unset, and mark them for Megatron."""
         super().__init__()
         self.enabled = True
-        self.lora, self.is_row = lora, parameter.split is Split.COLUMNS
+        self.lora = lora
+        self.is_row = parameter.split is Split.COLUMNS
         self.sequence_parallel = linear.sequence_parallel
         self.groups = architecture.kv_heads // tp if parameter.split is Split.QKV else 1
         # Rows of each source in a group, in the order of the linear's rows; all of it if one group.
-        shapes = (hf_shape(source, architecture)[0] for source in parameter.sources)
-        self.rows = {
-            source.split(".")[-2]: size // (1 if self.is_row else tp) // self.groups
-            for source, size in zip(parameter.sources, shapes, strict=True)
-        }
-        self.adapted = [s.split(".")[-2] for s in adapted_sources(parameter, lora)]
-        for each in adapter_parameters([parameter], architecture, lora):
-            tensor = Parameter(linear.weight.new_empty(shard_shape(each, architecture, tp)))
-            name = each.name.rpartition(".")[2]
-            self.register_parameter(name, tensor)
-            if each.split is not Split.REPLICATED:
-                axis = 1 if each.split is Split.COLUMNS else 0
+        self.rows: dict[str, int] = {}
+        for source in parameter.sources:
+            num_rows = hf_shape(source, architecture)[0]
+            if not self.is_row:
+                num_rows //= tp
+            self.rows[_module_name(source)] = num_rows // self.groups
+        self.adapted = [_module_name(source) for source in adapted_sources(parameter, lora)]
+        for adapter in adapter_parameters([parameter], architecture, lora):
+            tensor = Parameter(linear.weight.new_empty(shard_shape(adapter, architecture, tp)))
+            self.register_parameter(adapter.name.rpartition(".")[2], tensor)
+            if adapter.split is not Split.REPLICATED:
+                axis = 1 if adapter.split is Split.COLUMNS else 0
                 tensor_parallel.set_tensor_model_parallel_attributes(tensor, True, axis, 1)
             elif self.sequence_parallel:  # each rank sees a part of the tokens
                 tensor.sequence_parallel = True  # type: ignore[attr-defined]
@@ -77,15 +78,15 @@ class LinearAdapters(torch.nn.Module):
         inner = F.linear(inputs, joined)
         inner = self._exchange(inner) * self.lora.scale
         inners = dict(zip(self.adapted, inner.split(self.lora.rank, -1), strict=True))
-        parts = []
+        outputs = []
         for name, rows in self.rows.items():
             shape = (*inner.shape[:-1], self.groups, rows)
             if name in inners:
-                part = F.linear(inners[name], self.get_parameter(f"{name}_{B}")).view(shape)
+                output = F.linear(inners[name], self.get_parameter(f"{name}_{B}"))
+                outputs.append(output.view(shape))
             else:
-                part = inner.new_zeros(shape)
-            parts.append(part)
-        return torch.cat(parts, -1).flatten(-2)
+                outputs.append(inner.new_zeros(shape))
+        return torch.cat(outputs, -1).flatten(-2)
 
     def joined(self) -> tuple[Tensor, Tensor]:
         """Return A [modules * rank, in] and B [out, modules * rank] of all modules together.
@@ -122,6 +123,11 @@ class LinearAdapters(torch.nn.Module):
         if self.sequence_parallel:
             return tensor_parallel.gather_from_sequence_parallel_region(inner)
         return tensor_parallel.copy_to_tensor_model_parallel_region(inner)
+
+
+def _module_name(source: str) -> str:
+    """Return the last module of a weight: `q_proj` of `model.layers.0.self_attn.q_proj.weight`."""
+    return source.split(".")[-2]
 
 
 def attach_adapters(

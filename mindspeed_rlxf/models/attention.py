@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate, chain, groupby
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -120,22 +120,35 @@ class FusedAttention(DotProductAttention):
         lengths: tuple[int, ...],
         key_lengths: tuple[int, ...],
     ) -> Tensor:
-        packs = [
-            tuple(of[i : i + MAX_FUSED_SEQUENCES] for of in (lengths, key_lengths))
-            for i in range(0, len(lengths), MAX_FUSED_SEQUENCES)
-        ]
-        queries = query.split([sum(pack) for pack, _ in packs])
-        keys = [sum(pack) for _, pack in packs]
-        outs = [
-            self._attend_pack(*part)
-            for part in zip(queries, key.split(keys), value.split(keys), packs, strict=True)
-        ]
+        """Attend to all sequences, in calls of MAX_FUSED_SEQUENCES."""
+        outs = []
+        query_start = 0
+        key_start = 0
+        for start in range(0, len(lengths), MAX_FUSED_SEQUENCES):
+            pack_lengths = lengths[start : start + MAX_FUSED_SEQUENCES]
+            pack_key_lengths = key_lengths[start : start + MAX_FUSED_SEQUENCES]
+            query_stop = query_start + sum(pack_lengths)
+            key_stop = key_start + sum(pack_key_lengths)
+            out = self._attend_pack(
+                query[query_start:query_stop],
+                key[key_start:key_stop],
+                value[key_start:key_stop],
+                pack_lengths,
+                pack_key_lengths,
+            )
+            outs.append(out)
+            query_start = query_stop
+            key_start = key_stop
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _attend_pack(
-        self, query: Tensor, key: Tensor, value: Tensor, pack: tuple[tuple[int, ...], ...]
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        lengths: tuple[int, ...],
+        key_lengths: tuple[int, ...],
     ) -> Tensor:
-        lengths, key_lengths = pack
         if lengths != key_lengths:  # MindSpeed's replacement takes one list of ends for both
             kernel = kernels.find(kernels.Operator.SHARED_PROMPTS, *rank_heads(self.config))
             attended: Tensor = kernel(query, key, value, lengths, key_lengths)
@@ -242,18 +255,28 @@ class PackedSequences(Attend):
             return fused(query, key, value, self.lengths, self.lengths)
         if self._padded:
             gather, scatter = self._padding_index(query.device)
-            shape = len(self.lengths), max(self.lengths)
-            padded = (
-                x.index_select(0, gather).view(*shape, *x.shape[1:]).transpose(1, 2)
-                for x in (query, key, value)
+
+            gather = gather.view(len(self.lengths), max(self.lengths))
+            out = causal_attention(
+                _select_padded(query, gather),
+                _select_padded(key, gather),
+                _select_padded(value, gather),
             )
-            out = causal_attention(*padded)
             return out.transpose(1, 2).flatten(0, 1).index_select(0, scatter)
-        outs = [
-            causal_attention(*(x.transpose(0, 1).unsqueeze(0) for x in parts))
-            for parts in zip(*(x.split(self.lengths) for x in (query, key, value)), strict=True)
-        ]
-        return torch.cat([out.squeeze(0).transpose(0, 1) for out in outs])
+        outs = []
+        for q, k, v in zip(
+            query.split(self.lengths),
+            key.split(self.lengths),
+            value.split(self.lengths),
+            strict=True,
+        ):
+            out = causal_attention(
+                q.transpose(0, 1).unsqueeze(0),
+                k.transpose(0, 1).unsqueeze(0),
+                v.transpose(0, 1).unsqueeze(0),
+            )
+            outs.append(out.squeeze(0).transpose(0, 1))
+        return torch.cat(outs)
 
     def _padding_index(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the indices to pad packed tokens, and to pack padded ones.
@@ -289,10 +312,10 @@ class SharedPrompts(Attend):
 
     def __post_init__(self) -> None:
         self.starts = tuple(accumulate(self.lengths, initial=0))[:-1]
-        self.key_lengths = tuple(
-            length if prompt is None else self.lengths[prompt] + length
-            for length, prompt in zip(self.lengths, self.prompts, strict=True)
-        )
+        key_lengths = []
+        for length, prompt in zip(self.lengths, self.prompts, strict=True):
+            key_lengths.append(length if prompt is None else self.lengths[prompt] + length)
+        self.key_lengths = tuple(key_lengths)
         self._keys: Tensor | None = None
         self._plan: _Plan | None = None
 
@@ -309,49 +332,61 @@ class SharedPrompts(Attend):
             if self._keys is None:
                 numbers = range(len(self.lengths))
                 self._keys = torch.cat([self._keys_of(i) for i in numbers]).to(query.device)
-            keys, values = (x.index_select(0, self._keys) for x in (key, value))
+            keys = key.index_select(0, self._keys)
+            values = value.index_select(0, self._keys)
             return fused(query, keys, values, self.lengths, self.key_lengths)
         if self._plan is None:
             self._plan = self._make_plan(query.device)
-        whole, tokens, responses, order = self._plan
-        own = [x.index_select(0, tokens) for x in (query, key, value)]
-        outs = [whole.attend(layer, own[0], own[1], own[2])]
-        outs += [each.attend(query, key, value) for each in responses]
+        independent, tokens, calls, order = self._plan
+        out = independent.attend(
+            layer,
+            query.index_select(0, tokens),
+            key.index_select(0, tokens),
+            value.index_select(0, tokens),
+        )
+        outs = [out, *(responses.attend(query, key, value) for responses in calls)]
         return torch.cat(outs).index_select(0, order)
 
     def _tokens_of(self, number: int) -> Tensor:
         return torch.arange(self.starts[number], self.starts[number] + self.lengths[number])
 
     def _keys_of(self, number: int) -> Tensor:
-        prompt, own = self.prompts[number], self._tokens_of(number)
-        return own if prompt is None else torch.cat((self._tokens_of(prompt), own))
+        tokens = self._tokens_of(number)
+        prompt = self.prompts[number]
+        return tokens if prompt is None else torch.cat((self._tokens_of(prompt), tokens))
 
-    def _make_plan(self, where: torch.device) -> _Plan:
-        whole = [i for i, prompt in enumerate(self.prompts) if prompt is None]
+    def _make_plan(self, target: torch.device) -> _Plan:
+        independent = [i for i, prompt in enumerate(self.prompts) if prompt is None]
         responses = [i for i, prompt in enumerate(self.prompts) if prompt is not None]
-        calls: list[list[int]] = []
-        for prompt, run in groupby(responses, key=self.prompts.__getitem__):
-            numbers, shared = list(run), self.lengths[prompt or 0]
+        calls: list[list[int]] = []  # the responses of one call: all of a prompt, or one
+        for prompt, group in groupby(responses, key=self.prompts.__getitem__):
+            numbers = list(group)
+            prompt_length = self.lengths[prompt or 0]
             longest = max(self.lengths[i] for i in numbers)
-            exact = sum(self.lengths[i] * self.key_lengths[i] for i in numbers)
-            padded = len(numbers) * longest * (shared + longest) <= MAX_PADDED_AREA * exact
-            calls += [numbers] if padded else [[i] for i in numbers]
-        order = torch.cat([self._tokens_of(i) for numbers in (whole, *calls) for i in numbers])
+            padded_area = len(numbers) * longest * (prompt_length + longest)
+            exact_area = sum(self.lengths[i] * self.key_lengths[i] for i in numbers)
+            if padded_area <= MAX_PADDED_AREA * exact_area:
+                calls.append(numbers)
+            else:
+                calls += [[i] for i in numbers]
+        in_order = list(chain(independent, *calls))
+        order = torch.cat([self._tokens_of(i) for i in in_order])
         return (
-            PackedSequences(lengths=tuple(self.lengths[i] for i in whole)),
-            torch.cat([self._tokens_of(i) for i in whole]).to(where),
-            [self._responses(numbers, where) for numbers in calls],
-            order.argsort().to(where),
+            PackedSequences(lengths=tuple(self.lengths[i] for i in independent)),
+            torch.cat([self._tokens_of(i) for i in independent]).to(target),
+            [self._responses(numbers, target) for numbers in calls],
+            order.argsort().to(target),
         )
 
-    def _responses(self, numbers: list[int], where: torch.device) -> _Responses:
+    def _responses(self, numbers: list[int], target: torch.device) -> _Responses:
         """Pad one prompt's responses; no query sees a padded key."""
         queries = pad_sequence([self._tokens_of(i) for i in numbers], batch_first=True)
         keys = pad_sequence([self._keys_of(i) for i in numbers], batch_first=True)
-        width, lengths = queries.size(1), torch.tensor([self.lengths[i] for i in numbers])
+        width = queries.size(1)
+        lengths = torch.tensor([self.lengths[i] for i in numbers])
         results = (torch.arange(width) < lengths[:, None]).flatten().nonzero().squeeze(1)
         mask = torch.ones(width, keys.size(1), dtype=torch.bool).tril(keys.size(1) - width)
-        return _Responses(*(x.to(where) for x in (queries, keys, results, mask)))
+        return _Responses(queries.to(target), keys.to(target), results.to(target), mask.to(target))
 
 
 @dataclass
@@ -391,13 +426,18 @@ class _Responses(NamedTuple):
     mask: Tensor  # [longest, prompt + longest] bool, True = the query attends to the key
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        q, k, v = (
-            x.index_select(0, index.flatten()).view(*index.shape, *x.shape[1:]).transpose(1, 2)
-            for x, index in ((query, self.queries), (key, self.keys), (value, self.keys))
-        )
+        q = _select_padded(query, self.queries)
+        k = _select_padded(key, self.keys)
+        v = _select_padded(value, self.keys)
         gqa = query.size(1) != key.size(1)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, enable_gqa=gqa)
         return out.transpose(1, 2).flatten(0, 1).index_select(0, self.results)
+
+
+def _select_padded(packed: Tensor, index: Tensor) -> Tensor:
+    """Select tokens by [sequences, longest] indices; return [sequences, heads, longest, d]."""
+    selected = packed.index_select(0, index.flatten())
+    return selected.view(*index.shape, *packed.shape[1:]).transpose(1, 2)
 
 
 # Sequences without a prompt and their tokens, calls for responses, and where each token of the pack
@@ -422,7 +462,8 @@ def _llama3(inverse: Tensor, a: ArchitectureConfig) -> Tensor:
     assert a.original_max_position_embeddings, "llama3 scaling needs the original length"
     original = a.original_max_position_embeddings
     wavelength = 2 * math.pi / inverse
-    low, high = original / a.low_freq_factor, original / a.high_freq_factor
+    low = original / a.low_freq_factor
+    high = original / a.high_freq_factor
     blend = (original / wavelength - a.low_freq_factor) / (a.high_freq_factor - a.low_freq_factor)
     blended = (1 - blend) * inverse / a.rope_scaling_factor + blend * inverse
     scaled = torch.where(wavelength > low, inverse / a.rope_scaling_factor, inverse)

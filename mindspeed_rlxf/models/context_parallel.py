@@ -55,7 +55,9 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, cut: int, join: int) -> Tensor:
-        ctx.group, ctx.cut, ctx.join = group, cut, join
+        ctx.group = group
+        ctx.cut = cut
+        ctx.join = join
         sent = torch.stack(tensor.chunk(group.size(), dim=cut))
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
@@ -104,12 +106,16 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup, sizes: list[int]) -> Tensor:
-        ctx.start, ctx.size = sum(sizes[: group.rank()]), len(rows)
+        ctx.start = sum(sizes[: group.rank()])
+        ctx.size = len(rows)
         padded = rows.new_zeros(max(*sizes, 1), *rows.shape[1:])
         padded[: len(rows)] = rows
         received = [torch.empty_like(padded) for _ in sizes]
         dist.all_gather(received, padded, group=group)
-        return torch.cat([part[:size] for part, size in zip(received, sizes, strict=True)])
+        rows_of_ranks = []
+        for padded_rows, size in zip(received, sizes, strict=True):
+            rows_of_ranks.append(padded_rows[:size])
+        return torch.cat(rows_of_ranks)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

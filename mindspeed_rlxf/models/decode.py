@@ -50,13 +50,13 @@ class Decoder:
     def __init__(self, model: TransformerModel, max_length: int) -> None:
         """View the weights, and compute rotary factors for positions below `max_length`."""
         config = model.config
-        self.model, self.head_dim = model, config.kv_channels
+        self.model = model
+        self.head_dim = config.kv_channels
         self.tp = model.tp_group.size()
         self.layers = [_Layer(layer, self) for layer in model.decoder.layers]
-        where = next(model.parameters()).device
-        angles = rotary_angles(
-            torch.arange(max_length, device=where), model.inverse_frequencies.to(where)
-        ).flatten(1)
+        target = next(model.parameters()).device
+        positions = torch.arange(max_length, device=target)
+        angles = rotary_angles(positions, model.inverse_frequencies.to(target)).flatten(1)
         # (x, y) -> (x cos - y sin, y cos + x sin) for the halves x, y of a head: the head times
         # cos, plus the head with its halves swapped times (-sin, sin).
         signs = torch.ones_like(angles[:1])
@@ -92,7 +92,9 @@ class _Linear:
 
     def __init__(self, module: Any, decoder: Decoder, is_row: bool) -> None:
         """View the weight, and join the adapters; `is_row`: ranks have parts of the inputs."""
-        self.weight, self.bias, self.is_row = module.weight, module.bias, is_row
+        self.weight = module.weight
+        self.bias = module.bias
+        self.is_row = is_row
         self.sum_over_ranks = decoder.sum_over_ranks
         adapters = getattr(module, ADAPTERS, None)
         self.is_adapted = adapters is not None
@@ -117,11 +119,15 @@ class _Layer:
     """One decoder layer in a decode step."""
 
     def __init__(self, layer: Any, decoder: Decoder) -> None:
-        attention, config = layer.self_attention, layer.config
-        self.sum_over_ranks, self.head_dim = decoder.sum_over_ranks, decoder.head_dim
-        self.attention_norm, self.mlp_norm = layer.input_layernorm, layer.pre_mlp_layernorm
+        attention = layer.self_attention
+        config = layer.config
+        self.sum_over_ranks = decoder.sum_over_ranks
+        self.head_dim = decoder.head_dim
+        self.attention_norm = layer.input_layernorm
+        self.mlp_norm = layer.pre_mlp_layernorm
         self.attention = attention
-        self.query_norm, self.key_norm = attention.q_layernorm, attention.k_layernorm
+        self.query_norm = attention.q_layernorm
+        self.key_norm = attention.k_layernorm
         self.qkv = _Linear(attention.linear_qkv, decoder, is_row=False)
         self.out = _Linear(attention.linear_proj, decoder, is_row=True)
         self.groups = config.num_query_groups // decoder.tp  # 0 where ranks share one
@@ -149,7 +155,8 @@ class _Layer:
         rotated, value = self._projections(self.attention_norm(hidden))
         half = self.head_dim // 2
         rotated = rotated * cos + rotated.roll(half, -1) * sin
-        query, key = rotated[:, :, :-1], rotated[:, :, -1]
+        query = rotated[:, :, :-1]
+        key = rotated[:, :, -1]
         attended = attend.attend(number, query, key, value).reshape(len(hidden), -1)
         hidden = hidden + self.out(attended)
         return hidden + self._mlp(self.mlp_norm(hidden))
@@ -167,7 +174,8 @@ class _Layer:
         value = heads[:, :, -1]
         if self.query_norm is None:
             return heads[:, :, :-1], value
-        query, key = self.query_norm(heads[:, :, :-2]), self.key_norm(heads[:, :, -2:-1])
+        query = self.query_norm(heads[:, :, :-2])
+        key = self.key_norm(heads[:, :, -2:-1])
         return torch.cat((query, key), 2), value
 
     def _mlp(self, hidden: Tensor) -> Tensor:

@@ -64,14 +64,13 @@ class Router(TopKRouter):
 
         Called by megatron-core 0.12 and 0.13 only.
         """
-        coefficient, group = self.config.moe_aux_loss_coeff, None
+        coefficient = self.config.moe_aux_loss_coeff
         if coefficient == 0:
             return activation
-        sharing = parallel_state.get_tensor_and_context_parallel_group()  # the tokens
-        if sharing.size() > 1:
-            group = sharing
+        group = parallel_state.get_tensor_and_context_parallel_group()  # which shares the tokens
         aux_loss = load_balancing_loss_func(
-            moe_aux_loss_coeff=coefficient, sequence_partition_group=group
+            moe_aux_loss_coeff=coefficient,
+            sequence_partition_group=group if group.size() > 1 else None,
         )
         return _WithBalanceLoss.apply(activation, aux_loss)
 

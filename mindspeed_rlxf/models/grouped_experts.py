@@ -43,8 +43,9 @@ class ExpertWeights:
         strides = (*widens.stride()[:2], *narrows.stride()[:2])
         if any(stride * widens.itemsize % GROUPED_BYTES for stride in strides):
             return None
-        first, last = (experts[i].linear_fc1.weight.storage_offset() for i in (0, -1))
-        return cls(widens, narrows, last < first)
+        first_offset = experts[0].linear_fc1.weight.storage_offset()
+        last_offset = experts[-1].linear_fc1.weight.storage_offset()
+        return cls(widens, narrows, is_reversed=last_offset < first_offset)
 
 
 def routed_experts(hidden: Tensor, router: Any, weights: ExpertWeights) -> Tensor:
@@ -75,8 +76,8 @@ def sort_by_expert(numbers: Tensor, count: int) -> tuple[Tensor, Tensor]:
         The stable order [pairs] int64, and where each expert's pairs end in it [count] int32.
     """
     order = numbers.argsort(stable=True)
-    each = torch.arange(count, device=numbers.device)
-    return order, torch.searchsorted(numbers[order], each, right=True).to(torch.int32)
+    experts = torch.arange(count, device=numbers.device)
+    return order, torch.searchsorted(numbers[order], experts, right=True).to(torch.int32)
 
 
 def gated_products(rows: Tensor, shares: Tensor, ends: Tensor, weights: ExpertWeights) -> Tensor:
@@ -122,15 +123,16 @@ class GroupedMLP(SequentialMLP):  # type: ignore[misc]
         counts = tokens_per_expert.to(hidden.device)
         if not weights.is_reversed:
             return _weighted_mlp(hidden, counts, probabilities, weights, experts), None
-        first = (counts.cumsum(0) - counts).flip(0)
-        turned = counts.flip(0)
-        shift = first - (turned.cumsum(0) - turned)
+        # The tokens of the last expert come first, as its weights do.
+        reversed_counts = counts.flip(0)
+        starts = (counts.cumsum(0) - counts).flip(0)
+        shift = starts - (reversed_counts.cumsum(0) - reversed_counts)
         index = torch.arange(len(hidden), device=counts.device)
-        order = index + torch.repeat_interleave(shift, turned, output_size=len(hidden))
+        order = index + torch.repeat_interleave(shift, reversed_counts, output_size=len(hidden))
         back = order.argsort()
-        rows = (_Permute.apply(each, order, back) for each in (hidden, probabilities))
-        hidden, probabilities = rows
-        out = _weighted_mlp(hidden, turned, probabilities, weights, experts[::-1])
+        hidden = _Permute.apply(hidden, order, back)
+        probabilities = _Permute.apply(probabilities, order, back)
+        out = _weighted_mlp(hidden, reversed_counts, probabilities, weights, experts[::-1])
         return _Permute.apply(out, back, order), None
 
 
@@ -142,9 +144,8 @@ def _weighted_mlp(
     experts: list[Any],
 ) -> Tensor:
     ends = counts.cumsum(0).to(torch.int32)
-    fc1, fc2 = (
-        [getattr(each, name).weight for each in experts] for name in ("linear_fc1", "linear_fc2")
-    )
+    fc1 = [expert.linear_fc1.weight for expert in experts]
+    fc2 = [expert.linear_fc2.weight for expert in experts]
     gate, up = _Product.apply(hidden, weights.widens, ends, *fc1).chunk(2, dim=-1)
     inner = (F.silu(gate) * up * probabilities[:, None]).to(hidden.dtype)
     return _Product.apply(inner, weights.narrows, ends, *fc2)
@@ -210,8 +211,8 @@ def view_as_stack(weights: Sequence[Tensor]) -> Tensor | None:
     in_order = [weight.storage_offset() for weight in weights] in (offsets, offsets[::-1])
     if len(steps) != 1 or len(storages) != 1 or steps == {0} or not in_order:
         return None
-    first = ordered[0]
-    return first.as_strided((len(ordered), *first.shape), (*steps, *first.stride()))
+    start = ordered[0]
+    return start.as_strided((len(ordered), *start.shape), (*steps, *start.stride()))
 
 
 def stack_experts(model: torch.nn.Module) -> None:
@@ -222,6 +223,6 @@ def stack_experts(model: torch.nn.Module) -> None:
             continue
         for name in ("linear_fc1", "linear_fc2"):
             weights = [getattr(expert, name).weight for expert in experts]
-            together = weights[0].data.new_zeros((len(weights), *weights[0].shape))
-            for weight, part in zip(weights, together, strict=True):
-                weight.data = part
+            stack = weights[0].data.new_zeros((len(weights), *weights[0].shape))
+            for weight, view in zip(weights, stack, strict=True):
+                weight.data = view

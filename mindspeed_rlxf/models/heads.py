@@ -74,9 +74,16 @@ class _ChunkedLogProbs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, labels)
         ctx.settings = settings
         ctx.set_materialize_grads(False)
-        chunks = zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS), strict=True)
-        parts = [_chunk_log_probs(part, weight, ids, *settings) for part, ids in chunks]
-        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+        log_probs = []
+        entropies = []
+        for start in range(0, hidden.size(0), CHUNK_TOKENS):
+            chunk = slice(start, start + CHUNK_TOKENS)
+            chunk_log_probs, chunk_entropies = _chunk_log_probs(
+                hidden[chunk], weight, labels[chunk], *settings
+            )
+            log_probs.append(chunk_log_probs)
+            entropies.append(chunk_entropies)
+        return torch.cat(log_probs), torch.cat(entropies)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -85,32 +92,29 @@ class _ChunkedLogProbs(torch.autograd.Function):
         The weight's is summed over chunks in fp32, or added to `main_grad` (`_WeightGradient`).
         """
         hidden, weight, labels = ctx.saved_tensors
-        needed = ctx.needs_input_grad[:2]
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         weight_sum = _WeightGradient(weight)
         hidden_grads: list[Tensor] = []
         for start in reversed(range(0, hidden.size(0), CHUNK_TOKENS)):
             chunk = slice(start, start + CHUNK_TOKENS)
             with torch.enable_grad():
-                inputs = [
-                    x.detach().requires_grad_(wanted)
-                    for x, wanted in zip((hidden[chunk], weight), needed, strict=True)
-                ]
-                outputs = _chunk_log_probs(inputs[0], inputs[1], labels[chunk], *ctx.settings)
-            pairs = [
-                (out, g[chunk]) for out, g in zip(outputs, grads, strict=True) if g is not None
-            ]
-            gradients = iter(
-                torch.autograd.grad(
-                    [out for out, _ in pairs],
-                    [x for x in inputs if x.requires_grad],
-                    [g for _, g in pairs],
-                )
-            )
-            if needed[0]:
+                chunk_hidden = hidden[chunk].detach().requires_grad_(needs_hidden)
+                chunk_weight = weight.detach().requires_grad_(needs_weight)
+                outputs = _chunk_log_probs(chunk_hidden, chunk_weight, labels[chunk], *ctx.settings)
+            # Without those that no loss reads.
+            read_outputs = []
+            output_grads = []
+            for output, grad in zip(outputs, grads, strict=True):
+                if grad is not None:
+                    read_outputs.append(output)
+                    output_grads.append(grad[chunk])
+            inputs = [x for x in (chunk_hidden, chunk_weight) if x.requires_grad]
+            gradients = iter(torch.autograd.grad(read_outputs, inputs, output_grads))
+            if needs_hidden:
                 hidden_grads.append(next(gradients))
-            if needed[1]:
+            if needs_weight:
                 weight_sum.add(next(gradients))
-        hidden_grad = torch.cat(hidden_grads[::-1]) if needed[0] else None
+        hidden_grad = torch.cat(hidden_grads[::-1]) if needs_hidden else None
         return hidden_grad, weight_sum.result(), None, *[None] * len(ctx.settings)
 
 
@@ -127,11 +131,12 @@ class _WeightGradient:
 
     def __init__(self, weight: Tensor) -> None:
         self._dtype = weight.dtype
-        narrow = torch.finfo(weight.dtype).bits < 32
-        early = getattr(weight, "reduced_early", False)
-        main_grad = getattr(weight, "main_grad", None) if narrow and not early else None
-        wide = main_grad is not None and main_grad.dtype is torch.float32
-        self._main_grad: Tensor | None = main_grad if wide else None
+        self._main_grad: Tensor | None = None
+        is_narrow = torch.finfo(weight.dtype).bits < 32
+        if is_narrow and not getattr(weight, "reduced_early", False):
+            main_grad = getattr(weight, "main_grad", None)
+            if main_grad is not None and main_grad.dtype is torch.float32:
+                self._main_grad = main_grad
         self._sum: Tensor | None = None
 
     def add(self, gradient: Tensor) -> None:
@@ -161,10 +166,11 @@ def shard_logits(
     this rank's rows [vocab, hidden].
     """
     logits = linear(hidden, weight).float()
-    first = tp_group.rank() * weight.size(0)
-    real = max(0, min(weight.size(0), vocab_size - first))
-    if real < weight.size(0):
-        padding = torch.arange(weight.size(0), device=logits.device) >= real
+    num_rows = weight.size(0)
+    first_id = tp_group.rank() * num_rows
+    num_real = max(0, min(num_rows, vocab_size - first_id))
+    if num_real < num_rows:
+        padding = torch.arange(num_rows, device=logits.device) >= num_real
         logits = logits.masked_fill(padding, float("-inf"))
     return logits
 
@@ -183,9 +189,9 @@ def full_logits(
     """
     logits = shard_logits(hidden, weight, vocab_size, tp_group, linear)
     if tp_group.size() > 1:
-        parts = [torch.empty_like(logits) for _ in range(tp_group.size())]
-        dist.all_gather(parts, logits.contiguous(), group=tp_group)
-        logits = torch.cat(parts, dim=-1)
+        shards = [torch.empty_like(logits) for _ in range(tp_group.size())]
+        dist.all_gather(shards, logits.contiguous(), group=tp_group)
+        logits = torch.cat(shards, dim=-1)
     return logits if logits.size(1) == vocab_size else logits[:, :vocab_size]
 
 
@@ -217,16 +223,16 @@ def full_kl(
     Returns:
         [tokens] fp32, equal on every rank.
     """
-    parts = []
+    kl_chunks = []
     chunk = max(1, CHUNK_TOKENS // 2)  # two distributions at a time
     for p_hidden, q_hidden in zip(hidden.split(chunk), other_hidden.split(chunk), strict=True):
         settings = vocab_size, tp_group, temperature, linear
         log_p = _log_softmax(p_hidden, weight, *settings)
         log_q = _log_softmax(q_hidden, other_weight, *settings)
-        terms = torch.where(log_p != -torch.inf, log_p.exp() * (log_p - log_q), 0.0).sum(-1)
-        _all_reduce(terms, tp_group, dist.ReduceOp.SUM)
-        parts.append(terms)
-    return torch.cat(parts)
+        kl = torch.where(log_p != -torch.inf, log_p.exp() * (log_p - log_q), 0.0).sum(-1)
+        _all_reduce(kl, tp_group, dist.ReduceOp.SUM)
+        kl_chunks.append(kl)
+    return torch.cat(kl_chunks)
 
 
 def _log_softmax(

@@ -31,8 +31,8 @@ def inject(model: Any, lora: LoraConfig) -> None:
     try:
         from peft import LoraConfig as PeftConfig, inject_adapter_in_model
     except ImportError:
-        rule, remedy = "needs the package peft with backend=fsdp", "install it"
-        raise UserError(Problem("lora.rank", rule, lora.rank, remedy)) from None
+        rule = "needs the package peft with backend=fsdp"
+        raise UserError(Problem("lora.rank", rule, lora.rank, "install it")) from None
     modules = linear_modules(model)
     chosen = [name for name in modules if lora.selects(name)]
     if not chosen:
@@ -60,9 +60,10 @@ def linear_modules(model: Any) -> list[str]:
 def trained_names(model: Any, lora: LoraConfig, head: Head) -> list[str]:
     """Return the names of trained parameters: all, or with adapters these and a score head."""
     names = [name for name, _ in model.named_parameters()]
+    if not lora.rank:
+        return names
     score = [OUTPUT] if head is Head.SCORE else []
-    own = [name for name in names if is_adapter(plain_name(name))]
-    return score + own if lora.rank else names
+    return score + [name for name in names if is_adapter(plain_name(name))]
 
 
 def plain_name(name: str) -> str:

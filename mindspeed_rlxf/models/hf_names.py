@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ROWS, COLUMNS = 4, 2  # of the small tensors; conversions only split rows into two equal parts
+# Of the small tensors; conversions only split rows into two equal ranges.
+ROWS = 4
+COLUMNS = 2
 
 
 @dataclass(frozen=True)
@@ -22,23 +24,23 @@ class Piece:
     Attributes:
         name: In the file.
         expert: Index on the parameter's first axis; None = the whole parameter.
-        part: Which one of `parts` equal ranges of rows.
-        parts: Number of these ranges; 1 = all rows.
+        range_index: Which one of `num_ranges` equal ranges of rows.
+        num_ranges: Number of these ranges; 1 = all rows.
         transposed: Whether the file has rows and columns exchanged.
     """
 
     name: str
     expert: int | None = None
-    part: int = 0
-    parts: int = 1
+    range_index: int = 0
+    num_ranges: int = 1
     transposed: bool = False
 
     def view(self, parameter: Tensor) -> Tensor:
         """Return the piece as a view of the parameter, in the file's shape."""
-        found = parameter if self.expert is None else parameter[self.expert]
-        if self.parts > 1:
-            found = found.chunk(self.parts)[self.part]
-        return found.mT if self.transposed else found
+        view = parameter if self.expert is None else parameter[self.expert]
+        if self.num_ranges > 1:
+            view = view.chunk(self.num_ranges)[self.range_index]
+        return view.mT if self.transposed else view
 
     def shape(self, parameter: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape in the file, for a parameter with this shape."""
@@ -47,9 +49,12 @@ class Piece:
 
 def stored_tensors(model: Any) -> dict[str, Tensor]:
     """Return what a file has of the model: parameters without a tied head, persistent buffers."""
-    names, parameters = model.state_dict(keep_vars=True), dict(model.named_parameters())
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in names}
-    return parameters | buffers
+    persistent_names = model.state_dict(keep_vars=True)
+    tensors = dict(model.named_parameters())
+    for name, buffer in model.named_buffers():
+        if name in persistent_names:
+            tensors[name] = buffer
+    return tensors
 
 
 def find_pieces(model: Any) -> dict[str, tuple[Piece, ...]]:
@@ -62,7 +67,9 @@ def find_pieces(model: Any) -> dict[str, tuple[Piece, ...]]:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # transformers 4, whose parameters are as in files
         return {name: (Piece(name),) for name in stored_tensors(model)}
-    small, starts, count = {}, [], 0
+    small = {}
+    starts = []  # first element of each small tensor
+    count = 0
     for name, parameter in stored_tensors(model).items():
         rows = (parameter.size(0), ROWS) if parameter.dim() == 3 else (ROWS,)
         shape = (*rows, COLUMNS) if parameter.dim() > 1 else rows
@@ -70,20 +77,22 @@ def find_pieces(model: Any) -> dict[str, tuple[Piece, ...]]:
         small[name] = torch.arange(count, count + size, dtype=torch.float64).view(shape)
         starts.append(count)
         count += size
-    names, first = list(small), torch.tensor(starts)
-    found: dict[str, list[Piece]] = {name: [] for name in names}
+    names = list(small)
+    pieces_of_parameter: dict[str, list[Piece]] = {name: [] for name in names}
     for stored, tensor in revert_weight_conversion(model, dict(small)).items():
-        number = int(torch.searchsorted(first, tensor.flatten()[0].long(), right=True)) - 1
-        piece = next(_match(stored, tensor, small[names[number]]), None)
+        first_element = tensor.flatten()[0].long()
+        name = names[int(torch.searchsorted(torch.tensor(starts), first_element, right=True)) - 1]
+        piece = next(_match(stored, tensor, small[name]), None)
         if piece is None:
             raise ValueError(
-                f"{type(model).__name__} stores {names[number]} in a form that is not supported; "
+                f"{type(model).__name__} stores {name} in a form that is not supported; "
                 "use another model"
             )
-        found[names[number]].append(piece)
-    if absent := [name for name, pieces in found.items() if not pieces]:
-        raise ValueError(f"{type(model).__name__} stores no {absent[0]}; use another model")
-    return {name: tuple(pieces) for name, pieces in found.items()}
+        pieces_of_parameter[name].append(piece)
+    for name, pieces in pieces_of_parameter.items():
+        if not pieces:
+            raise ValueError(f"{type(model).__name__} stores no {name}; use another model")
+    return {name: tuple(pieces) for name, pieces in pieces_of_parameter.items()}
 
 
 def _match(name: str, tensor: Tensor, parameter: Tensor) -> Iterator[Piece]:
@@ -92,9 +101,10 @@ def _match(name: str, tensor: Tensor, parameter: Tensor) -> Iterator[Piece]:
         within = int(tensor.flatten()[0] - parameter.flatten()[0])
         experts = [within // parameter[0].numel()]
     for expert in experts:
-        for parts in (1, 2):
-            for part in range(parts):
+        for num_ranges in (1, 2):
+            for index in range(num_ranges):
                 for transposed in (False, True):
-                    piece = Piece(name, expert, part, parts, transposed and tensor.dim() > 1)
+                    transposes = transposed and tensor.dim() > 1
+                    piece = Piece(name, expert, index, num_ranges, transposes)
                     if torch.equal(piece.view(parameter), tensor):  # False for other shapes
                         yield piece

@@ -78,12 +78,12 @@ def received_elements(
     They are its shards from other stages; among experts only its own expert-parallel rank's. A last
     stage with a tied output layer receives the embedding too.
     """
-    own = [
-        prod(shard_shape(parameter, architecture, tp))
-        for parameter in rank_parameters(architecture, head, pp_rank, pp, chunks, 0, ep)
-        if not parameter.is_tied_output_layer
-    ]
-    return sum(shard_sizes(architecture, head, tp, 0, 1, 1, ep)) - sum(own)
+    of_stage = 0
+    for parameter in rank_parameters(architecture, head, pp_rank, pp, chunks, 0, ep):
+        if not parameter.is_tied_output_layer:
+            of_stage += prod(shard_shape(parameter, architecture, tp))
+    of_all_stages = sum(shard_sizes(architecture, head, tp, 0, 1, 1, ep))
+    return of_all_stages - of_stage
 
 
 @lru_cache(maxsize=1024)

@@ -122,7 +122,8 @@ MLP = (
 
 def _moe(block: str, gate: str, up: str, down: str) -> tuple[tuple[StageParameter, ...], ...]:
     """Return parameters for a layer's router, and for each expert."""
-    megatron, hf = "mlp.experts.local_experts.{expert}", block + ".experts.{expert}"
+    megatron = "mlp.experts.local_experts.{expert}"
+    hf = block + ".experts.{expert}"
     fc1 = f"{hf}.{gate}.weight", f"{hf}.{up}.weight"
     return (_layer("mlp.router.weight", Split.REPLICATED, f"{block}.gate.weight"),), (
         _layer(f"{megatron}.linear_fc1.weight", Split.ROWS, *fc1),
@@ -170,13 +171,14 @@ def stage_parameters(
         layers: the stage's global layer numbers; None = an equal share.
     """
     layers = equal_share(architecture.num_layers, pp_rank, pp) if layers is None else layers
-    first, last = pp_rank == 0, pp_rank == pp - 1
+    is_first = pp_rank == 0
+    is_last = pp_rank == pp - 1
     tied = head is Head.LANGUAGE_MODEL and not architecture.untie_embeddings_and_output_weights
     router, experts = QWEN_MOE if architecture.qk_layernorm else MIXTRAL_MOE
     per_layer = ATTENTION + (MLP if architecture.num_experts is None else router)
     per_layer += QKV_BIAS if architecture.add_qkv_bias else ()
     per_layer += QK_NORM if architecture.qk_layernorm else ()
-    if first:
+    if is_first:
         yield EMBEDDING
     for local, layer in enumerate(layers):
         for parameter in per_layer:
@@ -184,13 +186,13 @@ def stage_parameters(
         for index, expert in enumerate(equal_share(architecture.num_experts or 0, ep_rank, ep)):
             for parameter in experts:
                 yield _set_indices(parameter, local, layer, index, expert)
-    if last:
+    if is_last:
         yield FINAL_NORM
         if head is Head.SCORE:
             yield SCORE_HEAD
         elif not tied:
             yield OUTPUT_LAYER
-        elif not first:
+        elif not is_first:
             yield TIED_OUTPUT_LAYER
 
 
@@ -227,8 +229,11 @@ def _set_indices(
 
 def hf_shapes(architecture: ArchitectureConfig, head: Head) -> dict[str, tuple[int, ...]]:
     """Return every Hugging Face tensor's shape by name; tied: no `lm_head`."""
-    sources = (s for parameter in stage_parameters(architecture, head) for s in parameter.sources)
-    return {source: hf_shape(source, architecture) for source in sources}
+    shapes = {}
+    for parameter in stage_parameters(architecture, head):
+        for source in parameter.sources:
+            shapes[source] = hf_shape(source, architecture)
+    return shapes
 
 
 def hf_shape(source: str, architecture: ArchitectureConfig) -> tuple[int, ...]:
@@ -239,8 +244,10 @@ def hf_shape(source: str, architecture: ArchitectureConfig) -> tuple[int, ...]:
 @lru_cache(maxsize=16)
 def _shapes_by_ending(architecture: ArchitectureConfig) -> dict[str, tuple[int, ...]]:
     a = architecture
-    queries, keys = a.num_attention_heads * a.head_dim, a.kv_heads * a.head_dim
-    widens, narrows = (a.mlp_hidden_size, a.hidden_size), (a.hidden_size, a.mlp_hidden_size)
+    queries = a.num_attention_heads * a.head_dim
+    keys = a.kv_heads * a.head_dim
+    widens = (a.mlp_hidden_size, a.hidden_size)
+    narrows = (a.hidden_size, a.mlp_hidden_size)
     norms = ("norm", "input_layernorm", "post_attention_layernorm")
     return {
         "embed_tokens.weight": (a.vocab_size, a.hidden_size),
@@ -280,18 +287,18 @@ def shard_slices(
     """
     a = architecture
     sources = parameter.sources
-    first = parameter.hf_shape(sources[0], a)
+    shape = parameter.hf_shape(sources[0], a)
     if parameter.split is Split.REPLICATED:
-        return [Slice(sources[0], 0, 0, first[0])]
+        return [Slice(sources[0], 0, 0, shape[0])]
     if parameter.split is Split.VOCAB:
         size = vocab_rows or padded_vocab_size(a, tp) // tp
         start = min(tp_rank * size, a.vocab_size)
         return [Slice(sources[0], 0, start, min(start + size, a.vocab_size))]
     if parameter.split is Split.COLUMNS:
-        columns = equal_share(first[1], tp_rank, tp)
+        columns = equal_share(shape[1], tp_rank, tp)
         return [Slice(sources[0], 1, columns.start, columns.stop)]
     if parameter.split is Split.ROWS:
-        rows = equal_share(first[0], tp_rank, tp)
+        rows = equal_share(shape[0], tp_rank, tp)
         return [Slice(source, 0, rows.start, rows.stop) for source in sources]
     return _qkv_slices(sources, a, tp_rank, tp)
 
@@ -306,9 +313,9 @@ def shard_shape(
 
     `vocab_rows` are the embedding rows per rank; None = padded vocabulary / tp.
     """
-    parts = shard_slices(parameter, architecture, 0, tp, vocab_rows)
+    slices = shard_slices(parameter, architecture, 0, tp, vocab_rows)
     shape = list(parameter.hf_shape(parameter.sources[0], architecture))
-    shape[parts[0].dim] = sum(part.size for part in parts)
+    shape[slices[0].dim] = sum(piece.size for piece in slices)
     if parameter.split is Split.VOCAB and vocab_rows is not None:
         shape[0] = vocab_rows
     return tuple(shape)
@@ -324,11 +331,13 @@ def _qkv_slices(
     end anywhere in it, and the ranks gather their projections (megatron-core 0.16).
     """
     widths = (a.num_attention_heads // a.kv_heads * a.head_dim, a.head_dim, a.head_dim)
-    held = equal_share(qkv_rows(a), tp_rank, tp)
-    slices, begin = [], 0
+    rank_rows = equal_share(qkv_rows(a), tp_rank, tp)
+    slices = []
+    begin = 0  # of the head's rows among those of all groups
     for group in range(a.kv_heads):
         for source, width in zip(sources, widths, strict=True):
-            start, stop = max(held.start - begin, 0), min(held.stop - begin, width)
+            start = max(rank_rows.start - begin, 0)
+            stop = min(rank_rows.stop - begin, width)
             if start < stop:
                 slices.append(Slice(source, 0, group * width + start, group * width + stop))
             begin += width

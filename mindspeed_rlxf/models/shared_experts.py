@@ -49,7 +49,9 @@ class SharedExperts(nn.Module):
     def __init__(self, layer: Any, exchange: Exchange) -> None:
         """Take router and experts from Megatron's MoE layer; `bind` must precede any pass."""
         super().__init__()
-        self.router, self.experts, self.exchange = layer.router, layer.experts, exchange
+        self.router = layer.router
+        self.experts = layer.experts
+        self.exchange = exchange
         self.count = len(layer.experts.local_experts)
         self.weights: ExpertWeights | None = None  # None = Megatron's module computes
 
@@ -72,19 +74,21 @@ class SharedExperts(nn.Module):
         `hidden` and the result are [tokens, 1, h], with this rank's count in `exchange.sizes`. It
         may be 0, but not on all ranks.
         """
-        tokens, exchange = hidden.flatten(0, 1), self.exchange
-        topk, parts = self.router.topk, []
+        exchange = self.exchange
+        topk = self.router.topk
+        tokens = hidden.flatten(0, 1)
         routes = hidden.new_zeros(0, 2 * topk, dtype=torch.float32)  # shares, then experts
         if hidden.numel():
             probabilities, _ = self.router(hidden)  # [tokens, experts], 0 where not chosen
             shares, numbers = probabilities.topk(topk, dim=-1)
             routes = torch.cat((shares.float(), numbers.float()), dim=-1)
-        chunk = max(1, EXCHANGE_TOKENS // exchange.ep.size())  # tokens of a rank; limits the memory
-        for start in range(0, max(exchange.sizes), chunk):
-            part = slice(start, start + chunk)
-            sizes = [min(max(size - start, 0), chunk) for size in exchange.sizes]
-            parts.append(self._exchange_chunk(tokens[part], routes[part], sizes))
-        out = torch.cat(parts) if len(parts) > 1 else parts[0]
+        chunk_size = max(1, EXCHANGE_TOKENS // exchange.ep.size())  # of a rank; limits the memory
+        outs = []
+        for start in range(0, max(exchange.sizes), chunk_size):
+            chunk = slice(start, start + chunk_size)
+            sizes = [min(max(size - start, 0), chunk_size) for size in exchange.sizes]
+            outs.append(self._exchange_chunk(tokens[chunk], routes[chunk], sizes))
+        out = torch.cat(outs) if len(outs) > 1 else outs[0]
         return out.view_as(hidden), None
 
     def _exchange_chunk(self, hidden: Tensor, routes: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -101,20 +105,21 @@ class SharedExperts(nn.Module):
         Returns:
             [tokens, h] for own tokens.
         """
-        group, count = self.exchange.ep, self.count
-        everyone = _gather_rows(hidden, sizes, group)
+        group = self.exchange.ep
+        count = self.count
+        all_hidden = _gather_rows(hidden, sizes, group)
         routes = _gather_rows(routes, sizes, group, padding=-1.0)  # no rank has an expert -1
         shares, numbers = routes.chunk(2, dim=-1)
         local = numbers.long() - group.rank() * count
         local = local.masked_fill((local < 0) | (local >= count), count)
         if self.weights is None:
-            sums = self._with_megatron(everyone, local, shares.flatten())
+            sums = self._with_megatron(all_hidden, local, shares.flatten())
         else:
-            sums = self._in_grouped_gemms(self.weights, everyone, local, shares.flatten())
-        own = _sum_rows(sums, sizes, group)[: len(hidden)]
-        if self.exchange.tp.size() > 1 and len(own):  # the ranks of a replica have the same tokens
-            dist.all_reduce(own, group=self.exchange.tp)
-        return own.to(hidden.dtype)
+            sums = self._in_grouped_gemms(self.weights, all_hidden, local, shares.flatten())
+        out = _sum_rows(sums, sizes, group)[: len(hidden)]
+        if self.exchange.tp.size() > 1 and len(out):  # the ranks of a replica have the same tokens
+            dist.all_reduce(out, group=self.exchange.tp)
+        return out.to(hidden.dtype)
 
     def _in_grouped_gemms(
         self, weights: ExpertWeights, hidden: Tensor, numbers: Tensor, shares: Tensor
@@ -131,7 +136,8 @@ class SharedExperts(nn.Module):
                 rank's.
             shares: [tokens * topk] fp32, weight for each expert's result.
         """
-        topk, elsewhere = numbers.size(1), numbers.flatten() == self.count
+        topk = numbers.size(1)
+        is_elsewhere = numbers.flatten() == self.count
         if weights.is_reversed:
             numbers = torch.where(numbers == self.count, numbers, self.count - 1 - numbers)
         order, ends = sort_by_expert(numbers.flatten(), self.count)
@@ -139,7 +145,7 @@ class SharedExperts(nn.Module):
         pairs = torch.empty_like(rows)
         pairs[order] = rows
         del rows  # its memory is for the sum
-        pairs.masked_fill_(elsewhere[:, None], 0)  # may be anything, nan too
+        pairs.masked_fill_(is_elsewhere[:, None], 0)  # may be anything, nan too
         return pairs.unflatten(0, (-1, topk)).sum(1, dtype=torch.float32)
 
     def _with_megatron(self, hidden: Tensor, numbers: Tensor, shares: Tensor) -> Tensor:
@@ -147,13 +153,14 @@ class SharedExperts(nn.Module):
 
         Results become fp32 before the sum: an NPU cannot sum in another dtype than its input's.
         """
-        topk, flat = numbers.size(1), numbers.flatten().cpu()
+        topk = numbers.size(1)
+        flat = numbers.flatten().cpu()
         counts = flat.bincount(minlength=self.count + 1)[: self.count]
         order = flat.argsort(stable=True)[: int(counts.sum())]
         pairs = hidden.new_zeros(len(flat), hidden.size(1), dtype=torch.float32)
         if len(order):
-            token, order = (order // topk).to(hidden.device), order.to(hidden.device)
-            out, _ = self.experts(hidden[token], counts, shares[order])
+            order = order.to(hidden.device)
+            out, _ = self.experts(hidden[order // topk], counts, shares[order])
             pairs[order] = out.float()
         return pairs.unflatten(0, (-1, topk)).sum(1)
 
@@ -166,8 +173,11 @@ def _gather_rows(
     _ALL_GATHER(gathered, F.pad(rows, (0, 0, 0, size - len(rows)), value=padding), group=group)
     if not _is_sparse(sizes):
         return gathered
-    parts = zip(gathered.split(size), sizes, strict=True)
-    return torch.cat([part[:count] for part, count in parts if count])
+    rows_of_ranks = []
+    for padded_rows, count in zip(gathered.split(size), sizes, strict=True):
+        if count:
+            rows_of_ranks.append(padded_rows[:count])
+    return torch.cat(rows_of_ranks)
 
 
 def _sum_rows(rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
@@ -175,12 +185,12 @@ def _sum_rows(rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> T
     size = max(sizes)
     if _is_sparse(sizes):
         padded = rows.new_zeros(len(sizes), size, rows.size(1))
-        for filled, part in zip(padded, rows.split(list(sizes)), strict=True):
-            filled[: len(part)] = part
+        for padded_rows, rank_rows in zip(padded, rows.split(list(sizes)), strict=True):
+            padded_rows[: len(rank_rows)] = rank_rows
         rows = padded.flatten(0, 1)
-    own = rows.new_empty(size, rows.size(1))
-    _REDUCE_SCATTER(own, rows, group=group)
-    return own
+    sums = rows.new_empty(size, rows.size(1))
+    _REDUCE_SCATTER(sums, rows, group=group)
+    return sums
 
 
 def _is_sparse(sizes: Sequence[int]) -> bool:

@@ -102,8 +102,10 @@ class TransformerModel(LanguageModule):
         self.tp_group = parallel_state.get_tensor_model_parallel_group()
         self.pp_group = parallel_state.get_pipeline_model_parallel_group()
         self.model_type = ModelType.encoder_or_decoder  # read by Megatron's schedules
-        self.architecture, self.head = architecture, head
-        self.pre_process, self.post_process = pre_process, post_process
+        self.architecture = architecture
+        self.head = head
+        self.pre_process = pre_process
+        self.post_process = post_process
         self.share_embeddings_and_output_weights = (
             head is Head.LANGUAGE_MODEL and not architecture.untie_embeddings_and_output_weights
         )
@@ -142,7 +144,8 @@ class TransformerModel(LanguageModule):
         Megatron marks them only when initialising weights, which we skip. For unmarked ones it
         counts only tensor-parallel rank 0's gradient.
         """
-        pp, chunks = self.pp_group.size(), self.vp_size or 1
+        pp = self.pp_group.size()
+        chunks = self.vp_size or 1
         stage = (self.vp_stage or 0) * pp + self.pp_group.rank()
         table = stage_parameters(
             self.architecture,
@@ -151,14 +154,13 @@ class TransformerModel(LanguageModule):
             pp * chunks,
             ep=self.config.expert_model_parallel_size,  # their names are the same on every rank
         )
-        named = dict(self.named_parameters())
+        tensors = dict(self.named_parameters())
         for parameter in table:
-            split, tensor = parameter.split, named[parameter.name]
-            marked = hasattr(tensor, "tensor_model_parallel")  # Megatron does mark biases
-            if split is not Split.REPLICATED and not marked:
-                tensor_parallel.set_tensor_model_parallel_attributes(
-                    tensor, True, 1 if split is Split.COLUMNS else 0, 1
-                )
+            tensor = tensors[parameter.name]
+            is_marked = hasattr(tensor, "tensor_model_parallel")  # Megatron does mark biases
+            if parameter.split is not Split.REPLICATED and not is_marked:
+                axis = 1 if parameter.split is Split.COLUMNS else 0
+                tensor_parallel.set_tensor_model_parallel_attributes(tensor, True, axis, 1)
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
         """Set the previous stage's hidden states; Megatron's schedule calls it."""
@@ -291,8 +293,8 @@ def recompute_settings(role: LearningConfig) -> dict[str, Any]:
     if role.recompute is Recompute.NONE:
         return {}
     if role.recompute is Recompute.SELECTIVE:
-        part = "mlp" if role.architecture.num_experts is None else "moe"
-        return {"recompute_granularity": "selective", "recompute_modules": [part]}
+        module = "mlp" if role.architecture.num_experts is None else "moe"
+        return {"recompute_granularity": "selective", "recompute_modules": [module]}
     return {
         "recompute_granularity": "full",
         "recompute_method": role.recompute_method,

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-GIB, MIB = 1024**3, 1024**2
+GIB = 1024**3
+MIB = 1024**2
 
 
 def format_bytes(count: float) -> str:

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+from mindspeed_rlxf.checkpoint.stopping import ignore_hangups, stop_signals
 from mindspeed_rlxf.checkpoint.supervised import (
     CHILD_OF,
     EXIT_DONE,
@@ -82,8 +83,10 @@ class Restarts:
         if failure.cause is not None or previous is None:
             self._previous = failure
         if previous is not None and previous.cause is not None and previous[:2] == failure[:2]:
-            when = "" if failure.iteration is None else f" in iteration {failure.iteration}"
-            return False, f"it failed twice{when} with the same cause"
+            failed = "it failed twice"
+            if failure.iteration is not None:
+                failed += f" in iteration {failure.iteration}"
+            return False, f"{failed} with the same cause"
         if not allowed:
             return False, ""
         if self.used >= allowed:
@@ -136,8 +139,8 @@ class Supervisor:
         self._file = Path()  # facts that the training process reports
 
     def run(self) -> int:
-        """Run attempts to the end; return the exit code. Handles SIGTERM and SIGINT from now on."""
-        for number in (signal.SIGTERM, signal.SIGINT):
+        """Run attempts to the end; return the exit code. Handles `stop_signals` from now on."""
+        for number in stop_signals():
             signal.signal(number, self._on_signal)
         with tempfile.TemporaryDirectory(prefix="rlxf-run-") as folder:
             # systemd-tmpfiles, which empties /tmp, leaves a locked folder alone.
@@ -214,6 +217,8 @@ class Supervisor:
                 child.kill()
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            ignore_hangups()
         self._stops = True
         self._signals.append(number)  # a terminal signals the child too, which expects both
 

@@ -14,6 +14,7 @@ from typing import TextIO
 
 from mindspeed_rlxf.config.problems import printable
 from mindspeed_rlxf.reporting.phases import PHASES
+from mindspeed_rlxf.reporting.run_log import LINES
 
 WARNING = "warning:"
 
@@ -53,15 +54,20 @@ class Console:
 
     def update(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Print a finished iteration's chosen metrics and the time left."""
+        self.note(self.describe(iteration, metrics))
+
+    def describe(self, iteration: int, metrics: Mapping[str, float]) -> str:
+        """Return the line of a finished iteration: its chosen metrics and the time left."""
         columns = [f"iteration: {iteration} / {self._total}"]
         for name in self._names:
             if name in metrics:
                 columns.append(f"{name} : {format_number(metrics[name])}")
         columns.append(f"eta : {self.time_left(iteration)}")
-        self.note(" | ".join(columns))
+        return " | ".join(columns)
 
     def note(self, text: str) -> None:
-        """Print a line after a timestamp in brackets."""
+        """Print a line after a timestamp in brackets, and log it."""
+        LINES.info(text)
         self._print(f"[{datetime.now():%Y-%m-%d %H:%M:%S}] {text}")
 
     def warn_once(self, subject: str, text: str) -> None:

@@ -21,6 +21,7 @@ from mindspeed_rlxf.config.problems import printable
 from mindspeed_rlxf.reporting.console import WARNING, Console, format_short
 from mindspeed_rlxf.reporting.metric_table import validation_score
 from mindspeed_rlxf.reporting.phases import PHASES
+from mindspeed_rlxf.reporting.run_log import LINES
 
 MAX_WIDTH = 120  # wider lines are hard to read
 CURVE_WIDTH = 48
@@ -70,10 +71,11 @@ class LiveConsole(Console):
         self._iteration = done
 
     def update(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Show a finished iteration's metrics.
+        """Show a finished iteration's metrics, and log its line.
 
         The mean validation score stays until the next validation.
         """
+        LINES.info(self.describe(iteration, metrics))
         self._iteration = iteration
         self._metrics = dict(metrics)
         self._time_left = f", {self.time_left(iteration)} left"

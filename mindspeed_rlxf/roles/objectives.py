@@ -1,7 +1,7 @@
 """Policy objectives (each algorithm's advantages and loss), and the experience for them.
 
 The critic's ranks, or without a critic the actor's, make experience from log-probs, values and
-scores (design, section 6); the actor's ranks compute the loss. Each rank builds its own objective.
+scores; the actor's ranks compute the loss. Each rank builds its own objective.
 Each replica computes its own samples; whitening sums over all replicas.
 """
 

@@ -59,10 +59,14 @@ class SavedResponse:
         record: AgentRecord | None = None,
     ) -> SavedResponse:
         """Return the same tokens in arrays."""
-        tokens, log_probs, versions = (
-            np.array(getattr(begun, name), dtype) for name, dtype in DTYPES.items()
+        return cls(
+            np.array(begun.tokens, np.int64),
+            np.array(begun.log_probs, np.float32),
+            np.array(begun.versions, np.int32),
+            finish_reason,
+            trained,
+            record,
         )
-        return cls(tokens, log_probs, versions, finish_reason, trained, record)
 
     @property
     def begun(self) -> Begun:
@@ -122,17 +126,17 @@ def read_ahead(folder: Path) -> Iterator[SavedSample]:
     for file in sorted(folder.glob("replica_*.json")):
         about = json.loads(file.read_text(encoding="utf-8"))["samples"]
         stored = load_file(file.with_suffix(".safetensors"))
-        columns = [stored[name] for name in DTYPES]
+        tokens, log_probs, versions = (stored[name] for name in DTYPES)
         ends = accumulate(sample["num_tokens"] for sample in about)
         for sample, end in zip(about, ends, strict=True):
-            start = end - sample["num_tokens"]
+            part = slice(end - sample["num_tokens"], end)
             reason = FinishReason(sample["finish_reason"]) if sample["finish_reason"] else None
-            trained, record = sample.get("trained"), sample.get("record")
-            tokens, log_probs, versions = (column[start:end] for column in columns)
+            trained = sample.get("trained")
+            record = sample.get("record")
             response = SavedResponse(
-                tokens,
-                log_probs,
-                versions,
+                tokens[part],
+                log_probs[part],
+                versions[part],
                 reason,
                 None if trained is None else [bool(flag) for flag in trained],
                 None if record is None else AgentRecord.from_json(record),

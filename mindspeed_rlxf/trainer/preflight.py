@@ -1,6 +1,7 @@
 """Check a run's files, data and weights before a worker starts; needs no device."""
 
 import contextlib
+import logging
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,13 +15,14 @@ from mindspeed_rlxf.agents.conversation import ChatTemplate
 from mindspeed_rlxf.agents.session import AGENTS, GIVES_FIRST
 from mindspeed_rlxf.agents.tools import show_tools, tool_schemas
 from mindspeed_rlxf.checkpoint.directory import RunDirectory, check_save_folders
-from mindspeed_rlxf.checkpoint.store import check_chosen, check_resume
+from mindspeed_rlxf.checkpoint.store import RunStore, check_chosen, check_resume
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.hf_config import OF_WEIGHTS, find_disagreements, read_hf_config
-from mindspeed_rlxf.config.problems import Problem, UserError, closest
+from mindspeed_rlxf.config.problems import MissingFile, Problem, UserError, closest
 from mindspeed_rlxf.config.schema import RoleConfig, RunConfig
 from mindspeed_rlxf.config.sections import AGENT_COLUMN, BY_ROW
 from mindspeed_rlxf.data.decoding import special_ids
+from mindspeed_rlxf.data.files import describe_keys, find_row_without, list_keys
 from mindspeed_rlxf.data.fixed_responses import FixedResponses, load_fixed_responses
 from mindspeed_rlxf.data.indexed_prompts import IndexedPrompts, load_indexed_prompts
 from mindspeed_rlxf.data.prompt_store import reward_style
@@ -53,6 +55,7 @@ from mindspeed_rlxf.weights.hf_folder import open_hf_folder
 from mindspeed_rlxf.weights.tensor_checks import tensor_problems, tied_names
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -117,6 +120,7 @@ def prepare(config: RunConfig) -> Prepared:
         for i in prepared.eos_token_ids
         if i >= vocab_size
     ]
+    problems += _check_truths(config)
     problems += _check_rewards(config, prepared)
     problems += _check_agents(config, prepared)
     problems += _check_best_metric(config, prepared)
@@ -127,11 +131,11 @@ def prepare(config: RunConfig) -> Prepared:
     spelled = [s for s in actor.stop_strings if s in special_ids(prepared.tokenizer).values()]
     if spelled:
         stops += f"; special tokens of actor_rollout.stop_strings: {', '.join(map(repr, spelled))}"
-    prepared.notices = [stops, *prepared.notices, *_list_notices(config)]
+    prepared.notices = [stops, *prepared.notices, *list_notices(config)]
     return prepared
 
 
-def _list_notices(config: RunConfig) -> list[str]:
+def list_notices(config: RunConfig) -> list[str]:
     """Return warnings about legal but suspicious settings; the weights have been checked."""
     actor, notices = config.actor_rollout, []
     if not actor.do_sample and "do_sample" in actor.model_fields_set:
@@ -142,19 +146,25 @@ def _list_notices(config: RunConfig) -> list[str]:
             "distribution"
         )
     critic = None if config.validation.only else config.critic
-    if critic and critic.load and "score.weight" not in _open_weights(critic):
+    store = RunStore(RunDirectory.choose(config).checkpoints)
+    loads_checkpoint = bool(store.newest_first())  # the critic's is loaded instead
+    if critic and critic.load and not loads_checkpoint and not _has_score_head(critic):
         notices.append(f"critic.load={critic.load} has no score head: it starts untrained")
     return notices
 
 
-def _missing_data(config: RunConfig) -> list[Problem]:
+def _has_score_head(critic: RoleConfig) -> bool:
+    return "score.weight" in _open_weights(critic)
+
+
+def _missing_data(config: RunConfig) -> list[MissingFile]:
     """Return a problem for each data file, or indexed data set, that is not there."""
     data, remedy = config.data, "correct the path"
     files = [name for name in (*data.train_files, *data.val_files) if not Path(name).exists()]
     prefixes = [name for name in (*data.data_path, *data.val_data_path) if not glob(f"{name}*")]
-    problems = [Problem(name, "no such file", remedy=remedy, colon=True) for name in files]
+    problems = [MissingFile(name, "no such file", remedy=remedy, colon=True) for name in files]
     rule = "no such indexed data set"
-    return problems + [Problem(name, rule, remedy=remedy, colon=True) for name in prefixes]
+    return problems + [MissingFile(name, rule, remedy=remedy, colon=True) for name in prefixes]
 
 
 def _open_weights(section: RoleConfig) -> StoredWeights:
@@ -185,7 +195,8 @@ def _check_engine(config: RunConfig) -> list[Problem]:
         rule = "cannot generate on ranks of its own (num_gpus_for_infer)"
         return [Problem(key, rule, name, f"use {NATIVE}, or remove num_gpus_for_infer")]
     folder = Path(config.actor_rollout.load or "")
-    if name in (TRANSFORMERS, VLLM) and not (folder / "config.json").is_file():
+    has_folder = folder.is_dir()  # its absence is reported with the weights
+    if name in (TRANSFORMERS, VLLM) and has_folder and not (folder / "config.json").is_file():
         rule = "needs config.json in the folder actor_rollout.load"
         return [Problem(key, rule, name, f"use {NATIVE}, or load a Hugging Face folder")]
     if name == VLLM:
@@ -197,7 +208,7 @@ def _check_engine(config: RunConfig) -> list[Problem]:
             there = False
         if not there:
             rule, remedy = "must have vLLM", "run `make install STACK=vllm`, and name its python"
-            return [Problem("rollout.vllm.python", rule, python, remedy)]
+            return [MissingFile("rollout.vllm.python", rule, python, remedy)]
     return []
 
 
@@ -236,6 +247,8 @@ def check_weights(config: RunConfig, role: Role) -> list[Problem]:
 
     With backend fsdp the folder must have the tensors of transformers' model.
 
+    Those about a folder that is not there are MissingFile.
+
     Reads headers only. Tensor shapes are compared if config.json agrees with the model YAML. A
     critic's folder may lack the score head.
     """
@@ -246,7 +259,7 @@ def check_weights(config: RunConfig, role: Role) -> list[Problem]:
         rule, remedy = "needs a class for the role", "add its file to training.plugins"
         return [] if role in OWN_ROLES else [Problem("reward.kind", rule, "role", remedy)]
     if role is Role.REWARD and config.reward.kind is RewardKind.HUGGING_FACE:
-        return check_classifier(config.reward.load)
+        return _as_missing(check_classifier(config.reward.load), config.reward.load)
     key, head = f"{role.value}.load", HEADS[role]
     if section.load is None:
         rule = "must name a folder of weights, Hugging Face's or Megatron's"
@@ -260,7 +273,8 @@ def check_weights(config: RunConfig, role: Role) -> list[Problem]:
             try:
                 check_folder(section, head)
             except UserError as error:  # about other keys of the role
-                return [each.rename_keys(lambda k: f"{role.value}.{k}") for each in error.problems]
+                problems = [p.rename_keys(lambda k: f"{role.value}.{k}") for p in error.problems]
+                return _as_missing(problems, section.load)
             return []
         described = find_description(section.load, config.training.tokenizer_name_or_path)
         hf_config = read_hf_config(described, OF_WEIGHTS)
@@ -282,7 +296,15 @@ def check_weights(config: RunConfig, role: Role) -> list[Problem]:
         if not path.exists() and path.parts[-4:-1] == ("outputs", "tiny", "models"):
             more = " --reward-model" if path.name == "rm" else ""
             remedy = f"or make the tiny one with `python examples/tiny/make.py{more}`"
-    return [Problem(key, rule, section.load, remedy, colon=True) for rule in rules]
+    problems = [Problem(key, rule, section.load, remedy, colon=True) for rule in rules]
+    return _as_missing(problems, section.load)
+
+
+def _as_missing(problems: Sequence[Problem], folder: str | None) -> list[Problem]:
+    """Return the problems of a folder, as MissingFile if it is not there."""
+    if folder is None or Path(folder).exists():
+        return [*problems]
+    return [MissingFile(**vars(problem)) for problem in problems]
 
 
 def _load_fixed_responses(config: RunConfig, prepared: Prepared) -> FixedResponses | None:
@@ -307,6 +329,32 @@ def _load_fixed_responses(config: RunConfig, prepared: Prepared) -> FixedRespons
             source.next_groups(training.global_batch_size)
             source.consume(training.global_batch_size)
     return fixed
+
+
+def _check_truths(config: RunConfig) -> Iterator[Problem]:
+    """Yield a problem for each data file without ground truths, if the user named their key.
+
+    It is a warning if nothing reads them, or if functions may do without.
+    """
+    data, reward = config.data, config.reward
+    key = data.ground_truth_key
+    is_named = "ground_truth_key" in data.model_fields_set
+    is_read = reward.kind is RewardKind.RULE or bool(reward.parts)
+    if not is_named and not reward.parts:  # rules say which rows lack one
+        return
+    for file in (*data.train_files, *data.val_files):
+        row = None
+        with contextlib.suppress(UserError):  # reported with the prompts
+            row = find_row_without(file, key)
+        if row is None:
+            continue
+        near = closest(key, list_keys(row))
+        remedy = f"did you mean {near}?" if near else f"it has {describe_keys(row)}"
+        if is_named and is_read:
+            yield Problem("data.ground_truth_key", f"must be in {file}", key, remedy)
+        else:
+            rule = "%s: no row has data.ground_truth_key=%s, so all ground truths are empty; %s"
+            logger.warning(rule, file, key, remedy)
 
 
 def _check_rewards(config: RunConfig, prepared: Prepared) -> list[Problem]:

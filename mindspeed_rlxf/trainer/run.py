@@ -35,7 +35,9 @@ from mindspeed_rlxf.cluster.interface import Runtime
 from mindspeed_rlxf.cluster.nodes import sees_file, unshared
 from mindspeed_rlxf.config.problems import Problem, UserError
 from mindspeed_rlxf.config.schema import LearningConfig, RunConfig
+from mindspeed_rlxf.reporting import run_log
 from mindspeed_rlxf.reporting.phases import phase
+from mindspeed_rlxf.reporting.run_log import say
 from mindspeed_rlxf.roles.reward import RewardsFailed
 from mindspeed_rlxf.trainer.ppo import PpoTrainer
 from mindspeed_rlxf.trainer.preflight import Prepared
@@ -141,7 +143,7 @@ def training(
         prompts = hash_prompts(*inputs, reads_extra_info=bool(config.reward.parts))
     checkpoints = RunCheckpoints(config, roles, directory, prompts, writes, agree=stop.agree)
     with phase("looking for a checkpoint and loading it"):
-        state = checkpoints.restore(_announce if writes else lambda _: None)
+        state = checkpoints.restore(say if writes else lambda _: None)
     recorder = Recorder(config, directory, prepared.tokenizer, writes)
     roles.rollout.write_receipt = recorder.write_receipt
     with contextlib.closing(recorder), contextlib.closing(checkpoints):
@@ -184,11 +186,6 @@ def describe_schedules(config: RunConfig) -> list[str]:
     return lines
 
 
-def _announce(text: str) -> None:
-    print(text, flush=True)
-    logger.info(text)
-
-
 def report(directory: RunDirectory | None, error: BaseException, stop: StopRequest) -> None:
     """Print the error to stderr; with `directory` also the log folder, and write failure.json.
 
@@ -199,12 +196,12 @@ def report(directory: RunDirectory | None, error: BaseException, stop: StopReque
     text = str(error) if is_whole else f"driver: {type(error).__name__}: {error}"
     message = " ".join(text.split())
     where = f" (iteration {stop.under_way})" if stop.under_way else ""
-    print(f"failed: {message}{where}", file=sys.stderr, flush=True)
+    say(f"failed: {message}{where}", sys.stderr)
     if isinstance(error, RewardsFailed) and error.failed_sample:
         print(error.failed_sample, file=sys.stderr, flush=True)
     if directory is None:
         return
-    print(f"logs: {directory.logs}; {stop.work_lost}", file=sys.stderr, flush=True)
+    say(f"logs: {directory.logs}; {stop.work_lost}", sys.stderr)
     names = ("role", "rank", "host", "phase", "error", "errno", "cause", "missing", "failed_sample")
     details: dict[str, Any] = {
         "message": message,
@@ -224,7 +221,7 @@ def report(directory: RunDirectory | None, error: BaseException, stop: StopReque
     try:
         replace_file(directory.failure, text.encode("utf-8", "backslashreplace"))
     except OSError as problem:
-        print(f"warning: {directory.failure} cannot be written: {problem}", file=sys.stderr)
+        say(f"warning: {directory.failure} cannot be written: {problem}", sys.stderr)
 
 
 class Ending:
@@ -269,7 +266,8 @@ class Ending:
         if any(change.key == "training.train_iters" for change in directory.changes):
             notes += describe_schedules(self._config)
         notes = [f"note: {note}" for note in (*notes, *self._prepared.notices)]
-        print(f"run directory: {directory.path}", *notes, sep="\n", flush=True)
+        for line in (f"run directory: {directory.path}", *notes):
+            say(line)
 
     def __exit__(
         self, _: type | None, error: BaseException | None, __: TracebackType | None
@@ -300,7 +298,7 @@ class Ending:
         match error:
             case None:
                 if self.done and self._directory:
-                    print(f"done: {self.done}, {self._directory.path}", flush=True)
+                    say(f"done: {self.done}, {self._directory.path}")
             case UserError():
                 return False
             case KeyboardInterrupt() | Stopped():
@@ -333,7 +331,7 @@ class Ending:
         return True
 
     def _stopped(self, reason: str) -> None:
-        print(f"stopped: {reason}", file=sys.stderr, flush=True)
+        say(f"stopped: {reason}", sys.stderr)
         self.exit_code = EXIT_STOPPED
 
 
@@ -342,22 +340,15 @@ def _write_report(directory: RunDirectory, prepared: Prepared) -> None:
     try:
         if not find_problem(directory.path):
             write_report([directory.path], directory.report, tokenizer=prepared.tokenizer)
-            print(f"report: {directory.report}", flush=True)
+            say(f"report: {directory.report}")
     except Exception as error:
         logger.warning("the report was not written", exc_info=error)
-        print(f"warning: {directory.report} was not written: {error}", file=sys.stderr)
+        say(f"warning: {directory.report} was not written: {error}", sys.stderr)
 
 
 def _log_to_file(directory: RunDirectory) -> None:
-    """Append the package's log records, from INFO on, to driver.log until the process ends.
-
-    Also prints those from `cluster` to stdout.
-    """
-    handler = logging.FileHandler(directory.logs / "driver.log", encoding="utf-8")
-    handler.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(name)s: %(message)s"))
-    package = logging.getLogger("mindspeed_rlxf")
-    package.addHandler(handler)
-    package.setLevel(logging.INFO)
+    """Write driver.log until the process ends; also print the log records of `cluster`."""
+    run_log.write_to(directory.logs / "driver.log")
     console = logging.StreamHandler(sys.stdout)  # cluster, nodes and waits
     console.setFormatter(logging.Formatter("ray: %(message)s"))
     logging.getLogger("mindspeed_rlxf.cluster").addHandler(console)

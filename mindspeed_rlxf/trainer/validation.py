@@ -16,6 +16,7 @@ from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.schema import RunConfig, ValidationConfig
 from mindspeed_rlxf.data.prompts import Prompt
 from mindspeed_rlxf.reporting.phases import phase
+from mindspeed_rlxf.reporting.run_log import say
 from mindspeed_rlxf.reporting.table import pairs
 from mindspeed_rlxf.roles.all_roles import RoleGroups
 from mindspeed_rlxf.roles.reward import check_failures
@@ -291,5 +292,5 @@ def validate_only(
         measured = validator.validate(iteration, version, own_line=True)
     if writes:
         rows = [(name, f"{value:.6g}") for name, value in sorted(measured.items())]
-        print(f"validation of iteration {iteration}\n{pairs(rows)}", flush=True)
+        say(f"validation of iteration {iteration}\n{pairs(rows)}")
     return iteration

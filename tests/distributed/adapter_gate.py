@@ -55,11 +55,11 @@ class Gate:
     def set_adapters(self, size: float) -> None:
         """Set every element of B to +-size."""
         with self.engine.holding(Part.WEIGHTS), torch.no_grad():
-            if hasattr(self.engine, "held"):  # FSDP's, rows of each tensor
-                for held in self.engine.held:
-                    if is_adapter(held.name):
-                        rows = slice(held.start, held.start + len(held.local))
-                        held.local.copy_(aligned(held.name, held.shape, size)[rows])
+            if hasattr(self.engine, "shards"):  # FSDP's, rows of each tensor
+                for shard in self.engine.shards:
+                    if is_adapter(shard.name):
+                        rows = slice(shard.start, shard.start + len(shard.local))
+                        shard.local.copy_(aligned(shard.name, shard.shape, size)[rows])
                 return
             weights, tp = self.engine.weights, self.engine.groups.tp
             for adapter in weights.adapters:

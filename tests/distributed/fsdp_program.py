@@ -187,12 +187,14 @@ def state_of(engine: Any) -> dict[str, torch.Tensor]:
     """Return the whole tensors of an engine's state, and its steps."""
     found = {"steps": torch.tensor(gather_all([engine.optimizer.steps]))}
     trained = {plain_name(name) for name in engine._trained}
-    held = [each for each in engine.held if each.name in trained]
+    shards = [shard for shard in engine.shards if shard.name in trained]
     with engine.holding(Part.WEIGHTS, Part.OPTIMIZER):
         own = engine.state._tensors()  # of parameters with rows on this rank
-        for key, each in ((f"{s}/{e.name}", e) for s in (WEIGHT, *MOMENTS) for e in held):
-            rows = own[key][1] if key in own else each.local
-            found[key] = replace(each, local=rows).gather().clone()
+        for kind in (WEIGHT, *MOMENTS):
+            for shard in shards:
+                key = f"{kind}/{shard.name}"
+                rows = own[key][1] if key in own else shard.local
+                found[key] = replace(shard, local=rows).gather().clone()
     return found
 
 

@@ -121,8 +121,8 @@ SHAPES = {
 
 def lasting(engine: Any) -> tuple[int, ...]:
     """Bytes of weights, gradients and optimizer between updates."""
-    if hasattr(engine, "held"):  # of FSDP
-        tensors = [each.local for each in engine.held], engine.optimizer.tensors()
+    if hasattr(engine, "shards"):  # of FSDP
+        tensors = [shard.local for shard in engine.shards], engine.optimizer.tensors()
         return tuple(sum(each.nbytes for each in of) for of in tensors)
     from tests.distributed.test_memory_plan import measured  # brings in Megatron
 

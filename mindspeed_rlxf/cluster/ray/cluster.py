@@ -168,7 +168,7 @@ def _join_cluster(address: str) -> RayCluster:
         import ray
 
         _keep_quiet()
-        with _own_sigterm():
+        with _own_signals():
             context = ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:
         # Another version of Ray or Python is a RuntimeError, a wrong token an error of Ray's own.
@@ -251,7 +251,7 @@ def _try_to_start(resources: dict[str, float]) -> RayCluster:
     temp_dir = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
     guard = OrphanGuard(temp_dir)
     try:
-        with _own_sigterm():
+        with _own_signals():
             context = ray.init(
                 address="local",
                 include_dashboard=False,
@@ -291,11 +291,14 @@ def object_store_bytes() -> int:
 
 
 @contextlib.contextmanager
-def _own_sigterm() -> Iterator[None]:
-    # `ray.init` replaces the handler.
+def _own_signals() -> Iterator[None]:
+    # `ray.init` replaces the handler of SIGTERM. Ray's processes share this one's group and inherit
+    # the mask: a closed terminal must not end them before the run is saved.
     handler = signal.getsignal(signal.SIGTERM)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
         yield
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)

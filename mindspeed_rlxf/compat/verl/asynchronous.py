@@ -14,6 +14,7 @@ FULLY = "async_training"
 SHARE, PARTIAL = f"{FULLY}.staleness_threshold", f"{FULLY}.partial_rollout"
 UPDATES, FETCHED = f"{FULLY}.trigger_parameter_sync_step", f"{FULLY}.require_batches"
 MODE = "trainer.v1.trainer_mode"
+BYPASS = "algorithm.rollout_correction.bypass_mode"
 WHOLE_RESPONSES = ("vllm", "sglang", "trtllm", "hf", "transformers")
 """Engines whose responses cannot pause for new weights; vllm stands for all servers."""
 MODES = ("sync", "colocate_async", "separate_async")
@@ -39,6 +40,26 @@ def find_batch_size(keys: Translation) -> int:
     return int(size)
 
 
+def convert_old_log_probs(keys: Translation) -> None:
+    """Set verl's default of `bypass_mode`, which its asynchronous trainers have on.
+
+    In verl 0.6.1 and 0.7.0 the fully asynchronous one has keys of its own in its place.
+    """
+    get, written = keys.get, keys.written
+    recomputes, reads = f"{FULLY}.compute_prox_log_prob", f"{FULLY}.use_rollout_log_probs"
+    if written.get(BYPASS) is not None:
+        return
+    if is_fully_asynchronous(keys):
+        bypasses = get(reads) and not get(recomputes)
+        meaning = "log-probs of generation are the old ones, as verl's trainer has it"
+    else:
+        bypasses = bool(get("rollout.nnodes"))
+        meaning = "log-probs of generation are the old ones, as in verl 0.7 and later"
+    if bypasses:
+        keys.values[BYPASS] = True
+        keys.given.note(meaning, f"{BYPASS}=true")
+
+
 def convert_staleness(keys: Translation) -> None:
     """Set `rollout.max_staleness`; comes after the pools, on which it depends."""
     source, staleness = _find_staleness(keys)
@@ -56,9 +77,8 @@ def convert_staleness(keys: Translation) -> None:
         )
     keys.put("rollout.max_staleness", staleness, source)
     corrections = (
-        "algorithm.rollout_correction.bypass_mode",
+        BYPASS,
         "algorithm.rollout_correction.rollout_is",
-        f"{ACTOR}.use_rollout_log_probs",
         f"{ACTOR}.tis_imp_ratio_cap",
     )
     if staleness and not any(map(keys.get, corrections)):

@@ -31,6 +31,8 @@ def read_verl(file: str | Path, overrides: Sequence[str] = ()) -> Tree:
     Raises:
         ConfigError: The file or an override cannot be read, or the file is no mapping.
     """
+    if not Path(file).is_file():
+        raise ConfigError(Problem(str(file), "no such file", remedy="correct the path", colon=True))
     try:
         tree: Any = OmegaConf.load(file)
         for each in OverridesParser.create().parse_overrides(list(overrides)):

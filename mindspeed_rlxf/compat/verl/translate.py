@@ -13,7 +13,9 @@ import yaml
 
 from mindspeed_rlxf.compat.verl.agents import convert_agents
 from mindspeed_rlxf.compat.verl.asynchronous import (
+    BYPASS,
     UPDATES,
+    convert_old_log_probs,
     convert_staleness,
     find_batch_size,
     is_fully_asynchronous,
@@ -25,7 +27,9 @@ from mindspeed_rlxf.config.hf_config import read_hf_config
 from mindspeed_rlxf.config.keys import Given
 from mindspeed_rlxf.config.problems import Problem, ref
 
-POOL, STEPS, BATCH = "global_pool", "trainer.total_training_steps", "data.train_batch_size"
+POOL, OTHERS = "global_pool", "other_roles"
+STEPS, BATCH = "trainer.total_training_steps", "data.train_batch_size"
+REFERENCE = "actor_rollout_ref.ref"
 
 
 def translate_verl(tree: Mapping[str, Any], count_rows: Callable[[str], int]) -> Given:
@@ -58,7 +62,14 @@ def _convert(keys: Translation, count_rows: Callable[[str], int]) -> None:
     names = [name for name in _as_list(get("trainer.logger")) if name != "console"]
     put("logging.trackers", ["jsonl", *names], "trainer.logger")
     _convert_batches(keys)
+    convert_old_log_probs(keys)
+    _convert_older_weights(keys)
     _convert_rejection(keys)
+    _convert_lone_responses(keys)
+    loss = f"{ACTOR}.policy_loss.loss_mode"
+    if get(BYPASS) and get(loss) != "vanilla":
+        rule = f"and {ref(BYPASS)}=true leave open the loss: from verl 0.7 on it is vanilla"
+        keys.refuse(loss, rule, "use vanilla")
     if not keys.given.sections["resource_pool"]:
         _make_pool(keys, POOL, "trainer")
         _split_pool(keys)
@@ -105,6 +116,23 @@ def _convert_batches(keys: Translation) -> None:
         keys.put("training.global_batch_size", get(generated), generated)
 
 
+def _convert_older_weights(keys: Translation) -> None:
+    """Convert the importance weights of verl 0.6.0, whose keys stand in `algorithm`."""
+    weighs, veto = "algorithm.rollout_is", "algorithm.rollout_is_veto_threshold"
+    if weighs not in keys.written:
+        return
+    algorithm = keys.given.sections["algorithm"]
+    if not keys.get(weighs) or algorithm.get("rollout_is_threshold") is None:
+        algorithm.pop("rollout_is_threshold", None)  # then verl only measures them
+        return
+    for key, supported in (("rollout_is_level", "token"), ("rollout_is_mode", "truncate")):
+        if keys.get(f"algorithm.{key}") not in (None, supported):
+            keys.refuse(f"algorithm.{key}", f"must be {supported}", "change it")
+    if keys.get(veto) is not None:
+        keys.values["algorithm.rollout_correction.rollout_token_veto_threshold"] = keys.get(veto)
+        keys.note("in verl these responses count in the mean of the loss", veto)
+
+
 def _convert_rejection(keys: Translation) -> None:
     """Set the bounds outside of which tokens and responses are rejected."""
     section = "algorithm.rollout_correction"
@@ -113,9 +141,8 @@ def _convert_rejection(keys: Translation) -> None:
     veto = keys.get(f"{section}.rollout_token_veto_threshold")
     if not names and veto is None:
         return
-    bypass = f"{section}.bypass_mode"
-    if keys.get(bypass):
-        rule = f"needs log-probs that are computed again, with {ref(bypass)}=false"
+    if keys.get(BYPASS):
+        rule = f"needs log-probs that are computed again, with {ref(BYPASS)}=false"
         keys.refuse(statistics, rule, "change that")
         return
     texts = [text.strip() for text in str(keys.get(limits)).split(",")]
@@ -139,6 +166,24 @@ def _convert_rejection(keys: Translation) -> None:
     if "critic" in keys.roles or str(keys.get("algorithm.adv_estimator")).startswith("reinforce"):
         meaning = "advantages are whitened, and the critic is trained, with rejected tokens too"
         keys.note(meaning, statistics)
+
+
+def _convert_lone_responses(keys: Translation) -> None:
+    """Convert estimators that compare responses for one response to a prompt.
+
+    verl's baseline is then 0 and its standard deviation 1, so the advantage of each token is the
+    score. A KL penalty in the reward would be summed over other tokens.
+    """
+    estimator = "algorithm.adv_estimator"
+    whitened = {"grpo": "none", "rloo": "none", "opo": "none"}
+    whitened["reinforce_plus_plus_baseline"] = "batch"
+    tokens = whitened.get(str(keys.get(estimator)))
+    in_reward = keys.get("algorithm.use_kl_in_reward")
+    if keys.get(f"{ROLLOUT}.n") != 1 or tokens is None or in_reward:
+        return
+    keys.put(estimator, "reinforce_plus_plus", estimator)
+    keys.put("algorithm.advantage_whiten", tokens, estimator)
+    keys.note("the advantage is the score, as one response has no others to compare", estimator)
 
 
 OLDER_REJECTIONS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
@@ -191,8 +236,71 @@ def _split_pool(keys: Translation) -> None:
             for trained, role in keys.roles.items():
                 _fit_micro_batches(keys, trained, role, trains + generates)
             continue
-        keys.put("actor_rollout.num_gpus_for_train", trains, "trainer.n_gpus_per_node")
+        fitting = _fit_replicas(keys, trains)
+        generates += trains - fitting
+        generates -= _place_others(keys, generates, section)
+        keys.put("actor_rollout.num_gpus_for_train", fitting, "trainer.n_gpus_per_node")
         keys.put("actor_rollout.num_gpus_for_infer", generates, f"{section}.nnodes")
+
+
+def _fit_replicas(keys: Translation, devices: int) -> int:
+    """Return the training devices whose replicas divide the prompts; the others generate.
+
+    verl divides the samples, so responses to one prompt are on several ranks.
+    """
+    size = _model_size(keys, ACTOR)
+    prompts = find_batch_size(keys)
+    replicas = devices // size
+    while replicas > 1 and prompts % replicas:
+        replicas -= 1
+    if replicas < devices // size:
+        meaning = f"{replicas * size} train, in replicas that divide {prompts} prompts"
+        keys.note(meaning, "trainer.n_gpus_per_node")
+        return replicas * size
+    return devices
+
+
+def _place_others(keys: Translation, generates: int, section: str) -> int:
+    """Move devices from generation to a pool of the roles that do not fit a split pool.
+
+    In verl they are on the training devices. Return the number; 0 if there are too few.
+    """
+    get, pool = keys.get, keys.given.sections["resource_pool"]
+    in_loss, in_reward = get(f"{ACTOR}.use_kl_loss"), get("algorithm.use_kl_in_reward")
+    coefficient = get(f"{ACTOR}.kl_loss_coef") if in_loss else get("algorithm.kl_ctrl.kl_coef")
+    adapters = get("actor_rollout_ref.model.lora_rank")
+    others = {section: role for section, role in keys.roles.items() if section != ACTOR}
+    if (in_loss or in_reward) and coefficient and not adapters:
+        others[REFERENCE] = "ref"
+    placed = [*others.values()]
+    if not get("reward_model.enable_resource_pool"):
+        placed.append("reward")
+    if not placed:
+        return 0
+    experts = [get(f"{role}.megatron.expert_model_parallel_size") or 1 for role in others]
+    server = get(f"{ROLLOUT}.tensor_model_parallel_size") or 1
+    if get(f"{ROLLOUT}.name") is None:
+        server = get(f"{ACTOR}.megatron.tensor_model_parallel_size") or 1
+    size = math.lcm(*(_model_size(keys, role) for role in others), *experts, server)
+    per_node = pool[POOL][-1]
+    if size >= generates or (size > per_node and size % per_node):
+        return 0
+    nodes, rest = divmod(size, per_node)
+    kept = pool[POOL][: len(pool[POOL]) - nodes]
+    if rest:
+        kept[-1] -= rest
+    pool[POOL], pool[OTHERS] = kept, [per_node] * nodes or [rest]
+    for role in ("actor_rollout", *placed):
+        keys.put(f"placement.{role}", POOL if role == "actor_rollout" else OTHERS)
+    meaning = f"{size} of these devices run {', '.join(placed)} instead, in a pool of their own"
+    keys.note(meaning, f"{section}.nnodes")
+    return size
+
+
+def _model_size(keys: Translation, section: str) -> int:
+    """Return the devices of a replica of a role with Megatron."""
+    kinds = ("tensor_model", "pipeline_model", "context")
+    return math.prod(keys.get(f"{section}.megatron.{kind}_parallel_size") or 1 for kind in kinds)
 
 
 def _fit_sizes(keys: Translation) -> None:
@@ -202,16 +310,14 @@ def _fit_sizes(keys: Translation) -> None:
     if name in ("vllm", "sglang", "trtllm") and type(asked) is int and asked > per_node:
         keys.put("rollout.vllm.tensor_parallel_size", math.gcd(asked, per_node), servers)
         keys.note(f"{math.gcd(asked, per_node)}, as a server is on one node", servers)
-    devices = keys.given.sections["actor_rollout"].get("num_gpus_for_train")
-    if devices is None:
-        devices = sum(keys.given.sections["resource_pool"].get(POOL, []))
-    for section, role in {**keys.roles, "actor_rollout_ref.ref": "ref"}.items():
+    pool = keys.given.sections["resource_pool"]
+    trains = keys.given.sections["actor_rollout"].get("num_gpus_for_train")
+    for section, role in {**keys.roles, REFERENCE: "ref"}.items():
+        devices = sum(pool.get(POOL, [])) if trains is None else trains
+        if section != ACTOR and OTHERS in pool:
+            devices = sum(pool[OTHERS])
         experts = f"{section}.megatron.expert_model_parallel_size"
-        sizes = [
-            keys.get(f"{section}.megatron.{kind}_parallel_size") or 1
-            for kind in ("tensor_model", "pipeline_model", "context")
-        ]
-        asked, replicas = keys.get(experts), devices // math.prod(sizes)
+        asked, replicas = keys.get(experts), devices // _model_size(keys, section)
         if keys.idle == "megatron" or type(asked) is not int or not replicas:
             continue
         fitting = math.gcd(asked, replicas)

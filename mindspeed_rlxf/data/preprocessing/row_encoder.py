@@ -81,11 +81,11 @@ class RowEncoder:
             chunk.num_cut += len(chunk.token_ids[-1]) < len(ids)
             written.append((cast("Row", rows[i].row), example))
         chunk.columns = self._columns(written)
-        for i, error in sorted(errors.items()):
+        for i, rejection in sorted(errors.items()):
             file, number, row = rows[i]
             raw = row.raw if isinstance(row, UnusableRow) else to_json(row).decode("utf-8")
             chunk.rejected.append(
-                Rejected(file, number, error.reason, error.problem, raw[:MAX_RAW])
+                Rejected(file, number, rejection.reason, rejection.problem, raw[:MAX_RAW])
             )
         return chunk
 

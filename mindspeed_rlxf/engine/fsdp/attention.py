@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from inspect import signature
@@ -83,59 +84,74 @@ def attend(
         out = _attend_flash(query, key, value, scaling, layout, kinds)
     else:
         lengths = layout.lengths or (query.size(2),)
-        q, k, v = (part.split(lengths, dim=2) for part in (query, key, value))
-        sequences = range(len(lengths))
-        out = torch.cat(
-            [_attend_one(module, q[i], k[i], v[i], scaling, kinds) for i in sequences], dim=1
-        )
+        outputs = []
+        for q, k, v in _split_sequences(query, key, value, lengths):
+            outputs.append(_attend_one(module, q, k, v, scaling, kinds))
+        out = torch.cat(outputs, dim=1)
     if group is not None:
         out = exchange_for_tokens(out, group, tokens=1, heads=2)
     return out, None
+
+
+def _split_sequences(
+    query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield query, key and value of each packed sequence."""
+    yield from zip(
+        query.split(lengths, dim=2),
+        key.split(lengths, dim=2),
+        value.split(lengths, dim=2),
+        strict=True,
+    )
 
 
 def _attend_one(
     module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, kinds: Any
 ) -> Tensor:
     """Attend in one sequence, or in padded rows; return [rows, tokens, heads, d]."""
-    tokens, window = query.size(2), kinds.get("sliding_window")
-    limited = window is not None and window < tokens
-    if kinds.get("softcap") is None and kinds.get("s_aux") is None and not limited:
+    tokens = query.size(2)
+    window = kinds.get("sliding_window")
+    is_limited = window is not None and window < tokens
+    if kinds.get("softcap") is None and kinds.get("s_aux") is None and not is_limited:
         grouped = query.size(1) != key.size(1)
-        found = F.scaled_dot_product_attention(
+        attended = F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped
         )
-        return found.transpose(1, 2)
-    place = torch.arange(tokens, device=query.device)
-    distance = place[:, None] - place
-    hidden = (distance < 0) | (distance >= window) if limited else distance < 0
+        return attended.transpose(1, 2)
+    positions = torch.arange(tokens, device=query.device)
+    distance = positions[:, None] - positions
+    is_hidden = distance < 0
+    if is_limited:
+        is_hidden |= distance >= window
     mask = torch.zeros(tokens, tokens, dtype=query.dtype, device=query.device)
-    mask = mask.masked_fill(hidden, torch.finfo(query.dtype).min)[None, None]
+    mask = mask.masked_fill(is_hidden, torch.finfo(query.dtype).min)[None, None]
     # What the family adds to attention (caps, sinks) is in its own plain implementation.
-    kind = getattr(module, "owner", type(module))
-    plain = vars(sys.modules[kind.__module__])["eager_attention_forward"]
-    found = plain(module, query, key, value, mask, scaling=scaling, dropout=0.0, **kinds)[0]
-    return found
+    module_class = getattr(module, "owner", type(module))
+    eager = vars(sys.modules[module_class.__module__])["eager_attention_forward"]
+    outputs: Tensor = eager(module, query, key, value, mask, scaling=scaling, dropout=0.0, **kinds)[
+        0
+    ]
+    return outputs
 
 
 def _flash_computes(query: Tensor, key: Tensor, value: Tensor, layout: Layout, kinds: Any) -> bool:
     """Return whether the device's operator has what the layer needs; NPUs' has no window or cap."""
-    used = {name for name in ("softcap", "s_aux") if kinds.get(name) is not None}
+    needed = {name for name in ("softcap", "s_aux") if kinds.get(name) is not None}
     longest = max(layout.lengths or (query.size(2),))
     if (kinds.get("sliding_window") or longest) < longest:
-        used.add("window_size")
-    sizes = query.size(1), key.size(1), query.size(-1), value.size(-1)
-    known = try_flash(query.device, *sizes)
-    return known is not None and used <= known
+        needed.add("window_size")
+    parameters = try_flash(query.device, query.size(1), key.size(1), query.size(-1), value.size(-1))
+    return parameters is not None and needed <= parameters
 
 
 @cache
 def try_flash(
-    where: torch.device, heads: int, groups: int, key_size: int, value_size: int
+    target: torch.device, heads: int, groups: int, key_size: int, value_size: int
 ) -> frozenset[str] | None:
     """Run the device's flash attention on two sequences, forward and backward.
 
     Args:
-        where: The device.
+        target: The device.
         heads: Of queries, on this rank.
         groups: Heads of keys and values.
         key_size: Of a head's queries and keys.
@@ -146,19 +162,22 @@ def try_flash(
         work here, or disagrees with torch; a log line then says why.
     """
     lengths = 5, 19
-    shapes = (heads, key_size), (groups, key_size), (groups, value_size)
-    query, key, value = (noise(where, 1, count, sum(lengths), size) for count, size in shapes)
-    kinds = {"position_ids": torch.cat([torch.arange(n, device=where) for n in lengths])[None]}
-    parts = zip(*(each.split(lengths, dim=2) for each in (query, key, value)), strict=True)
+    query = noise(target, 1, heads, sum(lengths), key_size)
+    key = noise(target, 1, groups, sum(lengths), key_size)
+    value = noise(target, 1, groups, sum(lengths), value_size)
+    positions = torch.cat([torch.arange(length, device=target) for length in lengths])
+    kinds = {"position_ids": positions[None]}
     try:
         with torch.enable_grad():
-            found = _attend_flash(query, key, value, None, Layout(lengths), kinds)
-            plain = [_attend_one(None, q, k, v, None, {}) for q, k, v in parts]
-            assert_close(found, torch.cat(plain, dim=1), (query, key, value))
+            flash = _attend_flash(query, key, value, None, Layout(lengths), kinds)
+            expected = []
+            for q, k, v in _split_sequences(query, key, value, lengths):
+                expected.append(_attend_one(None, q, k, v, None, {}))
+            assert_close(flash, torch.cat(expected, dim=1), (query, key, value))
         return frozenset(signature(_flash_operator()).parameters)
     except Exception as error:  # whatever a library of the device raises
-        why = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
-        logger.info("flash attention does not work here (%s), torch's is used", why)
+        reason = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+        logger.info("flash attention does not work here (%s), torch's is used", reason)
         return None
 
 
@@ -176,32 +195,39 @@ def _attend_flash(
 ) -> Tensor:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    more: dict[str, Any] = {}
+    packing: dict[str, Any] = {}
     if layout.lengths is not None:
         ends = _ends(layout.lengths, query.device)
-        more = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends)
-        more |= dict.fromkeys(("max_length_q", "max_length_k"), max(layout.lengths))
-    attend_all, value_size = ALL_ATTENTION_FUNCTIONS[FLASH], value.size(-1)
+        longest = max(layout.lengths)
+        packing = {
+            "cu_seq_lens_q": ends,
+            "cu_seq_lens_k": ends,
+            "max_length_q": longest,
+            "max_length_k": longest,
+        }
+    flash_attention = ALL_ATTENTION_FUNCTIONS[FLASH]
     # Operators want values as wide as keys; transformers 4 pads DeepSeek's by the name of FLASH.
+    value_size = value.size(-1)
     value = F.pad(value, (0, query.size(-1) - value_size))
     # What it reads of a layer, whose configuration names our own function.
     config = SimpleNamespace(_attn_implementation=FLASH)
     module = SimpleNamespace(config=config, is_causal=True, layer_idx=None)
-    found: Tensor = attend_all(
-        module, query, key, value, None, scaling=scaling, dropout=0.0, **kinds, **more
+    attended: Tensor = flash_attention(
+        module, query, key, value, None, scaling=scaling, dropout=0.0, **kinds, **packing
     )[0]
-    return found[..., :value_size]
+    return attended[..., :value_size]
 
 
 @lru_cache(maxsize=2)  # one tensor for all layers
-def _ends(lengths: tuple[int, ...], where: torch.device) -> Tensor:
-    return torch.tensor((0, *accumulate(lengths)), dtype=torch.int32, device=where)
+def _ends(lengths: tuple[int, ...], target: torch.device) -> Tensor:
+    return torch.tensor((0, *accumulate(lengths)), dtype=torch.int32, device=target)
 
 
 def _with_heads(module: Any, heads: int, rank: int, groups: int) -> Any:
     """Return what attention functions read of a layer, with this rank's heads alone."""
-    found = SimpleNamespace(owner=type(module), training=module.training)
-    found.num_key_value_groups, found.head_dim = groups, getattr(module, "head_dim", None)
+    layer = SimpleNamespace(owner=type(module), training=module.training)
+    layer.num_key_value_groups = groups
+    layer.head_dim = getattr(module, "head_dim", None)
     if hasattr(module, "sinks"):
-        found.sinks = module.sinks[rank * heads : (rank + 1) * heads]
-    return found
+        layer.sinks = module.sinks[rank * heads : (rank + 1) * heads]
+    return layer

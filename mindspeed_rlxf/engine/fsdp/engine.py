@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -75,15 +76,17 @@ class FsdpEngine(CommonEngine):
         assert role.load is not None, "checked beforehand"
         device.set_deterministic(deterministic)
         device.seed_all(seed + dist.get_rank())
-        self.role, self.head, self.skipped = role, head, skipped or SkippedSteps("raise", 0, "")
+        self.role = role
+        self.head = head
+        self.skipped = skipped or SkippedSteps("raise", 0, "")
         self.groups = Groups.of(role.context_parallel_size)
         self.dtype = torch.bfloat16 if role.bf16 else torch.float32
         self._mini_batch = 0  # steps of this iteration
         self.lora = role.adapters
-        wide = self.dtype if optimizer is None else torch.float32  # main weights are fp32
+        weight_dtype = self.dtype if optimizer is None else torch.float32  # main weights are fp32
         if self.lora.rank:
-            wide = adapters.frozen_dtype(self.dtype)
-        self.model = build(role.load, head, wide)
+            weight_dtype = adapters.frozen_dtype(self.dtype)
+        self.model = build(role.load, head, weight_dtype)
         self.packed = role.packed_sequences and packs(self.model)
         if self.groups.cp is not None and not packs(self.model):
             raise ValueError(
@@ -105,14 +108,21 @@ class FsdpEngine(CommonEngine):
         self.windows: set[int | None] = set()  # of the calls of attention until now
         probe(self, longest_row)
         # Only now: the first pass makes the shards anew.
-        self.held = weights.held_tensors(self.model)
+        self.shards = weights.local_shards(self.model)
         self.optimizer: ShardedAdam | None = None
         if optimizer is not None:
-            named = self.model.named_parameters()
-            parameters = ((adapters.plain_name(name), each) for name, each in named)
+            parameters = []
+            for name, parameter in self.model.named_parameters():
+                parameters.append((adapters.plain_name(name), parameter))
             self.optimizer = ShardedAdam(optimizer, parameters, train_iters)
-            parts = self.optimizer, self.skipped, self.groups, self.describe, self._copy
-            self.state = ShardedState({each.name: each for each in self.held}, *parts)
+            self.state = ShardedState(
+                {shard.name: shard for shard in self.shards},
+                self.optimizer,
+                self.skipped,
+                self.groups,
+                self.describe,
+                self._copy,
+            )
         moved: dict[Part, offload.Tensors] = {Part.WEIGHTS: self.held_weights}
         if self.optimizer is not None:
             moved[Part.OPTIMIZER] = self.optimizer.tensors
@@ -123,14 +133,14 @@ class FsdpEngine(CommonEngine):
 
     def _load_weights(self, load: str, seed: int) -> None:
         folder = open_hf_folder(load, self.role.trust_files)
-        held = weights.held_tensors(self.model)
-        weights.reset_adapters(held, seed)
-        absent = weights.load_rows(held, self._pieces, folder)
+        shards = weights.local_shards(self.model)
+        weights.reset_adapters(shards, seed)
+        absent = weights.load_rows(shards, self._pieces, folder)
         if self.head is Head.SCORE and "score.bias" in folder:  # of token classification
             logger.warning("%s: score.bias is left out, values have no constant part", load)
         if self.head is Head.SCORE and weights.SCORE in absent:
             absent.remove(weights.SCORE)
-            (score,) = (each for each in held if each.name == weights.OUTPUT)
+            (score,) = (shard for shard in shards if shard.name == weights.OUTPUT)
             noise = torch.randn(score.shape, generator=torch.Generator().manual_seed(seed))
             rows = slice(score.start, score.start + len(score.local))
             score.local.copy_(noise[rows] * self.role.architecture.init_method_std)
@@ -154,7 +164,7 @@ class FsdpEngine(CommonEngine):
         host = self.groups.dp_host
         groups = group_rows(self.role, rows, lengths, in_order, host, padded=not self.packed)
         if runs_rows_alone(self.model):
-            groups = [[row] for group in groups for row in group]
+            groups = [[row] for row in chain(*groups)]
         return self.as_micro_batches(rollouts, groups)
 
     def as_micro_batches(
@@ -162,27 +172,28 @@ class FsdpEngine(CommonEngine):
     ) -> list[MicroBatch]:
         """Make one micro-batch per row group."""
         cp = self.groups.cp
-        size, where = cp.size() if cp else 1, device.current_device()
-        return make_micro_batches(rollouts, groups, self.packed, size, where, cp=cp)
+        cp_size = cp.size() if cp else 1
+        target = device.current_device()
+        return make_micro_batches(rollouts, groups, self.packed, cp_size, target, cp=cp)
 
     def run(self, batch: MicroBatch, read: Callable[[Tensor], Any]) -> Any:
         """Run the model on this rank's tokens, then `read` on their last hidden states.
 
         With gradients, `read` returns a tensor, or a tuple with one, whose gradient is wanted.
         """
-        ids, positions = batch.own_token_ids, torch.atleast_2d(batch.own_positions)
+        positions = torch.atleast_2d(batch.own_positions)
         flash = device.tries_flash_attention() and self.role.bf16
         layout = attention.Layout(batch.lengths, batch.cp, flash, self.windows)
-        return self.model.rlxf_run(ids, positions, layout, read)
+        return self.model.rlxf_run(batch.own_token_ids, positions, layout, read)
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[MicroBatch], read: Read) -> list[Tensor]:
         """Run the passes without gradients; return `read`'s result per micro-batch."""
         self.model.eval()
         with self.holding(Part.WEIGHTS):
-            outputs = [
-                self.run(batch, partial(read, self.output_head, batch)) for batch in micro_batches
-            ]
+            outputs = []
+            for batch in micro_batches:
+                outputs.append(self.run(batch, partial(read, self.output_head, batch)))
             self.model.reshard()
         self._count(micro_batches, flop_counter.FORWARD)
         return outputs
@@ -191,9 +202,9 @@ class FsdpEngine(CommonEngine):
     def output_weight(self) -> Tensor:
         """The whole output layer, or the embedding that it is tied to; a collective."""
         weight = self.model.lm_head.weight
-        names = (name for name, each in self.model.named_parameters() if each is weight)
-        tensor = {each.name: each for each in self.held}[next(names)]
-        return tensor.gather().to(self.dtype)
+        (name, *_) = [name for name, tensor in self.model.named_parameters() if tensor is weight]
+        (shard,) = [shard for shard in self.shards if shard.name == name]
+        return shard.gather().to(self.dtype)
 
     def train_step(
         self, micro_batches: Sequence[MicroBatch], step: PolicyStep | ValueStep
@@ -213,37 +224,38 @@ class FsdpEngine(CommonEngine):
                 outputs[-1].loss.backward()
             weight = torch.tensor(float(sum(output.weight for output in outputs)))
             losses = [output.loss.detach() for output in outputs]
-            done = self.optimizer.step(losses, float(self.sum_over_replicas(weight)))
+            step_result = self.optimizer.step(losses, float(self.sum_over_replicas(weight)))
             self._offload.mark_changed(Part.WEIGHTS, Part.OPTIMIZER)
-        self.skipped.judge(done, self.optimizer.scheduler_steps + 1, self._mini_batch)
-        return self._step_metrics(micro_batches, outputs, done)
+        self.skipped.judge(step_result, self.optimizer.scheduler_steps + 1, self._mini_batch)
+        return self._step_metrics(micro_batches, outputs, step_result)
 
     def end_iteration(self) -> float:
         """Advance the learning-rate schedule; return the ending iteration's rate."""
         assert self.optimizer is not None, "the role is trained"
-        rate, self._mini_batch = self.optimizer.rate, 0
+        self._mini_batch = 0
+        rate = self.optimizer.rate
         self.optimizer.advance(1)
         return rate
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight but adapters as (Hugging Face name, whole device tensor)."""
         with self.holding(Part.WEIGHTS), torch.no_grad():
-            yield from weights.stream(self.held, self._pieces, self.dtype)
+            yield from weights.stream(self.shards, self._pieces, self.dtype)
 
     def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each adapter's A and B like `hf_tensors`."""
         with self.holding(Part.WEIGHTS), torch.no_grad():
-            yield from weights.adapter_stream(self.held, self.dtype)
+            yield from weights.adapter_stream(self.shards, self.dtype)
 
     def _merged_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight like `hf_tensors`, with adapters merged."""
         scale = self.lora.scale if self.lora.rank else None
         with self.holding(Part.WEIGHTS), torch.no_grad():
-            yield from weights.stream(self.held, self._pieces, self.dtype, scale)
+            yield from weights.stream(self.shards, self._pieces, self.dtype, scale)
 
     def held_weights(self) -> Iterable[Tensor]:
         """Return this rank's rows of every weight."""
-        return [each.local for each in self.held]
+        return [shard.local for shard in self.shards]
 
     def without_adapters(self) -> AbstractContextManager[None]:
         """Return a context in which this engine computes with the loaded weights alone."""
@@ -265,16 +277,19 @@ class FsdpEngine(CommonEngine):
             trained = {adapters.plain_name(name) for name in self._trained}
             with self.holding(Part.WEIGHTS):
                 tensors = weights.gather_on_first_rank(
-                    each for each in self.held if each.name in trained
+                    shard for shard in self.shards if shard.name in trained
                 )
-            about = self.lora, self._linears, self.head, str(self.role.load)
+            base_folder = str(self.role.load)
             with fail_together(adapter_folder):
                 if dist.get_rank() == 0:
-                    write_adapter(adapter_folder, tensors, *about)
+                    write_adapter(
+                        adapter_folder, tensors, self.lora, self._linears, self.head, base_folder
+                    )
         if hf_folder is None:
             return
-        writes, item = dist.get_rank() == 0, self.dtype.itemsize
-        error = write_stream(self._merged_tensors(), self._shapes, item, hf_folder, writes)
+        writes = dist.get_rank() == 0
+        itemsize = self.dtype.itemsize
+        error = write_stream(self._merged_tensors(), self._shapes, itemsize, hf_folder, writes)
         with fail_together(hf_folder):
             if error is not None:
                 raise error
@@ -284,7 +299,8 @@ class FsdpEngine(CommonEngine):
     def describe(self, folder: Path) -> list[Path]:
         """Write config.json, with training head and dtype, and the tokenizer files."""
         assert self.role.load is not None, "it was loaded from there"
-        source, config = Path(self.role.load), None
+        source = Path(self.role.load)
+        config = None
         if read_hf_config(source).get("model_type") != self.model.config.model_type:  # wrapped
             config = read_text_config(source).to_dict()
             config["architectures"] = [type(self.model).__name__.removeprefix("FSDP")]

@@ -54,28 +54,31 @@ class Groups:
     @classmethod
     def of(cls, cp: int) -> Groups:
         """Make or reuse the groups for this context-parallel size; a collective over the world."""
-        found = worlds.groups_of_layout(("fsdp", cp), lambda: _make_groups(cp))
-        return cls(**found)
+        groups = worlds.groups_of_layout(("fsdp", cp), lambda: _make_groups(cp))
+        return cls(**groups)
 
 
-def _make_groups(size: int) -> dict[str, Any]:
-    world, rank = dist.get_world_size(), dist.get_rank()
-    every = list(range(world))
-    found = {
-        "mesh": dist.init_device_mesh(device.current_device().type, (world,)),
+def _make_groups(cp: int) -> dict[str, Any]:
+    """Make all ranks' groups, in the same order on every rank; return this rank's by field."""
+    world_size = dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = list(range(world_size))
+    groups = {
+        "mesh": dist.init_device_mesh(device.current_device().type, (world_size,)),
         "cp": None,
-        "saving": dist.new_group(every, backend="gloo"),
+        "saving": dist.new_group(ranks, backend="gloo"),
     }
-    for place in range(size):
-        group = dist.new_group(every[place::size], backend="gloo")
-        if rank % size == place:
-            found["dp_host"] = group
-    for first in range(0, world, size) if size > 1 else ():
-        group = dist.new_group(every[first : first + size])
-        if first <= rank < first + size:
-            found["cp"] = group
-    worlds.set_timeout(each for each in found.values() if isinstance(each, dist.ProcessGroup))
-    return found
+    for cp_rank in range(cp):
+        group = dist.new_group(ranks[cp_rank::cp], backend="gloo")
+        if rank % cp == cp_rank:
+            groups["dp_host"] = group
+    if cp > 1:
+        for start in range(0, world_size, cp):
+            group = dist.new_group(ranks[start : start + cp])
+            if start <= rank < start + cp:
+                groups["cp"] = group
+    worlds.set_timeout(group for group in groups.values() if isinstance(group, dist.ProcessGroup))
+    return groups
 
 
 @contextlib.contextmanager
@@ -111,15 +114,15 @@ def build(folder: str, head: Head, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
     attention.register()
-    described = read_text_config(Path(folder))
-    check_rotary(described)
-    described.dtype = dtype
+    config = read_text_config(Path(folder))
+    check_rotary(config)
+    config.dtype = dtype
     if head is Head.SCORE:
-        described.tie_word_embeddings = False
+        config.tie_word_embeddings = False
     with _parameters_on_meta(dtype):
-        model = AutoModelForCausalLM.from_config(described)
+        model = AutoModelForCausalLM.from_config(config)
         if head is Head.SCORE:
-            model.lm_head = nn.Linear(described.hidden_size, 1, bias=False)
+            model.lm_head = nn.Linear(config.hidden_size, 1, bias=False)
     if packs(model):
         model.config._attn_implementation = attention.NAME
     _remove_noise(model)
@@ -132,9 +135,10 @@ def packs(model: Any) -> bool:
 
     In other models a row has one sequence. The probe of the engine checks both.
     """
-    kinds = getattr(model.config, "layer_types", None) or ()
-    able = PACKABLE.issuperset(kinds) and not runs_rows_alone(model)
-    return able and bool(model._supports_attention_backend)
+    layer_kinds = getattr(model.config, "layer_types", None) or ()
+    if not PACKABLE.issuperset(layer_kinds) or runs_rows_alone(model):
+        return False
+    return bool(model._supports_attention_backend)
 
 
 def runs_rows_alone(model: Any) -> bool:
@@ -147,15 +151,19 @@ def rope_settings(config: Any) -> list[dict[str, Any]]:
 
     transformers 4 names them `rope_scaling`, 5 `rope_parameters`; 5 may nest them by layer kind.
     """
-    new, old = getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None)
-    settings = new or old or {}
+    settings = getattr(config, "rope_parameters", None)
+    settings = settings or getattr(config, "rope_scaling", None) or {}
     nested = [value for value in settings.values() if isinstance(value, dict)]
     return nested or [settings]
 
 
 def rope_types(config: Any) -> set[str]:
     """Return the types of rotary embeddings that the model's layers have."""
-    return {each.get("rope_type", each.get("type", "default")) for each in rope_settings(config)}
+    return {_rope_type(settings) for settings in rope_settings(config)}
+
+
+def _rope_type(settings: dict[str, Any]) -> Any:
+    return settings.get("rope_type", settings.get("type", "default"))
 
 
 def original_length(config: Any) -> int:
@@ -163,11 +171,12 @@ def original_length(config: Any) -> int:
 
     0 = none are scaled.
     """
-    name, longest = "original_max_position_embeddings", 0
-    for each in rope_settings(config):
-        if each.get("rope_type", each.get("type", "default")) != "default":
-            named = each.get(name) or getattr(config, name, None)
-            longest = max(longest, named or config.max_position_embeddings)
+    name = "original_max_position_embeddings"
+    longest = 0
+    for settings in rope_settings(config):
+        if _rope_type(settings) != "default":
+            original = settings.get(name) or getattr(config, name, None)
+            longest = max(longest, original or config.max_position_embeddings)
     return longest
 
 
@@ -192,12 +201,12 @@ def window_of(config: Any) -> int | None:
 
 def _remove_noise(model: Any) -> None:
     """Switch off dropout and noise; give the padding token's embedding a gradient."""
-    for each in (*model.modules(), model.config):
-        if isinstance(each, nn.Dropout):
-            each.p = 0.0
-        for name, value in vars(each).items():
+    for owner in (*model.modules(), model.config):
+        if isinstance(owner, nn.Dropout):
+            owner.p = 0.0
+        for name, value in vars(owner).items():
             if isinstance(value, float) and ("drop" in name or "jitter" in name):
-                setattr(each, name, 0.0)
+                setattr(owner, name, 0.0)
     model.get_input_embeddings().padding_idx = None
 
 
@@ -221,8 +230,8 @@ def reach_experts(model: nn.Module) -> None:
 def decoder_layers(model: Any) -> list[Any]:
     """Return the layers that are sharded, and recomputed, one by one."""
     names = set(model._no_split_modules or ())
-    found = [module for module in model.modules() if type(module).__name__ in names]
-    return found or list(getattr(model, model.base_model_prefix).layers)
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    return layers or list(getattr(model, model.base_model_prefix).layers)
 
 
 def shard(model: Any, role: RoleConfig, trained: Collection[str], groups: Groups) -> None:
@@ -236,20 +245,21 @@ def shard(model: Any, role: RoleConfig, trained: Collection[str], groups: Groups
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
     model.rlxf_run = MethodType(_run, model)
-    wide = {"mesh": groups.mesh}
+    options = {"mesh": groups.mesh}
     if trained and role.bf16:
-        wide["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for layer in decoder_layers(model):
-        fully_shard(layer, **wide)
-    fully_shard(model, **wide)
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
     register_fsdp_forward_method(model, "rlxf_run")
     for module in model.modules():
         if isinstance(module, FSDPModule) and sums_gradients():
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
-    where = device.current_device()
-    buffers = {name: buffer.to(where) for name, buffer in model.named_buffers()}
-    model.to_empty(device=where)
+    # `to_empty` leaves buffers without their values, so we copy these back.
+    target = device.current_device()
+    buffers = {name: buffer.to(target) for name, buffer in model.named_buffers()}
+    model.to_empty(device=target)
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
 
@@ -267,10 +277,10 @@ def _run(
     A method of the sharded model, so that its root's parameters are there in `read`.
     """
     body = getattr(model, model.base_model_prefix)
-    more = {"layout": layout} if packs(model) else {}
-    found = body(input_ids=ids, position_ids=positions, use_cache=False, **more)
+    extra_arguments = {"layout": layout} if packs(model) else {}
+    outputs = body(input_ids=ids, position_ids=positions, use_cache=False, **extra_arguments)
     # Padded rows are flattened token by token, as micro-batches count their places.
-    return read(found.last_hidden_state.transpose(0, 1).flatten(0, 1))
+    return read(outputs.last_hidden_state.transpose(0, 1).flatten(0, 1))
 
 
 def linear_of(model: Any) -> Callable[[Tensor, Tensor], Tensor]:

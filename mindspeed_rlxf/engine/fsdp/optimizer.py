@@ -28,9 +28,12 @@ def learning_rate(config: OptimizerConfig, train_iters: int, step: int) -> float
         return config.lr
     if step > train_iters:
         return config.min_lr
-    part = (step - warmup) / (train_iters - warmup)
-    left = 1 - part if config.lr_decay_style == "linear" else (math.cos(math.pi * part) + 1) / 2
-    return config.min_lr + left * (config.lr - config.min_lr)
+    progress = (step - warmup) / (train_iters - warmup)
+    if config.lr_decay_style == "linear":
+        decay = 1 - progress
+    else:
+        decay = (math.cos(math.pi * progress) + 1) / 2
+    return config.min_lr + decay * (config.lr - config.min_lr)
 
 
 class ShardedAdam:
@@ -48,7 +51,9 @@ class ShardedAdam:
         self, config: OptimizerConfig, parameters: Iterable[tuple[str, Tensor]], train_iters: int
     ) -> None:
         """Keep the trained parameters among these, by name."""
-        self.config, self.train_iters, self.scheduler_steps = config, train_iters, 0
+        self.config = config
+        self.train_iters = train_iters
+        self.scheduler_steps = 0
         self._factor = 1 if sums_gradients() else dist.get_world_size()  # of means over the ranks
         self._parameters: dict[str, Tensor] = {}
         self.mains: dict[str, nn.Parameter] = {}
@@ -91,7 +96,8 @@ class ShardedAdam:
         """
         grads: list[Tensor] = []
         for name, parameter in self._parameters.items():
-            grad, parameter.grad = parameter.grad, None
+            grad = parameter.grad
+            parameter.grad = None
             if grad is None:
                 continue
             grads.append(grad.to_local() if isinstance(grad, DTensor) else grad)
@@ -102,26 +108,29 @@ class ShardedAdam:
         sums = torch.tensor([squares, float(wrong_loss)], device=device.current_device())
         dist.all_reduce(sums)
         norm = math.sqrt(float(sums[0])) if float(sums[0]) >= 0 else math.nan
-        found = {"loss": float(sums[1]) > 0, "gradient norm": not math.isfinite(norm)}
-        wrong = tuple(name for name, is_wrong in found.items() if is_wrong)
-        if not wrong:
-            limit = self.config.clip_grad or math.inf
-            if (clip := limit / (norm + EPSILON)) < 1:
-                torch._foreach_mul_(grads, clip)
+        not_finite = []
+        if float(sums[1]) > 0:
+            not_finite.append("loss")
+        if not math.isfinite(norm):
+            not_finite.append("gradient norm")
+        if not not_finite:
+            clip_factor = (self.config.clip_grad or math.inf) / (norm + EPSILON)
+            if clip_factor < 1:
+                torch._foreach_mul_(grads, clip_factor)
             self.adam.step()
         self.adam.zero_grad()
-        return StepResult(norm, wrong)
+        return StepResult(norm, tuple(not_finite))
 
-    def slots(self) -> dict[str, Tensor]:
-        """Return the moments by `SLOT/NAME`; new ones are zeros, and are the optimizer's own."""
-        found = {}
+    def moments(self) -> dict[str, Tensor]:
+        """Return the moments by `MOMENT/NAME`; new ones are zeros, and are the optimizer's own."""
+        moments = {}
         for name, main in self.mains.items():
             state = self.adam.state[main]
             state.setdefault("step", torch.zeros((), dtype=torch.float32, device=main.device))
-            for slot in MOMENTS:
-                state.setdefault(slot, torch.zeros_like(main.data))
-                found[f"{slot}/{name}"] = state[slot]
-        return found
+            for moment in MOMENTS:
+                state.setdefault(moment, torch.zeros_like(main.data))
+                moments[f"{moment}/{name}"] = state[moment]
+        return moments
 
     @property
     def steps(self) -> int:
@@ -136,4 +145,4 @@ class ShardedAdam:
     def tensors(self) -> Iterable[Tensor]:
         """Yield the moments that are there."""
         for state in self.adam.state.values():
-            yield from (state[slot] for slot in MOMENTS if slot in state)
+            yield from (state[moment] for moment in MOMENTS if moment in state)

@@ -13,7 +13,8 @@ from mindspeed_rlxf.engine.fsdp import attention
 from mindspeed_rlxf.engine.fsdp.model import original_length, packs, runs_rows_alone, window_of
 from mindspeed_rlxf.models.context_parallel import compute_at
 
-LENGTHS = {"probed": 40, "first": 9, "last": 4}
+LENGTHS = {"probed": 40, "neighbour": 9, "filler": 4}
+"""Tokens of the three sequences that are packed together."""
 ALONE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Largest difference from plain attention, as root mean square, relative to that of the outputs."""
 LEAST = {torch.float32: 1e-5, torch.bfloat16: 0.02}
@@ -35,37 +36,38 @@ def probe(engine: Any, longest_row: int) -> None:
         ValueError: They differ, the model cannot be called, or its attention gets no window though
             a row of `longest_row` tokens needs one.
     """
-    model, name = engine.model, type(engine.model).__name__
-    used = min(model.config.vocab_size, 1000)
-    ids = torch.arange(sum(LENGTHS.values())).mul(7).add(1) % used
-    probed, first, last = ids.split(list(LENGTHS.values()))
+    model = engine.model
+    name = type(model).__name__
+    num_ids = min(model.config.vocab_size, 1000)
+    ids = torch.arange(sum(LENGTHS.values())).mul(7).add(1) % num_ids
+    probed, neighbour, filler = ids.split(list(LENGTHS.values()))
     try:
-        front = _outputs(engine, [probed, first, last], 0)
-        behind = _outputs(engine, [first, probed, last], 1)
+        front = _outputs(engine, [probed, neighbour, filler], 0)
+        behind = _outputs(engine, [neighbour, probed, filler], 1)
         kind = model.config._attn_implementation
         if kind == attention.NAME:
             model.config._attn_implementation = "eager"
-        alone = model(input_ids=probed[None].to(device.current_device()), use_cache=False).logits[
-            0, :-1
-        ]
+        row = probed[None].to(device.current_device())
+        alone = model(input_ids=row, use_cache=False).logits[0, :-1]
         model.config._attn_implementation = kind
-        trained = _outputs(engine, [first, probed, last], 1, training=True)
+        trained = _outputs(engine, [neighbour, probed, filler], 1, training=True)
         engine.model.reshard()
     except (TypeError, AttributeError, AssertionError, KeyError) as error:
         text = f"{type(error).__name__}: {error}"
         raise ValueError(f"{name} cannot be run by backend fsdp ({text:.200})") from error
     size = _root_mean_square(alone.float()).clamp(min=1e-6)
     rounding = _root_mean_square(front - alone.float())
-    most = ALONE[engine.dtype] * size
-    limit = min(max(ROUNDINGS * rounding, LEAST[engine.dtype] * size), most)
-    for difference, allowed, what in (
-        (trained - behind, limit, "dropout or noise changes it in updates"),
-        (behind - front, limit, "a sequence changes the next one"),
-        (front - alone.float(), most, "sequences together and alone have different outputs"),
+    alone_limit = ALONE[engine.dtype] * size
+    packing_limit = max(ROUNDINGS * rounding, LEAST[engine.dtype] * size)
+    packing_limit = min(packing_limit, alone_limit)
+    for difference, limit, cause in (
+        (trained - behind, packing_limit, "dropout or noise changes it in updates"),
+        (behind - front, packing_limit, "a sequence changes the next one"),
+        (front - alone.float(), alone_limit, "sequences together and alone have different outputs"),
     ):
-        if not _root_mean_square(difference) <= allowed:
+        if not _root_mean_square(difference) <= limit:  # also for NaN
             raise ValueError(
-                f"{name} must compute each sequence by itself, and {what}; use backend megatron, "
+                f"{name} must compute each sequence by itself, and {cause}; use backend megatron, "
                 "or another model"
             )
     window = window_of(model.config)
@@ -84,7 +86,8 @@ def _root_mean_square(outputs: Tensor) -> Tensor:
 def _outputs(engine: Any, rows: list[Tensor], probed: int, training: bool = False) -> Tensor:
     """Return the head's outputs in the row `probed`, but for its last token, fp32."""
     if runs_rows_alone(engine.model):
-        rows, probed = [rows[probed]], 0
+        rows = [rows[probed]]
+        probed = 0
     padded = pad_sequence(rows, batch_first=True)
     lengths = torch.tensor([len(row) - 1 for row in rows])
     mask = torch.arange(padded.size(1) - 1) < lengths[:, None]
@@ -104,7 +107,7 @@ def _outputs(engine: Any, rows: list[Tensor], probed: int, training: bool = Fals
         in_front = positions[: len(rows[0])] if packed else positions[0]
         in_front += far
         batch = replace(batch, positions=positions)
-    places = batch.prediction_places(mask & (torch.arange(len(rows)) == probed)[:, None])
+    positions_read = batch.prediction_places(mask & (torch.arange(len(rows)) == probed)[:, None])
 
     head = engine.output_head
 
@@ -112,5 +115,7 @@ def _outputs(engine: Any, rows: list[Tensor], probed: int, training: bool = Fals
         return head.linear(states, head.output_weight).float()
 
     engine.model.train(training)
-    found: Tensor = engine.run(batch, lambda hidden: compute_at(hidden, places, batch.cp, compute))
-    return found
+    outputs: Tensor = engine.run(
+        batch, lambda hidden: compute_at(hidden, positions_read, batch.cp, compute)
+    )
+    return outputs

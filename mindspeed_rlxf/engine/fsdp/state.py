@@ -27,7 +27,7 @@ from mindspeed_rlxf import device
 from mindspeed_rlxf.engine.collective_errors import fail_together, gather_all, raise_os_errors
 from mindspeed_rlxf.engine.fsdp.model import Groups
 from mindspeed_rlxf.engine.fsdp.optimizer import ShardedAdam
-from mindspeed_rlxf.engine.fsdp.weights import Held
+from mindspeed_rlxf.engine.fsdp.weights import TensorShard
 from mindspeed_rlxf.engine.role_files import (
     RANDOM_FILE,
     STATE,
@@ -41,7 +41,8 @@ from mindspeed_rlxf.weights.chunks import Chunk
 from mindspeed_rlxf.weights.state_files import Loaded
 from mindspeed_rlxf.weights.torch_dist import read_metadata_tensors
 
-SHARDED, WEIGHT = "sharded", "weight"
+SHARDED = "sharded"  # folder of the tensors
+WEIGHT = "weight"  # of keys WEIGHT/NAME, beside those of the moments
 Copy = Callable[[Tensor], Tensor]
 """Returns a host copy of a device tensor, wherever it is now."""
 
@@ -51,22 +52,33 @@ class ShardedState:
 
     def __init__(
         self,
-        held: Mapping[str, Held],
+        shards: Mapping[str, TensorShard],
         optimizer: ShardedAdam,
         skipped: SkippedSteps,
         groups: Groups,
         describe: Callable[[Path], list[Path]],
         copy: Copy,
     ) -> None:
-        self.held, self.optimizer, self.skipped = held, optimizer, skipped
-        self.groups, self.describe, self.copy = groups, describe, copy
+        self.shards = shards
+        self.optimizer = optimizer
+        self.skipped = skipped
+        self.groups = groups
+        self.describe = describe
+        self.copy = copy
         self.saving: tuple[Path, Future[float]] | None = None
 
-    def _tensors(self) -> dict[str, tuple[Held, Tensor]]:
-        """Return {SLOT/NAME: (the parameter, this rank's rows)} for trained parameters."""
-        found = {f"{WEIGHT}/{name}": main.data for name, main in self.optimizer.mains.items()}
-        found |= self.optimizer.slots()
-        return {key: (self.held[key.partition("/")[2]], rows) for key, rows in found.items()}
+    def _tensors(self) -> dict[str, tuple[TensorShard, Tensor]]:
+        """Return {KIND/NAME: (the parameter, this rank's rows)} for trained parameters.
+
+        The kind is WEIGHT or one of MOMENTS.
+        """
+        rows_by_key = {f"{WEIGHT}/{name}": main.data for name, main in self.optimizer.mains.items()}
+        rows_by_key |= self.optimizer.moments()
+        tensors = {}
+        for key, rows in rows_by_key.items():
+            name = key.partition("/")[2]
+            tensors[key] = (self.shards[name], rows)
+        return tensors
 
     def _layout(self) -> dict[str, int]:
         cp = self.groups.cp
@@ -75,7 +87,8 @@ class ShardedState:
     def begin_save(self, folder: Path) -> None:
         """Copy this rank's share to the host, and start writing it in a thread; a collective."""
         assert self.saving is None, "the save before this one has not been ended"
-        rank, group = dist.get_rank(), self.groups.saving
+        rank = dist.get_rank()
+        group = self.groups.saving
         texts = {RANDOM_FILE.format(rank): json.dumps(device.process_state())}
         steps = max(gather_all([self.optimizer.steps]))
         if rank == 0:
@@ -87,27 +100,28 @@ class ShardedState:
             }
             texts[STATE] = json.dumps(numbers, indent=1)
         mesh = DeviceMesh.from_group(group, "cpu")
-        shards = {
-            key: DTensor.from_local(
+        tensors = {}
+        for key, (shard, rows) in self._tensors().items():
+            tensors[key] = DTensor.from_local(
                 self.copy(rows),
                 mesh,
                 [Shard(0)],
                 run_check=False,
-                shape=each.shape,  # type: ignore[arg-type]
-                stride=torch.empty(each.shape, device="meta").stride(),
+                shape=shard.shape,  # type: ignore[arg-type]
+                stride=torch.empty(shard.shape, device="meta").stride(),
             )
-            for key, (each, rows) in self._tensors().items()
-        }
 
         def write() -> tuple[list[Path], IndexRows]:
             # Collectives of this group run in this thread alone, in the same order on all ranks.
             target = folder / SHARDED
             with raise_os_errors(folder):
                 writer = _Writer(target, sync_files=True)
-                dcp.save(shards, storage_writer=writer, process_group=group)
-            shards.clear()
-            own = sorted(target.glob(f"__{rank}_*.distcp"))
-            return own + ([target / ".metadata"] if rank == 0 else []), {}
+                dcp.save(tensors, storage_writer=writer, process_group=group)
+            tensors.clear()
+            files = sorted(target.glob(f"__{rank}_*.distcp"))
+            if rank == 0:
+                files.append(target / ".metadata")
+            return files, {}
 
         # Now, as other ranks would wait in the thread for one that cannot; with `runtime: local`
         # the first rank makes the folder above right before.
@@ -126,15 +140,15 @@ class ShardedState:
         numbers = json.loads((folder / STATE).read_bytes())
         # The run wrote these files, and their hashes fit.
         stored = read_metadata_tensors(folder / SHARDED, trust_files=True)
-        for key, (each, rows) in self._tensors().items():
-            found = stored.get(key)
-            if found is None or found.shape != each.shape or found.dtype != rows.dtype:
+        for key, (shard, rows) in self._tensors().items():
+            tensor = stored.get(key)
+            if tensor is None or tensor.shape != shard.shape or tensor.dtype != rows.dtype:
                 raise ValueError(
-                    f"the checkpoint must have {key} as {list(each.shape)} in {rows.dtype}; use "
+                    f"the checkpoint must have {key} as {list(shard.shape)} in {rows.dtype}; use "
                     "the model and bf16 of the run that wrote it"
                 )
-            start = (each.start, *[0] * (len(each.shape) - 1))
-            rows.copy_(found.read(Chunk(start, tuple(rows.shape))))
+            start = (shard.start, *[0] * (len(shard.shape) - 1))
+            rows.copy_(tensor.read(Chunk(start, tuple(rows.shape))))
         self.optimizer.steps = numbers["optimizer_steps"]
         self.optimizer.scheduler_steps = numbers["scheduler_steps"]
         self.optimizer.advance(0)  # the rate of the configuration at this step

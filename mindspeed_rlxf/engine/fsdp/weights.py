@@ -28,8 +28,10 @@ Pieces = dict[str, tuple[Piece, ...]]
 
 
 @dataclass(frozen=True)
-class Held:
+class TensorShard:
     """A parameter or buffer of the model on this rank.
+
+    With 4 ranks, rank 1 of `q_proj.weight` [10, 8] has start=3, local [3, 8] and shape (10, 8).
 
     Attributes:
         name: In the model (`plain_name`).
@@ -49,13 +51,13 @@ class Held:
         """Return the whole tensor; a collective over all ranks."""
         if not self.is_sharded or dist.get_world_size() == 1:
             return self.local
-        ranks = dist.get_world_size()
-        rows = rows_per_rank(self.shape[0], ranks)
-        padded = self.local.new_zeros(rows, *self.shape[1:])
+        num_ranks = dist.get_world_size()
+        num_rows = rows_per_rank(self.shape[0], num_ranks)
+        padded = self.local.new_zeros(num_rows, *self.shape[1:])
         padded[: len(self.local)] = self.local
-        found = padded.new_empty(ranks * rows, *self.shape[1:])
-        dist.all_gather(list(found.chunk(ranks)), padded)
-        return found[: self.shape[0]]
+        gathered = padded.new_empty(num_ranks * num_rows, *self.shape[1:])
+        dist.all_gather(list(gathered.chunk(num_ranks)), padded)
+        return gathered[: self.shape[0]]
 
 
 def rows_per_rank(rows: int, ranks: int) -> int:
@@ -63,35 +65,38 @@ def rows_per_rank(rows: int, ranks: int) -> int:
     return -(-rows // ranks)
 
 
-def held_tensors(model: Any) -> list[Held]:
+def local_shards(model: Any) -> list[TensorShard]:
     """Return the model's `stored_tensors` on this rank, in order; none is unsharded now."""
-    found = []
+    shards = []
     for name, tensor in stored_tensors(model).items():
-        local, start, is_sharded = tensor.detach(), 0, isinstance(tensor, DTensor)
+        shape = tuple(tensor.shape)
         if isinstance(tensor, DTensor):
             local = tensor.to_local().detach()
-            rows = rows_per_rank(tensor.size(0), dist.get_world_size())
-            start = min(dist.get_rank() * rows, tensor.size(0))
-        found.append(Held(plain_name(name), local, start, tuple(tensor.shape), is_sharded))
-    return found
+            num_rows = rows_per_rank(tensor.size(0), dist.get_world_size())
+            start = min(dist.get_rank() * num_rows, tensor.size(0))
+            shards.append(TensorShard(plain_name(name), local, start, shape, is_sharded=True))
+        else:
+            local = tensor.detach()
+            shards.append(TensorShard(plain_name(name), local, 0, shape, is_sharded=False))
+    return shards
 
 
 def pieces_of(model: Any, head: Head) -> Pieces:
     """Return `find_pieces` with the score head's name in files. Raises ValueError."""
-    found = find_pieces(model)
+    pieces = find_pieces(model)
     if head is Head.SCORE:
-        found[OUTPUT] = (Piece(SCORE),)
-    return found
+        pieces[OUTPUT] = (Piece(SCORE),)
+    return pieces
 
 
 def file_shapes(model: Any, pieces: Pieces) -> dict[str, tuple[int, ...]]:
     """Return name and shape of each tensor in the model's folder."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model).items()}
-    return {
-        piece.name: piece.shape(shapes[name])
-        for name, of_name in pieces.items()
-        for piece in of_name
-    }
+    tensors = stored_tensors(model)
+    shapes = {}
+    for name, pieces_of_tensor in pieces.items():
+        for piece in pieces_of_tensor:
+            shapes[piece.name] = piece.shape(tuple(tensors[name].shape))
+    return shapes
 
 
 def find_stored(folder: StoredWeights, name: str) -> StoredTensor | None:
@@ -108,8 +113,11 @@ def check_folder(role: RoleConfig, head: Head) -> None:
     assert role.load is not None, "checked beforehand"
     model = build(role.load, head, torch.float32)
     pieces = pieces_of(model, head)
-    floats = {n: pieces[n] for n, t in stored_tensors(model).items() if t.is_floating_point()}
-    shapes = file_shapes(model, floats)
+    float_pieces = {}
+    for name, tensor in stored_tensors(model).items():
+        if tensor.is_floating_point():
+            float_pieces[name] = pieces[name]
+    shapes = file_shapes(model, float_pieces)
     tied = find_tied(model, pieces)
     ignored = list(model._keys_to_ignore_on_load_unexpected or ())
     num_layers = model.config.num_hidden_layers
@@ -120,18 +128,20 @@ def check_folder(role: RoleConfig, head: Head) -> None:
     folder = plain_names(open_hf_folder(role.load, role.trust_files))
     if head is Head.SCORE and SCORE not in folder:
         del shapes[SCORE]
-    if problems := tensor_problems(role.load, folder, shapes, head, tied, ignored):
+    problems = tensor_problems(role.load, folder, shapes, head, tied, ignored)
+    if problems:
         raise ValueError(f"{problems[0]}; give the folder of a whole {type(model).__name__}")
 
 
 def find_tied(model: Any, pieces: Pieces) -> dict[str, str]:
     """Return each tensor that files may have beside a tied one -> the one that it must equal."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {
-        name: pieces[names[id(tensor)]][0].name
-        for name, tensor in model.state_dict(keep_vars=True).items()
-        if names.get(id(tensor), name) != name
-    }
+    name_of_parameter = {id(parameter): name for name, parameter in model.named_parameters()}
+    tied = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        first_name = name_of_parameter.get(id(tensor), name)
+        if first_name != name:
+            tied[name] = pieces[first_name][0].name
+    return tied
 
 
 def plain_names(folder: StoredWeights) -> StoredWeights:
@@ -141,86 +151,101 @@ def plain_names(folder: StoredWeights) -> StoredWeights:
     """
     if not any(name.startswith(WRAPPED) for name in folder):
         return folder
-    kept = (name for name in folder if name.startswith((WRAPPED, "lm_head.", "score.")))
-    return {name.replace(WRAPPED, "model.", 1): folder[name] for name in kept}
+    plain = {}
+    for name in folder:
+        if name.startswith((WRAPPED, "lm_head.", "score.")):
+            plain[name.replace(WRAPPED, "model.", 1)] = folder[name]
+    return plain
 
 
-def load_rows(held: Iterable[Held], pieces: Pieces, folder: StoredWeights) -> list[str]:
+def load_rows(shards: Iterable[TensorShard], pieces: Pieces, folder: StoredWeights) -> list[str]:
     """Copy each tensor's rows on this rank from the folder, in place; return absent file tensors.
 
     Raises ValueError for a tensor with another shape.
     """
     absent = []
-    for each in held:
-        for piece in pieces.get(each.name, ()):  # an adapter has none
+    for shard in shards:
+        for piece in pieces.get(shard.name, ()):  # an adapter has none
             stored = find_stored(folder, piece.name)
             if stored is None:
                 absent.append(piece.name)
                 continue
-            if stored.shape != (shape := piece.shape(each.shape)):
+            shape = piece.shape(shard.shape)
+            if stored.shape != shape:
                 rule = f"{piece.name} is {list(stored.shape)}, the model needs {list(shape)}"
                 raise ValueError(f"{rule}; give the folder of that model")
-            _copy_rows(each, piece, stored)
+            _copy_rows(shard, piece, stored)
     return absent
 
 
-def reset_adapters(held: Iterable[Held], seed: int) -> None:
+def reset_adapters(shards: Iterable[TensorShard], seed: int) -> None:
     """Set the adapters among these to their first values, which add nothing."""
-    for each in held:
-        if is_adapter(each.name):
-            rows = slice(each.start, each.start + len(each.local))
-            each.local.copy_(initial_values(each.name, each.shape, seed)[rows])
+    for shard in shards:
+        if is_adapter(shard.name):
+            rows = slice(shard.start, shard.start + len(shard.local))
+            shard.local.copy_(initial_values(shard.name, shard.shape, seed)[rows])
 
 
-def gather_on_first_rank(held: Iterable[Held]) -> dict[str, Tensor]:
+def gather_on_first_rank(shards: Iterable[TensorShard]) -> dict[str, Tensor]:
     """Return whole tensors on the first rank's host, the score head by its name in files."""
-    gathered = ((SCORE if each.name == OUTPUT else each.name, each.gather()) for each in held)
-    return {name: tensor.cpu() for name, tensor in gathered if dist.get_rank() == 0}
+    tensors = {}
+    for shard in shards:
+        name = SCORE if shard.name == OUTPUT else shard.name
+        tensor = shard.gather()  # on every rank, as it is a collective
+        if dist.get_rank() == 0:
+            tensors[name] = tensor.cpu()
+    return tensors
 
 
-def _copy_rows(held: Held, piece: Piece, stored: StoredTensor) -> None:
-    rows, everything = range(held.start, held.start + len(held.local)), whole(stored.shape)
+def _copy_rows(shard: TensorShard, piece: Piece, stored: StoredTensor) -> None:
+    rows = range(shard.start, shard.start + len(shard.local))
+    chunk = whole(stored.shape)
     if piece.expert is not None:
         if piece.expert in rows:
-            own = replace(piece, expert=piece.expert - held.start)
-            own.view(held.local).copy_(stored.read(everything))
-    elif piece.parts == 1 and rows:
+            local_piece = replace(piece, expert=piece.expert - shard.start)
+            local_piece.view(shard.local).copy_(stored.read(chunk))
+    elif piece.num_ranges == 1 and rows:
         axis = len(stored.shape) - 1 if piece.transposed else 0
-        read = stored.read(everything.narrow(axis, rows.start, len(rows)))
-        held.local.copy_(read.mT if piece.transposed else read)
+        tensor = stored.read(chunk.narrow(axis, rows.start, len(rows)))
+        shard.local.copy_(tensor.mT if piece.transposed else tensor)
     elif rows:  # one of several ranges of rows
-        size = held.shape[0] // piece.parts
-        first, last = max(rows.start, piece.part * size), min(rows.stop, (piece.part + 1) * size)
-        if first < last:
-            part = everything.narrow(0, first - piece.part * size, last - first)
-            held.local[first - held.start : last - held.start] = stored.read(part)
+        size = shard.shape[0] // piece.num_ranges
+        piece_start = piece.range_index * size
+        start = max(rows.start, piece_start)
+        stop = min(rows.stop, piece_start + size)
+        if start < stop:
+            tensor = stored.read(chunk.narrow(0, start - piece_start, stop - start))
+            shard.local[start - shard.start : stop - shard.start] = tensor
 
 
 def stream(
-    held: Sequence[Held], pieces: Pieces, dtype: torch.dtype, scale: float | None = None
+    shards: Sequence[TensorShard], pieces: Pieces, dtype: torch.dtype, scale: float | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight as (name in files, whole device tensor), on every rank; a collective.
 
     Adapters are left out, or with `scale`, their factor, merged into copies.
     """
-    adapters = {each.name: each for each in held if is_adapter(each.name)}
-    for each in held:
-        if each.name in adapters:
+    adapters = {shard.name: shard for shard in shards if is_adapter(shard.name)}
+    for shard in shards:
+        if shard.name in adapters:
             continue
-        whole_tensor = each.gather()
-        if each.is_sharded:
+        whole_tensor = shard.gather()
+        if shard.is_sharded:
             whole_tensor = whole_tensor.to(dtype)
-        module = each.name.removesuffix("weight")
+        module = shard.name.removesuffix("weight")
         if scale is not None and f"{module}{A}.weight" in adapters:
-            a, b = (adapters[f"{module}{part}.weight"].gather() for part in (A, B))
+            a = adapters[f"{module}{A}.weight"].gather()
+            b = adapters[f"{module}{B}.weight"].gather()
             whole_tensor = whole_tensor.clone()
             merge(whole_tensor, a, b, scale)
-        for piece in pieces[each.name]:
+        for piece in pieces[shard.name]:
             yield piece.name, piece.view(whole_tensor).contiguous()
 
 
-def adapter_stream(held: Iterable[Held], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def adapter_stream(
+    shards: Iterable[TensorShard], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
     """Yield each adapter's A and B like `stream`, in the dtype in which they compute."""
-    for tensor in held:
-        if is_adapter(tensor.name):
-            yield tensor.name, tensor.gather().to(dtype)
+    for shard in shards:
+        if is_adapter(shard.name):
+            yield shard.name, shard.gather().to(dtype)

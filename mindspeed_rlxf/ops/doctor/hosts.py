@@ -89,13 +89,13 @@ def _check_joined(subject: Subject) -> list[Finding]:
     ]
 
 
-def ray_finding(resource: str, count: int, most: int) -> Finding:
-    """Warn if Ray offers fewer devices here (`count`) than on another host (`most`)."""
+def ray_finding(resource: str, count: int, max_count: int) -> Finding:
+    """Warn if Ray offers fewer devices here (`count`) than on another host (`max_count`)."""
     return judge(
-        count == most,
+        count == max_count,
         "devices.ray",
-        f"Ray offers {count} {resource}, other hosts up to {most}",
-        f"`ray start ... --resources='{{\"{resource}\": {most}}}'` on this host",
+        f"Ray offers {count} {resource}, other hosts up to {max_count}",
+        f"`ray start ... --resources='{{\"{resource}\": {max_count}}}'` on this host",
     )
 
 

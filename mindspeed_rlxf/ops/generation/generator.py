@@ -60,29 +60,33 @@ class Generator:
     def __init__(self, source: ModelSource, engine: RolloutEngine, tokenizer: Any) -> None:
         actor = source.actor
         assert actor.load is not None
-        self.source, self.tokenizer, self._engine = source, tokenizer, engine
-        ends = eos_token_ids(tokenizer, actor.load, actor.stop_token_ids)
-        stop = StopStrings(actor.stop_strings, tokenizer) if actor.stop_strings else None
-        self._settings = sampling_settings(actor, ends, actor.do_sample, stop)
+        self.source = source
+        self.tokenizer = tokenizer
+        self._engine = engine
+        eos_ids = eos_token_ids(tokenizer, actor.load, actor.stop_token_ids)
+        stop_strings = StopStrings(actor.stop_strings, tokenizer) if actor.stop_strings else None
+        self._settings = sampling_settings(actor, eos_ids, actor.do_sample, stop_strings)
         self._texts = RewardTexts(tokenizer, actor.stop_strings)
-        self._longest = actor.architecture.max_position_embeddings
+        self._max_positions = actor.architecture.max_position_embeddings
+
+    @property
+    def _max_prompt_length(self) -> int:
+        """Tokens of a prompt beside which a response of `max_new_tokens` has room."""
+        return self._max_positions - self._settings.max_new_tokens
 
     def read_texts(self, prompts: Sequence[str | Messages]) -> list[TokenizedPrompt]:
         """Tokenize strings and chats as training does. Raises UserError (`encode_prompts`)."""
-        data, longest = self.source.data, self._longest - self._settings.max_new_tokens
-        encoded = encode_prompts(prompts, self.tokenizer, data)
-        found = [TokenizedPrompt(text, np.array(ids, dtype=np.int64)) for text, ids in encoded]
-        for prompt in found:
-            if len(prompt.token_ids) > longest:
+        tokenized = []
+        for text, ids in encode_prompts(prompts, self.tokenizer, self.source.data):
+            if len(ids) > self._max_prompt_length:
                 rule = (
                     f"with max_new_tokens={self._settings.max_new_tokens} must be at most the "
-                    f"model's {self._longest} positions"
+                    f"model's {self._max_positions} positions"
                 )
                 remedy = "shorten it (a chat: begin anew), or lower --max-new-tokens"
-                raise UserError(
-                    Problem("length of the prompt", rule, len(prompt.token_ids), remedy)
-                )
-        return found
+                raise UserError(Problem("length of the prompt", rule, len(ids), remedy))
+            tokenized.append(TokenizedPrompt(text, np.array(ids, dtype=np.int64)))
+        return tokenized
 
     def read_file(self, file: str, as_chat: bool) -> list[TokenizedPrompt]:
         """Tokenize the lines of a .txt file, or the rows of a data file as training reads them.
@@ -108,19 +112,16 @@ class Generator:
         if as_chat:
             remedy = "leave --chat out: a row with messages gets the template by itself"
             raise UserError(Problem("--chat", "is for texts, not for rows", file, remedy))
-        longest = self._longest - self._settings.max_new_tokens
-        return [
-            TokenizedPrompt(
-                prompt.text,
-                prompt.token_ids,
-                {
-                    "data_source": prompt.data_source,
-                    "ground_truth": prompt.ground_truth,
-                    "extra_info": prompt.extra_info,
-                },
-            )
-            for prompt in load_prompts(file, self.tokenizer, self.source.data, longest)
-        ]
+        prompts = load_prompts(file, self.tokenizer, self.source.data, self._max_prompt_length)
+        tokenized = []
+        for prompt in prompts:
+            fields = {
+                "data_source": prompt.data_source,
+                "ground_truth": prompt.ground_truth,
+                "extra_info": prompt.extra_info,
+            }
+            tokenized.append(TokenizedPrompt(prompt.text, prompt.token_ids, fields))
+        return tokenized
 
     def as_message(self, text: str, as_chat: bool) -> str | Messages:
         """Return the text, or with `as_chat` it as the user's message of a new chat."""
@@ -142,12 +143,14 @@ class Generator:
         per_chunk = max(1, CHUNK // count)
         for start in range(0, len(prompts), per_chunk):
             chunk = prompts[start : start + per_chunk]
-            rows = [prompt.token_ids for prompt in chunk for _ in range(count)]
-            first = first_id + start * count
-            requests = [
-                GenerationRequest(place, first + place, row, self._settings, seed)
-                for place, row in enumerate(rows)
-            ]
+            requests: list[GenerationRequest] = []
+            for prompt in chunk:
+                for _ in range(count):
+                    index = len(requests)
+                    sample_id = first_id + start * count + index
+                    requests.append(
+                        GenerationRequest(index, sample_id, prompt.token_ids, self._settings, seed)
+                    )
             responses: dict[int, Response] = {}
             for result in self._engine.generate(requests):
                 reason = result.finish_reason.value
@@ -185,24 +188,26 @@ def open_generator(source: ModelSource, kind: DeviceKind, engine: str) -> Iterat
     """
     is_native = source.is_native if engine == "auto" else engine == "native"
     if is_native and not source.is_native:
-        rule, remedy = "does not know this model", "use --engine transformers"
-        raise UserError(Problem("--engine", rule, engine, remedy))
+        rule = "does not know this model"
+        raise UserError(Problem("--engine", rule, engine, "use --engine transformers"))
     tokenizer = load_tokenizer(source.tokenizer, "SOURCE")
     vocab_size = source.actor.architecture.vocab_size
-    if problems := check_vocabulary(tokenizer, vocab_size):
+    problems = check_vocabulary(tokenizer, vocab_size)
+    if problems:
         raise UserError([replace(problem, remedy="give its own tokenizer") for problem in problems])
     threads = len(os.sched_getaffinity(0))
     runtime = LocalRuntime(kind, threads, megatron=is_native)
     try:
-        made = _native_engine(source) if is_native else _transformers_engine(source)
-        made.wake()
-        yield Generator(source, made, tokenizer)
+        rollout_engine = _native_engine(source) if is_native else _transformers_engine(source)
+        rollout_engine.wake()
+        yield Generator(source, rollout_engine, tokenizer)
     finally:
         runtime.shutdown()
 
 
 def _native_engine(source: ModelSource) -> RolloutEngine:
-    actor, head = source.actor, Head.LANGUAGE_MODEL
+    actor = source.actor
+    head = Head.LANGUAGE_MODEL
     assert actor.load is not None
     folder = open_source(Path(actor.load), actor.architecture, head, actor.trust_files)
     engine = build_native_alone(actor, source.seed)
@@ -217,8 +222,9 @@ def _transformers_engine(source: ModelSource) -> RolloutEngine:
     assert actor.load is not None
     engine = build_transformers_alone(actor)
     folder = plain_names(open_weights(actor.load, actor.architecture, actor.trust_files))
-    if missing := [name for name in engine.base_names if name not in folder]:
-        raise ValueError(f"{actor.load} lacks {missing[0]}; give the folder of a whole model")
+    for name in engine.base_names:
+        if name not in folder:
+            raise ValueError(f"{actor.load} lacks {name}; give the folder of a whole model")
     engine.update_weights(_stream(folder, engine.base_names, source), 0)
     return engine
 
@@ -227,9 +233,9 @@ def _stream(
     folder: StoredWeights, names: Iterable[str], source: ModelSource
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of the model, then those of its adapters."""
-    where = device.current_device()
+    target = device.current_device()
     for name in names:
-        yield name, folder[name].read(whole(folder[name].shape)).to(where)
+        yield name, folder[name].read(whole(folder[name].shape)).to(target)
     if source.adapters is not None:
         for name, stored in read_slots(source.adapters)[WEIGHT].items():
-            yield name, stored.read(whole(stored.shape)).to(where)
+            yield name, stored.read(whole(stored.shape)).to(target)

@@ -55,7 +55,7 @@ class ModelSource:
         data: How a run reads its prompts.
         seed: Of a run.
         is_native: Whether the native engine knows the model.
-        shown: Where the weights come from, for people.
+        description: Where the weights come from, for people.
     """
 
     actor: ActorConfig
@@ -64,7 +64,7 @@ class ModelSource:
     data: DataConfig
     seed: int
     is_native: bool
-    shown: str
+    description: str
 
 
 def find_source(
@@ -89,13 +89,13 @@ def find_source(
         remedy = "give the folder that training.output_dir names, or one of a Hugging Face model"
         raise UserError(Problem("SOURCE", rule, repr(str(path)), remedy))
     try:
-        described = read_hf_config(path)
+        hf_config = read_hf_config(path)
     except ValueError as error:
         raise UserError(Problem("SOURCE", str(error), colon=True)) from None
-    positions = described.get("max_position_embeddings", 2 * NEW_TOKENS)
-    new_tokens = min(NEW_TOKENS, positions // 2)
+    max_positions = hf_config.get("max_position_embeddings", 2 * NEW_TOKENS)
+    new_tokens = min(NEW_TOKENS, max_positions // 2)
     keys = {"max_new_tokens": new_tokens, **_read_generation_config(path), **changes}
-    keys.setdefault("bf16", described.get("dtype", described.get("torch_dtype")) == "bfloat16")
+    keys.setdefault("bf16", hf_config.get("dtype", hf_config.get("torch_dtype")) == "bfloat16")
     actor, is_native = _make_actor(path, keys)
     data = DataConfig(train_files=("none",), default_data_source="unnamed")
     return ModelSource(actor, None, str(path), data, SEED, is_native, str(path))
@@ -116,23 +116,26 @@ def _find_checkpoint(path: Path, iteration: int | None) -> Path | None:
     directory = RunDirectory(path)
     if not directory.config.is_file():
         return None
-    whole = filter(_is_whole, RunStore(directory.checkpoints).newest_first())
+    checkpoints = RunStore(directory.checkpoints).newest_first()
     if iteration is not None:
-        paths = {checkpoint.iteration: checkpoint.path for checkpoint in whole}
+        paths = {}
+        for checkpoint in checkpoints:
+            if _is_complete(checkpoint):
+                paths[checkpoint.iteration] = checkpoint.path
         if iteration not in paths:
             rule = f"must be the iteration of a whole checkpoint in {directory.checkpoints}"
             remedy = use(neighbours(iteration, paths)) if paths else "wait for the first one"
             raise UserError(Problem("--checkpoint", rule, iteration, remedy))
         return paths[iteration]
-    newest = next(whole, None)
-    if newest is not None:
-        return newest.path
+    for checkpoint in checkpoints:
+        if _is_complete(checkpoint):
+            return checkpoint.path
     rule = "must have a whole checkpoint in checkpoints/"
     remedy = "wait for the first one (training.save_interval), or give the weights it started from"
     raise UserError(Problem("SOURCE", rule, repr(str(path)), remedy))
 
 
-def _is_whole(checkpoint: Checkpoint) -> bool:
+def _is_complete(checkpoint: Checkpoint) -> bool:
     try:
         checkpoint.read()
     except (ValueError, OSError):
@@ -148,22 +151,27 @@ def _of_checkpoint(path: Path, checkpoint: Path, changes: Mapping[str, Any]) -> 
     """
     try:
         tree = dict(yaml.safe_load((checkpoint / TRAINER / CONFIG).read_text(encoding="utf-8")))
-        section, defaults = dict(tree["actor_rollout"]), DataConfig.model_fields
-        given = {k: v for k, v in dict(tree["data"]).items() if v != defaults[k].get_default()}
-        data = DataConfig(**given)
+        section = dict(tree["actor_rollout"])
+        data_keys = {}
+        for key, value in dict(tree["data"]).items():
+            if value != DataConfig.model_fields[key].get_default():
+                data_keys[key] = value
+        data = DataConfig(**data_keys)
         training = dict(tree["training"])
     except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError) as error:
         rule = f"must have the configuration of its run ({type(error).__name__}: {error})"
         raise UserError(
             Problem(f"{checkpoint / TRAINER / CONFIG}", rule, remedy="give final/actor_hf")
         ) from None
-    folder, adapters = checkpoint / ACTOR, None
+    folder = checkpoint / ACTOR
+    adapters = None
     keys = {name: section[name] for name in RUN_KEYS if name in section} | dict(changes)
     if not any(folder.glob(STATE_FILES)):
         folder = _find_exported(path, checkpoint, section)
         keys.pop("lora", None)  # merged in an export
     elif section.get("lora", {}).get("rank"):
-        folder, adapters = Path(section["load"]), folder
+        adapters = folder
+        folder = Path(section["load"])
     actor, is_native = _make_actor(folder, keys)
     if data.default_data_source is None:  # rows need none, as nothing scores them
         data = data.model_copy(update={"default_data_source": "unnamed"})
@@ -171,8 +179,8 @@ def _of_checkpoint(path: Path, checkpoint: Path, changes: Mapping[str, Any]) -> 
     if not Path(tokenizer).is_dir():  # the checkpoint was copied from elsewhere
         tokenizer = str(checkpoint / ACTOR)
     seed = int(training.get("seed", SEED))
-    shown = str(folder if adapters is None else adapters)
-    return ModelSource(actor, adapters, tokenizer, data, seed, is_native, shown)
+    description = str(folder if adapters is None else adapters)
+    return ModelSource(actor, adapters, tokenizer, data, seed, is_native, description)
 
 
 def _find_exported(path: Path, checkpoint: Path, section: Mapping[str, Any]) -> Path:
@@ -214,14 +222,14 @@ def _make_actor(folder: Path, keys: Mapping[str, Any]) -> tuple[ActorConfig, boo
 def _describe(error: ValidationError, file: str) -> list[Problem]:
     """Return the problems of options, or with `file` of that file."""
     problems: list[Problem] = []
-    for each in error.errors():
-        key = ".".join(map(str, each["loc"]))
-        if each["type"] == "value_error":  # broken rules of a section
-            problems += each["ctx"]["error"].problems
+    for details in error.errors():
+        key = ".".join(map(str, details["loc"]))
+        if details["type"] == "value_error":  # broken rules of a section
+            problems += details["ctx"]["error"].problems
         elif file:
-            problems.append(Problem(file, f"{key}: {each['msg']}", colon=True))
+            problems.append(Problem(file, f"{key}: {details['msg']}", colon=True))
         else:
-            problems.append(Problem(key, each["msg"], each["input"]))
+            problems.append(Problem(key, details["msg"], details["input"]))
     return problems
 
 
@@ -231,8 +239,8 @@ def _read_generation_config(folder: Path) -> dict[str, Any]:
     if not file.exists():
         return {}
     try:
-        found = dict(json.loads(file.read_bytes()))
+        settings = dict(json.loads(file.read_bytes()))
     except (OSError, ValueError, TypeError) as error:
         rule = f"must be a JSON object ({error})"
         raise UserError(Problem(f"{file}", rule, remedy="repair or remove it")) from None
-    return {name: found[name] for name in MODEL_KEYS if found.get(name) is not None}
+    return {name: settings[name] for name in MODEL_KEYS if settings.get(name) is not None}

@@ -15,20 +15,41 @@ def look_once(config: RunConfig) -> RunConfig:
     """Return the configuration with the cluster, and the memory and disk of this host, if used.
 
     A plan reads them hundreds of times, but the driver's tool takes seconds and a cluster answers
-    over TCP.
+    over TCP. The device kind is that of `choose_kind`.
     """
+    config = choose_kind(config)
     if config.runtime.kind == "ray":
         address = {"address": choose_cluster(config.runtime.address).address or LOCAL}
         config = config.model_copy(update={"runtime": config.runtime.model_copy(update=address)})
-    plan = {"host_memory_gib": host_memory(config), "disk_gib": free_disk(config)}
-    known = {name: size / GIB for name, size in plan.items() if size is not None}
-    if (peak := peak_tflops(config)) is not None:
-        known["peak_tflops"] = peak
-    config = config.model_copy(update={"plan": config.plan.model_copy(update=known)})
-    if (memory := device_memory(config)) is not None:
-        size = {"memory_gib": memory / GIB}
-        config = config.model_copy(update={"device": config.device.model_copy(update=size)})
+    plan_keys: dict[str, float] = {}
+    host_bytes = host_memory(config)
+    if host_bytes is not None:
+        plan_keys["host_memory_gib"] = host_bytes / GIB
+    disk_bytes = free_disk(config)
+    if disk_bytes is not None:
+        plan_keys["disk_gib"] = disk_bytes / GIB
+    peak = peak_tflops(config)
+    if peak is not None:
+        plan_keys["peak_tflops"] = peak
+    config = config.model_copy(update={"plan": config.plan.model_copy(update=plan_keys)})
+    device_bytes = device_memory(config)
+    if device_bytes is not None:
+        device_keys = {"memory_gib": device_bytes / GIB}
+        config = config.model_copy(update={"device": config.device.model_copy(update=device_keys)})
     return config
+
+
+def choose_kind(config: RunConfig) -> RunConfig:
+    """Return the configuration with the device kind that the plan is for.
+
+    `device.memory_gib` means devices with memory of their own: on a host without any, `auto` is
+    NPU.
+    """
+    has_own_memory = config.device.memory_gib is not None
+    if config.device.kind is not DeviceKind.AUTO or not has_own_memory or not on_cpu(config):
+        return config
+    chosen = config.device.model_copy(update={"kind": DeviceKind.NPU})
+    return config.model_copy(update={"device": chosen})
 
 
 def is_joined(config: RunConfig) -> bool:

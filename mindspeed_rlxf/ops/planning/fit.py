@@ -30,14 +30,14 @@ def check_fit(config: RunConfig) -> tuple[dict[str, str], list[Problem]]:
     problems: list[Problem] = []
 
     def compare(
-        title: str, body: str, needed: int, there: int | None, unknown: str, problem: Problem
+        title: str, body: str, needed: int, existing: int | None, unknown: str, problem: Problem
     ) -> None:
         sizes = f"needs {format_bytes(needed)}"
         verdict = f"{sizes}; {unknown}"
-        if there is not None:
-            sizes += f", has {format_bytes(there)}"
+        if existing is not None:
+            sizes += f", has {format_bytes(existing)}"
             verdict = f"fits: {sizes}"
-            if needed > there:
+            if needed > existing:
                 verdict = f"does not fit: {sizes}; {problem.remedy}"
                 rule = f"{problem.rule}{sizes}"
                 problems.append(replace(problem, rule=rule, colon=bool(problem.rule)))
@@ -45,10 +45,13 @@ def check_fit(config: RunConfig) -> tuple[dict[str, str], list[Problem]]:
 
     pools = pool_memories(config)
     for pool in pools:
-        part = f", {pool.part}" if pool.part else ""
-        subject = f"a device {f'of the {pool.part} ' if pool.part else ''}"
+        title = f"Memory per device, pool {pool.pool}"
+        subject = "a device "
+        if pool.ranks:
+            title += f", {pool.ranks}"
+            subject += f"of the {pool.ranks} "
         compare(
-            f"Memory per device, pool {pool.pool}{part} (rank {pool.rank}, which needs most)",
+            f"{title} (rank {pool.rank}, which needs most)",
             named_table([*_pool_rows(pool)]),
             pool.total,
             available.device_memory(config),
@@ -76,7 +79,8 @@ def check_fit(config: RunConfig) -> tuple[dict[str, str], list[Problem]]:
         "memory of a host is unknown: set plan.host_memory_gib",
         Problem("resource_pool", "the host ", remedy=remedy),
     )
-    folder, disk = RunDirectory.choose(config).path, disk_needed(config)
+    folder = RunDirectory.choose(config).path
+    disk = disk_needed(config)
     remedy = "free some space, or set training.output_dir to another disk"
     compare(
         "Disk",
@@ -94,28 +98,31 @@ def _pool_rows(pool: PoolMemory) -> Iterator[dict[str, object]]:
     for role in pool.roles:
         for phase in role.phases:
             yield _memory_row(role.role.value, role.on_device(phase), role.other, phase)
-    other = pool.process + sum(role.other for role in pool.roles)
-    state, phase = State(0, 0, 0), Phase(NONE)
-    if pool.peak is not None:
-        state, phase = pool.on_device(*pool.peak), pool.peak[1]
-    yield _memory_row("together", state, other, phase)
+    lasting = pool.process + sum(role.other for role in pool.roles)
+    if pool.peak is None:
+        yield _memory_row("together", State(0, 0, 0), lasting, Phase(NONE))
+    else:
+        _, phase = pool.peak
+        yield _memory_row("together", pool.on_device(*pool.peak), lasting, phase)
 
 
-def _memory_row(name: str, state: State, other: int, phase: Phase) -> dict[str, object]:
-    sizes = state._asdict() | {
-        "activations": phase.activations, "KV cache": phase.kv_cache, "other": other + phase.other,
-    }  # fmt: skip
+def _memory_row(name: str, state: State, lasting: int, phase: Phase) -> dict[str, object]:
+    """Return a row of the table; `lasting` are bytes beside the state that outlast phases."""
+    sizes = state._asdict()
+    sizes["activations"] = phase.activations
+    sizes["KV cache"] = phase.kv_cache
+    sizes["other"] = lasting + phase.other
     sizes["sum"] = sum(sizes.values())
-    shown = {title: format_bytes(size) for title, size in sizes.items()}
-    return {"role": name, "phase": phase.name, **shown}
+    columns = {title: format_bytes(size) for title, size in sizes.items()}
+    return {"role": name, "phase": phase.name, **columns}
 
 
 def _host_table(host: HostMemory) -> str:
     """Build the host memory table: a row per part, a column per phase."""
     rows: list[list[object]] = [["part", *PHASES]]
-    for part in host.parts:
-        sizes = [part.bytes if each in part.phases else 0 for each in PHASES]
-        rows.append([part.name, *map(format_bytes, sizes)])
+    for consumer in host.consumers:
+        sizes = [consumer.bytes if phase in consumer.phases else 0 for phase in PHASES]
+        rows.append([consumer.name, *map(format_bytes, sizes)])
     rows.append(["together", *map(format_bytes, host.phases)])
     return (
         f"{table(rows)}\n  page cache of the weights that are loaded: "

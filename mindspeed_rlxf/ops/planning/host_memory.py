@@ -24,7 +24,7 @@ PHASES = ("load", "iteration", "checkpoint", "final weights")
 
 
 @dataclass(frozen=True)
-class HostPart:
+class Consumer:
     """One consumer's bytes, and the run's phases in which it holds them."""
 
     name: str
@@ -39,13 +39,17 @@ class HostMemory:
     `page_cache` counts loaded weight files, which the system can drop; it is in no sum.
     """
 
-    parts: tuple[HostPart, ...]
+    consumers: tuple[Consumer, ...]
     page_cache: int
 
     @property
     def phases(self) -> list[int]:
         """Sum each phase's bytes, in PHASES order."""
-        return [sum(part.bytes for part in self.parts if phase in part.phases) for phase in PHASES]
+        sizes = dict.fromkeys(PHASES, 0)
+        for consumer in self.consumers:
+            for phase in consumer.phases:
+                sizes[phase] += consumer.bytes
+        return list(sizes.values())
 
     @property
     def total(self) -> int:
@@ -67,69 +71,70 @@ def host_memory_needed(config: RunConfig, pools: list[PoolMemory]) -> HostMemory
         config: The run.
         pools: The pools' device memory; on CPU it is host memory.
     """
-    actor, algorithm = config.actor_rollout, config.algorithm
-    sizes = {
-        pool.pool: _processes_on_one_host(config, config.resource_pool[pool.pool]) for pool in pools
-    }
-    shared = config.runtime.kind == "local" or is_joined(config)
-    count = max(sizes.values()) if shared else sum(sizes.values())
-    devices, copies = 0, Counter[Role]()
+    actor = config.actor_rollout
+    algorithm = config.algorithm
+    sizes = {}
     for pool in pools:
-        processes = _processes_on_one_host(config, pool.processes)
-        devices += pool.total * processes
-        copies.update({role.role: role.copies * processes for role in pool.roles})
+        processes = config.resource_pool[pool.pool]
+        sizes[pool.pool] = _processes_on_one_host(config, processes)
+    shared = config.runtime.kind == "local" or is_joined(config)
+    num_processes = max(sizes.values()) if shared else sum(sizes.values())
+    device_bytes = 0
+    copies: Counter[Role] = Counter()
+    for pool in pools:
+        num_on_host = _processes_on_one_host(config, pool.processes)
+        device_bytes += pool.total * num_on_host
+        for role_memory in pool.roles:
+            copies[role_memory.role] += role_memory.copies * num_on_host
     # Rows of two iterations: the last ones are kept until the next ones replace them. Per prompt
     # token 8 bytes for the id. Per response token 50: id 8; fp32 log-probs of rollout, actor and
     # reference, KL, value; advantage, old and reference log-prob, return, value; two masks of 1.
     # Three arrays and a mask have one slot more. Lengths, id, flag, score: 29.
-    row = 8 * actor.max_prompt_length + 50 * actor.max_new_tokens + 3 * 4 + 1 + 29
-    greedy = config.training.global_batch_size if algorithm.estimator.reads_greedy else 0
-    per_batch, responses = config.samples_per_iteration + greedy, config.samples_per_iteration
+    row_bytes = 8 * actor.max_prompt_length + 50 * actor.max_new_tokens + 3 * 4 + 1 + 29
+    num_greedy = config.training.global_batch_size if algorithm.estimator.reads_greedy else 0
+    num_responses = config.samples_per_iteration
     if algorithm.filter_groups:
-        responses *= algorithm.max_num_gen_batches or USUAL_GEN_BATCHES
-    responses += greedy
-    prompts = 8 * config.samples_per_iteration * actor.max_prompt_length
-    trained = _trained_roles(config)
-    parts = [
-        HostPart(f"processes ({count})", count * PROCESS_BYTES),
-        HostPart("driver", PROCESS_BYTES + prompts),
-        HostPart("what the roles hold", devices if on_cpu(config) else 0),
-        HostPart(
+        num_responses *= algorithm.max_num_gen_batches or USUAL_GEN_BATCHES
+    num_responses += num_greedy
+    num_ahead = config.rollout.max_staleness * (config.samples_per_iteration + num_greedy)
+    prompt_bytes = 8 * config.samples_per_iteration * actor.max_prompt_length
+    while_training = ("iteration", "checkpoint")
+    consumers = [
+        Consumer(f"processes ({num_processes})", num_processes * PROCESS_BYTES),
+        Consumer("driver", PROCESS_BYTES + prompt_bytes),
+        Consumer("what the roles hold", device_bytes if on_cpu(config) else 0),
+        Consumer(
             "rows, and those of the iteration before",
-            2 * responses * row,
-            ("iteration", "checkpoint"),
+            2 * num_responses * row_bytes,
+            while_training,
         ),
-        HostPart(
+        Consumer(
             f"responses of {config.rollout.max_staleness} batches ahead",
-            config.rollout.max_staleness * per_batch * _begun_bytes(config),
-            ("iteration", "checkpoint"),
-        ),
-        *(HostPart(f"{role.value}: copies of what it offloads", n) for role, n in copies.items()),
-        HostPart(f"{Role.ROLLOUT.value}: weights for vLLM servers", _served_on_one_host(config)),
-        *(
-            HostPart(
-                f"{role.value}: a checkpoint while it is written",
-                _checkpoint_bytes(config, role)
-                * _processes_on_one_host(config, config.processes_of(role))
-                // sum(config.processes_of(role)),
-                ("checkpoint",),
-            )
-            for role in trained
-        ),
-        *(
-            HostPart(
-                f"{role.value}: final weights while they are written",
-                _export_on_one_host(config, role),
-                ("final weights",),
-            )
-            for role in trained
+            num_ahead * _begun_bytes(config),
+            while_training,
         ),
     ]
+    for role, copy_bytes in copies.items():
+        consumers.append(Consumer(f"{role.value}: copies of what it offloads", copy_bytes))
+    name = f"{Role.ROLLOUT.value}: weights for vLLM servers"
+    consumers.append(Consumer(name, _served_on_one_host(config)))
+    trained = _trained_roles(config)
+    for role in trained:
+        name = f"{role.value}: a checkpoint while it is written"
+        processes = config.processes_of(role)
+        num_on_host = _processes_on_one_host(config, processes)
+        host_bytes = _checkpoint_bytes(config, role) * num_on_host // sum(processes)
+        consumers.append(Consumer(name, host_bytes, ("checkpoint",)))
+    for role in trained:
+        name = f"{role.value}: final weights while they are written"
+        consumers.append(Consumer(name, _export_on_one_host(config, role), ("final weights",)))
     # A folder that several roles load counts once.
-    folders = {
-        config.role(r).load: _stored(config, r) for r in config.roles if has_model(config, r)
-    }
-    return HostMemory(tuple(p for p in parts if p.bytes), sum(folders.values()))
+    bytes_of_folder = {}
+    for role in config.roles:
+        if has_model(config, role):
+            bytes_of_folder[config.role(role).load] = _stored(config, role)
+    present = tuple(consumer for consumer in consumers if consumer.bytes)
+    return HostMemory(present, sum(bytes_of_folder.values()))
 
 
 def disk_needed(config: RunConfig) -> dict[str, int]:
@@ -137,14 +142,16 @@ def disk_needed(config: RunConfig) -> dict[str, int]:
 
     Counts one checkpoint more than `training.keep_last`; each has all trained roles.
     """
-    trained, count = _trained_roles(config), config.training.keep_last + 1
-    found = {
-        f"final weights of {role.value}": _stored(config, role)
-        + _numbers(config, role) * itemsize(config.role(role))
-        for role in trained
-    }
-    one = sum(_checkpoint_bytes(config, role) for role in trained)
-    return {**found, f"checkpoints ({count}, one being written)": count * one}
+    sizes = {}
+    checkpoint_bytes = 0
+    for role in _trained_roles(config):
+        megatron_bytes = _numbers(config, role) * itemsize(config.role(role))
+        sizes[f"final weights of {role.value}"] = _stored(config, role) + megatron_bytes
+        checkpoint_bytes += _checkpoint_bytes(config, role)
+    num_checkpoints = config.training.keep_last + 1
+    name = f"checkpoints ({num_checkpoints}, one being written)"
+    sizes[name] = num_checkpoints * checkpoint_bytes
+    return sizes
 
 
 def _processes_on_one_host(config: RunConfig, processes: Sequence[int]) -> int:
@@ -181,7 +188,8 @@ def _checkpoint_bytes(config: RunConfig, role: Role) -> int:
 
 def _trained(config: RunConfig, role: Role) -> int:
     """Count the elements that training changes: of adapters and a score head, or all."""
-    section, head = config.role(role), HEADS[role]
+    section = config.role(role)
+    head = HEADS[role]
     if section.adapters.rank == 0:
         return _numbers(config, role)
     score = section.architecture.hidden_size if head is Head.SCORE else 0
@@ -205,14 +213,15 @@ def _served_on_one_host(config: RunConfig) -> int:
 
 def _export_on_one_host(config: RunConfig, role: Role) -> int:
     """Return the final weights' bytes on the host with most writers."""
-    section, layout = config.role(role), config.layout(role)
+    section = config.role(role)
+    layout = config.layout(role)
     ep = section.expert_model_parallel_size
     share = _numbers(config, role) // (layout.pp * ep) * itemsize(section)
     sizes = config.resource_pool[config.placement[role]]
     ends = list(accumulate(sizes if is_joined(config) else [sum(sizes)]))
-    writers = [
-        layout.tp * (layout.dp * layout.cp * pp_rank + ep_rank)
-        for pp_rank in range(layout.pp)
-        for ep_rank in range(ep)
-    ]
-    return share * max(Counter(bisect_right(ends, rank) for rank in writers).values())
+    writers_of_host: Counter[int] = Counter()
+    for pp_rank in range(layout.pp):
+        for ep_rank in range(ep):
+            rank = layout.tp * (layout.dp * layout.cp * pp_rank + ep_rank)
+            writers_of_host[bisect_right(ends, rank)] += 1
+    return share * max(writers_of_host.values())

@@ -5,7 +5,6 @@ so only the largest counts. Offloaded state counts only in phases that use it.
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
 
 from mindspeed_rlxf import device
@@ -37,7 +36,8 @@ from mindspeed_rlxf.ops.planning.stage_memory import (
 from mindspeed_rlxf.rollout.rollout_engine import NATIVE
 from mindspeed_rlxf.rollout.transfer import make_buckets
 
-TRAINS, GENERATES = "ranks that train", "ranks that generate"
+TRAINS = "ranks that train"
+GENERATES = "ranks that generate"
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,11 @@ class RoleMemory:
         Offloaded weights count only in this role's phases; offloaded gradients and optimizer only
         in learning phases.
         """
-        here = not self.offload.weights or phase is not None
-        rest = not self.offload.optimizer or (phase is not None and phase.learns)
+        learns = phase is not None and phase.learns
+        has_weights = not self.offload.weights or phase is not None
+        has_optimizer = not self.offload.optimizer or learns
         weights, gradients, optimizer = self.state
-        return State(weights * here, gradients * rest, optimizer * rest)
+        return State(weights * has_weights, gradients * has_optimizer, optimizer * has_optimizer)
 
     @property
     def copies(self) -> int:
@@ -74,8 +75,8 @@ class PoolMemory:
 
     Attributes:
         process: The process without roles.
-        processes: Processes on each node, in the pool or its part.
-        part: TRAINS or GENERATES in a split pool, else "".
+        processes: Processes on each node: the pool's, or those of `ranks`.
+        ranks: TRAINS or GENERATES in a split pool, else "".
     """
 
     pool: str
@@ -83,33 +84,49 @@ class PoolMemory:
     roles: tuple[RoleMemory, ...]
     process: int
     processes: tuple[int, ...]
-    part: str = ""
+    ranks: str = ""
 
     @property
     def peak(self) -> tuple[RoleMemory, Phase] | None:
         """The role and phase with most bytes on the rank; None if no role has a model."""
-        phases = [(role, phase) for role in self.roles for phase in role.phases]
-        return max(
-            phases, key=lambda each: sum(self.on_device(*each)) + each[1].total, default=None
-        )
+        peak = None
+        max_bytes = -1
+        for role in self.roles:
+            for phase in role.phases:
+                num_bytes = sum(self.on_device(role, phase)) + phase.total
+                if num_bytes > max_bytes:
+                    peak = role, phase
+                    max_bytes = num_bytes
+        return peak
 
     def on_device(self, busy: RoleMemory, phase: Phase) -> State:
         """Sum all roles' state on the device while `busy` runs `phase`.
 
         Weights for role `phase.beside` are on the device too, even if they are offloaded.
         """
-        idle = Phase(phase.name)
-        found = [
-            role.on_device(phase if role is busy else idle if role.role is phase.beside else None)
-            for role in self.roles
-        ]
-        return State(*map(sum, zip(*found, strict=True)))
+        weights = 0
+        gradients = 0
+        optimizer = 0
+        for role in self.roles:
+            if role is busy:
+                state = role.on_device(phase)
+            elif role.role is phase.beside:
+                state = role.on_device(Phase(phase.name))
+            else:
+                state = role.on_device(None)
+            weights += state.weights
+            gradients += state.gradients
+            optimizer += state.optimizer
+        return State(weights, gradients, optimizer)
 
     @property
     def total(self) -> int:
         """The rank's peak in bytes."""
-        needed = sum(self.on_device(*self.peak)) + self.peak[1].total if self.peak else 0
-        return self.process + sum(role.other for role in self.roles) + needed
+        total = self.process + sum(role.other for role in self.roles)
+        peak = self.peak
+        if peak is not None:
+            total += sum(self.on_device(*peak)) + peak[1].total
+        return total
 
 
 def has_model(config: RunConfig, role: Role) -> bool:
@@ -122,18 +139,22 @@ def pool_memories(config: RunConfig) -> list[PoolMemory]:
 
     A disaggregated pool has two items: for its training ranks, then for its generating ranks.
     """
-    found = []
+    memories = []
     for pool in config.resource_pool:
-        found.append(pool_memory(config, pool))
+        memory = pool_memory(config, pool)
         if is_split(config, pool):
-            found[-1:] = [replace(found[-1], part=TRAINS), _generating_memory(config, pool)]
-    return found
+            memories += [replace(memory, ranks=TRAINS), _generating_memory(config, pool)]
+        else:
+            memories.append(memory)
+    return memories
 
 
 def _generating_memory(config: RunConfig, pool: str) -> PoolMemory:
     """Compute the memory on a disaggregated pool's generating ranks."""
     assert config.parts is not None, "the pool is split"
-    actor, tp, ep = config.actor_rollout, config.rollout_tp, config.rollout_ep
+    actor = config.actor_rollout
+    tp = config.rollout_tp
+    ep = config.rollout_ep
     numbers = sum(shard_sizes(actor.architecture, Head.LANGUAGE_MODEL, tp, 0, 1, 1, ep))
     numbers += _adapter_elements(config, tp)
     groups = (2 if actor.architecture.num_experts else 1) * (tp > 1) + (ep > 1) + POOL_GROUP
@@ -161,7 +182,8 @@ def server_memory(config: RunConfig) -> RoleMemory:
 
     On CPU a server does not sleep. On devices it has its share while training makes room.
     """
-    actor, keys = config.actor_rollout, config.rollout.vllm
+    actor = config.actor_rollout
+    keys = config.rollout.vllm
     elements = model_elements(actor.architecture, Head.LANGUAGE_MODEL)
     weights = elements * itemsize(actor) // config.rollout_tp
     weights += _adapter_elements(config, config.rollout_tp) * itemsize(actor)
@@ -170,9 +192,12 @@ def server_memory(config: RunConfig) -> RoleMemory:
     else:
         share = int(keys.gpu_memory_utilization * (device_memory(config) or 0))
         cache = max(0, share - weights)
-    phase, lasting = Phase("vLLM server", kv_cache=cache, other=weights), 0
     if on_cpu(config):
-        phase, lasting = Phase("vLLM server"), phase.total
+        phase = Phase("vLLM server")
+        lasting = cache + weights
+    else:
+        phase = Phase("vLLM server", kv_cache=cache, other=weights)
+        lasting = 0
     return RoleMemory(Role.ROLLOUT, State(0, 0, 0), lasting, (phase,), OffloadConfig())
 
 
@@ -190,19 +215,17 @@ def pool_memory(config: RunConfig, pool: str) -> PoolMemory:
     ranks: dict[tuple[int, ...], int] = {}  # stage in each role -> first rank with these
     for rank in range(sum(processes)):
         ranks.setdefault(tuple(config.layout(role).pp_rank(rank) for role in roles), rank)
-    served = config.runs_vllm and Role.ACTOR_ROLLOUT in roles and not config.parts
-    servers = (server_memory(config),) * served
-    needs = (
-        PoolMemory(
-            pool,
-            rank,
-            (*map(partial(role_memory, config), roles, stages), *servers),
-            device.process_bytes(config.device.kind),
-            processes,
-        )
-        for stages, rank in ranks.items()
-    )
-    return max(needs, key=lambda need: need.total)
+    has_server = config.runs_vllm and Role.ACTOR_ROLLOUT in roles and not config.parts
+    process_bytes = device.process_bytes(config.device.kind)
+    memories = []
+    for stages, rank in ranks.items():
+        roles_memory = []
+        for role, stage in zip(roles, stages, strict=True):
+            roles_memory.append(role_memory(config, role, stage))
+        if has_server:
+            roles_memory.append(server_memory(config))
+        memories.append(PoolMemory(pool, rank, tuple(roles_memory), process_bytes, processes))
+    return max(memories, key=lambda memory: memory.total)
 
 
 def role_memory(config: RunConfig, role: Role, pp_rank: int) -> RoleMemory:
@@ -250,33 +273,43 @@ def _generate_phases(config: RunConfig, received: int) -> list[Phase]:
     """
     if config.runs_vllm:
         return []
-    actor, tp, a = config.actor_rollout, config.rollout_tp, config.actor_rollout.architecture
-    rows, held, item = cache_rows(config), _cache_tokens(config), itemsize(actor)
+    actor = config.actor_rollout
+    a = actor.architecture
+    tp = config.rollout_tp
+    item = itemsize(actor)
+    rows = cache_rows(config)
+    cache_tokens = _cache_tokens(config)
     length = actor.max_prompt_length + actor.max_new_tokens
     # With a limited cache, rows that had to wait are prefilled again with their drawn tokens.
-    longest = actor.max_prompt_length if held is None else length
+    longest = actor.max_prompt_length if cache_tokens is None else length
     prefill = min(rows * longest, max(generation_memory.PREFILL_TOKENS, longest))
     layer = layer_bytes(a, prefill, tp, False, item)
     working = layer.kept + layer.sent
     if actor.lora.rank:  # what adapters add to the output of the widest linear
         working += prefill * a.mlp_hidden_size // tp * item
     if config.rollout_ep > 1:
-        hidden, width = a.hidden_size, a.mlp_hidden_size // tp
-        own = prefill * (hidden * item + 5 * (a.num_experts or 0) + 20 * a.moe_router_topk)
+        hidden = a.hidden_size
+        width = a.mlp_hidden_size // tp
+        # Of this rank's tokens: hidden states and routing. Of a chunk of all ranks': the result,
+        # and what each chosen expert needs.
+        routing = 5 * (a.num_experts or 0) + 20 * a.moe_router_topk
+        rank_bytes = prefill * (hidden * item + routing)
         result = hidden * (item + FP32)
         widened = (hidden + 2 * width) * item
         choice = 40 + max(result, widened, width * (3 * item + FP32))
-        together = config.rollout_ep * min(
-            prefill, max(1, generation_memory.EXCHANGE_TOKENS // config.rollout_ep)
-        )
-        working = layer.kept - layer.mlp + (own + together * (result + a.moe_router_topk * choice))
+        chunk_tokens = max(1, generation_memory.EXCHANGE_TOKENS // config.rollout_ep)
+        num_exchanged = config.rollout_ep * min(prefill, chunk_tokens)
+        exchange_bytes = num_exchanged * (result + a.moe_router_topk * choice)
+        working = layer.kept - layer.mlp + rank_bytes + exchange_bytes
     top_ps = [actor.top_p] if actor.do_sample else []
     if config.has_validation_prompts and config.validation.do_sample:
         top_ps.append(config.validation.top_p)
     sampling = rows * a.vocab_size * sampling_itemsize(bool(top_ps), min(top_ps, default=1) < 1)
     # Token id, log-prob and random number of each position.
     state = rows * (actor.max_new_tokens + 1) * (8 + FP32 + FP32)
-    tokens = rows * length if held is None else min(rows * length, max(held, length))
+    tokens = rows * length
+    if cache_tokens is not None:
+        tokens = min(tokens, max(cache_tokens, length))
     cache = generation_memory.kv_cache_bytes(tokens, a, tp, item)
     if config.rollout.engine == NATIVE and actor.lora.rank:
         received += joined_elements(a, actor.lora, tp)
@@ -308,7 +341,9 @@ def cache_rows(config: RunConfig) -> int:
 
 
 def _cache_tokens(config: RunConfig) -> int | None:
-    actor, tp = config.actor_rollout, config.rollout_tp
-    token = generation_memory.kv_cache_bytes(1, actor.architecture, tp, itemsize(actor))
-    limited = actor.num_samples_per_step is None
-    return generation_memory.kv_cache_tokens(token, rollout_memory(config) if limited else None)
+    actor = config.actor_rollout
+    if actor.num_samples_per_step is not None:
+        return None
+    tp = config.rollout_tp
+    token_bytes = generation_memory.kv_cache_bytes(1, actor.architecture, tp, itemsize(actor))
+    return generation_memory.kv_cache_tokens(token_bytes, rollout_memory(config))

@@ -28,44 +28,51 @@ def topology(config: RunConfig) -> str:
     by_device = sum(map(sum, config.resource_pool.values())) <= 32
     tables = []
     for pool, sizes in config.resource_pool.items():
-        devices = [(host, number) for host, size in enumerate(sizes) for number in range(size)]
-        layouts, first = {role.value: config.layout(role) for role in config.roles_of(pool)}, 0
+        devices: list[tuple[int, int]] = []
+        for host, num_devices in enumerate(sizes):
+            devices += [(host, number) for number in range(num_devices)]
+        layouts = {role.value: config.layout(role) for role in config.roles_of(pool)}
+        first_rank = 0
         if is_split(config, pool) and config.parts is not None:
-            first = config.parts[0]
-            tables.append(_topology_table(pool, devices[:first], 0, layouts, by_device))
+            first_rank = config.parts[0]
+            tables.append(_topology_table(pool, devices[:first_rank], 0, layouts, by_device))
             layouts = {"rollout": config.rollout_layout}
-        tables.append(_topology_table(pool, devices[first:], first, layouts, by_device))
+        devices = devices[first_rank:]
+        tables.append(_topology_table(pool, devices, first_rank, layouts, by_device))
     return "\n\n".join(tables)
 
 
 def _topology_table(
     pool: str,
     devices: Sequence[tuple[int, int]],
-    first: int,
+    first_rank: int,
     layouts: Mapping[str, ParallelLayout],
     by_device: bool,
 ) -> str:
-    """Build the table for a pool or a part whose first rank in the pool is `first`.
+    """Build the table for some of a pool's ranks, from `first_rank` on.
 
     devices: Each rank's host and number.
     """
+
+    def line_of(rank: int) -> object:
+        return rank if by_device else [layout.pp_rank(rank) for layout in layouts.values()]
+
     rows: list[dict[str, object]] = []
-
-    def line_of(place: tuple[int, int, int]) -> object:
-        return place if by_device else [layout.pp_rank(place[2]) for layout in layouts.values()]
-
-    for _, group in groupby(((*each, rank) for rank, each in enumerate(devices)), line_of):
-        hosts, numbers, ranks = zip(*group, strict=True)
-        first_and_last = hosts, numbers, [first + rank for rank in ranks]
-        titles = "hosts", "devices", "ranks"
-        row: dict[str, object] = {"pool": pool}
-        row |= dict(zip(titles, map(_span, first_and_last), strict=True))
+    for _, group in groupby(range(len(devices)), line_of):
+        ranks = list(group)
+        row: dict[str, object] = {
+            "pool": pool,
+            "hosts": _span([devices[rank][0] for rank in ranks]),
+            "devices": _span([devices[rank][1] for rank in ranks]),
+            "ranks": _span([first_rank + rank for rank in ranks]),
+        }
         for role, layout in layouts.items():
             axes = _axes(layout)
-            row[f"{role} {axes}"] = ",".join(
-                _span([getattr(layout, f"{axis.lower()}_rank")(rank) for rank in ranks])
-                for axis in axes.split(",")
-            )
+            spans = []
+            for axis in axes.split(","):
+                coordinate = getattr(layout, f"{axis.lower()}_rank")
+                spans.append(_span([coordinate(rank) for rank in ranks]))
+            row[f"{role} {axes}"] = ",".join(spans)
         rows.append(row)
     return named_table(rows)
 
@@ -75,7 +82,8 @@ def _axes(layout: ParallelLayout) -> str:
 
 
 def _span(numbers: Sequence[int]) -> str:
-    low, high = min(numbers), max(numbers)
+    low = min(numbers)
+    high = max(numbers)
     return str(low) if low == high else f"{low}-{high}"
 
 
@@ -101,55 +109,21 @@ def plan(config: RunConfig, nested: bool = False) -> Plan:
         config: The run.
         nested: Whether the YAML has `actor_rollout` and `ref` under `actor_rollout_ref`.
     """
-    chosen = choose_cluster(config.runtime.address)
-    cluster = f"cluster at {chosen.address}" if chosen.address else "private cluster on this host"
+    runtime = "local"
+    if config.runtime.kind == "ray":
+        chosen = choose_cluster(config.runtime.address)
+        runtime = f"ray, private cluster on this host ({chosen.source})"
+        if chosen.address:
+            runtime = f"ray, cluster at {chosen.address} ({chosen.source})"
+    asked_kind = config.device.kind
     config = available.look_once(config)
+    device_kind = config.device.kind.value
+    if config.device.kind is not asked_kind:
+        device_kind += ", as device.memory_gib is given; device.kind names another"
     fitting, problems = check_fit(config)
-    training, data = config.training, config.data
-    saved = {role: config.save_folder(role) for role in config.roles if role in SAVED_AS}
-    saves = ["at the end", f"the last {training.keep_last} are kept"]
-    if training.seconds_between_saves:
-        saves.insert(0, f"every {training.seconds_between_saves:g} s")
-    if 0 < training.save_interval <= training.train_iters:
-        saves.insert(0, _every(training.save_interval))
-    rules = ", ".join(f"{weight:g} x {rule.value}" for rule, weight in config.verifiers)
     variables = list_variables(config.pool_settings.env, offload_environment(config))
     sections = {
-        f"Run {config.training.run_name}": pairs(
-            [
-                ("iterations", training.train_iters),
-                ("output", training.output_dir),
-                *((f"weights of {role.value}", folder) for role, folder in saved.items() if folder),
-                ("checkpoints of the run", ", ".join(saves)),
-                ("tokenizer", training.tokenizer_name_or_path),
-                ("training prompts", ", ".join(data.train_files or data.data_path)),
-                ("validation prompts", ", ".join(data.val_files or data.val_data_path) or "none"),
-                *(
-                    [("validation", _describe_validation(config))]
-                    if config.has_validation_prompts
-                    else []
-                ),
-                (
-                    "runtime",
-                    f"ray, {cluster} ({chosen.source})"
-                    if config.runtime.kind == "ray"
-                    else "local",
-                ),
-                ("device", config.device.kind.value),
-                ("reward", f"verifier: {rules}" if rules else config.reward.kind.value),
-                *(
-                    [("reward functions", _describe_functions(config))]
-                    if config.reward.parts
-                    else []
-                ),
-                ("old log-probs", OLD_LOG_PROBS[config.old_log_probs]),
-                *(
-                    [("generation", _describe_slices(config))]
-                    if config.rollout.max_staleness
-                    else []
-                ),
-            ]
-        ),
+        f"Run {config.training.run_name}": pairs(_run_lines(config, runtime, device_kind)),
         "Roles": named_table([*_role_rows(config)]),
         "Places of the ranks": topology(config),
         "Environment of the workers": table([("variable", "value", "source"), *variables])
@@ -166,13 +140,56 @@ def plan(config: RunConfig, nested: bool = False) -> Plan:
         if memory is None and available.on_cpu(config):
             memory = available.rollout_memory(config)
         if memory is None:
-            rule, remedy = "needs device.memory_gib, which is unknown here", "set it"
+            rule = "needs device.memory_gib, which is unknown here"
+            remedy = "set it"
             sections["Suggested layouts"] = f"  {rule}; {remedy}"
             problems = [Problem("plan.suggest", rule, True, remedy), *problems]
         else:
             sections["Suggested layouts"] = suggest(config, nested, usable_bytes(memory))
     text = "\n\n".join(f"{title}\n{body}" for title, body in sections.items())
     return Plan(text, problems)
+
+
+def _run_lines(config: RunConfig, runtime: str, device_kind: str) -> list[tuple[str, object]]:
+    """Return the run's settings as (title, value).
+
+    `runtime` describes where processes start, `device_kind` on which devices.
+    """
+    training = config.training
+    data = config.data
+    saves = ["at the end", f"the last {training.keep_last} are kept"]
+    if training.seconds_between_saves:
+        saves.insert(0, f"every {training.seconds_between_saves:g} s")
+    if 0 < training.save_interval <= training.train_iters:
+        saves.insert(0, _every(training.save_interval))
+    lines: list[tuple[str, object]] = [
+        ("iterations", training.train_iters),
+        ("output", training.output_dir),
+    ]
+    for role in config.roles:
+        folder = config.save_folder(role) if role in SAVED_AS else None
+        if folder is not None:
+            lines.append((f"weights of {role.value}", folder))
+    lines += [
+        ("checkpoints of the run", ", ".join(saves)),
+        ("tokenizer", training.tokenizer_name_or_path),
+        ("training prompts", ", ".join(data.train_files or data.data_path)),
+        ("validation prompts", ", ".join(data.val_files or data.val_data_path) or "none"),
+    ]
+    if config.has_validation_prompts:
+        lines.append(("validation", _describe_validation(config)))
+    rules = ", ".join(f"{weight:g} x {rule.value}" for rule, weight in config.verifiers)
+    lines += [
+        ("runtime", runtime),
+        ("device", device_kind),
+        ("reward", f"verifier: {rules}" if rules else config.reward.kind.value),
+    ]
+    if config.reward.parts:
+        lines.append(("reward functions", _describe_functions(config)))
+    lines.append(("old log-probs", OLD_LOG_PROBS[config.old_log_probs]))
+    if config.rollout.max_staleness:
+        lines.append(("generation", _describe_slices(config)))
+    return lines
 
 
 def _describe_validation(config: RunConfig) -> str:
@@ -199,8 +216,10 @@ def _every(interval: int) -> str:
 
 
 def _describe_functions(config: RunConfig) -> str:
-    parts = config.reward.parts
-    return ", ".join(f"{part.weight:g} x {part.function or part.url}" for part in parts)
+    terms = []
+    for function in config.reward.parts:
+        terms.append(f"{function.weight:g} x {function.function or function.url}")
+    return ", ".join(terms)
 
 
 def _describe_decoding(do_sample: bool, temperature: float) -> str:
@@ -210,7 +229,8 @@ def _describe_decoding(do_sample: bool, temperature: float) -> str:
 def _role_rows(config: RunConfig) -> Iterator[dict[str, object]]:
     """Yield a row for each role, and one for ranks that only generate."""
     for role in config.roles:
-        section, layout = config.role(role), config.layout(role)
+        section = config.role(role)
+        layout = config.layout(role)
         row: dict[str, object] = {
             "role": role.value, "model": "rule", "pool": config.placement[role],
             "ranks": layout.world_size,
@@ -248,7 +268,8 @@ def _describe_weights(config: RunConfig, role: Role) -> str:
 
 
 def _batch_sizes(config: RunConfig) -> list[tuple[str, object]]:
-    actor, rows = config.actor_rollout, cache_rows(config)
+    actor = config.actor_rollout
+    rows = cache_rows(config)
     per_rank = config.samples_per_iteration // config.layout(Role.ACTOR_ROLLOUT).dp
     per_replica = -(-config.samples_per_iteration // config.rollout_layout.dp)
     return [
@@ -284,7 +305,8 @@ def _forward_rows(config: RunConfig) -> Iterator[dict[str, object]]:
 
 
 def _describe_micro_batches(config: RunConfig, role: Role, samples: int) -> tuple[str, str]:
-    section, actor = config.role(role), config.actor_rollout
+    section = config.role(role)
+    actor = config.actor_rollout
     count = micro_batches(section, samples, actor.max_prompt_length + actor.max_new_tokens)
     limit = section.max_tokens_per_micro_batch
     if limit is None:
@@ -294,7 +316,8 @@ def _describe_micro_batches(config: RunConfig, role: Role, samples: int) -> tupl
 
 def _describe_sharing(config: RunConfig, role: Role, samples: int) -> str:
     """Return how often a prompt with several responses is computed, and the key to change it."""
-    section, together = config.role(role), config.shared_samples(role, samples)
+    section = config.role(role)
+    together = config.shared_samples(role, samples)
     if not (section.share_prompts and section.packed_sequences):
         off = "packed_sequences" if section.share_prompts else "share_prompts"
         return f"for each response: {off}=false"
@@ -310,7 +333,8 @@ def _describe_sharing(config: RunConfig, role: Role, samples: int) -> str:
 
 def _update_rows(config: RunConfig) -> Iterator[dict[str, object]]:
     """Yield the optimizer steps of the actor, and of the critic if any."""
-    actor, critic = config.actor_rollout, config.critic
+    actor = config.actor_rollout
+    critic = config.critic
     updates = [(Role.ACTOR_ROLLOUT, actor.ppo_epochs, actor.optimizer.lr)]
     if critic is not None:
         updates.append((Role.CRITIC, critic.critic_update_epochs, critic.optimizer.lr))

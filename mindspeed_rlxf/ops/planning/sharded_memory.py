@@ -50,11 +50,13 @@ def element_counts(
     """
     shapes = _shapes(load, architecture, head)
     counts: Counter[int] = Counter()
+    outside = -1
     for name, shape in shapes.items():
-        if not (head is Head.SCORE and name == OUTPUT):
-            found = LAYER.search(name)
-            counts[int(found[1]) if found else -1] += prod(shape)
-    return counts.pop(-1, 0), tuple(counts.values())
+        if head is Head.SCORE and name == OUTPUT:
+            continue
+        layer = LAYER.search(name)
+        counts[int(layer[1]) if layer else outside] += prod(shape)
+    return counts.pop(outside, 0), tuple(counts.values())
 
 
 @lru_cache(maxsize=64)
@@ -62,12 +64,13 @@ def adapter_elements(
     load: str | None, architecture: ArchitectureConfig, head: Head, lora: LoraConfig
 ) -> int:
     """Count the elements of a model's adapters, as `element_counts`."""
-    return sum(
-        lora.rank * sum(shape)
-        for name, shape in _shapes(load, architecture, head).items()
-        if len(shape) == 2 and LAYER.search(name) and can_adapt(module := name.rpartition(".")[0])
-        if lora.selects(module)
-    )
+    count = 0
+    for name, shape in _shapes(load, architecture, head).items():
+        module = name.rpartition(".")[0]
+        is_linear = len(shape) == 2 and LAYER.search(name) is not None and can_adapt(module)
+        if is_linear and lora.selects(module):
+            count += lora.rank * sum(shape)
+    return count
 
 
 @lru_cache(maxsize=64)
@@ -80,14 +83,14 @@ def scored_layers(load: str | None, length: int) -> tuple[int, bool]:
     with contextlib.suppress(ValueError, OSError):
         config = read_text_config(Path(str(load)))
         window = getattr(config, "sliding_window", None)
-        kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
-        every = config.num_hidden_layers
-        if getattr(config, "attn_logit_softcapping", None) or any(
-            name.endswith(".sinks") for name in open_hf_folder(str(load))
-        ):
-            return every, True
+        layer_kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+        num_layers = config.num_hidden_layers
+        has_cap = getattr(config, "attn_logit_softcapping", None)
+        if has_cap or any(name.endswith(".sinks") for name in open_hf_folder(str(load))):
+            return num_layers, True
         if window is not None and window < length:
-            return every * kinds.count("sliding_attention") // len(kinds), False
+            num_sliding = layer_kinds.count("sliding_attention")
+            return num_layers * num_sliding // len(layer_kinds), False
     return 0, False
 
 
@@ -95,7 +98,7 @@ def _shapes(
     load: str | None, architecture: ArchitectureConfig, head: Head
 ) -> Mapping[str, tuple[int, ...]]:
     with contextlib.suppress(ValueError, OSError):
-        return {name: each.shape for name, each in open_hf_folder(str(load)).items()}
+        return {name: tensor.shape for name, tensor in open_hf_folder(str(load)).items()}
     return hf_shapes(architecture, head)
 
 
@@ -105,7 +108,8 @@ def layer_bytes(
     """Compute the activations of a layer of transformers for a rank's `tokens`."""
     # As in Megatron's layers: input in fp32, normed value, output, root per token.
     norm = tokens * ((FP32 + (1 if frozen_norms else 2) * item) * a.hidden_size + FP32)
-    queries, keys = a.num_attention_heads * a.head_dim, a.kv_heads * a.head_dim
+    queries = a.num_attention_heads * a.head_dim
+    keys = a.kv_heads * a.head_dim
     # Projections, turned halves, rotated queries and keys, values, the result and its copy, the
     # log of the softmax's divisor.
     attention = item * (5 * queries + 4 * keys) + FP32 * a.num_attention_heads
@@ -123,15 +127,19 @@ class ShardedModel:
     """One role with FSDP, with the sizes behind its memory."""
 
     def __init__(self, config: RunConfig, role: Role) -> None:
-        self.config, self.role = config, role
-        self.section, self.head, self.layout = config.role(role), HEADS[role], config.layout(role)
+        self.config = config
+        self.role = role
+        self.section = config.role(role)
+        self.head = HEADS[role]
+        self.layout = config.layout(role)
         self.root, self.layers = element_counts(
             self.section.load, self.section.architecture, self.head
         )
         self.numbers = self.root + sum(self.layers)
         # A shared reference is the actor's model, whose row has all that lasts.
         self.is_shared = role is Role.REF and config.shares_reference
-        self.lora, self.adapters = self.section.adapters, 0
+        self.lora = self.section.adapters
+        self.adapters = 0  # elements of adapters
         # Elements that are trained.
         self.learnt = self.numbers if isinstance(self.section, LearningConfig) else 0
         if self.lora.rank:
@@ -139,7 +147,8 @@ class ShardedModel:
             self.adapters = adapter_elements(*model, self.lora)
             scores = self.section.architecture.hidden_size if self.head is Head.SCORE else 0
             self.learnt = self.adapters + scores
-        self.item, self.ranks = itemsize(self.section), self.layout.world_size
+        self.item = itemsize(self.section)
+        self.ranks = self.layout.world_size
         self.response = config.actor_rollout.max_new_tokens
         self.length = config.actor_rollout.max_prompt_length + self.response
         self.scored, self.is_capped = scored_layers(self.section.load, self.length)
@@ -151,7 +160,8 @@ class ShardedModel:
         """
         if self.is_shared:
             return State(0, 0, 0)
-        shard, learnt = (-(-n // self.ranks) for n in (self.numbers, self.learnt))
+        shard = -(-self.numbers // self.ranks)
+        learnt = -(-self.learnt // self.ranks)
         if self.learnt == self.numbers:
             return State(shard * FP32, 0, shard * 2 * FP32)
         return State(shard * self.item + learnt * FP32, 0, learnt * 2 * FP32)
@@ -167,10 +177,11 @@ class ShardedModel:
         """Yield forward and, for a trained role, update and optimizer step."""
         beside = role_beside(self.config, self.role)
         samples = self.config.samples_per_iteration // self.layout.dp
-        layer, (_, busy) = self._layer(samples), self._scores(samples)
-        layer = replace(layer, attention=layer.attention + busy)
-        held = max(layer.forward, self._head_bytes(samples))
-        yield Phase("forward", held, other=self._whole_weights(), beside=beside)
+        layer = self._layer(samples)
+        _, computing_scores = self._scores(samples)
+        layer = replace(layer, attention=layer.attention + computing_scores)
+        activations = max(layer.forward, self._head_bytes(samples))
+        yield Phase("forward", activations, other=self._whole_weights(), beside=beside)
         if not self.learnt or self.is_shared:
             return
         yield self._update(mini_batch_size(self.config, self.role) // self.layout.dp)
@@ -182,17 +193,25 @@ class ShardedModel:
         return (self.root + sum(largest)) * self.item
 
     def _update(self, samples: int) -> Phase:
-        section, layer = self.section, self._layer(samples)
+        section = self.section
         assert isinstance(section, LearningConfig), "frozen roles have no update"
-        count, largest = len(self.layers), max(self.layers, default=0)
-        scores, busy = self._scores(samples)
-        again = max(0, busy - layer.mlp)  # whose activations are not there with attention's
-        kept = count * layer.kept + scores * self.scored
+        layer = self._layer(samples)
+        num_layers = len(self.layers)
+        scores, computing_scores = self._scores(samples)
+        # Activations from the forward pass, and those of a layer while it computes backward. The
+        # MLP's are not there together with attention's.
+        activations = num_layers * layer.kept + scores * self.scored
+        computing = max(0, computing_scores - layer.mlp)
         if section.recompute is Recompute.FULL:
-            kept, again = count * layer.entry, layer.kept + scores + again
-        shard, root = -(-self.learnt // self.ranks), self.root
+            activations = num_layers * layer.entry
+            computing += layer.kept + scores
+        # Elements with gradients: a rank's shards, outside the layers, and in the largest layer.
+        shard = -(-self.learnt // self.ranks)
+        root = self.root
+        largest = max(self.layers, default=0)
         if self.lora.rank:
-            root, largest = 0, self.adapters // max(count, 1)
+            root = 0
+            largest = self.adapters // max(num_layers, 1)
         head = self._head_bytes(samples)
         reads_chunks = self._read(samples) > CHUNK_TOKENS
         if self.head is Head.LANGUAGE_MODEL and reads_chunks and not self.lora.rank:
@@ -201,10 +220,11 @@ class ShardedModel:
         # before the last one add up whole fp32 gradients. With one, gradients become shards layer
         # by layer, while activations are freed.
         if micro_batches(section, samples, self.length) > 1:
-            peak = kept + max(head, again) + self.learnt * FP32
+            peak = activations + max(head, computing) + self.learnt * FP32
         else:
-            first = kept + max(head, again + (root + largest) * FP32)
-            peak = max(first, layer.kept + (root + shard) * FP32)
+            at_begin = activations + max(head, computing + (root + largest) * FP32)
+            at_end = layer.kept + (root + shard) * FP32
+            peak = max(at_begin, at_end)
         return Phase("update", peak, other=self._whole_weights(), learns=True)
 
     def _scores(self, samples: int) -> tuple[int, int]:
@@ -212,17 +232,18 @@ class ShardedModel:
 
         Kept are probabilities and, with a cap or sinks, what is made of the scores before.
         """
-        section, pairs = self.section, self.length**2
         if not self.scored:
             return 0, 0
+        section = self.section
+        num_pairs = self.length**2
         heads = section.architecture.num_attention_heads // section.context_parallel_size
         rows = micro_batch_tokens(section, samples, self.length) // self.length
         at_once = 1 if section.packed_sequences else rows
         narrow = self.item if self.item < FP32 else 0
-        kept = FP32 + narrow + self.item * self.is_capped
-        mask = self.item + 12  # from distances of 8 bytes and conditions
-        busy = at_once * heads * (2 * FP32 + narrow) + mask
-        return rows * heads * pairs * kept, pairs * busy
+        kept_bytes = FP32 + narrow + self.item * self.is_capped
+        mask_bytes = self.item + 12  # from distances of 8 bytes and conditions
+        computing_bytes = at_once * heads * (2 * FP32 + narrow) + mask_bytes
+        return rows * heads * num_pairs * kept_bytes, num_pairs * computing_bytes
 
     def _own_tokens(self, samples: int) -> int:
         tokens = micro_batch_tokens(self.section, samples, self.length)
@@ -239,5 +260,6 @@ class ShardedModel:
         return min(read, self._own_tokens(samples))
 
     def _head_bytes(self, samples: int) -> int:
-        a, tokens = self.section.architecture, self._own_tokens(samples)
+        a = self.section.architecture
+        tokens = self._own_tokens(samples)
         return head_bytes(a, self.head, tokens, self._read(samples), self.item, a.vocab_size)

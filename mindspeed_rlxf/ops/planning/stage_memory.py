@@ -93,10 +93,10 @@ def layer_bytes(
     cp: int = 1,
 ) -> LayerBytes:
     """Compute a layer's activations on one rank, which has `tokens` outside attention."""
-    own = tokens // tp if sequence_parallel else tokens
+    rank_tokens = tokens // tp if sequence_parallel else tokens  # outside tensor parallelism
     # A norm keeps its input in fp32, the normed value for the gradient of its weight, the output,
     # and a root per token.
-    norm = own * ((FP32 + (1 if frozen_norms else 2) * itemsize) * a.hidden_size + FP32)
+    norm = rank_tokens * ((FP32 + (1 if frozen_norms else 2) * itemsize) * a.hidden_size + FP32)
     # Projections, rotated queries and keys, cosines and sines, the output twice, the log of the
     # softmax's divisor. Ranks that share a key-value group gather the projections of all ranks.
     queries = a.num_attention_heads * a.head_dim // tp
@@ -127,7 +127,7 @@ def layer_bytes(
         mlp = pairs * itemsize * (a.hidden_size + 6 * a.mlp_hidden_size // tp)
         mlp += tokens * (5 * a.num_experts + 12 * a.moe_router_topk)
         sent = 3 * pairs * a.hidden_size * itemsize
-    entry = own * a.hidden_size * itemsize
+    entry = rank_tokens * a.hidden_size * itemsize
     return LayerBytes(norm, tokens * attention, mlp, sent, entry, exchange)
 
 
@@ -140,10 +140,10 @@ def head_bytes(
     tokens read. A score head copies those in fp32; log-probs need logits, shifted logits,
     exponentials and a product in fp32, for one chunk at a time, with `vocab` rows on this rank.
     """
-    held = a.hidden_size * (tokens * (FP32 + 2 * itemsize) + read * itemsize)
+    hidden_bytes = a.hidden_size * (tokens * (FP32 + 2 * itemsize) + read * itemsize)
     if head is Head.SCORE:
-        return held + FP32 * read * a.hidden_size
-    return held + 4 * FP32 * min(read, CHUNK_TOKENS) * vocab
+        return hidden_bytes + FP32 * read * a.hidden_size
+    return hidden_bytes + 4 * FP32 * min(read, CHUNK_TOKENS) * vocab
 
 
 def recompute_bytes(role: LearningConfig, layer: LayerBytes) -> tuple[int, int]:
@@ -155,7 +155,8 @@ def recompute_bytes(role: LearningConfig, layer: LayerBytes) -> tuple[int, int]:
     - block: entries for the first `recompute_num_layers` layers, and the other layers; one layer if
       there are no others, else 0
     """
-    layers, size = role.layers_per_chunk, role.recompute_num_layers
+    layers = role.layers_per_chunk
+    size = role.recompute_num_layers
     if role.recompute is Recompute.NONE:
         return layers * layer.kept, 0
     if role.recompute is Recompute.SELECTIVE:
@@ -163,8 +164,9 @@ def recompute_bytes(role: LearningConfig, layer: LayerBytes) -> tuple[int, int]:
     if role.recompute_method == "uniform":
         return layers // size * layer.entry, size * layer.kept
     # Activations that are kept are of later layers, so they are freed before one is recomputed.
-    kept = size * layer.entry + (layers - size) * layer.kept
-    return kept, layer.kept if size == layers else 0
+    activations = size * layer.entry + (layers - size) * layer.kept
+    recomputed = layer.kept if size == layers else 0
+    return activations, recomputed
 
 
 def itemsize(role: RoleConfig) -> int:
@@ -242,30 +244,40 @@ class PipelineStage:
     """One role on one pipeline stage, with the sizes behind its memory."""
 
     def __init__(self, config: RunConfig, role: Role, pp_rank: int) -> None:
-        self.config, self.role, self.pp_rank = config, role, pp_rank
-        self.section, self.head = config.role(role), HEADS[role]
-        self.layout, self.itemsize = config.layout(role), itemsize(self.section)
+        self.config = config
+        self.role = role
+        self.pp_rank = pp_rank
+        self.section = config.role(role)
+        self.head = HEADS[role]
+        self.layout = config.layout(role)
+        self.itemsize = itemsize(self.section)
         self.architecture = self.section.architecture
         # A shared reference is the actor's model, whose row has all that lasts.
         self.is_shared = role is Role.REF and config.shares_reference
-        self.optimizer, self.lora = None, self.section.adapters
+        self.optimizer = None
+        self.lora = self.section.adapters
         if isinstance(self.section, LearningConfig) and not self.is_shared:
             self.optimizer = self.section.optimizer
         self.sequence_parallel = self.section.sequence_parallel and self.layout.tp > 1
-        self.ep, dp = self.section.expert_model_parallel_size, self.layout.dp
+        self.ep = self.section.expert_model_parallel_size
+        dp = self.layout.dp
         copies = dp * self.layout.cp  # of the weights, which sum their gradients
-        place = (pp_rank, self.layout.pp, self.section.model_chunks, self.ep)
-        self.shard = (self.architecture, self.head, self.layout.tp, *place)
+        stage = (pp_rank, self.layout.pp, self.section.model_chunks)
+        self.shard = (self.architecture, self.head, self.layout.tp, *stage, self.ep)
         self.shared, self.experts = split_sizes(*self.shard)
         self.numbers = sum(self.shared) + sum(self.experts)
         # Elements of one of Megatron's buffers, and the replicas that sum its gradients.
         separate = [(self.shared, copies), (self.experts, copies // self.ep)]
         self.buffers = separate if self.ep > 1 else [(self.shared + self.experts, copies)]
-        self.last, self.frozen = pp_rank == self.layout.pp - 1, 0  # elements without gradients
+        self.is_last = pp_rank == self.layout.pp - 1
+        self.frozen = 0  # elements without gradients
         self.adapters: tuple[int, ...] = ()
         if self.lora.rank:
-            self.adapters = adapter_sizes(*self.shard[:2], self.lora, self.layout.tp, *place[:3])
-            heads = (self.architecture.hidden_size,) * (self.last and self.head is Head.SCORE)
+            self.adapters = adapter_sizes(
+                self.architecture, self.head, self.lora, self.layout.tp, *stage
+            )
+            has_score_head = self.is_last and self.head is Head.SCORE
+            heads = (self.architecture.hidden_size,) if has_score_head else ()
             self.buffers = [(self.adapters + heads, copies)]
             self.frozen = self.numbers - sum(heads)
         actor = config.actor_rollout
@@ -280,22 +292,28 @@ class PipelineStage:
             return State(0, 0, 0)
         if self.optimizer is None:
             return State(self.numbers * self.itemsize, 0, 0)
-        held = optimizer = 0
+        trained = 0  # elements in buffers, padding included
+        optimizer_bytes = 0
         distributed = self.optimizer.use_distributed_optimizer
         for sizes, replicas in self.buffers:
             numbers = buffer_numbers(sizes, replicas, distributed)
-            shards = replicas if distributed else 1
-            optimizer += numbers // shards * optimizer_itemsize(self.section)
-            held += numbers
-        return State((self.frozen + held) * self.itemsize, held * FP32, optimizer)
+            num_shards = replicas if distributed else 1
+            optimizer_bytes += numbers // num_shards * optimizer_itemsize(self.section)
+            trained += numbers
+        weight_bytes = (self.frozen + trained) * self.itemsize
+        return State(weight_bytes, trained * FP32, optimizer_bytes)
 
     def communication_bytes(self) -> int:
         """Return the buffers for all process groups and sequence parallelism, in bytes."""
         if self.is_shared:
             return 0
-        tp, pp, cp, ep = self.layout.tp, self.layout.pp, self.layout.cp, self.ep
+        config = self.config
+        tp = self.layout.tp
+        pp = self.layout.pp
+        cp = self.layout.cp
+        ep = self.ep
         copies = self.layout.dp * cp
-        trains, config = self.optimizer is not None, self.config
+        trains = self.optimizer is not None
         generates = self.role is Role.ACTOR_ROLLOUT and not config.parts
         norms = trains and tp * pp > 1  # sums the gradient norm
         groups = [tp > 1, pp > 1, cp > 1, copies > 1, norms, generates and tp > 1]
@@ -304,34 +322,29 @@ class PipelineStage:
             groups += [tp > 1, ep > 1, tp * ep > 1, sums, sums and copies > ep]
             groups += [generates and tp > 1, generates and ep > 1]
         count = sum(groups) + POOL_GROUP * is_split(config, config.placement[self.role])
-        held = count * device.communicator_bytes(config.device.kind)
+        total = count * device.communicator_bytes(config.device.kind)
         if self.sequence_parallel:  # Megatron's permanent buffer for gathers
-            shared = all(all(self._sharing(updates)) for updates in (False, trains))
-            held += (
-                self._own_tokens(self.samples, shared)
-                * self.architecture.hidden_size
-                * self.itemsize
-            )
-        return held
+            shared = all(self._sharing(updates=False)) and all(self._sharing(updates=trains))
+            tokens = self._own_tokens(self.samples, shared)
+            total += tokens * self.architecture.hidden_size * self.itemsize
+        return total
 
     def phases(self) -> Iterator[Phase]:
         """Yield forward and, for a trained role, update and optimizer step."""
         beside = role_beside(self.config, self.role)
-        yield max(
-            (self._forward(shared, beside) for shared in self._sharing(updates=False)),
-            key=lambda phase: phase.total,
-        )
+        forwards = [self._forward(shared, beside) for shared in self._sharing(updates=False)]
+        yield max(forwards, key=lambda phase: phase.total)
         if self.optimizer is None:
             return
         samples = mini_batch_size(self.config, self.role) // self.layout.dp
-        yield max(
-            (self._update(samples, shared) for shared in self._sharing(updates=True)),
-            key=lambda phase: phase.total,
-        )
+        updates = [self._update(samples, shared) for shared in self._sharing(updates=True)]
+        yield max(updates, key=lambda phase: phase.total)
         # torch's Adam takes the roots of all second moments at once.
-        distributed = self.optimizer.use_distributed_optimizer
-        roots = [sum(sizes) // (n if distributed else 1) * FP32 for sizes, n in self.buffers]
-        yield Phase("optimizer step", other=max(roots), learns=True)
+        max_elements = 0
+        for sizes, replicas in self.buffers:
+            num_shards = replicas if self.optimizer.use_distributed_optimizer else 1
+            max_elements = max(max_elements, sum(sizes) // num_shards)
+        yield Phase("optimizer step", other=max_elements * FP32, learns=True)
 
     def _sharing(self, updates: bool) -> list[bool]:
         """Return whether prompts are shared: one value if it is certain, else both."""
@@ -350,39 +363,39 @@ class PipelineStage:
         if self.lora.rank:  # of the widest linear the output, what adapters add, and parts of that
             tokens = self._own_tokens(self.samples, shared)
             forward += tokens * self.architecture.mlp_hidden_size // self.layout.tp * self.itemsize
-        held = max(forward, self._head_bytes(self.samples, shared))
-        return Phase("forward", held, other=layer.sent, beside=beside)
+        activations = max(forward, self._head_bytes(self.samples, shared))
+        return Phase("forward", activations, other=layer.sent, beside=beside)
 
     def _update(self, samples: int, shared: bool) -> Phase:
         """Compute forward and backward passes with `samples` per step on this rank."""
         assert isinstance(self.section, LearningConfig), "frozen roles have no update"
-        layer, layout = self._layer(samples, shared), self.layout
-        held, again = recompute_bytes(self.section, layer)
-        if layout.pp > 1:  # received and sent hidden states
-            held += 2 * layer.entry
+        pp = self.layout.pp
+        layer = self._layer(samples, shared)
+        kept, recomputed = recompute_bytes(self.section, layer)
+        if pp > 1:  # received and sent hidden states
+            kept += 2 * layer.entry
         count = micro_batches(self.section, samples, self.length)
-        count = in_flight(self.pp_rank, layout.pp, count, self.section.model_chunks)
+        num_in_flight = in_flight(self.pp_rank, pp, count, self.section.model_chunks)
         # The gradient of one parameter before it is added to the buffer; a grouped GEMM has
         # those of all experts of a layer at once.
         grouped = device.resolve_kind(self.config.device.kind) is not DeviceKind.NPU
-        together = (self.architecture.num_experts or 0) // self.ep if grouped else 1
-        widest = max(max(self.shared, default=0), together * max(self.experts, default=0))
-        widest = max(self.buffers[0][0], default=0) if self.lora.rank else widest
-        other = widest * self.itemsize + layer.sent
+        num_experts = (self.architecture.num_experts or 0) // self.ep if grouped else 1
+        if self.lora.rank:
+            widest = max(self.buffers[0][0], default=0)
+        else:
+            widest_expert = num_experts * max(self.experts, default=0)
+            widest = max(max(self.shared, default=0), widest_expert)
+        gradient_bytes = widest * self.itemsize
         assert self.optimizer is not None, "it is trained"
-        chunked = self.last and self._head_tokens(samples) > CHUNK_TOKENS
-        if (
-            chunked
-            and self.head is Head.LANGUAGE_MODEL
-            and self.section.bf16
-            and not self.lora.rank
-        ):
+        is_chunked = self.is_last and self._head_tokens(samples) > CHUNK_TOKENS
+        sums_chunks = is_chunked and self.head is Head.LANGUAGE_MODEL and self.section.bf16
+        if sums_chunks and not self.lora.rank and self.optimizer.overlap_grad_reduce:
             # A gradient that is reduced early needs the sum of the chunks beside it.
-            early = self.optimizer.overlap_grad_reduce
-            other += early * FP32 * self.vocab * self.architecture.hidden_size
+            gradient_bytes += FP32 * self.vocab * self.architecture.hidden_size
         # The head's activations are freed before the backward pass reaches a layer.
-        activations = count * held + max(self._head_bytes(samples, shared), again)
-        return Phase("update", activations, other=other, learns=True)
+        activations = num_in_flight * kept
+        activations += max(self._head_bytes(samples, shared), recomputed)
+        return Phase("update", activations, other=gradient_bytes + layer.sent, learns=True)
 
     def _tokens(self, samples: int, shared: bool) -> tuple[int, int]:
         """Return the largest micro-batch's computed tokens, and its rows that share prompts.
@@ -393,7 +406,8 @@ class PipelineStage:
         together = self.config.shared_samples(self.role, samples)
         if not shared or together == 1:
             return tokens, 0
-        prompt, limit = self.length - self.response, self.section.max_tokens_per_micro_batch
+        prompt = self.length - self.response
+        limit = self.section.max_tokens_per_micro_batch
         if limit is not None:  # which counts computed tokens
             rows = together * (limit // (prompt + together * self.response))
             return tokens, min(samples, max(rows, limit // self.length))
@@ -407,7 +421,9 @@ class PipelineStage:
     def _layer(self, samples: int, shared: bool) -> LayerBytes:
         _, rows = self._tokens(samples, shared)
         tokens = self._own_tokens(samples, shared)
-        a, tp, cp = self.architecture, self.layout.tp, self.layout.cp
+        a = self.architecture
+        tp = self.layout.tp
+        cp = self.layout.cp
         adapted = self.lora.rank > 0
         layer = layer_bytes(a, tokens, tp, self.sequence_parallel, self.itemsize, adapted, cp)
         # Products with A of each adapter.
@@ -423,9 +439,10 @@ class PipelineStage:
 
     def _head_bytes(self, samples: int, shared: bool) -> int:
         """Return a micro-batch's last hidden states and head; 0 before the last stage."""
-        if not self.last:
+        if not self.is_last:
             return 0
-        tokens, read = self._own_tokens(samples, shared), self._head_tokens(samples)
+        tokens = self._own_tokens(samples, shared)
+        read = self._head_tokens(samples)
         return head_bytes(self.architecture, self.head, tokens, read, self.itemsize, self.vocab)
 
     def _head_tokens(self, samples: int) -> int:

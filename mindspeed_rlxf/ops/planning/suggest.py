@@ -4,7 +4,7 @@ The search tries a fixed list in a fixed order, so the result depends only on th
 the limit. Every layout passes the configuration's rules.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from math import prod
 from typing import Any
@@ -17,7 +17,7 @@ from mindspeed_rlxf.config.schema import LearningConfig, RunConfig
 from mindspeed_rlxf.config.section_rules import check_sections
 from mindspeed_rlxf.ops.planning import available
 from mindspeed_rlxf.ops.planning.host_memory import host_memory_needed
-from mindspeed_rlxf.ops.planning.memory import cache_rows, has_model, pool_memories
+from mindspeed_rlxf.ops.planning.memory import PoolMemory, cache_rows, has_model, pool_memories
 from mindspeed_rlxf.ops.sizes import GIB, format_bytes
 
 SIZES = (1, 2, 4, 8)
@@ -38,7 +38,9 @@ def usable_bytes(device_bytes: int) -> int:
 def suggest(config: RunConfig, nested: bool, limit: int) -> str:
     """Build the plan's section on fitting layouts: memory, rounds and overrides for each.
 
-    Shows at most SHOWN layouts: the plainest for each TP, CP and PP, the smallest product first.
+    Shows at most SHOWN layouts: the plainest for each TP, CP and PP, the smallest product first. If
+    the configuration's own fits, it comes first, and others say what they have less of. If none
+    fits, shows the nearest one and what it lacks.
 
     Args:
         config: The run; its pools and batch sizes stay.
@@ -54,37 +56,88 @@ def suggest(config: RunConfig, nested: bool, limit: int) -> str:
         if tp * cp * pp <= largest
     ]
     host_bytes = available.host_memory(config)
+
+    def lacks(layout: RunConfig, pools: list[PoolMemory]) -> tuple[int, int]:
+        # Bytes missing of a device and of the host; 0 = it fits.
+        of_device = max(0, max(pool.total for pool in pools) - limit)
+        if host_bytes is None:
+            return of_device, 0
+        return of_device, max(0, host_memory_needed(layout, pools).total - host_bytes)
+
     lines: list[str] = []
-    fits_device = False
+    own_pools = pool_memories(config)
+    own_costs: dict[str, int] | None = None
+    if lacks(config, own_pools) == (0, 0):
+        own_costs = _list_costs(config, own_pools)
+        lines.append(f"  as it is: {_describe(config, own_pools)}")
+    num_shown = 0
+    nearest: tuple[tuple[int, int], str] | None = None
     for tp, cp, pp in sorted(sizes, key=lambda size: (prod(size), size[2], size[1])):
-        for changes in _list_layouts(config, tp, cp, pp) if len(lines) < 2 * SHOWN else ():
+        for changes in _list_layouts(config, tp, cp, pp) if num_shown < SHOWN else ():
             varied = _vary(config, changes)
             if varied is None:
                 continue
             pools = pool_memories(varied)
-            total = max(pool.total for pool in pools)
-            if total > limit:
+            overrides = f"     {' '.join(_list_overrides(config, changes, nested))}"
+            missing = lacks(varied, pools)
+            if missing != (0, 0):
+                if nearest is None or missing < nearest[0]:
+                    nearest = missing, f"  nearest: {_describe(varied, pools)}\n{overrides}"
                 continue
-            fits_device = True
-            if host_bytes is not None and host_memory_needed(varied, pools).total > host_bytes:
-                continue
-            waiting = -(-config.samples_per_iteration // varied.rollout_layout.dp)
-            lines += [
-                f"  {len(lines) // 2 + 1}. {format_bytes(total)} of a device, rounds of "
-                f"generation: {-(-waiting // cache_rows(varied))}",
-                f"     {' '.join(_list_overrides(config, changes, nested))}",
-            ]
+            num_shown += 1
+            title = f"  {num_shown}. {_describe(varied, pools)}"
+            if own_costs is not None:
+                costs = _list_costs(varied, pools)
+                less = [name for name, cost in costs.items() if cost < own_costs[name]]
+                title += f"; less {', '.join(less)}" if less else "; less of nothing than as it is"
+            lines += [title, overrides]
             break
-    if lines:
+    if num_shown > 0:
         return "\n".join(lines)
-    if fits_device:
-        assert host_bytes is not None
-        return (
-            f"  layouts fit {format_bytes(limit)} of a device, but none that was tried fits "
-            f"{format_bytes(host_bytes)} of host memory: use more hosts, or set "
-            f"plan.host_memory_gib if the run's hosts have more"
+    if own_costs is not None:  # with keys that are not tried
+        return lines[0]
+    assert nearest is not None, "the smallest sizes are always tried"
+    (of_device, of_host), text = nearest
+    if of_device > 0:
+        reason = (
+            f"no layout that was tried fits {format_bytes(limit)} of a device: use more devices; "
+            f"the nearest lacks {format_bytes(of_device)} of a device"
         )
-    return f"  no layout that was tried fits {format_bytes(limit)} of a device: use more devices"
+    else:
+        assert host_bytes is not None
+        reason = (
+            f"layouts fit {format_bytes(limit)} of a device, but none that was tried fits "
+            f"{format_bytes(host_bytes)} of host memory: use more hosts, or set "
+            f"plan.host_memory_gib if the run's hosts have more; the nearest lacks "
+            f"{format_bytes(of_host)} of it"
+        )
+    return f"  {reason}\n{text}"
+
+
+def _describe(config: RunConfig, pools: Sequence[PoolMemory]) -> str:
+    total = max(pool.total for pool in pools)
+    return f"{format_bytes(total)} of a device, rounds of generation: {_count_rounds(config)}"
+
+
+def _count_rounds(config: RunConfig) -> int:
+    waiting = -(-config.samples_per_iteration // config.rollout_layout.dp)
+    return -(-waiting // cache_rows(config))
+
+
+def _list_costs(config: RunConfig, pools: Sequence[PoolMemory]) -> dict[str, int]:
+    """Return what a layout costs, by name; only the order of the values counts."""
+    layout = config.layout(Role.ACTOR_ROLLOUT)
+    roles = [config.role(role) for role in config.roles if has_model(config, role)]
+    trained = [role for role in roles if isinstance(role, LearningConfig)]
+    offloaded = [role.offload.weights for role in roles]
+    offloaded += [role.offload.optimizer for role in trained]
+    return {
+        "memory": max(pool.total for pool in pools),
+        "rounds": _count_rounds(config),
+        "model parallelism": layout.tp * layout.cp * layout.pp,
+        "recomputation": max([*Recompute].index(role.recompute) for role in trained),
+        "offloading": sum(offloaded),
+    }
 
 
 def _list_layouts(config: RunConfig, tp: int, cp: int, pp: int) -> Iterator[Changes]:
@@ -106,28 +159,29 @@ def _list_layouts(config: RunConfig, tp: int, cp: int, pp: int) -> Iterator[Chan
         changes: Changes = {}
         for role in roles:
             size = sum(config.processes_of(role))
-            own_tp = min(tp, size)
-            own_cp = min(cp, size // own_tp)
-            own: Changes = {
-                "tensor_model_parallel_size": own_tp,
-                "context_parallel_size": own_cp,
+            role_tp = min(tp, size)
+            role_cp = min(cp, size // role_tp)
+            role_changes: Changes = {
+                "tensor_model_parallel_size": role_tp,
+                "context_parallel_size": role_cp,
                 "pipeline_model_parallel_size": 1,
                 "num_layers_per_virtual_pipeline_stage": None,
-                "sequence_parallel": own_tp > 1,
+                "sequence_parallel": role_tp > 1,
                 "max_tokens_per_micro_batch": count * length,
                 "offload.weights": role in away,
             }
             if role not in frozen:
-                own_pp = min(pp, size // (own_tp * own_cp))
-                own |= {
-                    "pipeline_model_parallel_size": own_pp,
-                    "use_distributed_optimizer": size > own_tp * own_pp,  # over DP x CP
+                role_pp = min(pp, size // (role_tp * role_cp))
+                role_changes |= {
+                    "pipeline_model_parallel_size": role_pp,
+                    "use_distributed_optimizer": size > role_tp * role_pp,  # over DP x CP
                     "offload.optimizer": optimizer,
                     "recompute": recompute.value,
                     "recompute_method": "uniform",
                     "recompute_num_layers": 1,
                 }
-            changes |= {f"{role.value}.{name}": value for name, value in own.items()}
+            for name, value in role_changes.items():
+                changes[f"{role.value}.{name}"] = value
         yield changes
 
 
@@ -147,9 +201,11 @@ def _vary(config: RunConfig, changes: Changes) -> RunConfig | None:
 def _find(payload: Changes, key: str) -> tuple[Changes, str]:
     """Return the mapping with a key's last name; optimizer keys lie flat in a role."""
     *parents, name = key.split(".")
-    for part in parents:
-        payload = payload[part]
-    return (payload if name in payload else payload["optimizer"]), name
+    for section in parents:
+        payload = payload[section]
+    if name not in payload:
+        payload = payload["optimizer"]
+    return payload, name
 
 
 def _list_overrides(config: RunConfig, changes: Changes, nested: bool) -> Iterator[str]:
@@ -159,5 +215,5 @@ def _list_overrides(config: RunConfig, changes: Changes, nested: bool) -> Iterat
         holder, name = _find(before, key)
         if getattr(holder[name], "value", holder[name]) != value:
             prefix = "actor_rollout_ref." * (nested and key.startswith(("actor_rollout.", "ref.")))
-            shown = value if isinstance(value, str) and value.isalpha() else format_value(value)
-            yield f"{prefix}{key}={shown}"
+            is_word = isinstance(value, str) and value.isalpha()
+            yield f"{prefix}{key}={value if is_word else format_value(value)}"

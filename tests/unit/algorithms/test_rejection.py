@@ -37,7 +37,8 @@ def test_rejection_by_hand(statistic: str) -> None:
     assert kept.tolist() == [[*row, False] for row in expected]
 
 
-def test_all_bounds_must_hold() -> None:
+@pytest.mark.parametrize("names", [("token_k1", "seq_max_k2"), ("seq_max_k2", "token_k1")])
+def test_all_bounds_must_hold(names: tuple[str, ...]) -> None:
     bounds = {"token_k1": [0.6, 9.0], "seq_max_k2": [0.5]}
-    kept = keep_near_rollout(LOG_RATIO, MASK, bounds)
+    kept = keep_near_rollout(LOG_RATIO, MASK, {name: bounds[name] for name in names})
     assert kept[:, :2].tolist() == [FIRST, NONE, NONE]

@@ -295,7 +295,7 @@ def test_validation_alone_reads_the_chosen_checkpoint_or_names_those_there_are(n
 
     assert check(4) == []
     (problem,) = check(3)
-    assert "validation.checkpoint=3" in problem and problem.endswith("; use 2 or 4")
+    assert "validation.checkpoint=3" in problem and problem.endswith("; use 2 or 4 or 6")
 
 
 def test_a_run_goes_back_once_and_loses_nothing(new_case):
@@ -378,19 +378,22 @@ def test_a_plan_says_where_a_run_begins_and_what_has_changed(new_case, make_tree
         f"resumes at iteration 3, from {case.store.path(2)}",
         "changed since the last start: training.keep_every: 0 -> 7",
     ]
+    changed_model = new_case(keep_last=9, bf16=True).config  # refused, as is a wrong resume_from
+    for refused in (new_case(keep_last=9, resume_from=1).config, changed_model):
+        assert not any("resumes" in line for line in describe_start(refused))
     case.store.point(EXPORTED, 4)
     assert "nothing is done" in describe_start(new_case(keep_last=9, train_iters=4).config)[0]
 
 
 def test_a_run_goes_back_to_none_but_a_whole_checkpoint(new_case):
-    new_case(keep_last=9).iterate(2, 4)
+    new_case(keep_last=9).iterate(1, 2, 4, 5)
     lacking = new_case(resume_from=3)
     (problem,) = check_chosen(lacking.config)
-    assert "training.resume_from=3" in str(problem) and str(problem).endswith("; use 2 or 4")
+    assert "training.resume_from=3" in str(problem) and str(problem).endswith("; use 2 or 4 or 5")
     damaged = new_case(resume_from=4)
     (damaged.store.path(4) / "trainer" / "state.json").write_text("")
     (problem,) = check_chosen(damaged.config)
-    assert "iter_0000004 is damaged" in str(problem) and str(problem).endswith("; use 2")
+    assert "iter_0000004 is damaged" in str(problem) and str(problem).endswith("; use 2 or 5")
     late = new_case(resume_from=4, train_iters=3)
     assert "must be at least the 4" in str(check_resume(late.config, late.directory)[0])
 

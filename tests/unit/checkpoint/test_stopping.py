@@ -6,7 +6,12 @@ import time
 
 import pytest
 
-from mindspeed_rlxf.checkpoint.stopping import Stopped, StoppedByRule, StopRequest
+from mindspeed_rlxf.checkpoint.stopping import (
+    Stopped,
+    StoppedByRule,
+    StopRequest,
+    ignore_hangups,
+)
 from tests.unit.checkpoint.runs import Clock
 
 
@@ -137,6 +142,42 @@ def test_signals_are_handled_inside_the_block_alone(clock, stop):
         time.sleep(0)
         assert stop.is_due()
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+@pytest.fixture
+def hangups():
+    before = signal.getsignal(signal.SIGHUP)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_a_closed_terminal_stops_the_run_once(clock, stop, hangups):
+    run_iterations(clock, stop, 1.0)
+    with stop:
+        for _ in range(3):  # of the kernel, the shell and the supervisor
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.is_due()
+    os.kill(os.getpid(), signal.SIGHUP)  # while the run directory is being unlocked
+
+
+def test_nohup_keeps_a_run_going(clock, stop, hangups):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    run_iterations(clock, stop, 1.0)
+    with stop:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not stop.is_due()
+
+
+def test_output_to_a_closed_terminal_is_no_error(hangups):
+    terminal, process_end = os.openpty()
+    before = os.dup(2)
+    os.dup2(process_end, 2)
+    os.close(terminal)
+    try:
+        ignore_hangups()
+        os.write(2, b"saved")
+    finally:
+        os.dup2(before, 2)
 
 
 def test_a_rule_stops_after_the_iteration_and_says_which(clock, stop):

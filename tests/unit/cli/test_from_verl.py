@@ -88,3 +88,8 @@ def test_a_wrong_value_is_the_error_line_of_the_run(capsys, change):
         found.append([line for line in lines if line.startswith("error")])
     assert found[0] == found[1] and len(found[0]) == 1
     assert change.partition("=")[0] in found[0][0]
+
+
+def test_a_file_that_is_not_there_is_one_error_line(capsys):
+    assert main(["from-verl", "nope.yaml"]) == 2
+    assert capsys.readouterr().err == "error: nope.yaml: no such file; correct the path\n"

@@ -65,7 +65,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "both": (["--prompt", "a", "--file", "b.txt"], "--prompt and --file must not both be given"),
     "greedy": (["--prompt", "a", "--greedy", "--top-p", "0.5"], "--greedy must not be given with"),
     "output of a conversation": (["--chat", "--output", "o.jsonl"], "need --prompt or --file"),
-    "no temperature": (["--prompt", "a", "--temperature", "0"], "temperature=0"),
+    "no temperature": (["--prompt", "a", "--temperature", "0"], "use --greedy"),
     "no position": (["--prompt", "a", "--max-new-tokens", "0"], "max_new_tokens=0"),
     "long": (["--prompt", "a" * 60, "--max-new-tokens", "9"], "length of the prompt=60 with max"),
     "no file": (["--file", "gone.txt"], "--file=gone.txt cannot be read"),

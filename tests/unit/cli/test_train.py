@@ -10,7 +10,7 @@ import yaml
 
 from mindspeed_rlxf import cli
 from mindspeed_rlxf.cli.train import main
-from mindspeed_rlxf.config.problems import Problem, UserError
+from mindspeed_rlxf.config.problems import MissingFile, Problem, UserError
 from mindspeed_rlxf.config.schema import RunConfig
 
 TINY = ["--config-name", "ppo_trainer_tiny", "device.kind=cpu"]
@@ -78,6 +78,27 @@ def test_dry_run_prints_the_plan_and_every_problem(monkeypatch, capsys):
     output = capsys.readouterr()
     assert "Batch of an iteration" in output.out
     assert output.err == "error: data.train_files: no such file\nerror: second\n"
+
+
+def test_files_are_checked_beside_wrong_keys(empty_folder, capsys):
+    (empty_folder / "empty.jsonl").write_text("")
+    (empty_folder / "broken.jsonl").write_text("{")
+    overrides = ["training.trian_iters=3", "data.train_files=[empty.jsonl,broken.jsonl]"]
+    assert main([*TINY, *overrides, "dry_run=true"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    keys = "training.trian_iters", "actor_rollout.load", "training.tokenizer_name_or_path"
+    keys += "data.val_files", "empty.jsonl: ", "broken.jsonl:1"
+    for key in keys:
+        assert sum(key in line for line in lines) == 1, key
+
+
+@pytest.mark.parametrize(("changes", "code"), [([], 2), (["device.memory_gib=64"], 0)])
+def test_a_missing_file_is_an_error_of_a_plan_for_this_host(monkeypatch, changes, code):
+    def refuse(_config: RunConfig) -> None:
+        raise UserError(MissingFile("actor_rollout.load", "is not there"))
+
+    replace_trainer(monkeypatch, prepare=refuse)
+    assert main([*TINY, "dry_run=true", *changes]) == code
 
 
 BAD = {

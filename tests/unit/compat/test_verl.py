@@ -177,7 +177,12 @@ def test_kl_of_the_loss_and_of_the_reward_become_one_term(resolved):
 
 MEGATRON = (f"{ACTOR}.megatron.tensor_model_parallel_size=2", "trainer.nnodes=2")
 NATIVE = (*GRPO, f"{ACTOR}.strategy=megatron", f"{ROLLOUT}.name=null")
+TRANSFORMER = f"{ACTOR}.megatron.override_transformer_config"
 SPLIT = (*NATIVE, "rollout.nnodes=1", "rollout.n_gpus_per_node=8")
+OLDER_WEIGHTS = (
+    "algorithm.rollout_is_threshold=3.0", "algorithm.rollout_is_veto_threshold=1e-4",
+    "algorithm.rollout_is_level=token", "algorithm.rollout_is_mode=truncate",
+)  # fmt: skip
 CASES = {
     "batches by tokens": (
         (f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ulysses_sequence_parallel_size=2"),
@@ -239,9 +244,29 @@ CASES = {
         {"actor_rollout.clip_ratio": 0.1, "actor_rollout.clip_ratio_low": None},
     ),
     "importance weights": (
-        ("algorithm.rollout_correction.rollout_is=token",
-         "algorithm.rollout_correction.bypass_mode=true"),
-        {"algorithm.rollout_is_threshold": 2.0, "algorithm.old_log_probs": "rollout"},
+        (f"{CORRECTION}.rollout_is=token",), {"algorithm.rollout_is_threshold": 2.0},
+    ),
+    "no importance weights where the rollout is the behaviour policy": (
+        (f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.bypass_mode=true"),
+        {"algorithm.rollout_is_threshold": None, "algorithm.old_log_probs": "rollout"},
+    ),
+    "one response to a prompt": (
+        ("algorithm.adv_estimator=grpo",),
+        {"algorithm.adv_estimator": "reinforce_plus_plus", "algorithm.advantage_whiten": "none",
+         "algorithm.gamma": None, "training.stage": "ray_grpo"},
+    ),
+    "one response to a prompt, whitened": (
+        ("algorithm.adv_estimator=reinforce_plus_plus_baseline",),
+        {"algorithm.adv_estimator": "reinforce_plus_plus", "algorithm.advantage_whiten": "batch"},
+    ),
+    "one response to a prompt, with a KL penalty in its reward": (
+        ("algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=true"),
+        {"algorithm.adv_estimator": "grpo", "algorithm.advantage_whiten": None},
+    ),
+    "no loss that balances experts": (
+        (*MEGATRON, f"{TRANSFORMER}.moe_router_load_balancing_type=none",
+         f"{TRANSFORMER}.moe_aux_loss_coeff=0.01"),
+        {"actor_rollout.moe_aux_loss_coeff": 0.0},
     ),
     "validation": (
         (f"{ROLLOUT}.val_kwargs.do_sample=true", f"{ROLLOUT}.val_kwargs.n=4", "trainer.test_freq=5",
@@ -363,8 +388,23 @@ CASES = {
          "critic.optim.lr=${actor_rollout_ref.actor.optim.lr}"),
         {"critic.lr": 1e-6, "actor_rollout.lr": None},
     ),
-    "log-probs of the rollout": (
-        (f"{ACTOR}.use_rollout_log_probs=true",), {"algorithm.old_log_probs": "rollout"},
+    "log-probs of the rollout, where generation runs ahead": (
+        (*SPLIT, "async_training.staleness_threshold=0.5"), {"algorithm.old_log_probs": "rollout"},
+    ),
+    "log-probs of the rollout, one step off-policy": (
+        SPLIT, {"algorithm.old_log_probs": "rollout"},
+    ),
+    "log-probs that are computed again, one step off-policy": (
+        (*SPLIT, f"{CORRECTION}.bypass_mode=false"), {"algorithm.old_log_probs": None},
+    ),
+    "log-probs that are computed again, in verl 0.7.0": (
+        (*SPLIT, "async_training.compute_prox_log_prob=true"), {"algorithm.old_log_probs": None},
+    ),
+    "log-probs of the update, in verl 0.7.0": (
+        (*SPLIT, "async_training.use_rollout_log_probs=false"), {"algorithm.old_log_probs": None},
+    ),
+    "no older log-probs by a key of the actor": (
+        (f"{ACTOR}.use_rollout_log_probs=true",), {"algorithm.old_log_probs": None},
     ),
     "trackers in quotes": (
         ("trainer.logger=\"['console', 'wandb']\"",), {"logging.trackers": ["jsonl", "wandb"]},
@@ -395,15 +435,45 @@ CASES = {
          f"{CORRECTION}.rollout_token_veto_threshold=1e-4"),
         {"algorithm.rollout_rejection": {"seq_mean_k1": [0.8, 2.0], "seq_max_k1": [1e-9, 1e4]}},
     ),
+    "importance weights of verl 0.6.0": (
+        (*GRPO, *OLDER_WEIGHTS, "algorithm.rollout_is=true"),
+        {"algorithm.rollout_is_threshold": 3.0,
+         "algorithm.rollout_rejection": {"seq_max_k1": [1e-9, 1e4]}},
+    ),
+    "importance weights of verl 0.6.0 that are only measured": (
+        (*GRPO, *OLDER_WEIGHTS, "algorithm.rollout_is=false"),
+        {"algorithm.rollout_is_threshold": None, "algorithm.rollout_rejection": None},
+    ),
     "one limit of a ratio": (
         (*GRPO, f"{CORRECTION}.rollout_rs=seq_sum_k1", f"{CORRECTION}.rollout_rs_threshold=2.0"),
         {"algorithm.rollout_rejection": {"seq_sum_k1": [0.5, 2.0]}},
     ),
     "devices that only generate": (
-        (*GRPO, f"{ACTOR}.strategy=megatron", "trainer.n_gpus_per_node=6", "rollout.nnodes=1",
-         "rollout.n_gpus_per_node=2"),
-        {"actor_rollout.num_gpus_for_train": 6, "actor_rollout.num_gpus_for_infer": 2,
-         "resource_pool.global_pool": [6, 2], "rollout.max_staleness": 1},
+        (*GRPO, f"{ACTOR}.strategy=megatron", "trainer.n_gpus_per_node=4", "rollout.nnodes=1",
+         "rollout.n_gpus_per_node=4", f"{ROLLOUT}.tensor_model_parallel_size=2"),
+        {"actor_rollout.num_gpus_for_train": 4, "actor_rollout.num_gpus_for_infer": 2,
+         "resource_pool.global_pool": [4, 2], "resource_pool.other_roles": [2],
+         "placement.reward": "other_roles", "rollout.max_staleness": 1},
+    ),
+    "devices of a reference beside a split pool": (
+        (*SPLIT, *MEGATRON, "rollout.nnodes=2", f"{ACTOR}.use_kl_loss=true",
+         f"{ACTOR}.megatron.expert_model_parallel_size=4"),
+        {"actor_rollout.num_gpus_for_train": 16, "actor_rollout.num_gpus_for_infer": 12,
+         "resource_pool.global_pool": [8, 8, 8, 4], "resource_pool.other_roles": [4],
+         "placement.ref": "other_roles", "placement.reward": "other_roles",
+         "ref.expert_model_parallel_size": 2},
+    ),
+    "a reference on nodes of its own beside a split pool": (
+        (*SPLIT, "trainer.nnodes=2", "rollout.nnodes=3", f"{ACTOR}.use_kl_loss=true",
+         f"{ACTOR}.megatron.tensor_model_parallel_size=4",
+         f"{ACTOR}.megatron.pipeline_model_parallel_size=4"),
+        {"actor_rollout.num_gpus_for_train": 16, "actor_rollout.num_gpus_for_infer": 8,
+         "resource_pool.global_pool": [8, 8, 8], "resource_pool.other_roles": [8, 8]},
+    ),
+    "replicas that do not divide the prompts": (
+        (*SPLIT, "trainer.n_gpus_per_node=6"),  # 1024 over 4, not over 6 or 5
+        {"actor_rollout.num_gpus_for_train": 4, "actor_rollout.num_gpus_for_infer": 9,
+         "resource_pool.global_pool": [6, 7], "resource_pool.other_roles": [1]},
     ),
     "devices that only generate, with FSDP": (
         (*GRPO, f"{ROLLOUT}.nnodes=2", f"{ROLLOUT}.n_gpus_per_node=4", "rollout.engine=vllm"),
@@ -438,7 +508,7 @@ CASES = {
         (*NATIVE, "trainer.v1.trainer_mode=separate_async",
          f"{ROLLOUT}.nnodes=1", "trainer.v1.sampler.max_off_policy_threshold=2",
          "trainer.v1.separate_async.num_warmup_batches=3"),
-        {"rollout.max_staleness": 2, "actor_rollout.num_gpus_for_infer": 8},
+        {"rollout.max_staleness": 2, "actor_rollout.num_gpus_for_infer": 7},
     ),
     "V1 with FSDP": (
         (*GRPO, "trainer.v1.trainer_mode=colocate_async"), {"rollout.max_staleness": 0},
@@ -476,6 +546,19 @@ def test_values_are_converted(translate, case):
     for path, value in expected.items():
         section, _, key = path.partition(".")
         assert given.sections[section].get(key) == value, path
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "one response to a prompt", "devices that only generate",
+        "a reference on nodes of its own beside a split pool",
+        "replicas that do not divide the prompts",
+    ],
+)  # fmt: skip
+def test_sizes_that_are_changed_fit(translate, case):
+    config, _ = resolve_given(translate(*PPO, *CASES[case][0]), "base")
+    assert all("GiB" in str(problem) for problem in plan(config, False).problems)
 
 
 @pytest.mark.parametrize("most", ["~", "0", "-1"])
@@ -531,6 +614,10 @@ REFUSALS = [
     (("~critic.model.path",), "critic.model.path is required"),
     ((f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=2",
       f"{CORRECTION}.bypass_mode=true"), f"{CORRECTION}.rollout_rs='token_k1' needs log-probs"),
+    (("algorithm.rollout_is=true", "algorithm.rollout_is_threshold=3.0",
+      "algorithm.rollout_is_mode=mask"), "algorithm.rollout_is_mode='mask' must be truncate"),
+    ((f"{CORRECTION}.bypass_mode=true", f"{ACTOR}.policy_loss.loss_mode=gspo"),
+     f"{ACTOR}.policy_loss.loss_mode='gspo' and"),
     (("trainer.resume_mode=resume_path",), "trainer.resume_mode='resume_path' must be one of"),
 ]  # fmt: skip
 

@@ -136,11 +136,24 @@ def test_keys_are_named_where_the_user_wrote_them(problems):
         ("actor_rollout_ref.reff", "did you mean actor_rollout_ref.ref?"),
         ("ref.lr", "did you mean actor_rollout.lr?"),  # the reference has no optimizer
         ("data.zzzz", "remove it"),
+        # of TRL and verl
+        ("actor_rollout.learning_rate", "did you mean actor_rollout.lr?"),
+        ("training.max_response_length", "did you mean training.max_new_tokens?"),
     ],
 )
 def test_unknown_key_is_named_with_the_nearest_known_one(problems, key, remedy):
     (problem,) = problems({key: 1})
     assert problem == f"{key}: unknown key; {remedy}"
+
+
+def test_a_key_in_a_list_is_named_with_the_nearest_known_one(problems):
+    (line,) = problems({"reward.functions": [{"function": "length", "wieght": 2}]})
+    assert line.endswith("did you mean reward.functions.0.weight?")
+
+
+def test_a_wrong_truth_value_names_the_legal_ones(problems):
+    (line,) = problems({"actor_rollout.do_sample": "yes"})
+    assert line == "actor_rollout.do_sample='yes' must be true or false; did you mean true?"
 
 
 @pytest.mark.parametrize(

@@ -93,10 +93,6 @@ def test_a_named_column_that_no_row_has_is_warned_of(
     keys = data(default_data_source="t", extra_columns=["x", "y"])
     assert [p.extra_info for p in load_prompts(file, make_tokenizer(), keys, 100)] == [{}, {"x": 2}]
     assert f"{file}: no row has data.extra_columns=['y']" in caplog.text
-    caplog.clear()
-    for key, warns in (("ground_truth", False), ("answer", True)):
-        load_prompts(file, make_tokenizer(), data(default_data_source="t", ground_truth_key=key), 9)
-        assert ("no row has data.ground_truth_key" in caplog.text) == warns
 
 
 def test_chat_template_kwargs_reach_the_template(

@@ -11,6 +11,7 @@ import word_sums
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.load import resolve
 from tests.processes import ROOT
+from tests.registries import restored_registries
 
 
 def question(row: dict[str, Any]) -> str:
@@ -99,7 +100,8 @@ def test_a_configuration_needs_only_the_folder_of_the_model(
     (model / "config.json").write_text(json.dumps(told), encoding="utf-8")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
-    config = resolve(compose(name, ["device.kind=cpu", *changes], "examples/smollm2"), name)
+    with restored_registries():
+        config = resolve(compose(name, ["device.kind=cpu", *changes], "examples/smollm2"), name)
     assert len(config.roles) == roles
     assert config.actor_rollout.architecture.num_layers == 30
     assert config.actor_rollout.do_sample

@@ -54,10 +54,12 @@ if "wait" in step:
         (folder / "signal").write_text(str(n))
         sys.exit(step["exit"])
     signal.signal(signal.SIGTERM, handler)
+    signal.signal(signal.SIGHUP, handler)
     (folder / "ready").write_text("")
     time.sleep(60)
 sys.exit(step["exit"])
 """
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 FACTS = {"max_restarts": 3, "stop_grace_s": 60.0, "node_wait_s": 7.0}
 
 
@@ -65,7 +67,7 @@ FACTS = {"max_restarts": 3, "stop_grace_s": 60.0, "node_wait_s": 7.0}
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.0)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    before = [(number, signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGINT)]
+    before = [(number, signal.getsignal(number)) for number in STOP_SIGNALS]
     yield
     for number, handler in before:
         signal.signal(number, handler)
@@ -146,20 +148,26 @@ def test_a_restart_finds_a_directory_whatever_its_name_is(tmp_path, name):
     assert tree["training"]["output_dir"] == str(folder)
 
 
-@pytest.mark.parametrize(("code", "expected"), [(75, 75), (-1, 75), (1, 1), (0, 0)])
-def test_a_signal_is_forwarded_and_nothing_is_restarted(tmp_path, code, expected):
+TERM, HUP = signal.SIGTERM, signal.SIGHUP
+
+
+@pytest.mark.parametrize(
+    ("code", "expected", "number"),
+    [(75, 75, TERM), (-1, 75, TERM), (1, 1, TERM), (0, 0, TERM), (75, 75, HUP)],
+)
+def test_a_signal_is_forwarded_and_nothing_is_restarted(tmp_path, code, expected, number):
     run = make(tmp_path, {"facts": FACTS, "wait": True, "exit": code})
 
     def signal_when_ready() -> None:
         while not (tmp_path / "ready").exists():
             time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
 
     thread = threading.Thread(target=signal_when_ready)
     thread.start()
     assert run.run() == expected
     thread.join()
-    assert (tmp_path / "signal").read_text() == str(int(signal.SIGTERM))
+    assert (tmp_path / "signal").read_text() == str(int(number))
 
 
 def test_the_training_process_dies_with_its_supervisor(tmp_path):

@@ -23,13 +23,13 @@ from mindspeed_rlxf.cli.train import main
 from mindspeed_rlxf.config.compose import compose
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.load import resolve
-from mindspeed_rlxf.config.problems import UserError
+from mindspeed_rlxf.config.problems import MissingFile, UserError
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.handlers import MapKeys
 from mindspeed_rlxf.data.preprocessing.pipeline import PreprocessOptions, preprocess
 from mindspeed_rlxf.data.sampler import PromptSampler
 from mindspeed_rlxf.rollout.rollout_engine import ENGINES
-from mindspeed_rlxf.trainer.preflight import prepare
+from mindspeed_rlxf.trainer.preflight import list_notices, prepare
 from mindspeed_rlxf.trainer.validation import without_unused_roles
 
 VOCAB = 12
@@ -127,6 +127,17 @@ def test_missing_files_are_named(problems, key, rule):
     assert "absent.jsonl" in line and rule in line
 
 
+@pytest.mark.parametrize("tokenizer", ["training.tokenizer_name_or_path=./absent", "dry_run=true"])
+def test_what_is_only_missing_can_be_told_from_what_is_broken(good, tokenizer):
+    """A plan for another machine passes over it."""
+    keys = "actor_rollout.load", "ref.load", "critic.load", "reward.load"
+    missing = [f"{key}=./absent" for key in keys]
+    with pytest.raises(UserError) as error:
+        prepare(load_config(good, *missing, tokenizer, "data.train_files=./absent.jsonl"))
+    assert len(error.value.problems) >= 5
+    assert all(isinstance(problem, MissingFile) for problem in error.value.problems)
+
+
 @pytest.mark.parametrize(
     "first", ["training.tokenizer_name_or_path=./no1", "+training.plugins=no1"]
 )
@@ -175,6 +186,35 @@ def test_rows_that_cannot_be_used_are_named(tmp_path, problems, text, rule):
     reward = ["reward.kind=rule"] if "chess" in text else []
     (line,) = problems(f"data.train_files={file}", *reward)
     assert rule in line
+
+
+@pytest.fixture
+def function(tmp_path: Path) -> str:
+    file = tmp_path / "mine.py"
+    file.write_text("def score(prompt, response, ground_truth, extra_info):\n    return 1.0")
+    return f"+reward.functions=[{{function: '{file}:score'}}]"
+
+
+@pytest.mark.parametrize("file", ["train_files", "val_files"])
+def test_a_named_column_of_ground_truths_is_in_every_file(good, tmp_path, function, file):
+    """Functions would score against empty ones."""
+    (tmp_path / "bare.jsonl").write_text(
+        '{"prompt": "1 2", "answer": "3", "data_source": "arithmetic"}\n', encoding="utf-8"
+    )
+    changed = f"+data.{file}={tmp_path / 'bare.jsonl'}".replace("+data.train", "data.train")
+    with pytest.raises(UserError) as error:
+        prepare(load_config(good, function, changed, "+data.ground_truth_key=anser"))
+    hints = {problem.key: problem.remedy for problem in error.value.problems}
+    assert hints["data.ground_truth_key"].startswith("did you mean ")
+
+
+def test_ground_truths_that_nobody_named_may_be_absent(good, tmp_path, function, caplog):
+    (tmp_path / "bare.jsonl").write_text('{"prompt": "1 2", "data_source": "arithmetic"}\n' * 4)
+    prepare(load_config(good, f"data.train_files={tmp_path / 'bare.jsonl'}", function))
+    assert "no row has data.ground_truth_key" in caplog.text
+    caplog.clear()
+    prepare(load_config(good, function))
+    assert "no row has data.ground_truth_key" not in caplog.text
 
 
 def test_validation_is_scored_by_rules_unless_a_model_is_asked_for(tmp_path, good, problems):
@@ -239,6 +279,9 @@ def test_validation_alone_reads_no_critic_and_no_reference(good):
     keys = [f"data.val_files={good / 'train.jsonl'}", "validation.reward=model"]
     critic = f"critic.load={good / 'lm'} has no score head: it starts untrained"
     assert critic in prepare(load_config(good, *keys)).notices
+    (checkpoint := good / "run" / "checkpoints" / "iter_0000001").mkdir(parents=True)
+    assert critic not in list_notices(load_config(good, *keys)), "the checkpoint's head is loaded"
+    shutil.rmtree(checkpoint.parents[1])
     gone = ["ref.load=./gone", "critic.load=./gone", "validation.only=true"]
     config = load_config(good, *keys, *gone)
     assert not any("critic" in notice for notice in prepare(config).notices)

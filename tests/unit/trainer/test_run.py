@@ -113,6 +113,19 @@ def test_a_finished_run_is_not_started_again(command, capsys):
     assert command.facts() == {}, "there is nothing to start again"
 
 
+def test_what_a_run_says_is_in_its_log(command, capsys):
+    assert command.run() == 0
+    command.ends = Stopped()
+    assert command.run(train_iters=2) == 75
+    log = (command.folder / "logs" / "driver.log").read_text()
+    printed = capsys.readouterr()
+    starts = "run directory: ", "done: ", "note: changed", "stopped: "
+    for start in starts:
+        lines = f"{printed.out}{printed.err}".splitlines()
+        line = next(line for line in lines if line.startswith(start))
+        assert line in log
+
+
 def test_a_finished_run_with_more_iterations_resumes_and_notes_the_changes(command, capsys):
     assert command.run() == 0
     assert "note: " not in capsys.readouterr().out

@@ -41,6 +41,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "remedy for the batch suits all roles": ({"resource_pool": {"main": 4, "critics": 6},
      "placement.critic": "critics", "training.global_batch_size": 100, ACTOR_MINI: 4,
      CRITIC_MINI: 6}, ["training.global_batch_size=100 use 96 or 108"]),
+    "a rule scores any number of samples": ({"resource_pool": {"main": 8, "reward": 5}}, []),
     "samples per prompt count towards the batch: 40": ({**TWO_PER_PROMPT,
      "actor_rollout.n_samples_per_prompt": 4}, []),
     "samples per prompt count towards the batch: 20": (TWO_PER_PROMPT,

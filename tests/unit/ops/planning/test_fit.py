@@ -86,6 +86,14 @@ def test_a_plan_for_another_machine_asks_nothing_of_this_host(config, monkeypatc
     assert disk.startswith("training.output_dir=") and "has 1.0 MiB" in disk
 
 
+def test_devices_with_memory_of_their_own_use_none_of_the_host(config):
+    """On a host without devices `auto` would be CPU, whose roles hold their models there."""
+    of_roles = "what the roles hold"
+    auto = {"device.kind": "auto"}
+    assert of_roles in plan(config(auto)).text
+    assert of_roles not in plan(config({**auto, "device.memory_gib": 64})).text
+
+
 def test_the_tool_of_the_driver_runs_once_for_a_plan(config, monkeypatch):
     """It takes seconds, and every role and layout asks for the memory."""
     asked: list[DeviceKind] = []

@@ -25,7 +25,7 @@ def needed(make_tree: Callable[..., Any], changes: dict[str, Any]) -> HostMemory
 
 def part(host: HostMemory, name: str) -> int:
     """Sum the parts whose name ends with `name`."""
-    return sum(each.bytes for each in host.parts if each.name.endswith(name))
+    return sum(each.bytes for each in host.consumers if each.name.endswith(name))
 
 
 def test_own_cluster_has_every_process_on_this_host(make_tree):

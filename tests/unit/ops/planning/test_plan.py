@@ -24,6 +24,11 @@ def test_an_iteration_has_tokens_flops_and_minutes(make_tree: Callable[..., Any]
     flops = 2 * 3 * 96 * sample_flops(config.actor_rollout.architecture, 24, 16)
     assert actor[2:4] == ["6", str(96 * 24)] and actor[5] == "8"
     assert float(actor[4]) == pytest.approx(flops / 1e15, rel=1e-2)
+    generation = next(line for line in lines if line[0] == "generation")
+    assert generation[-1] == "-", "decoding is bound by memory bandwidth"
+    together = next(line for line in lines if line[0] == "all,")
+    minutes = [float(line[-1]) for line in lines[2:-2] if line is not generation]
+    assert float(together[-1]) == pytest.approx(sum(minutes), rel=0.1)
     assert float(actor[6]) == pytest.approx(flops / (8 * 1e9 * 0.5) / 60, rel=0.05)
 
 

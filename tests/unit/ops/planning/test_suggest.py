@@ -18,7 +18,7 @@ REAL = [name for name in config_names([builtin_config_dir()]) if "tiny" not in n
 ONE_RANK = (
     "tensor_model_parallel_size=1", "context_parallel_size=1", "sequence_parallel=false",
 )  # fmt: skip
-SUGGESTED = re.compile(r"\d\. ([\d.]+ GiB) of a device, rounds of generation: (\d+)$")
+SUGGESTED = re.compile(r"\d\. ([\d.]+ GiB) of a device, rounds of generation: (\d+)(?:; less |$)")
 
 
 def configured(name: str, *overrides: str) -> RunConfig:
@@ -33,8 +33,8 @@ def largest(config: RunConfig) -> int:
 @pytest.mark.parametrize("name", ["grpo_trainer_llama31_8b_1node", "ppo_trainer_llama32_1b"])
 def test_every_suggestion_is_accepted_when_it_is_pasted_and_reaches_its_figures(name: str) -> None:
     text = plan(configured(name, "plan.suggest=true")).text
-    lines = text.partition("Suggested layouts\n")[2].splitlines()
-    assert len(lines) == 6
+    as_it_is, *lines = text.partition("Suggested layouts\n")[2].splitlines()
+    assert as_it_is.startswith("  as it is: ") and len(lines) == 6
     sizes = []
     for title, words in zip(lines[::2], lines[1::2], strict=True):
         found = SUGGESTED.search(title)
@@ -81,6 +81,33 @@ def test_a_layout_that_fits_the_device_but_not_the_host_is_told_apart() -> None:
     config = configured(name, "plan.suggest=true", "plan.host_memory_gib=1")
     text = plan(config).text.partition("Suggested layouts\n")[2]
     assert "fits 1.0 GiB of host memory" in text and "more devices" not in text
+
+
+def test_a_suggestion_says_what_it_has_less_of_than_the_layout_that_fits() -> None:
+    name = "grpo_trainer_llama31_8b_1node"
+    lines = plan(configured(name, "plan.suggest=true")).text.partition("Suggested layouts\n")[2].splitlines()
+    assert lines[0].startswith("  as it is: ") and len(lines) == 7
+    sizes = [float(line.split(" GiB")[0].split()[-1]) for line in lines if " GiB of" in line]
+    for title, size in zip(lines[1::2], sizes[1:], strict=True):
+        less = title.partition("; less ")[2]
+        assert ("memory" in less) == (size < sizes[0])
+
+
+@pytest.mark.parametrize("gib", [8, 64])
+def test_without_a_layout_that_fits_the_nearest_says_what_it_lacks(gib: int) -> None:
+    """8 GiB of a device, or 64 GiB of a device and 1 GiB of the host."""
+    name = "grpo_trainer_llama31_8b_1node"
+    limits = f"device.memory_gib={gib}", "plan.host_memory_gib=1"
+    text = plan(configured(name, "plan.suggest=true", *limits)).text
+    reason, nearest, overrides = text.partition("Suggested layouts\n")[2].splitlines()
+    lacking = float(reason.split("the nearest lacks ")[1].split(" GiB")[0])
+    pasted = configured(name, *limits, *overrides.split())
+    if gib == 8:
+        assert nearest.startswith(f"  nearest: {format_bytes(largest(pasted))} of a device")
+        missing = largest(pasted) - usable_bytes(8 * GIB)
+    else:
+        missing = host_memory_needed(pasted, pool_memories(pasted)).total - GIB
+    assert lacking == pytest.approx(missing / GIB, abs=0.1)
 
 
 def test_keys_are_spelled_as_the_file_nests_them() -> None:

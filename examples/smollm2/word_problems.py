@@ -1,6 +1,6 @@
 """Word problems with a calculator: questions, and the agent that computes what the model writes.
 
-    python examples/smollm2/calculator.py --output outputs/smollm2
+    python examples/smollm2/word_problems.py --output outputs/smollm2
 
 A question takes a product and then a sum or a difference, of numbers from 11 to 99. Two examples in
 the prompt show how to call:

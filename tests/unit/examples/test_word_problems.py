@@ -10,7 +10,7 @@ from mindspeed_rlxf.config.plugins import complete_plugin
 from tests.registries import restored_registries
 from tests.unit.agents.said_session import SaidSession
 
-FILE = Path(__file__).resolve().parents[3] / "examples" / "smollm2" / "calculator.py"
+FILE = Path(__file__).resolve().parents[3] / "examples" / "smollm2" / "word_problems.py"
 
 
 @pytest.mark.parametrize(
@@ -38,13 +38,15 @@ def test_questions_have_answers_and_no_pair_of_factors_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.syspath_prepend(str(FILE.parent))
-    import calculator
+    with restored_registries():
+        import word_problems
 
-    train, test = calculator.make_split(1)
+    train, test = word_problems.make_split(1)
     pairs = []
     for rows in (train, test):
         numbers = [
-            list(map(int, calculator.NUMBER.findall(row["prompt"][-1]["content"]))) for row in rows
+            list(map(int, word_problems.NUMBER.findall(row["prompt"][-1]["content"])))
+            for row in rows
         ]
         truths = [int(row["ground_truth"]) for row in rows]
         assert all(
@@ -52,5 +54,5 @@ def test_questions_have_answers_and_no_pair_of_factors_twice(
             for truth, (left, right, other) in zip(truths, numbers, strict=True)
         )
         pairs.append({(left, right) for left, right, _ in numbers})
-    assert len(train) == calculator.NUM_TRAIN and len(test) == calculator.NUM_TEST
+    assert len(train) == word_problems.NUM_TRAIN and len(test) == word_problems.NUM_TEST
     assert not pairs[0] & pairs[1]
