@@ -68,6 +68,7 @@ $(STAMP): setup.py pyproject.toml $(SET) constraints/locked.py constraints/SHA25
 	done
 	@$(if $(filter cpu,$(DEVICE)),$(INSTALL) --no-warn-conflicts $(TORCH))
 	@touch $@
+	@echo 'installed into $(VENV); next: make demo, or . $(BIN)/activate and docs/quick_start.md'
 endif
 
 demo: $(STAMP) $(if $(filter npu,$(DEVICE)),bring-up)  ## train a tiny model by PPO, then print a report

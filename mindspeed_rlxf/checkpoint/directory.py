@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from mindspeed_rlxf.weights.atomic import replace_file
 from mindspeed_rlxf.weights.state_files import patiently
 
 ABSENT = object()
+SHA256 = re.compile(r"reward\.functions?(?:\[(?P<index>\d+)\])?\.sha256")  # of a function's file
 COMMAND_KEYS = {"training.new_run", "training.resume", "training.resume_from", "dry_run"}
 """Keys that belong to one command, not to the run."""
 
@@ -41,7 +43,14 @@ class Change:
     def __str__(self) -> str:
         lines = []
         for key, before, now in find_differences(self.key, self.before, self.now):
-            lines.append(f"{key}: {_show(before)} -> {_show(now)}")
+            entry = SHA256.fullmatch(key)
+            if entry is None:
+                lines.append(f"{key}: {_show(before)} -> {_show(now)}")
+                continue
+            file = key.removesuffix(".sha256")
+            if entry["index"] is not None:
+                file = self.now[int(entry["index"])]["function"].rpartition(":")[0]
+            lines.append(f"the file {file} has changed")
         return "; ".join(lines)
 
 

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from mindspeed_rlxf.cli.command_line import use_utf8_output
+from mindspeed_rlxf.config.problems import closest
 from mindspeed_rlxf.ops.supervisor import supervise
 
 COMMANDS = {
@@ -18,6 +19,8 @@ COMMANDS = {
     "from-verl": "print a YAML of verl in the keys used here",
 }
 """Names of the commands, and what each does."""
+OF_OTHERS = {"init": "new", "create": "new", "run": "train", "chat": "generate", "plan": "train"}
+"""Names that users try -> ours."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,5 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print()
         print("mindspeed-rlxf COMMAND --help has the options of a command.")
         return 0
-    print(f"error: {name}: no such command; {usage}", file=sys.stderr)
+    guess = OF_OTHERS.get(name) or closest(name, COMMANDS)
+    hint = f"did you mean {guess}? " if guess else ""
+    print(f"error: {name}: no such command; {hint}{usage}", file=sys.stderr)
     return 2

@@ -80,6 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         kind = DeviceKind(arguments.device)
         with open_generator(source, kind, arguments.engine) as generator:
+            if arguments.chat and not generator.tokenizer.chat_template:
+                rule = f"needs a chat template, which {source.tokenizer} has not"
+                raise UserError(Problem("--chat", rule, remedy="leave it out"))
             seed = source.seed if arguments.seed is None else arguments.seed
             if arguments.prompt or arguments.file:
                 return _answer(generator, arguments, seed)

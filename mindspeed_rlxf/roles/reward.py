@@ -27,6 +27,9 @@ from mindspeed_rlxf.roles.scorer import ScorerRole, scored_tokens
 FAULTS_OF_FUNCTIONS = (Cause.EXCEPTION.value, Cause.WRONG_RESULT.value, Cause.NOT_FINITE.value)
 
 
+MAX_NAMED = 8  # causes, and samples of each, in a message
+
+
 class RewardsFailed(RuntimeError):
     """More samples in a batch could not be scored than `reward.max_failed` allows.
 
@@ -133,7 +136,7 @@ class RewardGroup:
 
 
 def check_failures(failures: list[FailedSample | None], max_failed: int | None) -> None:
-    """Raise RewardsFailed, naming the first failures, if more than `max_failed` failed.
+    """Raise RewardsFailed, naming each cause with its samples, if more than `max_failed` failed.
 
     `failures` has one entry per sample, None if scored. `max_failed` None = a tenth, rounded down,
     at least one.
@@ -142,8 +145,18 @@ def check_failures(failures: list[FailedSample | None], max_failed: int | None) 
     allowed = max(1, len(failures) // 10) if max_failed is None else max_failed
     if len(failed) <= allowed:
         return
-    named = [f"sample {f.sample_id}: {f.cause} ({f.message})" for f in failed[:8]]
-    named += [f"and {len(failed) - 8} more"] * (len(failed) > 8)
+    ids_by_cause: dict[str, list[str]] = {}
+    for failure in failed:
+        cause = f"{failure.cause} ({failure.message})"
+        ids_by_cause.setdefault(cause, []).append(str(failure.sample_id))
+    named = []
+    for cause, ids in [*ids_by_cause.items()][:MAX_NAMED]:
+        listed = ", ".join(ids[:MAX_NAMED])
+        if len(ids) > MAX_NAMED:
+            listed += f" and {len(ids) - MAX_NAMED} more"
+        named.append(f"{'sample' if len(ids) == 1 else 'samples'} {listed}: {cause}")
+    if len(ids_by_cause) > MAX_NAMED:
+        named.append(f"and {len(ids_by_cause) - MAX_NAMED} more causes")
     faults = [failure for failure in failed if failure.cause in FAULTS_OF_FUNCTIONS]
     raise RewardsFailed(
         f"{len(failed)} of {len(failures)} samples of a batch could not be scored, at most "

@@ -245,7 +245,7 @@ def build_roles(
     """Start the worker processes, and build the roles in them; servers log to `directory`."""
     parts = {config.placement[Role.ACTOR_ROLLOUT]: config.parts} if config.parts else {}
     count = sum(sum(processes) for processes in config.resource_pool.values())
-    with phase(f"starting {count} worker processes"):
+    with phase(f"starting {count} worker process{'es' if count > 1 else ''}"):
         pools = runtime.create_pools(config.resource_pool, parts)
     ends, processes = prepared.eos_token_ids, prepared.scores_in_processes
     return RoleGroups.build(config, pools, ends, processes, str(directory.logs))

@@ -100,6 +100,8 @@ def _check_source(arguments: argparse.Namespace, source: Path) -> bool:
     if not source.is_dir():
         raise _error(source, "must be a folder", "give the folder of the weights")
     kind, weights = find_weights(source)
+    if kind is Format.HF and (source / "checkpoints").is_dir():  # a run directory
+        _, weights = find_weights(source / "checkpoints")
     is_hf = kind is Format.HF
     roles = [name for name in SAVED_AS.values() if (weights / name).is_dir()]
     if roles and (weights / "manifest.json").is_file():

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mindspeed_rlxf.checkpoint.directory import find_changes
+from mindspeed_rlxf.checkpoint.directory import Change, find_changes
 from mindspeed_rlxf.config.keys import to_yaml
 from mindspeed_rlxf.config.load import resolve
 
@@ -59,3 +59,9 @@ def test_a_key_that_this_version_does_not_have_is_refused(tree):
     newer = changed(tree, "algorithm.of_a_later_version", 1)
     (found,) = find_changes(newer, tree)
     assert (found.rule, str(found)) == ("fixed", "algorithm.of_a_later_version: 1 -> absent")
+
+
+def test_a_changed_reward_function_is_named_by_its_file():
+    before, now = ([{"function": "mine.py:score", "sha256": digest}] for digest in ("1", "2"))
+    change = Change("reward.functions", before, now, "fixed")
+    assert str(change) == "the file mine.py has changed"

@@ -96,3 +96,14 @@ def test_what_ends_the_writing_is_an_error_line(
     monkeypatch.setattr(module, "copy_side_files", write)
     assert main([str(model), str(tmp_path / "mg"), "--to", "mg"]) == code
     assert said in capsys.readouterr().err
+
+
+def test_a_run_directory_is_answered_with_the_folders_of_its_newest_checkpoint(tmp_path, capsys):
+    checkpoints = tmp_path / "run" / "checkpoints"
+    for iteration in (2, 4):
+        folder = checkpoints / f"iter_{iteration:07}"
+        (folder / "actor").mkdir(parents=True)
+        (folder / "manifest.json").write_text("{}")
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text("4")
+    assert main([str(tmp_path / "run"), str(tmp_path / "hf"), "--to", "hf"]) == 2
+    assert f"give {checkpoints / 'iter_0000004' / 'actor'}" in capsys.readouterr().err

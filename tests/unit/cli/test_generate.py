@@ -168,3 +168,10 @@ def test_a_folder_that_is_no_source_is_named(make_tree, tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match="is not valid JSON"):
         find_source(tmp_path, {})
+
+
+def test_a_chat_without_a_template_is_one_mistake(model, monkeypatch, capsys):
+    monkeypatch.setitem(globals(), "TEMPLATE", None)
+    assert main([str(model), "--chat", "--prompt", "a"]) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and errors[0].startswith("error: --chat needs a chat template")

@@ -147,3 +147,8 @@ def test_installed_command_finds_its_subcommands(started, capsys):
     assert cli.main(["tarin"]) == 2
     assert capsys.readouterr().err.startswith("error: tarin: no such command")
     assert cli.main([]) == 0
+
+
+def test_a_command_of_another_tool_is_answered_with_ours(capsys):
+    assert cli.main(["init"]) == 2
+    assert "did you mean new?" in capsys.readouterr().err

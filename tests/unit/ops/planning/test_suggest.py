@@ -85,7 +85,8 @@ def test_a_layout_that_fits_the_device_but_not_the_host_is_told_apart() -> None:
 
 def test_a_suggestion_says_what_it_has_less_of_than_the_layout_that_fits() -> None:
     name = "grpo_trainer_llama31_8b_1node"
-    lines = plan(configured(name, "plan.suggest=true")).text.partition("Suggested layouts\n")[2].splitlines()
+    text = plan(configured(name, "plan.suggest=true")).text
+    lines = text.partition("Suggested layouts\n")[2].splitlines()
     assert lines[0].startswith("  as it is: ") and len(lines) == 7
     sizes = [float(line.split(" GiB")[0].split()[-1]) for line in lines if " GiB of" in line]
     for title, size in zip(lines[1::2], sizes[1:], strict=True):
