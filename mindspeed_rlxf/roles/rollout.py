@@ -269,7 +269,7 @@ class RolloutRole:
         self.agents: AgentHost | None = None
         self.conversations: Conversations | None = None
         if config.rollout.runs_agents:
-            self.agents = AgentHost(config, eos_token_ids, self.replica.is_leader)
+            self.agents = AgentHost(config, eos_token_ids, self.replica)
             self.conversations = Conversations(self.agents, self.samples)
         self._has_fixed = False  # whether samples with fixed responses were added, to any replica
         # Since the last report: counts of slices, and seconds of waiting for weights.
