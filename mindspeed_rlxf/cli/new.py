@@ -148,6 +148,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if model_elements(config.actor_rollout.architecture, Head.LANGUAGE_MODEL) >= LARGE:
         text, _ = write_yaml(recompute=True)
     file.write_text(text, encoding="utf-8")
-    run = f"mindspeed-rlxf train --config-dir {file.parent} --config-name {name}"
+    run = f"mindspeed-rlxf train --config-dir {file.parent} --config-name {file.stem}"
     print(f"wrote {file}; its plan: {run} dry_run=true")
     return 0
