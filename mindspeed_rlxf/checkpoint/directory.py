@@ -47,7 +47,7 @@ class Change:
             if entry is None:
                 lines.append(f"{key}: {_show(before)} -> {_show(now)}")
                 continue
-            file = key.removesuffix(".sha256")
+            file = f"of {key.removesuffix('.sha256')}"
             if entry["index"] is not None:
                 file = self.now[int(entry["index"])]["function"].rpartition(":")[0]
             lines.append(f"the file {file} has changed")

@@ -12,10 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
-
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING, TypeAlias
 
 from mindspeed_rlxf.agents.conversation import ChatTemplate
 from mindspeed_rlxf.agents.dialect import Dialect
@@ -37,6 +34,9 @@ from mindspeed_rlxf.rollout.rollout_engine import (
 )
 from mindspeed_rlxf.rollout.sampling import Sampling, SamplingSettings
 
+if TYPE_CHECKING:
+    from mindspeed_rlxf.rollout.replica import Replica  # brings in Megatron
+
 Decision: TypeAlias = Ask | tuple[GenerationResult, AgentRecord]
 """What an agent has decided: the next turn, or the end of its sample."""
 
@@ -45,23 +45,18 @@ class AgentHost:
     """A rank's agents, and on the replica's leader the event loop that runs them.
 
     Attributes:
-        replica_group: gloo group of the replica's ranks; None = one rank.
+        agreement: With the other ranks of the replica, and those that share experts.
     """
 
-    def __init__(self, config: RunConfig, eos_token_ids: Sequence[int], is_leader: bool) -> None:
-        """Make groups, a collective over the generating ranks; start the loop on a leader."""
+    def __init__(self, config: RunConfig, eos_token_ids: Sequence[int], replica: Replica) -> None:
+        """Start the loop, and open the tools, on a leader."""
         self.rollout = config.rollout
-        self.is_leader = is_leader
-        self.replica_group: dist.ProcessGroup | None = None
-        if config.rollout_tp > 1:
-            self.replica_group, _ = dist.new_subgroups(config.rollout_tp, backend="gloo")
-        shares_experts = config.rollout_ep > 1
-        self._all_ranks = dist.new_group(backend="gloo") if shares_experts else None
+        self.is_leader, self.agreement = replica.is_leader, replica.agreement
         self._eos_token_ids = tuple(eos_token_ids)
         self._agents: dict[str, Agent] = {}
         self._dialects: dict[bool, Dialect] = {}  # whether for chats
         self.loop: AgentLoop | None = None
-        if is_leader:
+        if self.is_leader:
             self._dialects = _make_dialects(config, self._eos_token_ids)
             self.loop = AgentLoop(config.rollout.turn_timeout_s)
 
@@ -70,14 +65,6 @@ class AgentHost:
         names = [self.rollout.agent_of(extra_info) for extra_info in prompts.extra_infos]
         fixed = [bool(response) for response in prompts.responses]
         return ["" if is_fixed else name for name, is_fixed in zip(names, fixed, strict=True)]
-
-    def is_any_left(self, num_unfinished: int) -> bool:
-        """Whether a sample is unfinished here, or on a rank that shares experts with this one."""
-        if self._all_ranks is None:
-            return num_unfinished > 0
-        left = torch.tensor(num_unfinished)
-        dist.all_reduce(left, group=self._all_ranks)
-        return bool(left > 0)
 
     def start(self, sample: DrawnSample) -> LiveSession:
         """Start the agent of a sample; on leaders."""
@@ -201,11 +188,7 @@ class Conversations:
                     decisions.append(session.ask)
                 else:
                     decisions.append(session.finish(self._samples[key].request.place, version))
-        group = self._host.replica_group
-        if group is not None:
-            shared: list[Any] = [decisions]
-            dist.broadcast_object_list(shared, dist.get_global_rank(group, 0), group)
-            decisions = shared[0]
+        decisions = self._host.agreement.share(decisions)
         ended = []
         for key, decision in zip(keys, decisions, strict=True):
             if isinstance(decision, Ask):
@@ -243,7 +226,7 @@ def generate_conversations(
     samples.add(distinct, sampling, settings, seed, host.choose(distinct))
     conversations = Conversations(host, samples)
     stats = GenerationStats()
-    while host.is_any_left(samples.num_unfinished):
+    while host.agreement.is_any_left(samples.num_unfinished):
         for _ in conversations.run_slice(engine, host.rollout.slice_steps):
             pass
         stats += engine.stats()

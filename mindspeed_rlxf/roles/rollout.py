@@ -269,7 +269,7 @@ class RolloutRole:
         self.agents: AgentHost | None = None
         self.conversations: Conversations | None = None
         if config.rollout.runs_agents:
-            self.agents = AgentHost(config, eos_token_ids, self.replica.is_leader)
+            self.agents = AgentHost(config, eos_token_ids, self.replica)
             self.conversations = Conversations(self.agents, self.samples)
         self._has_fixed = False  # whether samples with fixed responses were added, to any replica
         # Since the last report: counts of slices, and seconds of waiting for weights.
@@ -412,9 +412,16 @@ class RolloutRole:
         for sample in ended:
             self._start_scoring(sample)
         with self._awake() as engine:
-            for sample in self._run_slice(engine, steps, ended):
-                ended.append(sample)
-                self._start_scoring(sample)
+            if self.conversations is not None:
+                for sample in self.conversations.run_slice(engine, steps):
+                    ended.append(sample)
+                    self._start_scoring(sample)
+            else:
+                entering = self._answer_fixed(engine, self.samples.enter_engine(), ended)
+                engine.add([sample.request for sample in entering])
+                for result in engine.advance(steps):
+                    ended.append(self.samples.end(result))
+                    self._start_scoring(ended[-1])
             self._stats += engine.stats()
         if not self.replica.is_leader:
             return RoleOutput()
@@ -422,18 +429,6 @@ class RolloutRole:
         return RoleOutput(
             report=SliceReport(list(map(_name_ended, ended)), self.samples.num_unfinished)
         )
-
-    def _run_slice(
-        self, engine: StepwiseEngine, steps: int | None, ended: list[DrawnSample]
-    ) -> Iterator[DrawnSample]:
-        """Yield samples as they end; those with fixed responses are appended to `ended` at once."""
-        if self.conversations is not None:
-            yield from self.conversations.run_slice(engine, steps)
-            return
-        entering = self._answer_fixed(engine, self.samples.enter_engine(), ended)
-        engine.add([sample.request for sample in entering])
-        for result in engine.advance(steps):
-            yield self.samples.end(result)
 
     def _answer_fixed(
         self, engine: StepwiseEngine, samples: list[DrawnSample], ended: list[DrawnSample]

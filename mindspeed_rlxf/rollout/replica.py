@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -21,6 +21,7 @@ from mindspeed_rlxf.engine.train_engine import TrainEngine
 from mindspeed_rlxf.models.adapter_parameters import adapter_shapes
 from mindspeed_rlxf.models.parameters import Head, hf_shapes
 from mindspeed_rlxf.rollout import transfer
+from mindspeed_rlxf.rollout.agreement import Agreement
 from mindspeed_rlxf.rollout.rollout_engine import (
     ENGINES,
     NATIVE,
@@ -52,6 +53,7 @@ class Replica:
         make_room: Returns a context manager in which the training engines leave the device, for an
             engine with its own weights; by default it does nothing.
         take_receipts: Returns the receipts of syncs since the last call; [] for engines in process.
+        agreement: With the other ranks, in runs with agents.
     """
 
     engine: StepwiseEngine
@@ -59,6 +61,7 @@ class Replica:
     is_leader: bool
     make_room: Callable[[], AbstractContextManager[None]] = nullcontext
     take_receipts: Callable[[], list[Any]] = list
+    agreement: Agreement = field(default_factory=Agreement)
 
 
 def sent_tensors(trained: TrainEngine, with_base: bool) -> Iterator[tuple[str, Tensor]]:
@@ -78,6 +81,15 @@ def send_weights(config: RunConfig, trained: TrainEngine, with_base: bool) -> No
 
 
 def build_replica(config: RunConfig, trained: TrainEngine | None, folder: str = "") -> Replica:
+    """Build this rank's part of a replica (`_build_engine`), and the groups that agents need."""
+    replica = _build_engine(config, trained, folder)
+    if not config.rollout.runs_agents:
+        return replica
+    agreement = Agreement(config.rollout_tp, shares_experts=config.rollout_ep > 1)
+    return replace(replica, agreement=agreement)
+
+
+def _build_engine(config: RunConfig, trained: TrainEngine | None, folder: str) -> Replica:
     """Build this rank's rollout engine, without weights; a collective over the generating ranks.
 
     Args:

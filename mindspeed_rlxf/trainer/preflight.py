@@ -120,13 +120,16 @@ def prepare(config: RunConfig) -> Prepared:
         for i in prepared.eos_token_ids
         if i >= vocab_size
     ]
-    problems += _check_truths(config)
+    missing_truths: list[str] = []  # warnings
+    problems += _check_truths(config, missing_truths)
     problems += _check_rewards(config, prepared)
     problems += _check_agents(config, prepared)
     problems += _check_best_metric(config, prepared)
     prepared.fixed_responses = _attempt(problems, lambda: _load_fixed_responses(config, prepared))
     if problems:
         raise UserError(problems)
+    for warning in missing_truths:
+        logger.warning("%s", warning)
     stops = describe_stop_tokens(prepared.tokenizer, described, data_stops, actor.stop_token_ids)
     spelled = [s for s in actor.stop_strings if s in special_ids(prepared.tokenizer).values()]
     if spelled:
@@ -331,10 +334,10 @@ def _load_fixed_responses(config: RunConfig, prepared: Prepared) -> FixedRespons
     return fixed
 
 
-def _check_truths(config: RunConfig) -> Iterator[Problem]:
+def _check_truths(config: RunConfig, warnings: list[str]) -> Iterator[Problem]:
     """Yield a problem for each data file without ground truths, if the user named their key.
 
-    It is a warning if nothing reads them, or if functions may do without.
+    It is one of `warnings` if nothing reads them, or if functions may do without.
     """
     data, reward = config.data, config.reward
     key = data.ground_truth_key
@@ -353,8 +356,8 @@ def _check_truths(config: RunConfig) -> Iterator[Problem]:
         if is_named and is_read:
             yield Problem("data.ground_truth_key", f"must be in {file}", key, remedy)
         else:
-            rule = "%s: no row has data.ground_truth_key=%s, so all ground truths are empty; %s"
-            logger.warning(rule, file, key, remedy)
+            rule = f"no row has data.ground_truth_key={key}, so all ground truths are empty"
+            warnings.append(f"{file}: {rule}; {remedy}")
 
 
 def _check_rewards(config: RunConfig, prepared: Prepared) -> list[Problem]:

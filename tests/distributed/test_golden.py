@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.config.schema import ValidationConfig
+from mindspeed_rlxf.data.agent_record import AgentFailure, AgentRecord
 from mindspeed_rlxf.reporting.metric_table import METRICS, find_metric
 from mindspeed_rlxf.roles.reports import (
     ExperienceReport,
@@ -50,7 +51,8 @@ def of_other_runs() -> set[str]:
     gap = Summary(1, 0.0, 0.0, 0.0)
     failure = FailedSample(1, "timeout", "")
     skipped = UpdateReport([{"grad_norm": 1.0, "skipped_steps": 1.0}], 1.0)
-    generated = GenerateReport([1], [1], [True], 0, 0, 0, 0.0, "", [0], [0.0])
+    led = AgentRecord("mine", [(0, 1)], [0.0], failure=AgentFailure("timeout", ""))
+    generated = GenerateReport([1], [1], [True], 0, 0, 0, 0.0, "", [0], [0.0], [led])
     experience = ExperienceReport([], gap, gap, gap, None, None, None, 1, rejected=gap)
     found = {
         **metrics.log_prob_metrics([LogProbReport(gap, gap)]),
@@ -62,10 +64,12 @@ def of_other_runs() -> set[str]:
         **measure([[Scored(1.0, 3)]], ["a"], ValidationConfig()),
         **metrics.experience_metrics([experience], 0.0),
         **metrics.staleness_metrics([generated], 1),
+        **metrics.agent_metrics([generated]),
         **metrics.wait_metrics(1.0, 2.0),
         **metrics.idle_metrics({}, {"main": 2}, 1.0, {"main": (1, 1)}),
     }
-    return {*found, "timing/val", "timing/save_wait"}  # of `Validator.validate`, of a point
+    of_validations = {"timing/val", "val/agent_failures"}
+    return {*found, *of_validations, "timing/save_wait"}  # the last one of a point
 
 
 def test_the_table_has_every_metric_of_these_runs_and_no_other() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -141,7 +142,7 @@ def test_tools_that_do_not_start_fail_the_sample(tmp_path: Path) -> None:
     """As a file that runs on the driver alone."""
     file = tmp_path / "absent.py"
     text = FILE.read_text(encoding="utf-8")
-    file.write_text(f"import sys\nif sys.argv[0] == '-c':\n    raise OSError\n{text}")
+    file.write_text(f"import os\nif os.getpid() != {os.getpid()}:\n    raise OSError\n{text}")
     box = ToolBox(rollout_of(f"{file}:add"), REWARD)
     with pytest.raises(ToolFailed, match="OSError"):
         call(box, "add", {"a": 1, "b": 2})

@@ -319,7 +319,7 @@ def prepared(config: RunConfig) -> Any:
     names = (
         "RunDirectory", "check_resume", "check_save_folders", "check_weights", "load_tokenizer",
         "check_vocabulary", "eos_token_ids", "describe_stop_tokens", "load_fixed_responses",
-        "PromptSource", "_check_rewards", "_list_notices",
+        "PromptSource", "_check_rewards", "list_notices",
     )  # fmt: skip
     with contextlib.ExitStack() as stack:
         mocks = {n: stack.enter_context(patch.object(preflight, n)) for n in names}

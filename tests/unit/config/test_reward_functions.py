@@ -135,7 +135,8 @@ def test_a_changed_text_is_another_run_unless_it_is_allowed(make_tree, file, tmp
         RunDirectory.create(before).unlock()
         Path(file).write_text(TEXT + "\n", encoding="utf-8")
         (problem,) = RunDirectory.check(resolve(make_tree(given), "test"))
-        assert "these keys differ" in str(problem) and f"reward.{key}" in str(problem)
+        changed = f"of reward.{key}" if key == "function" else file
+        assert f"the file {changed} has changed" in str(problem)
         assert "reward.allow_changed_function=true to go on with the new text" in str(problem)
         allowed = {**given, "reward.allow_changed_function": True}
         assert RunDirectory.check(resolve(make_tree(allowed), "test")) == []

@@ -150,7 +150,7 @@ def test_an_unknown_rule_is_a_user_error():
     with pytest.raises(UserError) as error:
         RewardManager({"a": "gms8k", "b": "exact_match", "c": "x"})
     first, second = map(str, error.value.problems)
-    assert first.startswith("reward.rules.a='gms8k' must name a rule; use one of code, ")
+    assert first.startswith("reward.rules.a='gms8k' must name a rule; use one of agent, code, ")
     assert second.startswith("reward.rules.c='x'")
 
 

@@ -20,7 +20,6 @@ from mindspeed_rlxf.config.schema import (
 )
 from mindspeed_rlxf.data.agent_record import find_record
 from mindspeed_rlxf.data.batch import Prompts
-from mindspeed_rlxf.roles import conversations
 from mindspeed_rlxf.roles.rollout import RolloutRole, Sampling
 from mindspeed_rlxf.rollout import replica as replicas
 from mindspeed_rlxf.rollout.rollout_engine import (
@@ -304,26 +303,15 @@ def test_a_tool_that_takes_a_slice_is_not_waited_for(make_role: Any) -> None:
     assert ends[8] == ends[0], "the others end in the slices in which they end without it"
 
 
-def test_ranks_beside_the_leader_follow_what_it_broadcasts(
-    make_role: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_beside_the_leader_follow_what_it_broadcasts(make_role: Any) -> None:
     """They run no agent, and give their engine the same requests in the same slices."""
     prompts = prompts_of(0, 1, 2)
     sent: list[Any] = []
-
-    def broadcast(objects: list[Any], _source: int, _group: Any) -> None:
-        if objects[0] is not None and len(objects[0]) > 0:
-            sent.append(objects[0])
-        else:
-            objects[0] = sent.pop(0)
-
-    monkeypatch.setattr(conversations.dist, "broadcast_object_list", broadcast)
-    monkeypatch.setattr(conversations.dist, "get_global_rank", lambda *_: 0)
     leader = make_role(Talk())
-    leader.agents.replica_group = object()
+    leader.agents.agreement.share = lambda decisions: sent.append(decisions) or decisions
     output, _ = generate(leader, prompts)
     follower = make_role(Talk())
-    follower.agents.replica_group = object()
+    follower.agents.agreement.share = lambda decisions: decisions or sent.pop(0)
     follower.agents.is_leader, follower.agents.loop = False, None
     follower.add(prompts, SEED)
     while follower.samples.num_unfinished:

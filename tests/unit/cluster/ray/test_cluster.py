@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from unittest.mock import Mock
@@ -41,3 +43,15 @@ def test_a_start_that_ray_gives_up_is_tried_again(monkeypatch):
 def test_ray_still_says_so_when_it_gives_up():
     (folder,) = find_spec("ray").submodule_search_locations
     assert cluster.START_TIMED_OUT[0] in (Path(folder) / "_private" / "node.py").read_text()
+
+
+def test_processes_of_a_cluster_do_not_end_with_the_terminal() -> None:
+    """Ray starts them in the group of the driver, which a closed terminal signals."""
+    asks = "import signal; print(signal.SIGHUP in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
+
+    def is_blocked_in_a_child() -> bool:
+        return subprocess.check_output([sys.executable, "-c", asks], text=True) == "True\n"
+
+    with cluster._own_signals():
+        assert is_blocked_in_a_child()
+    assert not is_blocked_in_a_child(), "the driver handles it again"
