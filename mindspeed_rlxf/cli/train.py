@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             given = translate(tree)
             for override in arguments.overrides:
                 if override.lstrip("+~").startswith("hydra."):
-                    meaning = "no effect, as no job of Hydra runs; training.output_dir is the folder"
+                    meaning = "no effect, as Hydra runs no job; training.output_dir is the folder"
                     given.note(meaning, override)
         # Those for verl are in its keys.
         overrides = () if arguments.verl_config else arguments.overrides
