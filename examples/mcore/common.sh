@@ -220,6 +220,7 @@ multi_node() {
   choose_weights
   prepare_host
   if [ "$NODE_RANK" -eq 0 ]; then
+    # Nothing listens on the dashboard's port unless ray[default] is installed.
     start_head --head "--node-ip-address=$MASTER_ADDR" "--port=$MASTER_PORT" \
       --dashboard-host=127.0.0.1 --dashboard-port="${DASHBOARD_PORT:-8260}" "$(device_options)"
     train "$@"

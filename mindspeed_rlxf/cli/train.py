@@ -72,6 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             tree = compose(arguments.config_name, arguments.overrides, arguments.config_dir)
             name = arguments.config_name.removesuffix(".yaml")
             given = translate(tree)
+            for override in arguments.overrides:
+                if override.lstrip("+~").startswith("hydra."):
+                    meaning = "no effect, as Hydra runs no job; training.output_dir is the folder"
+                    given.note(meaning, override)
         # Those for verl are in its keys.
         overrides = () if arguments.verl_config else arguments.overrides
         try:

@@ -73,12 +73,16 @@ class Trace:
 def trl_config(trace: Trace, folder: Path, size: int, layout: dict[str, Any]) -> RunConfig:
     """Return a configuration that computes what TRL computes.
 
+    A comment gives TRL's name where it differs, and our default with its reason where that differs.
+
     folder: for the run directory, and with the tokenizer; size: number of devices; layout: keys of
     every role
     """
     settings, start = trace.settings, TRACES / "start"
     optimizer = OptimizerConfig(
-        lr=settings["learning_rate"], lr_decay_style="linear", clip_grad=0.0
+        lr=settings["learning_rate"],  # 1e-6 by default
+        lr_decay_style="linear",  # lr_scheduler_type; constant by default
+        clip_grad=0.0,  # TRL never reads its max_grad_norm; 1.0 by default
     )
     longest = max(map(len, trace.responses))
     return run_config(
@@ -95,33 +99,42 @@ def trl_config(trace: Trace, folder: Path, size: int, layout: dict[str, Any]) ->
             "tokenizer_name_or_path": str(folder / "tokenizer"),
         },
         actor_rollout={
+            # TRL always samples. False by default, as in MindSpeed-LLM.
             "do_sample": trace.name != "greedy",
             "temperature": settings["temperature"],
             "max_new_tokens": longest,
+            # The batch divided by num_mini_batches; 1 by default, as in MindSpeed-LLM. Stock TRL
+            # makes one optimizer step per epoch whatever num_mini_batches is (`epoch`).
             "ppo_mini_batch_size": MINI_BATCH[trace.name],
-            "ppo_epochs": EPOCHS,
+            "ppo_epochs": EPOCHS,  # num_ppo_epochs; 1 by default
             "clip_ratio": settings["cliprange"],
         },
         critic={
-            "critic_mini_batch_size": MINI_BATCH[trace.name],
-            "critic_update_epochs": EPOCHS,
-            "cliprange_value": settings["cliprange_value"],
-            "vf_coef": settings["vf_coef"],
+            "critic_mini_batch_size": MINI_BATCH[trace.name],  # as the actor's
+            "critic_update_epochs": EPOCHS,  # num_ppo_epochs
+            "cliprange_value": settings["cliprange_value"],  # 3.0 by default, as in MindSpeed-LLM
+            "vf_coef": settings["vf_coef"],  # 1 by default: the critic has its own optimizer
         },
         reward={"kind": RewardKind.MODEL, "load": str(start / "reward")},
         algorithm={
-            "gamma": settings["gamma"],
+            "gamma": settings["gamma"],  # 1 by default
             "lam": settings["lam"],
             "kl_penalty": KL[settings["kl_estimator"]],
             "kl_ctrl": {"kl_coef": settings["kl_coef"]},
             "missing_eos_penalty": settings["missing_eos_penalty"],
             "whiten_rewards": settings.get("whiten_rewards", False),
+            # minibatch_tokens by default: a mean of means weighs tokens of short micro-batches
+            # more, so the loss depends on micro_batch_size.
             "loss_normalizer": LossNormalizer.MICRO_BATCH_MEAN,
+            # max_new_tokens by default: with the padded width a reward depends on the longest
+            # response of the batch, so on batch size and layout.
             "score_slot_limit": "batch_width",
+            # TRL takes the scores of generation. auto by default: generation and training round
+            # differently, and the first ratio should be 1.
             "old_log_probs": OldLogProbs.ROLLOUT,
             "advantage_whiten": WHITEN.get(trace.name, AdvantageWhiten.BATCH),
         },
-        data={"shuffle": False},
+        data={"shuffle": False},  # the recorded prompts are in TRL's order
         logging={"samples": "all"},
     )
 

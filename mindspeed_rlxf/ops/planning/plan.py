@@ -25,12 +25,15 @@ def topology(config: RunConfig) -> str:
 
     A line per device; over 32 devices in all, a line per range with equal pipeline stages.
     """
-    by_device = sum(map(sum, config.resource_pool.values())) <= 32
+    num_devices = sum(map(sum, config.resource_pool.values()))
+    by_device = num_devices <= 32
+    # A private cluster on this host holds every pool.
+    is_cluster = available.is_elsewhere(config)
+    num_per_host = config.device.devices_per_node if is_cluster else num_devices
+    devices_by_pool = place_pools(config.resource_pool, num_per_host)
     tables = []
-    for pool, sizes in config.resource_pool.items():
-        devices: list[tuple[int, int]] = []
-        for host, num_devices in enumerate(sizes):
-            devices += [(host, number) for number in range(num_devices)]
+    for pool in config.resource_pool:
+        devices = devices_by_pool[pool]
         layouts = {role.value: config.layout(role) for role in config.roles_of(pool)}
         first_rank = 0
         if is_split(config, pool) and config.parts is not None:
@@ -40,6 +43,40 @@ def topology(config: RunConfig) -> str:
         devices = devices[first_rank:]
         tables.append(_topology_table(pool, devices, first_rank, layouts, by_device))
     return "\n\n".join(tables)
+
+
+def place_pools(
+    pools: Mapping[str, Sequence[int]], num_per_host: int
+) -> dict[str, list[tuple[int, int]]]:
+    """Number hosts and devices over the cluster: each pool takes the first hosts with room for it.
+
+    The largest pools come first, as when the devices are reserved: with 8 devices per host,
+    {"actor": [8], "ref": [2], "critic": [4]} is actor on host 0, critic on devices 0 to 3 of
+    host 1, and ref on devices 4 and 5 of it.
+
+    Args:
+        pools: Devices of each pool per host.
+        num_per_host: Devices of a host; a larger entry of a pool has a host of that size.
+
+    Returns:
+        (host, device) of each rank, by pool.
+    """
+    num_used: list[int] = []  # by host
+    devices_by_pool: dict[str, list[tuple[int, int]]] = {}
+    for pool in sorted(pools, key=lambda name: -max(pools[name])):
+        host = 0
+        devices: list[tuple[int, int]] = []
+        for size in pools[pool]:
+            while host < len(num_used) and num_used[host] + size > num_per_host:
+                host += 1
+            if host == len(num_used):
+                num_used.append(0)
+            first = num_used[host]
+            devices += [(host, number) for number in range(first, first + size)]
+            num_used[host] += size
+            host += 1  # entries of a pool are on different hosts
+        devices_by_pool[pool] = devices
+    return devices_by_pool
 
 
 def _topology_table(

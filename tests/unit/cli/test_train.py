@@ -65,6 +65,12 @@ def test_cfg_job_prints_the_complete_typed_yaml(capsys):
     assert tree["resource_pool"]["main"] == [2]
 
 
+def test_an_override_of_hydra_itself_is_noted(started, capsys):
+    assert main([*TINY, "hydra.run.dir=elsewhere"]) == 75
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    assert any("hydra.run.dir=elsewhere" in note for note in notes)
+
+
 def test_dry_run_prints_the_plan_and_starts_nothing(started, capsys):
     assert main([*TINY, "dry_run=true"]) == 0
     output = capsys.readouterr().out

@@ -10,7 +10,7 @@ from mindspeed_rlxf.data.mini_batches import sample_flops
 from mindspeed_rlxf.device import driver
 from mindspeed_rlxf.device.driver import DriverDevice, DriverView
 from mindspeed_rlxf.ops.planning import available
-from mindspeed_rlxf.ops.planning.plan import plan, topology
+from mindspeed_rlxf.ops.planning.plan import place_pools, plan, topology
 from mindspeed_rlxf.ops.planning.work import describe_work
 from tests.unit.ops.planning.test_memory import SPLIT_POOL
 
@@ -150,6 +150,32 @@ def test_ranks_of_a_stage_share_a_line_where_there_are_many(make_tree):
         "main 32-47 0-7 256-383 0-3,2,0-31 0,0,256-383 0,0,256-383 0,0,256-383",
         "main 48-63 0-7 384-511 0-3,3,0-31 0,0,384-511 0,0,384-511 0,0,384-511",
     ]
+
+
+def test_hosts_and_devices_are_counted_over_the_cluster() -> None:
+    """Two hosts of 8: reward (2) follows critic (4) and ref (2) on the second one."""
+    places = place_pools({"actor": [8], "ref": [2], "critic": [4], "reward": [2]}, 8)
+    assert places["actor"] == [(0, device) for device in range(8)]
+    assert places["critic"] == [(1, 0), (1, 1), (1, 2), (1, 3)]
+    assert places["ref"] == [(1, 4), (1, 5)]
+    assert places["reward"] == [(1, 6), (1, 7)]
+
+
+def test_entries_of_a_pool_are_on_different_hosts() -> None:
+    """5 + 4 devices need two hosts of 8; ref takes what the first one has left."""
+    places = place_pools({"actor": [5, 4], "ref": [3]}, 8)
+    hosts = [host for host, _ in places["actor"]]
+    assert hosts == [0] * 5 + [1] * 4
+    assert places["ref"] == [(0, 5), (0, 6), (0, 7)]
+
+
+def test_only_the_plan_for_a_cluster_has_a_second_host(make_tree) -> None:
+    """`main` fills the 8 devices of host 0; a private cluster has all 10 on this host."""
+    changes = {"resource_pool.actor": 2, "placement.actor_rollout": "actor"}
+    shown = lines(make_tree, {**changes, "runtime.address": "head:6379"})
+    assert any(line.startswith("actor 1 0 0 ") for line in shown)
+    shown = lines(make_tree, changes)
+    assert any(line.startswith("actor 0 8 0 ") for line in shown)
 
 
 def test_parts_of_a_split_pool_have_tables_of_their_own(make_tree):
