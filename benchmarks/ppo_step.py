@@ -179,8 +179,11 @@ def seconds_of(tree: dict[str, Any], lengths: list[int], folder: Path) -> list[f
 
     add = DrawnSamples.add
 
-    def add_with_lengths(self: Any, prompts: Any, sampling: Any, settings: Any, seed: int) -> None:
+    def add_with_lengths(
+        self: Any, prompts: Any, sampling: Any, settings: Any, seed: int, agents: Any = None
+    ) -> None:
         """Add each sample with the settings of its length."""
+        assert agents is None, "responses of a given length have no agent"
         assert prompts.num_rows == len(lengths), "an iteration's samples are added at once"
         for row, length in enumerate(lengths):
             forced = replace(settings, min_new_tokens=length, max_new_tokens=length)
