@@ -233,20 +233,19 @@ class ChatTemplate:
         """Return what the template writes behind an answer. Raises ValueError if it changes it."""
         answer = {"role": "assistant", "content": self._placeholder}
         text = self._render([USER, answer, *messages], **changes)
-        _, found, tail = text.partition(self._placeholder)
-        if not found:
+        if self._placeholder not in text:
             raise ValueError("it must write answers as they are")
-        return tail
+        return text.partition(self._placeholder)[2]
 
     def _render(self, messages: Sequence[Message], **changes: Any) -> str:
         """Render messages; words replace special tokens that they spell (`SpecialTokens`)."""
-        given: Any = list(messages)
+        chat: Any = list(messages)
         if not self._allow_special_tokens:
-            given = self._special.hide(given)
+            chat = self._special.hide(chat)
         settings: dict[str, Any] = {
             "add_generation_prompt": True,
             "tools": self._tools or None,
             **self._template_kwargs,
             **changes,
         }
-        return str(self._tokenizer.apply_chat_template(given, tokenize=False, **settings))
+        return str(self._tokenizer.apply_chat_template(chat, tokenize=False, **settings))

@@ -81,16 +81,18 @@ def _to_call(value: Any) -> ToolCall:
 def _read_mistral(text: str) -> list[ToolCall]:
     """Read `[TOOL_CALLS]` with a list of calls behind it, or with a name and its arguments."""
     calls = []
-    for part in text.split(MISTRAL)[1:]:
-        named = MISTRAL_NAME.match(part)
+    for call_text in text.split(MISTRAL)[1:]:
+        name = MISTRAL_NAME.match(call_text)
+        json_start = name.end() if name else 0
         try:
-            value, _ = json.JSONDecoder().raw_decode(part[named.end() if named else 0 :].lstrip())
+            value, _ = json.JSONDecoder().raw_decode(call_text[json_start:].lstrip())
         except (ValueError, RecursionError) as error:
             calls.append(_malformed(f"it is no JSON: {error}"))
             continue
-        if named:
-            value = {"name": named[1], "arguments": value}
-        calls += [_to_call(each) for each in (value if isinstance(value, list) else [value])]
+        if name:
+            value = {"name": name[1], "arguments": value}
+        entries = value if isinstance(value, list) else [value]
+        calls += [_to_call(entry) for entry in entries]
     return calls
 
 

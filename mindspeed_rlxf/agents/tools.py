@@ -67,15 +67,18 @@ class ToolBox:
         Raises:
             ToolFailed: No process of tools starts.
         """
-        if problem := call.problem or self._find_problem(call):
+        problem = call.problem or self._find_problem(call)
+        if problem:
             return f"Error: {problem}"
-        given = dict(row_arguments.get(call.name) or {})
+        row_values = dict(row_arguments.get(call.name) or {})
         for key in ("create_kwargs", "execute_kwargs"):
-            given |= given.pop(key, None) or {}
-        taken = self._row_parameters.get(call.name, [])
-        own = {k: v for k, v in given.items() if k in taken and v is not None}
+            row_values |= row_values.pop(key, None) or {}
+        arguments_by_name = dict(call.arguments)
+        for name in self._row_parameters.get(call.name, []):
+            if row_values.get(name) is not None:
+                arguments_by_name[name] = row_values[name]
         try:
-            arguments = json.dumps({**call.arguments, **own}, default=str)
+            arguments = json.dumps(arguments_by_name, default=str)
         except RecursionError:
             return "Error: the arguments are nested too deeply"
         try:
@@ -123,14 +126,14 @@ def show_tools(data: DataConfig, rollout: RolloutConfig) -> DataConfig:
     """Return the section `data` with which chat templates show the tools in prompts."""
     if not rollout.tools:
         return data
-    shown = {**data.chat_template_kwargs, "tools": tool_schemas(rollout)}
-    return data.model_copy(update={"chat_template_kwargs": shown})
+    template_kwargs = {**data.chat_template_kwargs, "tools": tool_schemas(rollout)}
+    return data.model_copy(update={"chat_template_kwargs": template_kwargs})
 
 
 def _source_of(tool: ToolConfig) -> Source:
-    named = split_name(tool.function)
-    assert named is not None and tool.sha256 is not None, "the driver has read the file"
-    return find_carried(named[0], tool.sha256)
+    file_and_name = split_name(tool.function)
+    assert file_and_name is not None and tool.sha256 is not None, "the driver has read the file"
+    return find_carried(file_and_name[0], tool.sha256)
 
 
 def _find_function(name: str, source: Source) -> Callable[..., Any]:
