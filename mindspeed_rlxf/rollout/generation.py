@@ -19,10 +19,17 @@ from torch import Tensor
 
 from mindspeed_rlxf.config.architecture import groups_per_rank
 from mindspeed_rlxf.config.generation_memory import GROWTH, PREFILL_TOKENS, round_to_pages
+from mindspeed_rlxf.models.attention import Attend
 from mindspeed_rlxf.models.decode import Decoder, linear
 from mindspeed_rlxf.models.heads import full_logits
 from mindspeed_rlxf.models.transformer import TransformerModel
-from mindspeed_rlxf.rollout.kv_cache import CacheShape, DecodeStep, KvCache, Prefill
+from mindspeed_rlxf.rollout.kv_cache import (
+    CacheShape,
+    Continuation,
+    DecodeStep,
+    KvCache,
+    Prefill,
+)
 from mindspeed_rlxf.rollout.rollout_engine import GenerationRequest, GenerationStats
 from mindspeed_rlxf.rollout.rounds import Rounds
 from mindspeed_rlxf.rollout.rows import GrowingSample, RowGroup, RowStates
@@ -175,8 +182,7 @@ class Generation:
         )
         self.cache.fit(len(self.active), self._longest_row(self.steps))
         self.states.set_up(first, entering)
-        donors = {row.key: slot for slot, row in enumerate(kept) if row.key in self._prompt_states}
-        return self._make_packs(first, donors)
+        return self._make_packs(first)
 
     def _drop_unused_states(self) -> None:
         """Drop the states for prompts that no waiting sample has."""
@@ -185,34 +191,37 @@ class Generation:
             key: state for key, state in self._prompt_states.items() if key in still
         }
 
-    def _make_packs(self, first: int, donors: dict[bytes, int]) -> Iterator[dict[int, int]]:
+    def _make_packs(self, first: int) -> Iterator[dict[int, int]]:
         """Group the rows from slot `first` into packs with at most PREFILL_TOKENS computed tokens.
 
-        A longer row is computed alone. A row without a response whose prompt another slot has costs
-        nothing: it copies the prompt's keys and values.
-
-        Args:
-            first: First slot to group.
-            donors: Prompt -> a slot with this prompt in the cache; gets an entry for each new
-                prompt in a row without response.
+        A longer row is computed alone. A row whose prompt another slot has copies the prompt's keys
+        and values: it costs the tokens of its response so far, or nothing without a response.
 
         Yields:
             Slot -> slot with its prompt, or itself if it is computed. At least one pack, empty
             without rows.
         """
+        cached_prompts: dict[bytes, int] = {}  # prompt -> a slot that has it
+        known_states: dict[bytes, int] = {}  # the same, where its last hidden state is known too
+        for slot, row in enumerate(self.active[:first]):
+            cached_prompts[row.key] = slot
+            if row.key in self._prompt_states:
+                known_states[row.key] = slot
         pack: dict[int, int] = {}
         tokens = 0
         for slot, row in enumerate(self.active[first:], start=first):
-            if not row.tokens and row.key in donors:
-                pack[slot] = donors[row.key]
-                continue
-            if tokens and tokens + len(row.prefill_ids) > PREFILL_TOKENS:
+            source = (cached_prompts if row.tokens else known_states).get(row.key, slot)
+            is_copied = source != slot
+            num_computed = len(row.tokens) if is_copied else len(row.prefill_ids)
+            if tokens and num_computed and tokens + num_computed > PREFILL_TOKENS:
                 yield pack
                 pack, tokens = {}, 0
-            tokens += len(row.prefill_ids)
-            pack[slot] = slot
-            if not row.tokens:
-                donors[row.key] = slot
+            tokens += num_computed
+            pack[slot] = source
+            if not is_copied:
+                cached_prompts[row.key] = slot
+                if not row.tokens:
+                    known_states[row.key] = slot
         yield pack
 
     def _prefill(self, pack: dict[int, int]) -> None:
@@ -223,7 +232,8 @@ class Generation:
 
         Args:
             pack: Consecutive slots -> slot whose prompt each copies; a slot that maps to itself is
-                computed, all of these in one forward pass.
+                computed, all of these in one forward pass. Responses behind copied prompts are
+                computed in another one.
         """
         computed = [slot for slot, source in pack.items() if slot == source]
         last = dict(zip(computed, self._forward_prefill(computed), strict=True)) if computed else {}
@@ -235,6 +245,9 @@ class Generation:
             source, target = self._tensor(copied).unbind(1)
             longest = max(len(self.active[slot].request.prompt) for _, slot in copied)
             self.cache.copy(source, target, longest)
+        continued = [slot for _, slot in copied if self.active[slot].tokens]
+        if continued:
+            last.update(zip(continued, self._forward_continuation(continued), strict=True))
         rows = [self.active[slot] for slot in pack]
         states = [last.get(slot, self._prompt_states.get(self.active[slot].key)) for slot in pack]
         slots = slice(min(pack), max(pack) + 1)
@@ -244,17 +257,38 @@ class Generation:
     def _forward_prefill(self, slots: list[int]) -> Tensor:
         """Run prompts, and their responses so far, through the model in one pass.
 
-        Announces the pass, fills the cache and counts the tokens. Returns the last tokens' hidden
-        states, [slots, hidden].
+        Returns the last tokens' hidden states, [slots, hidden].
         """
         rows = [self.active[slot].prefill_ids for slot in slots]
         lengths = np.array([len(tokens) for tokens in rows])
-        token_ids = torch.from_numpy(np.concatenate(rows)).to(self.where)
         position = self._tensor(np.concatenate([np.arange(n) for n in lengths]))
         slot = self._tensor(np.repeat(slots, lengths))
         attend = Prefill(
             lengths=tuple(lengths.tolist()), cache=self.cache, slot=slot, position=position
         )
+        return self._forward(rows, position, attend)
+
+    def _forward_continuation(self, slots: list[int]) -> Tensor:
+        """Run responses so far, whose prompts are in the cache, through the model in one pass.
+
+        Returns the last tokens' hidden states, [slots, hidden].
+        """
+        rows = [np.asarray(self.active[slot].tokens, dtype=np.int64) for slot in slots]
+        attend = Continuation(
+            cache=self.cache,
+            slots=tuple(slots),
+            num_earlier=tuple(len(self.active[slot].request.prompt) for slot in slots),
+            lengths=tuple(len(tokens) for tokens in rows),
+        )
+        return self._forward(rows, attend.position, attend)
+
+    def _forward(self, rows: list[np.ndarray], position: Tensor, attend: Attend) -> Tensor:
+        """Compute packed rows, and fill the cache: announce the pass, and count the tokens.
+
+        Returns the last tokens' hidden states, [rows, hidden].
+        """
+        lengths = np.array([len(tokens) for tokens in rows])
+        token_ids = torch.from_numpy(np.concatenate(rows)).to(self.where)
         self.rounds.announce(len(token_ids))
         hidden = self.model(token_ids[None, :], position, attend).squeeze(1)
         self.stats.prompt_tokens += len(token_ids)

@@ -1,5 +1,6 @@
 """Rows that share prompts, are set back or are computed beyond their end change no response."""
 
+from dataclasses import replace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -9,6 +10,7 @@ import torch
 
 from mindspeed_rlxf.config import generation_memory
 from mindspeed_rlxf.rollout import generation, kv_cache
+from mindspeed_rlxf.rollout.rollout_engine import Begun
 from tests.unit.rollout.test_native import (
     DIM,
     GROUPS,
@@ -66,6 +68,25 @@ def test_samples_of_a_prompt_share_its_prefill(prompts, rows, computed):
     same(found, ([t[0] for t, _ in expected], [logs[0] for _, logs in expected]))
     assert len({tuple(tokens) for tokens in found[0]}) > 4
     assert rollout.stats().prompt_tokens == computed
+
+
+@pytest.mark.parametrize("rows", [100, 3])
+def test_responses_that_go_on_share_the_prefill_of_their_prompt(prompts, rows):
+    """Also with a response that begins, and where some of the prompt's rows enter later."""
+    prompt = prompts[1]
+    asked = requests([prompt] * 6, range(6), settings(**SAMPLED))
+    for place, length in enumerate([0, 4, 0, 2, 4, 3]):
+        if length > 0:
+            begun = Begun([3, 1, 4, 2][:length], [-0.5] * length, [0] * length)
+            asked[place] = replace(asked[place], begun=begun)
+    alone = [next(engine(TinyModel(), 1).generate([request])) for request in asked]
+    rollout = engine(TinyModel(), rows)
+    found = sorted(rollout.generate(asked), key=lambda result: result.place)
+    for ours, theirs in zip(found, alone, strict=True):
+        assert ours.tokens == theirs.tokens
+        assert ours.log_probs == pytest.approx(theirs.log_probs, abs=1e-6)
+    # The first row's prompt serves all: each costs the tokens of its response so far.
+    assert rollout.stats().prompt_tokens == len(prompt) + 4 + 2 + 4 + 3
 
 
 @pytest.fixture
