@@ -30,6 +30,7 @@ from mindspeed_rlxf.rollout.kv_cache import (
     KvCache,
     Prefill,
 )
+from mindspeed_rlxf.rollout.prefixes import CachedPrefix, PrefixTree, order_by_source
 from mindspeed_rlxf.rollout.rollout_engine import GenerationRequest, GenerationStats
 from mindspeed_rlxf.rollout.rounds import Rounds
 from mindspeed_rlxf.rollout.rows import GrowingSample, RowGroup, RowStates
@@ -191,68 +192,78 @@ class Generation:
             key: state for key, state in self._prompt_states.items() if key in still
         }
 
-    def _make_packs(self, first: int) -> Iterator[dict[int, int]]:
+    def _make_packs(self, first: int) -> Iterator[dict[int, CachedPrefix]]:
         """Group the rows from slot `first` into packs with at most PREFILL_TOKENS computed tokens.
 
-        A longer row is computed alone. A row whose prompt another slot has copies the prompt's keys
-        and values: it costs the tokens of its response so far, or nothing without a response.
+        A longer row is computed alone.
 
         Yields:
-            Slot -> slot with its prompt, or itself if it is computed. At least one pack, empty
-            without rows.
+            Slot -> what it copies instead of computing it. At least one pack, empty without rows.
         """
-        cached_prompts: dict[bytes, int] = {}  # prompt -> a slot that has it
-        known_states: dict[bytes, int] = {}  # the same, where its last hidden state is known too
+        prompt_slots: dict[bytes, int] = {}  # prompt -> a slot that has it
+        state_slots: dict[bytes, int] = {}  # the same, where its last hidden state is known
+        prefixes = PrefixTree()
         for slot, row in enumerate(self.active[:first]):
-            cached_prompts[row.key] = slot
+            prompt_slots[row.key] = slot
+            prefixes.add(row.request.prompt, slot)
             if row.key in self._prompt_states:
-                known_states[row.key] = slot
-        pack: dict[int, int] = {}
+                state_slots[row.key] = slot
+        pack: dict[int, CachedPrefix] = {}
         tokens = 0
         for slot, row in enumerate(self.active[first:], start=first):
-            source = (cached_prompts if row.tokens else known_states).get(row.key, slot)
-            is_copied = source != slot
-            num_computed = len(row.tokens) if is_copied else len(row.prefill_ids)
+            source = (prompt_slots if row.tokens else state_slots).get(row.key)
+            if source is not None:
+                cached = CachedPrefix(source, len(row.request.prompt))
+            else:
+                cached = prefixes.find(row.request.prompt[:-1])
+                if 2 * cached.length < len(row.prefill_ids):
+                    cached = CachedPrefix(slot, 0)
+            num_computed = len(row.prefill_ids) - cached.length
             if tokens and num_computed and tokens + num_computed > PREFILL_TOKENS:
                 yield pack
                 pack, tokens = {}, 0
             tokens += num_computed
-            pack[slot] = source
-            if not is_copied:
-                cached_prompts[row.key] = slot
-                if not row.tokens:
-                    known_states[row.key] = slot
+            pack[slot] = cached
+            if row.key not in prompt_slots:
+                prompt_slots[row.key] = slot
+                prefixes.add(row.request.prompt, slot)
+            if not row.tokens:
+                state_slots.setdefault(row.key, slot)
         yield pack
 
-    def _prefill(self, pack: dict[int, int]) -> None:
+    def _prefill(self, pack: dict[int, CachedPrefix]) -> None:
         """Fill a pack's cache slots, and draw and append each row's next token.
 
         Keeps the last hidden state for each computed prompt in `_prompt_states` (not for a row that
         already has tokens), so that rows in later packs can draw their first token too.
 
         Args:
-            pack: Consecutive slots -> slot whose prompt each copies; a slot that maps to itself is
-                computed, all of these in one forward pass. Responses behind copied prompts are
-                computed in another one.
+            pack: Consecutive slots -> what each copies.
         """
-        computed = [slot for slot, source in pack.items() if slot == source]
-        last = dict(zip(computed, self._forward_prefill(computed), strict=True)) if computed else {}
-        for slot, state in last.items():
-            if not self.active[slot].tokens:
-                self._prompt_states[self.active[slot].key] = state
-        copied = [(source, slot) for slot, source in pack.items() if slot != source]
-        if copied:
-            source, target = self._tensor(copied).unbind(1)
-            longest = max(len(self.active[slot].request.prompt) for _, slot in copied)
-            self.cache.copy(source, target, longest)
-        continued = [slot for _, slot in copied if self.active[slot].tokens]
-        if continued:
-            last.update(zip(continued, self._forward_continuation(continued), strict=True))
+        last: dict[int, Tensor] = {}  # slot -> hidden state of its last token
+        for slots in order_by_source(pack):
+            copied = [(pack[slot].source, slot) for slot in slots if pack[slot].length > 0]
+            if copied:
+                source, target = self._tensor(copied).unbind(1)
+                self.cache.copy(source, target, max(pack[slot].length for slot in slots))
+            whole = [slot for slot in slots if pack[slot].length == 0]
+            if whole:
+                last.update(zip(whole, self._forward_prefill(whole), strict=True))
+            rest = {
+                slot: pack[slot].length
+                for _, slot in copied
+                if pack[slot].length < len(self.active[slot].prefill_ids)
+            }
+            if rest:
+                last.update(zip(rest, self._forward_continuation(rest), strict=True))
+            for slot in (*whole, *rest):
+                if not self.active[slot].tokens:
+                    self._prompt_states[self.active[slot].key] = last[slot]
         rows = [self.active[slot] for slot in pack]
         states = [last.get(slot, self._prompt_states.get(self.active[slot].key)) for slot in pack]
-        slots = slice(min(pack), max(pack) + 1)
+        slice_of_pack = slice(min(pack), max(pack) + 1)
         groups = self.states.group_by_settings(rows)
-        self._draw_next(torch.stack(states), slots, groups)  # type: ignore[arg-type]
+        self._draw_next(torch.stack(states), slice_of_pack, groups)  # type: ignore[arg-type]
 
     def _forward_prefill(self, slots: list[int]) -> Tensor:
         """Run prompts, and their responses so far, through the model in one pass.
@@ -268,16 +279,20 @@ class Generation:
         )
         return self._forward(rows, position, attend)
 
-    def _forward_continuation(self, slots: list[int]) -> Tensor:
-        """Run responses so far, whose prompts are in the cache, through the model in one pass.
+    def _forward_continuation(self, num_cached: dict[int, int]) -> Tensor:
+        """Run what follows the cached tokens of rows through the model in one pass.
 
-        Returns the last tokens' hidden states, [slots, hidden].
+        Args:
+            num_cached: Slot -> its row's tokens in the cache.
+
+        Returns:
+            The last tokens' hidden states, [slots, hidden].
         """
-        rows = [np.asarray(self.active[slot].tokens, dtype=np.int64) for slot in slots]
+        rows = [self.active[slot].prefill_ids[length:] for slot, length in num_cached.items()]
         attend = Continuation(
             cache=self.cache,
-            slots=tuple(slots),
-            num_earlier=tuple(len(self.active[slot].request.prompt) for slot in slots),
+            slots=tuple(num_cached),
+            num_earlier=tuple(num_cached.values()),
             lengths=tuple(len(tokens) for tokens in rows),
         )
         return self._forward(rows, attend.position, attend)
