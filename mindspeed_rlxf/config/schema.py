@@ -32,17 +32,16 @@ from mindspeed_rlxf.config.roles import (
     RefConfig,
     RoleConfig,
 )
+from mindspeed_rlxf.config.rollout_section import RolloutConfig, VllmConfig
 from mindspeed_rlxf.config.sections import (
     DataConfig,
     DeviceConfig,
     LoggingConfig,
     PlanConfig,
     PoolSettings,
-    RolloutConfig,
     RuntimeConfig,
     TrainingConfig,
     ValidationConfig,
-    VllmConfig,
 )
 
 __all__ = [

@@ -19,8 +19,8 @@ from mindspeed_rlxf.checkpoint.store import RunStore, check_chosen, check_resume
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.hf_config import OF_WEIGHTS, find_disagreements, read_hf_config
 from mindspeed_rlxf.config.problems import MissingFile, Problem, UserError, closest
+from mindspeed_rlxf.config.rollout_section import AGENT_COLUMN, BY_ROW
 from mindspeed_rlxf.config.schema import RoleConfig, RunConfig
-from mindspeed_rlxf.config.sections import AGENT_COLUMN, BY_ROW
 from mindspeed_rlxf.data.decoding import special_ids
 from mindspeed_rlxf.data.files import describe_keys, find_row_without, list_keys
 from mindspeed_rlxf.data.fixed_responses import FixedResponses, load_fixed_responses

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from mindspeed_rlxf.config.enums import Role
+from mindspeed_rlxf.config.host_rules import PROCESS_BYTES
 from mindspeed_rlxf.config.rank_layout import count_per_node
 from mindspeed_rlxf.config.schema import RunConfig
-from mindspeed_rlxf.config.section_rules import PROCESS_BYTES
 from mindspeed_rlxf.models.parameter_counts import HEADS, adapter_sizes, model_elements
 from mindspeed_rlxf.models.parameters import Head
 from mindspeed_rlxf.ops.planning.available import is_joined, on_cpu

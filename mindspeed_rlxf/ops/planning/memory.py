@@ -10,9 +10,9 @@ from math import prod
 from mindspeed_rlxf import device
 from mindspeed_rlxf.config import generation_memory
 from mindspeed_rlxf.config.enums import RewardKind, Role
+from mindspeed_rlxf.config.host_rules import GIB
 from mindspeed_rlxf.config.rank_layout import count_per_node
 from mindspeed_rlxf.config.schema import OffloadConfig, RunConfig
-from mindspeed_rlxf.config.section_rules import GIB
 from mindspeed_rlxf.models.parameter_counts import (
     adapter_sizes,
     joined_elements,
