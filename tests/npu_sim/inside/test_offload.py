@@ -17,12 +17,12 @@ LAST = 4 * KIB  # numbers of the last chunk
 
 @pytest.fixture
 def moved(device: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[torch.Tensor, Offload]]:
-    """Weights of 64 KiB that a buffer of the host holds in four chunks, and slots of 256 KiB."""
+    """Weights of 64 KiB that a buffer of the host holds in four chunks, and moments of 256 KiB."""
     monkeypatch.setattr(offload, "CHUNK_BYTES", 16 * KIB)
     device.set_delayed(True)
     weights = torch.nn.Parameter(torch.arange(16.0 * KIB, device="npu").view(128, 128))
-    slots = torch.full((64 * KIB,), 3.0, device="npu")
-    tensors = {Part.WEIGHTS: lambda: [weights], Part.OPTIMIZER: lambda: [slots]}
+    moments = torch.full((64 * KIB,), 3.0, device="npu")
+    tensors = {Part.WEIGHTS: lambda: [weights], Part.OPTIMIZER: lambda: [moments]}
     yield weights, Offload(tensors, Part)  # type: ignore[arg-type]
 
 

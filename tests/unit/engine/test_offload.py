@@ -21,7 +21,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Model:
-    """Weights of which two view one buffer, a buffer of gradients, and slots made later."""
+    """Weights of which two view one buffer, a buffer of gradients, and moments made later."""
 
     def __init__(self, seed: int = 0, movable: tuple[Part, ...] = tuple(Part)) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -34,14 +34,14 @@ class Model:
         ]
         self.gradients = torch.ones(700)
         self.view = self.gradients[300:].view(40, 10)
-        self.slots: list[Tensor] = []
-        tensors = {W: lambda: self.weights, G: lambda: [self.gradients], O: lambda: self.slots}
+        self.moments: list[Tensor] = []
+        tensors = {W: lambda: self.weights, G: lambda: [self.gradients], O: lambda: self.moments}
         self.offload = Offload(tensors, movable)
         offload.register(self.offload)
 
     def held(self) -> list[int]:
-        """Bytes of weights, gradients and slots on the device."""
-        parts = (self.weights, [self.gradients], self.slots)
+        """Bytes of weights, gradients and moments on the device."""
+        parts = (self.weights, [self.gradients], self.moments)
         return [sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in part}
                     .values()) for part in parts]  # fmt: skip
 
@@ -71,15 +71,15 @@ def test_gradients_come_back_as_zeros() -> None:
     assert model.view.numel() == 400 and not model.gradients.any()
 
 
-def test_slots_that_the_optimizer_makes_later_leave_too() -> None:
+def test_moments_that_the_optimizer_makes_later_leave_too() -> None:
     model = Model()
     model.offload.offload([O])
     model.offload.onload([O])
-    model.slots += [torch.full((333,), 2.0), torch.full((8,), 3.0)]
+    model.moments += [torch.full((333,), 2.0), torch.full((8,), 3.0)]
     model.offload.offload([O])
     assert model.held()[2] == 0
     model.offload.onload([O])
-    assert (model.slots[0] == 2).all() and (model.slots[1] == 3).all()
+    assert (model.moments[0] == 2).all() and (model.moments[1] == 3).all()
 
 
 def test_a_part_that_did_not_change_is_not_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +114,7 @@ def test_host_memory_is_allocated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = offload.host_buffer
     monkeypatch.setattr(offload, "host_buffer", lambda n: made.append(n) or buffer(n))
     model = Model()
-    model.slots.append(torch.ones(100))
+    model.moments.append(torch.ones(100))
     for _ in range(5):
         model.offload.offload(Part)
         model.offload.onload(Part)
