@@ -96,7 +96,7 @@ def _check_replicas(config: RunConfig) -> Iterator[Problem]:
         replica_size = tp * cp * pp
         if num_processes % replica_size == 0:
             continue
-        is_split = role is Role.ACTOR_ROLLOUT and config.parts
+        is_split = role is Role.ACTOR_ROLLOUT and config.train_rollout_split
         key = TRAIN if is_split else f"resource_pool.{config.placement[role]}"
         sizes = f"TP {tp}" + (f" x CP {cp}" if cp > 1 else "") + f" x PP {pp}"
         rule = f"must be a multiple of {sizes} = {replica_size} of {TITLES[role]}"
@@ -170,9 +170,10 @@ def _check_backends(config: RunConfig) -> Iterator[Problem]:
     if actor.backend == "fsdp" and config.rollout.engine == "native":
         rule = f"computes with Megatron, and {ref('actor_rollout.backend')} is fsdp"
         yield Problem("rollout.engine", rule, "native", "use transformers")
-    elif actor.backend == "fsdp" and config.parts:
+    elif actor.backend == "fsdp" and config.train_rollout_split:
         rule = f"needs {ref('actor_rollout.backend')}=megatron"
-        yield Problem(INFER, rule, config.parts[1], "remove it: all ranks train and generate")
+        remedy = "remove it: all ranks train and generate"
+        yield Problem(INFER, rule, config.actor_rollout.num_gpus_for_infer, remedy)
 
 
 def _check_split(config: RunConfig) -> Iterator[Problem]:
@@ -239,9 +240,9 @@ def _check_nodes_of_replicas(config: RunConfig) -> Iterator[Problem]:
     tp = config.rollout_tp
     num_per_node = config.resource_pool[config.placement[Role.ACTOR_ROLLOUT]]
     may_span_nodes = config.pool_settings.tensor_parallel_spans_nodes and not config.runs_vllm
-    as_in_training = not config.parts and not config.runs_vllm  # see `_check_model`
-    if config.parts:
-        num_per_node = count_per_node(num_per_node, *config.parts)
+    as_in_training = not config.train_rollout_split and not config.runs_vllm  # see `_check_model`
+    if config.train_rollout_split:
+        num_per_node = count_per_node(num_per_node, *config.train_rollout_split)
     forms_replicas = sum(num_per_node) % tp == 0  # other rules say so if not
     if may_span_nodes or as_in_training or not forms_replicas:
         return
@@ -265,7 +266,7 @@ def _check_vllm(config: RunConfig) -> Iterator[Problem]:
     actor = config.actor_rollout
     tp = config.rollout_tp
     num_devices = config.layout(Role.ACTOR_ROLLOUT).world_size
-    if not config.parts and num_devices % tp:
+    if not config.train_rollout_split and num_devices % tp:
         rule = f"must divide the actor's {num_devices} devices"
         yield Problem("rollout.vllm.tensor_parallel_size", rule, tp, use(divisors(num_devices)))
     if actor.lora.rank > LORA_RANKS[-1]:

@@ -194,7 +194,7 @@ def _check_engine(config: RunConfig) -> list[Problem]:
     if name not in known:
         remedy = f"use {closest(name, known) or NATIVE}, or add its file to training.plugins"
         return [Problem(key, f"must be one of {', '.join(known)}", name, remedy)]
-    if name not in (NATIVE, VLLM) and config.parts:
+    if name not in (NATIVE, VLLM) and config.train_rollout_split:
         rule = "cannot generate on ranks of its own (num_gpus_for_infer)"
         return [Problem(key, rule, name, f"use {NATIVE}, or remove num_gpus_for_infer")]
     folder = Path(config.actor_rollout.load or "")

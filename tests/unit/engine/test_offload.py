@@ -8,9 +8,9 @@ from mindspeed_rlxf import device
 from mindspeed_rlxf.config.enums import DeviceKind
 from mindspeed_rlxf.engine import offload
 from mindspeed_rlxf.engine.offload import Offload
-from mindspeed_rlxf.engine.train_engine import Part
+from mindspeed_rlxf.engine.train_engine import MemoryKind
 
-W, G, O = Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER  # noqa: E741
+W, G, O = MemoryKind.WEIGHTS, MemoryKind.GRADIENTS, MemoryKind.OPTIMIZER  # noqa: E741
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 class Model:
     """Weights of which two view one buffer, a buffer of gradients, and moments made later."""
 
-    def __init__(self, seed: int = 0, movable: tuple[Part, ...] = tuple(Part)) -> None:
+    def __init__(self, seed: int = 0, movable: tuple[MemoryKind, ...] = tuple(MemoryKind)) -> None:
         generator = torch.Generator().manual_seed(seed)
         buffer = torch.randn(700, generator=generator)
         self.buffer = buffer
@@ -53,9 +53,9 @@ def test_views_are_valid_again_and_hold_the_same_numbers() -> None:
     model = Model()
     before = [weight.detach().clone() for weight in model.weights]
     shared = model.weights[0].data  # as a rollout has it
-    model.offload.offload(Part)
+    model.offload.offload(MemoryKind)
     assert model.held() == [0, 0, 0]
-    model.offload.onload(Part)
+    model.offload.onload(MemoryKind)
     assert model.held() == WHOLE
     assert all(map(torch.equal, before, model.weights))
     assert torch.equal(shared, before[0]) and torch.equal(model.buffer[:300], before[0].view(-1))
@@ -116,9 +116,9 @@ def test_host_memory_is_allocated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
     model.moments.append(torch.ones(100))
     for _ in range(5):
-        model.offload.offload(Part)
-        model.offload.onload(Part)
-        model.offload.mark_changed(*Part)
+        model.offload.offload(MemoryKind)
+        model.offload.onload(MemoryKind)
+        model.offload.mark_changed(*MemoryKind)
     # 2,800 and 70 bytes to multiples of 512 are 3,584, 400 are 512
     assert sorted(made) == [512, 512, 1024, 1024, 1024] and max(made) <= 1024
 
@@ -130,7 +130,7 @@ def test_parts_leave_the_device_for_another_engine_unless_they_are_in_use() -> N
         with offload.holding((two.offload, [W, G])):
             assert one.held()[0] and two.held() == WHOLE
     assert one.held()[0] and two.held()[0]  # nobody else needed the device
-    with offload.holding((two.offload, Part)):
+    with offload.holding((two.offload, MemoryKind)):
         assert one.held() == [0, 0, 0]
     assert two.held() == WHOLE
     with offload.holding():
@@ -154,9 +154,9 @@ def test_an_engine_keeps_what_it_may_not_move() -> None:
 
 def test_a_failing_phase_holds_nothing() -> None:
     one, two = Model(1), Model(2)
-    with pytest.raises(ValueError, match="middle"), offload.holding((one.offload, Part)):
+    with pytest.raises(ValueError, match="middle"), offload.holding((one.offload, MemoryKind)):
         raise ValueError("middle")
     assert not offload._holds
-    with offload.holding((two.offload, Part)):
+    with offload.holding((two.offload, MemoryKind)):
         assert one.held() == [0, 0, 0]
     assert one.weights[0].shape == (30, 10)
