@@ -1,10 +1,10 @@
 """Generation in the native engine: schedule the samples and run the model.
 
 A sample waits in a queue, then is a batch row until its response ends. Rows that end leave the
-batch, and waiting samples take their slots (continuous batching). A generation may stop after any
-decode step and go on later, with more samples. The host launches several decode
-steps before it reads the drawn tokens. It decides which samples enter, end or go back to the queue
-from numbers that are equal on all replica ranks.
+batch, and waiting samples take their places in it (continuous batching). A generation may stop
+after any decode step and go on later, with more samples. The host launches several decode steps
+before it reads the drawn tokens. It decides which samples enter, end or go back to the queue from
+numbers that are equal on all replica ranks.
 """
 
 import itertools
@@ -70,7 +70,7 @@ class Limits:
 
 
 class Generation:
-    """The unfinished samples and their batch; batch row i has KV cache slot i.
+    """The unfinished samples and their batch; batch row i has row i of the KV cache.
 
     Attributes:
         weights_version: Of the weights, which must not change.
@@ -101,13 +101,13 @@ class Generation:
         self.stats = GenerationStats()
         self.waiting: deque[GrowingSample] = deque()
         self.active: list[GrowingSample] = []
-        self.where = next(model.parameters()).device
+        self.device = next(model.parameters()).device
         self._num_added = 0
         # the most tokens that a row can have
         self._max_length = limits.prompt + limits.response
         self._decoder = Decoder(model, self._max_length)
-        self.cache = KvCache(cache_shape(model), self._max_length, self.where)
-        self.states = RowStates(limits.rows, limits.response, self.where)
+        self.cache = KvCache(cache_shape(model), self._max_length, self.device)
+        self.states = RowStates(limits.rows, limits.response, self.device)
         self._groups: list[RowGroup] | None = None  # the rows by settings; None = to be made
         self._counts = np.zeros(0, np.int64)  # response tokens of each row, when last read
         self._prompts = np.zeros(0, np.int64)  # prompt tokens of each row
@@ -133,7 +133,8 @@ class Generation:
         to the counts `stats`.
 
         Returns:
-            The samples that ended, removed from the batch, by slot, and the number of decode steps.
+            The samples that ended and left the batch, in the order of its rows, and the number of
+            decode steps.
         """
         self.stats = stats
         finished: list[GrowingSample] = []
@@ -169,7 +170,7 @@ class Generation:
                 return rows - 1 - len(self.active)
         return rows - len(self.active)
 
-    def _admit(self) -> Iterator[dict[int, int]]:
+    def _admit(self) -> Iterator[dict[int, CachedPrefix]]:
         """Move the first waiting samples into the batch, all that fit, at least one.
 
         Returns:
@@ -193,89 +194,101 @@ class Generation:
         }
 
     def _make_packs(self, first: int) -> Iterator[dict[int, CachedPrefix]]:
-        """Group the rows from slot `first` into packs with at most PREFILL_TOKENS computed tokens.
+        """Group the batch rows from `first` into packs with at most PREFILL_TOKENS computed tokens.
 
         A longer row is computed alone.
 
         Yields:
-            Slot -> what it copies instead of computing it. At least one pack, empty without rows.
+            Cache row -> what it copies instead of computing it. At least one pack.
         """
-        prompt_slots: dict[bytes, int] = {}  # prompt -> a slot that has it
-        state_slots: dict[bytes, int] = {}  # the same, where its last hidden state is known
+        prompt_rows: dict[bytes, int] = {}  # prompt -> a cache row that has it
+        state_rows: dict[bytes, int] = {}  # the same, where its last hidden state is known
         prefixes = PrefixTree()
-        for slot, row in enumerate(self.active[:first]):
-            prompt_slots[row.key] = slot
-            prefixes.add(row.request.prompt, slot)
+        for cache_row, row in enumerate(self.active[:first]):
+            prompt_rows[row.key] = cache_row
+            prefixes.add(row.request.prompt, cache_row)
             if row.key in self._prompt_states:
-                state_slots[row.key] = slot
+                state_rows[row.key] = cache_row
         pack: dict[int, CachedPrefix] = {}
         tokens = 0
-        for slot, row in enumerate(self.active[first:], start=first):
-            source = (prompt_slots if row.tokens else state_slots).get(row.key)
+        for cache_row, row in enumerate(self.active[first:], start=first):
+            source = (prompt_rows if row.tokens else state_rows).get(row.key)
             if source is not None:
                 cached = CachedPrefix(source, len(row.request.prompt))
             else:
                 cached = prefixes.find(row.request.prompt[:-1])
                 if 2 * cached.length < len(row.prefill_ids):
-                    cached = CachedPrefix(slot, 0)
+                    cached = CachedPrefix(cache_row, 0)
             num_computed = len(row.prefill_ids) - cached.length
             if tokens and num_computed and tokens + num_computed > PREFILL_TOKENS:
                 yield pack
                 pack, tokens = {}, 0
             tokens += num_computed
-            pack[slot] = cached
-            if row.key not in prompt_slots:
-                prompt_slots[row.key] = slot
-                prefixes.add(row.request.prompt, slot)
+            pack[cache_row] = cached
+            if row.key not in prompt_rows:
+                prompt_rows[row.key] = cache_row
+                prefixes.add(row.request.prompt, cache_row)
             if not row.tokens:
-                state_slots.setdefault(row.key, slot)
+                state_rows.setdefault(row.key, cache_row)
         yield pack
 
     def _prefill(self, pack: dict[int, CachedPrefix]) -> None:
-        """Fill a pack's cache slots, and draw and append each row's next token.
+        """Fill a pack's cache rows, and draw and append each row's next token.
 
         Keeps the last hidden state for each computed prompt in `_prompt_states` (not for a row that
         already has tokens), so that rows in later packs can draw their first token too.
 
         Args:
-            pack: Consecutive slots -> what each copies.
+            pack: Consecutive cache rows -> what each copies.
         """
-        last: dict[int, Tensor] = {}  # slot -> hidden state of its last token
-        for slots in order_by_source(pack):
-            copied = [(pack[slot].source, slot) for slot in slots if pack[slot].length > 0]
+        last: dict[int, Tensor] = {}  # cache row -> hidden state of its last token
+        for cache_rows in order_by_source(pack):
+            copied = [
+                (pack[cache_row].source, cache_row)
+                for cache_row in cache_rows
+                if pack[cache_row].length > 0
+            ]
             if copied:
                 source, target = self._tensor(copied).unbind(1)
-                self.cache.copy(source, target, max(pack[slot].length for slot in slots))
-            whole = [slot for slot in slots if pack[slot].length == 0]
+                self.cache.copy(
+                    source, target, max(pack[cache_row].length for cache_row in cache_rows)
+                )
+            whole = [cache_row for cache_row in cache_rows if pack[cache_row].length == 0]
             if whole:
                 last.update(zip(whole, self._forward_prefill(whole), strict=True))
             rest = {
-                slot: pack[slot].length
-                for _, slot in copied
-                if pack[slot].length < len(self.active[slot].prefill_ids)
+                cache_row: pack[cache_row].length
+                for _, cache_row in copied
+                if pack[cache_row].length < len(self.active[cache_row].prefill_ids)
             }
             if rest:
                 last.update(zip(rest, self._forward_continuation(rest), strict=True))
-            for slot in (*whole, *rest):
-                if not self.active[slot].tokens:
-                    self._prompt_states[self.active[slot].key] = last[slot]
-        rows = [self.active[slot] for slot in pack]
-        states = [last.get(slot, self._prompt_states.get(self.active[slot].key)) for slot in pack]
+            for cache_row in (*whole, *rest):
+                if not self.active[cache_row].tokens:
+                    self._prompt_states[self.active[cache_row].key] = last[cache_row]
+        rows = [self.active[cache_row] for cache_row in pack]
+        states = [
+            last.get(cache_row, self._prompt_states.get(self.active[cache_row].key))
+            for cache_row in pack
+        ]
         slice_of_pack = slice(min(pack), max(pack) + 1)
         groups = self.states.group_by_settings(rows)
         self._draw_next(torch.stack(states), slice_of_pack, groups)  # type: ignore[arg-type]
 
-    def _forward_prefill(self, slots: list[int]) -> Tensor:
+    def _forward_prefill(self, cache_rows: list[int]) -> Tensor:
         """Run prompts, and their responses so far, through the model in one pass.
 
-        Returns the last tokens' hidden states, [slots, hidden].
+        Returns the last tokens' hidden states, [rows, hidden].
         """
-        rows = [self.active[slot].prefill_ids for slot in slots]
+        rows = [self.active[cache_row].prefill_ids for cache_row in cache_rows]
         lengths = np.array([len(tokens) for tokens in rows])
         position = self._tensor(np.concatenate([np.arange(n) for n in lengths]))
-        slot = self._tensor(np.repeat(slots, lengths))
+        cache_row = self._tensor(np.repeat(cache_rows, lengths))
         attend = Prefill(
-            lengths=tuple(lengths.tolist()), cache=self.cache, slot=slot, position=position
+            lengths=tuple(lengths.tolist()),
+            cache=self.cache,
+            cache_row=cache_row,
+            position=position,
         )
         return self._forward(rows, position, attend)
 
@@ -283,15 +296,17 @@ class Generation:
         """Run what follows the cached tokens of rows through the model in one pass.
 
         Args:
-            num_cached: Slot -> its row's tokens in the cache.
+            num_cached: Cache row -> its tokens in the cache.
 
         Returns:
-            The last tokens' hidden states, [slots, hidden].
+            The last tokens' hidden states, [rows, hidden].
         """
-        rows = [self.active[slot].prefill_ids[length:] for slot, length in num_cached.items()]
+        rows = [
+            self.active[cache_row].prefill_ids[length:] for cache_row, length in num_cached.items()
+        ]
         attend = Continuation(
             cache=self.cache,
-            slots=tuple(num_cached),
+            cache_rows=tuple(num_cached),
             num_earlier=tuple(num_cached.values()),
             lengths=tuple(len(tokens) for tokens in rows),
         )
@@ -303,7 +318,7 @@ class Generation:
         Returns the last tokens' hidden states, [rows, hidden].
         """
         lengths = np.array([len(tokens) for tokens in rows])
-        token_ids = torch.from_numpy(np.concatenate(rows)).to(self.where)
+        token_ids = torch.from_numpy(np.concatenate(rows)).to(self.device)
         self.rounds.announce(len(token_ids))
         hidden = self.model(token_ids[None, :], position, attend).squeeze(1)
         self.stats.prompt_tokens += len(token_ids)
@@ -335,11 +350,11 @@ class Generation:
             self._draw_next(hidden, slice(0, rows), self._groups)
         return steps
 
-    def _draw_next(self, hidden: Tensor, slots: slice, groups: Sequence[RowGroup]) -> None:
+    def _draw_next(self, hidden: Tensor, cache_rows: slice, groups: Sequence[RowGroup]) -> None:
         model = self.model
         weight, vocab, group = model.output_weight, model.architecture.vocab_size, model.tp_group
         logits = full_logits(hidden, weight, vocab, group, linear)
-        uniforms, count = self.states.next_uniforms(slots)
+        uniforms, count = self.states.next_uniforms(cache_rows)
         tokens, log_probs = torch.zeros_like(count), torch.zeros_like(uniforms)
         for row_group in groups:
             at = row_group.rows
@@ -347,28 +362,28 @@ class Generation:
                 logits[at], uniforms[at], count[at], row_group.settings, row_group.ends
             )
         broadcast_from_first(tokens, group)
-        self.states.append(tokens, log_probs, slots, groups)
+        self.states.append(tokens, log_probs, cache_rows, groups)
 
     # Rows that leave
 
     def _remove_ended(self, decoded: bool) -> list[GrowingSample]:
         """Wait for the drawn tokens; remove ended samples from the batch and return them.
 
-        Ordered by slot; [] if no sample has ended. Drops tokens after a stop string and counts the
-        new tokens.
+        In the order of the batch; [] if no sample has ended. Drops tokens after a stop string and
+        counts the new tokens.
 
         Args:
             decoded: Whether the new tokens come from decode steps, not from a prefill.
         """
         counts, going = self.states.read_progress(len(self.active))
         counts, ended = counts.copy(), ~going
-        stopped = [slot for slot, row in enumerate(self.active) if row.settings.stop is not None]
+        stopped = [index for index, row in enumerate(self.active) if row.settings.stop is not None]
         if stopped:
             drawn, _ = self.states.read(stopped, int(counts.max()))
-            for slot, tokens in zip(stopped, drawn.tolist(), strict=True):
-                row = self.active[slot]
-                ended[slot] |= row.append_until_end(tokens[len(row.tokens) : counts[slot]])
-                counts[slot] = len(row.tokens)
+            for index, tokens in zip(stopped, drawn.tolist(), strict=True):
+                row = self.active[index]
+                ended[index] |= row.append_until_end(tokens[len(row.tokens) : counts[index]])
+                counts[index] = len(row.tokens)
         new = int((counts - self._counts).sum())
         self.stats.sampled_tokens += new
         self.stats.decoded_tokens += new if decoded else 0
@@ -392,31 +407,31 @@ class Generation:
         preempted = self._remove_rows(sorted(set(range(rows)) - set(kept)))
         self.waiting.extendleft(reversed(preempted))
 
-    def _remove_rows(self, slots: list[int]) -> list[GrowingSample]:
-        """Remove rows from the batch; return their samples, in `slots` order.
+    def _remove_rows(self, indices: list[int]) -> list[GrowingSample]:
+        """Remove rows from the batch; return their samples, in the order of `indices`.
 
         Waits for the device, and copies tokens and log-probs to the samples. The last rows move
-        into the freed slots.
+        into the freed ones.
 
         Raises:
             FloatingPointError: A log-prob is nan.
         """
-        tokens, log_probs = self.states.read(slots, int(self._counts[slots].max()))
-        for slot, drawn, logs in zip(slots, tokens.tolist(), log_probs, strict=True):
-            row, count = self.active[slot], self._counts[slot]
+        tokens, log_probs = self.states.read(indices, int(self._counts[indices].max()))
+        for index, drawn, logs in zip(indices, tokens.tolist(), log_probs, strict=True):
+            row, count = self.active[index], self._counts[index]
             check_log_probs(logs[:count])
             row.tokens, row.log_probs = drawn[:count], logs[:count].tolist()
-        removed, freed = [self.active[slot] for slot in slots], set(slots)
-        size = len(self.active) - len(slots)
-        target = [slot for slot in slots if slot < size]
-        source = [slot for slot in range(size, len(self.active)) if slot not in freed]
+        removed, freed = [self.active[index] for index in indices], set(indices)
+        size = len(self.active) - len(indices)
+        target = [index for index in indices if index < size]
+        source = [index for index in range(size, len(self.active)) if index not in freed]
         order = np.arange(size)
         if source:
             order[target] = source
-            where = self._tensor(source), self._tensor(target)
-            self.states.copy_rows(*where)
-            self.cache.copy(*where, self.cache.capacity)
-        self._set_active([self.active[slot] for slot in order], self._counts[order])
+            source_and_target = self._tensor(source), self._tensor(target)
+            self.states.copy_rows(*source_and_target)
+            self.cache.copy(*source_and_target, self.cache.capacity)
+        self._set_active([self.active[index] for index in order], self._counts[order])
         return removed
 
     def _set_active(self, rows: list[GrowingSample], counts: np.ndarray) -> None:
@@ -431,7 +446,7 @@ class Generation:
         return min(int(lengths.max(initial=0)) + more, self._max_length)
 
     def _tensor(self, numbers: Sequence[object] | np.ndarray) -> Tensor:
-        return torch.as_tensor(np.asarray(numbers, dtype=np.int64)).to(self.where)
+        return torch.as_tensor(np.asarray(numbers, dtype=np.int64)).to(self.device)
 
 
 def broadcast_from_first(values: Tensor, group: dist.ProcessGroup) -> None:
