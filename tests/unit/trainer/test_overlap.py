@@ -64,7 +64,7 @@ def test_all_roles_have_work_before_the_driver_waits(limit):
         training=SimpleNamespace(train_iters=1, seed=1, global_batch_size=1),
         rollout=RolloutConfig(),
         lead=0,
-        parts=(),
+        train_rollout_split=(),
         validation=SimpleNamespace(before=False),
         warmup_iters=0,
         old_log_probs=OldLogProbs.RECOMPUTE,
