@@ -32,7 +32,7 @@ TEXTS = {
     "saves_during_training": "a save before the last iteration",
     "reads_reward_rules": "a rule that scores in training or validation",
     "counts_failures": "functions beside the reward model, or agents",
-    "parts": "reward.functions",
+    "scoring_functions": "reward.functions",
     "architecture.num_experts": "num_experts in its model",
     "compares_responses": "an algorithm.adv_estimator that compares responses, as grpo or rloo",
     "runs_vllm": "rollout.engine=vllm",
