@@ -30,7 +30,7 @@ class VllmConfig(Section):
         None, "requests computed at once; null = actor_rollout.num_samples_per_step, else 256", ge=1
     )
     gpu_memory_utilization: float = free(
-        0.5, "share of a device's memory for weights and KV cache", gt=0, le=1
+        0.5, "fraction of a device's memory for weights and KV cache", gt=0, le=1
     )
     kv_cache_gib: float | None = free(
         None, "KV cache of a device, GiB; null = by gpu_memory_utilization, on CPU 1", gt=0

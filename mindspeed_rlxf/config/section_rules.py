@@ -303,7 +303,7 @@ def _check_stage(config: RunConfig) -> Iterator[Problem]:
         rule = f"vocab_size={ref_vocab} must be the actor's {actor_vocab}, whose tokens it scores"
         yield Problem("ref", rule, remedy="use the folder and model of the actor", colon=True)
     iterations = config.training.train_iters
-    limit = f"{iterations - 1}, as the actor learns after it ({ref('training.train_iters')})"
+    limit = f"{iterations - 1}, as the actor is trained after it ({ref('training.train_iters')})"
     yield from at_most("critic.warmup_iters", config.warmup_iters, limit, iterations - 1)
     limit = f"{ref(MAX_NEW)}={actor.max_new_tokens}"
     yield from at_most(
