@@ -46,7 +46,9 @@ ACTOR_EP = "actor_rollout.expert_model_parallel_size"
 def check_sections(config: RunConfig) -> Iterator[Problem]:
     """Yield a problem for each broken rule between sections. Does not look at the host."""
     # The later rules divide by the parallel sizes, so they wait until these are legal.
-    size_problems = [*_check_pools(config)] or [*_check_replicas(config)]
+    size_problems = list(_check_pools(config))
+    if not size_problems:
+        size_problems = list(_check_replicas(config))
     yield from size_problems
     prompt = config.actor_rollout.max_prompt_length
     response = config.actor_rollout.max_new_tokens

@@ -17,7 +17,7 @@ from mindspeed_rlxf.agents.tools import show_tools, tool_schemas
 from mindspeed_rlxf.checkpoint.directory import RunDirectory, check_save_folders
 from mindspeed_rlxf.checkpoint.store import RunStore, check_chosen, check_resume
 from mindspeed_rlxf.config.enums import RewardKind, Role
-from mindspeed_rlxf.config.hf_config import OF_WEIGHTS, find_disagreements, read_hf_config
+from mindspeed_rlxf.config.hf_config import WEIGHTS_FOLDER, find_disagreements, read_hf_config
 from mindspeed_rlxf.config.problems import MissingFile, Problem, UserError, closest
 from mindspeed_rlxf.config.rollout_section import AGENT_COLUMN, BY_ROW
 from mindspeed_rlxf.config.schema import RoleConfig, RunConfig
@@ -280,7 +280,7 @@ def check_weights(config: RunConfig, role: Role) -> list[Problem]:
                 return _as_missing(problems, section.load)
             return []
         described = find_description(section.load, config.training.tokenizer_name_or_path)
-        hf_config = read_hf_config(described, OF_WEIGHTS)
+        hf_config = read_hf_config(described, WEIGHTS_FOLDER)
         rules = find_disagreements(section.architecture, hf_config, scored=head is Head.SCORE)
         if rules:
             fields = f"(field: model.{section.model}, config.json): {'; '.join(rules)}"

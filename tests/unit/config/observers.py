@@ -309,7 +309,7 @@ def recorded(config: RunConfig) -> Any:
     """Return how many of 100 samples are logged, which by token, and the console's metrics."""
     made = recorder.Recorder(config, RunDirectory(Path("nowhere")), None, writes=False)
     tokens = made.token_log(1, range(100))
-    return made._num_kept(100), tokens, made.console._names
+    return made._num_logged(100), tokens, made.console._names
 
 
 def prepared(config: RunConfig) -> Any:
