@@ -87,8 +87,8 @@ class RolloutConfig(Section):
     )
     max_tool_response_length: int = key(
         1024,
-        "longest result of a tool that the model reads, characters; of a longer one the middle "
-        "is cut out",
+        "longest result of a tool that the model reads, characters; longer ones are truncated "
+        "in the middle",
         ge=2,
         used_if="tools",
     )
