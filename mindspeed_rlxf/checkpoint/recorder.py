@@ -122,11 +122,11 @@ class Recorder:
         self._metrics.write(metrics_record(iteration, metrics, seconds))
         self._trackers.log(iteration, metrics)
         self.console.update(iteration, metrics)
-        num_alike_groups = int(metrics.get("rollout/alike_groups", 0))
-        if num_alike_groups > 0:
+        num_equal_groups = int(metrics.get("rollout/alike_groups", 0))
+        if num_equal_groups > 0:
             self.console.warn_once(
                 "alike_groups",
-                f"{num_alike_groups} prompt groups of iteration {iteration} have zero advantages, "
+                f"{num_equal_groups} prompt groups of iteration {iteration} have zero advantages, "
                 "because all their responses score the same; raise algorithm.max_num_gen_batches, "
                 "or use easier or harder prompts",
             )
