@@ -8,8 +8,6 @@ from typing import Any
 from mindspeed_rlxf.algorithms.kl import KlController
 from mindspeed_rlxf.checkpoint import lock
 from mindspeed_rlxf.checkpoint.checkpoints import RunCheckpoints
-from mindspeed_rlxf.checkpoint.recorder import Recorder
-from mindspeed_rlxf.checkpoint.stopping import StopRequest
 from mindspeed_rlxf.cluster.group import Pending
 from mindspeed_rlxf.cluster.refs import as_rows_field
 from mindspeed_rlxf.config.enums import OldLogProbs, Role
@@ -21,7 +19,9 @@ from mindspeed_rlxf.roles.all_roles import RoleGroups
 from mindspeed_rlxf.trainer import metrics as iteration_metrics
 from mindspeed_rlxf.trainer.metrics import done_work, generation_flops, idle_metrics, phase_metrics
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
+from mindspeed_rlxf.trainer.recorder import Recorder
 from mindspeed_rlxf.trainer.samples import Samples, SampleStream
+from mindspeed_rlxf.trainer.stopping import StopRequest
 from mindspeed_rlxf.trainer.validation import Validator
 
 

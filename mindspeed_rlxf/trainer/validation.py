@@ -10,7 +10,6 @@ import numpy as np
 
 from mindspeed_rlxf.checkpoint.checkpoints import RunCheckpoints
 from mindspeed_rlxf.checkpoint.directory import RunDirectory
-from mindspeed_rlxf.checkpoint.recorder import Recorder
 from mindspeed_rlxf.cluster.interface import Runtime
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.schema import RunConfig, ValidationConfig
@@ -23,6 +22,7 @@ from mindspeed_rlxf.roles.reward import check_failures
 from mindspeed_rlxf.roles.rollout import Sampling
 from mindspeed_rlxf.trainer.preflight import Prepared
 from mindspeed_rlxf.trainer.prompt_source import as_rows
+from mindspeed_rlxf.trainer.recorder import Recorder
 
 
 @dataclass(frozen=True)
