@@ -24,6 +24,7 @@ from mindspeed_rlxf.models.attention import Attend
 from mindspeed_rlxf.models.decode import Decoder, linear
 from mindspeed_rlxf.models.heads import full_logits
 from mindspeed_rlxf.models.transformer import TransformerModel
+from mindspeed_rlxf.rollout.expert_sync import ExpertSync
 from mindspeed_rlxf.rollout.kv_cache import (
     CacheShape,
     Continuation,
@@ -33,7 +34,6 @@ from mindspeed_rlxf.rollout.kv_cache import (
 )
 from mindspeed_rlxf.rollout.prefixes import CachedPrefix, PrefixTree, order_by_source
 from mindspeed_rlxf.rollout.rollout_engine import GenerationRequest, GenerationStats
-from mindspeed_rlxf.rollout.rounds import Rounds
 from mindspeed_rlxf.rollout.rows import GrowingSample, RowGroup, RowStates
 from mindspeed_rlxf.rollout.sampling import check_log_probs, draw_tokens
 
@@ -84,7 +84,7 @@ class Generation:
         self,
         model: TransformerModel,
         weights_version: int,
-        rounds: Rounds,
+        expert_sync: ExpertSync,
         limits: Limits,
         steps: int,
     ) -> None:
@@ -93,11 +93,11 @@ class Generation:
         Args:
             model: Module with all layers, in evaluation mode.
             weights_version: Of the model's weights.
-            rounds: Announces each pass to the ranks that share experts.
+            expert_sync: Announces each pass to the ranks that share experts.
             limits: Sizes; no request may be longer.
             steps: Decode steps launched before the host reads the drawn tokens.
         """
-        self.model, self.weights_version, self.rounds = model, weights_version, rounds
+        self.model, self.weights_version, self.expert_sync = model, weights_version, expert_sync
         self.max_rows, self.max_tokens, self.steps = limits.rows, limits.tokens, steps
         self.stats = GenerationStats()
         self.waiting: deque[GrowingSample] = deque()
@@ -321,7 +321,7 @@ class Generation:
         """
         lengths = np.array([len(tokens) for tokens in rows])
         token_ids = torch.from_numpy(np.concatenate(rows)).to(self.device)
-        self.rounds.announce(len(token_ids))
+        self.expert_sync.announce(len(token_ids))
         hidden = self.model(token_ids[None, :], position, attend).squeeze(1)
         self.stats.prompt_tokens += len(token_ids)
         return hidden[self._tensor(lengths.cumsum() - 1)]
@@ -347,7 +347,7 @@ class Generation:
         for _ in range(steps):
             position = self.states.position[:rows]
             attend = DecodeStep(cache=self.cache, position=position)
-            self.rounds.announce(rows)
+            self.expert_sync.announce(rows)
             hidden = self._decoder(self.states.last[:rows], position, attend)
             self._draw_next(hidden, slice(0, rows), self._groups)
         return steps

@@ -127,7 +127,7 @@ class NativeRollout:
         self.model.eval()
         self._stats = GenerationStats()
         version = self.weights_version
-        self.source.rounds.begin()
+        self.source.expert_sync.begin()
         if self._added:
             with self._computing():
                 self._begin_added()
@@ -155,7 +155,7 @@ class NativeRollout:
         if self._generation is None:
             limits = self._choose_limits(self._added)
             self._generation = Generation(
-                self.model, self.weights_version, self.source.rounds, limits, self.steps
+                self.model, self.weights_version, self.source.expert_sync, limits, self.steps
             )
         self._generation.add(self._added)
         self._added = []
@@ -169,7 +169,7 @@ class NativeRollout:
 
     def _serve_other_ranks(self) -> None:
         with self._computing():
-            self._stats.idle_passes = self.source.rounds.finish()
+            self._stats.idle_passes = self.source.expert_sync.finish()
 
     def _choose_limits(self, requests: Sequence[GenerationRequest]) -> Limits:
         """Return the generation's sizes; a collective over the replica's ranks."""
@@ -205,7 +205,7 @@ class NativeRollout:
         """
         self.model.eval()
         self._stats = GenerationStats()
-        self.source.rounds.begin()
+        self.source.expert_sync.begin()
         log_probs: list[list[float]] = []
         waiting = deque(zip(prompts, responses, strict=True))
         while waiting:
@@ -240,7 +240,7 @@ class NativeRollout:
                 [np.asarray(response, dtype=np.int64) for _, response in pack],
             )
         )
-        self.source.rounds.announce(len(token_ids))
+        self.source.expert_sync.announce(len(token_ids))
         hidden = self.model(token_ids[None, :], position, PackedSequences(lengths=tuple(lengths)))
         self._stats.prompt_tokens += sum(lengths)
         log_probs, _ = token_log_probs(

@@ -17,10 +17,10 @@ from transformers import PreTrainedTokenizerFast
 from mindspeed_rlxf.config.generation_memory import CACHE_SHARE
 from mindspeed_rlxf.models.attention import Attend, PackedSequences
 from mindspeed_rlxf.rollout import generation, native
+from mindspeed_rlxf.rollout.expert_sync import ExpertSync
 from mindspeed_rlxf.rollout.kv_cache import DecodeStep, KvCache
 from mindspeed_rlxf.rollout.native import NativeRollout
 from mindspeed_rlxf.rollout.rollout_engine import FinishReason, GenerationRequest, answer_from_table
-from mindspeed_rlxf.rollout.rounds import Rounds
 from mindspeed_rlxf.rollout.sampling import SamplingSettings, StopStrings
 
 VOCAB, HEADS, GROUPS, DIM, EOS = 11, 4, 2, 4, 0
@@ -51,6 +51,7 @@ class TinyModel(nn.Module):
             params_dtype=torch.float64,
         )
         self.architecture = SimpleNamespace(vocab_size=VOCAB)
+        self.linear = nn.functional.linear  # the head's product
         self.tp_group = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
         self.calls: list[int] = []  # tokens of each forward
 
@@ -74,7 +75,7 @@ class Source:
     def __init__(self, model: nn.Module) -> None:
         self.module: Any = model
         nobody: Any = None
-        self.rounds = Rounds((), nobody, nobody)
+        self.expert_sync = ExpertSync((), nobody, nobody)
         self.groups, self.is_active = self, False
 
     @contextlib.contextmanager
