@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_rlxf.config.architecture import groups_per_rank
@@ -110,6 +111,7 @@ class Generation:
         # the most tokens that a row can have
         self._max_length = limits.prompt + limits.response
         self._decoder = Decoder(model, self._max_length)
+        self._linear = linear if model.linear is F.linear else model.linear  # computes logits
         self.cache = KvCache(cache_shape(model), self._max_length, self.device)
         self.states = RowStates(limits.rows, limits.response, self.device)
         self._groups: list[RowGroup] | None = None  # the rows by settings; None = to be made
@@ -394,7 +396,7 @@ class Generation:
     def _draw_next(self, hidden: Tensor, cache_rows: slice, groups: Sequence[RowGroup]) -> None:
         model = self.model
         weight, vocab, group = model.output_weight, model.architecture.vocab_size, model.tp_group
-        logits = full_logits(hidden, weight, vocab, group, linear)
+        logits = full_logits(hidden, weight, vocab, group, self._linear)
         uniforms, count = self.states.next_uniforms(cache_rows)
         tokens, log_probs = torch.zeros_like(count), torch.zeros_like(uniforms)
         for row_group in groups:

@@ -222,7 +222,7 @@ def _run_lines(config: RunConfig, runtime: str, device_kind: str) -> list[tuple[
         ("device", device_kind),
         ("reward", f"verifier: {rules}" if rules else config.reward.kind.value),
     ]
-    if config.reward.parts:
+    if config.reward.scoring_functions:
         lines.append(("reward functions", _describe_functions(config)))
     lines.append(("old log-probs", OLD_LOG_PROBS[config.old_log_probs]))
     if config.rollout.max_staleness:
@@ -274,7 +274,7 @@ def _every(interval: int) -> str:
 
 def _describe_functions(config: RunConfig) -> str:
     terms = []
-    for function in config.reward.parts:
+    for function in config.reward.scoring_functions:
         terms.append(f"{function.weight:g} x {function.function or function.url}")
     return ", ".join(terms)
 
