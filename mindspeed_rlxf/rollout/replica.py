@@ -53,6 +53,7 @@ class Replica:
         make_room: Returns a context manager in which the training engines leave the device, for an
             engine with its own weights; by default it does nothing.
         take_receipts: Returns the receipts of syncs since the last call; [] for engines in process.
+        server_has_failed: Whether the engine's server has, on leaders, and new weights start one.
         agreement: With the other ranks, in runs with agents.
     """
 
@@ -61,6 +62,7 @@ class Replica:
     is_leader: bool
     make_room: Callable[[], AbstractContextManager[None]] = nullcontext
     take_receipts: Callable[[], list[Any]] = list
+    server_has_failed: Callable[[], bool] = bool
     agreement: Agreement = field(default_factory=Agreement)
 
 
@@ -208,6 +210,7 @@ def _build_vllm(config: RunConfig, trained: TrainEngine | None, folder: str) -> 
         engine.is_leader,
         offload.room_for_other_processes,
         engine.take_receipts,
+        lambda: engine.has_failed,
     )
 
 

@@ -26,11 +26,16 @@ from mindspeed_rlxf.rollout import transfer
 from mindspeed_rlxf.rollout.bit_sums import bit_sum
 from mindspeed_rlxf.rollout.receipts import SyncError
 from mindspeed_rlxf.rollout.replica import build_replica
-from mindspeed_rlxf.rollout.rollout_engine import Begun, FinishReason, GenerationRequest
+from mindspeed_rlxf.rollout.rollout_engine import (
+    Begun,
+    EngineLost,
+    FinishReason,
+    GenerationRequest,
+)
 from mindspeed_rlxf.rollout.sampling import SamplingSettings, StopStrings
 from mindspeed_rlxf.rollout.vllm import engine as engine_module, server, weights
 from mindspeed_rlxf.rollout.vllm.client import Client
-from mindspeed_rlxf.rollout.vllm.engine import EngineLost, VllmRollout
+from mindspeed_rlxf.rollout.vllm.engine import VllmRollout
 from mindspeed_rlxf.rollout.whole_responses import WholeResponses
 from tests.distributed.llamas import PLAIN, run_config
 
@@ -85,10 +90,29 @@ def adapters(seed: int) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
+def requests(count: int, settings: SamplingSettings = SETTINGS) -> list[GenerationRequest]:
+    return [GenerationRequest(i, 50 + i, np.array([i, 9]), settings, 7) for i in range(count)]
+
+
 def ask(engine: VllmRollout, count: int = 12, settings: SamplingSettings = SETTINGS) -> list[Any]:
-    requests = [GenerationRequest(i, 50 + i, np.array([i, 9]), settings, 7) for i in range(count)]
     engine.wake()
-    return sorted(engine.generate(requests), key=lambda result: result.place)
+    results = engine.generate(requests(count, settings))
+    return sorted(results, key=lambda result: result.place)
+
+
+def ask_with_updates(engine: VllmRollout, sent: list[Any], version: int) -> list[Any]:
+    """Ask as the driver does: after a failure the weights come again, and the rest is asked for."""
+    rollout = WholeResponses(engine)
+    rollout.add(requests(12))
+    engine.wake()
+    results = [*rollout.advance(None)]
+    while engine.has_failed:
+        assert len(results) < 12
+        engine.update_weights(sent, version)
+        engine.wake()
+        results += rollout.advance(None)
+    assert rollout.withdraw() == []
+    return sorted(results, key=lambda result: result.place)
 
 
 def expected(place: int) -> list[int]:
@@ -134,7 +158,7 @@ def test_adapters_are_sent_alone_after_their_base(make: Make, fault: str) -> Non
     for version in (1, 2):
         engine.update_weights(adapters(version), version)
         loaded.append(engine.client.adapter)
-        results = ask(engine)
+        results = ask_with_updates(engine, [*tensors(), *adapters(version)], version)
         assert [result.tokens for result in results] == [expected(i) for i in range(12)]
         assert {result.weights_version for result in results} == {version}
     assert engine.score([np.array([8, 9])], [[5, 6]]) == [[-5 / 8, -6 / 8]]
@@ -252,10 +276,11 @@ def test_weights_that_did_not_change_are_counted(make: Make) -> None:
 def test_requests_go_to_a_new_server_after_a_failure(make: Make, fault: str, capfd: Any) -> None:
     engine = make(fault, timeout_s=25.0)  # hangs after 2.5 s without a token
     engine.update_weights(tensors(), 3)
-    results = ask(engine)
+    results = ask_with_updates(engine, tensors(1), 4)
     assert [result.tokens for result in results] == [expected(i) for i in range(12)]
-    assert {result.weights_version for result in results} == {3}
-    assert [receipt["restarted"] for receipt in engine.take_receipts()] == [False, True]
+    assert {result.weights_version for result in results} == {3, 4}
+    first, second = engine.take_receipts()
+    assert not first["restarted"] and second["restarted"] and second["changed"] is None
     text = capfd.readouterr().err
     assert "the vLLM server failed" in text and "start 1:" in text
     assert Path(os.environ["STARTS"]).read_text() == "2"
@@ -272,7 +297,7 @@ def test_after_two_failures_the_engine_is_lost(make: Make) -> None:
     engine = make("again dies")
     engine.update_weights(tensors(), 3)
     with pytest.raises(EngineLost, match=r"(?s)failed: .*last lines of .*start 2:"):
-        ask(engine)
+        ask_with_updates(engine, tensors(), 3)
     engine.on_cpu = False
     engine.sleep()  # on devices, a role's last step: the error must remain
     engine = make()
@@ -281,17 +306,21 @@ def test_after_two_failures_the_engine_is_lost(make: Make) -> None:
     engine.on_cpu = False
     engine.sleep()
     engine = make("never ready")
+    engine.update_weights(tensors(), 4)
+    (receipt,) = engine.take_receipts()
+    assert engine.has_failed and receipt["restarted"], "the driver sends the weights again"
     with pytest.raises(EngineLost, match=r"(?s)ended at its start with status 1.*no such model"):
         engine.update_weights(tensors(), 4)
 
 
 def test_failures_of_earlier_iterations_do_not_count(make: Make) -> None:
-    """On devices of its own no sleep tells the server that an iteration ends."""
     engine = make("again dies")  # at each server's fifth request
     engine.max_rows = 1
     for version in (1, 2):
         engine.update_weights(tensors(version), version)
-        assert len(ask(engine, 5)) == 5
+        assert len(ask(engine, 5)) < 5
+        engine.update_weights(tensors(version), version)
+        assert len(ask(engine, 1)) == 1
 
 
 REFUSALS = {
@@ -315,6 +344,7 @@ def test_an_error_after_a_start_is_no_refusal(make: Make) -> None:
     engine.update_weights(tensors(), 4)
     os.environ["FAULT"] = "refuses ValueError: other processes have the memory"
     engine.server.end()
+    engine.update_weights(tensors(), 5)
     with pytest.raises(EngineLost, match="other processes have the memory"):
         engine.update_weights(tensors(), 5)
 
@@ -323,8 +353,7 @@ def test_the_iterator_may_be_closed_early(make: Make) -> None:
     engine = make()
     engine.update_weights(tensors(), 3)
     engine.wake()
-    requests = [GenerationRequest(i, i, np.array([i]), SETTINGS, 7) for i in range(9)]
-    results = engine.generate(requests)
+    results = engine.generate(requests(9))
     next(results)
     results.close()
     assert engine.server.process.poll() is None
@@ -433,24 +462,49 @@ def test_servers_start_on_devices_that_training_has_left(make: Make) -> None:
     engine = make(make_room=make_room)
     assert (began, asleep) == ([1], [True])
     engine.server.end()
-    engine.update_weights(tensors(), 1)  # starts another, which has no weights
-    assert sum(began) == 2 and asleep[-1]
-    with pytest.raises(EngineLost):
-        engine.wake()
-    (receipt,) = engine.take_receipts()
-    assert receipt["restarted"]
+    engine.update_weights(tensors(), 1)  # fails
+    assert sum(began) == 1 and engine.has_failed
     engine.update_weights(tensors(), 1)
+    assert sum(began) == 2 and asleep[-1] and not engine.has_failed
+    assert [receipt["restarted"] for receipt in engine.take_receipts()] == [True, True]
     assert ask(engine, 1)[0].tokens == expected(0)
 
 
 @pytest.mark.usefixtures("on_cuda")
-def test_a_server_on_a_device_that_fails_amid_generation_is_lost(make: Make) -> None:
-    """Nobody keeps its weights: the host's memory has room for few models."""
+def test_a_server_on_a_device_that_fails_amid_generation_starts_with_the_next_weights(
+    make: Make,
+) -> None:
     engine = make("dies")
     engine.update_weights(tensors(), 1)
-    with pytest.raises(EngineLost):
-        ask(engine)
-    assert Path(os.environ["STARTS"]).read_text() == "1" and engine.memory.num_bytes == 0
+    results = ask_with_updates(engine, tensors(), 1)
+    assert [result.tokens for result in results] == [expected(i) for i in range(12)]
+    assert Path(os.environ["STARTS"]).read_text() == "2"
+
+
+def test_the_ranks_of_a_replica_agree_on_what_a_failed_server_left(
+    make: Make, monkeypatch: Any
+) -> None:
+    engine = make("dies")
+    engine.update_weights(tensors(), 1)
+    shared: list[Any] = []
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda values, *_: shared.append(values[0]))
+    answered = {result.place for result in ask(engine)}
+    assert shared == [{*range(12)} - answered] and 0 < len(answered) < 12
+    monkeypatch.setattr(
+        dist, "broadcast_object_list", lambda values, *_: values.__setitem__(0, shared[0])
+    )
+    engine.is_leader = False
+    assert {result.place for result in ask(engine)} == answered
+    engine.is_leader = True
+
+
+def test_a_failure_amid_scoring_ends_the_run(make: Make) -> None:
+    engine = make()
+    engine.update_weights(tensors(), 1)
+    engine.wake()
+    engine.server.end()
+    with pytest.raises(EngineLost, match="the vLLM server failed"):
+        engine.score([np.array([8, 9])], [[5, 6]])
 
 
 def test_a_buffer_of_the_device_is_shared_once_an_update(

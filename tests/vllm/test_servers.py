@@ -27,6 +27,7 @@ from mindspeed_rlxf.rollout.vllm import server
 from mindspeed_rlxf.rollout.vllm.client import Client
 from mindspeed_rlxf.rollout.vllm.engine import VllmRollout
 from mindspeed_rlxf.rollout.vllm.weights import SharedMemory
+from mindspeed_rlxf.rollout.whole_responses import WholeResponses
 from tests.distributed.llamas import run_config
 from tests.processes import read_lines, run_python
 from tests.unit.weights.folders_of import read_folder
@@ -245,20 +246,28 @@ def test_a_stale_head_is_named(engines: Engines, tmp_path: Path, monkeypatch: An
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
-def test_a_server_is_replaced_amid_generation(engines: Engines, sign: int, capfd: Any) -> None:
+def test_a_new_server_answers_what_a_failed_one_left(
+    engines: Engines, sign: int, capfd: Any
+) -> None:
     engine = engines.start(timeout_s=60.0)  # hangs after 6 s without a token
     engine.update_weights(engines.tensors, 1)
     wanted = [result.tokens for result in responses(engine, requests(64))]
     found, first = list[Any](), engine.server
+    rollout = WholeResponses(engine)
+    rollout.add(requests(64))
     engine.update_weights(engines.tensors, 2)
     engine.wake()
-    for result in engine.generate(requests(64)):
+    for result in rollout.advance(None):
         if len(found) == 5:
             group = [p for p in psutil.process_iter() if _in_group(p, first.process.pid)]
             assert len(group) >= 2
             for process in group:
                 process.send_signal(sign)
         found.append(result)
+    assert engine.has_failed and len(found) < 64
+    engine.update_weights(engines.tensors, 2)
+    engine.wake()
+    found += rollout.advance(None)
     assert engine.server is not first
     found.sort(key=lambda result: result.place)
     assert [result.tokens for result in found] == wanted
