@@ -198,7 +198,7 @@ class VirtualRun:
             ),
             runs_vllm=bool(setting.failures),
             lead=setting.lead,
-            parts=(1, 1) if setting.lead else (),
+            train_rollout_split=(1, 1) if setting.lead else (),
             placement={Role.ACTOR_ROLLOUT: "main"},
             resource_pool={"main": [1]},
             runtime=SimpleNamespace(kind="ray"),

@@ -130,7 +130,7 @@ def _dry_run(config: RunConfig, nested: bool) -> int:
     has actor and reference under one key.
     """
     from mindspeed_rlxf.checkpoint.store import describe_start
-    from mindspeed_rlxf.config.section_rules import check_devices, check_launch
+    from mindspeed_rlxf.config.host_rules import check_devices, check_launch
     from mindspeed_rlxf.ops.planning.available import choose_kind
     from mindspeed_rlxf.ops.planning.plan import plan
     from mindspeed_rlxf.trainer.preflight import prepare

@@ -7,7 +7,7 @@ import torch
 from mindspeed_rlxf.algorithms.kl import kl_per_token
 from mindspeed_rlxf.algorithms.losses import LossOutput, Mean, PolicyLoss, truncated_importance
 from mindspeed_rlxf.cluster.group import Pending, RoleGroup, Sharded
-from mindspeed_rlxf.cluster.interface import Pool, PoolPart
+from mindspeed_rlxf.cluster.interface import Pool, SubPool
 from mindspeed_rlxf.cluster.refs import RowsRef
 from mindspeed_rlxf.config.enums import KlPenalty, OldLogProbs, Role, Stage
 from mindspeed_rlxf.config.schema import RunConfig
@@ -40,7 +40,8 @@ class ActorGroup:
     def __init__(self, config: RunConfig, pool: Pool) -> None:
         layout = config.layout(Role.ACTOR_ROLLOUT)
         self.run, self.config, self.seed = config, config.actor_rollout, config.training.seed
-        trains = PoolPart(pool, 0, config.parts[0]) if config.parts else pool
+        split = config.train_rollout_split
+        trains = SubPool(pool, 0, split[0]) if split else pool
         self.group = RoleGroup(Role.ACTOR_ROLLOUT, layout, trains)
 
     def build(self) -> Pending:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mindspeed_rlxf.cluster.group import Pending, RoleGroup, Sharded, submit_together
-from mindspeed_rlxf.cluster.interface import Peer, Pool, PoolPart
+from mindspeed_rlxf.cluster.interface import Peer, Pool, SubPool
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.agent_record import find_record
@@ -60,7 +60,8 @@ class RolloutGroup:
 
     def __init__(self, config: RunConfig, pool: Pool) -> None:
         self.run, self.pool = config, pool
-        generates = PoolPart(pool, *config.parts) if config.parts else pool
+        split = config.train_rollout_split
+        generates = SubPool(pool, *split) if split else pool
         self.group = RoleGroup(Role.ROLLOUT, config.rollout_layout, generates)
         self._version: int | None = None  # of the weights that the ranks have
         self._has_base = False  # whether the ranks have what the adapters belong to
@@ -77,7 +78,7 @@ class RolloutGroup:
         It shares the actor's processes and weights, unless placement is disaggregated. `scored`
         responses go to the scorers in the same processes. Servers log into the folder `logs`.
         """
-        actor = None if self.run.parts else Peer(Role.ACTOR_ROLLOUT)
+        actor = None if self.run.train_rollout_split else Peer(Role.ACTOR_ROLLOUT)
         scorer = Peer(Role.SCORER) if scored else None
         ends, factory = tuple(eos_token_ids), role_factory(Role.ROLLOUT, RolloutRole)
         return self.group.build(factory, self.run, ends, actor, scorer, logs)
@@ -147,7 +148,7 @@ class RolloutGroup:
         with_base = trains_base or is_probe or not self._has_base
         self._has_base = not is_probe
         parts = [self.group.prepare(RolloutRole.update_weights, version, with_base)]
-        if self.run.parts:
+        if self.run.train_rollout_split:
             parts.insert(0, actor.group.prepare(ActorRole.send_weights, with_base))
         replies = submit_together(self.pool, *parts).replies()
         reports = [reply.report for reply in replies if reply.report]  # of leaders with servers

@@ -1,10 +1,10 @@
 """Generation in the native engine: schedule the samples and run the model.
 
 A sample waits in a queue, then is a batch row until its response ends. Rows that end leave the
-batch, and waiting samples take their slots (continuous batching). A generation may stop after any
-decode step and go on later, with more samples. The host launches several decode
-steps before it reads the drawn tokens. It decides which samples enter, end or go back to the queue
-from numbers that are equal on all replica ranks.
+batch, and waiting samples take their places in it (continuous batching). A generation may stop
+after any decode step and go on later, with more samples. The host launches several decode steps
+before it reads the drawn tokens. It decides which samples enter, end or go back to the queue from
+numbers that are equal on all replica ranks.
 """
 
 import itertools
@@ -62,7 +62,7 @@ class Limits:
 
 
 class Generation:
-    """The unfinished samples and their batch; batch row i has KV cache slot i.
+    """The unfinished samples and their batch; batch row i has row i of the KV cache.
 
     Attributes:
         weights_version: Of the weights, which must not change.
@@ -93,13 +93,13 @@ class Generation:
         self.stats = GenerationStats()
         self.waiting: deque[GrowingSample] = deque()
         self.active: list[GrowingSample] = []
-        self.where = next(model.parameters()).device
+        self.device = next(model.parameters()).device
         self._num_added = 0
         # the most tokens that a row can have
         self._max_length = limits.prompt + limits.response
         self._decoder = Decoder(model, self._max_length)
-        self.cache = KvCache(cache_shape(model), self._max_length, self.where)
-        self.states = RowStates(limits.rows, limits.response, self.where)
+        self.cache = KvCache(cache_shape(model), self._max_length, self.device)
+        self.states = RowStates(limits.rows, limits.response, self.device)
         self._groups: list[RowGroup] | None = None  # the rows by settings; None = to be made
         self._counts = np.zeros(0, np.int64)  # response tokens of each row, when last read
         self._prompts = np.zeros(0, np.int64)  # prompt tokens of each row
@@ -125,7 +125,8 @@ class Generation:
         to the counts `stats`.
 
         Returns:
-            The samples that ended, removed from the batch, by slot, and the number of decode steps.
+            The samples that ended and left the batch, in the order of its rows, and the number of
+            decode steps.
         """
         self.stats = stats
         finished: list[GrowingSample] = []
@@ -175,7 +176,9 @@ class Generation:
         )
         self.cache.fit(len(self.active), self._longest_row(self.steps))
         self.states.set_up(first, entering)
-        donors = {row.key: slot for slot, row in enumerate(kept) if row.key in self._prompt_states}
+        donors = {
+            row.key: index for index, row in enumerate(kept) if row.key in self._prompt_states
+        }
         return self._make_packs(first, donors)
 
     def _drop_unused_states(self) -> None:
@@ -186,74 +189,81 @@ class Generation:
         }
 
     def _make_packs(self, first: int, donors: dict[bytes, int]) -> Iterator[dict[int, int]]:
-        """Group the rows from slot `first` into packs with at most PREFILL_TOKENS computed tokens.
+        """Group the batch rows from `first` into packs with at most PREFILL_TOKENS computed tokens.
 
-        A longer row is computed alone. A row without a response whose prompt another slot has costs
+        A longer row is computed alone. A row without a response whose prompt another row has costs
         nothing: it copies the prompt's keys and values.
 
         Args:
-            first: First slot to group.
-            donors: Prompt -> a slot with this prompt in the cache; gets an entry for each new
-                prompt in a row without response.
+            first: Index of the first batch row to group.
+            donors: Prompt -> a cache row with this prompt; gets an entry for each new prompt
+                in a row without response.
 
         Yields:
-            Slot -> slot with its prompt, or itself if it is computed. At least one pack, empty
-            without rows.
+            Cache row -> the cache row to copy its prompt from, or itself if it is computed:
+            {4: 4, 5: 4, 6: 6} computes rows 4 and 6, and row 5 has the prompt of row 4. At least
+            one pack, empty without rows.
         """
         pack: dict[int, int] = {}
         tokens = 0
-        for slot, row in enumerate(self.active[first:], start=first):
+        for cache_row, row in enumerate(self.active[first:], start=first):
             if not row.tokens and row.key in donors:
-                pack[slot] = donors[row.key]
+                pack[cache_row] = donors[row.key]
                 continue
             if tokens and tokens + len(row.prefill_ids) > PREFILL_TOKENS:
                 yield pack
                 pack, tokens = {}, 0
             tokens += len(row.prefill_ids)
-            pack[slot] = slot
+            pack[cache_row] = cache_row
             if not row.tokens:
-                donors[row.key] = slot
+                donors[row.key] = cache_row
         yield pack
 
     def _prefill(self, pack: dict[int, int]) -> None:
-        """Fill a pack's cache slots, and draw and append each row's next token.
+        """Fill a pack's cache rows, and draw and append each row's next token.
 
         Keeps the last hidden state for each computed prompt in `_prompt_states` (not for a row that
         already has tokens), so that rows in later packs can draw their first token too.
 
         Args:
-            pack: Consecutive slots -> slot whose prompt each copies; a slot that maps to itself is
-                computed, all of these in one forward pass.
+            pack: Consecutive cache rows -> the cache row whose prompt each copies; those that map
+                to themselves are computed, all in one forward pass.
         """
-        computed = [slot for slot, source in pack.items() if slot == source]
+        computed = [cache_row for cache_row, source in pack.items() if cache_row == source]
         last = dict(zip(computed, self._forward_prefill(computed), strict=True)) if computed else {}
-        for slot, state in last.items():
-            if not self.active[slot].tokens:
-                self._prompt_states[self.active[slot].key] = state
-        copied = [(source, slot) for slot, source in pack.items() if slot != source]
+        for cache_row, state in last.items():
+            if not self.active[cache_row].tokens:
+                self._prompt_states[self.active[cache_row].key] = state
+        copied = [(source, cache_row) for cache_row, source in pack.items() if cache_row != source]
         if copied:
             source, target = self._tensor(copied).unbind(1)
-            longest = max(len(self.active[slot].request.prompt) for _, slot in copied)
+            longest = max(len(self.active[cache_row].request.prompt) for _, cache_row in copied)
             self.cache.copy(source, target, longest)
-        rows = [self.active[slot] for slot in pack]
-        states = [last.get(slot, self._prompt_states.get(self.active[slot].key)) for slot in pack]
-        slots = slice(min(pack), max(pack) + 1)
+        rows = [self.active[cache_row] for cache_row in pack]
+        states = [
+            last.get(cache_row, self._prompt_states.get(self.active[cache_row].key))
+            for cache_row in pack
+        ]
+        cache_rows = slice(min(pack), max(pack) + 1)
         groups = self.states.group_by_settings(rows)
-        self._draw_next(torch.stack(states), slots, groups)  # type: ignore[arg-type]
+        self._draw_next(torch.stack(states), cache_rows, groups)  # type: ignore[arg-type]
 
-    def _forward_prefill(self, slots: list[int]) -> Tensor:
+    def _forward_prefill(self, cache_rows: list[int]) -> Tensor:
         """Run prompts, and their responses so far, through the model in one pass.
 
         Announces the pass, fills the cache and counts the tokens. Returns the last tokens' hidden
-        states, [slots, hidden].
+        states, [rows, hidden].
         """
-        rows = [self.active[slot].prefill_ids for slot in slots]
+        rows = [self.active[cache_row].prefill_ids for cache_row in cache_rows]
         lengths = np.array([len(tokens) for tokens in rows])
-        token_ids = torch.from_numpy(np.concatenate(rows)).to(self.where)
+        token_ids = torch.from_numpy(np.concatenate(rows)).to(self.device)
         position = self._tensor(np.concatenate([np.arange(n) for n in lengths]))
-        slot = self._tensor(np.repeat(slots, lengths))
+        cache_row = self._tensor(np.repeat(cache_rows, lengths))
         attend = Prefill(
-            lengths=tuple(lengths.tolist()), cache=self.cache, slot=slot, position=position
+            lengths=tuple(lengths.tolist()),
+            cache=self.cache,
+            cache_row=cache_row,
+            position=position,
         )
         self.rounds.announce(len(token_ids))
         hidden = self.model(token_ids[None, :], position, attend).squeeze(1)
@@ -286,11 +296,11 @@ class Generation:
             self._draw_next(hidden, slice(0, rows), self._groups)
         return steps
 
-    def _draw_next(self, hidden: Tensor, slots: slice, groups: Sequence[RowGroup]) -> None:
+    def _draw_next(self, hidden: Tensor, cache_rows: slice, groups: Sequence[RowGroup]) -> None:
         model = self.model
         weight, vocab, group = model.output_weight, model.architecture.vocab_size, model.tp_group
         logits = full_logits(hidden, weight, vocab, group, linear)
-        uniforms, count = self.states.next_uniforms(slots)
+        uniforms, count = self.states.next_uniforms(cache_rows)
         tokens, log_probs = torch.zeros_like(count), torch.zeros_like(uniforms)
         for row_group in groups:
             at = row_group.rows
@@ -298,28 +308,28 @@ class Generation:
                 logits[at], uniforms[at], count[at], row_group.settings, row_group.ends
             )
         broadcast_from_first(tokens, group)
-        self.states.append(tokens, log_probs, slots, groups)
+        self.states.append(tokens, log_probs, cache_rows, groups)
 
     # Rows that leave
 
     def _remove_ended(self, decoded: bool) -> list[GrowingSample]:
         """Wait for the drawn tokens; remove ended samples from the batch and return them.
 
-        Ordered by slot; [] if no sample has ended. Drops tokens after a stop string and counts the
-        new tokens.
+        In the order of the batch; [] if no sample has ended. Drops tokens after a stop string and
+        counts the new tokens.
 
         Args:
             decoded: Whether the new tokens come from decode steps, not from a prefill.
         """
         counts, going = self.states.read_progress(len(self.active))
         counts, ended = counts.copy(), ~going
-        stopped = [slot for slot, row in enumerate(self.active) if row.settings.stop is not None]
+        stopped = [index for index, row in enumerate(self.active) if row.settings.stop is not None]
         if stopped:
             drawn, _ = self.states.read(stopped, int(counts.max()))
-            for slot, tokens in zip(stopped, drawn.tolist(), strict=True):
-                row = self.active[slot]
-                ended[slot] |= row.append_until_end(tokens[len(row.tokens) : counts[slot]])
-                counts[slot] = len(row.tokens)
+            for index, tokens in zip(stopped, drawn.tolist(), strict=True):
+                row = self.active[index]
+                ended[index] |= row.append_until_end(tokens[len(row.tokens) : counts[index]])
+                counts[index] = len(row.tokens)
         new = int((counts - self._counts).sum())
         self.stats.sampled_tokens += new
         self.stats.decoded_tokens += new if decoded else 0
@@ -343,31 +353,31 @@ class Generation:
         preempted = self._remove_rows(sorted(set(range(rows)) - set(kept)))
         self.waiting.extendleft(reversed(preempted))
 
-    def _remove_rows(self, slots: list[int]) -> list[GrowingSample]:
-        """Remove rows from the batch; return their samples, in `slots` order.
+    def _remove_rows(self, indices: list[int]) -> list[GrowingSample]:
+        """Remove rows from the batch; return their samples, in the order of `indices`.
 
         Waits for the device, and copies tokens and log-probs to the samples. The last rows move
-        into the freed slots.
+        into the freed ones.
 
         Raises:
             FloatingPointError: A log-prob is nan.
         """
-        tokens, log_probs = self.states.read(slots, int(self._counts[slots].max()))
-        for slot, drawn, logs in zip(slots, tokens.tolist(), log_probs, strict=True):
-            row, count = self.active[slot], self._counts[slot]
+        tokens, log_probs = self.states.read(indices, int(self._counts[indices].max()))
+        for index, drawn, logs in zip(indices, tokens.tolist(), log_probs, strict=True):
+            row, count = self.active[index], self._counts[index]
             check_log_probs(logs[:count])
             row.tokens, row.log_probs = drawn[:count], logs[:count].tolist()
-        removed, freed = [self.active[slot] for slot in slots], set(slots)
-        size = len(self.active) - len(slots)
-        target = [slot for slot in slots if slot < size]
-        source = [slot for slot in range(size, len(self.active)) if slot not in freed]
+        removed, freed = [self.active[index] for index in indices], set(indices)
+        size = len(self.active) - len(indices)
+        target = [index for index in indices if index < size]
+        source = [index for index in range(size, len(self.active)) if index not in freed]
         order = np.arange(size)
         if source:
             order[target] = source
-            where = self._tensor(source), self._tensor(target)
-            self.states.copy_rows(*where)
-            self.cache.copy(*where, self.cache.capacity)
-        self._set_active([self.active[slot] for slot in order], self._counts[order])
+            source_and_target = self._tensor(source), self._tensor(target)
+            self.states.copy_rows(*source_and_target)
+            self.cache.copy(*source_and_target, self.cache.capacity)
+        self._set_active([self.active[index] for index in order], self._counts[order])
         return removed
 
     def _set_active(self, rows: list[GrowingSample], counts: np.ndarray) -> None:
@@ -382,7 +392,7 @@ class Generation:
         return min(int(lengths.max(initial=0)) + more, self._max_length)
 
     def _tensor(self, numbers: Sequence[object] | np.ndarray) -> Tensor:
-        return torch.as_tensor(np.asarray(numbers, dtype=np.int64)).to(self.where)
+        return torch.as_tensor(np.asarray(numbers, dtype=np.int64)).to(self.device)
 
 
 def broadcast_from_first(values: Tensor, group: dist.ProcessGroup) -> None:

@@ -14,7 +14,7 @@ from mindspeed_rlxf.config.lora import LoraConfig
 from mindspeed_rlxf.config.schema import ArchitectureConfig
 from mindspeed_rlxf.engine.engine import MegatronEngine
 from mindspeed_rlxf.engine.parallel import ParallelGroups
-from mindspeed_rlxf.engine.train_engine import Part
+from mindspeed_rlxf.engine.train_engine import MemoryKind
 from mindspeed_rlxf.models.adapter_parameters import adapter_parameters, adapter_shapes
 from mindspeed_rlxf.models.adapters import attach_adapters
 from mindspeed_rlxf.models.grouped_experts import stack_experts
@@ -89,7 +89,7 @@ class SharedWeights:
         With a pipeline this is a collective over the role's ranks. The trained weights stay on the
         device until `sleep`.
         """
-        self._kept_on_device.enter_context(self.engine.holding(Part.WEIGHTS))
+        self._kept_on_device.enter_context(self.engine.holding(MemoryKind.WEIGHTS))
         weights = self.engine.weights
         shared = (*weights.table, *weights.adapters)
         trained = {p.sources: p.name for p in shared if not p.is_tied_output_layer}

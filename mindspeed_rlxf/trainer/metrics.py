@@ -292,7 +292,7 @@ def idle_metrics(
     phases: Phases,
     sizes: Mapping[str, int],
     seconds: float,
-    parts: Mapping[str, tuple[int, int]] | None = None,
+    subpool_sizes: Mapping[str, tuple[int, int]] | None = None,
 ) -> dict[str, float]:
     """Wait for the calls; return `idle/<pool>`: fraction of the iteration its ranks were idle.
 
@@ -304,13 +304,13 @@ def idle_metrics(
         phases: The iteration's calls.
         sizes: Ranks of each pool.
         seconds: Length of the iteration.
-        parts: Training and generating ranks of each disaggregated pool.
+        subpool_sizes: Training and generating ranks of each disaggregated pool.
     """
     busy = {pool: [0.0] * size for pool, size in sizes.items()}  # seconds of each rank
     for call in (call for calls in phases.values() for call in calls):
         for reply in call.replies():
             busy[call.pool][reply.rank] += reply.seconds
-    for pool, (num_training, _) in (parts or {}).items():
+    for pool, (num_training, _) in (subpool_sizes or {}).items():
         busy[f"{pool}/train"] = busy[pool][:num_training]
         busy[f"{pool}/rollout"] = busy[pool][num_training:]
     metrics = {}

@@ -81,7 +81,7 @@ class PpoTrainer:
         )
         self._recompute = config.old_log_probs is OldLogProbs.RECOMPUTE
         # Whether other ranks generate while the actor's train.
-        self._overlaps = bool(config.parts)
+        self._overlaps = bool(config.train_rollout_split)
         self.iteration = 0
         self.hooks: list[Callable[[Iteration], None]] = [
             self._record,
@@ -263,8 +263,9 @@ class PpoTrainer:
         measured |= phase_metrics(phases)
         measured |= {"timing/sync": self.samples.pop_sync_s(), "timing/all": all_s}
         policy_pool = self.config.placement[Role.ACTOR_ROLLOUT]
-        parts = {policy_pool: self.config.parts} if self.config.parts else None
-        measured |= idle_metrics(phases, sizes, all_s, parts)
+        split = self.config.train_rollout_split
+        subpool_sizes = {policy_pool: split} if split else None
+        measured |= idle_metrics(phases, sizes, all_s, subpool_sizes)
         measured["throughput/computed_tokens"] = float(work.tokens)
         measured |= names.throughput_metrics(reports, flops, all_s, num_devices, peak)
         self.recorder.write_samples(

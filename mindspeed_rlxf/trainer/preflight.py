@@ -19,8 +19,8 @@ from mindspeed_rlxf.checkpoint.store import RunStore, check_chosen, check_resume
 from mindspeed_rlxf.config.enums import RewardKind, Role
 from mindspeed_rlxf.config.hf_config import OF_WEIGHTS, find_disagreements, read_hf_config
 from mindspeed_rlxf.config.problems import MissingFile, Problem, UserError, closest
+from mindspeed_rlxf.config.rollout_section import AGENT_COLUMN, BY_ROW
 from mindspeed_rlxf.config.schema import RoleConfig, RunConfig
-from mindspeed_rlxf.config.sections import AGENT_COLUMN, BY_ROW
 from mindspeed_rlxf.data.decoding import special_ids
 from mindspeed_rlxf.data.files import describe_keys, find_row_without, list_keys
 from mindspeed_rlxf.data.fixed_responses import FixedResponses, load_fixed_responses
@@ -194,7 +194,7 @@ def _check_engine(config: RunConfig) -> list[Problem]:
     if name not in known:
         remedy = f"use {closest(name, known) or NATIVE}, or add its file to training.plugins"
         return [Problem(key, f"must be one of {', '.join(known)}", name, remedy)]
-    if name not in (NATIVE, VLLM) and config.parts:
+    if name not in (NATIVE, VLLM) and config.train_rollout_split:
         rule = "cannot generate on ranks of its own (num_gpus_for_infer)"
         return [Problem(key, rule, name, f"use {NATIVE}, or remove num_gpus_for_infer")]
     folder = Path(config.actor_rollout.load or "")

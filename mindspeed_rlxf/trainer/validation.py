@@ -166,9 +166,9 @@ class Validator:
         size = self.config.n_samples
         self.prompts = as_rows([prompt for prompt in prompts for _ in range(size)])
         # The first ones are repeated until the replicas of rollout and reward divide their number.
-        parts = math.lcm(roles.rollout.group.layout.dp, roles.reward.group.layout.dp)
+        row_multiple = math.lcm(roles.rollout.group.layout.dp, roles.reward.group.layout.dp)
         count = self.prompts.num_rows
-        rows = [i % count for i in range(count + -count % parts)] if count else []
+        rows = [i % count for i in range(count + -count % row_multiple)] if count else []
         self._padded = self.prompts.select(rows)
 
     def validate(self, iteration: int, version: int, own_line: bool = False) -> dict[str, float]:
@@ -243,10 +243,11 @@ def build_roles(
     config: RunConfig, prepared: Prepared, runtime: Runtime, directory: RunDirectory
 ) -> RoleGroups:
     """Start the worker processes, and build the roles in them; servers log to `directory`."""
-    parts = {config.placement[Role.ACTOR_ROLLOUT]: config.parts} if config.parts else {}
+    split = config.train_rollout_split
+    subpool_sizes = {config.placement[Role.ACTOR_ROLLOUT]: split} if split else {}
     count = sum(sum(processes) for processes in config.resource_pool.values())
     with phase(f"starting {count} worker process{'es' if count > 1 else ''}"):
-        pools = runtime.create_pools(config.resource_pool, parts)
+        pools = runtime.create_pools(config.resource_pool, subpool_sizes)
     ends, processes = prepared.eos_token_ids, prepared.scores_in_processes
     return RoleGroups.build(config, pools, ends, processes, str(directory.logs))
 

@@ -8,7 +8,7 @@ import torch
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.batch import Prompts, RoleOutput, Rollouts
-from mindspeed_rlxf.engine.train_engine import Part
+from mindspeed_rlxf.engine.train_engine import MemoryKind
 from mindspeed_rlxf.models.adapter_parameters import B
 from mindspeed_rlxf.models.hf_adapters import is_adapter
 from mindspeed_rlxf.roles.engines import train_engine
@@ -54,7 +54,7 @@ class Gate:
 
     def set_adapters(self, size: float) -> None:
         """Set every element of B to +-size."""
-        with self.engine.holding(Part.WEIGHTS), torch.no_grad():
+        with self.engine.holding(MemoryKind.WEIGHTS), torch.no_grad():
             if hasattr(self.engine, "shards"):  # FSDP's, rows of each tensor
                 for shard in self.engine.shards:
                     if is_adapter(shard.name):

@@ -51,7 +51,7 @@ from mindspeed_rlxf.engine.fsdp import (
 )
 from mindspeed_rlxf.engine.fsdp.optimizer import MOMENTS
 from mindspeed_rlxf.engine.fsdp.state import WEIGHT
-from mindspeed_rlxf.engine.train_engine import Part
+from mindspeed_rlxf.engine.train_engine import MemoryKind
 from mindspeed_rlxf.models import heads
 from mindspeed_rlxf.models.hf_adapters import plain_name
 from mindspeed_rlxf.roles.actor import ActorRole
@@ -188,7 +188,7 @@ def state_of(engine: Any) -> dict[str, torch.Tensor]:
     found = {"steps": torch.tensor(gather_all([engine.optimizer.steps]))}
     trained = {plain_name(name) for name in engine._trained}
     shards = [shard for shard in engine.shards if shard.name in trained]
-    with engine.holding(Part.WEIGHTS, Part.OPTIMIZER):
+    with engine.holding(MemoryKind.WEIGHTS, MemoryKind.OPTIMIZER):
         own = engine.state._tensors()  # of parameters with rows on this rank
         for kind in (WEIGHT, *MOMENTS):
             for shard in shards:

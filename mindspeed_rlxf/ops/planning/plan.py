@@ -36,8 +36,8 @@ def topology(config: RunConfig) -> str:
         devices = devices_by_pool[pool]
         layouts = {role.value: config.layout(role) for role in config.roles_of(pool)}
         first_rank = 0
-        if is_split(config, pool) and config.parts is not None:
-            first_rank = config.parts[0]
+        if is_split(config, pool) and config.train_rollout_split is not None:
+            first_rank = config.train_rollout_split[0]
             tables.append(_topology_table(pool, devices[:first_rank], 0, layouts, by_device))
             layouts = {"rollout": config.rollout_layout}
         devices = devices[first_rank:]
@@ -286,7 +286,7 @@ def _role_rows(config: RunConfig) -> Iterator[dict[str, object]]:
             "weights": _describe_weights(config, role),
         }  # fmt: skip
         yield row
-        if role is Role.ACTOR_ROLLOUT and config.parts:
+        if role is Role.ACTOR_ROLLOUT and config.train_rollout_split:
             generating = config.rollout_layout
             yield row | {
                 "role": "rollout", "ranks": generating.world_size, "TP": generating.tp,

@@ -221,7 +221,7 @@ def in_flight(pp_rank: int, pp: int, micro_batches: int, chunks: int = 1) -> int
 
 def is_split(config: RunConfig, pool: str) -> bool:
     """Return whether some pool ranks train the actor and the others only generate."""
-    return config.parts is not None and pool == config.placement[Role.ACTOR_ROLLOUT]
+    return config.train_rollout_split is not None and pool == config.placement[Role.ACTOR_ROLLOUT]
 
 
 def role_beside(config: RunConfig, role: Role) -> Role | None:
@@ -314,7 +314,7 @@ class PipelineStage:
         ep = self.ep
         copies = self.layout.dp * cp
         trains = self.optimizer is not None
-        generates = self.role is Role.ACTOR_ROLLOUT and not config.parts
+        generates = self.role is Role.ACTOR_ROLLOUT and not config.train_rollout_split
         norms = trains and tp * pp > 1  # sums the gradient norm
         groups = [tp > 1, pp > 1, cp > 1, copies > 1, norms, generates and tp > 1]
         if self.architecture.num_experts is not None:

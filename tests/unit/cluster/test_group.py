@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from mindspeed_rlxf.cluster.group import RoleGroup, Sharded
-from mindspeed_rlxf.cluster.interface import PoolPart, Reply, Request
+from mindspeed_rlxf.cluster.interface import Reply, Request, SubPool
 from mindspeed_rlxf.cluster.refs import Piece, RowsRef
 from mindspeed_rlxf.config.enums import Role
 from mindspeed_rlxf.config.rank_layout import ParallelLayout
@@ -92,12 +92,12 @@ def test_a_call_waits_once_for_the_number_of_rows_where_the_inputs_do_not_give_i
 
 def test_a_part_of_a_pool_is_a_pool_whose_ranks_count_from_its_first() -> None:
     pool = RecordingPool(5)
-    part = PoolPart(pool, 3, 2)
+    part = SubPool(pool, 3, 2)
     group = RoleGroup(Role.CRITIC, ParallelLayout(2), part)
     found = group.call(SomeRole.work, Sharded(["left", "right"]))
     assert pool.first_rank == 3 and [r.args for r in pool.requests] == [("left",), ("right",)]
     assert found.result() == ["report 0", "report 1"]
-    PoolPart(part, 1, 1).submit([])
+    SubPool(part, 1, 1).submit([])
     assert pool.first_rank == 4
     with pytest.raises(AssertionError, match="recording has 5 ranks, not 3 \\+ 3"):
-        PoolPart(pool, 3, 3)
+        SubPool(pool, 3, 3)

@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from mindspeed_rlxf.config.keys import PLAIN_SECTIONS, ROLE_SECTIONS
 from mindspeed_rlxf.config.load import resolve
 from mindspeed_rlxf.config.problems import ConfigError
+from mindspeed_rlxf.config.rollout_section import ToolConfig
 from mindspeed_rlxf.config.schema import (
     AlgorithmConfig,
     ArchitectureConfig,
@@ -32,7 +33,6 @@ from mindspeed_rlxf.config.schema import (
     TrainingConfig,
     VllmConfig,
 )
-from mindspeed_rlxf.config.sections import ToolConfig
 from tests.unit.config import observers as see
 from tests.unit.config.conftest import TREE
 

@@ -101,7 +101,7 @@ def config(has_agent: bool, **keys: Any) -> Any:
         training=SimpleNamespace(tokenizer_name_or_path=str(START)),
         rollout_tp=1,
         rollout_ep=1,
-        parts=None,
+        train_rollout_split=None,
     )
 
 

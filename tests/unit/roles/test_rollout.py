@@ -192,7 +192,8 @@ def test_replicas_are_counted_without_ranks_beside_leaders(monkeypatch: Any) -> 
     monkeypatch.setattr(module, "submit_together", lambda *_: made)
     part: Any = SimpleNamespace(prepare=lambda *_: None)
     group = OneReplica()
-    group.group, group.pool, group.run = part, part, SimpleNamespace(parts=None, runs_vllm=True)
+    group.group, group.pool = part, part
+    group.run = SimpleNamespace(train_rollout_split=None, runs_vllm=True)
     group.run.actor_rollout = SimpleNamespace(lora=LoraConfig())
     assert RolloutGroup._send(group, part, 1) == [(0, {"version": 1}), (1, {"version": 2})]
 

@@ -86,12 +86,12 @@ def test_samples_wait_where_the_cache_is_full_and_go_on_as_before(prompts, sizes
     expected = answers(engine(TinyModel(), 1), prompts, **SAMPLED)
     token = 2 * GROUPS * DIM * 8  # keys and values of one layer, fp64
     bytes_of_all = int(tokens * token / generation_memory.CACHE_SHARE) + 10
-    sizes.tokens = sizes.slots = 0
+    sizes.tokens = sizes.num_rows = 0
     rollout = engine(TinyModel(), memory=bytes_of_all, steps=steps)
     same(answers(rollout, prompts, **SAMPLED), expected)
     assert sizes.tokens <= max(tokens, 17)
     again = rollout.stats().prompt_tokens - sum(map(len, prompts))
-    assert (sizes.slots == 1) == (tokens <= 17)
+    assert (sizes.num_rows == 1) == (tokens <= 17)
     assert (again > 0) == (tokens == 40), "some waited, and their tokens were computed again"
     assert rollout.stats().sampled_tokens == sum(map(len, expected[0]))
 
@@ -111,8 +111,8 @@ def test_logits_that_are_no_numbers_end_the_generation(prompts):
         answers(engine(model, 3), prompts, **SAMPLED)
 
 
-def test_slots_are_refilled_together(prompts, monkeypatch):
-    """At least 1 in REFILLED of the slots, while others grow; the last ones as they are."""
+def test_rows_are_refilled_together(prompts, monkeypatch):
+    """At least 1 in REFILLED of the rows, while others grow; the last ones as they are."""
     model = TinyModel()
     entered: list[int] = []
     begin = generation.RowStates.set_up

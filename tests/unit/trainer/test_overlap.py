@@ -67,7 +67,7 @@ def test_all_roles_have_work_before_the_driver_waits(limit):
         rollout=RolloutConfig(),
         runs_vllm=False,
         lead=0,
-        parts=(),
+        train_rollout_split=(),
         validation=SimpleNamespace(before=False),
         warmup_iters=0,
         old_log_probs=OldLogProbs.RECOMPUTE,
