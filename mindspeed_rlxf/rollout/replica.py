@@ -205,7 +205,7 @@ def _build_vllm(config: RunConfig, trained: TrainEngine | None, folder: str) -> 
         dtype = torch.bfloat16 if actor.bf16 else torch.float32
         stream = partial(_receive, config, dtype, group)
     return Replica(
-        WholeResponses(engine),
+        engine,
         lambda version, base: engine.update_weights(stream(base), version),
         engine.is_leader,
         offload.room_for_other_processes,

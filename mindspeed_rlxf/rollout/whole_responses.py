@@ -1,4 +1,4 @@
-"""Adapter for engines that only generate whole responses: vLLM, transformers, plugins."""
+"""Adapter for engines that only generate whole responses: transformers, plugins."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -31,14 +31,10 @@ class WholeResponses:
         self._queue += requests
 
     def advance(self, steps: int | None) -> Iterator[GenerationResult]:
-        """Generate all responses to the end, whatever `steps`.
-
-        Requests that a failed server has not answered stay in the queue.
-        """
-        requests = self._queue
+        """Generate all responses to the end, whatever `steps`."""
+        requests, self._queue = self._queue, []
         earlier_turns: dict[int, Begun] = {}
         whole: list[GenerationRequest] = []
-        answered: set[int] = set()
         for request in requests:
             if request.turn_start:
                 assert request.begun is not None, "earlier turns are the begun part"
@@ -46,13 +42,11 @@ class WholeResponses:
                 request = _as_prompt(request, request.begun)
             whole.append(request)
         for result in self.engine.generate(whole):
-            answered.add(result.place)
             begun = earlier_turns.get(result.place)
             yield result if begun is None else _behind(begun, result)
-        self._queue = [request for request in requests if request.place not in answered]
 
     def withdraw(self) -> list[GenerationRequest]:
-        """Return the requests that no `advance` has answered."""
+        """Return the requests that no `advance` has generated."""
         requests, self._queue = self._queue, []
         return requests
 

@@ -36,7 +36,6 @@ from mindspeed_rlxf.rollout.sampling import SamplingSettings, StopStrings
 from mindspeed_rlxf.rollout.vllm import engine as engine_module, server, weights
 from mindspeed_rlxf.rollout.vllm.client import Client
 from mindspeed_rlxf.rollout.vllm.engine import VllmRollout
-from mindspeed_rlxf.rollout.whole_responses import WholeResponses
 from tests.distributed.llamas import PLAIN, run_config
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
@@ -102,16 +101,17 @@ def ask(engine: VllmRollout, count: int = 12, settings: SamplingSettings = SETTI
 
 def ask_with_updates(engine: VllmRollout, sent: list[Any], version: int) -> list[Any]:
     """Ask as the driver does: after a failure the weights come again, and the rest is asked for."""
-    rollout = WholeResponses(engine)
-    rollout.add(requests(12))
+    engine.add(requests(12))
     engine.wake()
-    results = [*rollout.advance(None)]
+    results = [*engine.advance(None)]
     while engine.has_failed:
-        assert len(results) < 12
+        left = engine.withdraw()
+        assert len(left) == 12 - len(results) > 0
         engine.update_weights(sent, version)
+        engine.add(left)
         engine.wake()
-        results += rollout.advance(None)
-    assert rollout.withdraw() == []
+        results += engine.advance(None)
+    assert engine.withdraw() == []
     return sorted(results, key=lambda result: result.place)
 
 
@@ -223,13 +223,57 @@ def test_a_turn_is_asked_for_behind_its_conversation(make: Make) -> None:
     settings = SamplingSettings(True, 1.0, 0, 1.0, 0, 6, (), stop)
     earlier = Begun([4, 7], [-0.5, -0.25], [0, 0])
     first = GenerationRequest(0, 50, np.array([5, 9]), settings, 7)
-    rollout = WholeResponses(engine)
-    rollout.add([replace(first, begun=earlier, turn_start=2), replace(first, place=1)])
-    turn, whole = sorted(rollout.advance(None), key=lambda result: result.place)
+    engine.add([replace(first, begun=earlier, turn_start=2), replace(first, place=1)])
+    turn, whole = sorted(engine.advance(None), key=lambda result: result.place)
     assert turn.tokens == [4, 7, 8, 9, 3, 4] and whole.tokens == [8, 9, 3, 4, 5, 6]
     assert turn.log_probs == [-0.5, -0.25, *(-token / 8 for token in (8, 9, 3, 4))]
     assert turn.token_versions == [0, 0, 1, 1, 1, 1] and turn.finish_reason is FinishReason.LENGTH
     assert len({seed for seed in seeds if seed is not None}) == 2
+
+
+def test_a_response_goes_on_in_the_next_slice(make: Make) -> None:
+    """The stand-in begins its tokens anew in each request."""
+    engine = make()
+    engine.update_weights(tensors(), 1)
+    engine.wake()
+    asked: list[Any] = []
+    ask_server = engine.client._ask
+
+    def noted(route: str, body: Any, timeout_s: float) -> Any:
+        if "sampling_params" in body:
+            asked.append(body)
+        return ask_server(route, body, timeout_s)
+
+    engine.client._ask = noted  # type: ignore[method-assign]
+    settings = SamplingSettings(True, 1.0, 0, 1.0, 3, 5, (3,))
+    engine.add([GenerationRequest(0, 50, np.array([2, 9]), settings, 7)])
+    assert list(engine.advance(2)) == []
+    engine.update_weights(tensors(1), 2)
+    asked.clear()
+    assert list(engine.advance(2)) == [] and engine.stats().sampled_tokens == 2
+    (begun,) = engine.withdraw()
+    engine.add([begun])
+    (result,) = engine.advance(2)
+    assert result.tokens == [5, 6, 5, 6, 5] and result.token_versions == [1, 1, 2, 2, 2]
+    assert result.log_probs == [-token / 8 for token in result.tokens]
+    assert engine.stats().prompt_tokens == 2 + 4 and engine.withdraw() == []
+    second, last = (body["sampling_params"] for body in asked)
+    assert [body["token_ids"] for body in asked] == [[2, 9, 5, 6], [2, 9, 5, 6, 5, 6]]
+    assert (second["max_tokens"], second["min_tokens"]) == (2, 1)
+    assert (last["max_tokens"], last["min_tokens"]) == (1, 0)
+    assert second["seed"] != last["seed"]
+
+
+def test_a_stop_string_is_found_across_slices(make: Make) -> None:
+    engine = make()
+    engine.update_weights(tensors(), 1)
+    engine.wake()
+    stop = StopStrings(("gf",), Letters())  # tokens 6 and 5
+    settings = SamplingSettings(True, 1.0, 0, 1.0, 0, 6, (), stop)
+    engine.add([GenerationRequest(0, 50, np.array([2, 9]), settings, 7)])
+    assert list(engine.advance(2)) == []
+    (result,) = engine.advance(2)
+    assert result.tokens == [5, 6, 5] and result.finish_reason is FinishReason.STOP
 
 
 FAULTS = {
@@ -489,12 +533,14 @@ def test_the_ranks_of_a_replica_agree_on_what_a_failed_server_left(
     shared: list[Any] = []
     monkeypatch.setattr(dist, "broadcast_object_list", lambda values, *_: shared.append(values[0]))
     answered = {result.place for result in ask(engine)}
-    assert shared == [{*range(12)} - answered] and 0 < len(answered) < 12
+    assert [{*places} for places in shared] == [answered] and 0 < len(answered) < 12
     monkeypatch.setattr(
         dist, "broadcast_object_list", lambda values, *_: values.__setitem__(0, shared[0])
     )
     engine.is_leader = False
-    assert {result.place for result in ask(engine)} == answered
+    engine.add(requests(12))
+    assert {result.place for result in engine.advance(2)} == answered
+    assert {left.place for left in engine.withdraw()} == {*range(12)} - answered
     engine.is_leader = True
 
 

@@ -27,7 +27,6 @@ from mindspeed_rlxf.rollout.vllm import server
 from mindspeed_rlxf.rollout.vllm.client import Client
 from mindspeed_rlxf.rollout.vllm.engine import VllmRollout
 from mindspeed_rlxf.rollout.vllm.weights import SharedMemory
-from mindspeed_rlxf.rollout.whole_responses import WholeResponses
 from tests.distributed.llamas import run_config
 from tests.processes import read_lines, run_python
 from tests.unit.weights.folders_of import read_folder
@@ -253,11 +252,10 @@ def test_a_new_server_answers_what_a_failed_one_left(
     engine.update_weights(engines.tensors, 1)
     wanted = [result.tokens for result in responses(engine, requests(64))]
     found, first = list[Any](), engine.server
-    rollout = WholeResponses(engine)
-    rollout.add(requests(64))
     engine.update_weights(engines.tensors, 2)
+    engine.add(requests(64))
     engine.wake()
-    for result in rollout.advance(None):
+    for result in engine.advance(None):
         if len(found) == 5:
             group = [p for p in psutil.process_iter() if _in_group(p, first.process.pid)]
             assert len(group) >= 2
@@ -265,9 +263,11 @@ def test_a_new_server_answers_what_a_failed_one_left(
                 process.send_signal(sign)
         found.append(result)
     assert engine.has_failed and len(found) < 64
+    left = engine.withdraw()
     engine.update_weights(engines.tensors, 2)
+    engine.add(left)
     engine.wake()
-    found += rollout.advance(None)
+    found += engine.advance(None)
     assert engine.server is not first
     found.sort(key=lambda result: result.place)
     assert [result.tokens for result in found] == wanted

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -86,6 +85,8 @@ class VllmRollout:
         self._has_started = False  # any server, which shows that its configuration is right
         self._asleep = set[str]()
         self._num_adapters = 0  # loaded so far
+        self._queue: dict[int, GenerationRequest] = {}  # by place, in the order of `add`
+        self._num_added_tokens = 0  # of prompts and parts of responses, not in `stats` yet
         python, options = server_command(config, self.on_cpu, self.on_npu)
         environment = self._make_environment(kind)
         log = Path(folder) / f"vllm_{layout.dp_rank(rank):05d}.log"
@@ -364,47 +365,82 @@ class VllmRollout:
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
         """Generate as `RolloutEngine.generate` says; ranks beside the leader yield stand-ins.
 
-        Ends early on all ranks if the server fails; the other requests have no result.
+        After a failure of the server the other requests have no result.
+        """
+        assert not self._queue, "other requests are unfinished"
+        self.add(requests)
+        try:
+            yield from self.advance(None)
+        finally:
+            self.withdraw()
+
+    def add(self, requests: Sequence[GenerationRequest]) -> None:
+        """Append requests to the queue."""
+        for request in requests:
+            self._queue[request.place] = request
+            num_begun = len(request.begun.tokens) if request.begun is not None else 0
+            self._num_added_tokens += len(request.prompt) + num_begun
+
+    def withdraw(self) -> list[GenerationRequest]:
+        """Return the requests that have not ended, with what their responses have on the leader."""
+        requests = list(self._queue.values())
+        self._queue = {}
+        return requests
+
+    def advance(self, steps: int | None) -> Iterator[GenerationResult]:
+        """Have the server draw at most `steps` tokens of each response; see `StepwiseEngine`.
+
+        What a response has, and its prompt, go to the server again in each slice, whose prefix
+        cache knows them. After a failure of the server requests stay as they were.
 
         Raises:
             EngineLost: The server failed twice.
             SyncError: A response is from other weights.
             FloatingPointError: A log-prob is nan.
         """
-        self._stats = GenerationStats()
+        self._stats = GenerationStats(prompt_tokens=self._num_added_tokens)
+        self._num_added_tokens = 0
         if not self.is_leader:
-            unanswered = self._share_unanswered(set())
-            for request in requests:
-                if request.place not in unanswered:
-                    version = self.weights_version
-                    reason = FinishReason.LENGTH
-                    yield GenerationResult(request.place, [0], [0.0], reason, version)
+            for place in self._share_ended([]):
+                del self._queue[place]
+                reason = FinishReason.LENGTH
+                yield GenerationResult(place, [0], [0.0], reason, self.weights_version)
             return
-        unanswered = {request.place for request in requests}
+        ended: list[int] = []
         try:
-            for result in self._ask_server(requests):
-                unanswered.discard(result.place)
+            for result in self._ask_server(steps):
+                ended.append(result.place)
                 yield result
         finally:
-            self._share_unanswered(unanswered)
+            self._share_ended(ended)
 
-    def _share_unanswered(self, places: set[int]) -> set[int]:
+    def _share_ended(self, places: list[int]) -> list[int]:
         """Return the leader's places; a collective of the replica, which waits for the leader."""
         shared = [places]
         dist.broadcast_object_list(shared, dist.get_global_rank(self.group, 0), self.group)
         return shared[0]
 
-    def _ask_server(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
-        """Yield the server's responses; ends early if it fails."""
+    def _ask_server(self, steps: int | None) -> Iterator[GenerationResult]:
+        """Yield the responses that end, and keep what is drawn of others; less after a failure."""
         if self.has_failed:
             return
-        ask = partial(Client.generate, version=self.base_version, timeout_s=self.timeout_s)
+        ask = partial(
+            Client.generate,
+            version=self.base_version,
+            most_tokens=steps,
+            timeout_s=self.timeout_s,
+        )
+        requests = list(self._queue.values())
         try:
-            for index, result in self._ask_all(requests, ask):
-                self._stats.sampled_tokens += len(result.tokens)
-                self._stats.decoded_tokens += len(result.tokens) - 1
-                self._stats.prompt_tokens += len(requests[index].prompt)
-                yield replace(result, weights_version=self.weights_version)
+            for _, sample in self._ask_all(requests, ask):
+                self._stats.sampled_tokens += sample.num_drawn
+                self._stats.decoded_tokens += sample.num_drawn - 1
+                place = sample.request.place
+                if sample.has_ended:
+                    del self._queue[place]
+                    yield sample.make_result(self.weights_version)
+                else:
+                    self._queue[place] = sample.make_request(self.weights_version)
             # Responses that a stop string ends do not name their version.
             self.client.check_version(self.base_version)
         except (ServerError, TimeoutError) as error:

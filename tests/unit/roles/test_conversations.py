@@ -29,7 +29,6 @@ from mindspeed_rlxf.rollout.rollout_engine import (
     GenerationResult,
     GenerationStats,
 )
-from mindspeed_rlxf.rollout.whole_responses import WholeResponses
 from tests.golden.runs import START
 from tests.unit.roles.test_slices import prompts_of, run_slices, same_rows
 from tests.unit.rollout.conftest import whole_model_decodes
@@ -200,19 +199,32 @@ def test_conversations_of_a_validation_are_led_in_one_call(make_role: Any) -> No
     assert padded.rows.response_tokens() == once.rows.select(repeated).response_tokens()
 
 
-class OneTurnAtMost:
-    """Each turn is the token 7. With `has_failed` it answers one request of a call."""
+class OneToken:
+    """Each turn is the token 7. With `has_failed` it answers one request of a slice."""
 
     weights_version = 0
 
     def __init__(self) -> None:
         self.has_failed = False
+        self.requests: list[GenerationRequest] = []
 
     def wake(self) -> None: ...
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[GenerationResult]:
-        for request in requests[: 1 if self.has_failed else None]:
-            yield GenerationResult(request.place, [7], [-0.5], FinishReason.STOP, 0)
+    def add(self, requests: Sequence[GenerationRequest]) -> None:
+        self.requests += requests
+
+    def advance(self, _steps: int) -> Iterator[GenerationResult]:
+        while self.requests:
+            request = self.requests.pop(0)
+            tokens = [*(request.begun.tokens if request.begun else []), 7]
+            log_probs = [0.0] * len(tokens)
+            yield GenerationResult(request.place, tokens, log_probs, FinishReason.STOP, 0)
+            if self.has_failed:
+                return
+
+    def withdraw(self) -> list[GenerationRequest]:
+        requests, self.requests = self.requests, []
+        return requests
 
     def stats(self) -> GenerationStats:
         return GenerationStats()
@@ -220,8 +232,8 @@ class OneTurnAtMost:
 
 def test_conversations_go_on_after_a_failure_of_the_server(make_role: Any) -> None:
     prompts = prompts_of(0, 1, 2)
-    flaky: Any = OneTurnAtMost()
-    role = make_role(Talk(), WholeResponses(flaky), lambda: flaky.has_failed)
+    flaky = OneToken()
+    role = make_role(Talk(), flaky, lambda: flaky.has_failed)
     role.add(prompts, SEED)
     role.advance(2)
     flaky.has_failed = True
@@ -230,8 +242,7 @@ def test_conversations_go_on_after_a_failure_of_the_server(make_role: Any) -> No
     role.update_weights(0, with_base=True)
     flaky.has_failed = False
     run_slices(role, 2, most=80)
-    steady: Any = OneTurnAtMost()
-    whole, _ = generate(make_role(Talk(), WholeResponses(steady)), prompts)
+    whole, _ = generate(make_role(Talk(), OneToken()), prompts)
     same_rows(role.take(prompts.sample_ids).rows, whole.rows)
     flaky.has_failed = True
     with pytest.raises(EngineLost):
