@@ -135,6 +135,12 @@ class RoleConfig(Section):
         only_if="packed_sequences",
     )
     bf16: bool = key(False, "weights and activations in bfloat16")
+    fp32_head: bool = key(
+        False,
+        "logits of a bf16 model in fp32, so that log-probs of rollout and training are closer; "
+        "scores always are",
+        used_if="bf16",
+    )
     packed_sequences: bool = free(True, "no padding in forward and backward")
     share_prompts: bool = free(
         True,

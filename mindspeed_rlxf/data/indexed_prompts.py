@@ -159,7 +159,7 @@ def load_indexed_prompts(
         try:
             data_set = _DataSet(prefix, tokenizer, data)
             data_set.read_prompts(prompts, max_prompt_length)
-            prompts.end_part()
+            prompts.end_file()
             stop_ids.update(data_set.sidecar.stop_token_ids if data_set.sidecar else ())
         except UserError as error:
             problems += error.problems

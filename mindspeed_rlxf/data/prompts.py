@@ -73,7 +73,7 @@ def load_prompts(
                 prompts.add(text, token_ids, labels)
         except UserError as error:
             file_problems = list(error.problems)
-        prompts.end_part()
+        prompts.end_file()
         num_kept = len(prompts) - num_before
         row_problems = rows_with_problems.list_problems()
         if not (row_problems or file_problems or num_kept):

@@ -4,8 +4,8 @@
                                 states, written by the rank (`weights.role_state`)
     random/rank_00003.json      a rank's random streams
     state.json                  steps taken, layout
-    part_00003.json             files and headers the rank wrote, until the driver has merged all
-                                ranks' parts into index.json
+    index_00003.json            files and headers the rank wrote, until the driver has merged all
+                                ranks' indexes into index.json
     config.json, ...            model side files, for conversion
 
 Any layout can read the tensors; only the writing layout reads its random streams. Learning rates

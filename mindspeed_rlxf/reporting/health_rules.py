@@ -244,7 +244,8 @@ RULES: dict[HealthRule, tuple[Rule, str]] = {
     ),
     HealthRule.LOG_PROB_GAP: (
         _growing_gap,
-        "compare precision and layout of generation and training; "
+        "compare precision and layout of generation and training; fp32_head makes it smaller in "
+        "bf16; "
         "algorithm.max_log_prob_gap stops the run at the token with the largest gap",
     ),
     HealthRule.LAGGING_RANK: (

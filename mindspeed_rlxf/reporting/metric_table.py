@@ -131,7 +131,7 @@ SAMPLES = (
            "the agent or the tool"),
     Metric("rollout/log_prob_gap_mean", "nats", "mean distance of the log-probs of generation and "
            "training, over tokens", (0.0, 0.05),
-           "compare precision and layout; algorithm.rollout_is_threshold corrects for it"),
+           "in bf16 fp32_head=true; algorithm.rollout_is_threshold corrects for it"),
     Metric("rollout/log_prob_gap_max", "nats", "largest distance of a token", None,
            "algorithm.max_log_prob_gap stops the run there"),
     *_spread("rollout/is_weight", "", "weight of a token by algorithm.rollout_is_threshold"),

@@ -23,7 +23,7 @@ from mindspeed_rlxf.data.mini_batches import mini_batch_order
 from mindspeed_rlxf.engine.train_engine import PolicyStep, TokenLogProbs
 from mindspeed_rlxf.roles.balance import Lengths, balanced_steps, call_balanced
 from mindspeed_rlxf.roles.engines import EngineFactory, train_engine
-from mindspeed_rlxf.roles.objectives import ClippedObjective, ExperienceMaker, make_objective
+from mindspeed_rlxf.roles.objectives import AdvantageComputer, ClippedObjective, make_objective
 from mindspeed_rlxf.roles.own_roles import role_factory
 from mindspeed_rlxf.roles.reports import (
     LogProbReport,
@@ -115,7 +115,7 @@ class ActorRole:
         self.objective = make_objective(config, replicas)
         if self.loss is not None and isinstance(self.objective, ClippedObjective):
             self.objective.policy_loss = self.loss
-        self.experience = ExperienceMaker(config, self.objective, replicas)
+        self.experience = AdvantageComputer(config, self.objective, replicas)
         self.measures = config.old_log_probs is OldLogProbs.AUTO
         self._changed: ChangedWeights | None = None  # during a probe
 
@@ -184,7 +184,7 @@ class ActorRole:
         return RoleOutput(report=texts)
 
     def make_experience(self, inputs: ExperienceInputs) -> RoleOutput:
-        """Compute rewards and advantages (`ExperienceMaker.make`)."""
+        """Compute rewards and advantages (`AdvantageComputer.make`)."""
         return self.experience.make(inputs)
 
     def update_policy(

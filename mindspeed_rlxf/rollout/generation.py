@@ -15,14 +15,23 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_rlxf.config.architecture import groups_per_rank
 from mindspeed_rlxf.config.generation_memory import GROWTH, PREFILL_TOKENS, round_to_pages
+from mindspeed_rlxf.models.attention import Attend
 from mindspeed_rlxf.models.decode import Decoder, linear
 from mindspeed_rlxf.models.heads import full_logits
 from mindspeed_rlxf.models.transformer import TransformerModel
-from mindspeed_rlxf.rollout.kv_cache import CacheShape, DecodeStep, KvCache, Prefill
+from mindspeed_rlxf.rollout.kv_cache import (
+    CacheShape,
+    Continuation,
+    DecodeStep,
+    KvCache,
+    Prefill,
+)
+from mindspeed_rlxf.rollout.prefixes import CachedPrefix, PrefixTree, order_by_source
 from mindspeed_rlxf.rollout.rollout_engine import GenerationRequest, GenerationStats
 from mindspeed_rlxf.rollout.rounds import Rounds
 from mindspeed_rlxf.rollout.rows import GrowingSample, RowGroup, RowStates
@@ -98,6 +107,7 @@ class Generation:
         # the most tokens that a row can have
         self._max_length = limits.prompt + limits.response
         self._decoder = Decoder(model, self._max_length)
+        self._linear = linear if model.linear is F.linear else model.linear  # computes logits
         self.cache = KvCache(cache_shape(model), self._max_length, self.device)
         self.states = RowStates(limits.rows, limits.response, self.device)
         self._groups: list[RowGroup] | None = None  # the rows by settings; None = to be made
@@ -162,7 +172,7 @@ class Generation:
                 return rows - 1 - len(self.active)
         return rows - len(self.active)
 
-    def _admit(self) -> Iterator[dict[int, int]]:
+    def _admit(self) -> Iterator[dict[int, CachedPrefix]]:
         """Move the first waiting samples into the batch, all that fit, at least one.
 
         Returns:
@@ -176,10 +186,7 @@ class Generation:
         )
         self.cache.fit(len(self.active), self._longest_row(self.steps))
         self.states.set_up(first, entering)
-        donors = {
-            row.key: index for index, row in enumerate(kept) if row.key in self._prompt_states
-        }
-        return self._make_packs(first, donors)
+        return self._make_packs(first)
 
     def _drop_unused_states(self) -> None:
         """Drop the states for prompts that no waiting sample has."""
@@ -188,75 +195,95 @@ class Generation:
             key: state for key, state in self._prompt_states.items() if key in still
         }
 
-    def _make_packs(self, first: int, donors: dict[bytes, int]) -> Iterator[dict[int, int]]:
+    def _make_packs(self, first: int) -> Iterator[dict[int, CachedPrefix]]:
         """Group the batch rows from `first` into packs with at most PREFILL_TOKENS computed tokens.
 
-        A longer row is computed alone. A row without a response whose prompt another row has costs
-        nothing: it copies the prompt's keys and values.
-
-        Args:
-            first: Index of the first batch row to group.
-            donors: Prompt -> a cache row with this prompt; gets an entry for each new prompt
-                in a row without response.
+        A longer row is computed alone.
 
         Yields:
-            Cache row -> the cache row to copy its prompt from, or itself if it is computed:
-            {4: 4, 5: 4, 6: 6} computes rows 4 and 6, and row 5 has the prompt of row 4. At least
-            one pack, empty without rows.
+            Cache row -> what it copies instead of computing it. At least one pack.
         """
-        pack: dict[int, int] = {}
+        prompt_rows: dict[bytes, int] = {}  # prompt -> a cache row that has it
+        state_rows: dict[bytes, int] = {}  # the same, where its last hidden state is known
+        prefixes = PrefixTree()
+        for cache_row, row in enumerate(self.active[:first]):
+            prompt_rows[row.key] = cache_row
+            prefixes.add(row.request.prompt, cache_row)
+            if row.key in self._prompt_states:
+                state_rows[row.key] = cache_row
+        pack: dict[int, CachedPrefix] = {}
         tokens = 0
         for cache_row, row in enumerate(self.active[first:], start=first):
-            if not row.tokens and row.key in donors:
-                pack[cache_row] = donors[row.key]
-                continue
-            if tokens and tokens + len(row.prefill_ids) > PREFILL_TOKENS:
+            source = (prompt_rows if row.tokens else state_rows).get(row.key)
+            if source is not None:
+                cached = CachedPrefix(source, len(row.request.prompt))
+            else:
+                cached = prefixes.find(row.request.prompt[:-1])
+                if 2 * cached.length < len(row.prefill_ids):
+                    cached = CachedPrefix(cache_row, 0)
+            num_computed = len(row.prefill_ids) - cached.length
+            if tokens and num_computed and tokens + num_computed > PREFILL_TOKENS:
                 yield pack
                 pack, tokens = {}, 0
-            tokens += len(row.prefill_ids)
-            pack[cache_row] = cache_row
+            tokens += num_computed
+            pack[cache_row] = cached
+            if row.key not in prompt_rows:
+                prompt_rows[row.key] = cache_row
+                prefixes.add(row.request.prompt, cache_row)
             if not row.tokens:
-                donors[row.key] = cache_row
+                state_rows.setdefault(row.key, cache_row)
         yield pack
 
-    def _prefill(self, pack: dict[int, int]) -> None:
+    def _prefill(self, pack: dict[int, CachedPrefix]) -> None:
         """Fill a pack's cache rows, and draw and append each row's next token.
 
         Keeps the last hidden state for each computed prompt in `_prompt_states` (not for a row that
         already has tokens), so that rows in later packs can draw their first token too.
 
         Args:
-            pack: Consecutive cache rows -> the cache row whose prompt each copies; those that map
-                to themselves are computed, all in one forward pass.
+            pack: Consecutive cache rows -> what each copies.
         """
-        computed = [cache_row for cache_row, source in pack.items() if cache_row == source]
-        last = dict(zip(computed, self._forward_prefill(computed), strict=True)) if computed else {}
-        for cache_row, state in last.items():
-            if not self.active[cache_row].tokens:
-                self._prompt_states[self.active[cache_row].key] = state
-        copied = [(source, cache_row) for cache_row, source in pack.items() if cache_row != source]
-        if copied:
-            source, target = self._tensor(copied).unbind(1)
-            longest = max(len(self.active[cache_row].request.prompt) for _, cache_row in copied)
-            self.cache.copy(source, target, longest)
+        last: dict[int, Tensor] = {}  # cache row -> hidden state of its last token
+        for cache_rows in order_by_source(pack):
+            copied = [
+                (pack[cache_row].source, cache_row)
+                for cache_row in cache_rows
+                if pack[cache_row].length > 0
+            ]
+            if copied:
+                source, target = self._tensor(copied).unbind(1)
+                self.cache.copy(
+                    source, target, max(pack[cache_row].length for cache_row in cache_rows)
+                )
+            whole = [cache_row for cache_row in cache_rows if pack[cache_row].length == 0]
+            if whole:
+                last.update(zip(whole, self._forward_prefill(whole), strict=True))
+            rest = {
+                cache_row: pack[cache_row].length
+                for _, cache_row in copied
+                if pack[cache_row].length < len(self.active[cache_row].prefill_ids)
+            }
+            if rest:
+                last.update(zip(rest, self._forward_continuation(rest), strict=True))
+            for cache_row in (*whole, *rest):
+                if not self.active[cache_row].tokens:
+                    self._prompt_states[self.active[cache_row].key] = last[cache_row]
         rows = [self.active[cache_row] for cache_row in pack]
         states = [
             last.get(cache_row, self._prompt_states.get(self.active[cache_row].key))
             for cache_row in pack
         ]
-        cache_rows = slice(min(pack), max(pack) + 1)
+        slice_of_pack = slice(min(pack), max(pack) + 1)
         groups = self.states.group_by_settings(rows)
-        self._draw_next(torch.stack(states), cache_rows, groups)  # type: ignore[arg-type]
+        self._draw_next(torch.stack(states), slice_of_pack, groups)  # type: ignore[arg-type]
 
     def _forward_prefill(self, cache_rows: list[int]) -> Tensor:
         """Run prompts, and their responses so far, through the model in one pass.
 
-        Announces the pass, fills the cache and counts the tokens. Returns the last tokens' hidden
-        states, [rows, hidden].
+        Returns the last tokens' hidden states, [rows, hidden].
         """
         rows = [self.active[cache_row].prefill_ids for cache_row in cache_rows]
         lengths = np.array([len(tokens) for tokens in rows])
-        token_ids = torch.from_numpy(np.concatenate(rows)).to(self.device)
         position = self._tensor(np.concatenate([np.arange(n) for n in lengths]))
         cache_row = self._tensor(np.repeat(cache_rows, lengths))
         attend = Prefill(
@@ -265,6 +292,35 @@ class Generation:
             cache_row=cache_row,
             position=position,
         )
+        return self._forward(rows, position, attend)
+
+    def _forward_continuation(self, num_cached: dict[int, int]) -> Tensor:
+        """Run what follows the cached tokens of rows through the model in one pass.
+
+        Args:
+            num_cached: Cache row -> its tokens in the cache.
+
+        Returns:
+            The last tokens' hidden states, [rows, hidden].
+        """
+        rows = [
+            self.active[cache_row].prefill_ids[length:] for cache_row, length in num_cached.items()
+        ]
+        attend = Continuation(
+            cache=self.cache,
+            cache_rows=tuple(num_cached),
+            num_earlier=tuple(num_cached.values()),
+            lengths=tuple(len(tokens) for tokens in rows),
+        )
+        return self._forward(rows, attend.position, attend)
+
+    def _forward(self, rows: list[np.ndarray], position: Tensor, attend: Attend) -> Tensor:
+        """Compute packed rows, and fill the cache: announce the pass, and count the tokens.
+
+        Returns the last tokens' hidden states, [rows, hidden].
+        """
+        lengths = np.array([len(tokens) for tokens in rows])
+        token_ids = torch.from_numpy(np.concatenate(rows)).to(self.device)
         self.rounds.announce(len(token_ids))
         hidden = self.model(token_ids[None, :], position, attend).squeeze(1)
         self.stats.prompt_tokens += len(token_ids)
@@ -299,7 +355,7 @@ class Generation:
     def _draw_next(self, hidden: Tensor, cache_rows: slice, groups: Sequence[RowGroup]) -> None:
         model = self.model
         weight, vocab, group = model.output_weight, model.architecture.vocab_size, model.tp_group
-        logits = full_logits(hidden, weight, vocab, group, linear)
+        logits = full_logits(hidden, weight, vocab, group, self._linear)
         uniforms, count = self.states.next_uniforms(cache_rows)
         tokens, log_probs = torch.zeros_like(count), torch.zeros_like(uniforms)
         for row_group in groups:

@@ -117,6 +117,61 @@ class Prefill(PackedSequences):
 
 
 @dataclass
+class Continuation(Attend):
+    """Attention from the new tokens of rows, packed, to all tokens in them.
+
+    The cache has the keys and values of each row's earlier tokens. Every device uses torch's own
+    attention, once per row.
+    """
+
+    cache: KvCache = None  # type: ignore[assignment]
+    cache_rows: tuple[int, ...] = ()
+    num_earlier: tuple[int, ...] = ()  # of each row, tokens in the cache
+    lengths: tuple[int, ...] = ()  # of each row, new tokens
+
+    def __post_init__(self) -> None:
+        where = self.cache.keys[0].device
+        self._masks = []
+        positions = []
+        for start, length in zip(self.num_earlier, self.lengths, strict=True):
+            position = torch.arange(start, start + length)
+            positions.append(position)
+            visible = torch.arange(start + length) <= position[:, None]
+            self._masks.append(visible.to(where))
+        self.position = torch.cat(positions).to(where)  # [tokens], in the row
+        row = torch.tensor(self.cache_rows).repeat_interleave(torch.tensor(self.lengths)).to(where)
+        group = torch.arange(self.cache.shape.groups, device=where)
+        self._index = row[:, None], group, self.position[:, None]
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        fused: PackedKernel | None = None,
+    ) -> Tensor:
+        """Write keys and values to the cache, and attend to all tokens in each row."""
+        self.cache.write(layer, self._index, key, value)
+        keys, values = self.cache.keys[layer - 1], self.cache.values[layer - 1]
+        gqa = query.size(1) != key.size(1)
+        outs = []
+        for row, row_query, mask in zip(
+            self.cache_rows, query.split(self.lengths), self._masks, strict=True
+        ):
+            num_tokens = mask.size(1)
+            out = F.scaled_dot_product_attention(
+                row_query.transpose(0, 1).unsqueeze(0),
+                keys[row : row + 1, :, :num_tokens],
+                values[row : row + 1, :, :num_tokens],
+                attn_mask=mask,
+                enable_gqa=gqa,
+            )
+            outs.append(out.squeeze(0).transpose(0, 1))
+        return torch.cat(outs)
+
+
+@dataclass
 class DecodeStep(Attend):
     """Attention from one new token for each row 0 .. n - 1 to all tokens in its row.
 

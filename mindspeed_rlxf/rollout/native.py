@@ -250,5 +250,6 @@ class NativeRollout:
             self.model.architecture.vocab_size,
             self.model.tp_group,
             temperature,
+            self.model.linear,
         )
         return [part.tolist() for part in log_probs.split([len(response) for _, response in pack])]

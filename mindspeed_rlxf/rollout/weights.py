@@ -18,6 +18,7 @@ from mindspeed_rlxf.engine.train_engine import MemoryKind
 from mindspeed_rlxf.models.adapter_parameters import adapter_parameters, adapter_shapes
 from mindspeed_rlxf.models.adapters import attach_adapters
 from mindspeed_rlxf.models.grouped_experts import stack_experts
+from mindspeed_rlxf.models.heads import fp32_linear
 from mindspeed_rlxf.models.parameters import Head, StageParameter, hf_shapes, stage_parameters
 from mindspeed_rlxf.models.shared_experts import Exchange, share_experts
 from mindspeed_rlxf.models.transformer import TransformerModel, transformer_config
@@ -26,7 +27,11 @@ from mindspeed_rlxf.weights.chunks import shard_chunks
 
 
 def build_rollout_module(
-    architecture: ArchitectureConfig, groups: ParallelGroups, dtype: torch.dtype, lora: LoraConfig
+    architecture: ArchitectureConfig,
+    groups: ParallelGroups,
+    dtype: torch.dtype,
+    lora: LoraConfig,
+    fp32_head: bool,
 ) -> tuple[TransformerModel, Rounds]:
     """Build a module without gradients, with all layers and this rank's experts, and its `Rounds`.
 
@@ -39,6 +44,8 @@ def build_rollout_module(
     config.expert_model_parallel_size = ep
     with groups.active():
         module = TransformerModel(config, architecture, Head.LANGUAGE_MODEL, True, True)
+    if fp32_head:
+        module.linear = fp32_linear
     if lora.rank:
         table = stage_parameters(architecture, Head.LANGUAGE_MODEL)
         attach_adapters(module, table, architecture, tp, lora)
@@ -72,7 +79,7 @@ class SharedWeights:
         self.groups = ParallelGroups(engine.groups.tp.size(), 1, seed, ep=experts.size())
         architecture, lora = engine.role.architecture, engine.lora
         self.module, self.rounds = build_rollout_module(
-            architecture, self.groups, engine.dtype, lora
+            architecture, self.groups, engine.dtype, lora, engine.role.fp32_head
         )
         self._table = rollout_parameters(architecture, lora, experts.rank(), experts.size())
         self._parameters = dict(self.module.named_parameters())
@@ -142,6 +149,7 @@ class OwnWeights:
         seed: int,
         ep: int = 1,
         lora: LoraConfig | None = None,
+        fp32_head: bool = False,
     ) -> None:
         """Build the module on the device with zero weights; a collective over the world.
 
@@ -150,7 +158,9 @@ class OwnWeights:
         self.architecture, self.lora = architecture, lora or LoraConfig()
         self.has_base = False  # whether a whole model was sent
         self.groups = ParallelGroups(tp, 1, seed, ep=ep)
-        module, self.rounds = build_rollout_module(architecture, self.groups, dtype, self.lora)
+        module, self.rounds = build_rollout_module(
+            architecture, self.groups, dtype, self.lora, fp32_head
+        )
         self.module = module.to(device=device.current_device(), dtype=dtype)
         stack_experts(self.module)
         for parameter in self.module.parameters():

@@ -342,8 +342,8 @@ def _check_truths(config: RunConfig, warnings: list[str]) -> Iterator[Problem]:
     data, reward = config.data, config.reward
     key = data.ground_truth_key
     is_named = "ground_truth_key" in data.model_fields_set
-    is_read = reward.kind is RewardKind.RULE or bool(reward.parts)
-    if not is_named and not reward.parts:  # rules say which rows lack one
+    is_read = reward.kind is RewardKind.RULE or bool(reward.scoring_functions)
+    if not is_named and not reward.scoring_functions:  # rules say which rows lack one
         return
     for file in (*data.train_files, *data.val_files):
         row = None
@@ -383,7 +383,7 @@ def _check_rewards(config: RunConfig, prepared: Prepared) -> list[Problem]:
         prepared.scores_in_processes |= any(scores_row(reward, p.extra_info) for p in train)
 
     def scored_by_rules() -> Iterator[Prompt]:
-        for prompt in chain(train, val) if by_rule or reward.parts else train:
+        for prompt in chain(train, val) if by_rule or reward.scoring_functions else train:
             style = reward_style(prompt.extra_info)
             is_ruled = rule_decides(reward, prompt.data_source, style)
             if scores_row(reward, prompt.extra_info) and is_ruled:
@@ -395,7 +395,7 @@ def _check_rewards(config: RunConfig, prepared: Prepared) -> list[Problem]:
     if by_rule:
         return found
     remedy = "or use validation.reward=model"
-    if not reward.parts:
+    if not reward.scoring_functions:
         alone = manager.check(validated)
         return found or [replace(each, remedy=f"{each.remedy}, {remedy}") for each in alone]
     rule = (
@@ -405,7 +405,7 @@ def _check_rewards(config: RunConfig, prepared: Prepared) -> list[Problem]:
     return found + [
         Problem(f"data source {source!r}", rule, remedy=f"add one for it, {remedy}")
         for source in dict.fromkeys(prompt.data_source for prompt in validated)
-        if not any(part.applies_to(source) for part in reward.parts)
+        if not any(function.applies_to(source) for function in reward.scoring_functions)
     ]
 
 

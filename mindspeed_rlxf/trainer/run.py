@@ -140,7 +140,7 @@ def training(
     roles = build_roles(config, prepared, runtime, directory)
     with phase("hashing the prompts"):
         inputs = prepared.train_prompts, prepared.eos_token_ids
-        prompts = hash_prompts(*inputs, reads_extra_info=bool(config.reward.parts))
+        prompts = hash_prompts(*inputs, reads_extra_info=bool(config.reward.scoring_functions))
     checkpoints = RunCheckpoints(config, roles, directory, prompts, writes, agree=stop.agree)
     with phase("looking for a checkpoint and loading it"):
         state = checkpoints.restore(say if writes else lambda _: None)

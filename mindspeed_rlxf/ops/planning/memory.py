@@ -29,6 +29,7 @@ from mindspeed_rlxf.ops.planning.stage_memory import (
     Phase,
     PipelineStage,
     State,
+    fp32_weight_bytes,
     is_split,
     itemsize,
     layer_bytes,
@@ -305,6 +306,7 @@ def _generate_phases(config: RunConfig, received: int) -> list[Phase]:
     if config.has_validation_prompts and config.validation.do_sample:
         top_ps.append(config.validation.top_p)
     sampling = rows * a.vocab_size * sampling_itemsize(bool(top_ps), min(top_ps, default=1) < 1)
+    sampling += fp32_weight_bytes(config, actor, -(-a.vocab_size // tp))
     # Token id, log-prob and random number of each position.
     state = rows * (actor.max_new_tokens + 1) * (8 + FP32 + FP32)
     tokens = rows * length

@@ -9,6 +9,7 @@ from mindspeed_rlxf.config.enums import OldLogProbs, Role
 from mindspeed_rlxf.config.problems import Problem
 from mindspeed_rlxf.config.rank_layout import ParallelLayout
 from mindspeed_rlxf.config.ray_cluster import choose_cluster
+from mindspeed_rlxf.config.rollout_section import TOOL_AGENT
 from mindspeed_rlxf.config.schema import SAVED_AS, LearningConfig, RunConfig
 from mindspeed_rlxf.models.parameter_counts import HEADS, model_elements
 from mindspeed_rlxf.ops.planning import available
@@ -221,11 +222,15 @@ def _run_lines(config: RunConfig, runtime: str, device_kind: str) -> list[tuple[
         ("device", device_kind),
         ("reward", f"verifier: {rules}" if rules else config.reward.kind.value),
     ]
-    if config.reward.parts:
+    if config.reward.scoring_functions:
         lines.append(("reward functions", _describe_functions(config)))
     lines.append(("old log-probs", OLD_LOG_PROBS[config.old_log_probs]))
     if config.rollout.max_staleness:
         lines.append(("generation", _describe_slices(config)))
+    if config.rollout.runs_agents:
+        lines.append(("agent", _describe_agent(config)))
+    if config.rollout.tools:
+        lines.append(("tools", _describe_tools(config)))
     return lines
 
 
@@ -248,13 +253,28 @@ def _describe_slices(config: RunConfig) -> str:
     )
 
 
+def _describe_agent(config: RunConfig) -> str:
+    rollout = config.rollout
+    return (
+        f"{rollout.agent or TOOL_AGENT}, turns: {rollout.max_turns}, slices until an answer: "
+        f"{rollout.agent_lag} (of {rollout.slice_steps} decode steps)"
+    )
+
+
+def _describe_tools(config: RunConfig) -> str:
+    rollout = config.rollout
+    names = ", ".join(tool.function for tool in rollout.tools)
+    replicas = config.rollout_layout.dp
+    return f"{names}, processes: {replicas * rollout.tool_processes} (replicas: {replicas})"
+
+
 def _every(interval: int) -> str:
     return "every iteration" if interval == 1 else f"every {interval} iterations"
 
 
 def _describe_functions(config: RunConfig) -> str:
     terms = []
-    for function in config.reward.parts:
+    for function in config.reward.scoring_functions:
         terms.append(f"{function.weight:g} x {function.function or function.url}")
     return ", ".join(terms)
 

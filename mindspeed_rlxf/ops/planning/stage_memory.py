@@ -146,6 +146,17 @@ def head_bytes(
     return hidden_bytes + 4 * FP32 * min(read, CHUNK_TOKENS) * vocab
 
 
+def fp32_weight_bytes(config: RunConfig, role: RoleConfig, vocab: int) -> int:
+    """Return the fp32 copy of `vocab` output weights from which a bf16 model's logits come.
+
+    CUDA adds up products of bf16 into fp32 without one (`heads.fp32_linear`).
+    """
+    copies = role.bf16 and role.fp32_head
+    if not copies or device.resolve_kind(config.device.kind) is DeviceKind.CUDA:
+        return 0
+    return FP32 * vocab * role.architecture.hidden_size
+
+
 def recompute_bytes(role: LearningConfig, layer: LayerBytes) -> tuple[int, int]:
     """Return (bytes kept per micro-batch in flight, bytes recomputed at one time) for a chunk.
 
@@ -443,7 +454,10 @@ class PipelineStage:
             return 0
         tokens = self._own_tokens(samples, shared)
         read = self._head_tokens(samples)
-        return head_bytes(self.architecture, self.head, tokens, read, self.itemsize, self.vocab)
+        head = head_bytes(self.architecture, self.head, tokens, read, self.itemsize, self.vocab)
+        if self.head is Head.LANGUAGE_MODEL:
+            head += fp32_weight_bytes(self.config, self.section, self.vocab)
+        return head
 
     def _head_tokens(self, samples: int) -> int:
         # The responses are at the end of their rows, so one rank may have most of a row's.

@@ -100,7 +100,7 @@ def test_a_reward_class_of_ones_own_replaces_the_rule(make):
 
 def test_a_function_of_a_file_scores(make):
     rewards = RewardManager(None, 0, compute_score)
-    (part,) = make(reward_fn=rewards).config.reward.parts
+    (part,) = make(reward_fn=rewards).config.reward.scoring_functions
     assert part.function == f"{__file__}:compute_score"
 
 

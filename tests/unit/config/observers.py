@@ -42,7 +42,7 @@ from mindspeed_rlxf.rewards import plans, sandbox as sandboxes
 from mindspeed_rlxf.rewards.manager import RewardManager
 from mindspeed_rlxf.rewards.sandbox import Sandbox
 from mindspeed_rlxf.roles import actor, critic
-from mindspeed_rlxf.roles.objectives import ExperienceMaker, make_objective
+from mindspeed_rlxf.roles.objectives import AdvantageComputer, make_objective
 from mindspeed_rlxf.rollout.vllm.server import server_command
 from mindspeed_rlxf.trainer import ppo, preflight, run
 from mindspeed_rlxf.trainer.prompt_source import PromptSource
@@ -148,7 +148,7 @@ def wrapped(config: RunConfig) -> Any:
 
 def experience(config: RunConfig) -> Any:
     """Return the experience of four responses, two to each prompt, or the message of an error."""
-    maker = ExperienceMaker(config, make_objective(config, alone), alone)
+    maker = AdvantageComputer(config, make_objective(config, alone), alone)
     rollouts = rollouts_of(LENGTHS, HAS_EOS)
     shape = rollouts.response_ids.shape
     old, ref = (LogProbs(-noise(seed, *shape)) for seed in (1, 2))

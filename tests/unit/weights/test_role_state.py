@@ -12,7 +12,12 @@ from mindspeed_rlxf.weights import role_state
 from mindspeed_rlxf.weights.chunks import Chunk, HeldChunk, flat_chunks, view_chunk, whole
 from mindspeed_rlxf.weights.folders import open_weights
 from mindspeed_rlxf.weights.role_state import file_of, open_state, read_states, write_chunks
-from mindspeed_rlxf.weights.state_files import entry_of, has_parts, merge_parts, write_part
+from mindspeed_rlxf.weights.state_files import (
+    entry_of,
+    has_rank_indexes,
+    merge_rank_indexes,
+    write_rank_index,
+)
 from tests.unit.weights.folders_of import architecture_of
 
 MATRIX = torch.arange(7 * 5, dtype=torch.float32).view(7, 5)
@@ -42,9 +47,9 @@ def test_a_rank_opens_only_the_file_that_it_needs(
     for rank in range(ranks):
         file, chunk = file_of(tmp_path, rank), Chunk((rank, 0), (1, 2))
         rows = write_chunks(file, [held("weight", "m", matrix, chunk)])
-        write_part(tmp_path, rank, [entry_of(tmp_path, file)], {file.name: rows})
-    assert has_parts(tmp_path, ranks) and not has_parts(tmp_path, ranks + 1)
-    merge_parts(tmp_path, ranks)
+        write_rank_index(tmp_path, rank, [entry_of(tmp_path, file)], {file.name: rows})
+    assert has_rank_indexes(tmp_path, ranks) and not has_rank_indexes(tmp_path, ranks + 1)
+    merge_rank_indexes(tmp_path, ranks)
     opened: list[Path] = []
     original = role_state.open_safetensors
     monkeypatch.setattr(
