@@ -42,7 +42,7 @@ from mindspeed_rlxf.rollout.vllm.server import (
 )
 from mindspeed_rlxf.rollout.vllm.weights import AdapterFolder, DeviceBuffer, SharedMemory
 
-MOST_FAILURES = 2  # of a server, while requests wait for it
+MOST_FAILURES = 2  # of servers, until one has answered all that it was asked
 STALL = 0.1  # of `runtime.timeout_s` without any token: the server hangs
 MOST_ROWS = 256  # requests at once, where the configuration sets none; vLLM's default
 CANARY_TOKENS = 300  # more than one block of the prefix cache: 16, or 128 on CPU and NPU
@@ -79,7 +79,7 @@ class VllmRollout:
         self.adapters = AdapterFolder(actor.lora, actor.load or "")
         self._stats, self.weights_version = GenerationStats(), -1
         self.has_failed = False
-        self._num_failures = 0  # since all requests of a call were answered last
+        self._num_failures = 0  # since a server answered all that it was asked
         self._is_ready = False
         self._must_check_cache = False  # set by an update, cleared by the next wake
         self._has_started = False  # any server, which shows that its configuration is right
