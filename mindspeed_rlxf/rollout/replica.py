@@ -53,6 +53,7 @@ class Replica:
         make_room: Returns a context manager in which the training engines leave the device, for an
             engine with its own weights; by default it does nothing.
         take_receipts: Returns the receipts of syncs since the last call; [] for engines in process.
+        server_has_failed: Whether the engine's server has, on leaders, and new weights start one.
         agreement: With the other ranks, in runs with agents.
     """
 
@@ -61,6 +62,7 @@ class Replica:
     is_leader: bool
     make_room: Callable[[], AbstractContextManager[None]] = nullcontext
     take_receipts: Callable[[], list[Any]] = list
+    server_has_failed: Callable[[], bool] = bool
     agreement: Agreement = field(default_factory=Agreement)
 
 
@@ -205,11 +207,12 @@ def _build_vllm(config: RunConfig, trained: TrainEngine | None, folder: str) -> 
         dtype = torch.bfloat16 if actor.bf16 else torch.float32
         stream = partial(_receive, config, dtype, group)
     return Replica(
-        WholeResponses(engine),
+        engine,
         lambda version, base: engine.update_weights(stream(base), version),
         engine.is_leader,
         offload.room_for_other_processes,
         engine.take_receipts,
+        lambda: engine.has_failed,
     )
 
 

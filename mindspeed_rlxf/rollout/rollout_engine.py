@@ -23,6 +23,10 @@ from mindspeed_rlxf.engine.train_engine import TrainEngine
 from mindspeed_rlxf.rollout.sampling import SamplingSettings
 
 
+class EngineLost(RuntimeError):
+    """An engine's server has failed, and no other takes its place; the same command goes on."""
+
+
 class FinishReason(str, Enum):
     """Why a response ended."""
 
