@@ -49,6 +49,7 @@ from mindspeed_rlxf.config.keys import (
 from mindspeed_rlxf.config.plugins import (
     complete_function,
     complete_plugin,
+    complete_program,
     complete_tool,
     read_entries,
 )
@@ -213,6 +214,7 @@ def _build(given: Given, name: str) -> Tree:
     set_default(training, output_dir=os.path.join("outputs", str(training["run_name"])))
     read_entries(given.problems, "training.plugins", training, complete_plugin)
     read_entries(given.problems, "rollout.tools", payload["rollout"], complete_tool)
+    read_entries(given.problems, "rollout.program", payload["rollout"], complete_program)
     stage = training.get("stage")
     if stage in WITHOUT_CRITIC:
         payload["critic"] = None
@@ -226,7 +228,7 @@ def _build(given: Given, name: str) -> Tree:
             payload[role.value] = _build_role(given, role)
     _set_stage_defaults(training, payload["algorithm"], payload["actor_rollout"])
     _set_correction(payload)
-    if payload["rollout"].get("agent") is not None or payload["rollout"].get("tools"):
+    if any(payload["rollout"].get(name) for name in ("agent", "tools", "program")):
         set_default(payload["rollout"], slice_steps=AGENT_SLICE_STEPS)
     _place_roles(given, payload)
     _note_unread(given, payload)
