@@ -1,6 +1,8 @@
 """Samples that programs lead over HTTP: the rows of agents in the process, failures, ends."""
 
 import contextlib
+import hashlib
+import os
 import subprocess
 import sys
 import time
@@ -13,6 +15,7 @@ import pytest
 
 from mindspeed_rlxf.agents.programs import close_programs
 from mindspeed_rlxf.config.plugins import complete_program
+from mindspeed_rlxf.config.problems import UserError
 from mindspeed_rlxf.roles.rollout import RolloutRole
 from tests.unit.agents import own_programs
 from tests.unit.roles.test_conversations import Talk, generate, make_role
@@ -26,7 +29,7 @@ WAIT_S = 20.0
 
 @pytest.fixture
 def run_program(make_role: Any) -> Iterator[Any]:
-    def run(run: str, **keys: Any) -> RolloutRole:
+    def run(run: Any, **keys: Any) -> RolloutRole:
         entry = complete_program("rollout.program", run)
         keys = {"turn_timeout_s": 60.0, "max_turns": 8, **keys}
         role: RolloutRole = make_role(None, agent=None, program=entry, **keys)
@@ -88,11 +91,22 @@ sys.exit("key " + key if row["sample_id"] == 1 else 0)
 
 def test_a_command_reads_its_row_and_gives_its_reward(run_program: Any, tmp_path: Path) -> None:
     (tmp_path / "solve.py").write_text(COMMAND)
-    role = run_program(f"{sys.executable} {tmp_path / 'solve.py'}")
+    role = run_program({"run": f"{sys.executable} solve.py", "folder": str(tmp_path)})
     records = generate(role, prompts_of(0, 1))[0].report.records
     assert [record.score for record in records] == [0.5] * 4
     assert [record.failure is None for record in records] == [True, False, True, True]
     assert records[1].failure.cause == "program" and records[1].failure.details == "key ***\n"
+
+
+def test_a_function_stands_with_its_file_and_its_hash() -> None:
+    entry = complete_program("rollout.program", f"{FILE}:talk")
+    digest = hashlib.sha256(Path(FILE).read_bytes()).hexdigest()
+    assert entry == {"run": f"{FILE}:talk", "sha256": digest}
+    for wrong in ({**entry, "sha256": "0" * 64}, f"{FILE}:client", f"{FILE}:absent", "", '"'):
+        with pytest.raises(UserError):
+            complete_program("rollout.program", wrong)
+    here = {"folder": os.getcwd(), "run": "python solve.py"}
+    assert complete_program("rollout.program", "python solve.py") == here
 
 
 def sleeping(seconds: str) -> list[psutil.Process]:
