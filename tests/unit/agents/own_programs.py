@@ -1,6 +1,7 @@
 """Programs of tests; they need nothing but the standard library."""
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -50,3 +51,13 @@ def outlive(row: dict[str, Any]) -> None:
     """Start a process, and never ask for a turn."""
     with subprocess.Popen(["sleep", "4244"]):
         time.sleep(100)
+
+
+def calculate(row: dict[str, Any]) -> None:
+    """As the calculator of the examples."""
+    session, messages = client(), row["messages"]
+    answer = session.say(messages)
+    call = re.fullmatch(r"(\d+)\+(\d+)\?", answer["content"])
+    if call is not None:
+        result = {"role": "tool", "content": f"{int(call[1]) + int(call[2])}>"}
+        session.say([*messages, answer, result])
