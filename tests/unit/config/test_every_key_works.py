@@ -242,7 +242,7 @@ ACTOR_KEYS: dict[str, Any] = {
 CRITIC_KEYS: dict[str, Any] = {
     **LEARNING_KEYS, "critic_mini_batch_size": Case(24), "critic_update_epochs": Case(2),
     "warmup_iters": Case(1), "cliprange_value": Case(0.1, see.valued),
-    "vf_coef": Case(0.5, see.valued),
+    "vf_coef": Case(0.5, see.valued), "freeze": Case("attention"), "freeze_after": Case(1),
 }  # fmt: skip
 REWARD_KEYS: dict[str, Any] = {
     "kind": Case("model", base={"placement.reward": "main"}),
