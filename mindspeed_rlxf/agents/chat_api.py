@@ -50,6 +50,7 @@ class ChatRequest:
         stop: Strings that end the turn.
         model: The name that the client gives the policy.
         stream: Whether the answer is a stream of events.
+        stream_usage: Whether its last event has the counts of tokens.
     """
 
     messages: list[Message]
@@ -58,6 +59,7 @@ class ChatRequest:
     stop: tuple[str, ...] = ()
     model: str = ""
     stream: bool = False
+    stream_usage: bool = False
 
     @classmethod
     def parse(cls, body: bytes) -> ChatRequest:
@@ -91,6 +93,7 @@ class ChatRequest:
                 (stop,) if isinstance(stop, str) else tuple(map(str, stop)),
                 str(fields.get("model") or ""),
                 bool(fields.get("stream")),
+                bool((fields.get("stream_options") or {}).get("include_usage")),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise _wrong(f"a message or tool is malformed: {error!r:.200}") from None
@@ -225,8 +228,8 @@ class Completion:
         head = self._head("chat.completion", model)
         return json.dumps({**head, "choices": [choice], "usage": self._usage}).encode()
 
-    def to_events(self, model: str) -> bytes:
-        """Return the body of a stream: the message in one event, its end, and the usage."""
+    def to_events(self, model: str, with_usage: bool = False) -> bytes:
+        """Return the body of a stream: the message in one event, its end, and perhaps counts."""
         delta = self._sent_message
         if "tool_calls" in delta:
             calls = [{"index": index, **call} for index, call in enumerate(delta["tool_calls"])]
@@ -235,8 +238,9 @@ class Completion:
         events = [
             {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
             {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": self.finish_reason}]},
-            {**head, "choices": [], "usage": self._usage},
         ]
+        if with_usage:
+            events.append({**head, "choices": [], "usage": self._usage})
         lines = [f"data: {json.dumps(event)}\n\n" for event in events]
         return "".join([*lines, "data: [DONE]\n\n"]).encode()
 

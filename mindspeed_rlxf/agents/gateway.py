@@ -158,7 +158,7 @@ class _Handler(BaseHTTPRequestHandler):
         exchange.note_sent(1)  # before it is: the next request may come at once
         try:
             if request.stream:
-                body = exchange.completion.to_events(request.model)
+                body = exchange.completion.to_events(request.model, request.stream_usage)
                 self._send(200, body, "text/event-stream")
             else:
                 self._send(200, exchange.completion.to_json(request.model))

@@ -97,7 +97,8 @@ def test_a_request_that_extends_the_chat_is_the_next_turn(served: Served) -> Non
 
 
 def test_a_stream_has_the_answer_in_events(served: Served) -> None:
-    connection = served.begin(PROMPT, stream=True, model="m", max_tokens=2)
+    usage = {"include_usage": True}
+    connection = served.begin(PROMPT, stream=True, model="m", max_tokens=2, stream_options=usage)
     served.loop.wait([served.session])
     assert served.session.ask.limit == 2
     served.hear_at_once("ab")

@@ -169,3 +169,13 @@ def test_a_command_ends_with_a_process_that_is_killed() -> None:
         finally:
             process.kill()
     wait_for(lambda: not sleeping("4245"))
+
+
+@pytest.mark.parametrize("kind", ["function", "command"])
+def test_a_program_of_openais_client_leads_conversations(run_program: Any, kind: str) -> None:
+    pytest.importorskip("openai", reason="the program uses the package openai")
+    file = Path(__file__).parents[3] / "examples/agent/openai_calculator.py"
+    role = run_program(f"{file}:solve" if kind == "function" else f"{sys.executable} {file}")
+    records = generate(role, prompts_of(0, 1))[0].report.records
+    assert [record.failure for record in records] == [None] * 4
+    assert {len(record.turns) for record in records} <= {1, 2}
