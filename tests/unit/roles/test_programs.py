@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ import pytest
 from mindspeed_rlxf.agents.programs import close_programs
 from mindspeed_rlxf.config.plugins import complete_program
 from mindspeed_rlxf.config.problems import UserError
+from mindspeed_rlxf.data.decoding import RewardTexts
+from mindspeed_rlxf.data.tokenizer import load_tokenizer
 from mindspeed_rlxf.roles.rollout import RolloutRole
+from tests.golden.runs import START
 from tests.unit.agents import own_programs
 from tests.unit.roles.test_conversations import Talk, generate, make_role
 from tests.unit.roles.test_slices import prompts_of
@@ -24,6 +28,7 @@ from tests.unit.rollout.conftest import whole_model_decodes
 
 __all__ = ["make_role", "whole_model_decodes"]  # fixtures
 FILE = own_programs.__file__
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "agent"
 WAIT_S = 20.0
 
 
@@ -174,8 +179,40 @@ def test_a_command_ends_with_a_process_that_is_killed() -> None:
 @pytest.mark.parametrize("kind", ["function", "command"])
 def test_a_program_of_openais_client_leads_conversations(run_program: Any, kind: str) -> None:
     pytest.importorskip("openai", reason="the program uses the package openai")
-    file = Path(__file__).parents[3] / "examples/agent/openai_calculator.py"
+    file = EXAMPLES / "openai_calculator.py"
     role = run_program(f"{file}:solve" if kind == "function" else f"{sys.executable} {file}")
     records = generate(role, prompts_of(0, 1))[0].report.records
     assert [record.failure for record in records] == [None] * 4
     assert {len(record.turns) for record in records} <= {1, 2}
+
+
+TASKSET = """
+import verifiers.v1 as vf
+
+class Task(vf.Task[vf.TaskData]):
+    @vf.reward
+    async def answered(self, trace: vf.Trace) -> float:
+        return 0.25 * len(trace.assistant_messages)
+
+class Texts(vf.Taskset[Task]):
+    def load(self):
+        for text in {texts!r}:
+            yield Task(vf.TaskData(prompt=text), self.config.task)
+
+__all__ = ["Texts"]
+"""
+
+
+def test_an_environment_of_verifiers_leads_and_rewards_conversations(
+    run_program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("verifiers.v1", reason="the program uses the package verifiers")
+    tokenizer, prompts = load_tokenizer(str(START)), prompts_of(0, 1)
+    texts = [RewardTexts(tokenizer).prompt(ids.tolist()) for ids in prompts.token_ids]
+    (tmp_path / "texts_taskset.py").write_text(TASKSET.format(texts=texts))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    columns = [{"taskset": "texts_taskset", "task": task} for task in range(4)]
+    role = run_program(f"{EXAMPLES / 'verifiers_program.py'}:play")
+    output, _ = generate(role, replace(prompts, extra_infos=columns))
+    records = output.report.records
+    assert [(record.failure, record.score) for record in records] == [(None, 0.25)] * 4
